@@ -1,0 +1,29 @@
+"""f8emu: float8 training recipes, with the bits of a Hopper GPU on any machine.
+
+Importing `f8emu` gives the recipe spec and loads neither numpy, torch nor jax; the backends are `f8emu.torch`
+and `f8ref.numpy`, `f8ref.jax`.
+"""
+
+from f8emu.spec import BLOCKWISE as BLOCKWISE
+from f8emu.spec import DELAYED as DELAYED
+from f8emu.spec import E4M3FN as E4M3FN
+from f8emu.spec import E5M2 as E5M2
+from f8emu.spec import E8M0FNU as E8M0FNU
+from f8emu.spec import RECIPES as RECIPES
+from f8emu.spec import ROWWISE as ROWWISE
+from f8emu.spec import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
+from f8emu.spec import TENSORWISE as TENSORWISE
+from f8emu.spec import Cast as Cast
+from f8emu.spec import DelayedScaling as DelayedScaling
+from f8emu.spec import F8Error as F8Error
+from f8emu.spec import Format as Format
+from f8emu.spec import Gemm as Gemm
+from f8emu.spec import Granularity as Granularity
+from f8emu.spec import Overflow as Overflow
+from f8emu.spec import Recipe as Recipe
+from f8emu.spec import ScaleRule as ScaleRule
+from f8emu.spec import recipe_by_name as recipe_by_name
+from f8emu.spec import recipe_from_json as recipe_from_json
+from f8emu.spec import recipe_from_toml as recipe_from_toml
+
+__version__ = "0.1.0"

@@ -1,0 +1,34 @@
+"""The errors a caller of f8emu can meet.
+
+Every message states the call, what was expected, what was observed and the remedy.
+"""
+
+
+class F8Error(Exception):
+    """Base of every error that f8emu raises on purpose."""
+
+
+class SpecError(F8Error, ValueError):
+    """A recipe, format or option that does not exist or contradicts itself."""
+
+
+class OperandError(F8Error, ValueError):
+    """An operand with the wrong dtype, shape, layout, size or scale."""
+
+
+class UnsupportedError(F8Error, NotImplementedError):
+    """A valid request that this engine, device or installed version cannot honour."""
+
+
+class GoldenFileError(F8Error, ValueError):
+    """A golden file that is missing, truncated, foreign or inconsistent."""
+
+
+class MissingExtraError(F8Error, ImportError):
+    """An optional dependency (torch, jax, the command line's packages) is not installed."""
+
+    def __init__(self, call: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{call} needs the package '{package}', which is not installed; "
+            f"install it with: pip install 'f8emu[{extra}]'"
+        )

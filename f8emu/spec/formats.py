@@ -1,0 +1,156 @@
+"""Number formats as data, and the overflow policy of a cast.
+
+A format describes how a bit pattern (`code`) maps to a real number (`value`). It holds numbers and names
+only: the algorithms that use them live in `f8ref` and in the production paths, each written on its own.
+
+Sources: OCP 8-bit Floating Point Specification (OFP8) revision 1.0, tables 1 and 2 (E4M3, E5M2); OCP
+Microscaling Formats (MX) version 1.0, section 5.4.1 (E8M0); IEEE 754-2019, table 3.5 (binary16, binary32).
+Names are those of ml_dtypes.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+
+from f8emu.spec.errors import SpecError
+
+
+class Specials(Enum):
+    """Which codes are not finite numbers."""
+
+    IEEE = "ieee"
+    """The largest exponent field holds infinity (fraction 0) and NaN (any other fraction)."""
+    NAN_ALL_ONES = "nan_all_ones"
+    """No infinity; only the code whose exponent and fraction bits are all ones is NaN."""
+
+
+class Overflow(Enum):
+    """What a cast does with a magnitude that rounds beyond the largest finite value of the format."""
+
+    SATURATE = "saturate"
+    """`+-max`, for infinite inputs too (OFP8 "saturating"); NaN stays NaN."""
+    NONFINITE = "nonfinite"
+    """Infinity where the format has one, NaN where it has none (OFP8 "non-saturating")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A binary number format: `value = (-1)^sign * significand * 2^(exponent - fraction_bits)`.
+
+    The exponent of a normal code is `field - bias`, its significand has a hidden leading one. A code whose
+    exponent field is 0 is subnormal: no hidden bit, exponent `1 - bias` [OP-1].
+    """
+
+    name: str
+    """The name of ml_dtypes, numpy, jax.numpy and torch for this dtype."""
+    exponent_bits: int
+    fraction_bits: int
+    bias: int
+    signed: bool = True
+    specials: Specials = Specials.IEEE
+    has_subnormals: bool = True
+    """False for E8M0FNU, whose exponent field 0 is the value `2^-bias` and not zero."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def bits(self) -> int:
+        """Width of a code in bits."""
+        return int(self.signed) + self.exponent_bits + self.fraction_bits
+
+    @property
+    def has_infinity(self) -> bool:
+        return self.specials is Specials.IEEE
+
+    @property
+    def sign_mask(self) -> int:
+        return (1 << (self.bits - 1)) if self.signed else 0
+
+    @property
+    def magnitude_mask(self) -> int:
+        """Exponent and fraction bits."""
+        return (1 << (self.exponent_bits + self.fraction_bits)) - 1
+
+    @property
+    def fraction_mask(self) -> int:
+        return (1 << self.fraction_bits) - 1
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value; subnormals share it [OP-1]."""
+        return 1 - self.bias if self.has_subnormals else -self.bias
+
+    @property
+    def nan_code(self) -> int:
+        """The one NaN code that f8emu emits: sign 0, all other bits one, as the tensor core does [SPEC-1]."""
+        return self.magnitude_mask
+
+    @property
+    def infinity_code(self) -> int | None:
+        """Code of +infinity, None where the format has none."""
+        return self.magnitude_mask ^ self.fraction_mask if self.has_infinity else None
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest finite value."""
+        return (self.magnitude_mask ^ self.fraction_mask if self.has_infinity else self.magnitude_mask) - 1
+
+    @property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value."""
+        return (self.max_code >> self.fraction_bits) - self.bias
+
+    @property
+    def max(self) -> float:
+        """Largest finite value (exact)."""
+        significand = (1 << self.fraction_bits) | (self.max_code & self.fraction_mask)
+        return float(significand * Fraction(2) ** (self.max_exponent - self.fraction_bits))
+
+    @property
+    def smallest_normal(self) -> float:
+        return float(Fraction(2) ** self.min_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value (the smallest normal where the format has no subnormals)."""
+        return float(Fraction(2) ** (self.min_exponent - self.fraction_bits))
+
+
+E4M3FN = Format(
+    name="float8_e4m3fn", exponent_bits=4, fraction_bits=3, bias=7, specials=Specials.NAN_ALL_ONES
+)
+E5M2 = Format(name="float8_e5m2", exponent_bits=5, fraction_bits=2, bias=15)
+E8M0FNU = Format(
+    name="float8_e8m0fnu",
+    exponent_bits=8,
+    fraction_bits=0,
+    bias=127,
+    signed=False,
+    specials=Specials.NAN_ALL_ONES,
+    has_subnormals=False,
+)
+FLOAT16 = Format(name="float16", exponent_bits=5, fraction_bits=10, bias=15)
+BFLOAT16 = Format(name="bfloat16", exponent_bits=8, fraction_bits=7, bias=127)
+FLOAT32 = Format(name="float32", exponent_bits=8, fraction_bits=23, bias=127)
+
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3FN, E5M2, E8M0FNU, FLOAT16, BFLOAT16, FLOAT32)}
+"""Every known format by name."""
+
+FLOAT8_OPERANDS: tuple[Format, ...] = (E4M3FN, E5M2)
+"""Formats that a Hopper tensor core multiplies."""
+HIGH_PRECISION: tuple[Format, ...] = (FLOAT32, BFLOAT16, FLOAT16)
+"""Formats that a cast to float8 takes and a scaled GEMM gives; float64 is refused everywhere."""
+
+
+def format_by_name(name: str) -> Format:
+    """The format called `name` (a dtype name of ml_dtypes).
+
+    Raises:
+        SpecError: no such format; the message lists the known ones.
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        known = ", ".join(FORMATS)
+        raise SpecError(f"format_by_name: unknown format {name!r}; known formats are: {known}") from None

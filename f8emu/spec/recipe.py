@@ -1,0 +1,273 @@
+"""The training recipe of a linear layer: three GEMMs, two operands each.
+
+With `input` [M, K], `weight` [N, K] and `grad_output` [M, N] the layer computes
+
+- `output`      [M, N] = input [M, K]         @ weight [N, K]^T,         summed over K
+- `grad_input`  [M, K] = grad_output [M, N]   @ (weight^T [K, N])^T,     summed over N
+- `grad_weight` [N, K] = grad_output^T [N, M] @ (input^T [K, M])^T,      summed over M
+
+Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and each operand is cast along the
+dimension that its own GEMM sums over. A bias is added to the rounded output, in the output's dtype, as torchao does.
+All three products have the dtype of `input`. An operand kept in high precision is bfloat16: the
+GEMM is then the hardware's bfloat16 matmul [BF16-1].
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import E4M3FN, E5M2, FLOAT8_OPERANDS, Format
+from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES, DelayedScaling, Granularity, ScaleRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """How one operand of one GEMM becomes float8; `format=None` leaves it in high precision (bfloat16)."""
+
+    format: Format | None
+    granularity: Granularity = Granularity.TENSORWISE
+
+    def __post_init__(self) -> None:
+        if self.format is not None and self.format not in FLOAT8_OPERANDS:
+            known = ", ".join(f.name for f in FLOAT8_OPERANDS)
+            raise SpecError(f"Cast: format must be one of {known}, or None for high precision; got {self.format}")
+
+    @property
+    def is_high_precision(self) -> bool:
+        return self.format is None
+
+    def __str__(self) -> str:
+        return "bfloat16" if self.format is None else f"{self.format.name} {self.granularity.value}"
+
+
+HIGH_PRECISION_CAST = Cast(format=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One GEMM `a @ b^T`: the casts of its operands and the accumulation of the tensor core."""
+
+    a: Cast
+    b: Cast
+    use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        a, b = self.a, self.b
+        if a.is_high_precision != b.is_high_precision:
+            raise SpecError(
+                f"Gemm: both operands must be float8 or both high precision; got {a} and {b}. "
+                "No matrix unit multiplies the two kinds; set format=None for both, or for neither"
+            )
+        if a.format == E5M2 and b.format == E5M2:
+            raise SpecError(
+                "Gemm: float8_e5m2 x float8_e5m2 does not exist on Hopper; make one operand float8_e4m3fn"
+            )
+        if a.is_high_precision:
+            if self.use_fast_accum:
+                raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
+            return
+        if self.scaled_gemm_granularities not in SCALED_GEMM_GRANULARITIES:
+            known = "; ".join(f"{x.value} x {y.value}" for x, y in SCALED_GEMM_GRANULARITIES)
+            raise SpecError(
+                f"Gemm: no scaled GEMM takes {a.granularity.value} x {b.granularity.value}; possible are {known}, "
+                "and rowwise with tensorwise"
+            )
+        if self.use_fast_accum and (a.granularity.is_blockwise or b.granularity.is_blockwise):
+            raise SpecError(
+                "Gemm: blockwise scaling has no fast accumulation, the library refuses it; use_fast_accum=False"
+            )
+
+    @property
+    def is_high_precision(self) -> bool:
+        return self.a.is_high_precision
+
+    @property
+    def scaled_gemm_granularities(self) -> tuple[Granularity, Granularity]:
+        """The granularities of the GEMM that runs: tensorwise beside rowwise is repeated for every row."""
+        pair = (self.a.granularity, self.b.granularity)
+        if set(pair) == {Granularity.TENSORWISE, Granularity.ROWWISE}:
+            return (Granularity.ROWWISE, Granularity.ROWWISE)
+        return pair
+
+
+GEMM_NAMES = ("output", "grad_input", "grad_weight")
+"""The three GEMMs of a linear layer, in the order in which they run."""
+
+OPERANDS: dict[str, tuple[str, str]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+"""GEMM -> the tensors that its operands a and b come from."""
+
+_DIMENSIONS: dict[str, tuple[str, str, str, str]] = {
+    "output": ("[M, N]", "input [M, K]", "weight [N, K]^T", "K"),
+    "grad_input": ("[M, K]", "grad_output [M, N]", "weight [N, K]", "N"),
+    "grad_weight": ("[N, K]", "grad_output [M, N]^T", "input [M, K]", "M"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the three GEMMs of a linear layer are scaled, cast and accumulated.
+
+    Hashable, immutable and without array code; `to_toml`, `to_json` and back give an equal recipe.
+
+    Raises:
+        SpecError: an impossible combination; the message names it and the way out.
+    """
+
+    name: str = field(compare=False)
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+    scale_rule: ScaleRule = ScaleRule()
+    delayed: DelayedScaling | None = None
+    """None is dynamic scaling: every cast uses its own amax."""
+
+    def __post_init__(self) -> None:
+        for tensor in ("input", "weight", "grad_output"):
+            formats = {c.format for _, _, c in self.casts(tensor) if c.format is not None}
+            if len(formats) > 1:
+                names = " and ".join(sorted(f.name for f in formats))
+                raise SpecError(
+                    f"Recipe {self.name!r}: {tensor} is cast to {names}; one tensor has one float8 format in all its GEMMs"
+                )
+        if self.delayed is not None:
+            for gemm, operand, cast in self.casts():
+                if not cast.is_high_precision and cast.granularity is not Granularity.TENSORWISE:
+                    raise SpecError(
+                        f"Recipe {self.name!r}: delayed scaling keeps one amax a tensor, so every cast must be tensorwise; "
+                        f"{operand} of {gemm} is {cast.granularity.value}"
+                    )
+
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """GEMM name -> GEMM, in the order in which they run."""
+        return {"output": self.output, "grad_input": self.grad_input, "grad_weight": self.grad_weight}
+
+    def casts(self, tensor: str | None = None) -> Iterator[tuple[str, str, Cast]]:
+        """(GEMM name, tensor name, cast) of the six operands, or of the two that come from `tensor`."""
+        for name, gemm in self.gemms.items():
+            for source, cast in zip(OPERANDS[name], (gemm.a, gemm.b), strict=True):
+                if tensor in (None, source):
+                    yield name, source, cast
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of all fields but the name, in hex: two recipes with equal hashes give equal bits."""
+        content = {k: v for k, v in self.to_dict().items() if k != "name"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dict of strings, numbers and booleans; what TOML and JSON hold."""
+        from f8emu.spec.serialize import recipe_to_dict
+
+        return recipe_to_dict(self)
+
+    def to_json(self) -> str:
+        from f8emu.spec.serialize import recipe_to_json
+
+        return recipe_to_json(self)
+
+    def to_toml(self) -> str:
+        from f8emu.spec.serialize import recipe_to_toml
+
+        return recipe_to_toml(self)
+
+    def explain(self) -> str:
+        """The recipe in words and its three GEMMs as equations."""
+        lines = [f"{self.name}  ({self.content_hash[:12]})"]
+        if self.delayed is None:
+            lines.append("scales: dynamic, from the amax of the tensor that is cast")
+        else:
+            d = self.delayed
+            lines.append(
+                f"scales: delayed, from the {d.reduction.value} of the last {d.history_length} amaxes, "
+                f"margin {d.margin} (format max * 2^-{d.margin})"
+            )
+        rule = f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor:g})"
+        lines.append(rule + (", cut to a power of two" if self.scale_rule.power_of_two else ""))
+        for name, gemm in self.gemms.items():
+            shape, a, b, k = _DIMENSIONS[name]
+            lines.append(f"{name} {shape} = cast({a}) @ cast({b}), summed over {k}")
+            lines.append(f"    a: {gemm.a}")
+            lines.append(f"    b: {gemm.b}")
+            if gemm.is_high_precision:
+                lines.append("    bfloat16 matmul, one chain")
+            elif gemm.use_fast_accum:
+                lines.append("    fast accumulation: one chain")
+            else:
+                lines.append("    accumulation promoted to float32 every 128")
+        return "\n".join(lines)
+
+
+def _three_gemms(input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool) -> dict[str, Gemm]:
+    return {
+        "output": Gemm(a=input, b=weight, use_fast_accum=fast_output),
+        "grad_input": Gemm(a=grad_output, b=weight),
+        "grad_weight": Gemm(a=grad_output, b=input),
+    }
+
+
+_TENSOR_E4M3 = Cast(format=E4M3FN)
+_TENSOR_E5M2 = Cast(format=E5M2)
+_ROW_E4M3 = Cast(format=E4M3FN, granularity=Granularity.ROWWISE)
+_VECTOR_E4M3 = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_1X128)
+_SQUARE_E4M3 = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_128X128)
+_POWER_OF_TWO = ScaleRule(power_of_two=True)
+
+TENSORWISE = Recipe(name="tensorwise", **_three_gemms(_TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2, fast_output=True))
+"""One scale a tensor; torchao's default. E4M3 forward, E5M2 gradients."""
+
+ROWWISE = Recipe(
+    name="rowwise",
+    **_three_gemms(_ROW_E4M3, _ROW_E4M3, _ROW_E4M3, fast_output=True),
+    scale_rule=_POWER_OF_TWO,
+)
+"""One power-of-two scale a row of each operand; E4M3 everywhere, as in torchao."""
+
+ROWWISE_WITH_GW_HP = Recipe(
+    name="rowwise_with_gw_hp",
+    output=Gemm(a=_ROW_E4M3, b=_ROW_E4M3, use_fast_accum=True),
+    grad_input=Gemm(a=_ROW_E4M3, b=_TENSOR_E4M3),
+    grad_weight=Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST),
+    scale_rule=_POWER_OF_TWO,
+)
+"""Rowwise, with `grad_weight` in high precision and a tensorwise weight in `grad_input`, as in torchao."""
+
+DELAYED = Recipe(
+    name="delayed",
+    **_three_gemms(_TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2, fast_output=True),
+    delayed=DelayedScaling(),
+)
+"""One scale a tensor from the amax of earlier steps, as float8_experimental intended."""
+
+BLOCKWISE = Recipe(name="blockwise", **_three_gemms(_VECTOR_E4M3, _SQUARE_E4M3, _VECTOR_E4M3, fast_output=False))
+"""1x128 blocks of activations and gradients, 128x128 blocks of weights; E4M3 everywhere."""
+
+RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)}
+"""The named recipes."""
+
+RECIPE_ALIASES: dict[str, str] = {
+    "all_tensorwise": "tensorwise",
+    "all_axiswise": "rowwise",
+    "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
+}
+"""Older names, as torchao and torchtitan had them -> the name now."""
+
+
+def recipe_by_name(name: str) -> Recipe:
+    """The recipe called `name`, by its own or an older name.
+
+    Raises:
+        SpecError: no such recipe; the message lists the known names.
+    """
+    recipe = RECIPES.get(RECIPE_ALIASES.get(name, name))
+    if recipe is None:
+        known = ", ".join(RECIPES)
+        older = ", ".join(f"{old} (= {new})" for old, new in RECIPE_ALIASES.items())
+        raise SpecError(f"recipe_by_name: unknown recipe {name!r}; known recipes: {known}; older names: {older}")
+    return recipe

@@ -1,0 +1,132 @@
+"""How a tensor gets its scales: granularity, the scale rule, and the rule of delayed scaling.
+
+Glossary, used with this meaning everywhere in f8emu:
+
+- `amax`: the largest magnitude of the elements that share one scale.
+- `inv_scale`: the float32 factor multiplied while quantising: `code = cast(value * inv_scale)`.
+- `scale`: the float32 factor that decodes, `value = decode(code) * scale`, as `torch._scaled_mm` takes it;
+  always `1 / inv_scale`, correctly rounded.
+
+An operand of a GEMM is seen as `[rows, K]`, K being the dimension that is summed over.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from f8emu.spec.errors import SpecError
+
+
+class Granularity(Enum):
+    """Which elements of an operand `[rows, K]` share one scale."""
+
+    TENSORWISE = "tensorwise"
+    """All of them. Scale shape `[1, 1]`."""
+    ROWWISE = "rowwise"
+    """One row, over all of K (torchao: "axiswise"). Scale shape `[rows, 1]`."""
+    BLOCKWISE_1X128 = "blockwise_1x128"
+    """128 neighbours along K in one row. Scale shape `[rows, ceil(K / 128)]`."""
+    BLOCKWISE_128X128 = "blockwise_128x128"
+    """A square of 128 rows by 128 along K. Scale shape `[ceil(rows / 128), ceil(K / 128)]`."""
+
+    @property
+    def block(self) -> tuple[int | None, int | None]:
+        """(rows, K) that share a scale; None is the whole extent."""
+        return _BLOCKS[self]
+
+    @property
+    def is_blockwise(self) -> bool:
+        return self in (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
+
+    @property
+    def is_transposable(self) -> bool:
+        """Whether the codes of a tensor serve its transpose too (each group is its own transpose's group)."""
+        return self in (Granularity.TENSORWISE, Granularity.BLOCKWISE_128X128)
+
+    def scale_shape(self, rows: int, k: int) -> tuple[int, int]:
+        """Shape of the scales of an operand `[rows, k]`."""
+        block_rows, block_k = self.block
+        return (
+            1 if block_rows is None else -(-rows // block_rows),
+            1 if block_k is None else -(-k // block_k),
+        )
+
+
+_BLOCKS: dict[Granularity, tuple[int | None, int | None]] = {
+    Granularity.TENSORWISE: (None, None),
+    Granularity.ROWWISE: (1, None),
+    Granularity.BLOCKWISE_1X128: (1, 128),
+    Granularity.BLOCKWISE_128X128: (128, 128),
+}
+
+SCALED_GEMM_GRANULARITIES: tuple[tuple[Granularity, Granularity], ...] = (
+    (Granularity.TENSORWISE, Granularity.TENSORWISE),
+    (Granularity.ROWWISE, Granularity.ROWWISE),
+    (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
+    (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
+    (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
+)
+"""Pairs (a, b) that a scaled GEMM takes. A recipe may also pair rowwise with tensorwise: the one scale is
+then repeated for every row, and the GEMM is rowwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRule:
+    """From amax to scale.
+
+    `inv_scale = float32(float64(format.max) / max(float64(amax), amax_floor))`, which is the correctly rounded
+    float32 quotient; with `power_of_two`, `inv_scale` is then cut to the power of two below it by
+    clearing its fraction bits; `scale = float32(1 / inv_scale)`, correctly rounded.
+
+    Edge cases, all propagated and never hidden: amax 0 gives `max / amax_floor`; amax inf gives
+    inv_scale 0 and scale inf; amax NaN gives NaN for both, with `power_of_two` too.
+    Quantising is `cast(clamp(float32(x) * inv_scale, -max, max))`, a NaN staying NaN.
+    Bit for bit the rule of torchao 0.17 to 0.19, except `power_of_two` just below a power of two, where torchao's
+    `exp2(floor(log2(s)))` rounds up (NUMERICS 6).
+    """
+
+    power_of_two: bool = False
+    amax_floor: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if not 0 < self.amax_floor < 1:
+            raise SpecError(f"ScaleRule: amax_floor must be in (0, 1); got {self.amax_floor!r}")
+
+
+MAX_MARGIN = 6
+"""Largest margin: with it `448 * 2^-margin / FLT_MAX` is still a normal float32."""
+
+
+class AmaxHistoryReduction(Enum):
+    """Which amax of the history sets the scale."""
+
+    MAX = "max"
+    MOST_RECENT = "most_recent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayedScaling:
+    """Scales from the amax of earlier steps: the behaviour that float8_experimental intended.
+
+    State of one tensor: `amax_history` (`history_length` float32, newest first, zeros at the start), `inv_scale`
+    (float32, 1 at the start) and `initialized` (false at the start).
+
+    - A cast uses the state's `inv_scale`; while `initialized` is false it uses that of its own amax.
+    - Between two updates the amax of all casts is kept as their maximum (gradient accumulation).
+    - `update(state, amax)`, once a step: the history moves by one and its oldest entry drops out; the new entry is
+      `amax`, or 0 where amax is 0 or not finite. If amax is positive and finite, `reference` is the history's
+      maximum (`max`) or newest entry (`most_recent`), `inv_scale` becomes
+      `float32(format.max * 2^-margin / max(reference, amax_floor))` (cut to a power of two where the
+      scale rule says so), and `initialized` becomes true. Otherwise both stay as they are.
+    """
+
+    history_length: int = 16
+    reduction: AmaxHistoryReduction = AmaxHistoryReduction.MAX
+    margin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.history_length < 1:
+            raise SpecError(f"DelayedScaling: history_length must be at least 1; got {self.history_length}")
+        if not 0 <= self.margin <= MAX_MARGIN:
+            raise SpecError(
+                f"DelayedScaling: margin must be in 0..{MAX_MARGIN}, so that no scale is subnormal; got {self.margin}"
+            )
