@@ -1,0 +1,55 @@
+# Two commands do everything on a machine that has Python 3.11 or newer and make: `make verify` and `make test`.
+# The first of either creates .venv and installs into it the versions of constraints/cpu.txt.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.f8emu-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help verify test check format exhaustive install clean
+
+help:
+	@echo 'make verify      prove that numpy, JAX and torch give the recorded bits of a Hopper GPU (ARGS=... is passed on)'
+	@echo 'make test        the tests (ARGS=... is passed to pytest)'
+	@echo 'make check       ruff, pyright, import-linter'
+	@echo 'make format      let ruff format the code and sort the imports'
+	@echo 'make exhaustive  all 2^32 float32 inputs of the casts; minutes'
+	@echo 'make install     only create .venv'
+	@echo 'make clean       remove .venv and every cache'
+	@echo 'PYTHON=python3.12 chooses the interpreter; PIP_FLAGS=... is passed to pip install'
+
+verify: $(STAMP)
+	$(BIN)/f8emu verify $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+exhaustive: $(STAMP)
+	$(BIN)/python benchmarks/exhaustive.py $(ARGS)
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints/cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "f8emu needs Python 3.11 or newer; $(PYTHON) is %s. Choose another: make PYTHON=python3.12" % sys.version.split()[0])'
+	@echo 'Installing into $(VENV); once, a minute or two'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints/cpu.txt -e '.[all]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find f8emu reference tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
