@@ -39,6 +39,7 @@ from f8emu.spec.recipe import Gemm as Gemm
 from f8emu.spec.recipe import Recipe as Recipe
 from f8emu.spec.recipe import recipe_by_name as recipe_by_name
 from f8emu.spec.scaling import MAX_MARGIN as MAX_MARGIN
+from f8emu.spec.scaling import MIN_AMAX_FLOOR as MIN_AMAX_FLOOR
 from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES as SCALED_GEMM_GRANULARITIES
 from f8emu.spec.scaling import AmaxHistoryReduction as AmaxHistoryReduction
 from f8emu.spec.scaling import DelayedScaling as DelayedScaling

@@ -55,7 +55,5 @@ HOPPER_BF16 = AccumulationModel(
 )
 """bfloat16 [BF16-1], [BF16-2]."""
 
-ACCUMULATION_MODELS: dict[str, AccumulationModel] = {
-    m.name: m for m in (HOPPER_FP8_FAST, HOPPER_FP8, HOPPER_BF16)
-}
+ACCUMULATION_MODELS: dict[str, AccumulationModel] = {m.name: m for m in (HOPPER_FP8_FAST, HOPPER_FP8, HOPPER_BF16)}
 """Every known model by name."""

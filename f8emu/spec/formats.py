@@ -10,7 +10,6 @@ Names are those of ml_dtypes.
 
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
 
 from f8emu.spec.errors import SpecError
 
@@ -105,21 +104,19 @@ class Format:
     def max(self) -> float:
         """Largest finite value (exact)."""
         significand = (1 << self.fraction_bits) | (self.max_code & self.fraction_mask)
-        return float(significand * Fraction(2) ** (self.max_exponent - self.fraction_bits))
+        return significand * 2.0 ** (self.max_exponent - self.fraction_bits)
 
     @property
     def smallest_normal(self) -> float:
-        return float(Fraction(2) ** self.min_exponent)
+        return 2.0**self.min_exponent
 
     @property
     def smallest_subnormal(self) -> float:
         """Smallest positive value (the smallest normal where the format has no subnormals)."""
-        return float(Fraction(2) ** (self.min_exponent - self.fraction_bits))
+        return 2.0 ** (self.min_exponent - self.fraction_bits)
 
 
-E4M3FN = Format(
-    name="float8_e4m3fn", exponent_bits=4, fraction_bits=3, bias=7, specials=Specials.NAN_ALL_ONES
-)
+E4M3FN = Format(name="float8_e4m3fn", exponent_bits=4, fraction_bits=3, bias=7, specials=Specials.NAN_ALL_ONES)
 E5M2 = Format(name="float8_e5m2", exponent_bits=5, fraction_bits=2, bias=15)
 E8M0FNU = Format(
     name="float8_e8m0fnu",

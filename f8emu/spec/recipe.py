@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, FLOAT8_OPERANDS, Format
@@ -31,8 +32,16 @@ class Cast:
 
     def __post_init__(self) -> None:
         if self.format is not None and self.format not in FLOAT8_OPERANDS:
-            known = ", ".join(f.name for f in FLOAT8_OPERANDS)
-            raise SpecError(f"Cast: format must be one of {known}, or None for high precision; got {self.format}")
+            known = " or ".join(f.name for f in FLOAT8_OPERANDS)
+            raise SpecError(
+                f"Cast: format must be the Format {known}, or None for high precision; "
+                f"got the {type(self.format).__name__} {self.format}"
+            )
+        if self.is_high_precision and self.granularity is not Granularity.TENSORWISE:
+            raise SpecError(
+                f"Cast: a high precision operand has no scales; got granularity {self.granularity.value}. "
+                "Leave the granularity out, or give a float8 format"
+            )
 
     @property
     def is_high_precision(self) -> bool:
@@ -61,9 +70,7 @@ class Gemm:
                 "No matrix unit multiplies the two kinds; set format=None for both, or for neither"
             )
         if a.format == E5M2 and b.format == E5M2:
-            raise SpecError(
-                "Gemm: float8_e5m2 x float8_e5m2 does not exist on Hopper; make one operand float8_e4m3fn"
-            )
+            raise SpecError("Gemm: float8_e5m2 x float8_e5m2 does not exist on Hopper; make one operand float8_e4m3fn")
         if a.is_high_precision:
             if self.use_fast_accum:
                 raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
@@ -74,10 +81,16 @@ class Gemm:
                 f"Gemm: no scaled GEMM takes {a.granularity.value} x {b.granularity.value}; possible are {known}, "
                 "and rowwise with tensorwise"
             )
-        if self.use_fast_accum and (a.granularity.is_blockwise or b.granularity.is_blockwise):
-            raise SpecError(
-                "Gemm: blockwise scaling has no fast accumulation, the library refuses it; use_fast_accum=False"
-            )
+        if a.granularity.is_blockwise or b.granularity.is_blockwise:
+            if self.use_fast_accum:
+                raise SpecError(
+                    "Gemm: blockwise scaling has no fast accumulation, the library refuses it; use_fast_accum=False"
+                )
+            if E5M2 in (a.format, b.format):
+                raise SpecError(
+                    "Gemm: blockwise scaling takes float8_e4m3fn only, the library refuses float8_e5m2 beside block "
+                    "scales; make both operands float8_e4m3fn"
+                )
 
     @property
     def is_high_precision(self) -> bool:
@@ -133,14 +146,15 @@ class Recipe:
             if len(formats) > 1:
                 names = " and ".join(sorted(f.name for f in formats))
                 raise SpecError(
-                    f"Recipe {self.name!r}: {tensor} is cast to {names}; one tensor has one float8 format in all its GEMMs"
+                    f"Recipe {self.name!r}: {tensor} is cast to {names}; "
+                    "one tensor has one float8 format in all its GEMMs"
                 )
         if self.delayed is not None:
             for gemm, operand, cast in self.casts():
                 if not cast.is_high_precision and cast.granularity is not Granularity.TENSORWISE:
                     raise SpecError(
-                        f"Recipe {self.name!r}: delayed scaling keeps one amax a tensor, so every cast must be tensorwise; "
-                        f"{operand} of {gemm} is {cast.granularity.value}"
+                        f"Recipe {self.name!r}: delayed scaling keeps one amax a tensor, so every cast must be "
+                        f"tensorwise; {operand} of {gemm} is {cast.granularity.value}"
                     )
 
     @property
@@ -188,7 +202,7 @@ class Recipe:
                 f"scales: delayed, from the {d.reduction.value} of the last {d.history_length} amaxes, "
                 f"margin {d.margin} (format max * 2^-{d.margin})"
             )
-        rule = f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor:g})"
+        rule = f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor!r})"
         lines.append(rule + (", cut to a power of two" if self.scale_rule.power_of_two else ""))
         for name, gemm in self.gemms.items():
             shape, a, b, k = _DIMENSIONS[name]
@@ -204,7 +218,13 @@ class Recipe:
         return "\n".join(lines)
 
 
-def _three_gemms(input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool) -> dict[str, Gemm]:
+class _Gemms(TypedDict):
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+
+
+def _three_gemms(input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool) -> _Gemms:
     return {
         "output": Gemm(a=input, b=weight, use_fast_accum=fast_output),
         "grad_input": Gemm(a=grad_output, b=weight),

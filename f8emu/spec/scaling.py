@@ -69,6 +69,10 @@ SCALED_GEMM_GRANULARITIES: tuple[tuple[Granularity, Granularity], ...] = (
 then repeated for every row, and the GEMM is rowwise."""
 
 
+MIN_AMAX_FLOOR = 2.0**-110
+"""Smallest floor: an amax of 0 then has an inv_scale below 2^126 in every format, and its scale is a normal float32."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
     """From amax to scale.
@@ -88,8 +92,10 @@ class ScaleRule:
     amax_floor: float = 1e-12
 
     def __post_init__(self) -> None:
-        if not 0 < self.amax_floor < 1:
-            raise SpecError(f"ScaleRule: amax_floor must be in (0, 1); got {self.amax_floor!r}")
+        if not MIN_AMAX_FLOOR <= self.amax_floor < 1:
+            raise SpecError(
+                f"ScaleRule: amax_floor must be in [2^-110, 1), so that no scale is subnormal; got {self.amax_floor!r}"
+            )
 
 
 MAX_MARGIN = 6
@@ -110,7 +116,7 @@ class DelayedScaling:
     State of one tensor: `amax_history` (`history_length` float32, newest first, zeros at the start), `inv_scale`
     (float32, 1 at the start) and `initialized` (false at the start).
 
-    - A cast uses the state's `inv_scale`; while `initialized` is false it uses that of its own amax.
+    - A cast uses the state's `inv_scale`; while `initialized` is false it uses that of its own amax, margin included.
     - Between two updates the amax of all casts is kept as their maximum (gradient accumulation).
     - `update(state, amax)`, once a step: the history moves by one and its oldest entry drops out; the new entry is
       `amax`, or 0 where amax is 0 or not finite. If amax is positive and finite, `reference` is the history's

@@ -6,8 +6,10 @@ versioned by `schema`.
 
 import json
 import tomllib
+from collections.abc import Generator
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import format_by_name
@@ -53,11 +55,11 @@ def recipe_to_json(recipe: Recipe) -> str:
 def recipe_to_toml(recipe: Recipe) -> str:
     """TOML text: top-level keys, then one table for each part."""
     data = recipe_to_dict(recipe)
-    lines = [f"{key} = {_toml_value(value)}" for key, value in data.items() if not isinstance(value, dict)]
-    for key, value in data.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{key}]"]
-            lines += [f"{k} = {_toml_value(v)}" for k, v in value.items()]
+    tables = {key: cast(dict[str, object], value) for key, value in data.items() if isinstance(value, dict)}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in data.items() if key not in tables]
+    for key, table in tables.items():
+        lines += ["", f"[{key}]"]
+        lines += [f"{k} = {_toml_value(v)}" for k, v in table.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -68,8 +70,8 @@ def recipe_from_json(text: str) -> Recipe:
         SpecError: not JSON, or not a recipe; the message names the place.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
+        data = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"recipe_from_json: not JSON: {error}") from None
     return recipe_from_dict(data)
 
@@ -82,7 +84,7 @@ def recipe_from_toml(text: str) -> Recipe:
     """
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"recipe_from_toml: not TOML: {error}") from None
     return recipe_from_dict(data)
 
@@ -94,24 +96,46 @@ def recipe_from_dict(data: object) -> Recipe:
         SpecError: an unknown, missing or ill-typed key, or an impossible recipe; the message names the place.
     """
     top = _table(data, "recipe", required=("name", *GEMM_NAMES), optional=("schema", "scale_rule", "delayed"))
-    if top.get("schema", SCHEMA) != SCHEMA:
-        raise SpecError(f"recipe: schema {top['schema']!r} is unknown; this version of f8emu reads schema {SCHEMA}")
-    rule = _table(top.get("scale_rule", {}), "scale_rule", optional=("power_of_two", "amax_floor"))
+    schema = _typed(top.get("schema", SCHEMA), "schema", int)
+    if schema != SCHEMA:
+        raise SpecError(f"recipe: schema {schema} is unknown; this version of f8emu reads schema {SCHEMA}")
+    return Recipe(
+        name=_typed(top["name"], "name", str),
+        output=_gemm_from_dict(top["output"], "output"),
+        grad_input=_gemm_from_dict(top["grad_input"], "grad_input"),
+        grad_weight=_gemm_from_dict(top["grad_weight"], "grad_weight"),
+        scale_rule=_scale_rule_from_dict(top.get("scale_rule", {}), "scale_rule"),
+        delayed=_delayed_from_dict(top["delayed"], "delayed") if "delayed" in top else None,
+    )
+
+
+@contextmanager
+def _at(place: str) -> Generator[None, None, None]:
+    """Names the place in the errors of the part that is built there."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(f"recipe: {place}: {error}") from None
+
+
+def _scale_rule_from_dict(data: object, place: str) -> ScaleRule:
+    table = _table(data, place, optional=("power_of_two", "amax_floor"))
     for key, kind in (("power_of_two", bool), ("amax_floor", float)):
-        if key in rule:
-            _typed(rule[key], f"scale_rule.{key}", kind)
-    delayed = None
-    if "delayed" in top:
-        table = dict(_table(top["delayed"], "delayed", optional=("history_length", "reduction", "margin")))
-        for key in ("history_length", "margin"):
-            if key in table:
-                _typed(table[key], f"delayed.{key}", int)
-        if "reduction" in table:
-            table["reduction"] = _enum(AmaxHistoryReduction, table["reduction"], "delayed.reduction")
-        delayed = DelayedScaling(**table)
-    gemms = {name: _gemm_from_dict(top[name], name) for name in GEMM_NAMES}
-    name = _typed(top["name"], "name", str)
-    return Recipe(name=name, scale_rule=ScaleRule(**rule), delayed=delayed, **gemms)
+        if key in table:
+            _typed(table[key], f"{place}.{key}", kind)
+    with _at(place):
+        return ScaleRule(**table)
+
+
+def _delayed_from_dict(data: object, place: str) -> DelayedScaling:
+    table = dict(_table(data, place, optional=("history_length", "reduction", "margin")))
+    for key in ("history_length", "margin"):
+        if key in table:
+            _typed(table[key], f"{place}.{key}", int)
+    if "reduction" in table:
+        table["reduction"] = _enum(AmaxHistoryReduction, table["reduction"], f"{place}.reduction")
+    with _at(place):
+        return DelayedScaling(**table)
 
 
 def _cast_to_dict(cast: Cast) -> dict[str, object]:
@@ -127,17 +151,18 @@ def _cast_from_dict(data: object, place: str) -> Cast:
         if "granularity" in table:
             raise SpecError(f"recipe: {place} is {_HIGH_PRECISION} and has no granularity; remove the key")
         return HIGH_PRECISION_CAST
-    granularity = table.get("granularity", Granularity.TENSORWISE.value)
-    return Cast(format=format_by_name(name), granularity=_enum(Granularity, granularity, f"{place}.granularity"))
+    granularity = _enum(Granularity, table.get("granularity", Granularity.TENSORWISE.value), f"{place}.granularity")
+    with _at(place):
+        return Cast(format=format_by_name(name), granularity=granularity)
 
 
 def _gemm_from_dict(data: object, place: str) -> Gemm:
     table = _table(data, place, required=("a", "b"), optional=("use_fast_accum",))
-    return Gemm(
-        a=_cast_from_dict(table["a"], f"{place}.a"),
-        b=_cast_from_dict(table["b"], f"{place}.b"),
-        use_fast_accum=_typed(table.get("use_fast_accum", False), f"{place}.use_fast_accum", bool),
-    )
+    a = _cast_from_dict(table["a"], f"{place}.a")
+    b = _cast_from_dict(table["b"], f"{place}.b")
+    use_fast_accum = _typed(table.get("use_fast_accum", False), f"{place}.use_fast_accum", bool)
+    with _at(place):
+        return Gemm(a=a, b=b, use_fast_accum=use_fast_accum)
 
 
 def _table(
@@ -145,12 +170,22 @@ def _table(
 ) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SpecError(f"recipe: {place} must be a table; got {data!r}")
-    missing = [key for key in required if key not in data]
-    unknown = [key for key in data if key not in required + optional]
+    table = cast(dict[str, Any], data)
+    missing = [key for key in required if key not in table]
+    unknown = [key for key in table if key not in required + optional]
     if missing or unknown:
         found = f"missing {missing}" if missing else f"unknown {unknown}"
         raise SpecError(f"recipe: {place} has keys {[*required, *optional]}; {found}")
-    return data
+    return table
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """As TOML: JSON's own rule, the last one wins, would hide a slip."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return table
 
 
 def _typed(value: object, place: str, kind: type[_T]) -> _T:
@@ -175,8 +210,10 @@ def _toml_value(value: object) -> str:
         case int() | float():
             return repr(value)
         case str():
-            return json.dumps(value, ensure_ascii=True)
+            # TOML knows no surrogate pairs, so text stays as it is; and it wants DEL escaped, which JSON does not.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case dict():
-            return "{ " + ", ".join(f"{k} = {_toml_value(v)}" for k, v in value.items()) + " }"
+            table = cast(dict[str, object], value)
+            return "{ " + ", ".join(f"{k} = {_toml_value(v)}" for k, v in table.items()) + " }"
         case _:
             raise AssertionError(f"no TOML form for {value!r}")

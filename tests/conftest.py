@@ -1,0 +1,45 @@
+"""What holds for every test: the run header, seeds, and which markers run where."""
+
+import os
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run: a failure seen by one machine is seen by all. No deadline, since machines are shared.
+settings.register_profile("f8emu", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("f8emu")
+
+# JAX reads this when it is first imported: broadcasting between ranks must be spelled out.
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+
+def pytest_report_header() -> str:
+    """The versions that the results belong to."""
+    found: list[str] = []
+    for name in ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "hypothesis"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what was not asked for (`exhaustive`) or cannot run here (`gpu`)."""
+    if "exhaustive" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("exhaustive"):
+                item.add_marker(pytest.mark.skip(reason="minutes to hours; ask for it with -m exhaustive"))
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and not _has_hopper_gpu():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device of compute capability 9.0"))
+
+
+def _has_hopper_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

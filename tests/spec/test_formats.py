@@ -1,0 +1,240 @@
+"""The formats against literals typed from their documents, and against numpy and ml_dtypes as witnesses."""
+
+import dataclasses
+from collections import Counter
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    FLOAT8_OPERANDS,
+    FLOAT16,
+    FLOAT32,
+    FORMATS,
+    HIGH_PRECISION,
+    Format,
+    Overflow,
+    SpecError,
+    format_by_name,
+)
+
+# OFP8 1.0 tables 1 and 2 (E4M3, E5M2), MX 1.0 section 5.4.1 (E8M0), IEEE 754-2019 table 3.5 (binary16, binary32).
+# bfloat16 is the upper half of binary32. Codes are written as the documents do: sign, exponent, fraction.
+DOCUMENTS: dict[str, dict[str, object]] = {
+    "float8_e4m3fn": {
+        "bits": 8,
+        "exponent_bits": 4,
+        "fraction_bits": 3,
+        "bias": 7,
+        "min_exponent": -6,
+        "max_exponent": 8,
+        "max": 448.0,
+        "smallest_normal": 0.015625,
+        "smallest_subnormal": 0.001953125,
+        "max_code": 0b0_1111_110,
+        "nan_code": 0b0_1111_111,
+        "infinity_code": None,
+        "sign_mask": 0b1_0000_000,
+        "magnitude_mask": 0b0_1111_111,
+        "fraction_mask": 0b0_0000_111,
+    },
+    "float8_e5m2": {
+        "bits": 8,
+        "exponent_bits": 5,
+        "fraction_bits": 2,
+        "bias": 15,
+        "min_exponent": -14,
+        "max_exponent": 15,
+        "max": 57344.0,
+        "smallest_normal": 0.00006103515625,
+        "smallest_subnormal": 0.0000152587890625,
+        "max_code": 0b0_11110_11,
+        "nan_code": 0b0_11111_11,
+        "infinity_code": 0b0_11111_00,
+        "sign_mask": 0b1_00000_00,
+        "magnitude_mask": 0b0_11111_11,
+        "fraction_mask": 0b0_00000_11,
+    },
+    "float8_e8m0fnu": {
+        "bits": 8,
+        "exponent_bits": 8,
+        "fraction_bits": 0,
+        "bias": 127,
+        "min_exponent": -127,
+        "max_exponent": 127,
+        "max": float.fromhex("0x1p127"),
+        "smallest_normal": float.fromhex("0x1p-127"),
+        "smallest_subnormal": float.fromhex("0x1p-127"),
+        "max_code": 0xFE,
+        "nan_code": 0xFF,
+        "infinity_code": None,
+        "sign_mask": 0,
+        "magnitude_mask": 0xFF,
+        "fraction_mask": 0,
+    },
+    "float16": {
+        "bits": 16,
+        "exponent_bits": 5,
+        "fraction_bits": 10,
+        "bias": 15,
+        "min_exponent": -14,
+        "max_exponent": 15,
+        "max": 65504.0,
+        "smallest_normal": float.fromhex("0x1p-14"),
+        "smallest_subnormal": float.fromhex("0x1p-24"),
+        "max_code": 0x7BFF,
+        "nan_code": 0x7FFF,
+        "infinity_code": 0x7C00,
+        "sign_mask": 0x8000,
+        "magnitude_mask": 0x7FFF,
+        "fraction_mask": 0x03FF,
+    },
+    "bfloat16": {
+        "bits": 16,
+        "exponent_bits": 8,
+        "fraction_bits": 7,
+        "bias": 127,
+        "min_exponent": -126,
+        "max_exponent": 127,
+        "max": float.fromhex("0x1.fep127"),
+        "smallest_normal": float.fromhex("0x1p-126"),
+        "smallest_subnormal": float.fromhex("0x1p-133"),
+        "max_code": 0x7F7F,
+        "nan_code": 0x7FFF,
+        "infinity_code": 0x7F80,
+        "sign_mask": 0x8000,
+        "magnitude_mask": 0x7FFF,
+        "fraction_mask": 0x007F,
+    },
+    "float32": {
+        "bits": 32,
+        "exponent_bits": 8,
+        "fraction_bits": 23,
+        "bias": 127,
+        "min_exponent": -126,
+        "max_exponent": 127,
+        "max": float.fromhex("0x1.fffffep127"),
+        "smallest_normal": float.fromhex("0x1p-126"),
+        "smallest_subnormal": float.fromhex("0x1p-149"),
+        "max_code": 0x7F7FFFFF,
+        "nan_code": 0x7FFFFFFF,
+        "infinity_code": 0x7F800000,
+        "sign_mask": 0x80000000,
+        "magnitude_mask": 0x7FFFFFFF,
+        "fraction_mask": 0x007FFFFF,
+    },
+}
+
+# Kind of value -> how many of all codes have it.
+COUNTS = {
+    "float8_e4m3fn": {"nan": 2, "zero": 2, "subnormal": 14, "normal": 238},
+    "float8_e5m2": {"nan": 6, "inf": 2, "zero": 2, "subnormal": 6, "normal": 240},
+    "float8_e8m0fnu": {"nan": 1, "normal": 255},
+    "float16": {"nan": 2046, "inf": 2, "zero": 2, "subnormal": 2046, "normal": 61440},
+    "bfloat16": {"nan": 254, "inf": 2, "zero": 2, "subnormal": 254, "normal": 65024},
+}
+
+
+def by_definition(format: Format, code: int) -> tuple[str, Fraction | None]:
+    """Kind and value of a code, straight from the docstrings of `Format` and `Specials`."""
+    magnitude = code & format.magnitude_mask
+    field, fraction = magnitude >> format.fraction_bits, magnitude & format.fraction_mask
+    if format.has_infinity:
+        if field == (1 << format.exponent_bits) - 1:
+            return ("nan", None) if fraction else ("inf", None)
+    elif magnitude == format.magnitude_mask:
+        return "nan", None
+    if field == 0 and format.has_subnormals:
+        kind, significand, exponent = "subnormal" if fraction else "zero", fraction, 1 - format.bias
+    else:
+        kind, significand, exponent = "normal", (1 << format.fraction_bits) | fraction, field - format.bias
+    sign = -1 if code & format.sign_mask else 1
+    return kind, sign * significand * Fraction(2) ** (exponent - format.fraction_bits)
+
+
+def test_every_format_has_a_document() -> None:
+    assert list(FORMATS) == list(DOCUMENTS)
+    assert all(FORMATS[name].name == name == str(FORMATS[name]) for name in DOCUMENTS)
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, row in DOCUMENTS.items() for field in row])
+def test_limit_equals_the_document(name: str, field: str) -> None:
+    assert getattr(FORMATS[name], field) == DOCUMENTS[name][field]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_limits_equal_the_witness(name: str) -> None:
+    format, info = FORMATS[name], ml_dtypes.finfo(name)
+    assert format.bits == info.bits
+    assert format.fraction_bits == info.nmant
+    assert format.max == float(info.max)
+    assert format.smallest_normal == float(info.smallest_normal)
+    assert format.smallest_subnormal == float(info.smallest_subnormal)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_all_codes_counted_and_equal_to_the_witness(name: str) -> None:
+    format = FORMATS[name]
+    codes = np.arange(1 << format.bits, dtype=np.dtype(f"uint{format.bits}"))
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        witness = codes.view(getattr(ml_dtypes, name, name)).astype(np.float64)
+    kinds: Counter[str] = Counter()
+    for code, value in zip(codes.tolist(), witness.tolist(), strict=True):
+        kind, expected = by_definition(format, code)
+        kinds[kind] += 1
+        if expected is not None:
+            assert (value, np.signbit(value)) == (float(expected), bool(code & format.sign_mask)), hex(code)
+        elif kind == "inf":
+            assert value == (-np.inf if code & format.sign_mask else np.inf), hex(code)
+        else:
+            assert np.isnan(value), hex(code)
+    assert kinds == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_codes_have_the_values_they_name(name: str) -> None:
+    format = FORMATS[name]
+    assert by_definition(format, format.max_code) == ("normal", Fraction(format.max))
+    assert by_definition(format, format.nan_code) == ("nan", None)
+    if format.infinity_code is not None:
+        assert by_definition(format, format.infinity_code) == ("inf", None)
+        assert format.max_code == format.infinity_code - 1
+    else:
+        assert format.max_code == format.nan_code - 1
+
+
+def test_families() -> None:
+    assert FLOAT8_OPERANDS == (E4M3FN, E5M2)
+    assert HIGH_PRECISION == (FLOAT32, BFLOAT16, FLOAT16)
+    assert not E8M0FNU.signed
+    assert {member.value for member in Overflow} == {"saturate", "nonfinite"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_format_is_found_by_name(name: str) -> None:
+    assert format_by_name(name) is FORMATS[name]
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3", "e4m3fn", "float64", ""])
+def test_unknown_format_lists_the_known(name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        format_by_name(name)
+    assert str(caught.value) == (
+        f"format_by_name: unknown format {name!r}; known formats are: "
+        "float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, bfloat16, float32"
+    )
+
+
+def test_formats_are_immutable_values() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        E4M3FN.bias = 8  # type: ignore[misc]
+    copy = dataclasses.replace(E4M3FN)
+    assert copy is not E4M3FN
+    assert {E4M3FN: 1, E5M2: 2}[copy] == 1
+    assert dataclasses.replace(E4M3FN, bias=8) != E4M3FN

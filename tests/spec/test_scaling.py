@@ -1,0 +1,140 @@
+"""Granularities, the scale rule and delayed scaling: shapes, ranges, and the arithmetic behind the ranges."""
+
+from fractions import Fraction
+
+import pytest
+
+from f8emu.spec import (
+    E4M3FN,
+    E5M2,
+    FLOAT32,
+    MAX_MARGIN,
+    MIN_AMAX_FLOOR,
+    SCALED_GEMM_GRANULARITIES,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    Granularity,
+    ScaleRule,
+    SpecError,
+)
+
+T, R, V, S = (
+    Granularity.TENSORWISE,
+    Granularity.ROWWISE,
+    Granularity.BLOCKWISE_1X128,
+    Granularity.BLOCKWISE_128X128,
+)
+FLT_MAX = Fraction(FLOAT32.max)
+FLT_MIN = Fraction(FLOAT32.smallest_normal)
+
+
+def test_granularity_names() -> None:
+    assert [g.value for g in Granularity] == ["tensorwise", "rowwise", "blockwise_1x128", "blockwise_128x128"]
+
+
+@pytest.mark.parametrize(
+    ("granularity", "block", "blockwise", "transposable"),
+    [
+        (T, (None, None), False, True),
+        (R, (1, None), False, False),
+        (V, (1, 128), True, False),
+        (S, (128, 128), True, True),
+    ],
+)
+def test_granularity_facts(
+    granularity: Granularity, block: tuple[int | None, int | None], blockwise: bool, transposable: bool
+) -> None:
+    assert granularity.block == block
+    assert granularity.is_blockwise is blockwise
+    assert granularity.is_transposable is transposable
+
+
+@pytest.mark.parametrize(
+    ("granularity", "rows", "k", "shape"),
+    [
+        (T, 256, 512, (1, 1)),
+        (R, 256, 512, (256, 1)),
+        (V, 256, 512, (256, 4)),
+        (S, 256, 512, (2, 4)),
+        (V, 1, 129, (1, 2)),
+        (S, 129, 127, (2, 1)),
+        (S, 1, 1, (1, 1)),
+        (T, 0, 0, (1, 1)),
+        (R, 0, 512, (0, 1)),
+        (R, 16, 0, (16, 1)),
+        (V, 16, 0, (16, 0)),
+        (S, 0, 128, (0, 1)),
+    ],
+)
+def test_scale_shape(granularity: Granularity, rows: int, k: int, shape: tuple[int, int]) -> None:
+    assert granularity.scale_shape(rows, k) == shape
+
+
+@pytest.mark.parametrize("granularity", Granularity)
+@pytest.mark.parametrize(("rows", "k"), [(1, 1), (127, 128), (128, 127), (129, 256), (260, 385)])
+def test_scale_shape_counts_the_groups(granularity: Granularity, rows: int, k: int) -> None:
+    """One scale for every group that `block` describes, counted element by element."""
+    block_rows, block_k = granularity.block
+    groups = {(r // (block_rows or rows), c // (block_k or k)) for r in range(rows) for c in range(k)}
+    scale_rows, scale_k = granularity.scale_shape(rows, k)
+    assert groups == {(r, c) for r in range(scale_rows) for c in range(scale_k)}
+
+
+def test_pairs_of_a_scaled_gemm() -> None:
+    """NUMERICS 4: EPI-1, EPI-2, and the three of EPI-5; two 128x128 operands are not among them."""
+    assert SCALED_GEMM_GRANULARITIES == ((T, T), (R, R), (V, V), (V, S), (S, V))
+
+
+def test_scale_rule_defaults_are_those_of_torchao() -> None:
+    assert ScaleRule() == ScaleRule(power_of_two=False, amax_floor=1e-12)
+
+
+@pytest.mark.parametrize("floor", [0.0, -1e-12, 1.0, float("inf"), float("nan"), 2.0**-111, 1e-40])
+def test_amax_floor_out_of_range(floor: float) -> None:
+    with pytest.raises(SpecError) as caught:
+        ScaleRule(amax_floor=floor)
+    assert str(caught.value) == (
+        f"ScaleRule: amax_floor must be in [2^-110, 1), so that no scale is subnormal; got {floor!r}"
+    )
+
+
+@pytest.mark.parametrize("floor", [2.0**-110, 1e-12, 0.9999999])
+def test_amax_floor_in_range(floor: float) -> None:
+    assert ScaleRule(amax_floor=floor).amax_floor == floor
+
+
+def test_smallest_amax_floor_keeps_every_scale_normal() -> None:
+    """With an amax of 0, `inv_scale = max / floor` is finite and its reciprocal normal; half the floor breaks it."""
+    largest = Fraction(E5M2.max) / Fraction(MIN_AMAX_FLOOR)
+    assert largest < FLT_MAX
+    assert 1 / largest >= FLT_MIN
+    assert 1 / (2 * largest) < FLT_MIN
+
+
+def test_largest_margin_keeps_every_inv_scale_normal() -> None:
+    """The smallest `inv_scale` is E4M3's at amax FLT_MAX; a margin of one more would make it subnormal."""
+    smallest = Fraction(E4M3FN.max) / 2**MAX_MARGIN / FLT_MAX
+    assert smallest >= FLT_MIN  # cutting it to a power of two leaves it at least at FLT_MIN, itself a power of two
+    assert smallest / 2 < FLT_MIN
+    assert 1 / FLT_MIN < FLT_MAX
+
+
+def test_delayed_defaults_are_those_of_float8_experimental() -> None:
+    assert DelayedScaling() == DelayedScaling(history_length=16, reduction=AmaxHistoryReduction.MAX, margin=0)
+    assert [r.value for r in AmaxHistoryReduction] == ["max", "most_recent"]
+
+
+@pytest.mark.parametrize("length", [0, -1])
+def test_history_length_out_of_range(length: int) -> None:
+    with pytest.raises(SpecError, match=rf"^DelayedScaling: history_length must be at least 1; got {length}$"):
+        DelayedScaling(history_length=length)
+
+
+@pytest.mark.parametrize("margin", [-1, 7])
+def test_margin_out_of_range(margin: int) -> None:
+    with pytest.raises(SpecError, match=rf"^DelayedScaling: margin must be in 0\.\.6, so .* subnormal; got {margin}$"):
+        DelayedScaling(margin=margin)
+
+
+def test_delayed_at_the_ends_of_its_ranges() -> None:
+    assert DelayedScaling(history_length=1, margin=MAX_MARGIN).margin == 6
