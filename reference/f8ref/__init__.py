@@ -1,0 +1,5 @@
+"""The oracle of f8emu: what the bits should be, told three times.
+
+`f8ref.exact` is the definition, scalar and slow; `f8ref.numpy` the vectorised oracle; `f8ref.jax` the fast one. The
+three share only `f8emu.spec` and were written independently, so that their agreement is evidence.
+"""

@@ -1,0 +1,157 @@
+"""The tensor core: products, one accumulation step, and how steps are chained along K.
+
+The numbers (32 products a step, 13 fraction bits, ...) are in `f8emu.spec.accumulation`; this is the algorithm. For
+float8 on Hopper, with `e` the largest exponent of a step:
+
+    product     [OP-2]   |----|......|          sig_a * sig_b at 2^(exp_a + exp_b), exact
+    aligned     [ACC-3]  e    ...    e-13       bits below 2^(e - 13) are dropped, each term on its own
+    sum         [ACC-4]  exact
+    accumulator [ACC-5]  1 + 13 significant bits, the rest dropped
+
+Nothing here rounds to nearest but the float32 additions of [CHAIN-2] and [CHAIN-3].
+"""
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from f8emu.spec.accumulation import AccumulationModel
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import FLOAT32, Format
+from f8ref.exact.number import (
+    NAN,
+    ZERO,
+    Number,
+    add,
+    decode,
+    exponent_of,
+    finite,
+    float32,
+    infinity,
+    multiply,
+    power_of_two,
+)
+
+
+class Product(NamedTuple):
+    """One product as the tensor core sees it [OP-2]."""
+
+    number: Number
+    exponent: int
+    """The sum of the operands' raw exponents: the product is below `4 * 2^exponent`, and may be far below it."""
+
+
+def raw_exponent(code: int, format: Format) -> int:
+    """[OP-1] The exponent that a code's field names: a subnormal (and zero) has that of field 1, not normalised."""
+    field = (code & format.magnitude_mask) >> format.fraction_bits
+    return max(field, 1) - format.bias
+
+
+@lru_cache(maxsize=1 << 17)  # holds the 65,536 products of two float8 formats
+def product(a: int, b: int, a_format: Format, b_format: Format) -> Product:
+    """[OP-2] The exact product of two codes, with the exponent `exp_a + exp_b`, not normalised."""
+    number = multiply(decode(a, a_format), decode(b, b_format))
+    return Product(number, raw_exponent(a, a_format) + raw_exponent(b, b_format))
+
+
+def tensor_core_step(accumulator: Number, products: Sequence[Product], model: AccumulationModel) -> Number:
+    """One step: the accumulator after at most `model.step_k` products were added to it.
+
+    The accumulator has float32's exponent range. Float8 products, 2^-25 to 2^25, stay far inside it. Those of bfloat16
+    may not, and then, as measured on the same H200: below the normal range whole multiples of 2^-149 are kept [ACC-5],
+    a subnormal accumulator has the exponent -126 in [ACC-2], and from 2^128 on the accumulator is infinite.
+    """
+    assert len(products) <= model.step_k, "[ACC-1]"
+    special = _special_sum([accumulator, *(p.number for p in products)])
+    if special is not None:
+        return special
+
+    # [ACC-2] The largest exponent of the terms that are not zero; the accumulator's is its own, as in float32.
+    terms = [(p.number, p.exponent) for p in products if not p.number.is_zero]
+    if not accumulator.is_zero:
+        terms.append((accumulator, max(exponent_of(accumulator.magnitude), FLOAT32.min_exponent)))
+    if not terms:
+        return ZERO
+    e_max = max(exponent for _, exponent in terms)
+
+    # [ACC-3] Each term becomes an integer count of units, [ACC-4] and integers add exactly.
+    unit = power_of_two(e_max - model.aligned_fraction_bits)
+    total = sum(_cut(term, unit) for term, _ in terms) * unit
+
+    # [ACC-5] Normalise, and cut again.
+    if total == 0:
+        return ZERO
+    exponent = max(exponent_of(abs(total)), FLOAT32.min_exponent)
+    if exponent > FLOAT32.max_exponent:
+        return infinity(total < 0)
+    unit = power_of_two(exponent - model.result_fraction_bits)
+    return finite(_cut(finite(total), unit) * unit)
+
+
+def _cut(number: Number, unit: Fraction) -> int:
+    """How many whole units a finite number has: toward zero, because the magnitude is what is cut."""
+    count = number.magnitude // unit
+    return -count if number.negative else count
+
+
+def _special_sum(terms: Sequence[Number]) -> Number | None:
+    """[SPEC-1] NaN if a term is (inf * 0 is) or infinities have both signs; else infinity; None without specials."""
+    if any(term.is_nan for term in terms):
+        return NAN
+    signs = {term.negative for term in terms if term.is_infinite}
+    if len(signs) == 2:
+        return NAN
+    return infinity(signs.pop()) if signs else None
+
+
+def chain(products: Sequence[Product], model: AccumulationModel) -> Number:
+    """[CHAIN-1] One chain of steps from zero, [ACC-1] `step_k` products at a time in the order of K.
+
+    The last step may be shorter: the zeros that pad it take no part in anything.
+    """
+    accumulator = ZERO
+    for step in _slices(products, model.step_k):
+        accumulator = tensor_core_step(accumulator, step, model)
+    return accumulator
+
+
+def promote(products: Sequence[Product], model: AccumulationModel) -> Number:
+    """[CHAIN-2] A chain from zero for every `promote_k` products, added to a float32 total, nearest even, in order."""
+    assert model.promote_k is not None, model
+    total = ZERO
+    for block in _slices(products, model.promote_k):
+        total = float32(add(total, chain(block, model)))
+    return total
+
+
+def accumulate(products: Sequence[Product], model: AccumulationModel) -> Number:
+    """[CHAIN-1] or, where the model promotes, [CHAIN-2]."""
+    return chain(products, model) if model.promote_k is None else promote(products, model)
+
+
+def accumulate_split(products: Sequence[Product], model: AccumulationModel, split_k: int = 1) -> Number:
+    """[CHAIN-3] K in `split_k` slices, accumulated each from zero, and their results added in float32 in order.
+
+    A slice is `ceil(K / split_k)` long, rounded up to `split_k_multiple`; the last is shorter, and where rounding
+    up leaves nothing for it, it is zero. [BF16-2] is this with its own multiple.
+
+    Raises:
+        OperandError: `split_k` below 1.
+    """
+    if split_k < 1:
+        raise OperandError(f"accumulate_split: split_k must be at least 1 (no split); got {split_k}")
+    if split_k == 1:
+        return accumulate(products, model)
+    length = -(-len(products) // split_k)
+    length = -(-length // model.split_k_multiple) * model.split_k_multiple
+    total = ZERO
+    for part in _slices(products, max(length, 1)):
+        total = float32(add(total, accumulate(part, model)))
+    return total
+
+
+def _slices(products: Sequence[Product], length: int) -> Iterator[Sequence[Product]]:
+    """Consecutive pieces of that length; the last may be shorter."""
+    for start in range(0, len(products), length):
+        yield products[start : start + length]

@@ -1,0 +1,131 @@
+"""One output of a GEMM: accumulate, scale, add a bias, round.
+
+Every `*` and `+` of an epilogue is float32, rounded to nearest even on its own; the fused multiply-add of the blockwise
+kernels is the one place where a product is not rounded before it is added [EPI-5].
+"""
+
+from collections.abc import Sequence
+
+from f8emu.spec.accumulation import HOPPER_BF16, HOPPER_FP8, HOPPER_FP8_FAST
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import BFLOAT16, E5M2, FLOAT8_OPERANDS, FLOAT32, Format, Overflow
+from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES, Granularity
+from f8ref.exact.accumulation import Product, accumulate_split, chain, product
+from f8ref.exact.number import ZERO, Number, add, decode, encode, float32, multiply
+
+BLOCK_K = 128
+"""K that shares one scale in both blockwise granularities; a partial of [CHAIN-2] is as long."""
+
+
+def scaled_dot(
+    a_codes: Sequence[int],
+    b_codes: Sequence[int],
+    *,
+    a_format: Format,
+    b_format: Format,
+    scale_a: Sequence[int],
+    scale_b: Sequence[int],
+    granularity_a: Granularity = Granularity.TENSORWISE,
+    granularity_b: Granularity = Granularity.TENSORWISE,
+    bias: int | None = None,
+    out_format: Format = BFLOAT16,
+    use_fast_accum: bool = False,
+    split_k: int = 1,
+) -> int:
+    """Output [m, n] of a scaled GEMM, from row m of a and column n of b.
+
+    `a_codes` and `b_codes` are the K codes of that row and column; `scale_a` and `scale_b` the float32 codes of the
+    scales that meet them: one, or for the blockwise granularities one for each 128 of K. `bias` is the float32 code
+    of bias[n]. A grouped GEMM is rowwise, with row and column of the same group [EPI-6].
+
+    Exactness: the bits of cuBLAS on an H200, by the recorded cases that `reference/README.md` lists.
+
+    Raises:
+        OperandError: formats, granularities or lengths that no kernel takes.
+    """
+    pair = (granularity_a, granularity_b)
+    formats = (a_format, b_format)
+    blocks = -(-len(a_codes) // BLOCK_K) if granularity_a.is_blockwise else 1
+    if not set(formats) <= set(FLOAT8_OPERANDS) or formats == (E5M2, E5M2):
+        raise OperandError(
+            f"scaled_dot: float8_e4m3fn operands, or one of the two float8_e5m2, expected; got {a_format} x {b_format}"
+        )
+    if pair not in SCALED_GEMM_GRANULARITIES:
+        raise OperandError(f"scaled_dot: granularities must be a pair of SCALED_GEMM_GRANULARITIES; got {pair}")
+    if len(a_codes) != len(b_codes):
+        raise OperandError(f"scaled_dot: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
+    if len(scale_a) != blocks or len(scale_b) != blocks:
+        raise OperandError(
+            f"scaled_dot: {granularity_a.value} x {granularity_b.value} with K = {len(a_codes)} takes {blocks} "
+            f"scale(s) for each operand; got {len(scale_a)} and {len(scale_b)}"
+        )
+    if granularity_a.is_blockwise and (use_fast_accum or split_k != 1):
+        raise OperandError(
+            "scaled_dot: blockwise has neither fast accumulation nor split-K; leave both at their defaults"
+        )
+
+    products = [product(a, b, a_format, b_format) for a, b in zip(a_codes, b_codes, strict=True)]
+    scales_a = [decode(code, FLOAT32) for code in scale_a]
+    scales_b = [decode(code, FLOAT32) for code in scale_b]
+    if granularity_a.is_blockwise:
+        result = blockwise(products, scales_a, scales_b, both_vectors=granularity_a is granularity_b)
+    else:
+        accumulator = accumulate_split(products, HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8, split_k)
+        epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else rowwise
+        result = epilogue(accumulator, scales_a[0], scales_b[0])
+    return output_code(result, None if bias is None else decode(bias, FLOAT32), out_format)
+
+
+def tensorwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
+    """[EPI-1] `acc * (scale_a * scale_b)`."""
+    return float32(multiply(accumulator, float32(multiply(scale_a, scale_b))))
+
+
+def rowwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
+    """[EPI-2] `(acc * scale_b[n]) * scale_a[m]`."""
+    return float32(multiply(float32(multiply(accumulator, scale_b)), scale_a))
+
+
+def blockwise(
+    products: Sequence[Product], scales_a: Sequence[Number], scales_b: Sequence[Number], *, both_vectors: bool
+) -> Number:
+    """[EPI-5] One chain from zero for each 128 of K, fused into a float32 total.
+
+    `total = fma(p * scale_a, scale_b, total)` where both operands have 1x128 scales,
+    `total = fma(p, scale_a * scale_b, total)` where one has 128x128 scales. The fma rounds once.
+    """
+    total = ZERO
+    for block, (scale_a, scale_b) in enumerate(zip(scales_a, scales_b, strict=True)):
+        partial = chain(products[block * BLOCK_K : (block + 1) * BLOCK_K], HOPPER_FP8)
+        if both_vectors:
+            scaled = multiply(float32(multiply(partial, scale_a)), scale_b)
+        else:
+            scaled = multiply(partial, float32(multiply(scale_a, scale_b)))
+        total = float32(add(scaled, total))
+    return total
+
+
+def output_code(result: Number, bias: Number | None, out_format: Format) -> int:
+    """[EPI-3] The bias is added in float32 after the scales, [EPI-4] then one rounding; overflow gives infinity."""
+    if bias is not None:
+        result = float32(add(result, bias))
+    return encode(result, out_format, Overflow.NONFINITE)
+
+
+def group_of_row(row: int, offs: Sequence[int]) -> int:
+    """[EPI-6] The group of a row of a grouped GEMM: `offs` holds where each group ends."""
+    return sum(row >= end for end in offs)
+
+
+def mm_dot(a_codes: Sequence[int], b_codes: Sequence[int], *, out_format: Format = BFLOAT16, split_k: int = 1) -> int:
+    """Output [m, n] of the bfloat16 matmul, from the bfloat16 codes of row m of a and column n of b.
+
+    [BF16-1] One chain by `HOPPER_BF16` (steps of 16, 25 and 23 fraction bits), [BF16-2] or split-K, then one rounding.
+
+    Raises:
+        OperandError: different lengths.
+    """
+    if len(a_codes) != len(b_codes):
+        raise OperandError(f"mm_dot: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
+    products = [product(a, b, BFLOAT16, BFLOAT16) for a, b in zip(a_codes, b_codes, strict=True)]
+    return output_code(accumulate_split(products, HOPPER_BF16, split_k), None, out_format)

@@ -1,0 +1,338 @@
+"""f8ref.exact.number: codes, the one rounding, exact arithmetic; against literals and against ml_dtypes and numpy."""
+
+import math
+import struct
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, E8M0FNU, FLOAT16, FLOAT32, Format, OperandError, Overflow
+from f8ref.exact import (
+    NAN,
+    ZERO,
+    Kind,
+    Number,
+    add,
+    cast,
+    decode,
+    encode,
+    exponent_of,
+    finite,
+    float32,
+    infinity,
+    multiply,
+    round_to,
+)
+
+SATURATE, NONFINITE = Overflow.SATURATE, Overflow.NONFINITE
+MINUS_ZERO = Number(Kind.FINITE, negative=True)
+DTYPES = {
+    E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
+    E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    E8M0FNU: np.dtype(ml_dtypes.float8_e8m0fnu),
+    BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    FLOAT16: np.dtype(np.float16),
+}
+
+# OFP8 revision 1.0, tables 1 and 2; MX 1.0, section 5.4.1; IEEE 754-2019, table 3.5.
+VALUES: list[tuple[Format, int, Fraction | int]] = [
+    (E4M3FN, 0x01, Fraction(1, 512)),  # smallest subnormal, 2^-9
+    (E4M3FN, 0x07, Fraction(7, 512)),  # largest subnormal, 0.875 * 2^-6
+    (E4M3FN, 0x08, Fraction(1, 64)),  # smallest normal, 2^-6
+    (E4M3FN, 0x38, 1),
+    (E4M3FN, 0xB9, Fraction(-9, 8)),
+    (E4M3FN, 0x78, 256),  # exponent field 15 holds numbers
+    (E4M3FN, 0x7E, 448),  # largest, 1.75 * 2^8
+    (E5M2, 0x01, Fraction(1, 65536)),  # smallest subnormal, 2^-16
+    (E5M2, 0x03, Fraction(3, 65536)),  # largest subnormal, 0.75 * 2^-14
+    (E5M2, 0x04, Fraction(1, 16384)),  # smallest normal, 2^-14
+    (E5M2, 0x3C, 1),
+    (E5M2, 0xBD, Fraction(-5, 4)),
+    (E5M2, 0x7B, 57344),  # largest, 1.75 * 2^15
+    (E8M0FNU, 0x00, Fraction(1, 1 << 127)),  # field 0 is a power of two like any other
+    (E8M0FNU, 0x7F, 1),
+    (E8M0FNU, 0xFE, 1 << 127),
+    (FLOAT16, 0x0001, Fraction(1, 1 << 24)),
+    (FLOAT16, 0x7BFF, 65504),
+    (BFLOAT16, 0x0001, Fraction(1, 1 << 133)),
+    (BFLOAT16, 0x3FC0, Fraction(3, 2)),
+    (FLOAT32, 0x00000001, Fraction(1, 1 << 149)),
+    (FLOAT32, 0x00800000, Fraction(1, 1 << 126)),
+    (FLOAT32, 0x7F7FFFFF, ((1 << 24) - 1) << 104),
+    (FLOAT32, 0xC0490FDB, Fraction(-0x490FDB - (1 << 23), 1 << 22)),  # float32 of -pi
+]
+
+
+@pytest.mark.parametrize(("format", "code", "value"), VALUES, ids=lambda v: str(v))
+def test_decode_literals(format: Format, code: int, value: Fraction | int) -> None:
+    number = decode(code, format)
+    assert number.value == value
+    assert number.negative == (value < 0)
+
+
+@pytest.mark.parametrize(
+    ("format", "code", "number"),
+    [
+        (E4M3FN, 0x00, ZERO),
+        (E4M3FN, 0x80, MINUS_ZERO),
+        (E4M3FN, 0x7F, NAN),
+        (E4M3FN, 0xFF, NAN),
+        (E5M2, 0x80, MINUS_ZERO),
+        (E5M2, 0x7C, infinity()),
+        (E5M2, 0xFC, infinity(negative=True)),
+        *((E5M2, code, NAN) for code in (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
+        (E8M0FNU, 0xFF, NAN),
+        (FLOAT32, 0x80000000, MINUS_ZERO),
+        (FLOAT32, 0xFF800000, infinity(negative=True)),
+        (FLOAT32, 0xFF800001, NAN),
+    ],
+    ids=lambda v: v.kind.value if isinstance(v, Number) else hex(v) if isinstance(v, int) else str(v),
+)
+def test_decode_specials(format: Format, code: int, number: Number) -> None:
+    assert decode(code, format) == number
+
+
+@pytest.mark.parametrize(("format", "exponent_bits", "bias"), [(E4M3FN, 4, 7), (E5M2, 5, 15)], ids=["E4M3FN", "E5M2"])
+def test_decode_every_float8_code_against_its_bit_string(format: Format, exponent_bits: int, bias: int) -> None:
+    """OFP8 section 5: `(-1)^S * 2^(E - bias) * 1.F`, and `(-1)^S * 2^(1 - bias) * 0.F` where E is 0."""
+    finite_codes = 0
+    for code in range(256):
+        text = f"{code:08b}"
+        sign, field, fraction = text[0], text[1 : 1 + exponent_bits], text[1 + exponent_bits :]
+        if "0" not in (field + fraction if format is E4M3FN else field):
+            continue  # NaN and infinities: the literals above
+        significand = int(("0" if int(field, 2) == 0 else "1") + fraction, 2)
+        magnitude = math.ldexp(significand, max(int(field, 2), 1) - bias - len(fraction))
+        assert decode(code, format) == Number(Kind.FINITE, sign == "1", Fraction(magnitude))
+        finite_codes += 1
+    assert finite_codes == (254 if format is E4M3FN else 248)
+
+
+@pytest.mark.parametrize("format", DTYPES, ids=str)
+def test_decode_every_code_against_ml_dtypes(format: Format) -> None:
+    codes = np.arange(1 << format.bits, dtype=np.uint8 if format.bits == 8 else np.uint16)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        witnesses = codes.view(DTYPES[format]).astype(np.float64).tolist()
+    for code, witness in zip(codes.tolist(), witnesses, strict=True):
+        number = decode(code, format)
+        if math.isnan(witness):
+            assert number.is_nan
+        elif math.isinf(witness):
+            assert number == infinity(witness < 0)
+        else:
+            assert number == Number(Kind.FINITE, math.copysign(1, witness) < 0, abs(Fraction(witness)))
+
+
+@pytest.mark.parametrize("format", [E4M3FN, E5M2, FLOAT16, BFLOAT16], ids=str)
+def test_encode_is_the_inverse_of_decode(format: Format) -> None:
+    for code in range(1 << format.bits):
+        number = decode(code, format)
+        assert encode(number, format) == (format.nan_code if number.is_nan else code)
+
+
+def test_nan_code_is_all_ones() -> None:
+    codes = {format: encode(NAN, format) for format in (E4M3FN, E5M2, FLOAT16, BFLOAT16, FLOAT32)}
+    assert codes == {E4M3FN: 0x7F, E5M2: 0x7F, FLOAT16: 0x7FFF, BFLOAT16: 0x7FFF, FLOAT32: 0x7FFFFFFF}
+
+
+def test_encode_refuses_a_scale_format() -> None:
+    with pytest.raises(OperandError, match="float8_e8m0fnu"):
+        encode(finite(1), E8M0FNU)
+
+
+def test_exponent_of() -> None:
+    """`2^e <= x < 2^(e+1)`, on both sides of powers of two and for fractions that are not dyadic."""
+    expected = {1: 0, Fraction(3, 2): 0, 2: 1, Fraction(1, 2): -1, Fraction(1, 3): -2, Fraction(2, 3): -1, 448: 8, 7: 2}
+    assert {x: exponent_of(Fraction(x)) for x in expected} == expected
+    assert exponent_of(Fraction((1 << 60) - 1, 1 << 60)) == -1
+    assert exponent_of(Fraction(1, (1 << 149))) == -149
+
+
+TINY = Fraction(1, 1 << 200)
+
+# (value, code, why); each with its mirror image below zero.
+ROUNDING: dict[Format, list[tuple[Fraction | int, int, str]]] = {
+    E4M3FN: [
+        (17, 0x58, "tie of 16 (code 0x58) and 18 (0x59): the even code"),
+        (17 + TINY, 0x59, "a hair above that tie"),
+        (19, 0x5A, "tie of 18 (0x59) and 20 (0x5a)"),
+        (19 - TINY, 0x59, "a hair below that tie"),
+        (Fraction(31, 16), 0x40, "tie of 1.875 (0x3f) and 2 (0x40): up into the next binade"),
+        (Fraction(1, 1024), 0x00, "2^-10, tie of 0 and the smallest subnormal 2^-9"),
+        (Fraction(1, 1024) + TINY, 0x01, "a hair above 2^-10"),
+        (Fraction(3, 1024), 0x02, "tie of subnormals 1 and 2"),
+        (Fraction(15, 1024), 0x08, "tie of the largest subnormal 7 * 2^-9 and the smallest normal 8 * 2^-9"),
+        (Fraction(15, 1024) - TINY, 0x07, "a hair below it"),
+        (Fraction(17, 1024), 0x08, "tie of 8 * 2^-9 and 9 * 2^-9: the first binade has the spacing of the subnormals"),
+        (TINY, 0x00, "far below the smallest subnormal: a zero with the sign of the number"),
+        (464, 0x7E, "448 + 16, tie of 448 (0x7e) and 480, which would be the odd 0x7f: still 448"),
+    ],
+    E5M2: [
+        (Fraction(9, 8), 0x3C, "tie of 1 (0x3c) and 1.25 (0x3d)"),
+        (Fraction(11, 8), 0x3E, "tie of 1.25 (0x3d) and 1.5 (0x3e)"),
+        (Fraction(15, 8), 0x40, "tie of 1.75 (0x3f) and 2 (0x40)"),
+        (Fraction(1, 1 << 17), 0x00, "2^-17, tie of 0 and the smallest subnormal 2^-16"),
+        (Fraction(3, 1 << 17), 0x02, "tie of subnormals 1 and 2"),
+        (Fraction(7, 1 << 17), 0x04, "tie of the largest subnormal 3 and the smallest normal 4 * 2^-16"),
+        (61440 - TINY, 0x7B, "just below 57344 + 4096, the tie of 57344 and what would be 65536"),
+    ],
+    FLOAT16: [
+        (2049, 0x6800, "tie of 2048 and 2050"),
+        (65520 - TINY, 0x7BFF, "just below the tie of 65504 and 65536"),
+    ],
+    BFLOAT16: [(257, 0x4380, "tie of 256 and 258"), (259, 0x4382, "tie of 258 and 260")],
+    FLOAT32: [
+        ((1 << 24) + 1, 0x4B800000, "tie of 2^24 and 2^24 + 2"),
+        ((1 << 24) + 3, 0x4B800002, "tie of 2^24 + 2 and 2^24 + 4"),
+        (Fraction(1, 1 << 150), 0x00000000, "tie of 0 and the smallest subnormal 2^-149"),
+        (Fraction(3, 1 << 150), 0x00000002, "tie of subnormals 1 and 2"),
+        (Fraction((1 << 24) - 1, 1 << 150), 0x00800000, "tie of the largest subnormal and the smallest normal"),
+        ((1 << 128) - (1 << 103) - 1, 0x7F7FFFFF, "just below the overflow boundary 2^128 - 2^103"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("format", "value", "code"),
+    [
+        pytest.param(format, value, code, id=f"{format}: {why}")
+        for format, rows in ROUNDING.items()
+        for value, code, why in rows
+    ],
+)
+@pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
+def test_rounding(format: Format, value: Fraction, code: int, overflow: Overflow) -> None:
+    number = finite(value)
+    assert encode(number, format, overflow) == code
+    assert encode(multiply(number, finite(-1)), format, overflow) == code | 1 << (format.bits - 1)
+
+
+# (format, value, code under SATURATE, code under NONFINITE)
+OVERFLOWS = [
+    (E4M3FN, finite(464 + TINY), 0x7E, 0x7F),
+    (E4M3FN, finite(-464 - TINY), 0xFE, 0x7F),
+    (E4M3FN, finite(1 << 300), 0x7E, 0x7F),
+    (E4M3FN, infinity(), 0x7E, 0x7F),
+    (E4M3FN, infinity(negative=True), 0xFE, 0x7F),
+    (E4M3FN, NAN, 0x7F, 0x7F),
+    (E5M2, finite(61440), 0x7B, 0x7C),  # the tie's even neighbour is beyond the largest finite value
+    (E5M2, finite(-61440), 0xFB, 0xFC),
+    (E5M2, finite(65536), 0x7B, 0x7C),
+    (E5M2, infinity(), 0x7B, 0x7C),
+    (E5M2, infinity(negative=True), 0xFB, 0xFC),
+    (E5M2, NAN, 0x7F, 0x7F),
+    (FLOAT16, finite(65520), 0x7BFF, 0x7C00),
+    (BFLOAT16, finite((1 << 128) - (1 << 119)), 0x7F7F, 0x7F80),
+    (FLOAT32, finite((1 << 128) - (1 << 103)), 0x7F7FFFFF, 0x7F800000),
+]
+
+
+@pytest.mark.parametrize(("format", "number", "saturated", "nonfinite"), OVERFLOWS, ids=lambda v: str(v)[:24])
+def test_overflow(format: Format, number: Number, saturated: int, nonfinite: int) -> None:
+    assert encode(number, format, SATURATE) == saturated
+    assert encode(number, format, NONFINITE) == nonfinite
+
+
+@pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
+@pytest.mark.parametrize("to_format", [E4M3FN, E5M2], ids=str)
+@pytest.mark.parametrize("from_format", [BFLOAT16, FLOAT16], ids=str)
+def test_cast_of_every_16_bit_code_against_ml_dtypes(
+    from_format: Format, to_format: Format, overflow: Overflow
+) -> None:
+    """ml_dtypes overflows to inf or NaN; clipped to +-max first, it saturates."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    values = codes.view(DTYPES[from_format]).astype(np.float32)
+    if overflow is SATURATE:
+        values = np.clip(values, -to_format.max, to_format.max)
+    with np.errstate(over="ignore", invalid="ignore"):
+        typed = values.astype(DTYPES[to_format])
+    witness = np.where(np.isnan(typed.astype(np.float32)), 0x7F, typed.view(np.uint8))
+    for code, expected in zip(codes.tolist(), witness.tolist(), strict=True):
+        assert cast(code, from_format, to_format, overflow) == expected, hex(code)
+
+
+@pytest.mark.parametrize("to_format", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+def test_encode_of_drawn_float64_against_numpy(to_format: Format) -> None:
+    """Random significands and midpoints, from below the smallest subnormal to beyond the largest value."""
+    draw = np.random.default_rng(20261121)
+    low, high = to_format.min_exponent - to_format.fraction_bits - 3, to_format.max_exponent + 2
+    significands = np.concatenate(
+        [
+            draw.integers(1 << 23, 1 << 24, 3000),  # any float32
+            (draw.integers(1 << to_format.fraction_bits, 2 << to_format.fraction_bits, 2000) * 2 + 1),  # midpoints
+        ]
+    )
+    values = np.ldexp(
+        significands.astype(np.float64) * draw.choice([-1.0, 1.0], 5000),
+        draw.integers(low, high + 1, 5000) - np.floor(np.log2(significands)).astype(np.int64),
+    )
+    with np.errstate(over="ignore", under="ignore"):
+        if to_format is FLOAT32:
+            witness = values.astype(np.float32).view(np.uint32)
+        else:
+            exact = np.float32(values).astype(np.float64) == values  # float32 in between must not round
+            values = values[exact]
+            assert len(values) > 2000
+            witness = values.astype(np.float32).astype(DTYPES[to_format]).view(np.uint16)
+    for value, expected in zip(values.tolist(), witness.tolist(), strict=True):
+        assert encode(finite(Fraction(value)), to_format) == expected, value.hex()
+
+
+def float32_operands() -> list[int]:
+    """Float32 codes: specials, edges, and random ones of close exponents."""
+    edges = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0x3FFFFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
+    draw = np.random.default_rng(7)
+    near = draw.integers(0x3E000000, 0x41000000, 60).tolist()
+    anywhere = draw.integers(0, 0x7F800000, 40).tolist()
+    return [code | sign for code in edges + near + anywhere for sign in (0, 0x80000000)]
+
+
+@pytest.mark.parametrize("operation", ["add", "multiply"])
+def test_float32_arithmetic_against_numpy(operation: str) -> None:
+    """An exact operation followed by the one rounding is IEEE arithmetic, signed zeros and subnormals included."""
+    codes = float32_operands()
+    x, y = (grid.ravel() for grid in np.meshgrid(np.array(codes, np.uint32), np.array(codes, np.uint32)))
+    keep = np.random.default_rng(3).permutation(len(x))[:12000]
+    x, y = x[keep], y[keep]
+    with np.errstate(all="ignore"):
+        exact = {"add": (add, np.add), "multiply": (multiply, np.multiply)}[operation]
+        witness = exact[1](x.view(np.float32), y.view(np.float32))
+    for a, b, expected, is_nan in zip(
+        x.tolist(), y.tolist(), witness.view(np.uint32).tolist(), np.isnan(witness).tolist(), strict=True
+    ):
+        observed = encode(exact[0](decode(a, FLOAT32), decode(b, FLOAT32)), FLOAT32)
+        assert observed == (0x7FFFFFFF if is_nan else expected), (operation, hex(a), hex(b))
+
+
+def test_signs_of_zero() -> None:
+    """IEEE 754-2019, 6.3."""
+    assert add(ZERO, MINUS_ZERO) == ZERO
+    assert add(MINUS_ZERO, MINUS_ZERO) == MINUS_ZERO
+    assert add(finite(-3), finite(3)) == ZERO
+    assert multiply(ZERO, finite(-2)) == MINUS_ZERO
+    assert multiply(MINUS_ZERO, finite(-2)) == ZERO
+    assert float32(finite(-TINY)) == MINUS_ZERO
+
+
+def test_infinities() -> None:
+    assert multiply(infinity(), ZERO) == NAN
+    assert multiply(infinity(), finite(-2)) == infinity(negative=True)
+    assert add(infinity(), infinity(negative=True)) == NAN
+    assert add(finite(5), infinity(negative=True)) == infinity(negative=True)
+    assert add(NAN, infinity()) == multiply(NAN, ZERO) == NAN
+
+
+def test_fused_multiply_add_is_one_rounding() -> None:
+    """(1 + 2^-23)^2 = 1 + 2^-22 + 2^-46, rounded 1 + 2^-22: taking that away leaves 2^-46 if fused, else 0."""
+    x = decode(0x3F800001, FLOAT32)
+    rounded = decode(0xBF800002, FLOAT32)
+    assert float32(add(multiply(x, x), rounded)).value == Fraction(1, 1 << 46)
+    assert float32(add(float32(multiply(x, x)), rounded)) == ZERO
+
+
+def test_round_to_agrees_with_the_machine_on_decimals() -> None:
+    for value in (0.1, 1e-40, 3.3e38, 2 / 3, 1e-12):
+        expected = struct.unpack("<f", struct.pack("<f", value))[0]
+        assert round_to(finite(Fraction(value)), FLOAT32).value == Fraction(expected)

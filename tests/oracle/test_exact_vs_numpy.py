@@ -1,0 +1,444 @@
+"""f8ref.exact == f8ref.numpy on drawn inputs: two implementations by two authors, compared as integers.
+
+Every GEMM below is M x N dot products, each of them done by the definition too. The operands are drawn to be hard:
+specials, subnormals, cancellation, outliers, sparse and signed zeros; the scales to underflow, overflow, change signs.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import f8ref.numpy as ref
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    Format,
+    Granularity,
+    Overflow,
+    ScaleRule,
+)
+from f8ref import exact
+
+TENSORWISE, ROWWISE = Granularity.TENSORWISE, Granularity.ROWWISE
+VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+CODE_TYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+DTYPES: dict[Format, np.dtype[Any]] = {
+    E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
+    E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    FLOAT16: np.dtype(np.float16),
+    FLOAT32: np.dtype(np.float32),
+}
+
+LENGTHS = (1, 5, 16, 31, 32, 33, 48, 100, 127, 128, 129, 160, 200, 256, 257, 300, 390, 512)
+M, N = 4, 5
+
+
+def typed(codes: Any, format: Format) -> np.ndarray:
+    """Codes as an array of the format's dtype."""
+    return np.asarray(codes, CODE_TYPES[format.bits]).view(DTYPES[format])
+
+
+def codes_of(array: Any, format: Format) -> np.ndarray:
+    """The bit patterns of an array of the format's dtype."""
+    array = np.asarray(array)
+    assert array.dtype == DTYPES[format]
+    return array.copy(order="C").view(CODE_TYPES[format.bits])
+
+
+# ---- draws
+
+
+def draw_finite(draw: np.random.Generator, shape: tuple[int, int], format: Format, low: int, high: int) -> np.ndarray:
+    """Finite codes of both signs with magnitude codes in [low, high]."""
+    magnitudes = draw.integers(low, min(high, format.max_code) + 1, shape)
+    return magnitudes | draw.choice([0, format.sign_mask], shape)
+
+
+def draw_operand(draw: np.random.Generator, kind: str, rows: int, k: int, format: Format) -> np.ndarray:
+    """[rows, k] codes. bfloat16 exponents reach +-75, so that accumulators leave float32's normal range both ways."""
+    shape = (rows, k)
+    binade = 1 << format.fraction_bits
+    one = format.bias * binade
+    reach = 75 * binade if format is BFLOAT16 else one
+    near = draw_finite(draw, shape, format, one - 3 * binade, one + 3 * binade)
+    match kind:
+        case "near":
+            return near
+        case "wide":
+            return draw_finite(draw, shape, format, one - reach, one + reach)
+        case "small":  # subnormals and the first normal binades; in bfloat16 far below one
+            base = one - reach
+            return draw_finite(draw, shape, format, base, base + 3 * binade)
+        case "large":  # one sign, largest values: sums that grow
+            return draw.integers(one + reach // 2, min(one + reach, format.max_code) + 1, shape)
+        case "outlier":
+            codes = draw_finite(draw, shape, format, one - reach, one)
+            return np.where(draw.random(shape) < 0.05, draw_finite(draw, shape, format, one, one + reach), codes)
+        case "sparse":
+            zeros = draw.choice([0, format.sign_mask], shape)
+            return np.where(draw.random(shape) < 0.8, zeros, draw_finite(draw, shape, format, one - reach, one + reach))
+        case "special":
+            lowest = format.max_code + 1  # infinity and NaN, or NaN
+            specials = draw.integers(lowest, format.magnitude_mask + 1, shape) | draw.choice(
+                [0, format.sign_mask], shape
+            )
+            if format.infinity_code is not None:
+                specials = np.where(draw.random(shape) < 0.9, specials & ~format.fraction_mask, specials)
+            zeros = draw.choice([0, format.sign_mask], shape)
+            codes = np.where(draw.random(shape) < 0.1, zeros, near)
+            return np.where(draw.random(shape) < 0.6 / k, specials, codes)
+        case _:
+            raise AssertionError(kind)
+
+
+def draw_pair(
+    draw: np.random.Generator, kind: str, k: int, a_format: Format, b_format: Format
+) -> tuple[np.ndarray, np.ndarray]:
+    """a [M, k] and b [N, k]. In "cancel" nearly every product has its negative somewhere else along K."""
+    if kind != "cancel":
+        return draw_operand(draw, kind, M, k, a_format), draw_operand(draw, kind, N, k, b_format)
+    half = (k + 1) // 2
+    a = draw_operand(draw, "wide", M, half, a_format)
+    b = draw_operand(draw, "wide", N, half, b_format)
+    a = np.concatenate([a, a ^ a_format.sign_mask], axis=1)[:, :k]
+    b = np.concatenate([b, b], axis=1)[:, :k]
+    order = draw.permutation(k)
+    a, b = a[:, order], b[:, order]
+    spoiled = draw.random(a.shape) < 1.5 / k
+    return np.where(spoiled, draw_operand(draw, "wide", M, k, a_format), a), b
+
+
+def draw_scales(draw: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray:
+    """Float32 factors; every element differs in magnitude, so that no index error can hide."""
+    spread = np.exp2(draw.uniform(-4, 4, shape))
+    match kind:
+        case "ordinary":
+            values = spread
+        case "power_of_two":
+            values = np.exp2(draw.integers(-8, 9, shape))
+        case "tiny":
+            values = spread * 2.0 ** float(draw.integers(-100, -60))
+        case "subnormal":
+            values = spread * 2.0 ** float(draw.integers(-147, -125))
+        case "huge":
+            values = spread * 2.0 ** float(draw.integers(40, 100))
+        case "signed":
+            values = spread * draw.choice([-1, 1], shape)
+        case "special":
+            values = np.where(
+                draw.random(shape) < 0.5, draw.choice([0.0, -0.0, np.inf, -np.inf, np.nan], shape), spread
+            )
+        case _:
+            raise AssertionError(kind)
+    return values.astype(np.float32)
+
+
+FP8_KINDS = ("near", "wide", "small", "large", "outlier", "sparse", "special", "cancel")
+BF16_KINDS = ("near", "wide", "small", "outlier", "sparse", "special", "cancel")
+SCALE_KINDS = ("ordinary",) * 4 + ("power_of_two", "signed", "tiny", "subnormal", "huge")
+FORMAT_PAIRS = ((E4M3FN, E4M3FN), (E4M3FN, E5M2), (E5M2, E4M3FN))
+GRANULARITIES = ((TENSORWISE, TENSORWISE), (ROWWISE, ROWWISE), (VECTOR, VECTOR), (VECTOR, SQUARE), (SQUARE, VECTOR))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One drawn GEMM."""
+
+    seed: int
+    kind: str
+    k: int
+    formats: tuple[Format, Format]
+    granularities: tuple[Granularity, Granularity] = (TENSORWISE, TENSORWISE)
+    scales: tuple[str, str] = ("ordinary", "ordinary")
+    out_format: Format = FLOAT32
+    bias: Format | None = None
+    use_fast_accum: bool = False
+    split_k: int = 1
+
+
+def draw_cases() -> list[Case]:
+    """The plan: all format pairs x granularities x kinds, the other choices drawn; then bfloat16."""
+    draw = random.Random(20261121)
+    cases: list[Case] = []
+    outputs = (FLOAT32, FLOAT32, BFLOAT16, FLOAT16)
+    for formats in FORMAT_PAIRS:
+        for granularities in GRANULARITIES:
+            for kind in FP8_KINDS * 2:
+                blockwise = granularities[0].is_blockwise
+                cases.append(
+                    Case(
+                        seed=len(cases),
+                        kind=kind,
+                        k=draw.choice(LENGTHS),
+                        formats=formats,
+                        granularities=granularities,
+                        scales=(
+                            draw.choice(SCALE_KINDS),
+                            draw.choice((*SCALE_KINDS, "special") if kind == "near" else SCALE_KINDS),
+                        ),
+                        out_format=draw.choice(outputs),
+                        bias=draw.choice((None, None, FLOAT32, BFLOAT16, FLOAT16)),
+                        use_fast_accum=not blockwise and draw.random() < 0.5,
+                        split_k=1 if blockwise else draw.choice((1, 1, 2, 3, 5)),
+                    )
+                )
+    for kind in BF16_KINDS * 6:
+        cases.append(
+            Case(
+                seed=len(cases),
+                kind=kind,
+                k=draw.choice(LENGTHS),
+                formats=(BFLOAT16, BFLOAT16),
+                out_format=draw.choice((FLOAT32, FLOAT32, FLOAT32, BFLOAT16, FLOAT16)),
+                split_k=draw.choice((1, 1, 2, 3, 4)),
+            )
+        )
+    return cases
+
+
+CASES = draw_cases()
+
+
+def scales_of(scales: np.ndarray, granularity: Granularity, row: int) -> list[int]:
+    """The float32 codes of the scales [scale_shape] that one row meets along K."""
+    codes = codes_of(scales, FLOAT32)
+    match granularity:
+        case Granularity.TENSORWISE:
+            return codes[0].tolist()
+        case Granularity.ROWWISE | Granularity.BLOCKWISE_1X128:
+            return codes[row].tolist()
+        case Granularity.BLOCKWISE_128X128:
+            return codes[row // 128].tolist()
+
+
+def case_id(case: Case) -> str:
+    fast = "fast" if case.use_fast_accum else "slow"
+    return f"{case.seed}-{case.formats[0]}-{case.formats[1]}-{case.granularities[0].value}-{case.kind}-{fast}-K{case.k}"
+
+
+def test_the_plan_is_large_enough() -> None:
+    """The issue asks for 2,000 dot products."""
+    assert len(CASES) * M * N >= 2000
+    float8 = [case for case in CASES if case.formats[0] is not BFLOAT16]
+    assert {case.split_k for case in float8} == {1, 2, 3, 5}
+    assert sum(case.k % 32 != 0 for case in float8) > 50
+    assert sum(case.granularities[0].is_blockwise and case.k % 128 != 0 for case in float8) > 20
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.formats[0] is not BFLOAT16], ids=case_id)
+def test_scaled_mm(case: Case) -> None:
+    draw = np.random.default_rng(case.seed)
+    a, b = draw_pair(draw, case.kind, case.k, *case.formats)
+    granularity_a, granularity_b = case.granularities
+    scale_a = draw_scales(draw, case.scales[0], granularity_a.scale_shape(M, case.k))
+    scale_b = draw_scales(draw, case.scales[1], granularity_b.scale_shape(N, case.k))
+    bias = None if case.bias is None else draw.normal(0, 100, N).astype(np.float32).astype(DTYPES[case.bias])
+
+    observed = codes_of(
+        ref.scaled_mm(
+            typed(a, case.formats[0]),
+            typed(b, case.formats[1]).T,
+            scale_a,
+            scale_b.T,
+            granularity_a=granularity_a,
+            granularity_b=granularity_b,
+            bias=bias,
+            out_dtype=case.out_format,
+            use_fast_accum=case.use_fast_accum,
+            split_k=case.split_k,
+        ),
+        case.out_format,
+    )
+    biases = None if bias is None else codes_of(bias.astype(np.float32), FLOAT32).tolist()
+    for m in range(M):
+        for n in range(N):
+            expected = exact.scaled_dot(
+                a[m].tolist(),
+                b[n].tolist(),
+                a_format=case.formats[0],
+                b_format=case.formats[1],
+                scale_a=scales_of(scale_a, granularity_a, m),
+                scale_b=scales_of(scale_b, granularity_b, n),
+                granularity_a=granularity_a,
+                granularity_b=granularity_b,
+                bias=None if biases is None else biases[n],
+                out_format=case.out_format,
+                use_fast_accum=case.use_fast_accum,
+                split_k=case.split_k,
+            )
+            assert observed[m, n] == expected, (m, n, hex(observed[m, n]), hex(expected))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.formats[0] is BFLOAT16], ids=case_id)
+def test_mm(case: Case) -> None:
+    a, b = draw_pair(np.random.default_rng(case.seed), case.kind, case.k, *case.formats)
+    observed = ref.mm(typed(a, BFLOAT16), typed(b, BFLOAT16).T, out_dtype=case.out_format, split_k=case.split_k)
+    observed = codes_of(observed, case.out_format)
+    for m in range(M):
+        for n in range(N):
+            expected = exact.mm_dot(a[m].tolist(), b[n].tolist(), out_format=case.out_format, split_k=case.split_k)
+            assert observed[m, n] == expected, (m, n, hex(observed[m, n]), hex(expected))
+
+
+@pytest.mark.parametrize("granularities", [(VECTOR, SQUARE), (SQUARE, VECTOR)], ids=["vector-square", "square-vector"])
+def test_square_blocks_beyond_the_first_128_rows(granularities: tuple[Granularity, Granularity]) -> None:
+    """[EPI-5] 2 x 2 scales of 128x128 for 130 rows and K = 200, all of different magnitude."""
+    draw = np.random.default_rng(5)
+    rows, k = 130, 200
+    a, b = (draw_operand(draw, "near", rows, k, E4M3FN) for _ in range(2))
+    scale_a, scale_b = (draw_scales(draw, "ordinary", g.scale_shape(rows, k)) for g in granularities)
+    observed = codes_of(
+        ref.scaled_mm(
+            typed(a, E4M3FN),
+            typed(b, E4M3FN).T,
+            scale_a,
+            scale_b.T,
+            granularity_a=granularities[0],
+            granularity_b=granularities[1],
+            out_dtype=FLOAT32,
+        ),
+        FLOAT32,
+    )
+    for m in (0, 127, 128, 129):
+        for n in (1, 127, 128, 129):
+            expected = exact.scaled_dot(
+                a[m].tolist(),
+                b[n].tolist(),
+                a_format=E4M3FN,
+                b_format=E4M3FN,
+                scale_a=scales_of(scale_a, granularities[0], m),
+                scale_b=scales_of(scale_b, granularities[1], n),
+                granularity_a=granularities[0],
+                granularity_b=granularities[1],
+                out_format=FLOAT32,
+            )
+            assert observed[m, n] == expected, (m, n, hex(observed[m, n]), hex(expected))
+
+
+@pytest.mark.parametrize("use_fast_accum", [True, False], ids=["fast", "slow"])
+def test_scaled_grouped_mm(use_fast_accum: bool) -> None:
+    """[EPI-6] Three groups, the second empty."""
+    draw = np.random.default_rng(6)
+    offs, k = [3, 3, 8], 144
+    a = draw_operand(draw, "wide", offs[-1], k, E4M3FN)
+    b = np.stack([draw_operand(draw, "wide", N, k, E4M3FN) for _ in offs])
+    scale_a, scale_b = draw_scales(draw, "ordinary", (1, offs[-1]))[0], draw_scales(draw, "signed", (len(offs), N))
+    observed = codes_of(
+        ref.scaled_grouped_mm(
+            typed(a, E4M3FN),
+            typed(b, E4M3FN).transpose(0, 2, 1),
+            scale_a,
+            scale_b,
+            np.array(offs, np.int32),
+            out_dtype=BFLOAT16,
+            use_fast_accum=use_fast_accum,
+        ),
+        BFLOAT16,
+    )
+    for m in range(offs[-1]):
+        group = exact.group_of_row(m, offs)
+        for n in range(N):
+            expected = exact.scaled_dot(
+                a[m].tolist(),
+                b[group, n].tolist(),
+                a_format=E4M3FN,
+                b_format=E4M3FN,
+                scale_a=[int(codes_of(scale_a, FLOAT32)[m])],
+                scale_b=[int(codes_of(scale_b, FLOAT32)[group, n])],
+                granularity_a=ROWWISE,
+                granularity_b=ROWWISE,
+                use_fast_accum=use_fast_accum,
+            )
+            assert observed[m, n] == expected, (m, n)
+
+
+# ---- casts and scales
+
+
+def draw_float32(draw: np.random.Generator, count: int) -> np.ndarray:
+    """Float32 codes: anywhere, around the range of float8, at its ties, and specials."""
+    ties = draw.integers(0, 1 << 12, count, dtype=np.uint32) << 20 | draw.integers(0, 2, count, dtype=np.uint32)
+    near = draw.integers(0x36000000, 0x48000000, count, dtype=np.uint32)
+    anywhere = draw.integers(0, 1 << 32, count, dtype=np.uint32)
+    special = np.array([0, 1, 0x007FFFFF, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x43E80000, 0x47700000])
+    signs = draw.choice([0, 0x80000000], count).astype(np.uint32)
+    return np.concatenate([ties, near | signs, anywhere, special, special | 0x80000000]).astype(np.uint32)
+
+
+@pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
+@pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
+def test_cast(format: Format, overflow: Overflow) -> None:
+    codes = draw_float32(np.random.default_rng(1), 1000)
+    observed = codes_of(ref.cast(typed(codes, FLOAT32), format, overflow=overflow), format)
+    assert observed.tolist() == [exact.cast(code, FLOAT32, format, overflow) for code in codes.tolist()]
+
+
+@pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
+@pytest.mark.parametrize("from_format", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+def test_amax_quantize_dequantize(from_format: Format, granularity: Granularity) -> None:
+    """Each group of the granularity by its own scalar calls; a group with NaN, one with infinity, one of zeros."""
+    draw = np.random.default_rng(2)
+    rows, k = 130, 260
+    x = draw_finite(draw, (rows, k), from_format, 0, from_format.max_code)
+    x[0, 0], x[1, 130], x[129, 0:128] = from_format.nan_code, from_format.magnitude_mask ^ from_format.fraction_mask, 0
+    x = x.astype(CODE_TYPES[from_format.bits])
+    shape = granularity.scale_shape(rows, k)
+    observed_amax = codes_of(ref.amax(typed(x, from_format), granularity), FLOAT32)
+    assert observed_amax.shape == shape
+
+    block_rows, block_k = granularity.block[0] or rows, granularity.block[1] or k
+    factors = draw_scales(draw, "ordinary", shape)
+    codes = codes_of(ref.quantize(typed(x, from_format), factors, E4M3FN, granularity), E4M3FN)
+    values = codes_of(ref.dequantize(typed(codes, E4M3FN), factors, granularity), FLOAT32)
+    assert codes.shape == values.shape == (rows, k)
+    factor_codes = codes_of(factors, FLOAT32)
+    for group in random.Random(granularity.value).sample(list(np.ndindex(shape)), min(30, shape[0] * shape[1])):
+        i, j = group
+        part = (slice(i * block_rows, (i + 1) * block_rows), slice(j * block_k, (j + 1) * block_k))
+        assert observed_amax[group] == exact.amax(x[part].ravel().tolist(), from_format), group
+        factor = int(factor_codes[group])
+        for code, observed, value in list(
+            zip(x[part].ravel().tolist(), codes[part].ravel().tolist(), values[part].ravel().tolist(), strict=True)
+        )[:40]:
+            assert observed == exact.quantize(code, from_format, factor, E4M3FN), (group, hex(code), hex(factor))
+            assert value == exact.dequantize(observed, E4M3FN, factor), (group, hex(observed), hex(factor))
+
+
+@pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=1e-30)], ids=str)
+@pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
+def test_scale_from_amax(format: Format, rule: ScaleRule) -> None:
+    draw = np.random.default_rng(3)
+    amaxes = draw.integers(0, 0x7F800000, 600, dtype=np.uint32)
+    special = np.array([0, 1, 0x007FFFFF, 0x43600000, 0x43600001, 0x435FFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000])
+    amaxes = np.concatenate([amaxes, special.astype(np.uint32)])
+    for margin in (0, 3, 6):
+        observed = ref.scale_from_amax(typed(amaxes, FLOAT32), format, rule, margin=margin)
+        expected = [exact.scale_from_amax(code, format, rule, margin=margin) for code in amaxes.tolist()]
+        assert codes_of(observed.inv_scale, FLOAT32).tolist() == [scales.inv_scale for scales in expected]
+        assert codes_of(observed.scale, FLOAT32).tolist() == [scales.scale for scales in expected]
+
+
+@pytest.mark.parametrize("reduction", AmaxHistoryReduction, ids=lambda r: r.value)
+@pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True)], ids=["any", "power_of_two"])
+def test_delayed_state(rule: ScaleRule, reduction: AmaxHistoryReduction) -> None:
+    """40 steps with zeros, infinities and NaN among them: every state equal."""
+    delayed = DelayedScaling(history_length=3, reduction=reduction, margin=2)
+    draw = random.Random(4)
+    observed, expected = ref.initial_delayed_state(delayed), exact.initial_delayed_state(delayed)
+    for _ in range(40):
+        amax = draw.choice([0, 0x7F800000, 0x7FC00000, *(draw.randrange(0x2B000000, 0x47000000) for _ in range(6))])
+        observed = ref.update_delayed_state(observed, typed(amax, FLOAT32), E5M2, rule, delayed)
+        expected = exact.update_delayed_state(expected, amax, E5M2, rule, delayed)
+        assert tuple(codes_of(observed.amax_history, FLOAT32).tolist()) == expected.amax_history
+        assert int(codes_of(observed.inv_scale, FLOAT32)) == expected.inv_scale
+        assert bool(observed.initialized) == expected.initialized
