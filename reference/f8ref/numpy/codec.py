@@ -1,0 +1,165 @@
+"""Bit patterns and what they mean: dtypes, unpacking into integers, and decoding to float32.
+
+Everything here is integer arithmetic on codes; ml_dtypes supplies dtypes and nothing else.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    FLOAT16,
+    FLOAT32,
+    Format,
+    OperandError,
+    SpecError,
+    format_by_name,
+)
+
+Array = NDArray[Any]
+
+_DTYPES: dict[Format, np.dtype[Any]] = {
+    E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
+    E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    E8M0FNU: np.dtype(ml_dtypes.float8_e8m0fnu),
+    FLOAT16: np.dtype(np.float16),
+    BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    FLOAT32: np.dtype(np.float32),
+}
+_FORMATS: dict[np.dtype[Any], Format] = {dtype: format for format, dtype in _DTYPES.items()}
+_CODE_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint8), 16: np.dtype(np.uint16), 32: np.dtype(np.uint32)}
+
+NAN = np.uint32(FLOAT32.nan_code).view(np.float32)
+"""The one float32 NaN that the tensor core emits: 0x7fffffff [SPEC-1]."""
+INFINITY = np.float32(np.inf)
+
+ABSENT = -(1 << 12)
+"""Exponent of a number that takes no part: below every exponent that exists, also after adding two."""
+
+
+class Unpacked(NamedTuple):
+    """Numbers as integers, `significand * 2^(exponent - fraction_bits)` [OP-1]; all of one shape."""
+
+    significand: Array
+    """Signed, with the hidden bit; 0 for zero and for what is not finite."""
+    exponent: Array
+    """Of the format; a subnormal keeps the raw minimum. ABSENT where the significand is 0."""
+    nonfinite: Array | None
+    """Float32: infinities and NaN as they are, finite numbers as their sign (-1, 0, 1); None if all are finite."""
+
+
+def resolve_format(format: Format | str, allowed: tuple[Format, ...], call: str) -> Format:
+    """The format itself, or the one with this name, if `allowed` has it.
+
+    Raises:
+        SpecError: an unknown format, or one that `call` does not take.
+    """
+    found = format_by_name(format) if isinstance(format, str) else format
+    if found not in allowed:
+        known = ", ".join(f.name for f in allowed)
+        raise SpecError(f"{call} must be one of {known}; got {found}; choose one of these")
+    return found
+
+
+def typed_array(x: ArrayLike, allowed: tuple[Format, ...], call: str) -> tuple[Array, Format]:
+    """`x` as an array, and its format.
+
+    Raises:
+        OperandError: the dtype of `x` is not that of one of the `allowed` formats.
+    """
+    array = np.asarray(x)
+    format = _FORMATS.get(array.dtype)
+    if format is None or format not in allowed:
+        known = ", ".join(f.name for f in allowed)
+        raise OperandError(f"{call} must have dtype {known}; got {array.dtype}; convert it before the call")
+    return array, format
+
+
+def codes_of(x: Array, format: Format) -> Array:
+    """The bit patterns of a typed array as unsigned integers, without a copy."""
+    return x.view(_CODE_DTYPES[format.bits])
+
+
+def typed(codes: Array, format: Format) -> Array:
+    """Bit patterns, of any integer dtype, as an array of the format's dtype."""
+    return codes.astype(_CODE_DTYPES[format.bits], copy=False).view(_DTYPES[format])
+
+
+def unpack(codes: Array, format: Format, word: type[np.signedinteger[Any]] = np.int32) -> Unpacked:
+    """Codes (unsigned integers) as integers of dtype `word` [OP-1].
+
+    Shapes: any; the results have the shape of `codes`.
+    Exactness: exact; the one place of this package that says how a code becomes a number.
+    """
+    # 1. Fields.
+    sign = np.where(codes & format.sign_mask, word(-1), word(1))
+    magnitude = (codes & format.magnitude_mask).astype(word)
+    fraction = magnitude & format.fraction_mask
+    field = magnitude >> format.fraction_bits
+
+    # 2. A subnormal has the exponent of field 1 and no hidden bit: it is not normalised.
+    hidden = (field > 0) | (not format.has_subnormals)
+    significand = np.where(hidden, fraction + (1 << format.fraction_bits), fraction) * sign
+    exponent = np.maximum(field - format.bias, format.min_exponent)
+
+    # 3. Infinity and NaN leave the integers and go beside them.
+    nonfinite = None
+    special = magnitude > format.max_code
+    if special.any():
+        infinite = magnitude == format.infinity_code
+        nonfinite = np.sign(significand).astype(np.float32)
+        nonfinite[special] = NAN
+        nonfinite[infinite] = sign[infinite] * INFINITY
+        significand = np.where(special, word(0), significand)
+
+    # 4. Zero has no exponent.
+    return Unpacked(significand, np.where(significand == 0, word(ABSENT), exponent), nonfinite)
+
+
+def decode(x: ArrayLike) -> NDArray[np.float32]:
+    """The float32 value of every code of a float8, bfloat16 or float16 array.
+
+    Shapes: any; the result has the shape of `x`.
+    Exactness: exact, subnormals and signed zeros included; every NaN code gives 0x7fffffff.
+
+    Raises:
+        OperandError: another dtype.
+    """
+    array, format = typed_array(x, (E4M3FN, E5M2, E8M0FNU, BFLOAT16, FLOAT16), "decode: x")
+    return np.asarray(_decode_table(format)[codes_of(array, format)])
+
+
+@lru_cache
+def _decode_table(format: Format) -> NDArray[np.float32]:
+    """Code -> float32, of a format of at most 16 bits."""
+    codes = np.arange(1 << format.bits, dtype=np.uint32)
+    significand, exponent, nonfinite = unpack(codes, format)
+    # Exact: at most 11 significant bits, and every format here lies within float32 with its subnormals.
+    table = np.ldexp(significand.astype(np.float32), exponent - format.fraction_bits)
+    table = np.where(codes & format.sign_mask, -np.abs(table), table)
+    if nonfinite is not None:
+        table = np.where(np.isfinite(nonfinite), table, nonfinite)
+    table.flags.writeable = False
+    return table
+
+
+def canonical_nan(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """`x` with every NaN replaced by 0x7fffffff [SPEC-1]."""
+    return np.where(np.isnan(x), NAN, x)
+
+
+def as_float32(x: ArrayLike, call: str) -> NDArray[np.float32]:
+    """A float32, bfloat16 or float16 array as float32, which is exact.
+
+    Raises:
+        OperandError: another dtype; float64 among them, since it would be rounded twice.
+    """
+    array, format = typed_array(x, (FLOAT32, BFLOAT16, FLOAT16), call)
+    return array if format == FLOAT32 else decode(array)

@@ -1,0 +1,168 @@
+"""A linear layer under a recipe, forward and backward, with everything that happens on the way.
+
+- `output` [M, N] = `input` [M, K] @ (`weight` [N, K])^T
+- `grad_input` [M, K] = `grad_output` [M, N] @ (`weight`^T [K, N])^T
+- `grad_weight` [N, K] = `grad_output`^T [N, M] @ (`input`^T [K, M])^T
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from f8emu.spec import (
+    BFLOAT16,
+    HIGH_PRECISION,
+    Cast,
+    DelayedState,
+    Format,
+    Gemm,
+    GemmTrace,
+    Granularity,
+    LinearTrace,
+    OperandError,
+    OperandTrace,
+    Recipe,
+    Scales,
+)
+from f8ref.numpy.cast import convert
+from f8ref.numpy.codec import Array, as_float32, canonical_nan, typed_array
+from f8ref.numpy.matmul import mm, scaled_mm
+from f8ref.numpy.scale import amax, quantize, scale_from_amax
+
+DelayedStates = Mapping[str, DelayedState]
+
+
+def linear(
+    recipe: Recipe,
+    input: ArrayLike,
+    weight: ArrayLike,
+    grad_output: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    delayed_state: DelayedStates | None = None,
+) -> LinearTrace:
+    """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
+
+    All products have the dtype of `input`. A bias is added to the rounded output: in float32, then rounded again.
+    Delayed scales come from `delayed_state` (tensor name -> state), which stays as it is: calling
+    `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is initialised, a
+    cast uses its own amax.
+
+    Shapes: `input` [M, K], `weight` [N, K], `grad_output` [M, N], `bias` [N]; operands in the trace are
+    [rows, summed dimension].
+    Exactness: exact; the composition of `amax`, `scale_from_amax`, `quantize`, `scaled_mm` and `mm`, nothing else.
+
+    Raises:
+        OperandError: wrong dtypes or shapes; `delayed_state` missing, or given to a recipe without delayed scaling.
+    """
+    x, out_format = typed_array(input, HIGH_PRECISION, "linear: input")
+    tensors = {"input": x, "weight": typed_array(weight, HIGH_PRECISION, "linear: weight")[0]}
+    if grad_output is not None:
+        tensors["grad_output"] = typed_array(grad_output, HIGH_PRECISION, "linear: grad_output")[0]
+    _check_shapes(tensors)
+    states = _delayed_states(recipe, delayed_state, tensors)
+
+    def gemm(gemm: Gemm, a: str, b: str, *, transpose_a: bool = False, transpose_b: bool = False) -> GemmTrace:
+        operand_a = tensors[a].T if transpose_a else tensors[a]
+        operand_b = tensors[b].T if transpose_b else tensors[b]
+        trace_a = _operand(operand_a, gemm.a, recipe, states.get(a))
+        trace_b = _operand(operand_b, gemm.b, recipe, states.get(b))
+        return GemmTrace(trace_a, trace_b, _product(trace_a, trace_b, gemm, out_format))
+
+    output = gemm(recipe.output, "input", "weight")
+    grad_input = grad_weight = None
+    if grad_output is not None:
+        grad_input = gemm(recipe.grad_input, "grad_output", "weight", transpose_b=True)
+        grad_weight = gemm(recipe.grad_weight, "grad_output", "input", transpose_a=True, transpose_b=True)
+    return LinearTrace(output, grad_input, grad_weight, _add_bias(output.product, bias, out_format))
+
+
+def _operand(x: Array, cast: Cast, recipe: Recipe, state: DelayedState | None) -> OperandTrace:
+    """One operand, seen as [rows, summed dimension], through its cast."""
+    if cast.format is None:
+        return OperandTrace(None, None, None, convert(as_float32(x, "linear"), BFLOAT16))
+    own_amax = amax(x, cast.granularity)
+    if state is not None and state.initialized:
+        scales = _scales_of_state(state)
+    else:
+        margin = 0 if recipe.delayed is None else recipe.delayed.margin
+        scales = scale_from_amax(own_amax, cast.format, recipe.scale_rule, margin=margin)
+    codes = quantize(x, scales.inv_scale, cast.format, cast.granularity)
+    return OperandTrace(own_amax, scales.inv_scale, scales.scale, codes)
+
+
+def _scales_of_state(state: DelayedState) -> Scales:
+    """The scales that earlier steps left, in the shape of a tensorwise scale."""
+    inv_scale = np.asarray(state.inv_scale, np.float32).reshape(1, 1)
+    with np.errstate(divide="ignore"):
+        return Scales(inv_scale, canonical_nan(np.float32(1) / inv_scale))
+
+
+def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format) -> Array:
+    """`a @ b^T` on the matrix unit that the recipe chose."""
+    if gemm.is_high_precision:
+        return mm(a.codes, b.codes.T, out_dtype=out_format)
+    granularity_a, granularity_b = gemm.scaled_gemm_granularities
+    scale_a, scale_b = (
+        # Beside rowwise, the one scale of a tensorwise operand is that of every row.
+        np.broadcast_to(trace.scale, (trace.codes.shape[0], 1)) if granularity is Granularity.ROWWISE else trace.scale
+        for trace, granularity in ((a, granularity_a), (b, granularity_b))
+    )
+    return scaled_mm(
+        a.codes,
+        b.codes.T,
+        scale_a,
+        scale_b.T,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        out_dtype=out_format,
+        use_fast_accum=gemm.use_fast_accum,
+    )
+
+
+def _add_bias(product: Array, bias: ArrayLike | None, out_format: Format) -> Array:
+    """`product + bias`, rounded to float32 and then to the dtype of the product."""
+    if bias is None:
+        return product
+    addend: NDArray[np.float32] = as_float32(bias, "linear: bias")
+    if addend.shape != product.shape[1:]:
+        raise OperandError(
+            f"linear: bias must have shape {product.shape[1:]}, one value an output; got {addend.shape}; reshape it"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        return convert(as_float32(product, "linear") + addend, out_format)
+
+
+def _check_shapes(tensors: Mapping[str, Array]) -> None:
+    input, weight, grad_output = (tensors.get(name) for name in ("input", "weight", "grad_output"))
+    assert input is not None and weight is not None
+    if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
+        raise OperandError(
+            f"linear: input must be [M, K] and weight [N, K]; got {input.shape} and {weight.shape}; "
+            "flatten leading dimensions"
+        )
+    expected = (input.shape[0], weight.shape[0])
+    if grad_output is not None and grad_output.shape != expected:
+        raise OperandError(
+            f"linear: grad_output must have the output's shape {expected}; got {grad_output.shape}; reshape it"
+        )
+
+
+def _delayed_states(recipe: Recipe, delayed_state: DelayedStates | None, tensors: Mapping[str, Array]) -> DelayedStates:
+    """The state of every tensor that is cast with a delayed scale; empty under dynamic scaling."""
+    if recipe.delayed is None:
+        if delayed_state is not None:
+            raise OperandError(
+                f"linear: delayed_state must be None under recipe {recipe.name!r}, whose scales are dynamic; got one; "
+                "leave it out"
+            )
+        return {}
+    needed = {t for t in tensors if any(not cast.is_high_precision for _, _, cast in recipe.casts(t))}
+    missing = sorted(needed - set(delayed_state or {}))
+    if missing:
+        raise OperandError(
+            f"linear: recipe {recipe.name!r} needs delayed_state for {', '.join(sorted(needed))}; "
+            f"got none for {', '.join(missing)}; start from initial_delayed_state(recipe.delayed)"
+        )
+    return delayed_state or {}

@@ -1,0 +1,148 @@
+"""From values to scales and back: amax, the scale rule, quantise and dequantise.
+
+Operands are seen as `[rows, K]`, K being the dimension that a GEMM sums over. `inv_scale` is multiplied while
+quantising, `scale` decodes.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from f8emu.spec import (
+    FLOAT8_OPERANDS,
+    FLOAT32,
+    MAX_MARGIN,
+    Format,
+    Granularity,
+    OperandError,
+    ScaleRule,
+    Scales,
+    SpecError,
+)
+from f8ref.numpy.cast import cast
+from f8ref.numpy.codec import NAN, Array, as_float32, canonical_nan, codes_of, decode, resolve_format, typed_array
+
+
+def amax(x: ArrayLike, granularity: Granularity = Granularity.TENSORWISE) -> NDArray[np.float32]:
+    """The largest magnitude of every group of elements that share a scale.
+
+    NaN of either sign makes the amax of its group NaN; infinity is larger than all numbers; an empty group has 0.
+
+    Shapes: `x` [rows, K]; the result is `granularity.scale_shape(rows, K)`.
+    Exactness: exact; magnitudes are compared as bit patterns, which order NaN last.
+
+    Raises:
+        OperandError: `x` is not a matrix, or not float32, bfloat16 or float16.
+    """
+    values = as_float32(_matrix(x, "amax: x"), "amax: x")
+    magnitude = codes_of(values, FLOAT32) & np.uint32(FLOAT32.magnitude_mask)
+    # Pad with zeros to whole blocks, then see the matrix as [block rows, row, block columns, column].
+    groups = granularity.scale_shape(*values.shape)
+    block = _block(granularity, *values.shape)
+    padded = np.zeros((groups[0] * block[0], groups[1] * block[1]), np.uint32)
+    padded[: values.shape[0], : values.shape[1]] = magnitude
+    largest = padded.reshape(groups[0], block[0], groups[1], block[1]).max(axis=(1, 3), initial=0)
+    return canonical_nan(largest.view(np.float32))
+
+
+def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
+    """The scales that map `amax` to the largest finite value of `format`, or `2^margin` below it.
+
+    `inv_scale = float32(max * 2^-margin / maximum(float64(amax), rule.amax_floor))`, cut to a power of two where the
+    rule says so; `scale = float32(1 / inv_scale)`. Amax 0 counts as the floor; infinity gives inv_scale 0 and scale
+    infinity; NaN gives NaN for both.
+
+    Shapes: any; both results have the shape of `amax`.
+    Exactness: both quotients are correctly rounded. A float64 quotient of two float32 numbers, rounded to float32, is
+    (53 >= 2 * 24 + 2); `tests/oracle/test_numpy_scale.py` proves it in integers for all 2^23 significands.
+
+    Raises:
+        OperandError: `amax` is not float32.
+        SpecError: a format that no GEMM takes, or a margin outside of 0 to MAX_MARGIN.
+    """
+    target = resolve_format(format, FLOAT8_OPERANDS, "scale_from_amax: format")
+    values, _ = typed_array(amax, (FLOAT32,), "scale_from_amax: amax")
+    if not 0 <= margin <= MAX_MARGIN:
+        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}; it counts powers of two")
+    with np.errstate(divide="ignore", invalid="ignore"):  # amax infinity has scale 1 / 0; a NaN may be a signalling one
+        quotient = target.max * 2.0**-margin / np.maximum(values.astype(np.float64), rule.amax_floor)
+        inv_scale = np.asarray(quotient, np.float32)
+        if rule.power_of_two:
+            exponent = codes_of(inv_scale, FLOAT32) & np.uint32(FLOAT32.magnitude_mask ^ FLOAT32.fraction_mask)
+            # The exponent bits of NaN alone are those of infinity.
+            inv_scale = np.where(np.isnan(inv_scale), NAN, exponent.view(np.float32))
+        scale = np.float32(1) / inv_scale
+    return Scales(canonical_nan(inv_scale), canonical_nan(scale))
+
+
+def quantize(
+    x: ArrayLike, inv_scale: ArrayLike, format: Format | str, granularity: Granularity = Granularity.TENSORWISE
+) -> Array:
+    """`cast(float32(x) * inv_scale)`, saturating, with the factor of each element's group.
+
+    Shapes: `x` [rows, K]; `inv_scale` is `granularity.scale_shape(rows, K)`; the result [rows, K], of `format`.
+    Exactness: one float32 product, rounded nearest-even (infinity times 0 is NaN), then the exact cast.
+
+    Raises:
+        OperandError: wrong dtype or shape.
+        SpecError: a format that no GEMM takes.
+    """
+    values = as_float32(_matrix(x, "quantize: x"), "quantize: x")
+    factors = expand_scale(inv_scale, granularity, values.shape, "quantize: inv_scale")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return cast(values * factors, format)
+
+
+def dequantize(
+    codes: ArrayLike, scale: ArrayLike, granularity: Granularity = Granularity.TENSORWISE
+) -> NDArray[np.float32]:
+    """`decode(codes) * scale`, with the scale of each element's group.
+
+    Shapes: `codes` [rows, K] of a float8 dtype; `scale` is `granularity.scale_shape(rows, K)`; the result is [rows, K].
+    Exactness: one float32 product, rounded nearest-even.
+
+    Raises:
+        OperandError: wrong dtype or shape.
+    """
+    array, _ = typed_array(_matrix(codes, "dequantize: codes"), FLOAT8_OPERANDS, "dequantize: codes")
+    factors = expand_scale(scale, granularity, array.shape, "dequantize: scale")
+    with np.errstate(over="ignore", invalid="ignore"):
+        return canonical_nan(decode(array) * factors)
+
+
+def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
+    """The scales of an operand `[rows, K]`, repeated so that they broadcast against it.
+
+    Shapes: [1, 1] for tensorwise, [rows, 1] for rowwise, else [rows, K].
+
+    Raises:
+        OperandError: not float32, or not of the granularity's shape (tensorwise: one element).
+    """
+    factors, _ = typed_array(scale, (FLOAT32,), call)
+    rows, k = shape
+    expected = granularity.scale_shape(rows, k)
+    if granularity is Granularity.TENSORWISE and factors.size == 1:
+        factors = factors.reshape(1, 1)
+    if factors.shape != expected:
+        raise OperandError(
+            f"{call} must have shape {expected} for {granularity.value} scales of an operand {shape}; "
+            f"got {factors.shape}; take it from amax with this granularity"
+        )
+    block = granularity.block
+    if block[0] not in (None, 1):
+        factors = factors.repeat(block[0], axis=0)[:rows]
+    if block[1] is not None:
+        factors = factors.repeat(block[1], axis=1)[:, :k]
+    return factors
+
+
+def _block(granularity: Granularity, rows: int, k: int) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    block_rows, block_k = granularity.block
+    return (rows if block_rows is None else block_rows, k if block_k is None else block_k)
+
+
+def _matrix(x: ArrayLike, call: str) -> Array:
+    array = np.asarray(x)
+    if array.ndim != 2:
+        raise OperandError(f"{call} must be a matrix [rows, K]; got shape {array.shape}; reshape it")
+    return array

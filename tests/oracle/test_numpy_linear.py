@@ -1,0 +1,340 @@
+"""A whole linear layer against the verbs called by hand, once for every recipe and written without reading it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import f8ref.numpy as f8
+from f8emu.spec import (
+    BLOCKWISE,
+    DELAYED,
+    E4M3FN,
+    E5M2,
+    HIGH_PRECISION_CAST,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    DelayedScaling,
+    DelayedState,
+    Format,
+    Gemm,
+    GemmTrace,
+    Granularity,
+    LinearTrace,
+    OperandError,
+    OperandTrace,
+    ScaleRule,
+)
+
+BF16 = ml_dtypes.bfloat16
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=lambda t: np.dtype(t).name)
+M, N, K = 70, 150, 133
+G = Granularity
+
+Tensors = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def tensors(dtype: type, m: int = M, n: int = N, k: int = K) -> Tensors:
+    """Input, weight and gradient, each with rows and columns of very different sizes."""
+    rng = np.random.default_rng(m + n + k)
+
+    def matrix(rows: int, columns: int, size: float) -> np.ndarray:
+        spread = 2.0 ** (rng.integers(-4, 5, (rows, 1)) + rng.integers(-4, 5, (1, columns)))
+        return (rng.normal(size=(rows, columns)) * spread * size).astype(dtype)
+
+    return matrix(m, k, 1.0), matrix(n, k, 2.0**-5), matrix(m, n, 2.0**-9)
+
+
+def operand(x: np.ndarray, format: Format, granularity: Granularity, rule: ScaleRule | None = None) -> OperandTrace:
+    amax = f8.amax(x, granularity)
+    inv_scale, scale = f8.scale_from_amax(amax, format, rule or ScaleRule())
+    return OperandTrace(amax, inv_scale, scale, f8.quantize(x, inv_scale, format, granularity))
+
+
+def name_of(dtype: type) -> str:
+    return np.dtype(dtype).name
+
+
+def tensorwise(x: np.ndarray, w: np.ndarray, g: np.ndarray, dtype: type) -> list[GemmTrace]:
+    qx, qw, qg = (operand(t, f, G.TENSORWISE) for t, f in ((x, E4M3FN), (w, E4M3FN), (g, E5M2)))
+    # One scale a tensor: the codes of a transpose are the transposed codes.
+    tx, tw, tg = (q._replace(codes=q.codes.T) for q in (qx, qw, qg))
+    out: Any = {"out_dtype": name_of(dtype)}
+    return [
+        GemmTrace(qx, qw, f8.scaled_mm(qx.codes, qw.codes.T, qx.scale, qw.scale, use_fast_accum=True, **out)),
+        GemmTrace(qg, tw, f8.scaled_mm(qg.codes, qw.codes, qg.scale, qw.scale, **out)),
+        GemmTrace(tg, tx, f8.scaled_mm(qg.codes.T, qx.codes, qg.scale, qx.scale, **out)),
+    ]
+
+
+def rowwise(x: np.ndarray, w: np.ndarray, g: np.ndarray, dtype: type) -> list[GemmTrace]:
+    def q(t: np.ndarray) -> OperandTrace:
+        return operand(t, E4M3FN, G.ROWWISE, ScaleRule(power_of_two=True))
+
+    def mm(a: OperandTrace, b: OperandTrace, *, fast: bool) -> GemmTrace:
+        product = f8.scaled_mm(
+            a.codes,
+            b.codes.T,
+            a.scale,
+            b.scale.T,
+            granularity_a=G.ROWWISE,
+            granularity_b=G.ROWWISE,
+            use_fast_accum=fast,
+            out_dtype=name_of(dtype),
+        )
+        return GemmTrace(a, b, product)
+
+    return [mm(q(x), q(w), fast=True), mm(q(g), q(w.T), fast=False), mm(q(g.T), q(x.T), fast=False)]
+
+
+def rowwise_with_gw_hp(x: np.ndarray, w: np.ndarray, g: np.ndarray, dtype: type) -> list[GemmTrace]:
+    output = rowwise(x, w, g, dtype)[0]
+    rule = ScaleRule(power_of_two=True)
+    qg, qw = operand(g, E4M3FN, G.ROWWISE, rule), operand(w.T, E4M3FN, G.TENSORWISE, rule)
+    repeated = np.repeat(qw.scale, K, axis=1)
+    rows: Any = {"granularity_a": G.ROWWISE, "granularity_b": G.ROWWISE, "out_dtype": name_of(dtype)}
+    grad_input = f8.scaled_mm(qg.codes, qw.codes.T, qg.scale, repeated, **rows)
+    hg, hx = (OperandTrace(None, None, None, t.T.astype(np.float32).astype(BF16)) for t in (g, x))
+    grad_weight = f8.mm(hg.codes, hx.codes.T, out_dtype=name_of(dtype))
+    return [output, GemmTrace(qg, qw, grad_input), GemmTrace(hg, hx, grad_weight)]
+
+
+def blockwise(x: np.ndarray, w: np.ndarray, g: np.ndarray, dtype: type) -> list[GemmTrace]:
+    vectors, squares = G.BLOCKWISE_1X128, G.BLOCKWISE_128X128
+
+    def mm(a: np.ndarray, b: np.ndarray, granularity_b: Granularity) -> GemmTrace:
+        qa, qb = operand(a, E4M3FN, vectors), operand(b, E4M3FN, granularity_b)
+        product = f8.scaled_mm(
+            qa.codes,
+            qb.codes.T,
+            qa.scale,
+            qb.scale.T,
+            granularity_a=vectors,
+            granularity_b=granularity_b,
+            out_dtype=name_of(dtype),
+        )
+        return GemmTrace(qa, qb, product)
+
+    return [mm(x, w, squares), mm(g, w.T, squares), mm(g.T, x.T, vectors)]
+
+
+BY_HAND: dict[str, Callable[..., list[GemmTrace]]] = {
+    "tensorwise": tensorwise,
+    "rowwise": rowwise,
+    "rowwise_with_gw_hp": rowwise_with_gw_hp,
+    "blockwise": blockwise,
+}
+SHAPES = {"output": (M, N), "grad_input": (M, K), "grad_weight": (N, K)}
+
+
+def assert_same_bits(result: Any, expected: Any) -> None:
+    if expected is None:
+        assert result is None
+        return
+    assert result.dtype == expected.dtype
+    word = np.dtype(f"uint{8 * result.dtype.itemsize}")
+    np.testing.assert_array_equal(result.view(word), expected.view(word))
+
+
+def assert_same_trace(result: LinearTrace, expected: list[GemmTrace]) -> None:
+    for gemm, by_hand in zip((result.output, result.grad_input, result.grad_weight), expected, strict=True):
+        assert gemm is not None
+        for mine, theirs in zip(gemm.a + gemm.b, by_hand.a + by_hand.b, strict=True):
+            assert_same_bits(mine, theirs)
+        assert_same_bits(gemm.product, by_hand.product)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@DTYPES
+def test_dynamic_recipes(name: str, dtype: type) -> None:
+    x, w, g = tensors(dtype)
+    result = f8.linear(RECIPES[name], x, w, g)
+    assert_same_trace(result, BY_HAND[name](x, w, g, dtype))
+    assert {gemm: getattr(result, gemm).product.shape for gemm in SHAPES} == SHAPES
+    assert result.result is result.output.product
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_float32_weight_beside_bfloat16(name: str) -> None:
+    """Casts read the tensor's own values; all products have the dtype of the input."""
+    x, _, g = tensors(BF16)
+    w = tensors(np.float32)[1]
+    assert (w != w.astype(BF16).astype(np.float32)).any()
+    assert_same_trace(f8.linear(RECIPES[name], x, w, g), BY_HAND[name](x, w, g, BF16))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_forward_alone(name: str) -> None:
+    x, w, g = tensors(BF16)
+    result = f8.linear(RECIPES[name], x, w)
+    assert result.grad_input is None
+    assert result.grad_weight is None
+    assert_same_bits(result.output.product, f8.linear(RECIPES[name], x, w, g).output.product)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@DTYPES
+def test_bias(name: str, dtype: type) -> None:
+    """Added to the rounded product, in float32, and rounded again; the witness rounds."""
+    x, w, _ = tensors(dtype)
+    bias = (np.random.default_rng(1).normal(size=N) * 30).astype(np.float32)
+    plain = f8.linear(RECIPES[name], x, w)
+    result = f8.linear(RECIPES[name], x, w, bias=bias)
+    assert_same_bits(result.output.product, plain.output.product)
+    assert_same_bits(result.result, (plain.output.product.astype(np.float32) + bias).astype(dtype))
+
+
+def test_high_precision_rounds_float32_first() -> None:
+    """All three GEMMs in bfloat16: the operands are the tensors, rounded once."""
+    gemm = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
+    recipe = replace(TENSORWISE, output=gemm, grad_input=gemm, grad_weight=gemm)
+    x, w, g = tensors(np.float32)
+    hx, hw, hg = (t.astype(BF16) for t in (x, w, g))
+    result = f8.linear(recipe, x, w, g)
+    assert result.output.a[:3] == (None, None, None)
+    assert_same_bits(result.output.a.codes, hx)
+    assert_same_bits(result.output.product, f8.mm(hx, hw.T, out_dtype="float32"))
+    assert result.grad_input is not None
+    assert_same_bits(result.grad_input.product, f8.mm(hg, hw, out_dtype="float32"))
+    assert result.grad_weight is not None
+    assert_same_bits(result.grad_weight.product, f8.mm(hg.T, hx, out_dtype="float32"))
+
+
+def test_power_of_two_is_a_choice_of_the_recipe() -> None:
+    x, w, g = tensors(BF16)
+    result = f8.linear(replace(BLOCKWISE, scale_rule=ScaleRule(power_of_two=True)), x, w, g)
+    for gemm in (result.output, result.grad_input, result.grad_weight):
+        assert gemm is not None
+        for trace in (gemm.a, gemm.b):
+            assert (trace.inv_scale.view(np.uint32) & 0x7FFFFF == 0).all()
+            assert (trace.scale * trace.inv_scale == 1).all()
+
+
+STATES = {
+    "input": DelayedState(np.full(16, 7, np.float32), np.float32(64), np.bool_(True)),
+    "weight": DelayedState(np.full(16, 3, np.float32), np.float32(448 / 3), np.bool_(True)),
+    "grad_output": DelayedState(np.full(16, 7, np.float32), np.float32(8192), np.bool_(True)),
+}
+
+
+class TestDelayed:
+    def test_old_scales_are_used(self) -> None:
+        x, w, g = tensors(BF16)
+        inv = [np.full((1, 1), STATES[t].inv_scale, np.float32) for t in ("input", "weight", "grad_output")]
+        sx, sw, sg = (np.float32(1) / i for i in inv)
+        cx, cw, cg = (f8.quantize(t, i, f) for t, i, f in zip((x, w, g), inv, (E4M3FN, E4M3FN, E5M2), strict=True))
+        ax, aw, ag = (f8.amax(t) for t in (x, w, g))
+        assert (sx != f8.scale_from_amax(ax, E4M3FN).scale).all()
+        expected = [
+            GemmTrace(
+                OperandTrace(ax, inv[0], sx, cx),
+                OperandTrace(aw, inv[1], sw, cw),
+                f8.scaled_mm(cx, cw.T, sx, sw, use_fast_accum=True),
+            ),
+            GemmTrace(
+                OperandTrace(ag, inv[2], sg, cg), OperandTrace(aw, inv[1], sw, cw.T), f8.scaled_mm(cg, cw, sg, sw)
+            ),
+            GemmTrace(
+                OperandTrace(ag, inv[2], sg, cg.T), OperandTrace(ax, inv[0], sx, cx.T), f8.scaled_mm(cg.T, cx, sg, sx)
+            ),
+        ]
+        assert_same_trace(f8.linear(DELAYED, x, w, g, delayed_state=STATES), expected)
+
+    def test_a_fresh_state_uses_the_tensors_own_amax(self) -> None:
+        x, w, g = tensors(BF16)
+        fresh = dict.fromkeys(STATES, f8.initial_delayed_state(DelayedScaling()))
+        assert_same_trace(f8.linear(DELAYED, x, w, g, delayed_state=fresh), tensorwise(x, w, g, BF16))
+        mixed = f8.linear(DELAYED, x, w, g, delayed_state=STATES | {"weight": fresh["weight"]})
+        assert mixed.output.a.inv_scale == 64
+        assert_same_bits(mixed.output.b.inv_scale, operand(w, E4M3FN, G.TENSORWISE).inv_scale)
+
+    def test_the_margin_holds_from_the_start(self) -> None:
+        """A first cast scales as the update after it does, so that the first two steps agree on equal data."""
+        delayed = DelayedScaling(margin=2)
+        recipe = replace(DELAYED, delayed=delayed)
+        x, w, _ = tensors(BF16)
+        fresh = dict.fromkeys(STATES, f8.initial_delayed_state(delayed))
+        first = f8.linear(recipe, x, w, delayed_state=fresh)
+        states = {
+            name: f8.update_delayed_state(fresh[name], trace.amax, E4M3FN, recipe.scale_rule, delayed)
+            for name, trace in (("input", first.output.a), ("weight", first.output.b))
+        }
+        second = f8.linear(recipe, x, w, delayed_state=states)
+        assert_same_bits(first.output.a.inv_scale, second.output.a.inv_scale)
+        assert_same_bits(first.output.product, second.output.product)
+
+    def test_amax_that_outgrew_its_scale_saturates(self) -> None:
+        x, w, _ = tensors(BF16)
+        x[0, :2] = 1000, -1000
+        trace = f8.linear(DELAYED, x, w, delayed_state=STATES).output.a
+        assert trace.amax == 1000
+        assert trace.codes.view(np.uint8)[0, :2].tolist() == [0x7E, 0xFE]
+
+    def test_states_are_required_or_refused(self) -> None:
+        x, w, g = tensors(BF16, 4, 5, 6)
+        with pytest.raises(OperandError, match="needs delayed_state for input, weight; got none for input, weight"):
+            f8.linear(DELAYED, x, w)
+        forward = {name: STATES[name] for name in ("input", "weight")}
+        assert f8.linear(DELAYED, x, w, delayed_state=forward).result.shape == (4, 5)
+        with pytest.raises(OperandError, match="got none for grad_output; start from initial_delayed_state"):
+            f8.linear(DELAYED, x, w, g, delayed_state=forward)
+        with pytest.raises(
+            OperandError, match="delayed_state must be None under recipe 'rowwise', whose scales are dynamic"
+        ):
+            f8.linear(ROWWISE, x, w, g, delayed_state=STATES)
+
+
+@pytest.mark.parametrize("name", [*BY_HAND, "delayed"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (0, 5, 3), (3, 5, 0), (3, 0, 4)])
+def test_small_and_empty(name: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    x, w, g = tensors(np.float16, *shape)
+    states = STATES if name == "delayed" else None
+    result = f8.linear(RECIPES[name], x, w, g, delayed_state=states)
+    assert result.grad_input is not None
+    assert result.grad_weight is not None
+    products = [gemm.product for gemm in (result.output, result.grad_input, result.grad_weight)]
+    assert [p.shape for p in products] == [(m, n), (m, k), (n, k)]
+    if 0 in shape:
+        assert not any(p.any() for p in products)
+
+
+def test_nan_and_infinity_spread_as_far_as_their_scale() -> None:
+    x, w, _ = tensors(BF16)
+    x[3, 5], x[4, 6] = np.nan, np.inf
+    for recipe, rows in (
+        (TENSORWISE, set(range(M))),
+        (ROWWISE, {3, 4}),
+        (ROWWISE_WITH_GW_HP, {3, 4}),
+        (BLOCKWISE, {3, 4}),
+    ):
+        product = f8.linear(recipe, x, w).result
+        nan = np.isnan(product.astype(np.float32))
+        assert set(np.flatnonzero(nan.any(axis=1)).tolist()) == rows
+        assert set(product.view(np.uint16)[nan].tolist()) == {0x7FFF}
+
+
+def test_bad_operands() -> None:
+    x, w, g = tensors(BF16, 4, 5, 6)
+    refused: list[tuple[str, tuple[Any, ...]]] = [
+        ("input must have dtype float32, bfloat16, float16; got float64", (x.astype(np.float64), w, g)),
+        (
+            "weight must have dtype float32, bfloat16, float16; got float8_e4m3fn",
+            (x, w.astype(ml_dtypes.float8_e4m3fn)),
+        ),
+        ("grad_output must have dtype float32, bfloat16, float16; got int64", (x, w, np.zeros((4, 5), np.int64))),
+        ("input must be [M, K] and weight [N, K]; got (4, 6) and (6, 5)", (x, w.T, g)),
+        ("input must be [M, K] and weight [N, K]; got (2, 2, 6) and (5, 6)", (x.reshape(2, 2, 6), w, g)),
+        ("grad_output must have the output's shape (4, 5); got (5, 4)", (x, w, g.T)),
+        ("bias must have shape (5,), one value an output; got (4,)", (x, w, g, np.zeros(4, BF16))),
+        ("bias must have dtype float32, bfloat16, float16; got float64", (x, w, g, np.zeros(5))),
+    ]
+    for message, arguments in refused:
+        with pytest.raises(OperandError, match="linear: " + re.escape(message)):
+            f8.linear(TENSORWISE, *arguments)
