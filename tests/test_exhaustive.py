@@ -1,0 +1,198 @@
+"""The exhaustive check of casts and scales, on a tiny part: its proofs are right, and a planted bug is found."""
+
+import json
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.exhaustive import INPUTS, SIGNIFICANDS, Task, main, run_task, tasks
+from benchmarks.exhaustive_checks import (
+    BACKENDS,
+    DEFAULT_BACKENDS,
+    F32,
+    U8,
+    Backend,
+    NumpyBackend,
+    check_cast,
+    check_scales,
+    exact_steps,
+    is_rounded_quotient,
+)
+from f8emu.spec import E4M3FN, E5M2, FLOAT8_OPERANDS, Format, Overflow, ScaleRule
+
+STRIDE = 65_537 * 13
+"""5,041 inputs; odd, so that all low bits occur."""
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    """The torch backend sets one thread, in a process of its own."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _bits_around_steps(fmt: Format, overflow: Overflow) -> np.ndarray:
+    starts = exact_steps(fmt, overflow)[0].astype(np.int64)
+    around = (starts[:, None] + np.arange(-2, 3)).ravel()
+    return np.unique(around[(around >= 0) & (around < INPUTS)]).astype(np.uint32)
+
+
+def test_the_tasks_cover_every_input_once() -> None:
+    for stride, sizes in ((1, (INPUTS, SIGNIFICANDS)), (1001, (4_290_677, 8_381))):
+        for is_cast, size in zip((True, False), sizes, strict=True):
+            chosen = [task for task in tasks(stride) if task.is_cast == is_cast]
+            assert chosen[0].begin == 0
+            assert all(a.end == b.begin for a, b in pairwise(chosen))
+            assert chosen[-1].end == size
+    assert tasks(1)[0].bits()[:3].tolist() == [0, 1, 2]
+    casts = [task for task in tasks(1) if task.is_cast]
+    assert casts[-1].bits()[-1] == INPUTS - 1
+    assert tasks(1)[-1].bits()[-1] == 0x3FFFFFFF, "the last amax below 2"
+
+
+@pytest.mark.parametrize("overflow", Overflow)
+@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+def test_exact_steps_agree_with_ml_dtypes(fmt: Format, overflow: Overflow) -> None:
+    """At every step and beside it; ml_dtypes is no part of the proof."""
+    bits = _bits_around_steps(fmt, overflow)
+    tally = check_cast("ml_dtypes", BACKENDS["ml_dtypes"](), bits, fmt, overflow)
+    assert tally.inputs == bits.size > 1000
+    assert (tally.differences, tally.examples) == (0, [])
+
+
+def test_exact_steps_by_hand() -> None:
+    starts, codes = exact_steps(E4M3FN, Overflow.SATURATE)
+    found = dict(zip(starts.tolist(), codes.tolist(), strict=True))
+    assert found[0] == 0
+    assert found[0x3A800001] == 1, "beyond 2^-10, the tie between 0 and 2^-9, which goes to 0"
+    assert found[0x3B400000] == 2, "3 * 2^-10, the tie between 1 and 2, goes to the even 2"
+    assert found[0x43E80001] == E4M3FN.max_code, "beyond the tie 464: saturated"
+    assert found[0x7F800001] == found[0xFF800001] == E4M3FN.nan_code
+    starts, codes = exact_steps(E5M2, Overflow.NONFINITE)
+    found = dict(zip(starts.tolist(), codes.tolist(), strict=True))
+    assert found[0x47700000] == 0x7C, "61440, the tie above the odd max_code, is infinity"
+    assert found[0x80000000] == 0x80
+
+
+def test_every_backend_on_a_strided_part() -> None:
+    backends = {name: BACKENDS[name]() for name in DEFAULT_BACKENDS}
+    for is_cast, size, per_backend in ((True, INPUTS, 4), (False, SIGNIFICANDS, 4)):
+        stride = STRIDE if is_cast else 1001
+        count = -(-size // stride)
+        tallies = run_task(Task(is_cast=is_cast, begin=0, end=count, stride=stride), backends)
+        assert len(tallies) == per_backend * (4 if is_cast else 3)
+        assert all(tally.inputs == count and tally.differences == 0 for tally in tallies)
+
+
+class HalfAway(NumpyBackend):
+    """Ties away from zero: the next float32 of a tie rounds as if there were none."""
+
+    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8:
+        return super().cast((x.view(np.uint32) + np.uint32(1)).view(np.float32), fmt, overflow)
+
+
+class MostNan(NumpyBackend):
+    """Another NaN code."""
+
+    def cast(self, x: F32, fmt: Format, overflow: Overflow) -> U8:
+        codes = super().cast(x, fmt, overflow)
+        return np.where(np.isnan(x), np.uint8(0xFF), codes)
+
+
+class Reciprocal(NumpyBackend):
+    """`max * (1 / amax)`, as eager torch divides a number by a tensor."""
+
+    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
+        inv_scale = np.float32(fmt.max) * (np.float32(1) / amax)
+        return inv_scale, np.float32(1) / inv_scale
+
+
+class RoundedUp(NumpyBackend):
+    """A power of two by rounding to the nearest, not by cutting."""
+
+    def scales(self, amax: F32, fmt: Format, rule: ScaleRule) -> tuple[F32, F32]:
+        inv_scale, scale = super().scales(amax, fmt, rule)
+        return (inv_scale * np.float32(2), scale / np.float32(2)) if rule.power_of_two else (inv_scale, scale)
+
+
+@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("planted", [HalfAway, MostNan])
+def test_a_planted_cast_is_found(planted: type[Backend], fmt: Format) -> None:
+    bits = _bits_around_steps(fmt, Overflow.SATURATE)
+    tally = check_cast("planted", planted(), bits, fmt, Overflow.SATURATE)
+    assert tally.differences > 0
+    assert " expected: 0x" in tally.examples[0]
+    if planted is MostNan:
+        assert tally.differences == tally.other_nan_codes
+
+
+@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize(
+    ("planted", "rule"), [(Reciprocal, ScaleRule()), (RoundedUp, ScaleRule(power_of_two=True))], ids=["div", "pow2"]
+)
+def test_a_planted_scale_is_found(planted: type[Backend], rule: ScaleRule, fmt: Format) -> None:
+    amax = Task(is_cast=False, begin=0, end=4096, stride=2047).bits().view(np.float32)
+    tally = check_scales("planted", planted(), amax, fmt, rule)
+    assert tally is not None
+    assert 0 < tally.differences
+    assert tally.examples
+
+
+def test_is_rounded_quotient_against_fractions() -> None:
+    """Every neighbour of a correctly rounded quotient is rejected, the quotient accepted."""
+    draw = np.random.default_rng(3)
+    denominator = (np.uint32(0x3F800000) + draw.integers(0, SIGNIFICANDS, 300, dtype=np.uint32)).view(np.float32)
+    denominator[:3] = 1.0, 1.75, 1.5
+    for numerator in (448, 57344, 1, 7):
+        near = np.float32(numerator) / denominator
+        for step in (-1, 0, 1):
+            quotient = (near.view(np.uint32) + np.uint32(step % (1 << 32))).view(np.float32)
+            accepted = is_rounded_quotient(numerator, denominator, quotient)
+            for d, q, found in zip(denominator, quotient, accepted, strict=True):
+                error = abs(Fraction(numerator) / Fraction(float(d)) - Fraction(float(q)))
+                neighbours = (np.nextafter(q, np.float32(0)), np.nextafter(q, np.float32(np.inf)))
+                others = [abs(Fraction(numerator) / Fraction(float(d)) - Fraction(float(n))) for n in neighbours]
+                assert found == (error <= min(others)), (numerator, d, q)
+    zero_or_nan = np.array([0, np.nan, np.inf, -1, 1e-40], np.float32)
+    assert not is_rounded_quotient(448, np.ones(5, np.float32), zero_or_nan).any()
+
+
+def test_the_script_on_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "part.json"
+    arguments = ["--fraction", "1e-6", "--workers", "1", "--backends", "f8ref.numpy", "ml_dtypes"]
+    assert main([*arguments, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["exhaustive"] is False
+    assert report["stride"] == 1_000_001
+    assert report["differences"] == 0
+    assert {"command", "cpu", "cores", "versions", "seconds", "workers"} <= set(report)
+    assert len(report["casts"]) == 8
+    assert {row["inputs"] for row in report["casts"]} == {-(-INPUTS // 1_000_001)}
+    assert {row["inputs"] for row in report["scales"]} == {-(-SIGNIFICANDS // 1_000_001)}
+    assert "every 1000001th, not all," in capsys.readouterr().out
+
+
+def test_the_script_refuses_a_fraction_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--fraction", "0"])
+    assert "above 0 and at most 1" in capsys.readouterr().err
+
+
+def test_the_script_names_a_missing_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
+    with pytest.raises(SystemExit):
+        main(["--fraction", "1e-6"])
+    assert "pip install 'f8emu[jax]', or leave it out with --backends" in capsys.readouterr().err
+
+
+def test_the_witness_is_what_it_says() -> None:
+    """Unclamped, ml_dtypes gives NaN where a saturating cast gives max."""
+    assert np.float32(500).astype(ml_dtypes.float8_e4m3fn).view(np.uint8) == 0x7F
