@@ -1,0 +1,154 @@
+"""How much of the recorded hardware each rule explains: one is altered at a time, and the recording replayed.
+
+    python -m benchmarks.evidence     all recorded cases, written to benchmarks/results/evidence.json
+
+An alteration that changes no recorded output would mean that nothing recorded supports the rule; it is listed with 0,
+and the exit status is then 1.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import f8ref.numpy as f8
+import f8ref.numpy.accumulate as accumulate_module
+import f8ref.numpy.matmul as matmul_module
+from f8emu.conformance.compare import different
+from f8emu.conformance.golden import GoldenFile, shipped_golden
+from f8emu.conformance.record import tracked
+from f8emu.spec import HOPPER_BF16, HOPPER_FP8, HOPPER_FP8_FAST
+from f8ref.numpy.accumulate import Operand
+from f8ref.numpy.codec import Unpacked
+
+RECORDED = Path(__file__).parent / "results" / "evidence.json"
+_VERBS = {name: getattr(f8, name) for name in ("scaled_mm", "scaled_grouped_mm", "mm")}
+
+Patch = tuple[Any, str, Any]
+
+
+def _models(**changes: object) -> list[Patch]:
+    return [(matmul_module, m.name.upper(), replace(m, **changes)) for m in (HOPPER_FP8_FAST, HOPPER_FP8)]
+
+
+def _bf16(**changes: object) -> list[Patch]:
+    return [(matmul_module, "HOPPER_BF16", replace(HOPPER_BF16, **changes))]
+
+
+def _floor_shift(x: np.ndarray, n: np.ndarray) -> np.ndarray:
+    return x << np.maximum(n, 0) >> np.clip(-n, 0, x.dtype.itemsize * 8 - 1)
+
+
+def _normalized_operand(x: Any, format: Any, model: Any) -> Operand:
+    """Subnormal operands with a hidden one, as if the multiplier normalised them."""
+    whole = _operand(x, format, model)
+    significand, exponent, nonfinite = whole.numbers
+    magnitude = np.abs(significand)
+    lift = np.where(magnitude > 0, format.fraction_bits + 1 - np.frexp(magnitude.astype(np.float64))[1], 0)
+    lift = lift.astype(exponent.dtype)
+    return Operand(
+        Unpacked(significand << lift.astype(significand.dtype), exponent - lift, nonfinite), whole.fraction_bits
+    )
+
+
+def _promoted_every(k: int) -> Callable[..., Any]:
+    def accumulate(a: Any, b: Any, model: Any, split_k: int = 1) -> Any:
+        return _accumulate(a, b, replace(model, promote_k=model.promote_k and k), split_k)
+
+    return accumulate
+
+
+def _unsplit(a: Any, b: Any, model: Any, split_k: int = 1) -> Any:
+    return _accumulate(a, b, model, 1)
+
+
+def _unrounded_slices(a: Any, b: Any, model: Any, split_k: int = 1) -> Any:
+    return _accumulate(a, b, replace(model, split_k_multiple=32), split_k)
+
+
+def _two_roundings(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    return (x * y).astype(np.float32) + z
+
+
+_operand, _accumulate = matmul_module.operand, matmul_module.accumulate
+_ALTERATIONS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
+    "OP-1 subnormal operands normalised": ("OP-1", lambda: [(matmul_module, "operand", _normalized_operand)]),
+    "steps of 16": ("ACC-1", lambda: _models(step_k=16)),
+    "steps of 64": ("ACC-1", lambda: _models(step_k=64)),
+    "terms cut to 12 fraction bits": ("ACC-3", lambda: _models(aligned_fraction_bits=12)),
+    "terms cut to 14 fraction bits": ("ACC-3", lambda: _models(aligned_fraction_bits=14)),
+    "terms cut toward minus infinity": ("ACC-3", lambda: [(accumulate_module, "times_power_of_two", _floor_shift)]),
+    "results cut to 12 fraction bits": ("ACC-5", lambda: _models(result_fraction_bits=12)),
+    "results cut to 14 fraction bits": ("ACC-5", lambda: _models(result_fraction_bits=14)),
+    "fast accumulation promoted every 128": (
+        "CHAIN-1",
+        lambda: [(matmul_module, "HOPPER_FP8_FAST", replace(HOPPER_FP8_FAST, promote_k=128))],
+    ),
+    "promotion every 96": ("CHAIN-2", lambda: [(matmul_module, "accumulate", _promoted_every(96))]),
+    "promotion every 256": ("CHAIN-2", lambda: [(matmul_module, "accumulate", _promoted_every(256))]),
+    "split-K ignored": ("CHAIN-3, BF16-2", lambda: [(matmul_module, "accumulate", _unsplit)]),
+    "split-K slices rounded up to 32": ("CHAIN-3, BF16-2", lambda: [(matmul_module, "accumulate", _unrounded_slices)]),
+    "blockwise product rounded before its sum": ("EPI-5", lambda: [(matmul_module, "fma", _two_roundings)]),
+    "bfloat16: steps of 8": ("BF16-1", lambda: _bf16(step_k=8)),
+    "bfloat16: steps of 32": ("BF16-1", lambda: _bf16(step_k=32)),
+    "bfloat16: terms cut to 24 fraction bits": ("BF16-1", lambda: _bf16(aligned_fraction_bits=24)),
+    "bfloat16: terms cut to 26 fraction bits": ("BF16-1", lambda: _bf16(aligned_fraction_bits=26)),
+}
+
+
+@contextmanager
+def altered(patches: list[Patch]) -> Iterator[None]:
+    """The oracle with some of its parts exchanged."""
+    kept = [(where, name, getattr(where, name)) for where, name, _ in patches]
+    try:
+        for where, name, value in patches:
+            setattr(where, name, value)
+        yield
+    finally:
+        for where, name, value in kept:
+            setattr(where, name, value)
+
+
+def changed(golden: GoldenFile) -> tuple[int, int]:
+    """Recorded cases, and outputs, that differ from what the oracle gives now."""
+    cases = outputs = 0
+    for case in golden.cases:
+        count = int(different(case.gemm.run(_VERBS), case.out).sum())
+        cases, outputs = cases + bool(count), outputs + count
+    return cases, outputs
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Replay the recording under every alteration; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RECORDED)
+    options = parser.parse_args(arguments)
+    golden = shipped_golden()
+    rows = [{"rules": "", "alteration": "none", "patches": []}]
+    rows += [{"rules": rules, "alteration": name, "patches": make()} for name, (rules, make) in _ALTERATIONS.items()]
+    for row in tracked(rows, "replaying", len(rows)):
+        with altered(row.pop("patches")):
+            row["cases"], row["outputs"] = changed(golden)
+    for row in rows:
+        print(f"{row['cases']:4d} cases {row['outputs']:8d} outputs change: {row['rules']:16} {row['alteration']}")
+    record = {
+        "command": shlex.join(["python", "-m", "benchmarks.evidence", *(arguments or sys.argv[1:])]),
+        "golden": f"{len(golden.cases)} cases recorded on {golden.device}",
+        "machine": platform.processor() or platform.machine(),
+        "numpy": np.__version__,
+        "alterations": rows,
+    }
+    options.json.write_text(json.dumps(record, indent=2) + "\n")
+    return int(rows[0]["outputs"] != 0 or any(row["outputs"] == 0 for row in rows[1:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
