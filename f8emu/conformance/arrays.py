@@ -1,0 +1,158 @@
+"""Between numpy arrays of ml_dtypes and the arrays of a framework, without a change of bits.
+
+Neither torch nor JAX is imported before a function that needs it is called.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from f8emu import interop
+from f8emu.spec import Format
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """How arrays travel to one framework and back."""
+
+    name: str
+    version: str
+    device: str
+    """As in a report: `cpu`, `NVIDIA H200`."""
+    on_gpu: bool
+    load: Callable[[np.ndarray], Any]
+    """Copies where it must: the framework never writes into the suite's arrays. Keeps which dimension is contiguous."""
+    store: Callable[[Any], np.ndarray]
+    array_type: type
+    dtype: Callable[[Format], Any]
+    """The framework's own dtype of a format."""
+
+
+def numpy_arrays() -> Framework:
+    """numpy, as it is."""
+    return Framework(
+        name="numpy",
+        version=np.__version__,
+        device="cpu",
+        on_gpu=False,
+        load=lambda array: array,
+        store=np.asarray,
+        array_type=np.ndarray,
+        dtype=lambda fmt: np.dtype(getattr(ml_dtypes, fmt.name, fmt.name)),
+    )
+
+
+def jax_arrays(call: str) -> Framework:
+    """JAX, on its default device.
+
+    Raises:
+        MissingExtraError: jax is not installed.
+    """
+    jax = interop.require_jax(call)
+    from jax.experimental.layout import Format as Placement
+    from jax.experimental.layout import Layout
+
+    device = jax.devices()[0]
+    on_device = jax.sharding.SingleDeviceSharding(device)
+
+    def load(array: np.ndarray) -> Any:
+        # Device and layout are given as an array that comes from torch has them: to XLA they are part of the program,
+        # and both subjects then share what is compiled.
+        order = tuple(int(axis) for axis in np.argsort([-stride for stride in array.strides], kind="stable"))
+        if order == tuple(range(array.ndim)):
+            return jax.device_put(array, on_device)
+        return jax.device_put(array, Placement(Layout(major_to_minor=order), on_device))
+
+    return Framework(
+        name="jax",
+        version=jax.__version__,
+        device=device.device_kind if device.platform == "gpu" else device.platform,
+        on_gpu=device.platform == "gpu",
+        load=load,
+        store=np.asarray,
+        array_type=jax.Array,
+        dtype=lambda fmt: getattr(jax.numpy, fmt.name),
+    )
+
+
+def torch_arrays(call: str) -> Framework:
+    """torch, on its CUDA device where there is one.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    torch = interop.require_torch(call)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    integers = {
+        1: (np.uint8, torch.uint8),
+        2: (np.int16, torch.int16),
+        4: (np.int32, torch.int32),
+        8: (np.int64, torch.int64),
+    }
+
+    def load(array: np.ndarray) -> "torch.Tensor":
+        if array.ndim >= 2 and not array.flags.c_contiguous and array.swapaxes(-1, -2).flags.c_contiguous:
+            return load(array.swapaxes(-1, -2)).mT  # column-major stays column-major
+        dtype = getattr(torch, array.dtype.name)
+        codes = np.array(array, order="C")  # may be read-only, which torch does not know
+        if array.dtype.kind not in "biu":
+            codes = codes.view(integers[array.dtype.itemsize][0])  # from_numpy knows no ml_dtypes
+        # copy: into memory of torch's own, which is aligned for whoever shares it next
+        return torch.from_numpy(codes).to(device, copy=True).view(dtype)
+
+    def store(tensor: "torch.Tensor") -> np.ndarray:
+        tensor = tensor.detach().cpu().contiguous()
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.dtype in (torch.bool, torch.int32, torch.uint8, torch.int64):
+            return tensor.numpy()
+        _, torch_integer = integers[tensor.dtype.itemsize]
+        return tensor.view(torch_integer).numpy().view(getattr(ml_dtypes, name, name))
+
+    return Framework(
+        name="torch",
+        version=torch.__version__,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        on_gpu=on_gpu,
+        load=load,
+        store=store,
+        array_type=torch.Tensor,
+        dtype=lambda fmt: getattr(torch, fmt.name),
+    )
+
+
+FRAMEWORKS: dict[str, Callable[[str], Framework]] = {
+    "torch": torch_arrays,
+    "numpy": lambda call: numpy_arrays(),
+    "jax": jax_arrays,
+}
+"""Name -> framework; the argument is the call that an error names."""
+
+
+def travelling(framework: Framework, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a framework's arrays as a function of numpy arrays."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        loaded = {key: _mapped(value, np.ndarray, framework.load) for key, value in kwargs.items()}
+        result = function(*(_mapped(value, np.ndarray, framework.load) for value in args), **loaded)
+        return _mapped(result, framework.array_type, framework.store)
+
+    return call
+
+
+def _mapped(value: Any, leaf: type, function: Callable[[Any], Any]) -> Any:
+    """`function` of every `leaf` in dicts and (named) tuples; everything else as it is."""
+    if isinstance(value, leaf):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(item, leaf, function) for key, item in value.items()}
+    if isinstance(value, tuple):
+        items = [_mapped(item, leaf, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    return value

@@ -1,0 +1,103 @@
+"""One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from f8emu.conformance.compare import Describe, Mismatch, different, mismatches, shape_fault
+from f8emu.conformance.subject import NotOffered, Subject
+
+Parts = Mapping[str, np.ndarray]
+"""Name -> array, in the order in which they are computed; a case with one output calls it ""."""
+DescribePart = Callable[[str, tuple[int, ...]], str]
+"""(part, index of an output) -> the inputs that lead to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question that is put to a subject and to its judge."""
+
+    id: str
+    run: Callable[[Subject], Parts]
+    recorded: Parts | None = None
+    """The answer, where it was recorded on hardware; otherwise the judge is asked."""
+    describe: DescribePart | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a case."""
+
+    case: str
+    is_equal: bool = False
+    outputs_total: int = 0
+    outputs_equal: int = 0
+    not_offered: str = ""
+    """Why the subject cannot run this case; such a case counts neither as equal nor as different."""
+    first_difference: str = ""
+    """The first part that differs."""
+    mismatches: list[Mismatch] = field(default_factory=list)
+    """The first ones, as many as were asked for."""
+
+
+def answer(case: Case, judge: Subject | None) -> Parts | Exception:
+    """What is expected: the recording, or what the judge gives. An exception in the judge is kept, not raised."""
+    if case.recorded is not None:
+        return case.recorded
+    assert judge is not None, "a case without a recording has a judge"
+    try:
+        return case.run(judge)
+    except Exception as error:  # reported as a failed case by run_case
+        return error
+
+
+def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int) -> Outcome:
+    """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
+    if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
+        return _failed(case, 0, f"the oracle raised {_text(answers)}")
+    total = sum(array.size for array in answers.values())
+    try:
+        given = case.run(subject)
+    except NotOffered as reason:
+        return Outcome(case=case.id, not_offered=str(reason))
+    except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
+        return _failed(case, total, f"raised {_text(error)}")
+
+    equal = 0
+    first: str | None = None
+    found: list[Mismatch] = []
+    for part, expected in answers.items():
+        array = given.get(part)
+        fault = shape_fault(array, expected)
+        wrong = expected.size if fault or array is None else int(np.count_nonzero(different(array, expected)))
+        equal += expected.size - wrong
+        if first is None and (fault or wrong):  # what follows a difference follows from it
+            first = part
+            if fault or array is None:
+                found = [Mismatch(case=case.id, part=part, error=fault)]
+            else:
+                found = list(islice(mismatches(case.id, part, array, expected, _describe(case, part)), kept))
+    return Outcome(
+        case=case.id,
+        is_equal=first is None,
+        outputs_total=total,
+        outputs_equal=equal,
+        first_difference=first or "",
+        mismatches=found,
+    )
+
+
+def _describe(case: Case, part: str) -> Describe | None:
+    describe = case.describe
+    return None if describe is None else lambda index: describe(part, index)
+
+
+def _failed(case: Case, total: int, error: str) -> Outcome:
+    return Outcome(case=case.id, outputs_total=total, mismatches=[Mismatch(case=case.id, error=error)])
+
+
+def _text(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__

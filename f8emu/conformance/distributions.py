@@ -1,0 +1,163 @@
+"""Seeded inputs: each distribution is there to make one kind of mistake visible.
+
+Values are drawn with numpy and ml_dtypes: only which inputs a case has depends on them, never what is expected.
+"""
+
+import zlib
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+
+from f8emu.spec import Format
+
+_BLOCK = 128
+
+
+def rng(*key: object) -> np.random.Generator:
+    """A generator that depends on the key alone: the same inputs on every machine."""
+    return np.random.default_rng(zlib.crc32(repr(key).encode()))
+
+
+def dtype_of(fmt: Format) -> np.dtype:
+    """The numpy dtype of a format."""
+    return np.dtype(getattr(ml_dtypes, fmt.name, fmt.name))
+
+
+def codes_of(array: np.ndarray) -> np.ndarray:
+    """The bit patterns of an array, as unsigned integers."""
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+def draw(distribution: str, shape: tuple[int, int], fmt: Format, seed: object) -> np.ndarray:
+    """Values [rows, K] of a high precision format."""
+    return VALUES[distribution](shape, rng(distribution, shape, seed)).astype(np.float32).astype(dtype_of(fmt))
+
+
+def draw_codes(distribution: str, shape: tuple[int, int], fmt: Format, seed: object) -> np.ndarray:
+    """Codes [rows, K] of a float8 format, typed."""
+    codes = CODES[distribution](shape, fmt, rng(distribution, shape, fmt.name, seed))
+    return codes.astype(np.uint8).view(dtype_of(fmt))
+
+
+def _normal(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    return r.standard_normal(shape)
+
+
+def _outlier(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """One value in 256 is a thousand times larger: most codes of a tensorwise cast become subnormal."""
+    return r.standard_normal(shape) * np.where(r.random(shape) < 1 / 256, 1000.0, 1.0)
+
+
+def _gradient(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """Small, over many binades, as gradients are."""
+    return r.standard_normal(shape) * np.exp2(np.floor(r.normal(-14, 4, shape)))
+
+
+def _blocks(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """Another magnitude in every row and every 128 of K and of rows: equal scales cannot hide an index error."""
+    rows, k = np.indices(shape)
+    exponents = r.permutation(np.arange(-12, 13))
+    square = exponents[(3 * (rows // _BLOCK) + 5 * (k // _BLOCK)) % exponents.size]
+    row = exponents[(7 * rows + k // _BLOCK) % exponents.size] / 4
+    return r.uniform(0.5, 1, shape) * r.choice([-1, 1], shape) * np.exp2(square + row)
+
+
+def _cancellation(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """Neighbours along K that nearly cancel beside small values: truncation toward zero is not a floor."""
+    x = r.standard_normal(shape)
+    x[:, 1::2] = -x[:, : x.shape[1] // 2 * 2 : 2] * (1 + np.exp2(-r.integers(3, 24, x[:, 1::2].shape).astype(float)))
+    return x
+
+
+def _subnormals(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """One large value a row; the others quantise to subnormal codes or to zero."""
+    x = r.standard_normal(shape) * np.exp2(r.integers(-20, -12, shape).astype(float))
+    x[:, :1] = 1.0
+    return x
+
+
+def _specials(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """NaN in one row, infinity in another, rows of +0, -0 and float32 subnormals, normal values elsewhere."""
+    x = r.standard_normal(shape)
+    for row, value in enumerate((np.nan, np.inf, -np.inf)):
+        x[row % shape[0], (7 * row) % max(shape[1], 1)] = value
+    for row, value in enumerate((0.0, -0.0, 3e-40), start=3):
+        if row < shape[0]:
+            x[row] = value
+    return x
+
+
+VALUES: dict[str, Callable[[tuple[int, int], np.random.Generator], np.ndarray]] = {
+    "normal": _normal,
+    "outlier": _outlier,
+    "gradient": _gradient,
+    "blocks": _blocks,
+    "cancellation": _cancellation,
+    "subnormals": _subnormals,
+    "specials": _specials,
+}
+"""Distributions of values by name."""
+
+
+def _code_bits(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
+    """Every finite code with equal chance: exponents spread over the whole format."""
+    return r.integers(0, fmt.max_code + 1, shape) | (r.integers(0, 2, shape) << 7)
+
+
+def _code_normal(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
+    values = np.clip(r.standard_normal(shape) * fmt.max / 4, -fmt.max, fmt.max)
+    return codes_of(values.astype(np.float32).astype(dtype_of(fmt)))
+
+
+def _code_same(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
+    """Positive and of one binade: the accumulator outgrows the products, and every step drops bits."""
+    one = fmt.bias << fmt.fraction_bits
+    return one + r.integers(0, fmt.fraction_mask + 1, shape)
+
+
+def _code_cancellation(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
+    """Large codes in pairs, of opposite sign in half of the rows: where one operand's pairs have opposite signs and the
+    other's have equal ones the large products cancel, and what the alignment kept of the small ones is left.
+    """
+    codes = _code_bits(shape, fmt, r)
+    large = r.integers(fmt.max_code - 2 * (fmt.fraction_mask + 1), fmt.max_code + 1, codes[:, 0::4].shape)
+    codes[:, 0::4] = large
+    codes[:, 2::4] = large[:, : codes[:, 2::4].shape[1]] | (r.integers(0, 2, (shape[0], 1)) << 7)
+    return codes
+
+
+def _code_subnormals(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
+    """[OP-1, OP-2] Rows of subnormal codes alone, and rows of every code.
+
+    A product of the two has the largest exponent of its step and is itself small: normalising it would keep more bits.
+    """
+    codes = _code_bits(shape, fmt, r)
+    codes[::2] &= 0x80 | fmt.fraction_mask
+    return codes
+
+
+def _code_specials(shape: tuple[int, int], fmt: Format, r: np.random.Generator) -> np.ndarray:
+    """[SPEC-1] Rows with NaN, infinity (where there is one), both infinities, zeros of both signs; bits elsewhere."""
+    codes = _code_bits(shape, fmt, r)
+    infinity = fmt.nan_code if fmt.infinity_code is None else fmt.infinity_code
+    rows: tuple[tuple[int, ...], ...] = ((fmt.nan_code,), (infinity,), (infinity, infinity | 0x80), (infinity | 0x80,))
+    for row, values in enumerate(rows):
+        for i, value in enumerate(values):
+            if shape[1]:
+                codes[row % shape[0], (5 * row + 11 * i) % shape[1]] = value
+    for row, value in enumerate((0x00, 0x80), start=4):
+        if row < shape[0]:
+            codes[row] = value
+    return codes
+
+
+CODES: dict[str, Callable[[tuple[int, int], Format, np.random.Generator], np.ndarray]] = {
+    "bits": _code_bits,
+    "normal": _code_normal,
+    "same": _code_same,
+    "cancellation": _code_cancellation,
+    "subnormals": _code_subnormals,
+    "specials": _code_specials,
+}
+"""Distributions of float8 codes by name."""

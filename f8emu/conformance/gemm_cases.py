@@ -1,0 +1,155 @@
+"""The table of generated GEMMs: tails, distributions, scales, biases, split-K. No expected values."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from f8emu.conformance.distributions import draw, draw_codes, rng
+from f8emu.conformance.gemm import GemmCase, Mode, Sample
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    FLOAT32,
+    HIGH_PRECISION,
+    SCALED_GEMM_GRANULARITIES,
+    Format,
+    Granularity,
+)
+
+CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "specials")
+BF16_DISTRIBUTIONS = ("normal", "gradient", "blocks", "cancellation", "outlier", "specials")
+OPERAND_PAIRS: tuple[tuple[Format, Format], ...] = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
+"""Formats of a and b; float8_e5m2 on both sides does not exist on Hopper."""
+
+GEMM_SHAPES: dict[tuple[Format, Format], tuple[tuple[int, int, int], ...]] = {
+    OPERAND_PAIRS[0]: ((16, 48, 544), (5, 7, 401)),
+    OPERAND_PAIRS[1]: ((48, 16, 176),),
+    OPERAND_PAIRS[2]: ((16, 32, 80),),
+}
+"""M, N, K: tails of a step (32), of a promotion (128), of everything. Few: to a compiler each is a program."""
+BLOCKWISE_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 384), (131, 37, 330))
+SPLITS: tuple[tuple[int, int, bool], ...] = ((2, 512, True), (3, 1024, False), (4, 1040, True), (4, 1040, False))
+"""[CHAIN-3] (slices, K, fast): whole and rounded lengths, a last slice that is shorter, one that is empty."""
+BF16_SHAPES: tuple[tuple[int, int, int, int], ...] = ((16, 32, 208, 1), (5, 7, 77, 1), (16, 16, 528, 3))
+"""M, N, K, slices."""
+ALIGNED = 16
+"""The library takes multiples of this (blockwise: of 128)."""
+
+
+def is_aligned(case: GemmCase) -> bool:
+    """Whether the hardware's library takes a GEMM of this size."""
+    multiple = 128 if case.mode is Mode.BLOCKWISE else ALIGNED
+    return all(n > 0 and n % multiple == 0 for n in (*case.output_shape, case.k))
+
+
+@cache
+def gemm_cases() -> tuple[GemmCase, ...]:
+    """Generated GEMMs: every distribution with every pair of formats, both chainings, all modes, biases and outputs."""
+    return (*_dense(), *_blockwise(), *_split(), *_grouped(), *_bf16())
+
+
+def _scale(granularity: Granularity, rows: int, k: int, *key: object) -> np.ndarray:
+    """Scales of any significand, another one in every group."""
+    shape = granularity.scale_shape(rows, k)
+    r = rng("scale", granularity.value, rows, k, *key)
+    return (r.uniform(1, 2, shape) * np.exp2(r.integers(-9, 5, shape).astype(float))).astype(np.float32)
+
+
+def scaled_case(
+    name: str,
+    pair: tuple[Granularity, Granularity],
+    formats: tuple[Format, Format],
+    shape: tuple[int, int, int],
+    distribution: str,
+    *,
+    with_bias: bool = False,
+    out_dtype: Format = FLOAT32,
+    use_fast_accum: bool = False,
+    split_k: int = 1,
+    sample: Sample | None = None,
+) -> GemmCase:
+    """A scaled GEMM with drawn codes and scales."""
+    m, n, k = shape
+    return GemmCase(
+        id=name,
+        mode=Mode.BLOCKWISE if pair[0].is_blockwise else Mode(pair[0].value),
+        a=draw_codes(distribution, (m, k), formats[0], name + "a"),
+        b=draw_codes(distribution, (n, k), formats[1], name + "b"),
+        scale_a=_scale(pair[0], m, k, name, "a"),
+        scale_b=_scale(pair[1], n, k, name, "b").T,
+        granularity_a=pair[0],
+        granularity_b=pair[1],
+        bias=draw("normal", (1, n), out_dtype, name)[0] if with_bias else None,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        split_k=split_k,
+        sample=sample,
+    )
+
+
+def _dense() -> Iterator[GemmCase]:
+    granularities = (Granularity.TENSORWISE, Granularity.ROWWISE)
+    table = product(CODE_DISTRIBUTIONS, OPERAND_PAIRS, granularities, (True, False))
+    for i, (distribution, formats, granularity, fast) in enumerate(table):
+        for shape in GEMM_SHAPES[formats]:
+            chain = "fast" if fast else "promoted"
+            out_dtype = HIGH_PRECISION[i // 2 % 3]
+            yield scaled_case(
+                f"{granularity.value} {chain} {distribution} {formats[0].name} x {formats[1].name} {shape[0]}",
+                (granularity, granularity),
+                formats,
+                shape,
+                distribution,
+                with_bias=i % 5 < 3 and out_dtype != FLOAT32,  # the library has no bias beside float32 output
+                out_dtype=out_dtype,
+                use_fast_accum=fast,
+            )
+
+
+def _blockwise() -> Iterator[GemmCase]:
+    pairs = [pair for pair in SCALED_GEMM_GRANULARITIES if pair[0].is_blockwise]
+    for i, (pair, shape) in enumerate(product(pairs, BLOCKWISE_SHAPES)):
+        name = f"{pair[0].value} x {pair[1].value} {'x'.join(map(str, shape))}"
+        yield scaled_case(name, pair, OPERAND_PAIRS[0], shape, "normal", out_dtype=HIGH_PRECISION[i % 2])
+
+
+def _split() -> Iterator[GemmCase]:
+    pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
+    for slices, k, fast in SPLITS:
+        name = f"split-K {slices} of {k} {'fast' if fast else 'promoted'}"
+        yield scaled_case(name, pair, OPERAND_PAIRS[0], (16, 16, k), "normal", use_fast_accum=fast, split_k=slices)
+
+
+def _grouped() -> Iterator[GemmCase]:
+    """[EPI-6] Groups of different sizes, one of them empty."""
+    r = rng("grouped")
+    for fast in (True, False):
+        name = f"grouped {'fast' if fast else 'promoted'}"
+        yield GemmCase(
+            id=name,
+            mode=Mode.GROUPED_ROWWISE,
+            a=draw_codes("normal", (64, 208), E4M3FN, name + "a"),
+            b=draw_codes("normal", (4 * 32, 208), E4M3FN, name + "b").reshape(4, 32, 208),
+            scale_a=r.uniform(0.1, 9, 64).astype(np.float32),
+            scale_b=r.uniform(0.1, 9, (4, 32)).astype(np.float32),
+            offs=np.array([16, 16, 48, 64], np.int32),
+            use_fast_accum=fast,
+        )
+
+
+def _bf16() -> Iterator[GemmCase]:
+    """The bfloat16 matmul [BF16-1], with split-K [BF16-2]."""
+    for i, distribution in enumerate(BF16_DISTRIBUTIONS):
+        m, n, k, slices = BF16_SHAPES[i % len(BF16_SHAPES)]
+        name = f"bf16 {distribution}" + (f" split-K {slices}" if slices > 1 else "")
+        yield GemmCase(
+            id=name,
+            mode=Mode.BF16,
+            a=draw(distribution, (m, k), BFLOAT16, name + "a"),
+            b=draw(distribution, (n, k), BFLOAT16, name + "b"),
+            out_dtype=HIGH_PRECISION[i % 2],
+            split_k=slices,
+        )

@@ -1,0 +1,218 @@
+"""One GEMM run on the GPU by torch, with the kernels that it launched as the profiler saw them."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from f8emu.conformance.arrays import Framework, torch_arrays
+from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.conformance.layouts import store_scales
+from f8emu.conformance.report import versions
+from f8emu.spec import Granularity, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+Kernels = tuple[tuple[str, tuple[int, ...]], ...]
+
+_ATTEMPTS = 3
+"""The profiler has been seen to miss kernels right after its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Launched:
+    """What a GEMM gave."""
+
+    out: np.ndarray
+    kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Why the library did not run a GEMM."""
+
+    reason: str
+
+
+class CudaLauncher:
+    """Runs GEMMs on the current CUDA device.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        UnsupportedError: no CUDA device, or one without float8.
+    """
+
+    def __init__(self) -> None:
+        self.arrays = torch_arrays("record")
+        import torch
+
+        from f8emu.torch.engine import has_float8_hardware
+
+        if not has_float8_hardware(torch.device("cuda")):
+            raise UnsupportedError(
+                "record: needs a CUDA GPU with float8 (compute capability 8.9 or newer), whose bits are the evidence; "
+                f"torch {torch.__version__} sees {_found()}. Run it on such a machine; here, "
+                "`f8emu verify` compares with the cases that are shipped"
+            )
+
+    def metadata(self) -> dict[str, str]:
+        """What the recorded bits belong to."""
+        import torch
+
+        major, minor = torch.cuda.get_device_capability()
+        return {
+            "device": torch.cuda.get_device_name(),
+            "capability": f"{major}.{minor}",
+            "driver": versions()["driver"] or "unknown",
+            "cuda": torch.version.cuda or "unknown",
+            "cublas": _first_version("nvidia-cublas", "nvidia-cublas-cu12"),
+            "torch": torch.__version__,
+        }
+
+    def __call__(self, gemm: GemmCase) -> Launched | Refused:
+        """Runs a GEMM twice, the second time under the profiler; of a sampled GEMM, the full size.
+
+        A refusal of the library is a result. Two runs with different bits are refused too: they are no evidence.
+
+        Raises:
+            UnsupportedError: the profiler saw no kernel.
+        """
+        import torch
+
+        sample = gemm.sample
+        call = _Call(gemm if sample is None else gemm.embedded(sample), self.arrays)
+        try:
+            first = call()
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            torch.cuda.synchronize()  # raises again if it is the device that failed, not the library that refused
+            return Refused(reason=str(error).strip().splitlines()[0])
+        second, kernels = _profiled(call)
+        outputs = [self.arrays.store(out) for out in (first, second)]
+        if sample is not None:
+            outputs = [out[np.ix_(sample.rows, sample.cols)] for out in outputs]
+        if outputs[0].tobytes() != outputs[1].tobytes():
+            return Refused(reason="two runs gave different bits")
+        return Launched(out=outputs[1], kernels=kernels)
+
+
+class _Call:
+    """A GEMM's operands on the device, and the library call that takes them."""
+
+    def __init__(self, gemm: GemmCase, arrays: Framework) -> None:
+        self.gemm = gemm
+        self.out_dtype = arrays.dtype(gemm.out_dtype)
+        self.a, self.b = arrays.load(gemm.a), arrays.load(gemm.b.swapaxes(-1, -2))
+        self.scales = {role: arrays.load(scale) for role, scale in store_scales(gemm).items()}
+        if gemm.mode is Mode.BLOCKWISE:
+            self.scales = {role: _column_major(scale) for role, scale in self.scales.items()}
+        self.bias = None if gemm.bias is None else arrays.load(gemm.bias)
+        self.offs = None if gemm.offs is None else arrays.load(gemm.offs)
+
+    def __call__(self) -> "torch.Tensor":
+        import torch
+
+        gemm, aten = self.gemm, torch.ops.aten
+        match gemm.mode:
+            case Mode.BF16:
+                if self.out_dtype == torch.bfloat16:
+                    return torch.mm(self.a, self.b)
+                return aten.mm.dtype(self.a, self.b, self.out_dtype)
+            case Mode.GROUPED_ROWWISE:
+                return aten._scaled_grouped_mm(
+                    self.a,
+                    self.b,
+                    self.scales["scale_a"],
+                    self.scales["scale_b"],
+                    offs=self.offs,
+                    out_dtype=self.out_dtype,
+                    use_fast_accum=gemm.use_fast_accum,
+                )
+            case Mode.TENSORWISE | Mode.ROWWISE:
+                return aten._scaled_mm(
+                    self.a,
+                    self.b,
+                    self.scales["scale_a"],
+                    self.scales["scale_b"],
+                    bias=self.bias,
+                    out_dtype=self.out_dtype,
+                    use_fast_accum=gemm.use_fast_accum,
+                )
+            case Mode.BLOCKWISE:
+                from torch.nn.functional import ScalingType, scaled_mm
+
+                kinds = {
+                    Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
+                    Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
+                }
+                return scaled_mm(
+                    self.a,
+                    self.b,
+                    self.scales["scale_a"],
+                    kinds[gemm.granularity_a],
+                    self.scales["scale_b"],
+                    kinds[gemm.granularity_b],
+                    bias=self.bias,
+                    output_dtype=self.out_dtype,
+                    use_fast_accum=gemm.use_fast_accum,
+                )
+
+
+def kernels_in_trace(trace: Mapping[str, Any]) -> Kernels:
+    """(name, grid) of every kernel in a Chrome trace of torch.profiler, in the order in which they started."""
+    events = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"]
+    events.sort(key=lambda event: event["ts"])
+    return tuple((event["name"], tuple(event["args"]["grid"])) for event in events)
+
+
+def _profiled(call: _Call) -> tuple["torch.Tensor", Kernels]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(_ATTEMPTS):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            out = call()
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            kernels = kernels_in_trace(json.loads(path.read_text()))
+        if kernels:
+            return out, kernels
+    raise UnsupportedError(
+        f"record: torch.profiler saw no kernel in {_ATTEMPTS} runs of one GEMM; it needs CUPTI and the right to "
+        "profile: end other profilers, or run with that right"
+    )
+
+
+def _column_major(scale: "torch.Tensor") -> "torch.Tensor":
+    """[EPI-5] Strides (1, rows), also where a dimension of 1 makes torch think that any will do."""
+    import torch
+
+    return torch.empty_strided(scale.shape, (1, scale.shape[0]), dtype=scale.dtype, device=scale.device).copy_(scale)
+
+
+def _found() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, which has {major}.{minor}"
+
+
+def _first_version(*packages: str) -> str:
+    for package in packages:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return "unknown"

@@ -1,0 +1,194 @@
+"""What a run found, for people and for programs: a table, a line for every mismatch, JSON.
+
+rich draws the table and the progress bar; it is imported where it is used, because the suite runs without it.
+"""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from f8emu import __version__
+from f8emu.conformance.compare import Mismatch
+from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SCHEMA = 1
+"""Version of the JSON layout."""
+_STYLES = {Status.EQUAL: "green", Status.DIFFERENT: "bold red", Status.EMPTY: "bold red", Status.NOT_OFFERED: "dim"}
+
+
+def table(subject: SubjectResult) -> "Table":
+    """One row a stage: what ran, what was equal, who judged, how long it took."""
+    from rich.table import Table
+    from rich.text import Text
+
+    # Text, not str: rich would take the [jax] of a remedy for markup
+    title = Text(f"{subject.name}   engine: {subject.engine}", style="bold")
+    drawn = Table(title=title, title_justify="left")
+    for name in ("stage", "cases equal", "outputs equal", "oracle", "seconds", "status"):
+        drawn.add_column(name, justify="right" if name in ("cases equal", "outputs equal", "seconds") else "left")
+    for stage in subject.stages:
+        drawn.add_row(*map(Text, _row(stage)), style=_STYLES[stage.status])
+    return drawn
+
+
+def _row(stage: StageResult) -> tuple[str, ...]:
+    if stage.status is Status.NOT_OFFERED:
+        return stage.title, "-", "-", "-", "-", f"{stage.status.value}: {stage.reason}"
+    status = stage.status.value
+    if stage.cases_not_offered:
+        status += f"; {stage.cases_not_offered} not offered: {stage.reason}"
+    if stage.first_differences:
+        parts = (f"{part} ({count})" for part, count in stage.first_differences.items())
+        status += f"; first in {', '.join(parts)}"
+    return (
+        stage.title,
+        f"{stage.cases_equal}/{stage.cases_total}",
+        f"{stage.outputs_equal}/{stage.outputs_total}",
+        stage.oracle,
+        f"{stage.seconds:.1f}",
+        status,
+    )
+
+
+def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
+    """One line a mismatch, `errors` of each subject at the most, and how many outputs differ in all."""
+    for subject in result.subjects:
+        found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
+        if not found:
+            continue
+        wrong = sum(stage.outputs_total - stage.outputs_equal for stage in subject.stages)
+        cases = sum(stage.cases_total - stage.cases_equal for stage in subject.stages)
+        yield f"{subject.name}: {cases} cases differ, {wrong} outputs; the first {min(errors, len(found))}:"
+        for mismatch in found[:errors]:
+            yield mismatch.line()
+
+
+def verdict(result: Result) -> str:
+    """The last line."""
+    cases = sum(stage.cases_total for subject in result.subjects for stage in subject.stages)
+    outputs = sum(stage.outputs_equal for subject in result.subjects for stage in subject.stages)
+    if result.is_equal:
+        return f"equal: every bit of {outputs} outputs in {cases} cases"
+    failed = []
+    for subject in result.subjects:
+        stages = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
+        if not subject.is_equal:
+            failed.append(f"{subject.name} ({', '.join(stages) or 'nothing ran'})")
+    return f"NOT EQUAL: {'; '.join(failed)}"
+
+
+def to_json(result: Result, *, command: Sequence[str], seconds: float, errors: int = 20) -> dict[str, Any]:
+    """The whole run as plain data."""
+    golden = result.golden
+    return {
+        "schema": SCHEMA,
+        "equal": result.is_equal,
+        "command": list(command),
+        "seconds": round(seconds, 3),
+        "versions": versions(),
+        "devices": devices(),
+        "golden": {
+            "file": golden.path.name,
+            "sha256": golden.sha256,
+            "cases": len(golden.cases),
+            "metadata": golden.metadata,
+        },
+        "subjects": [
+            {
+                "name": subject.name,
+                "engine": subject.engine,
+                "equal": subject.is_equal,
+                "stages": [_stage_json(stage, errors) for stage in subject.stages],
+            }
+            for subject in result.subjects
+        ],
+    }
+
+
+def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "status": stage.status.value,
+        "oracle": stage.oracle,
+        "cases_total": stage.cases_total,
+        "cases_equal": stage.cases_equal,
+        "cases_not_offered": stage.cases_not_offered,
+        "outputs_total": stage.outputs_total,
+        "outputs_equal": stage.outputs_equal,
+        "seconds": round(stage.seconds, 3),
+        "reason": stage.reason,
+        "first_differences": stage.first_differences,
+        "mismatches": [_mismatch_json(mismatch) for mismatch in stage.mismatches[:errors]],
+    }
+
+
+def _mismatch_json(mismatch: Mismatch) -> dict[str, Any]:
+    return {
+        "case": mismatch.case,
+        "part": mismatch.part,
+        "index": list(mismatch.index),
+        "inputs": mismatch.inputs,
+        "observed": mismatch.observed,
+        "expected": mismatch.expected,
+        "error": mismatch.error,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """What is installed; None is not."""
+    found: dict[str, str | None] = {"f8emu": __version__, "python": platform.python_version()}
+    for package in ("numpy", "ml_dtypes", "jax", "jaxlib", "torch"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        answer = []
+    found["driver"] = answer[0] if answer else None
+    return found
+
+
+def devices() -> dict[str, list[str]]:
+    """Devices that the loaded frameworks see; a framework that no subject needed is not loaded for it."""
+    found = {"cpu": [platform.processor() or platform.machine()]}
+    if torch := sys.modules.get("torch"):
+        found["torch"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"]
+    if jax := sys.modules.get("jax"):
+        found["jax"] = [device.device_kind for device in jax.devices()]
+    return found
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _RichProgress(bar)
+
+
+class _RichProgress:
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        self.task: Any = None
+
+    def begin(self, subject: str, stage: str, cases: int) -> None:
+        if self.task is not None:
+            self.bar.remove_task(self.task)
+        self.task = self.bar.add_task(f"{subject}: {stage}", total=cases)
+
+    def advance(self) -> None:
+        self.bar.advance(self.task)

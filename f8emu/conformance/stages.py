@@ -1,0 +1,240 @@
+"""The stages of the suite, in the order in which a mistake would spread: formats, scales, GEMMs, layers.
+
+A stage is a list of cases and who judges them. `Stage.cases` leaves out what is outside of a subject's range.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from f8emu.conformance.cases import (
+    CASTS,
+    DECODED,
+    DELAYED_AMAXES,
+    DELAYED_TRACES,
+    SCALE_RULES,
+    all_codes,
+    amax_corners,
+    amax_inputs,
+    cast_inputs,
+    inv_scales,
+    layer_cases,
+    quantize_inputs,
+    recipe_cases,
+    values,
+)
+from f8emu.conformance.check import Case, Parts
+from f8emu.conformance.compare import abbreviated, hexadecimal
+from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.golden import GoldenFile
+from f8emu.conformance.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.recipe_trace import describe_linear, run_linear
+from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.spec import FLOAT8_OPERANDS, HIGH_PRECISION, DelayedScaling, Format, Granularity, ScaleRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One part of the suite."""
+
+    name: str
+    title: str
+    needs: tuple[str, ...]
+    """The verbs without which a subject cannot run any of it."""
+    cases: Callable[[Subject, GoldenFile], Iterator[Case]]
+    """Raises NotOffered where the subject or the machine has no such thing."""
+    judge: Callable[[str], Subject] | None
+    """Name of a subject -> its oracle; None is a recording."""
+
+
+# 1 Formats
+
+
+def _formats(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    """Every code decoded; every bfloat16 and float16 and the boundaries of float32 cast, under both policies."""
+    for fmt in DECODED:
+        x = all_codes(fmt)
+        yield _value_case(f"decode {fmt}", lambda s, x=x: s.verbs["decode"](x), x)
+    for source, target, overflow in CASTS:
+        x = cast_inputs(source, target)
+        yield _value_case(
+            f"cast {source} to {target} {overflow.value}",
+            lambda s, x=x, target=target, overflow=overflow: s.verbs["cast"](x, target, overflow=overflow),
+            x,
+        )
+
+
+def _value_case(name: str, run: Callable[[Subject], np.ndarray], *inputs: np.ndarray) -> Case:
+    """A case whose output has the shape of its inputs."""
+    return Case(
+        id=name,
+        run=lambda subject: {"": run(subject)},
+        describe=lambda part, index: " ".join(hexadecimal(x[index]) for x in inputs),
+    )
+
+
+# 2 Scales
+
+
+def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    """Amax, scales, quantisation and its inverse, and the states of delayed scaling over 19 steps."""
+    for i, (distribution, shape, granularity) in enumerate(amax_inputs()):
+        x = values(distribution, shape, HIGH_PRECISION[i % 3])
+        yield Case(
+            id=f"amax {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value}",
+            run=lambda s, x=x, g=granularity: {"": s.verbs["amax"](x, g)},
+            describe=lambda part, index, x=x: abbreviated(x, "x"),
+        )
+    for i, (distribution, shape, granularity) in enumerate(quantize_inputs()):
+        x, target = values(distribution, shape, HIGH_PRECISION[i % 3]), FLOAT8_OPERANDS[i // 2 % 2]
+        factors = inv_scales(x, granularity, target)
+        yield Case(
+            id=f"quantize {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value} to {target}",
+            run=partial(_quantize, x, factors, target, granularity),
+            describe=partial(_describe_quantize, x, factors, granularity),
+        )
+    for (rule, margin), target in product(SCALE_RULES, FLOAT8_OPERANDS):
+        amax = amax_corners()
+        power = " power of two" if rule.power_of_two else ""
+        yield Case(
+            id=f"scale_from_amax {target}{power} floor {rule.amax_floor:g} margin {margin}",
+            run=partial(_scale_from_amax, amax, target, rule, margin),
+            describe=lambda part, index, amax=amax: hexadecimal(amax[index]),
+        )
+    for delayed, rule, target in DELAYED_TRACES:
+        name = f"delayed {delayed.reduction.value} of {delayed.history_length} margin {delayed.margin} {target}"
+        yield Case(
+            id=name + (" power of two" if rule.power_of_two else ""),
+            run=partial(_delayed, delayed, rule, target),
+            describe=lambda part, index: "amaxes " + " ".join(f"{x:g}" for x in DELAYED_AMAXES),
+        )
+
+
+def _quantize(x: np.ndarray, factors: np.ndarray, fmt: Format, granularity: Granularity, subject: Subject) -> Parts:
+    codes = subject.verbs["quantize"](x, factors, fmt, granularity)
+    return {"codes": codes, "values": subject.verbs["dequantize"](codes, factors, granularity)}
+
+
+def _describe_quantize(
+    x: np.ndarray, factors: np.ndarray, granularity: Granularity, part: str, index: tuple[int, ...]
+) -> str:
+    rows, columns = granularity.block
+    factor = factors[index[0] // (rows or x.shape[0]), index[1] // (columns or x.shape[1])]
+    return f"x={hexadecimal(x[index])} factor={hexadecimal(factor)}"
+
+
+def _scale_from_amax(amax: np.ndarray, fmt: Format, rule: ScaleRule, margin: int, subject: Subject) -> Parts:
+    scales = subject.verbs["scale_from_amax"](amax, fmt, rule, margin=margin)
+    return {"inv_scale": scales.inv_scale, "scale": scales.scale}
+
+
+def _delayed(delayed: DelayedScaling, rule: ScaleRule, fmt: Format, subject: Subject) -> Parts:
+    state = subject.verbs["initial_delayed_state"](delayed)
+    parts: dict[str, np.ndarray] = {}
+    for step, amax in enumerate((None, *DELAYED_AMAXES)):
+        if amax is not None:
+            x = np.full((1, 1), amax, np.float32)
+            state = subject.verbs["update_delayed_state"](state, x, fmt, rule, delayed)
+        parts |= {f"step {step} {field}": np.asarray(value) for field, value in state._asdict().items()}
+    return parts
+
+
+# 3 GEMMs
+
+
+def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    for case in golden.cases:
+        mode = case.gemm.mode.value
+        name = case.id if mode in case.id else f"{case.id} {mode}"
+        yield _gemm_case(case.gemm, f"{name} {_options(case.gemm)}", recorded=case.out)
+
+
+def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    for gemm in gemm_cases():
+        if subject.takes(gemm):
+            yield _gemm_case(gemm, f"{gemm.id} {_options(gemm)}")
+
+
+def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    if not subject.runs_full_size:
+        raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
+    for gemm in layer_cases():
+        yield _gemm_case(gemm, gemm.id)
+
+
+def _gemm_case(gemm: GemmCase, name: str, recorded: np.ndarray | None = None) -> Case:
+    return Case(
+        id=name,
+        run=lambda subject: {"": subject.gemm(gemm)},
+        recorded=None if recorded is None else {"": recorded},
+        describe=lambda part, index: describe_gemm(gemm, index),
+    )
+
+
+def _options(gemm: GemmCase) -> str:
+    """`float8_e5m2 x float8_e4m3fn 64x96x512 -> bfloat16 fast`."""
+    (m, n), k = gemm.output_shape, gemm.k
+    chain = "" if gemm.mode is Mode.BF16 else " fast" if gemm.use_fast_accum else " promoted"
+    split = f" split-K {gemm.split_k}" if gemm.split_k > 1 else ""
+    return f"{gemm.a.dtype} x {gemm.b.dtype} {m}x{n}x{k} -> {gemm.out_dtype}{chain}{split}"
+
+
+def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
+    """Row and column of an output: their codes, abbreviated, their scales and bias."""
+    row, column = index
+    b = gemm.b
+    if gemm.offs is not None:
+        b = gemm.b[int(np.searchsorted(gemm.offs, row, side="right"))]
+    words = [abbreviated(gemm.a[row], f"a[{row}]"), abbreviated(b[column], f"b[{column}]")]
+    for name, scale in (("scale_a", _scale_of_row(gemm, row)), ("scale_b", _scale_of_column(gemm, row, column))):
+        if scale is not None:
+            words.append(abbreviated(scale, name, shown=4))
+    if gemm.bias is not None:
+        words.append(f"bias={hexadecimal(gemm.bias[column])}")
+    return " ".join(words)
+
+
+def _scale_of_row(gemm: GemmCase, row: int) -> np.ndarray | None:
+    scale = gemm.scale_a
+    if scale is None or scale.size == 1:
+        return scale
+    return scale[row // (gemm.granularity_a.block[0] or 1)]
+
+
+def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None:
+    scale = gemm.scale_b
+    if scale is None or scale.size == 1:
+        return scale
+    if gemm.offs is not None:
+        return scale[int(np.searchsorted(gemm.offs, row, side="right")), column]
+    return scale[:, column // (gemm.granularity_b.block[0] or 1)]
+
+
+# 4 Recipes
+
+
+def _recipes(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    for case in recipe_cases():
+        if subject.takes_any_size or case.is_aligned:
+            yield Case(id=case.id, run=partial(run_linear, case), describe=partial(describe_linear, case))
+
+
+_VALUES = ("decode", "cast")
+_SCALES = ("amax", "scale_from_amax", "quantize", "dequantize", "initial_delayed_state", "update_delayed_state")
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(name="formats", title="formats and casts", needs=_VALUES, cases=_formats, judge=value_oracle),
+        Stage(name="scales", title="scales", needs=_SCALES, cases=_scales, judge=value_oracle),
+        Stage(name="golden", title="recorded GEMMs", needs=("scaled_mm",), cases=_golden, judge=None),
+        Stage(name="gemms", title="generated GEMMs", needs=("scaled_mm",), cases=_gemms, judge=gemm_oracle),
+        Stage(name="recipes", title="layers under recipes", needs=("linear",), cases=_recipes, judge=gemm_oracle),
+        Stage(name="live", title="Llama-3 GEMMs on the GPU", needs=("scaled_mm",), cases=_layers, judge=gemm_oracle),
+    )
+}
+"""Name -> stage, in the order in which they run."""

@@ -1,0 +1,225 @@
+"""Runs the suite: subjects x stages -> a report. What `f8emu verify` does, for use from Python and from tests."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, TypeVar
+
+from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
+from f8emu.conformance.compare import Mismatch
+from f8emu.conformance.golden import GoldenFile, shipped_golden
+from f8emu.conformance.stages import STAGES, Stage
+from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.spec import SpecError
+
+_THREADS = 4
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Status(Enum):
+    """What became of a stage."""
+
+    EQUAL = "equal"
+    DIFFERENT = "different"
+    NOT_OFFERED = "not offered"
+    """Nothing ran, because the subject or the machine has no such thing. Not a pass."""
+    EMPTY = "empty"
+    """Nothing ran, although it should have. A failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """One stage of one subject."""
+
+    stage: str
+    title: str
+    oracle: str
+    cases_total: int = 0
+    """That ran; those that were not offered are counted beside."""
+    cases_equal: int = 0
+    cases_not_offered: int = 0
+    outputs_total: int = 0
+    outputs_equal: int = 0
+    seconds: float = 0.0
+    """Of the subject alone, without its oracle."""
+    reason: str = ""
+    """Why it, or the first such case, was not offered."""
+    mismatches: list[Mismatch] = field(default_factory=list)
+    """The first ones, of all cases."""
+    first_differences: dict[str, int] = field(default_factory=dict)
+    """Of cases with parts: which part was the first that differed, and how often."""
+
+    @property
+    def status(self) -> Status:
+        if self.cases_total == 0:
+            return Status.NOT_OFFERED if self.reason else Status.EMPTY
+        is_equal = self.cases_equal == self.cases_total and self.outputs_equal == self.outputs_total > 0
+        return Status.EQUAL if is_equal else Status.DIFFERENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectResult:
+    """All stages of one subject."""
+
+    name: str
+    engine: str
+    stages: list[StageResult]
+
+    @property
+    def is_equal(self) -> bool:
+        """Something ran, and nothing that ran differed."""
+        statuses = [stage.status for stage in self.stages]
+        return Status.EQUAL in statuses and not {Status.DIFFERENT, Status.EMPTY} & set(statuses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The whole run."""
+
+    golden: GoldenFile
+    subjects: list[SubjectResult]
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.subjects) and all(subject.is_equal for subject in self.subjects)
+
+
+class Progress(Protocol):
+    """Told what runs."""
+
+    def begin(self, subject: str, stage: str, cases: int) -> None:
+        """A stage of so many cases begins."""
+
+    def advance(self) -> None:
+        """A case is done."""
+
+
+class _Silent:
+    def begin(self, subject: str, stage: str, cases: int) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+
+def stages_by_name(names: Sequence[str] = ()) -> list[Stage]:
+    """The stages of those names, in the order in which they run; all of them for no name.
+
+    Raises:
+        SpecError: no such stage; the message lists the known ones.
+    """
+    unknown = [name for name in names if name not in STAGES]
+    if unknown:
+        raise SpecError(f"verify: unknown stage {unknown[0]!r}; known stages are {', '.join(STAGES)}")
+    return [stage for name, stage in STAGES.items() if not names or name in names]
+
+
+def verify(
+    subjects: Sequence[Subject],
+    *,
+    stages: Sequence[str] = (),
+    golden: GoldenFile | None = None,
+    errors: int = 20,
+    progress: Progress | None = None,
+) -> Result:
+    """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
+
+    `errors` is how many mismatches each stage keeps; all are counted.
+
+    Raises:
+        SpecError: an unknown stage.
+        GoldenFileError: the shipped file cannot be read.
+    """
+    chosen = stages_by_name(stages)
+    golden = shipped_golden() if golden is None else golden
+    run = _Run(golden, errors, progress or _Silent())
+    results = [
+        SubjectResult(name=subject.name, engine=subject.engine, stages=[run.stage(stage, subject) for stage in chosen])
+        for subject in subjects
+    ]
+    return Result(golden=golden, subjects=results)
+
+
+class _Run:
+    """What the subjects of one run share: the recording, and what the oracles have answered."""
+
+    def __init__(self, golden: GoldenFile, errors: int, progress: Progress) -> None:
+        self.golden = golden
+        self.errors = errors
+        self.progress = progress
+        self.known: dict[tuple[str, str, str], Parts | Exception] = {}
+
+    def stage(self, stage: Stage, subject: Subject) -> StageResult:
+        oracle = f"recorded on {self.golden.device}"
+        try:
+            missing = [verb for verb in stage.needs if verb not in subject.verbs]
+            if missing:
+                raise NotOffered(f"{subject.name} has no {', '.join(missing)}")
+            cases = list(stage.cases(subject, self.golden))
+            judge = None if stage.judge is None else stage.judge(subject.name)
+        except NotOffered as reason:
+            return StageResult(stage=stage.name, title=stage.title, oracle="", reason=str(reason))
+        if judge is not None:
+            assert judge.name != subject.name, f"{subject.name} would judge itself"
+            oracle = judge.engine
+        answers = self._answers(stage, cases, judge, subject.name)
+        self.progress.begin(subject.name, stage.title, len(cases))
+        start = time.perf_counter()
+
+        def run(index: int) -> Outcome:
+            outcome = run_case(cases[index], subject, answers[index], self.errors)
+            self.progress.advance()
+            return outcome
+
+        outcomes = _mapped(run, range(len(cases)), subject)
+        return _result(stage, oracle, outcomes, time.perf_counter() - start, self.errors)
+
+    def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
+        """What is expected of each case; what a judge has answered for an earlier subject is not asked again."""
+
+        def ask(case: Case) -> Parts | Exception:
+            key = (judge.name if judge else "", stage.name, case.id)
+            if key not in self.known:
+                self.known[key] = answer(case, judge)
+            self.progress.advance()
+            return self.known[key]
+
+        if judge is None:
+            return [answer(case, None) for case in cases]
+        self.progress.begin(subject, f"{stage.title}, asking {judge.name}", len(cases))
+        return _mapped(ask, cases, judge)
+
+
+def _mapped(function: Callable[[_T], _R], items: Sequence[_T], subject: Subject) -> list[_R]:
+    """`function` of each item, in order; in threads where the subject can, because a compiler uses one core."""
+    threads = min(_THREADS, os.cpu_count() or 1) if subject.is_thread_safe else 1
+    if threads == 1:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, items))
+
+
+def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, errors: int) -> StageResult:
+    ran = [outcome for outcome in outcomes if not outcome.not_offered]
+    differences: dict[str, int] = {}
+    for outcome in ran:
+        if outcome.first_difference:
+            differences[outcome.first_difference] = differences.get(outcome.first_difference, 0) + 1
+    return StageResult(
+        stage=stage.name,
+        title=stage.title,
+        oracle=oracle,
+        cases_total=len(ran),
+        cases_equal=sum(outcome.is_equal for outcome in ran),
+        cases_not_offered=len(outcomes) - len(ran),
+        outputs_total=sum(outcome.outputs_total for outcome in ran),
+        outputs_equal=sum(outcome.outputs_equal for outcome in ran),
+        seconds=seconds,
+        reason=next((outcome.not_offered for outcome in outcomes if outcome.not_offered), ""),
+        mismatches=[mismatch for outcome in ran for mismatch in outcome.mismatches][:errors],
+        first_differences=differences,
+    )

@@ -1,0 +1,135 @@
+"""The tables of cases: that they hold what the suite claims to try."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+
+from f8emu.conformance import cases
+from f8emu.conformance.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
+from f8emu.conformance.gemm import Mode
+from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
+from f8emu.spec import (
+    E4M3FN,
+    E5M2,
+    FLOAT8_OPERANDS,
+    FLOAT16,
+    FLOAT32,
+    HIGH_PRECISION,
+    RECIPES,
+    SCALED_GEMM_GRANULARITIES,
+    Format,
+    Granularity,
+)
+
+
+@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+def test_float32_boundaries_hold_every_midpoint_and_its_neighbours(fmt: Format) -> None:
+    x = cases.float32_boundaries(fmt)
+    found = set(codes_of(x).tolist())
+    values = np.arange(fmt.max_code + 1, dtype=np.uint8).view(dtype_of(fmt)).astype(np.float64)
+    midpoints = (values[1:] + values[:-1]) / 2
+    overflow = Fraction(fmt.max) + Fraction(2) ** (fmt.max_exponent - fmt.fraction_bits - 1)
+    for point in (*values, *midpoints, float(overflow)):
+        code = int(np.float32(point).view(np.uint32))
+        for near in range(max(code - 2, 0), code + 3):
+            assert near in found and near | 0x8000_0000 in found, (point, near)
+    assert np.isnan(x).sum() >= 8 and np.isinf(x).sum() >= 2
+    assert {0x0000_0000, 0x8000_0000, 0x0000_0001, 0x007F_FFFF, 0x7F7F_FFFF} <= found
+
+
+def test_casts_cover_every_source_format_and_policy() -> None:
+    assert len(cases.CASTS) == len(set(cases.CASTS)) == 3 * 2 * 2
+    assert all(cases.cast_inputs(s, t).size == 65_536 for s, t, _ in cases.CASTS if s != FLOAT32)
+
+
+@pytest.mark.parametrize(("name", "fmt"), list(product(VALUES, HIGH_PRECISION)), ids=str)
+def test_values_are_seeded(name: str, fmt: Format) -> None:
+    x, again, other = (draw(name, (40, 300), fmt, seed) for seed in (1, 1, 2))
+    assert x.dtype == dtype_of(fmt) and x.tobytes() == again.tobytes() != other.tobytes()
+    if name != "specials":
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize(("name", "fmt"), list(product(CODES, FLOAT8_OPERANDS)), ids=str)
+def test_codes_are_seeded_and_finite_but_for_specials(name: str, fmt: Format) -> None:
+    x, again = (draw_codes(name, (40, 300), fmt, 1) for _ in range(2))
+    assert x.dtype == dtype_of(fmt) and x.tobytes() == again.tobytes()
+    assert np.isfinite(x.astype(np.float32)).all() == (name != "specials")
+
+
+def test_every_block_has_another_magnitude() -> None:
+    """Equal scales could hide an index error."""
+    x = np.abs(draw("blocks", (256, 512), FLOAT32, 0))
+    squares = x.reshape(2, 128, 4, 128).max(axis=(1, 3)).ravel()
+    vectors = x.reshape(256, 4, 128).max(axis=2)
+    assert np.unique(np.log2(squares).round()).size == squares.size
+    assert all(np.unique(row).size == 4 for row in vectors)
+    assert np.unique(x.max(axis=1)).size > 200
+
+
+def test_specials_hold_what_they_say() -> None:
+    x = draw("specials", (40, 300), FLOAT32, 0)
+    assert np.isnan(x).any() and np.isposinf(x).any() and np.isneginf(x).any()
+    assert (codes_of(x) == 0x8000_0000).sum() >= 300
+    assert ((x != 0) & (np.abs(x) < 2.0**-126)).any()
+
+
+def test_quantised_codes_fill_the_format() -> None:
+    """Or a wrong factor would give the same zeros and the same saturated codes."""
+    x = cases.values("blocks", cases.SQUARE_SHAPE, FLOAT32)
+    for granularity in Granularity:
+        factors = cases.inv_scales(x, granularity, E4M3FN)
+        assert factors.shape == granularity.scale_shape(*x.shape)
+        assert np.unique(factors).size == factors.size
+
+
+def test_generated_gemms_cover_the_options() -> None:
+    table = gemm_cases()
+    assert len({case.id for case in table}) == len(table)
+    assert {case.mode for case in table} == set(Mode)
+    assert {case.out_dtype for case in table} == set(HIGH_PRECISION)
+    assert {(case.granularity_a, case.granularity_b) for case in table} == set(SCALED_GEMM_GRANULARITIES)
+    pairs = Counter((case.a.dtype.name, case.b.dtype.name) for case in table)
+    assert pairs[E5M2.name, E4M3FN.name] and pairs[E4M3FN.name, E5M2.name] and not pairs[E5M2.name, E5M2.name]
+    dense = [case for case in table if case.mode in (Mode.TENSORWISE, Mode.ROWWISE)]
+    options = {(c.mode, c.use_fast_accum, c.out_dtype, c.bias is not None) for c in dense if c.out_dtype != FLOAT32}
+    assert len(options) == 2 * 2 * 2 * 2, "mode, chaining, output, bias: all with all"
+    assert {case.split_k for case in table} == {1, 2, 3, 4}
+    aligned = Counter(case.mode for case in table if is_aligned(case))
+    assert set(aligned) == set(Mode), "the hardware's library takes some of each mode"
+    assert 0 < sum(aligned.values()) < len(table)
+
+
+def test_recipes_meet_every_dtype_and_shape() -> None:
+    table = cases.recipe_cases()
+    assert len({case.id for case in table}) == len(table)
+    met = {(case.recipe.name, case.dtype) for case in table}
+    assert met >= set(product(RECIPES, HIGH_PRECISION))
+    for name in RECIPES:
+        mine = [case for case in table if case.recipe.name == name]
+        assert {case.is_aligned for case in mine} == {True, False}
+        assert {case.with_bias for case in mine} == {True, False}
+    assert {len(case.amaxes) for case in table if case.recipe.delayed} == {0, 3}
+
+
+def test_recipe_tensors_have_the_case_dtype() -> None:
+    case = next(c for c in cases.recipe_cases() if c.dtype == FLOAT16 and c.with_bias)
+    m, n, k = case.shape
+    shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n), "bias": (n,)}
+    assert {name: x.shape for name, x in case.tensors().items()} == shapes
+    assert {x.dtype.name for x in case.tensors().values()} == {"float16"}
+
+
+def test_layers_are_those_of_llama() -> None:
+    table = list(cases.layer_cases())
+    assert len(table) == 8 * 3 * 2 * 2
+    for case in table:
+        assert case.sample is not None
+        assert case.output_shape == (24, 24) == (len(case.sample.rows), len(case.sample.cols))
+        assert max(case.sample.rows) < case.sample.m and max(case.sample.cols) < case.sample.n
+        assert cases.TOKENS in (case.sample.m, case.k)
+    sizes = {tuple(sorted((c.sample.m, c.sample.n, c.k))) for c in table if c.sample}
+    assert (4096, 8192, 14336) in sizes and (8192, 8192, 28672) in sizes

@@ -1,0 +1,215 @@
+"""The command line: exit codes, messages, JSON, and what it loads."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import f8emu
+from f8emu import cli
+from f8emu.conformance import read_golden, shipped_golden, subject, write_golden
+from f8emu.conformance.subject import load_subject
+from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
+
+ROOT = Path(__file__).parents[2]
+BLOCK = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.build_app(), list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def python(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter in which some packages are not installed."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'reference'}", "COLUMNS": "200"}
+    program = f"BLOCKED = {blocked!r}{BLOCK}{code}"
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def loaded_by(module: str, *packages: str) -> list[str]:
+    """Which of `packages` a fresh interpreter has loaded after importing `module`."""
+    code = f"\nimport {module}, json; print(json.dumps([p for p in {packages!r} if p in sys.modules]))"
+    return json.loads(python(code).stdout)
+
+
+MAIN = "\nfrom f8emu.cli import main; main()"
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "few.safetensors"
+    golden = shipped_golden()
+    write_golden(path, [golden.cases[i] for i in (0, 8, 40, 140)], golden.metadata)
+    return path
+
+
+def test_version() -> None:
+    assert invoke("--version") == (0, f"f8emu {f8emu.__version__}\n", "")
+
+
+def test_help_names_the_commands() -> None:
+    status, out, _ = invoke("--help")
+    assert status == 0
+    assert all(name in out for name in ("verify", "recipes", "doctor", "record"))
+
+
+def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/f8emu", "verify", "f8ref.numpy"])
+    out_path = tmp_path / "report.json"
+    status, out, _ = invoke("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden", "--json", str(out_path))
+    assert status == 0, out
+    assert "f8ref.numpy, numpy" in out and "4/4" in out and "recorded on NVIDIA H200" in out
+    assert out.splitlines()[-1].startswith("equal: every bit of ")
+
+    report = json.loads(out_path.read_text())
+    outputs = sum(case.out.size for case in read_golden(few).cases)
+    assert set(report) == {"schema", "equal", "command", "seconds", "versions", "devices", "golden", "subjects"}
+    assert report["equal"] is True
+    assert report["command"] == ["f8emu", "verify", "f8ref.numpy"]
+    assert set(report["versions"]) == {"f8emu", "python", "numpy", "ml_dtypes", "jax", "jaxlib", "torch", "driver"}
+    assert report["versions"]["numpy"] == np.__version__
+    assert report["golden"]["file"] == "few.safetensors"
+    assert report["golden"]["sha256"] == read_golden(few).sha256
+    assert report["golden"]["metadata"]["device"] == "NVIDIA H200"
+    (found,) = report["subjects"]
+    assert (found["name"], found["equal"]) == ("f8ref.numpy", True)
+    (stage,) = found["stages"]
+    assert stage["stage"] == "golden" and stage["status"] == "equal" and stage["mismatches"] == []
+    totals = ("cases_total", "cases_equal", "cases_not_offered", "outputs_total", "outputs_equal")
+    assert [stage[key] for key in totals] == [4, 4, 0, outputs, outputs]
+    assert stage["seconds"] > 0
+
+
+def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = load_subject("f8ref.numpy")
+
+    def off_by_one_bit(*args: Any, **options: Any) -> np.ndarray:
+        out = original.verbs["scaled_mm"](*args, **options).copy()
+        out.view(f"u{out.dtype.itemsize}")[3, 5:9] ^= 1
+        return out
+
+    planted = replace(original, name="planted", verbs={**original.verbs, "scaled_mm": off_by_one_bit})
+    monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
+    report = tmp_path / "report.json"
+    arguments = ("verify", "planted", "--golden", str(few), "--stage", "golden", "--json", str(report))
+    status, out, _ = invoke(*arguments)
+    lines = [line for line in out.splitlines() if "  expected: " in line]
+    assert status == 1
+    assert len(lines) == 16
+    assert lines[0].startswith(
+        "000 tensorwise-normal float8_e4m3fn x float8_e4m3fn 64x96x512 -> bfloat16 fast [3, 5] a[3]=<"
+    )
+    assert " b[5]=<" in lines[0] and "scale_a=0x" in lines[0] and " => 0x" in lines[0]
+    assert out.splitlines()[-1].startswith("NOT EQUAL: planted (golden)")
+    stage = json.loads(report.read_text())["subjects"][0]["stages"][0]
+    assert (stage["status"], stage["cases_equal"], stage["outputs_total"] - stage["outputs_equal"]) == (
+        "different",
+        0,
+        16,
+    )
+    assert stage["mismatches"][0]["index"] == [3, 5]
+
+    status, out, _ = invoke(*arguments, "--errors", "2")
+    assert status == 1 and sum("  expected: " in line for line in out.splitlines()) == 2
+    status, out, _ = invoke(*arguments, "--errors", "0")
+    assert status == 1 and "expected:" not in out and "0/4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "f8ref.nump"), "unknown subject 'f8ref.nump'; known subjects are f8ref.numpy, f8ref.jax, torch"),
+        (("verify", "--stage", "goldn"), "unknown stage 'goldn'; known stages are formats"),
+        (("verify", "--golden", "/no/such/file"), "cannot read /no/such/file"),
+        (("verify", "--golden", __file__), "cut short, or foreign"),
+        (("verify", "f8ref.numpy", "--json", "/no/such/place/out.json"), "no directory /no/such/place"),
+        (("verify", "no.such.module:f"), "No module named 'no'"),
+        (("verify", "--arrays", "cupy"), "cupy"),
+        (("verify", "--errors", "-1"), "--errors"),
+        (("recipes", "nosuch"), "unknown recipe 'nosuch'; known recipes: tensorwise, rowwise"),
+        (("recipes", "--toml", "--json"), "exclude each other"),
+        (("nosuch",), "nosuch"),
+    ],
+)
+def test_bad_usage_is_a_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:
+    status, out, err = invoke(*arguments)
+    assert status == 2
+    assert message in err and "Traceback" not in err
+    assert out == ""
+
+
+def test_recipes() -> None:
+    status, out, _ = invoke("recipes")
+    assert status == 0
+    assert all(recipe.name in out and recipe.content_hash[:12] in out for recipe in RECIPES.values())
+    assert "all_axiswise" in out
+    assert invoke("recipes", "rowwise") == (0, recipe_by_name("rowwise").explain() + "\n", "")
+    assert invoke("recipes", "all_axiswise")[1] == invoke("recipes", "rowwise")[1]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_text_is_what_f8emu_reads(name: str) -> None:
+    assert recipe_from_toml(invoke("recipes", name, "--toml")[1]) == RECIPES[name]
+    assert recipe_from_json(invoke("recipes", name, "--json")[1]) == RECIPES[name]
+
+
+def test_all_recipes_as_json() -> None:
+    assert [recipe["name"] for recipe in json.loads(invoke("recipes", "--json")[1])] == list(RECIPES)
+
+
+def test_importing_the_command_line_loads_nothing_heavy() -> None:
+    assert loaded_by("f8emu.cli", "torch", "jax", "numpy", "typer", "rich") == []
+
+
+def test_conformance_loads_no_framework() -> None:
+    assert loaded_by("f8emu.conformance", "torch", "jax", "typer", "rich") == []
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_cli_extra(package: str) -> None:
+    result = python(MAIN, "verify", blocked=(package,))
+    assert result.returncode == 2
+    assert f"needs the package '{package}'" in result.stderr and "pip install 'f8emu[cli]'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("package", "extra"), [("jax", "jax"), ("torch", "torch")])
+def test_without_a_framework_the_default_subjects_name_the_extra(package: str, extra: str) -> None:
+    result = python(MAIN, "verify", "--stage", "formats", blocked=(package,))
+    assert result.returncode == 2
+    assert f"pip install 'f8emu[{extra}]'" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_without_frameworks_numpy_is_still_verified(few: Path) -> None:
+    """The recorded GEMMs need no second implementation; a layer's only other oracle would be JAX."""
+    arguments = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden", "--stage", "recipes")
+    result = python(MAIN, *arguments, blocked=("jax", "torch", "safetensors"))
+    assert result.returncode == 0, result.stderr
+    assert "4/4" in result.stdout
+    assert "f8emu[jax]" in result.stdout and "not offered" in result.stdout
+
+
+def test_doctor_and_record_are_there() -> None:
+    """Their own tests are elsewhere; here, that the commands find them."""
+    pytest.importorskip("torch")
+    status, out, _ = invoke("record", "/no/such/place/new.safetensors")
+    assert status == 2 and out == ""
+    assert invoke("doctor", "--help")[0] == 0

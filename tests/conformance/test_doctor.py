@@ -1,0 +1,113 @@
+"""`f8emu doctor`: it measures, it survives what is missing, and it tells a fault from a trap that f8emu avoids."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from f8emu import doctor
+from f8emu.doctor_probe import Probe
+from f8emu.doctor_torch import probe_torch
+
+
+@pytest.fixture(scope="module")
+def diagnosis() -> doctor.Diagnosis:
+    return doctor.diagnose()
+
+
+def _probe(probes: list[Probe], start: str) -> Probe:
+    found = [probe for probe in probes if probe.name.startswith(start)]
+    assert len(found) == 1, start
+    return found[0]
+
+
+def test_both_libraries_are_probed_and_nothing_is_wrong_here(diagnosis: doctor.Diagnosis) -> None:
+    assert {"torch cpu", "jax cpu"} <= {probe.subject for probe in diagnosis.probes}
+    assert diagnosis.problems == []
+    assert diagnosis.faults == []
+    assert all(probe.name and probe.observed and probe.expected and probe.f8emu for probe in diagnosis.probes)
+    assert len({(probe.subject, probe.name) for probe in diagnosis.probes}) == len(diagnosis.probes)
+
+
+def test_agreement_is_what_the_columns_say(diagnosis: doctor.Diagnosis) -> None:
+    for probe in diagnosis.probes:
+        if probe.expected == "0 wrong":
+            assert probe.agrees == probe.observed.startswith("0 of "), probe
+        else:
+            assert probe.agrees == (probe.observed == probe.expected), probe
+
+
+def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
+    assert diagnosis.engines["cpu"].startswith("emulated by f8ref.jax on ")
+    assert diagnosis.versions["torch"] == torch.__version__
+    for device in diagnosis.devices:
+        if device.has_float8:
+            assert diagnosis.engines["cuda"].startswith("hardware")
+
+
+def test_a_probe_measures_and_a_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _probe(probe_torch("cpu"), "subnormal")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        flushed = probe_torch("cpu")
+    finally:
+        torch.set_flush_denormal(False)
+    after = _probe(flushed, "subnormal")
+    assert before.agrees and not after.agrees
+    monkeypatch.setattr(doctor, "probe_torch", lambda device: flushed)
+    monkeypatch.setattr(doctor, "probe_jax", lambda platform: [])
+    out = io.StringIO()
+    assert doctor.run(stream=out) == 1
+    assert "FAULT torch cpu: subnormal" in out.getvalue()
+
+
+@pytest.mark.parametrize(("absent", "present"), [("torch", "jax"), ("jax", "torch")])
+def test_a_missing_library_is_reported(absent: str, present: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, f"probe_{present}", lambda device: [])
+    monkeypatch.setitem(sys.modules, absent, None)  # as an import of what is not installed
+    out = io.StringIO()
+    assert doctor.run(stream=out) == 0
+    assert f"pip install 'f8emu[{absent}]'" in out.getvalue()
+    assert f"{present} cpu: " in out.getvalue()
+
+
+def test_a_probe_that_breaks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: str) -> list[Probe]:
+        raise RuntimeError("driver too old\nmore")
+
+    monkeypatch.setattr(doctor, "probe_torch", broken)
+    monkeypatch.setattr(doctor, "probe_jax", lambda platform: [])
+    found = doctor.diagnose()
+    assert "torch cpu: RuntimeError: driver too old" in found.problems
+
+
+@pytest.fixture
+def quick(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> doctor.Diagnosis:
+    """The module's diagnosis, not made again."""
+    monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
+    return diagnosis
+
+
+def test_json(quick: doctor.Diagnosis) -> None:
+    out = io.StringIO()
+    assert doctor.run(as_json=True, stream=out) == 0
+    data = json.loads(out.getvalue())
+    assert {"system", "versions", "devices", "engines", "probes", "problems", "seconds"} == set(data)
+    assert len(data["probes"]) == len(quick.probes)
+    assert {"subject", "name", "observed", "expected", "agrees", "f8emu", "relied_on"} == set(data["probes"][0])
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_text_names_every_probe(has_rich: bool, quick: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    out = io.StringIO()
+    doctor.run(stream=out)
+    text = out.getvalue()
+    for probe in quick.probes:
+        assert probe.name in text
+        assert probe.agrees or probe.f8emu in text
+    assert "scaled_mm of torch tensors on cpu: emulated" in text

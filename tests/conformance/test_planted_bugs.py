@@ -1,0 +1,478 @@
+"""The suite tests itself: planted bugs, one per stage and rule family, each caught at its stage with exit status 1.
+
+A planted subject is f8ref.numpy with one verb replaced. The replacements of GEMMs are a small tensor core of floats,
+written for this file, whose rules can be bent; straight, it must pass.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import f8ref.numpy as reference
+from f8emu import cli
+from f8emu.conformance import cases, stages, subject
+from f8emu.conformance.cases import recipe_cases
+from f8emu.conformance.distributions import codes_of, dtype_of
+from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.golden import GoldenFile, shipped_golden, write_golden
+from f8emu.conformance.subject import Subject, load_subject
+from f8emu.spec import (
+    BFLOAT16,
+    FLOAT32,
+    OPERANDS,
+    DelayedState,
+    Format,
+    GemmTrace,
+    Granularity,
+    LinearTrace,
+    OperandTrace,
+    Overflow,
+    Recipe,
+    ScaleRule,
+    Scales,
+    format_by_name,
+)
+
+Verb = Callable[..., Any]
+
+# A tensor core of floats: float64 holds every product and every sum of a step exactly.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The rules of a GEMM; the defaults are the hardware's."""
+
+    bits: int = 13
+    cut: Callable[[np.ndarray], np.ndarray] = np.trunc
+    normalises_products: bool = False
+    promote: int = 128
+    slice_multiple: int = 128
+    reads_fast_flag: bool = True
+    column_scale_first: bool = True
+    bias_first: bool = False
+    fused: bool = True
+
+
+def scaled_mm(
+    rules: Rules,
+    a: np.ndarray,
+    b: np.ndarray,
+    scale_a: np.ndarray,
+    scale_b: np.ndarray,
+    *,
+    granularity_a: Granularity,
+    granularity_b: Granularity,
+    bias: np.ndarray | None,
+    out_dtype: Format,
+    use_fast_accum: bool,
+    split_k: int,
+) -> np.ndarray:
+    values = [x.astype(np.float32) for x in (a, b)]
+    blockwise = granularity_a.is_blockwise
+    if not all(np.isfinite(x).all() for x in values) or (blockwise and rules.fused):
+        pair = {"granularity_a": granularity_a, "granularity_b": granularity_b}
+        options = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum, "split_k": split_k}
+        return reference.scaled_mm(a, b, scale_a, scale_b, **pair, **options)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if blockwise:
+            result = unfused_blocks(rules, a, b, scale_a, scale_b, granularity_a, granularity_b)
+        else:
+            fast = use_fast_accum and rules.reads_fast_flag
+            acc = accumulate(rules, a, b.T, fast=fast, split_k=split_k)
+            bias_f32 = np.float32(0) if bias is None else bias.astype(np.float32)
+            if rules.bias_first:
+                acc = acc + bias_f32
+            if granularity_a is Granularity.TENSORWISE:
+                result = acc * (scale_a.reshape(()) * scale_b.reshape(()))
+            elif rules.column_scale_first:
+                result = (acc * scale_b) * scale_a
+            else:
+                result = (acc * scale_a) * scale_b
+            if bias is not None and not rules.bias_first:
+                result = result + bias_f32
+        return result.astype(dtype_of(out_dtype))
+
+
+def unfused_blocks(
+    rules: Rules,
+    a: np.ndarray,
+    b: np.ndarray,
+    scale_a: np.ndarray,
+    scale_b: np.ndarray,
+    granularity_a: Granularity,
+    granularity_b: Granularity,
+) -> np.ndarray:
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    rows = np.arange(a.shape[0]) // (granularity_a.block[0] or 1)
+    columns = np.arange(b.shape[1]) // (granularity_b.block[0] or 1)
+    for block in range(-(-a.shape[1] // 128)):
+        k = slice(block * 128, (block + 1) * 128)
+        partial_sum = accumulate(rules, a[:, k], b[k].T, fast=True, split_k=1)
+        factor_a, factor_b = scale_a[rows, block][:, None], scale_b[block, columns][None]
+        if granularity_a is granularity_b:
+            total = total + (partial_sum * factor_a) * factor_b
+        else:
+            total = total + partial_sum * (factor_a * factor_b)
+    return total
+
+
+def accumulate(rules: Rules, a: np.ndarray, b: np.ndarray, *, fast: bool, split_k: int) -> np.ndarray:
+    k = a.shape[1]
+    length = -(-k // split_k)
+    length += -length % rules.slice_multiple if split_k > 1 else 0
+    total = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    for start in range(0, k, max(length, 1)):
+        stop = min(start + length, k)
+        piece = (stop - start) if fast else rules.promote
+        part = np.zeros_like(total)
+        for begin in range(start, stop, max(piece, 1)):
+            end = min(begin + piece, stop)
+            part = part + chain(rules, a[:, begin:end], b[:, begin:end])
+        total = total + part
+    return total
+
+
+def chain(rules: Rules, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    (value_a, exp_a), (value_b, exp_b) = operand(rules, a), operand(rules, b)
+    acc = np.zeros((a.shape[0], b.shape[0]))
+    for start in range(0, a.shape[1], 32):
+        k = slice(start, start + 32)
+        products = value_a[:, None, k] * value_b[None, :, k]
+        exponents = np.where(products == 0, -999, exp_a[:, None, k] + exp_b[None, :, k])
+        e_max = np.maximum(exponents.max(axis=-1), np.where(acc == 0, -999, np.frexp(acc)[1] - 1))
+        unit = np.ldexp(1.0, np.maximum(e_max, -900) - rules.bits)
+        total = (rules.cut(products / unit[..., None]).sum(axis=-1) + rules.cut(acc / unit)) * unit
+        last = np.ldexp(1.0, np.frexp(total)[1] - 1 - rules.bits)
+        acc = rules.cut(total / last) * last + 0.0
+    return acc.astype(np.float32)
+
+
+def operand(rules: Rules, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    fmt = format_by_name(x.dtype.name)
+    values = x.astype(np.float64)
+    if rules.normalises_products:
+        return values, np.frexp(values)[1] - 1
+    fields = (codes_of(x) & fmt.magnitude_mask).astype(np.int64) >> fmt.fraction_bits
+    return values, np.maximum(fields, 1) - fmt.bias
+
+
+# A linear layer, put together from the verbs, with a place for a bug at every stage.
+
+
+def linear(
+    bug: str,
+    recipe: Recipe,
+    input: np.ndarray,
+    weight: np.ndarray,
+    grad_output: np.ndarray,
+    bias: np.ndarray | None = None,
+    *,
+    delayed_state: dict[str, DelayedState] | None = None,
+) -> LinearTrace:
+    tensors = {"input": input, "weight": weight, "grad_output": grad_output}
+    fmt = format_by_name(input.dtype.name)
+
+    def trace_of(x: np.ndarray, cast: Any, state: DelayedState | None) -> OperandTrace:
+        if cast.format is None:
+            with np.errstate(over="ignore"):
+                return OperandTrace(None, None, None, x.astype(dtype_of(BFLOAT16)))
+        rounded = x.astype(dtype_of(BFLOAT16)) if bug == "amax" else x
+        own = reference.amax(rounded, cast.granularity)
+        rule = ScaleRule() if bug == "scale" else recipe.scale_rule
+        margin = recipe.delayed.margin if recipe.delayed else 0
+        scales = reference.scale_from_amax(own, cast.format, rule, margin=margin)
+        if state is not None and state.initialized and bug != "delayed":
+            inv_scale = np.reshape(state.inv_scale, (1, 1))
+            scales = Scales(inv_scale, np.float32(1) / inv_scale)
+        granularity = Granularity.TENSORWISE if bug == "codes" and cast.granularity.is_blockwise else cast.granularity
+        inv_scale = scales.inv_scale[:1, :1] if granularity is not cast.granularity else scales.inv_scale
+        codes = reference.quantize(x, inv_scale, cast.format, granularity)
+        return OperandTrace(own, scales.inv_scale, scales.scale, codes)
+
+    def product_of(a: OperandTrace, b: OperandTrace, gemm: Any, fmt: Format = fmt) -> np.ndarray:
+        if gemm.is_high_precision:
+            return reference.mm(a.codes, b.codes.T, out_dtype=fmt)
+        pair = gemm.scaled_gemm_granularities
+        scales = [
+            np.repeat(x.scale, x.codes.shape[0], axis=0) if g is Granularity.ROWWISE and x.scale.size == 1 else x.scale
+            for x, g in zip((a, b), pair, strict=True)
+        ]
+        fast = gemm.use_fast_accum or (bug == "product" and not pair[0].is_blockwise)
+        return reference.scaled_mm(
+            a.codes,
+            b.codes.T,
+            scales[0],
+            scales[1].T,
+            granularity_a=pair[0],
+            granularity_b=pair[1],
+            out_dtype=fmt,
+            use_fast_accum=fast,
+        )
+
+    def trace_gemm(name: str) -> GemmTrace:
+        gemm, operands = recipe.gemms[name], []
+        for side, source, cast in zip("ab", OPERANDS[name], (gemm.a, gemm.b), strict=True):
+            transposed = (name, side) in {("grad_input", "b"), ("grad_weight", "a"), ("grad_weight", "b")}
+            x = tensors[source].T if transposed else tensors[source]
+            operands.append(trace_of(x, cast, delayed_state[source] if delayed_state else None))
+        a, b = operands
+        return GemmTrace(a, b, product_of(a, b, gemm))
+
+    output = trace_gemm("output")
+    result = output.product
+    if bias is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            unrounded = product_of(output.a, output.b, recipe.output, FLOAT32) if bug == "result" else result
+            result = (unrounded.astype(np.float32) + bias.astype(np.float32)).astype(result.dtype)
+    return LinearTrace(output, trace_gemm("grad_input"), trace_gemm("grad_weight"), result)
+
+
+# The bugs.
+
+
+def half_away(x: np.ndarray, format: Format, *, overflow: Overflow) -> np.ndarray:
+    codes = codes_of(reference.cast(x, format, overflow=overflow)).copy()
+    nearest = codes.view(dtype_of(format)).astype(np.float64)
+    upper = np.minimum(codes & 0x7F, format.max_code - 1) + 1
+    above = upper.astype(np.uint8).view(dtype_of(format)).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        is_tie = np.abs(x.astype(np.float64)) * 2 == np.abs(nearest) + above
+    codes[is_tie & np.isfinite(nearest)] += 1
+    return codes.view(dtype_of(format))
+
+
+def flushed(x: np.ndarray, format: Format, *, overflow: Overflow) -> np.ndarray:
+    codes = codes_of(reference.cast(x, format, overflow=overflow)).copy()
+    codes[(codes & 0x7F) <= format.fraction_mask] &= 0x80
+    return codes.view(dtype_of(format))
+
+
+def nan_to_max(x: np.ndarray, format: Format, *, overflow: Overflow) -> np.ndarray:
+    codes = codes_of(reference.cast(x, format, overflow=overflow)).copy()
+    codes[np.isnan(x)] = format.max_code
+    return codes.view(dtype_of(format))
+
+
+def unsigned_zero(x: np.ndarray) -> np.ndarray:
+    return reference.decode(x) + np.float32(0)
+
+
+def amax_without_nan(x: np.ndarray, granularity: Granularity) -> np.ndarray:
+    return reference.amax(np.where(np.isnan(x), np.zeros_like(x), x), granularity)
+
+
+def reciprocal_scale(amax: np.ndarray, format: Format, rule: ScaleRule, *, margin: int = 0) -> Scales:
+    scales = reference.scale_from_amax(amax, format, rule, margin=margin)
+    with np.errstate(all="ignore"):
+        floored = np.maximum(amax, np.float32(rule.amax_floor))
+        rough = np.float32(format.max * 2.0**-margin) * (np.float32(1) / floored)
+    return Scales(scales.inv_scale if rule.power_of_two else rough, scales.scale)
+
+
+def rounded_power_of_two(amax: np.ndarray, format: Format, rule: ScaleRule, *, margin: int = 0) -> Scales:
+    scales = reference.scale_from_amax(amax, format, replace(rule, power_of_two=False), margin=margin)
+    if not rule.power_of_two:
+        return scales
+    with np.errstate(all="ignore"):
+        inv_scale = np.exp2(np.round(np.log2(scales.inv_scale))).astype(np.float32)
+        return Scales(inv_scale, np.float32(1) / inv_scale)
+
+
+def rolled_the_wrong_way(state: DelayedState, amax: np.ndarray, *rest: Any) -> DelayedState:
+    right = reference.update_delayed_state(state, amax, *rest)
+    history = np.roll(right.amax_history, -2)
+    return right._replace(amax_history=history)
+
+
+def column_major(scale: np.ndarray) -> np.ndarray:
+    """Block scales read in the wrong order."""
+    return np.ravel(scale).reshape(scale.shape, order="F")
+
+
+def column_major_quantize(x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity) -> np.ndarray:
+    if granularity is Granularity.BLOCKWISE_128X128:
+        inv_scale = column_major(inv_scale)
+    return reference.quantize(x, inv_scale, format, granularity)
+
+
+def column_major_block_scales(
+    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any
+) -> np.ndarray:
+    if options["granularity_a"] is Granularity.BLOCKWISE_128X128:
+        scale_a = column_major(scale_a)
+    return reference.scaled_mm(a, b, scale_a, scale_b, **options)
+
+
+def scaled_operands(
+    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any
+) -> np.ndarray:
+    if options["granularity_a"].is_blockwise:
+        return reference.scaled_mm(a, b, scale_a, scale_b, **options)
+    with np.errstate(all="ignore"):
+        product = (a.astype(np.float32) * scale_a) @ (b.astype(np.float32) * scale_b)
+        if options["bias"] is not None:
+            product = product + options["bias"].astype(np.float32)
+        return product.astype(dtype_of(options["out_dtype"]))
+
+
+def float32_mm(a: np.ndarray, b: np.ndarray, *, out_dtype: Format, split_k: int) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return (a.astype(np.float32) @ b.astype(np.float32)).astype(dtype_of(out_dtype))
+
+
+def group_off_by_one(
+    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, offs: np.ndarray, **options: Any
+) -> np.ndarray:
+    early = np.append(offs[:-1] - 1, offs[-1]).astype(np.int32)
+    return reference.scaled_grouped_mm(a, b, scale_a, scale_b, early, **options)
+
+
+def gemm(**bent: Any) -> dict[str, Verb]:
+    return {"scaled_mm": partial(scaled_mm, Rules(**bent))}
+
+
+def layer(bug: str) -> dict[str, Verb]:
+    return {"linear": partial(linear, bug)}
+
+
+def swapped_factors(
+    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any
+) -> np.ndarray:
+    """Row and column scales exchanged, where the shapes allow it."""
+    if options["granularity_a"] is Granularity.ROWWISE and scale_a.shape == scale_b.T.shape:
+        scale_a, scale_b = scale_b.T, scale_a.T
+    return reference.scaled_mm(a, b, scale_a, scale_b, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    stage: str
+    verbs: dict[str, Verb]
+    first_difference: str = ""
+
+
+BUGS: dict[str, Bug] = {
+    "round half away from zero": Bug(stage="formats", verbs={"cast": half_away}),
+    "subnormals flushed": Bug(stage="formats", verbs={"cast": flushed}),
+    "NaN becomes max": Bug(stage="formats", verbs={"cast": nan_to_max}),
+    "-0 loses its sign": Bug(stage="formats", verbs={"decode": unsigned_zero}),
+    "amax drops NaN": Bug(stage="scales", verbs={"amax": amax_without_nan}),
+    "scale by reciprocal": Bug(stage="scales", verbs={"scale_from_amax": reciprocal_scale}),
+    "power of two by rounding": Bug(stage="scales", verbs={"scale_from_amax": rounded_power_of_two}),
+    "history rolled the wrong way": Bug(stage="scales", verbs={"update_delayed_state": rolled_the_wrong_way}),
+    "block scales of quantize column-major": Bug(stage="scales", verbs={"quantize": column_major_quantize}),
+    "ACC-2 products normalised": Bug(stage="golden", verbs=gemm(normalises_products=True)),
+    "ACC-3 floor instead of toward zero": Bug(stage="golden", verbs=gemm(cut=np.floor)),
+    "ACC-3 14 bits": Bug(stage="golden", verbs=gemm(bits=14)),
+    "CHAIN-1 fast accumulation ignored": Bug(stage="golden", verbs=gemm(reads_fast_flag=False)),
+    "CHAIN-2 promotion every 96": Bug(stage="golden", verbs=gemm(promote=96)),
+    "CHAIN-2 promotion every 160": Bug(stage="golden", verbs=gemm(promote=160)),
+    "CHAIN-3 slices not rounded": Bug(stage="golden", verbs=gemm(slice_multiple=32)),
+    "EPI-1 scales applied before the GEMM": Bug(stage="golden", verbs={"scaled_mm": scaled_operands}),
+    "EPI-2 row scale first": Bug(stage="golden", verbs=gemm(column_scale_first=False)),
+    "EPI-2 row and column scales swapped": Bug(stage="golden", verbs={"scaled_mm": swapped_factors}),
+    "EPI-3 bias before scales": Bug(stage="golden", verbs=gemm(bias_first=True)),
+    "EPI-5 two roundings instead of fma": Bug(stage="golden", verbs=gemm(fused=False)),
+    "EPI-5 block scales column-major": Bug(stage="golden", verbs={"scaled_mm": column_major_block_scales}),
+    "EPI-6 group ends off by one": Bug(stage="golden", verbs={"scaled_grouped_mm": group_off_by_one}),
+    "BF16-1 float32 matmul": Bug(stage="golden", verbs={"mm": float32_mm}),
+    "layer: amax of a rounded copy": Bug(stage="recipes", verbs=layer("amax"), first_difference="output.a.amax"),
+    "layer: scale rule ignored": Bug(stage="recipes", verbs=layer("scale"), first_difference="output.a.inv_scale"),
+    "layer: delayed state ignored": Bug(stage="recipes", verbs=layer("delayed"), first_difference="output.a.inv_scale"),
+    "layer: one scale for all blocks": Bug(stage="recipes", verbs=layer("codes"), first_difference="output.a.codes"),
+    "layer: fast gradients": Bug(stage="recipes", verbs=layer("product"), first_difference="grad_input.product"),
+    "layer: bias added before rounding": Bug(stage="recipes", verbs=layer("result"), first_difference="result"),
+}
+"""Name -> what is wrong, and the first stage that must notice."""
+
+KEPT = "000 002 005 006 010 014 023 046 050 054 075 123 129 140 148 150 158 161 163 167 168 170 172".split()
+"""Recorded cases that together exercise every rule, in little time."""
+
+
+@cache
+def few_golden() -> GoldenFile:
+    shipped = shipped_golden()
+    kept = tuple(case for case in shipped.cases if case.gemm.id in KEPT)
+    assert len(kept) == len(KEPT)
+    return replace(shipped, cases=kept)
+
+
+@pytest.fixture(scope="module")
+def golden_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("golden") / "few.safetensors"
+    write_golden(path, few_golden().cases, few_golden().metadata)
+    return path
+
+
+def few_recipes() -> tuple[cases.RecipeCase, ...]:
+    """The small layers, and one whose sums are long enough for promotion to show."""
+    long = {"tensorwise float32", "tensorwise bfloat16", "rowwise bfloat16"}
+    return tuple(
+        c
+        for c in recipe_cases()
+        if c.shape in (cases.ODD_SHAPE, cases.BLOCKWISE_ODD_SHAPE) or f"{c.recipe.name} {c.dtype}" in long
+    )
+
+
+def run_cli(planted: Subject, golden: Path, json_path: Path, *stage_names: str) -> tuple[int, dict[str, Any], str]:
+    stage_options = [word for name in stage_names for word in ("--stage", name)]
+    arguments = ["verify", planted.name, "--golden", str(golden), "--json", str(json_path), *stage_options]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(subject.SUBJECTS, planted.name, lambda: planted)
+        patch.setattr(stages, "recipe_cases", few_recipes)
+        result = CliRunner().invoke(cli.build_app(), arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, json.loads(json_path.read_text()), result.output
+
+
+def plant(name: str, verbs: dict[str, Verb]) -> Subject:
+    original = load_subject("f8ref.numpy")
+    return replace(original, name=name, engine="planted", verbs={**original.verbs, **verbs})
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught_at_its_stage(name: str, golden_path: Path, tmp_path: Path) -> None:
+    bug = BUGS[name]
+    order = list(stages.STAGES)
+    # up to the stage that must notice; the generated GEMMs come after the recorded ones and are not needed here
+    until = [stage for stage in order[: order.index(bug.stage) + 1] if stage != "gemms"]
+    if bug.stage == "recipes":
+        until.remove("golden")
+    status, report, output = run_cli(plant("planted", bug.verbs), golden_path, tmp_path / "out.json", *until)
+
+    assert status == 1
+    assert not report["equal"]
+    found = {stage["stage"]: stage for stage in report["subjects"][0]["stages"]}
+    assert [stage for stage in until if found[stage]["status"] != "equal"] == [bug.stage]
+    assert found[bug.stage]["outputs_equal"] < found[bug.stage]["outputs_total"]
+    if bug.first_difference:
+        assert bug.first_difference in found[bug.stage]["first_differences"]
+    assert "  expected: 0x" in output and "=> 0x" in output
+
+
+@pytest.mark.parametrize(
+    "verbs", [gemm(), layer("")], ids=["the bendable tensor core, straight", "the bendable layer, straight"]
+)
+def test_what_carries_the_bugs_is_right(verbs: dict[str, Verb], golden_path: Path, tmp_path: Path) -> None:
+    """Without a bug the same code passes: so it is the bug that the suite catches."""
+    stage = ["golden", "gemms"] if "scaled_mm" in verbs else ["recipes"]
+    status, report, output = run_cli(plant("straight", verbs), golden_path, tmp_path / "out.json", *stage)
+    assert status == 0, output
+    assert report["equal"]
+
+
+def test_generated_gemms_catch_what_few_recorded_ones_show(golden_path: Path, tmp_path: Path) -> None:
+    """The stage that any kernel's author can run without a recording."""
+    assert len(gemm_cases()) > 50
+    for name in ("ACC-2 products normalised", "CHAIN-2 promotion every 96", "CHAIN-3 slices not rounded"):
+        status, report, _ = run_cli(plant("planted", BUGS[name].verbs), golden_path, tmp_path / "out.json", "gemms")
+        assert status == 1, name
+        assert report["subjects"][0]["stages"][0]["status"] == "different", name

@@ -1,0 +1,194 @@
+"""The runner: who judges whom, what is not offered, what raises, and that nothing is no pass."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
+from f8emu.conformance.check import Case
+from f8emu.conformance.golden import GoldenFile
+from f8emu.conformance.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
+from f8emu.spec import E4M3FN, SpecError
+
+
+@pytest.fixture(scope="module")
+def golden() -> GoldenFile:
+    shipped = shipped_golden()
+    return replace(shipped, cases=shipped.cases[:4] + shipped.cases[168:169])
+
+
+@pytest.fixture(scope="module")
+def numpy_subject() -> Subject:
+    return load_subject("f8ref.numpy")
+
+
+def renamed(subject: Subject, **verbs: Any) -> Subject:
+    """f8ref.numpy as somebody else's work, so that f8ref.numpy itself judges it."""
+    return replace(subject, name="renamed", verbs={**subject.verbs, **verbs})
+
+
+def test_no_subject_judges_itself() -> None:
+    for name in SUBJECTS:
+        if name == "f8ref.numpy":
+            pytest.importorskip("jax")
+        assert value_oracle(name).name != name
+        assert gemm_oracle(name).name != name
+    assert value_oracle("f8ref.numpy").name == "f8ref.exact"
+    assert gemm_oracle("f8ref.numpy").name == "f8ref.jax"
+    assert gemm_oracle("f8ref.numpy:scaled_mm").name == "f8ref.jax", "the same code under another name"
+    assert gemm_oracle("torch").name == value_oracle("f8ref.jax").name == "f8ref.numpy"
+
+
+def test_numpy_against_the_definition(numpy_subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Element by element, f8ref.exact is the judge; here of the scales, which take it a few seconds."""
+    monkeypatch.setattr(stages, "amax_corners", lambda: np.array([[0, 1e-12, 3, np.inf, np.nan]], np.float32).T)
+    monkeypatch.setattr(stages, "amax_inputs", lambda: [])
+    monkeypatch.setattr(stages, "quantize_inputs", lambda: [])
+    (result,) = verify([numpy_subject], stages=["scales"]).subjects
+    assert result.stages[0].oracle.startswith("f8ref.exact")
+    assert result.stages[0].status is Status.EQUAL
+    assert result.stages[0].cases_total == 20
+
+
+def test_equal_run(numpy_subject: Subject, golden: GoldenFile) -> None:
+    result = verify([renamed(numpy_subject)], stages=["formats", "golden"], golden=golden)
+    assert result.is_equal
+    formats, recorded = result.subjects[0].stages
+    assert (formats.stage, formats.cases_equal, formats.cases_total) == ("formats", 17, 17)
+    assert formats.outputs_equal == formats.outputs_total > 600_000
+    assert (recorded.cases_equal, recorded.outputs_equal) == (5, 4 * 64 * 96 + 112 * 64)
+    assert recorded.oracle == "recorded on NVIDIA H200"
+
+
+def test_an_exception_fails_its_case_and_the_next_one_runs(numpy_subject: Subject, golden: GoldenFile) -> None:
+    def breaks(*args: Any, **kwargs: Any) -> np.ndarray:
+        raise MemoryError("no room")
+
+    subject = renamed(numpy_subject, scaled_grouped_mm=breaks)
+    result = verify([subject], stages=["golden"], golden=golden)
+    stage = result.subjects[0].stages[0]
+    assert not result.is_equal
+    assert (stage.status, stage.cases_equal, stage.cases_total) == (Status.DIFFERENT, 4, 5)
+    assert stage.outputs_total - stage.outputs_equal == 112 * 64
+    assert "raised MemoryError: no room" in stage.mismatches[0].line()
+
+
+def test_not_offered_is_counted_beside(numpy_subject: Subject, golden: GoldenFile) -> None:
+    verbs = {name: verb for name, verb in numpy_subject.verbs.items() if name == "scaled_mm"}
+    subject = replace(numpy_subject, name="scaled_mm alone", verbs=verbs)
+    result = verify([subject], stages=["formats", "golden"], golden=golden)
+    formats, recorded = result.subjects[0].stages
+    assert formats.status is Status.NOT_OFFERED and "has no decode, cast" in formats.reason
+    assert (recorded.status, recorded.cases_total, recorded.cases_not_offered) == (Status.EQUAL, 4, 1)
+    assert result.is_equal
+
+
+def test_nothing_that_ran_is_no_pass(numpy_subject: Subject, golden: GoldenFile) -> None:
+    nothing = replace(numpy_subject, name="nothing", verbs={})
+    result = verify([nothing], golden=golden)
+    assert {stage.status for stage in result.subjects[0].stages} == {Status.NOT_OFFERED}
+    assert not result.is_equal
+    assert not verify([], golden=golden).is_equal
+
+    def refuses(*args: Any, **kwargs: Any) -> np.ndarray:
+        raise NotOffered("not today")
+
+    refusing = replace(numpy_subject, name="refusing", verbs={"scaled_mm": refuses})
+    stage = verify([refusing], stages=["golden"], golden=golden).subjects[0].stages[0]
+    assert (stage.status, stage.cases_not_offered) == (Status.NOT_OFFERED, 5)
+
+
+def test_a_stage_without_cases_is_a_failure(
+    numpy_subject: Subject, golden: GoldenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+        return iter(())
+
+    monkeypatch.setitem(stages.STAGES, "gemms", replace(stages.STAGES["gemms"], cases=none))
+    result = verify([renamed(numpy_subject)], stages=["golden", "gemms"], golden=golden)
+    assert [stage.status for stage in result.subjects[0].stages] == [Status.EQUAL, Status.EMPTY]
+    assert not result.is_equal
+
+
+def test_a_failing_oracle_is_a_failure(
+    numpy_subject: Subject, golden: GoldenFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*args: Any, **kwargs: Any) -> np.ndarray:
+        raise RuntimeError("oracle down")
+
+    broken = replace(numpy_subject, verbs={**numpy_subject.verbs, "decode": breaks})
+    formats = replace(stages.STAGES["formats"], judge=lambda name: broken)
+    monkeypatch.setitem(stages.STAGES, "formats", formats)
+    stage = verify([renamed(numpy_subject)], stages=["formats"], golden=golden).subjects[0].stages[0]
+    assert stage.status is Status.DIFFERENT
+    assert "the oracle raised RuntimeError: oracle down" in stage.mismatches[0].line()
+
+
+def test_live_stage_needs_a_gpu(numpy_subject: Subject, golden: GoldenFile) -> None:
+    result = verify([renamed(numpy_subject)], stages=["live"], golden=golden)
+    assert "no GPU" in result.subjects[0].stages[0].reason
+    assert not result.is_equal
+
+
+def test_sampled_gemm_inside_its_full_size() -> None:
+    """What a subject on hardware does: the whole GEMM, of which the sample is taken."""
+    case = next(case for case in shipped_golden().cases if case.name == "layer" and case.gemm.mode.value == "rowwise")
+    assert case.gemm.sample is not None
+    small = replace(
+        case.gemm,
+        a=case.gemm.a[:, :64],
+        b=case.gemm.b[:, :64],
+        sample=replace(case.gemm.sample, m=8192, n=4096),
+    )
+    reference = load_subject("f8ref.numpy")
+    seen: list[tuple[int, ...]] = []
+
+    def scaled_mm(a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any) -> np.ndarray:
+        seen.append((*a.shape, *b.shape, *scale_a.shape, *scale_b.shape))
+        assert "split_k" not in options
+        assert small.sample is not None
+        rows, cols = list(small.sample.rows), list(small.sample.cols)
+        out = np.zeros((a.shape[0], b.shape[1]), options["out_dtype"].name)
+        part = reference.verbs["scaled_mm"](a[rows], b[:, cols], scale_a[rows], scale_b[:, cols], **options)
+        out[np.ix_(rows, cols)] = part
+        return out
+
+    verbs = without_split_k({"scaled_mm": scaled_mm})
+    hardware = replace(reference, name="hardware", verbs=verbs, runs_full_size=True, chooses_split_k=True)
+    assert np.array_equal(hardware.gemm(replace(small, split_k=3)), reference.gemm(small))
+    assert seen == [(8192, 64, 64, 4096, 8192, 1, 1, 4096)]
+
+    padding = replace(reference, name="padding", takes_any_size=False)
+    assert np.array_equal(padding.gemm(small), reference.gemm(small))
+
+
+def test_what_stands_beside_a_sample_is_not_zero() -> None:
+    case = next(case for case in shipped_golden().cases if case.name == "layer").gemm
+    padded, sample = case.padded(16)
+    assert padded.output_shape == (32, 32) == (sample.m, sample.n)
+    assert np.count_nonzero(padded.a[24:].view(np.uint8)) > 0.9 * padded.a[24:].size
+    assert case.padded(8)[0] is case
+
+
+def test_unknown_stage_and_subject() -> None:
+    with pytest.raises(SpecError, match=r"unknown stage 'recorded'; known stages are formats, .*golden"):
+        verify([], stages=["recorded"])
+    with pytest.raises(SpecError, match=r"unknown subject 'numpy'; known subjects are f8ref.numpy, f8ref.jax, torch"):
+        load_subject("numpy")
+    with pytest.raises(SpecError, match="arrays must be one of torch, numpy, jax"):
+        load_subject("f8ref.numpy", arrays="cupy")
+
+
+@pytest.mark.parametrize("name", list(SUBJECTS))
+def test_every_subject_takes_and_gives_numpy(name: str) -> None:
+    pytest.importorskip({"f8ref.jax": "jax"}.get(name, "torch" if name == "torch" else "numpy"))
+    subject = load_subject(name)
+    x = np.array([[1.0, -0.0, np.nan, 500.0]], np.float32)
+    codes = subject.verbs["cast"](x, E4M3FN)
+    assert codes.dtype.name == "float8_e4m3fn" and codes.tolist()[0][0] == 1.0
+    assert codes.view(np.uint8).tolist() == [[0x38, 0x80, 0x7F, 0x7E]]
+    assert name.removeprefix("f8ref.") in subject.engine
