@@ -1,0 +1,162 @@
+"""One step of the tensor core, and its operands: the arithmetic of NUMERICS 2 and 5 on one tile of the product.
+
+float8 [ACC-1..5] runs in float32 and int32 with every operation exact: a product of two codes has at most 8 significant
+bits and a raw exponent of -20..23 (E5M2 x E4M3, the widest pair), the accumulator has 14 bits and, being a multiple of
+2^(-20 - 13) at any time, no exponent below -33. Nothing is rounded, subnormal or infinite on the way, so neither
+flushing, contraction nor reassociation can change a bit, and a conversion to int32 is the cut toward zero.
+
+bfloat16 [BF16-1] aligns to 25 bits in the exponent range of float32. Its terms are products of integer significands
+times a power of two made from exponent differences; its accumulator is a bit pattern, handled as integers.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from f8emu.spec import FLOAT32, AccumulationModel, Format
+from f8ref.jax import softfloat
+from f8ref.jax.codec import float32_bits, is_finite
+
+_ZERO_FLOAT8 = -57
+"""Exponent given to a zero operand: below the accumulator's beside any partner, and twice it still fits int8."""
+_ZERO_BFLOAT16 = -1000
+"""The same for bfloat16, in int16."""
+
+
+class Operand(NamedTuple):
+    """A block of codes, taken apart; what is not finite counts as zero here, see `special_terms`."""
+
+    value: jax.Array
+    """Float32: the value of a float8 code; the signed integer significand of a bfloat16 code."""
+    exponent: jax.Array
+    """Raw exponent [OP-1], a subnormal's being the smallest; int8 for float8, int16 for bfloat16."""
+
+
+def float8_operand(code: jax.Array, format: Format) -> Operand:
+    """A block of float8 codes (uint32) taken apart."""
+    is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
+    value = jnp.where(is_term, float32_bits(code, format), jnp.uint32(0))
+    exponent = jnp.where(is_term, _raw_exponent(code, format), _ZERO_FLOAT8)
+    return Operand(softfloat.from_bits(value), exponent.astype(jnp.int8))
+
+
+def bfloat16_operand(code: jax.Array, format: Format) -> Operand:
+    """A block of bfloat16 codes (uint32) taken apart."""
+    is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
+    sig = (code & format.fraction_mask) | _hidden_bit(code, format)
+    sig = jnp.where(is_term, sig, jnp.uint32(0)).astype(jnp.float32)
+    exponent = jnp.where(is_term, _raw_exponent(code, format), _ZERO_BFLOAT16)
+    return Operand(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
+
+
+def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
+    """The accumulator after one step, [TM, TN] float32: [ACC-2] to [ACC-5].
+
+    Shapes: a [TM, step_k], b [step_k, TN].
+    """
+    aligned, fraction = model.aligned_fraction_bits, FLOAT32.fraction_bits
+    # 1. [ACC-2] The accumulator takes part by its exponent field; 2^-60 stands in where there is nothing but zeros.
+    product_exponent = _largest_exponent(a, b).astype(jnp.int32)
+    e_max = jnp.maximum(product_exponent, -60) + FLOAT32.bias << fraction
+    e_max = jnp.maximum(e_max, _int32_bits(accumulator) & softfloat.INFINITY)
+    # 2. [ACC-3] In units of 2^(e_max - 13) a term is below 2^15, so int32 holds any sum.
+    unit = e_max - (aligned << fraction)
+    to_units, from_units = _float32((2 * FLOAT32.bias << fraction) - unit), _float32(unit)
+    # 3. [ACC-4]
+    total = (accumulator * to_units).astype(jnp.int32)
+    for k in range(model.step_k):
+        total = total + ((a.value[:, k, None] * b.value[k, None, :]) * to_units).astype(jnp.int32)
+    # 4. [ACC-5] Fewer than 24 bits: float32 holds the sum, and clearing fraction bits is the cut toward zero.
+    dropped = (1 << fraction - model.result_fraction_bits) - 1
+    return _float32(_int32_bits(total.astype(jnp.float32)) & ~dropped) * from_units
+
+
+def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
+    """The accumulator after one step, [TM, TN] uint32 float32 bit patterns: [BF16-1].
+
+    Shapes: a [TM, step_k], b [step_k, TN].
+    """
+    aligned, fraction = model.aligned_fraction_bits, FLOAT32.fraction_bits
+    # 1. [ACC-2] The accumulator's exponent is that of float32, so -126 for a subnormal accumulator.
+    magnitude = accumulator & 0x7FFFFFFF
+    exponent = _raw_exponent(accumulator, FLOAT32)
+    sig = (accumulator & FLOAT32.fraction_mask) | _hidden_bit(accumulator, FLOAT32)
+    e_acc = jnp.where(magnitude == 0, 2 * _ZERO_BFLOAT16, exponent)
+    e_max = jnp.maximum(_largest_exponent(a, b).astype(jnp.int32), e_acc)
+    # 2. [ACC-3] A product of integer significands weighs 2^(e - 14). Its factor to units of 2^(e_max - 25) is at most
+    #    2^11; where the factor would be subnormal, 0 gives the same term.
+    field = FLOAT32.bias + aligned - 14 - e_max
+    terms = jnp.zeros_like(e_max)
+    for k in range(model.step_k):
+        pair = a.exponent[:, k, None].astype(jnp.int32) + b.exponent[k, None, :].astype(jnp.int32)
+        factor = _float32(jnp.maximum(field + pair, 0) << fraction)
+        terms = terms + ((a.value[:, k, None] * b.value[k, None, :]) * factor).astype(jnp.int32)
+    distance = jnp.clip(e_max - exponent, 0, 31).astype(jnp.uint32)
+    cut = ((sig << (aligned - fraction)) >> distance).astype(jnp.int32)
+    kept = jnp.where(accumulator >> 31 != 0, -cut, cut)
+    # 3. [ACC-4] 16 terms below 2^27 fit int32, the accumulator's on top only its magnitude in uint32: where both have
+    #    one sign, the sum has it too, and otherwise it fits.
+    total = terms + kept
+    is_negative = jnp.where((terms < 0) == (kept < 0), terms < 0, total < 0)
+    units = jnp.where(is_negative, -total, total).astype(jnp.uint32)
+    # 4. [ACC-5] Normalise and cut to float32; what is cut to nothing is +0. An infinity, from overflow, stays.
+    shift = softfloat.leading_zeros(units)
+    packed = softfloat.pack_toward_zero(e_max + 31 - aligned - shift.astype(jnp.int32), units << shift)
+    result = jnp.where(is_negative & (packed != 0), packed | (jnp.uint32(1) << 31), packed)
+    return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
+
+
+def special_terms(a: jax.Array, b: jax.Array, a_format: Format, b_format: Format) -> jax.Array:
+    """What the terms that are not finite make of each sum: NaN, +-inf, or a finite number [SPEC-1].
+
+    IEEE arithmetic says the rule by itself once every finite value is replaced by its sign.
+
+    Shapes: codes (uint32) a [TM, K], b [K, TN] -> [TM, TN] float32; K a multiple of 8.
+    """
+    a_sign, b_sign = _sign_value(a, a_format), _sign_value(b, b_format)
+
+    def eight(i: jax.Array, total: jax.Array) -> jax.Array:
+        a_8 = lax.dynamic_slice_in_dim(a_sign, i * 8, 8, 1)
+        b_8 = lax.dynamic_slice_in_dim(b_sign, i * 8, 8, 0)
+        for k in range(8):
+            total = total + a_8[:, k, None] * b_8[k, None, :]
+        return total
+
+    return lax.fori_loop(0, a.shape[1] // 8, eight, jnp.zeros((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _largest_exponent(a: Operand, b: Operand) -> jax.Array:
+    """[ACC-2] The largest exponent among the products, [TM, TN], in the operands' own narrow integers."""
+    largest = a.exponent[:, 0, None] + b.exponent[0, None, :]
+    for k in range(1, a.exponent.shape[1]):
+        largest = jnp.maximum(largest, a.exponent[:, k, None] + b.exponent[k, None, :])
+    return largest
+
+
+def _raw_exponent(code: jax.Array, format: Format) -> jax.Array:
+    field = (code & format.magnitude_mask) >> format.fraction_bits
+    return jnp.maximum(field, 1).astype(jnp.int32) - format.bias
+
+
+def _hidden_bit(code: jax.Array, format: Format) -> jax.Array:
+    """[OP-1] The leading bit that a normal code has and a subnormal one has not."""
+    is_normal = (code & format.magnitude_mask) > format.fraction_mask
+    return is_normal.astype(jnp.uint32) << format.fraction_bits
+
+
+def _sign_value(code: jax.Array, format: Format) -> jax.Array:
+    """Float32: NaN, +-inf, 0, or the sign of any other value."""
+    bits = float32_bits(code, format)
+    magnitude = bits & softfloat.INFINITY
+    one = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)
+    return softfloat.from_bits(jnp.where(magnitude == softfloat.INFINITY, bits, one))
+
+
+def _int32_bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _float32(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,143 @@
+"""How steps are chained along K on one tile of the product: NUMERICS 3, and the blockwise chain of [EPI-5].
+
+K is walked in blocks of 128 (64 for bfloat16): the stretch after which a partial is promoted, and the unit of a split-K
+slice. The codes of a block are taken apart once and then used by all of its steps.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from f8emu.spec import BFLOAT16, AccumulationModel, Format
+from f8ref.jax import softfloat
+from f8ref.jax.accumulate import Operand, bfloat16_operand, bfloat16_step, float8_operand, float8_step, special_terms
+from f8ref.jax.codec import is_finite
+
+
+class Chain(NamedTuple):
+    """What is static about the sums of one GEMM."""
+
+    model: AccumulationModel
+    a_format: Format
+    b_format: Format
+    k: int
+    split_k: int = 1
+
+    @property
+    def block_k(self) -> int:
+        """K of one block; less than the model's unit where K is."""
+        steps = max(1, math.ceil(self.k / self.model.step_k))
+        return min(self.model.split_k_multiple, steps * self.model.step_k)
+
+    @property
+    def blocks(self) -> int:
+        return max(1, math.ceil(self.k / self.block_k))
+
+    @property
+    def padded_k(self) -> int:
+        """K in whole blocks, at least one. [ACC-1] pads with zeros, and a step of zeros changes no accumulator."""
+        return self.blocks * self.block_k
+
+    @property
+    def blocks_per_slice(self) -> int:
+        """[CHAIN-3], [BF16-2] A slice is `ceil(K / S)` long, rounded up to whole blocks."""
+        return max(1, math.ceil(math.ceil(self.k / self.split_k) / self.model.split_k_multiple))
+
+
+def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The accumulators of one tile before any scale, as uint32 float32 bit patterns.
+
+    Shapes: codes of any unsigned dtype, a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
+    """
+    zero = _zero(chain, a, b)
+    is_float8 = chain.a_format != BFLOAT16
+    # A float8 partial is 0 or of 2^-33 to 2^60, and so is every total: XLA's own float32 addition has nothing to flush.
+    add = jnp.add if is_float8 else softfloat.add
+    block_sum = _block_sum(chain, a, b)
+
+    def one_slice(first: jax.Array | int, end: jax.Array | int) -> jax.Array:
+        if chain.model.promote_k is None:  # [CHAIN-1]
+            return lax.fori_loop(first, end, block_sum, zero)
+        return lax.fori_loop(first, end, lambda i, total: add(total, block_sum(i, zero)), zero)  # [CHAIN-2]
+
+    length = chain.blocks_per_slice
+    if length >= chain.blocks:
+        total = one_slice(0, chain.blocks)
+    else:
+
+        def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
+            return add(total, one_slice(s * length, jnp.minimum((s + 1) * length, chain.blocks)))
+
+        total = lax.fori_loop(0, math.ceil(chain.blocks / length), add_slice, zero)
+    return _with_specials(chain, a, b, softfloat.bits(total) if is_float8 else total)
+
+
+def blockwise_sum(
+    chain: Chain,
+    a: jax.Array,
+    b: jax.Array,
+    promote: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """[EPI-5] The total of one tile over blocks of 128, as uint32 float32 bit patterns.
+
+    `promote(block index, partial, total)` gives the new total; partial and total are bit patterns.
+
+    Shapes: as `chained_sum`.
+    """
+    zero = _zero(chain, a, b)
+    block_sum = _block_sum(chain, a, b)
+
+    def one_block(i: jax.Array, total: jax.Array) -> jax.Array:
+        a_i, b_i = _block(chain, a, i, 1), _block(chain, b, i, 0)
+        return promote(i, _with_specials(chain, a_i, b_i, softfloat.bits(block_sum(i, zero))), total)
+
+    return lax.fori_loop(0, chain.blocks, one_block, softfloat.bits(zero))
+
+
+def _zero(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An accumulator of one tile: float32 for float8, uint32 bit patterns for bfloat16."""
+    return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32 if chain.a_format == BFLOAT16 else jnp.float32)
+
+
+def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, i * chain.block_k, chain.block_k, axis)
+
+
+def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """(block index, accumulator) -> the accumulator after all steps of the block."""
+    step_k = chain.model.step_k
+    if chain.a_format == BFLOAT16:
+        take_apart, one_step = bfloat16_operand, bfloat16_step
+    else:
+        take_apart, one_step = float8_operand, float8_step
+
+    def block_sum(i: jax.Array, accumulator: jax.Array) -> jax.Array:
+        a_i = take_apart(_block(chain, a, i, 1).astype(jnp.uint32), chain.a_format)
+        b_i = take_apart(_block(chain, b, i, 0).astype(jnp.uint32), chain.b_format)
+
+        def body(step: jax.Array, accumulator: jax.Array) -> jax.Array:
+            a_s = Operand(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 1) for x in a_i))
+            b_s = Operand(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 0) for x in b_i))
+            return one_step(chain.model, accumulator, a_s, b_s)
+
+        return lax.fori_loop(0, chain.block_k // step_k, body, accumulator)
+
+    return block_sum
+
+
+def _with_specials(chain: Chain, a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
+    """[SPEC-1] The totals, with NaN and infinities where the operands ask for them."""
+
+    def replaced(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
+        special = special_terms(a.astype(jnp.uint32), b.astype(jnp.uint32), chain.a_format, chain.b_format)
+        special = softfloat.bits(special)
+        magnitude = special & 0x7FFFFFFF
+        special = jnp.where(magnitude > softfloat.INFINITY, jnp.uint32(softfloat.NAN), special)
+        return jnp.where(magnitude >= softfloat.INFINITY, special, total)
+
+    is_plain = jnp.all(is_finite(a, chain.a_format)) & jnp.all(is_finite(b, chain.b_format))
+    return lax.cond(is_plain, lambda a, b, total: total, replaced, a, b, total)

@@ -1,0 +1,141 @@
+"""Between codes and float32 bit patterns, for any format of the spec: integer arithmetic only.
+
+`decode` is the public verb; `float32_bits` and `round_to_code` are what the rest of f8ref.jax is built from.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from f8emu.spec import FLOAT32, FORMATS, HIGH_PRECISION, Format, OperandError, Overflow, Specials
+from f8ref.jax import softfloat
+
+DECODABLE = tuple(f.name for f in FORMATS.values() if f is not FLOAT32)
+
+
+def decode(x: jax.Array) -> jax.Array:
+    """The float32 value of every element: `(-1)^sign * significand * 2^(exponent - fraction_bits)` [OP-1].
+
+    NaN becomes 0x7fffffff; an infinity stays one.
+
+    Shapes: any.
+    Exactness: exact; every finite value of these formats is a float32.
+
+    Raises:
+        OperandError: the dtype is none of float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, bfloat16.
+    """
+    format = dtype_format(x, "decode", "x", DECODABLE)
+    return _decode(jnp.asarray(x), format)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _decode(x: jax.Array, format: Format) -> jax.Array:
+    return softfloat.from_bits(float32_bits(codes(x, format), format))
+
+
+def dtype_format(x: object, call: str, name: str, allowed: tuple[str, ...]) -> Format:
+    """The format of an array's dtype.
+
+    Raises:
+        OperandError: not an array, or its dtype is not among `allowed`; names the call and the argument.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or str(dtype) not in allowed:
+        found = f"an array of {dtype}" if dtype is not None else f"a {type(x).__name__} without a dtype"
+        raise OperandError(
+            f"{call}: {name} must be an array of {', '.join(allowed)}; got {found}. "
+            f"Convert it first, for example with jnp.asarray({name}).astype(jnp.{allowed[0]})"
+        )
+    return FORMATS[str(dtype)]
+
+
+def high_precision_format(x: object, call: str, name: str) -> Format:
+    """The format of a float32, bfloat16 or float16 array; float64 is refused by name."""
+    return dtype_format(x, call, name, tuple(f.name for f in HIGH_PRECISION))
+
+
+def narrow_codes(x: jax.Array, format: Format) -> jax.Array:
+    """The bit patterns of a typed array, as unsigned integers of the format's own width."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{format.bits}"))
+
+
+def codes(x: jax.Array, format: Format) -> jax.Array:
+    """The bit patterns of a typed array as uint32."""
+    return narrow_codes(x, format).astype(jnp.uint32)
+
+
+def typed(code: jax.Array, format: Format) -> jax.Array:
+    """The typed array with these bit patterns, given as any unsigned integers."""
+    return lax.bitcast_convert_type(code.astype(jnp.dtype(f"uint{format.bits}")), jnp.dtype(format.name))
+
+
+def float32_bits(code: jax.Array, format: Format) -> jax.Array:
+    """Float32 bit pattern of the value of each code; NaN becomes 0x7fffffff."""
+    sign = code >> (format.bits - 1) << 31 if format.signed else jnp.zeros_like(code)
+    magnitude = code & format.magnitude_mask
+    shift = FLOAT32.fraction_bits - format.fraction_bits
+    rebias = FLOAT32.bias - format.bias
+    wide = (magnitude << shift) + (rebias << FLOAT32.fraction_bits)
+    if not format.has_subnormals:
+        # 1. E8M0: field 0 is 2^-127, which float32 holds as a subnormal.
+        wide = jnp.where(magnitude == 0, jnp.uint32(1 << (FLOAT32.fraction_bits - 1)), wide)
+    elif rebias:
+        # 2. A subnormal of a narrower exponent range is normal in float32: move its leading bit to the hidden place.
+        zeros = jnp.minimum(lax.clz(magnitude) - (31 - format.fraction_bits), jnp.uint32(format.fraction_bits))
+        normalised = (magnitude << (shift + zeros)) + ((rebias - zeros) << FLOAT32.fraction_bits)
+        wide = jnp.where(magnitude <= format.fraction_mask, normalised, wide)
+        wide = jnp.where(magnitude == 0, jnp.uint32(0), wide)
+    if format.infinity_code is not None:
+        wide = jnp.where(magnitude == format.infinity_code, jnp.uint32(softfloat.INFINITY), wide)
+    return jnp.where(is_nan(code, format), jnp.uint32(softfloat.NAN), sign | wide)
+
+
+def is_nan(code: jax.Array, format: Format) -> jax.Array:
+    """Whether each code is NaN."""
+    largest = format.infinity_code if format.infinity_code is not None else format.max_code
+    return (code & format.magnitude_mask) > largest
+
+
+def is_finite(code: jax.Array, format: Format) -> jax.Array:
+    """Whether each code is a finite number."""
+    return (code & format.magnitude_mask) <= format.max_code
+
+
+def round_to_code(bits: jax.Array, format: Format, overflow: Overflow) -> jax.Array:
+    """Codes (uint32) of float32 bit patterns rounded to nearest even; NaN becomes `format.nan_code`.
+
+    `max_code` is the limit after rounding: what rounds to it is finite, what rounds beyond it overflows.
+    """
+    if format == FLOAT32:
+        return jnp.where((bits & 0x7FFFFFFF) > softfloat.INFINITY, jnp.uint32(format.nan_code), bits)
+    sign = (bits >> 31) << (format.bits - 1)
+    magnitude = bits & 0x7FFFFFFF
+
+    # 1. Significand, and exponent field in the target format (which may be zero or negative).
+    field_32 = (magnitude >> FLOAT32.fraction_bits).astype(jnp.int32)
+    hidden = (field_32 != 0).astype(jnp.uint32) << FLOAT32.fraction_bits
+    sig = (magnitude & FLOAT32.fraction_mask) | hidden
+    field = jnp.maximum(field_32, 1) + (format.bias - FLOAT32.bias)
+
+    # 2. Cut to the fraction, one place more for each exponent below the normal range, to nearest even. From 25 places
+    #    on nothing of a 24-bit significand is left, and less than half of the last place was cut.
+    places = FLOAT32.fraction_bits - format.fraction_bits + jnp.maximum(1 - field, 0)
+    places = jnp.minimum(places, 25).astype(jnp.uint32)
+    half = jnp.uint32(1) << (places - 1)
+    rounded = (sig + (half - 1) + ((sig >> places) & 1)) >> places
+
+    # 3. The hidden bit, or a carry into it, adds one to the exponent field.
+    field = (jnp.maximum(field, 1) - 1).astype(jnp.uint32)
+    code = (field << format.fraction_bits) + rounded
+
+    # 4. Overflow and specials.
+    beyond = format.max_code
+    if overflow is Overflow.NONFINITE:
+        beyond = format.nan_code if format.infinity_code is None else format.infinity_code
+    code = sign | jnp.where(code > format.max_code, jnp.uint32(beyond), code)
+    nan = magnitude > softfloat.INFINITY
+    if overflow is Overflow.NONFINITE and format.specials is Specials.NAN_ALL_ONES:
+        nan = nan | ((code & format.magnitude_mask) == format.nan_code)
+    return jnp.where(nan, jnp.uint32(format.nan_code), code)

@@ -1,0 +1,70 @@
+"""The state of delayed scaling, and its update once a step."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from f8emu.spec import (
+    FLOAT32,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    DelayedState,
+    Format,
+    OperandError,
+    ScaleRule,
+)
+from f8ref.jax import softfloat
+from f8ref.jax.cast import float8_format
+from f8ref.jax.codec import dtype_format
+from f8ref.jax.scale import scale_from_amax
+
+
+def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
+    """The state before the first step: a history of zeros, inv_scale 1, not initialized."""
+    return DelayedState(
+        amax_history=jnp.zeros(delayed.history_length, jnp.float32),
+        inv_scale=jnp.ones((), jnp.float32),
+        initialized=jnp.zeros((), jnp.bool_),
+    )
+
+
+def update_delayed_state(
+    state: DelayedState, amax: jax.Array, format: Format | str, rule: ScaleRule, delayed: DelayedScaling
+) -> DelayedState:
+    """The state after a step in which the tensor's amax was `amax`, by the rule of `DelayedScaling`.
+
+    Shapes: amax any shape of one element.
+    Exactness: comparisons and maxima on integers, the quotient correctly rounded.
+
+    Raises:
+        OperandError: amax is not one float32, or the history has another length.
+    """
+    target = float8_format(format, "update_delayed_state")
+    dtype_format(amax, "update_delayed_state", "amax", (FLOAT32.name,))
+    length = tuple(state.amax_history.shape)
+    if amax.size != 1 or length != (delayed.history_length,):
+        raise OperandError(
+            f"update_delayed_state: amax must be one element and the history ({delayed.history_length},); got shapes "
+            f"{tuple(amax.shape)} and {length}. Start from initial_delayed_state with the same DelayedScaling"
+        )
+    return _update(jax.tree.map(jnp.asarray, state), jnp.asarray(amax), target, rule, delayed)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "rule", "delayed"))
+def _update(
+    state: DelayedState, amax: jax.Array, target: Format, rule: ScaleRule, delayed: DelayedScaling
+) -> DelayedState:
+    new = softfloat.bits(amax).reshape(1)
+    is_usable = (new[0] > 0) & (new[0] < softfloat.INFINITY)
+    new = jnp.where(is_usable, new, jnp.uint32(0))
+    history = jnp.concatenate([new, softfloat.bits(state.amax_history)[:-1]])
+    is_newest = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
+    reference = softfloat.from_bits(history[0] if is_newest else jnp.max(history))
+    inv_scale = scale_from_amax(reference, target, rule, margin=delayed.margin).inv_scale
+    kept = softfloat.bits(state.inv_scale)
+    return DelayedState(
+        amax_history=softfloat.from_bits(history),
+        inv_scale=softfloat.from_bits(jnp.where(is_usable, softfloat.bits(inv_scale), kept)),
+        initialized=state.initialized | is_usable,
+    )

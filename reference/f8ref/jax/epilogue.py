@@ -1,0 +1,43 @@
+"""From accumulators to the output: scales, bias and the one rounding, [EPI-1] to [EPI-4]."""
+
+import functools
+
+import jax
+
+from f8emu.spec import FORMATS, HIGH_PRECISION, Format, Overflow, SpecError, format_by_name
+from f8ref.jax import softfloat
+from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
+
+
+def output_format(call: str, out_dtype: Format | str) -> Format:
+    """The format of a GEMM's output.
+
+    Raises:
+        SpecError: unknown, or not a high precision format.
+    """
+    found = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
+    if found not in HIGH_PRECISION:
+        known = ", ".join(f.name for f in HIGH_PRECISION)
+        raise SpecError(f"{call}: out_dtype must be one of {known}; got {found}. Cast the output if float8 is wanted")
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="out")
+def finish(total: jax.Array, factors: tuple[jax.Array, ...], bias: jax.Array | None, out: Format) -> jax.Array:
+    """`((total * factors[0]) * ...) + bias`, each operation rounded to float32, then rounded to `out` [EPI-4].
+
+    Shapes: total [M, N] float32 bit patterns; float32 factors that broadcast to it; bias [N] of any high precision
+    dtype; result [M, N], typed.
+    """
+    for factor in factors:
+        total = softfloat.multiply(total, softfloat.bits(factor))
+    if bias is not None:  # [EPI-3] a rounding of its own
+        format = FORMATS[str(bias.dtype)]
+        total = softfloat.add(total, float32_bits(codes(bias, format), format).reshape(1, -1))
+    return typed(round_to_code(total, out, Overflow.NONFINITE), out)
+
+
+@jax.jit
+def product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x * y` in float32, rounded to nearest even."""
+    return softfloat.from_bits(softfloat.multiply(softfloat.bits(x), softfloat.bits(y)))

@@ -1,0 +1,172 @@
+"""A whole linear layer under a recipe, forward and backward: every amax, scale, code and product."""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from f8emu.spec import (
+    BFLOAT16,
+    OPERANDS,
+    Cast,
+    DelayedState,
+    Format,
+    Gemm,
+    GemmTrace,
+    Granularity,
+    LinearTrace,
+    OperandError,
+    OperandTrace,
+    Overflow,
+    Recipe,
+)
+from f8ref.jax import softfloat
+from f8ref.jax.codec import codes, float32_bits, high_precision_format, round_to_code, typed
+from f8ref.jax.scale import amax, quantize, reciprocal, scale_from_amax
+from f8ref.jax.scaled_mm import mm, scaled_mm
+
+_TRANSPOSED = {
+    "output": (False, False),
+    "grad_input": (False, True),
+    "grad_weight": (True, True),
+}
+"""GEMM -> whether its operands a and b are the transposes of the tensors, to be `[rows, summed dimension]`."""
+
+
+def linear(
+    recipe: Recipe,
+    input: jax.Array,
+    weight: jax.Array,
+    grad_output: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    delayed_state: Mapping[str, DelayedState] | None = None,
+) -> LinearTrace:
+    """Forward, and with `grad_output` backward, of `input @ weight^T + bias` as the recipe's kernels compute it.
+
+    Every product has the dtype of `input`. A cast is of the tensor's own values, float32 as they are beside a bfloat16
+    input too. A high precision GEMM rounds its operands to bfloat16. Under delayed scaling a cast uses the state's
+    inv_scale, and before the first update the one that its own amax would give; the state is not updated here.
+
+    Shapes: input [M, K], weight [N, K], grad_output [M, N], bias [N]; float32, bfloat16 or float16.
+    Exactness: bit-exact to the parts, `scaled_mm` and `mm`. Traceable with the recipe static.
+
+    Raises:
+        OperandError: a tensor with a wrong dtype or shape, or delayed states that are missing or of no use.
+    """
+    tensors = {"input": input, "weight": weight}
+    if grad_output is not None:
+        tensors["grad_output"] = grad_output
+    dtype = _require_tensors(tensors, bias)
+    tensors = {name: jnp.asarray(x) for name, x in tensors.items()}
+    states = _require_states(recipe, tensors, delayed_state)
+
+    def gemm(name: str) -> GemmTrace:
+        return _gemm(name, recipe, tensors, states, dtype)
+
+    output = gemm("output")
+    result = output.product if bias is None else _add_bias(output.product, jnp.asarray(bias), dtype)
+    if grad_output is None:
+        return LinearTrace(output=output, grad_input=None, grad_weight=None, result=result)
+    return LinearTrace(output=output, grad_input=gemm("grad_input"), grad_weight=gemm("grad_weight"), result=result)
+
+
+def _gemm(
+    name: str,
+    recipe: Recipe,
+    tensors: Mapping[str, jax.Array],
+    states: Mapping[str, DelayedState],
+    dtype: Format,
+) -> GemmTrace:
+    gemm = recipe.gemms[name]
+    a, b = (
+        _operand(recipe, cast, tensors[source].T if transposed else tensors[source], states.get(source))
+        for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), _TRANSPOSED[name], strict=True)
+    )
+    return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype))
+
+
+def _operand(recipe: Recipe, cast: Cast, x: jax.Array, state: DelayedState | None) -> OperandTrace:
+    """One operand, seen as [rows, summed dimension]."""
+    if cast.format is None:
+        return OperandTrace(amax=None, inv_scale=None, scale=None, codes=_rounded_to(BFLOAT16, x))
+    own = amax(x, cast.granularity)
+    margin = recipe.delayed.margin if recipe.delayed is not None else 0
+    inv_scale, scale = scale_from_amax(own, cast.format, recipe.scale_rule, margin=margin)
+    if state is not None:
+        earlier = jnp.reshape(state.inv_scale, (1, 1))
+        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)), earlier, inv_scale)
+        scale = reciprocal(inv_scale)
+    return OperandTrace(
+        amax=own, inv_scale=inv_scale, scale=scale, codes=quantize(x, inv_scale, cast.format, cast.granularity)
+    )
+
+
+def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format) -> jax.Array:
+    if gemm.is_high_precision:
+        return mm(a.codes, b.codes.T, out_dtype=dtype)
+    granularity_a, granularity_b = gemm.scaled_gemm_granularities
+    scale_a, scale_b = a.scale, b.scale
+    if granularity_a is Granularity.ROWWISE:  # one scale beside rowwise ones is repeated
+        scale_a = jnp.broadcast_to(scale_a, (a.codes.shape[0], 1))
+        scale_b = jnp.broadcast_to(scale_b, (b.codes.shape[0], 1))
+    return scaled_mm(
+        a.codes,
+        b.codes.T,
+        scale_a,
+        scale_b.T,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        out_dtype=dtype,
+        use_fast_accum=gemm.use_fast_accum,
+    )
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _rounded_to(format: Format, x: jax.Array) -> jax.Array:
+    source = high_precision_format(x, "linear", "x")
+    return typed(round_to_code(float32_bits(codes(x, source), source), format, Overflow.NONFINITE), format)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _add_bias(product: jax.Array, bias: jax.Array, dtype: Format) -> jax.Array:
+    """float32(product) + float32(bias), rounded to float32 and then to the product's dtype."""
+    source = high_precision_format(bias, "linear", "bias")
+    addend = float32_bits(codes(bias, source), source).reshape(1, -1)
+    total = softfloat.add(float32_bits(codes(product, dtype), dtype), addend)
+    return typed(round_to_code(total, dtype, Overflow.NONFINITE), dtype)
+
+
+def _require_tensors(tensors: Mapping[str, jax.Array], bias: jax.Array | None) -> Format:
+    """The format of `input`, which is that of the products."""
+    for name, x in tensors.items():
+        high_precision_format(x, "linear", name)
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+    if bias is not None:
+        high_precision_format(bias, "linear", "bias")
+        shapes["bias"] = tuple(bias.shape)
+    input, weight = shapes["input"], shapes["weight"]
+    fits = len(input) == len(weight) == 2 and input[1] == weight[1]
+    if fits:
+        fits = shapes.get("grad_output", (input[0], weight[0])) == (input[0], weight[0])
+        fits = fits and shapes.get("bias", (weight[0],)) == (weight[0],)
+    if not fits:
+        raise OperandError(
+            "linear: input, weight, grad_output and bias must be [M, K], [N, K], [M, N] and [N]; "
+            f"got {shapes}. Flatten leading dimensions into M first"
+        )
+    return high_precision_format(tensors["input"], "linear", "input")
+
+
+def _require_states(
+    recipe: Recipe, tensors: Mapping[str, jax.Array], delayed_state: Mapping[str, DelayedState] | None
+) -> Mapping[str, DelayedState]:
+    given = {} if delayed_state is None else delayed_state
+    needed = set(tensors) if recipe.delayed is not None else set()
+    if not needed <= set(given) or (given and not needed):
+        raise OperandError(
+            f"linear: recipe {recipe.name!r} needs a delayed_state for {sorted(needed) or 'no tensor'}; "
+            f"got one for {sorted(given) or 'none'}. initial_delayed_state(recipe.delayed) makes the first of each"
+        )
+    return given

@@ -1,0 +1,205 @@
+"""The GEMMs of a Hopper GPU, float8 with scales and bfloat16: operands are checked here, and the parts put together."""
+
+import jax
+import jax.numpy as jnp
+
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    FLOAT8_OPERANDS,
+    FLOAT32,
+    HOPPER_BF16,
+    HOPPER_FP8,
+    HOPPER_FP8_FAST,
+    SCALED_GEMM_GRANULARITIES,
+    Format,
+    Granularity,
+    OperandError,
+    SpecError,
+)
+from f8ref.jax.chain import Chain
+from f8ref.jax.codec import dtype_format, high_precision_format
+from f8ref.jax.epilogue import finish, output_format, product
+from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators
+
+_FLOAT8_NAMES = tuple(f.name for f in FLOAT8_OPERANDS)
+
+
+def scaled_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    *,
+    granularity_a: Granularity = Granularity.TENSORWISE,
+    granularity_b: Granularity = Granularity.TENSORWISE,
+    bias: jax.Array | None = None,
+    out_dtype: Format | str = "bfloat16",
+    use_fast_accum: bool = False,
+    split_k: int = 1,
+) -> jax.Array:
+    """`a @ b` of float8 codes with their scales, as a Hopper tensor core and its epilogue compute it.
+
+    With `acc` the accumulator of [ACC-1..5], chained as [CHAIN-1] (`use_fast_accum`) or [CHAIN-2], in `split_k`
+    slices [CHAIN-3]: `acc * (scale_a * scale_b)` tensorwise [EPI-1], `(acc * scale_b) * scale_a` rowwise [EPI-2], fused
+    multiply-adds over blocks of 128 blockwise [EPI-5]; then `+ bias` in float32 [EPI-3] and one rounding [EPI-4].
+
+    Shapes: a [M, K], b [K, N], of any extents; scale_a `granularity_a.scale_shape(M, K)`; scale_b
+    `granularity_b.scale_shape(N, K)` transposed; a tensorwise scale any shape of one element; bias [N]; result [M, N].
+    Exactness: every bit of the recorded H200 outputs (reference/README.md); NaN is all ones. Traceable, everything but
+    the arrays being static.
+
+    Raises:
+        OperandError: an operand with a wrong dtype or shape; E5M2 x E5M2.
+        SpecError: granularities, output format or options that no GEMM has.
+    """
+    call = "scaled_mm"
+    a_format = dtype_format(a, call, "a", _FLOAT8_NAMES)
+    b_format = dtype_format(b, call, "b", _FLOAT8_NAMES)
+    _require_pair(call, a_format, b_format)
+    m, n, k = _extents(call, a, b)
+    pair = (Granularity(granularity_a), Granularity(granularity_b))
+    if pair not in SCALED_GEMM_GRANULARITIES:
+        known = "; ".join(f"{x.value} x {y.value}" for x, y in SCALED_GEMM_GRANULARITIES)
+        raise SpecError(f"{call}: no GEMM takes {pair[0].value} x {pair[1].value} scales; possible are {known}")
+    if pair[0].is_blockwise and (use_fast_accum or split_k != 1):
+        raise SpecError(
+            f"{call}: blockwise scales need use_fast_accum=False and split_k=1; got {use_fast_accum} and {split_k}. "
+            "The library has no other kernels"
+        )
+    _require_scale(call, "scale_a", scale_a, pair[0], pair[0].scale_shape(m, k))
+    _require_scale(call, "scale_b", scale_b, pair[1], pair[1].scale_shape(n, k)[::-1])
+    out = output_format(call, out_dtype)
+    chain = Chain(HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8, a_format, b_format, k, _slices(call, split_k))
+    a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
+    addend = _bias(call, bias, n)
+    if pair[0].is_blockwise:
+        every_row, every_column = _spread(scale_a, pair[0], 0, m), _spread(scale_b, pair[1], 1, n)
+        return finish(blockwise_totals(a, b, every_row, every_column, chain, pair), (), addend, out)
+    if pair[0] is Granularity.TENSORWISE:
+        factors = (product(scale_a.reshape(1, 1), scale_b.reshape(1, 1)),)
+    else:
+        factors = (scale_b, scale_a)
+    return finish(accumulators(a, b, chain), factors, addend, out)
+
+
+def scaled_grouped_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    offs: jax.Array,
+    *,
+    out_dtype: Format | str = "bfloat16",
+    use_fast_accum: bool = False,
+) -> jax.Array:
+    """One rowwise GEMM for each group of rows of `a`, with its own matrix of `b` [EPI-6].
+
+    Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
+
+    Shapes: a [total_M, K], b [G, K, N], scale_a [total_M], scale_b [G, N], offs [G] int32 -> [total_M, N].
+    Exactness: as `scaled_mm`, rowwise.
+
+    Raises:
+        OperandError: an operand with a wrong dtype or shape.
+        SpecError: an output format that no GEMM has.
+    """
+    call = "scaled_grouped_mm"
+    a_format = dtype_format(a, call, "a", _FLOAT8_NAMES)
+    b_format = dtype_format(b, call, "b", _FLOAT8_NAMES)
+    _require_pair(call, a_format, b_format)
+    dtype_format(scale_a, call, "scale_a", (FLOAT32.name,))
+    dtype_format(scale_b, call, "scale_b", (FLOAT32.name,))
+    if str(getattr(offs, "dtype", None)) != "int32":
+        raise OperandError(f"{call}: offs must be an array of int32; got {getattr(offs, 'dtype', type(offs).__name__)}")
+    shapes = tuple(tuple(x.shape) for x in (a, b, scale_a, scale_b, offs))
+    if tuple(map(len, shapes)) != (2, 3, 1, 2, 1) or shapes != _grouped_shapes(shapes[0], shapes[1]):
+        raise OperandError(
+            f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [G, K, N], [total_M], [G, N] and [G]; "
+            f"got {', '.join(map(str, shapes))}. A 2-d b has no groups: that is scaled_mm"
+        )
+    chain = Chain(HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8, a_format, b_format, a.shape[1])
+    out = output_format(call, out_dtype)
+    a, b, scale_a, scale_b, offs = map(jnp.asarray, (a, b, scale_a, scale_b, offs))
+    if b.shape[0] == 0:
+        return jnp.zeros((a.shape[0], b.shape[2]), out.name)
+    totals = grouped_accumulators(a, b, offs, chain)
+    row = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
+    group = jnp.sum(row >= offs[None, :], axis=1, dtype=offs.dtype)
+    # Rows of no group have no scale either: 0 * 0.
+    scale_b_row = jnp.where((group < b.shape[0])[:, None], scale_b.at[group].get(mode="clip"), 0)
+    scale_a_row = jnp.where(group < b.shape[0], scale_a, 0)[:, None]
+    return finish(totals, (scale_b_row, scale_a_row), None, out)
+
+
+def mm(a: jax.Array, b: jax.Array, *, out_dtype: Format | str = "bfloat16", split_k: int = 1) -> jax.Array:
+    """`a @ b` of bfloat16 values, as a Hopper tensor core computes it [BF16-1], in `split_k` slices [BF16-2].
+
+    Shapes: a [M, K], b [K, N], of any extents -> [M, N].
+    Exactness: every bit of the recorded H200 outputs. These hold neither float32 subnormals nor overflow; there, by
+    the same rules, an accumulator cut to zero is +0, a subnormal one counts with exponent -126, and 2^128 is infinity.
+
+    Raises:
+        OperandError: an operand that is not a bfloat16 matrix, or extents that do not fit.
+        SpecError: an output format or split_k that no GEMM has.
+    """
+    dtype_format(a, "mm", "a", (BFLOAT16.name,))
+    dtype_format(b, "mm", "b", (BFLOAT16.name,))
+    _, _, k = _extents("mm", a, b)
+    chain = Chain(HOPPER_BF16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
+    return finish(accumulators(jnp.asarray(a), jnp.asarray(b), chain), (), None, output_format("mm", out_dtype))
+
+
+def _spread(scale: jax.Array, granularity: Granularity, axis: int, extent: int) -> jax.Array:
+    """128 x 128 scales repeated for each of their rows (or columns); other scales as they are."""
+    if granularity is not Granularity.BLOCKWISE_128X128:
+        return scale
+    repeated = jnp.repeat(scale, granularity.block[0] or extent, axis=axis)
+    return repeated[:extent] if axis == 0 else repeated[:, :extent]
+
+
+def _extents(call: str, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
+    """(M, N, K)."""
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        raise OperandError(
+            f"{call}: a must be [M, K] and b [K, N]; got shapes {tuple(a.shape)} and {tuple(b.shape)}. "
+            "Transpose b if it is stored as [N, K]"
+        )
+    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _require_pair(call: str, a: Format, b: Format) -> None:
+    if a == b == E5M2:
+        raise OperandError(f"{call}: {E5M2} x {E5M2} does not exist on Hopper; make one operand {E4M3FN}")
+
+
+def _grouped_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of all operands of a grouped GEMM that a [M, K] and b [G, K, N] ask for."""
+    groups, _, n = b
+    return a, (groups, a[1], n), (a[0],), (groups, n), (groups,)
+
+
+def _slices(call: str, split_k: int) -> int:
+    if isinstance(split_k, bool) or not isinstance(split_k, int) or split_k < 1:
+        raise SpecError(f"{call}: split_k must be a static integer of at least 1; got {split_k!r}")
+    return split_k
+
+
+def _require_scale(call: str, name: str, scale: jax.Array, granularity: Granularity, expected: tuple[int, ...]) -> None:
+    dtype_format(scale, call, name, (FLOAT32.name,))
+    shape = tuple(scale.shape)
+    if shape != expected and not (granularity is Granularity.TENSORWISE and scale.size == 1):
+        raise OperandError(
+            f"{call}: {name} must have shape {expected} for {granularity.value}; got {shape}. "
+            "scale_b is the scale of b.T, transposed"
+        )
+
+
+def _bias(call: str, bias: jax.Array | None, n: int) -> jax.Array | None:
+    if bias is None:
+        return None
+    high_precision_format(bias, call, "bias")
+    if tuple(bias.shape) != (n,):
+        raise OperandError(f"{call}: bias must have shape ({n},), one for each column of b; got {tuple(bias.shape)}")
+    return jnp.asarray(bias)

@@ -1,0 +1,207 @@
+"""f8ref.jax GEMMs: any extents, tiles, split-K, specials, groups, bad operands; memory of the compiled program."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, HOPPER_BF16, HOPPER_FP8, Granularity, OperandError, SpecError
+from f8ref.jax import mm, scaled_grouped_mm, scaled_mm, tiles
+from f8ref.jax.chain import Chain
+
+Array = npt.NDArray[Any]
+ONE = jnp.ones((1, 1), jnp.float32)
+F32_MM = functools.partial(scaled_mm, scale_a=ONE, scale_b=ONE, out_dtype="float32")
+
+
+def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str = "float8_e4m3fn") -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape).astype(dtype))
+
+
+def equal(x: jax.Array, y: jax.Array | Array) -> bool:
+    return x.dtype == y.dtype and np.array_equal(np.asarray(x).view(np.uint8), np.asarray(y).view(np.uint8))
+
+
+def test_tiles_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
+    m, n = 53, 96
+    matrix = np.arange(m * n, dtype=np.uint32).reshape(m, n)
+
+    def tile(m_0: tiles.Index, n_0: tiles.Index, rows: int, columns: int) -> jax.Array:
+        return tiles.window(jnp.asarray(matrix), m_0, n_0, rows, columns)
+
+    # The last row and column of tiles overlap their neighbours.
+    for limit, shape in ((tiles.TileLimit(400, 40), (16, 32)), (tiles.TileLimit(1200, 64), (24, 48))):
+        assert limit.shape(m, n) == shape
+        monkeypatch.setattr(tiles, "CPU_TILE", limit)
+        assert equal(jax.jit(functools.partial(tiles.tiled, m, n, tile))(), matrix)
+
+
+@pytest.mark.parametrize("limit", [tiles.CPU_TILE, tiles.WIDE_TILE])
+def test_tile_extents(limit: tiles.TileLimit) -> None:
+    rng = np.random.default_rng(61)
+    for m, n in (2.0 ** rng.uniform(0, 14, (500, 2))).astype(int).tolist():
+        wide = tiles.padded_columns(n)
+        rows, columns = limit.shape(m, wide)
+        assert 1 <= rows <= m and 1 <= columns <= wide
+        assert rows * columns <= 1.3 * limit.outputs + 16 * rows
+        assert rows * columns >= min(m * wide, limit.outputs) / 4
+
+
+def test_promotion_and_split_k_are_sums_of_parts() -> None:
+    rng = np.random.default_rng(62)
+    a, b = drawn(rng, (8, 300)), drawn(rng, (300, 16))
+    bounds = [(0, 128), (128, 256), (256, 300)]
+    parts = [np.asarray(F32_MM(a[:, i:j], b[i:j], use_fast_accum=True)) for i, j in bounds]
+    total = parts[0] + parts[1] + parts[2]
+    assert equal(F32_MM(a, b), total)  # [CHAIN-2]
+    assert equal(F32_MM(a, b, use_fast_accum=True, split_k=3), total)  # [CHAIN-3] ceil(300 / 3), rounded up to 128
+    assert equal(F32_MM(a, b, split_k=1000), total)  # no slice is shorter than 128, and no more than are needed
+    assert not equal(F32_MM(a, b, use_fast_accum=True), total)  # [CHAIN-1]
+
+
+def test_extents_of_a_chain() -> None:
+    chain = Chain(HOPPER_FP8, E4M3FN, E4M3FN, 8192, 3)
+    assert (chain.block_k, chain.blocks, chain.padded_k, chain.blocks_per_slice) == (128, 64, 8192, 22)
+    short = Chain(HOPPER_BF16, BFLOAT16, BFLOAT16, 33, 2)
+    assert (short.block_k, short.blocks, short.padded_k, short.blocks_per_slice) == (48, 1, 48, 1)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 3, 5), (3, 0, 5), (3, 5, 0), (1, 1, 1)])
+def test_small_and_empty(m: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(64)
+    a, b = drawn(rng, (m, k)), drawn(rng, (k, n))
+    bias = jnp.arange(n, dtype=jnp.float32) + 1
+    product = np.asarray(a, np.float32) @ np.asarray(b, np.float32)  # exact, being at most one term
+    assert np.array_equal(
+        np.asarray(scaled_mm(a, b, ONE, -ONE, bias=bias, out_dtype="float32")), np.asarray(bias) - product
+    )
+    assert np.array_equal(np.asarray(mm(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), out_dtype="float32")), product)
+    blocks = Granularity.BLOCKWISE_1X128
+    scale_a = jnp.ones(blocks.scale_shape(m, k), jnp.float32)
+    scale_b = jnp.ones(blocks.scale_shape(n, k)[::-1], jnp.float32)
+    blockwise = scaled_mm(a, b, scale_a, scale_b, granularity_a=blocks, granularity_b=blocks, out_dtype="float32")
+    assert np.array_equal(np.asarray(blockwise), product)
+
+
+def test_signs_of_zero() -> None:
+    zero = jnp.zeros((1, 32), jnp.float8_e4m3fn)
+    minus = -zero
+    assert np.signbit(np.asarray(minus.astype(jnp.float32))).all()
+    for a in (zero, minus):
+        assert not np.signbit(np.asarray(F32_MM(a, zero.T))).any()
+        assert np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, out_dtype="float32"))).all()
+
+
+def test_specials() -> None:
+    inf, nan = np.inf, np.nan
+    rows = {"plain": [1, 1, 1], "nan": [nan, 0, 0], "inf": [inf, 1, 0], "both": [inf, -inf, 0], "-inf": [1, -inf, 1]}
+    columns = {"plain": [1, 1, 1], "zero": [0, 1, 1], "minus": [-1, 1, 1], "nan": [0, 0, nan], "zeros": [0, 0, 0]}
+    expected = {
+        "plain": [3, 2, 1, nan, 0],
+        "nan": [nan] * 5,
+        "inf": [inf, nan, -inf, nan, nan],
+        "both": [nan, nan, -inf, nan, nan],
+        "-inf": [-inf, -inf, -inf, nan, nan],
+    }
+    a = jnp.asarray(np.array(list(rows.values()), np.float32).astype("float8_e5m2"))
+    b = jnp.asarray(np.array(list(columns.values()), np.float32).T.astype("float8_e4m3fn"))
+    wanted = np.array([expected[name] for name in rows], np.float32)
+    for use_fast_accum in (False, True):
+        observed = np.asarray(F32_MM(a, b, use_fast_accum=use_fast_accum))
+        assert np.array_equal(observed, wanted, equal_nan=True)
+        assert set(observed[np.isnan(observed)].view(np.uint32).tolist()) == {0x7FFFFFFF}
+    half = np.asarray(scaled_mm(a, b, ONE, ONE))
+    assert set(half[np.isnan(half.astype(np.float32))].view(np.uint16).tolist()) == {0x7FFF}
+    bf16 = np.asarray(mm(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), out_dtype="float32"))
+    assert np.array_equal(bf16, wanted, equal_nan=True)
+
+
+def test_nan_in_a_block() -> None:
+    rng = np.random.default_rng(65)
+    a, b = np.array(drawn(rng, (4, 300))), drawn(rng, (300, 16))
+    a[2, 200] = np.nan
+    blocks = Granularity.BLOCKWISE_1X128
+    scales = jnp.ones((4, 3), jnp.float32), jnp.ones((3, 16), jnp.float32)
+    observed = scaled_mm(jnp.asarray(a), b, *scales, granularity_a=blocks, granularity_b=blocks, out_dtype="float32")
+    assert np.isnan(np.asarray(observed)).all(axis=1).tolist() == [False, False, True, False]
+
+
+def test_groups_are_rowwise_gemms_of_their_rows() -> None:
+    rng = np.random.default_rng(66)
+    sizes = [5, 0, 17, 2]
+    total, k, n = sum(sizes) + 3, 96, 24
+    a, b = drawn(rng, (total, k)), drawn(rng, (len(sizes), k, n))
+    scale_a = jnp.asarray(rng.uniform(0.5, 2, total), jnp.float32)
+    scale_b = jnp.asarray(rng.uniform(0.5, 2, (len(sizes), n)), jnp.float32)
+    offs = jnp.asarray(np.cumsum(sizes), jnp.int32)
+    observed = np.asarray(scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype="float32"))
+    start = 0
+    for g, end in enumerate(np.cumsum(sizes).tolist()):
+        rows = slice(start, end)
+        alone = scaled_mm(
+            jnp.asarray(np.array(a)[rows]),
+            b[g],
+            scale_a[rows, None],
+            scale_b[g][None],
+            granularity_a=Granularity.ROWWISE,
+            granularity_b=Granularity.ROWWISE,
+            out_dtype="float32",
+        )
+        assert equal(alone, observed[rows])
+        start = end
+    assert not observed[start:].any()
+
+
+def test_memory_of_the_compiled_program() -> None:
+    size = 2048
+    codes = jax.ShapeDtypeStruct((size, size), jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    decoded = 2 * size * size * 4
+    for use_fast_accum in (False, True):
+        call = functools.partial(scaled_mm, use_fast_accum=use_fast_accum)
+        memory = jax.jit(call).lower(codes, codes, scale, scale).compile().memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes <= decoded
+
+
+def test_refusals() -> None:
+    rng = np.random.default_rng(67)
+    a, b = drawn(rng, (4, 32)), drawn(rng, (32, 8))
+    row_a, row_b = jnp.ones((4, 1), jnp.float32), jnp.ones((1, 8), jnp.float32)
+    rowwise = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
+    vector, square = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+    refusals: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (OperandError, "a must be an array of float8", (a.astype(jnp.float32), b, ONE, ONE), {}),
+        (OperandError, "float64", (np.ones((4, 32)), b, ONE, ONE), {}),
+        (OperandError, "does not exist", (a.astype(jnp.float8_e5m2), b.astype(jnp.float8_e5m2), ONE, ONE), {}),
+        (OperandError, "Transpose b", (a, b.T, ONE, ONE), {}),
+        (OperandError, r"scale_a must have shape \(4, 1\) for rowwise; got \(1, 1\)", (a, b, ONE, row_b), rowwise),
+        (OperandError, r"scale_b must have shape \(1, 8\)", (a, b, row_a, row_b.T), rowwise),
+        (OperandError, "float32; got an array of bfloat16", (a, b, ONE.astype(jnp.bfloat16), ONE), {}),
+        (OperandError, r"bias must have shape \(8,\)", (a, b, ONE, ONE), {"bias": jnp.ones(4)}),
+        (SpecError, "no GEMM takes rowwise x tensorwise", (a, b, row_a, ONE), {"granularity_a": Granularity.ROWWISE}),
+        (SpecError, "no GEMM takes", (a, b, ONE, ONE), {"granularity_a": square, "granularity_b": square}),
+        (
+            SpecError,
+            "use_fast_accum=False",
+            (a, b, row_a, row_b),
+            {"granularity_a": vector, "granularity_b": vector, "use_fast_accum": True},
+        ),
+        (SpecError, "split_k", (a, b, ONE, ONE), {"split_k": 0}),
+        (SpecError, "out_dtype must be one of float32, bfloat16, float16", (a, b, ONE, ONE), {"out_dtype": E5M2}),
+        (SpecError, "unknown format", (a, b, ONE, ONE), {"out_dtype": "float64"}),
+    ]
+    for error, text, operands, options in refusals:
+        with pytest.raises(error, match=text):
+            scaled_mm(*operands, **options)
+    with pytest.raises(OperandError, match="mm: a must be an array of bfloat16"):
+        mm(a, b)
+    offs = jnp.asarray([4], jnp.int32)
+    with pytest.raises(OperandError, match="offs must be an array of int32; got float32"):
+        scaled_grouped_mm(a, b[None], row_a[:, 0], row_b, offs.astype(jnp.float32))
+    with pytest.raises(OperandError, match=r"\[total_M, K\], \[G, K, N\]"):
+        scaled_grouped_mm(a, b, row_a[:, 0], row_b, offs)
