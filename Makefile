@@ -10,12 +10,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.f8emu-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test check format exhaustive install clean
+.PHONY: help verify test check lint types contracts format exhaustive install clean
 
 help:
 	@echo 'make verify      prove that numpy, JAX and torch give the recorded bits of a Hopper GPU (ARGS=... is passed on)'
 	@echo 'make test        the tests (ARGS=... is passed to pytest)'
-	@echo 'make check       ruff, pyright, import-linter'
+	@echo 'make check       ruff, pyright, import-linter (lint, types, contracts)'
 	@echo 'make format      let ruff format the code and sort the imports'
 	@echo 'make exhaustive  all 2^32 float32 inputs of the casts; minutes'
 	@echo 'make install     only create .venv'
@@ -28,11 +28,17 @@ verify: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(STAMP)
+check: lint types contracts
+
+lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/lint-imports
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports --no-logo
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,138 @@
+"""The import contracts and the import rules of ruff, each shown to break on a planted violation."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+
+# Contract -> (file, line that breaks it).
+PLANTS: dict[str, list[tuple[str, str]]] = {
+    "floors": [
+        ("f8emu/spec/formats.py", "import f8emu.interop"),
+        ("f8emu/interop.py", "import f8emu.torch"),
+        ("f8emu/torch/cast.py", "import f8emu.conformance"),
+        ("f8emu/homeless.py", ""),
+    ],
+    "root": [
+        ("f8emu/__init__.py", "import torch"),
+        ("f8emu/spec/errors.py", "import numpy"),
+        ("reference/f8ref/__init__.py", "import jax.numpy"),
+    ],
+    "spec": [
+        ("f8emu/spec/formats.py", "def later():\n    import ml_dtypes"),
+        ("f8emu/spec/trace.py", "import f8ref"),
+    ],
+    "reference-knows-only-the-spec": [("reference/f8ref/numpy/cast.py", "from f8emu import interop")],
+    "reference-told-three-times": [
+        ("reference/f8ref/numpy/cast.py", "from f8ref import exact"),
+        ("reference/f8ref/jax/cast.py", "from f8ref.numpy.cast import cast"),
+        ("reference/f8ref/exact/number.py", "import f8ref.jax"),
+    ],
+    "exact": [("reference/f8ref/exact/number.py", "import numpy as np")],
+    "numpy": [("reference/f8ref/numpy/codec.py", "import torch")],
+    "jax": [("reference/f8ref/jax/codec.py", "import torch")],
+    "torch": [
+        ("f8emu/torch/cast.py", "import jax.numpy as jnp"),
+        ("f8emu/torch/scale.py", "from f8emu import interop"),
+        ("f8emu/torch/emulation.py", "import jax"),
+        ("f8emu/torch/scaled_mm.py", "import f8ref.jax"),
+    ],
+    "interop": [("f8emu/interop.py", "import f8ref.jax")],
+    "reference-is-for-the-suite": [
+        ("f8emu/torch/scaled_mm.py", "import f8ref.numpy"),
+        ("f8emu/cli.py", "from f8ref.jax import cast"),
+    ],
+    "cli": [("f8emu/cli.py", "import torch")],
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages and their configuration, to plant violations in."""
+    folder = tmp_path_factory.mktemp("checkout")
+    ignore = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    for package in ("f8emu", "reference"):
+        shutil.copytree(ROOT / package, folder / package, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def plant(folder: Path, file: str, line: str) -> str | None:
+    """Appends the line, and gives the text that was there before."""
+    path = folder / file
+    before = path.read_text() if path.exists() else None
+    path.write_text(f"{before or ''}\n{line}\n")
+    return before
+
+
+def restore(folder: Path, file: str, before: str | None) -> None:
+    if before is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(before)
+
+
+def lint_imports(folder: Path, *contracts: str) -> subprocess.CompletedProcess[str]:
+    """import-linter over the copy, which must not find the installed packages."""
+    pytest.importorskip("importlinter")
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; from importlinter.cli import lint_imports;"
+        "sys.exit(lint_imports(limit_to_contracts=tuple(sys.argv[3:]), cache_dir=None, no_cache=True))"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(folder / "reference"), *contracts]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_every_contract_has_a_planted_violation() -> None:
+    assert [contract["id"] for contract in CONTRACTS] == list(PLANTS)
+
+
+def test_every_contract_is_kept(copy: Path) -> None:
+    result = lint_imports(copy)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{len(CONTRACTS)} kept, 0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("contract", "file", "line"),
+    [(contract, file, line) for contract, plants in PLANTS.items() for file, line in plants],
+)
+def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: str, line: str) -> None:
+    before = plant(copy, file, line)
+    try:
+        result = lint_imports(copy, contract)
+    finally:
+        restore(copy, file, before)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "0 kept, 1 broken" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "rule"),
+    [
+        ("f8emu/conformance/compare.py", "import torch", "TID253"),
+        ("f8emu/conformance/subject.py", "import f8ref.jax", "TID253"),
+        ("f8emu/interop.py", "from jax import numpy", "TID253"),
+        ("f8emu/cli.py", "from f8emu.torch import cast", "TID253"),
+        ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
+        ("f8emu/torch/cast.py", "from . import scale", "TID252"),
+    ],
+)
+def test_planted_import_breaks_the_rule(copy: Path, file: str, line: str, rule: str) -> None:
+    pytest.importorskip("ruff")
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=TID", "--output-format=concise", file]
+    clean = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
+    assert clean.returncode == 0, clean.stdout + clean.stderr
+    before = plant(copy, file, line)
+    try:
+        planted = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
+    finally:
+        restore(copy, file, before)
+    assert planted.returncode == 1
+    assert f" {rule} " in planted.stdout

@@ -1,0 +1,145 @@
+"""The public names, frozen, and the signatures of the verbs, which are the same for every backend.
+
+A changed list here is a changed promise: add a line to CHANGELOG.md with it.
+"""
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import f8emu.spec
+
+VERBS = (
+    "amax cast decode dequantize initial_delayed_state linear mm quantize scale_from_amax scaled_grouped_mm scaled_mm "
+    "update_delayed_state"
+)
+SURFACE = {
+    "f8emu": """
+        BLOCKWISE Cast DELAYED DelayedScaling E4M3FN E5M2 E8M0FNU F8Error Format Gemm Granularity Overflow RECIPES
+        ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule TENSORWISE recipe_by_name recipe_from_json recipe_from_toml
+    """,
+    "f8emu.spec": """
+        ACCUMULATION_MODELS AccumulationModel AmaxHistoryReduction BFLOAT16 BLOCKWISE Cast DELAYED DelayedScaling
+        DelayedState E4M3FN E5M2 E8M0FNU F8Error FLOAT16 FLOAT32 FLOAT8_OPERANDS FORMATS Format GEMM_NAMES Gemm
+        GemmTrace GoldenFileError Granularity HIGH_PRECISION HIGH_PRECISION_CAST HOPPER_BF16 HOPPER_FP8
+        HOPPER_FP8_FAST LinearTrace MAX_MARGIN MIN_AMAX_FLOOR MissingExtraError OPERANDS OperandError OperandTrace
+        Overflow RECIPES RECIPE_ALIASES ROWWISE ROWWISE_WITH_GW_HP Recipe SCALED_GEMM_GRANULARITIES ScaleRule Scales
+        SpecError Specials TENSORWISE UnsupportedError format_by_name recipe_by_name recipe_from_dict
+        recipe_from_json recipe_from_toml
+    """,
+    "f8ref.numpy": VERBS,
+    "f8ref.jax": VERBS,
+    "f8emu.torch": VERBS
+    + """
+        ConversionEntry ConversionReport DelayedScalingError Float8Linear Outcome convert_to_float8_training
+        delayed_state_dict engine_of filter_small_layers float8_checkpoint_policy load_delayed_state_dict
+        plan_conversion swap_linear_with_float8_linear sync_float8_amax_and_scale_history
+    """,
+}
+# The verbs as the oracle has them; `f8ref.jax` has the same.
+SIGNATURES = {
+    "amax": "(x, granularity=TENSORWISE)",
+    "cast": "(x, format, *, overflow=SATURATE)",
+    "decode": "(x)",
+    "dequantize": "(codes, scale, granularity=TENSORWISE)",
+    "initial_delayed_state": "(delayed)",
+    "linear": "(recipe, input, weight, grad_output=None, bias=None, *, delayed_state=None)",
+    "mm": "(a, b, *, out_dtype='bfloat16', split_k=1)",
+    "quantize": "(x, inv_scale, format, granularity=TENSORWISE)",
+    "scale_from_amax": "(amax, format, rule=ScaleRule(power_of_two=False, amax_floor=1e-12), *, margin=0)",
+    "scaled_grouped_mm": "(a, b, scale_a, scale_b, offs, *, out_dtype='bfloat16', use_fast_accum=False)",
+    "scaled_mm": (
+        "(a, b, scale_a, scale_b, *, granularity_a=TENSORWISE, granularity_b=TENSORWISE, bias=None, "
+        "out_dtype='bfloat16', use_fast_accum=False, split_k=1)"
+    ),
+    "update_delayed_state": "(state, amax, format, rule, delayed)",
+}
+# What torch adds and defaults otherwise. Names and order of the operands are the oracle's.
+OF_TORCH: dict[str, dict[str, object]] = {
+    "initial_delayed_state": {"device": None},
+    "linear": {"engine": "auto"},
+    "mm": {"engine": "auto", "out_dtype": "torch.bfloat16", "split_k": None},
+    "scaled_grouped_mm": {"engine": "auto", "out_dtype": "torch.bfloat16"},
+    "scaled_mm": {
+        "engine": "auto",
+        "granularity_a": None,
+        "granularity_b": None,
+        "out_dtype": None,
+        "split_k": None,
+    },
+}
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def load(name: str) -> ModuleType:
+    if name in ("f8ref.jax", "f8emu.torch"):
+        pytest.importorskip(name.split(".")[1])
+    return importlib.import_module(name)
+
+
+def parameters(verb: Callable[..., Any]) -> tuple[list[str], dict[str, object]]:
+    """The positional parameters in order, and every default by name."""
+    found = inspect.signature(verb).parameters
+    positional = [p.name for p in found.values() if p.kind in POSITIONAL]
+    return positional, {p.name: p.default for p in found.values() if p.default is not p.empty}
+
+
+def text(verb: Callable[..., Any]) -> str:
+    """The signature without annotations, enum members by their name."""
+    signature = inspect.signature(verb)
+    bare = [
+        p.replace(annotation=p.empty, default=Bare(p.default) if hasattr(p.default, "name") else p.default)
+        for p in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+class Bare:
+    """Prints the name of an enum member."""
+
+    def __init__(self, member: Any) -> None:
+        self.name = member.name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@pytest.mark.parametrize("module", SURFACE)
+def test_public_names(module: str) -> None:
+    names = {n for n, v in vars(load(module)).items() if not n.startswith("_") and not isinstance(v, ModuleType)}
+    assert names == set(SURFACE[module].split())
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, v in vars(f8emu.spec).items() if isinstance(v, type) and dataclasses.is_dataclass(v)]
+)
+def test_spec_is_frozen_data(name: str) -> None:
+    """Hashable, so that a recipe can be a static argument of `jax.jit`; keyword-only, so that fields can be added."""
+    kind = getattr(f8emu.spec, name)
+    assert kind.__dataclass_params__.frozen
+    assert kind.__hash__ is not None
+    assert all(field.kw_only for field in dataclasses.fields(kind))
+    assert "__dict__" not in dir(kind) and "__slots__" in vars(kind)
+
+
+@pytest.mark.parametrize("verb", SIGNATURES)
+@pytest.mark.parametrize("module", ["f8ref.numpy", "f8ref.jax"])
+def test_signature_of_the_reference(module: str, verb: str) -> None:
+    assert text(getattr(load(module), verb)) == SIGNATURES[verb]
+
+
+@pytest.mark.parametrize("verb", SIGNATURES)
+def test_signature_of_torch(verb: str) -> None:
+    """What is written for the oracle runs on torch: the same operands in the same order, the same keywords."""
+    oracle_positional, oracle_defaults = parameters(getattr(load("f8ref.numpy"), verb))
+    positional, defaults = parameters(getattr(load("f8emu.torch"), verb))
+    assert positional == oracle_positional
+    differing = {k: v for k, v in defaults.items() if k not in oracle_defaults or v != oracle_defaults[k]}
+    as_text = {k: str(v) if type(v).__module__ == "torch" else v for k, v in differing.items()}
+    assert as_text == OF_TORCH.get(verb, {})
+    assert oracle_defaults.keys() <= defaults.keys()
