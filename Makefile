@@ -45,7 +45,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 exhaustive: $(STAMP)
-	$(BIN)/python benchmarks/exhaustive.py $(ARGS)
+	$(BIN)/python -m benchmarks.exhaustive $(ARGS)
 
 install: $(STAMP)
 

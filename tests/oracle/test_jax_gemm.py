@@ -53,12 +53,14 @@ def test_tile_extents(limit: tiles.TileLimit) -> None:
 
 def test_promotion_and_split_k_are_sums_of_parts() -> None:
     rng = np.random.default_rng(62)
-    a, b = drawn(rng, (8, 300)), drawn(rng, (300, 16))
-    bounds = [(0, 128), (128, 256), (256, 300)]
-    parts = [np.asarray(F32_MM(a[:, i:j], b[i:j], use_fast_accum=True)) for i, j in bounds]
+    a, b = drawn(rng, (8, 384)), drawn(rng, (384, 16))
+    whole_a, whole_b = np.asarray(a), np.asarray(b)
+    bounds = [(0, 128), (128, 256), (256, 384)]
+    slices = [(jnp.asarray(whole_a[:, i:j]), jnp.asarray(whole_b[i:j])) for i, j in bounds]
+    parts = [np.asarray(F32_MM(a_s, b_s, use_fast_accum=True)) for a_s, b_s in slices]
     total = parts[0] + parts[1] + parts[2]
     assert equal(F32_MM(a, b), total)  # [CHAIN-2]
-    assert equal(F32_MM(a, b, use_fast_accum=True, split_k=3), total)  # [CHAIN-3] ceil(300 / 3), rounded up to 128
+    assert equal(F32_MM(a, b, use_fast_accum=True, split_k=3), total)  # [CHAIN-3]
     assert equal(F32_MM(a, b, split_k=1000), total)  # no slice is shorter than 128, and no more than are needed
     assert not equal(F32_MM(a, b, use_fast_accum=True), total)  # [CHAIN-1]
 

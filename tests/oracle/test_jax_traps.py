@@ -1,9 +1,11 @@
 """f8ref.jax and XLA's traps (NUMERICS 6), one by one: numpy's IEEE float32 is the witness.
 
-Everything runs inside an outer jit that closes over its operands, as constants, so that XLA may simplify what it can.
+Everything runs inside an outer jit that takes one operand and closes over the others, so that they are constants with
+which XLA may simplify what it can.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,75 +13,67 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from f8emu.spec import E4M3FN, E5M2, FLOAT8_OPERANDS, Format, Granularity, ScaleRule
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT8_OPERANDS, FLOAT16, FLOAT32, Format, Granularity, ScaleRule
 from f8ref.jax import amax, decode, dequantize, quantize, scale_from_amax, scaled_mm
+from f8ref.jax.epilogue import finish
 
 F32 = npt.NDArray[np.float32]
 M, K, N = 24, 64, 48
 
 
-def constant(f: Callable[..., jax.Array], *operands: object) -> F32:
-    """`f` of constants, inside jit."""
-    return np.asarray(jax.jit(lambda: f(*map(jnp.asarray, operands)))())
+def compiled(f: Callable[..., jax.Array], x: npt.NDArray[Any], *constants: object) -> F32:
+    """`f` of an argument and constants, inside jit."""
+    return np.asarray(jax.jit(lambda x: f(x, *map(jnp.asarray, constants)))(x))
 
 
 def same(x: F32, y: F32) -> bool:
     return np.array_equal(np.asarray(x, np.float32).view(np.uint32), np.asarray(y, np.float32).view(np.uint32))
 
 
+Operands = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]
+
+
 @pytest.fixture(scope="module")
-def operands() -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+def operands() -> Operands:
     rng = np.random.default_rng(50)
     a, b = rng.standard_normal((M, K)), rng.standard_normal((K, N))
     return a.astype("float8_e4m3fn"), b.astype("float8_e4m3fn")
 
 
 @pytest.fixture(scope="module")
-def acc(operands: tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]) -> F32:
+def acc(operands: Operands) -> F32:
     """The accumulators, which are outputs under scales of one."""
     one = np.ones((1, 1), np.float32)
-    return constant(lambda a, b: scaled_mm(a, b, jnp.asarray(one), jnp.asarray(one), out_dtype="float32"), *operands)
+    return compiled(lambda a, b: scaled_mm(a, b, jnp.asarray(one), jnp.asarray(one), out_dtype="float32"), *operands)
 
 
-Operands = tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]
+def rowwise(acc: F32, scale_a: F32, scale_b: F32, bias: F32 | None = None, out_dtype: Format = FLOAT32) -> F32:
+    """The epilogue of a rowwise GEMM on its accumulators, with constant scales and bias."""
+    bits = np.ascontiguousarray(acc).view(np.uint32)
+    addend = None if bias is None else jnp.asarray(bias)
+    return compiled(lambda x, s, t: finish(x, (s, t), addend, out_dtype), bits, scale_b, scale_a)
 
 
-def rowwise(operands: Operands, scale_a: F32, scale_b: F32, bias: F32 | None = None, out_dtype: str = "float32") -> F32:
-    def call(a: jax.Array, b: jax.Array) -> jax.Array:
-        return scaled_mm(
-            a,
-            b,
-            jnp.asarray(scale_a),
-            jnp.asarray(scale_b),
-            granularity_a=Granularity.ROWWISE,
-            granularity_b=Granularity.ROWWISE,
-            bias=None if bias is None else jnp.asarray(bias),
-            out_dtype=out_dtype,
-        )
-
-    return constant(call, *operands)
-
-
-def test_flushed_subnormals_in_scales_products_and_outputs(operands: Operands, acc: F32) -> None:
+def test_flushed_subnormals_in_scales_products_and_outputs(acc: F32) -> None:
     rng = np.random.default_rng(51)
     scale_a = (rng.uniform(1, 2, (M, 1)) * 1e-39).astype(np.float32)  # subnormal
     scale_b = (rng.uniform(1, 2, (1, N)) * 0.01).astype(np.float32)
     expected = (acc * scale_b) * scale_a
     assert np.mean((expected != 0) & (np.abs(expected) < np.finfo(np.float32).tiny)) > 0.9
-    assert same(rowwise(operands, scale_a, scale_b), expected)
+    assert same(rowwise(acc, scale_a, scale_b), expected)
     # A subnormal intermediate that the second factor brings back.
     large = np.full((M, 1), 1e30, np.float32)
     small = (rng.uniform(1, 2, (1, N)) * 1e-40).astype(np.float32)
-    assert same(rowwise(operands, large, small), (acc * small) * large)
+    assert same(rowwise(acc, large, small), (acc * small) * large)
 
 
-def test_flushed_subnormal_bias(operands: Operands, acc: F32) -> None:
+def test_flushed_subnormal_bias(acc: F32) -> None:
     bias = np.linspace(-3e-39, 3e-39, N).astype(np.float32)
     scale_a, scale_b = np.full((M, 1), 1e-38, np.float32), np.full((1, N), 0.1, np.float32)
-    assert same(rowwise(operands, scale_a, scale_b, bias), (acc * scale_b) * scale_a + bias)
+    assert same(rowwise(acc, scale_a, scale_b, bias), (acc * scale_b) * scale_a + bias)
 
 
-def test_contraction_of_scale_and_bias(operands: Operands, acc: F32) -> None:
+def test_contraction_of_scale_and_bias(acc: F32) -> None:
     rng = np.random.default_rng(52)
     scale_a = rng.uniform(0.5, 2, (M, 1)).astype(np.float32)
     scale_b = rng.uniform(0.5, 2, (1, N)).astype(np.float32)
@@ -88,7 +82,7 @@ def test_contraction_of_scale_and_bias(operands: Operands, acc: F32) -> None:
     fused = (product.astype(np.float64) * scale_a.astype(np.float64) + bias).astype(np.float32)
     expected = product * scale_a + bias
     assert np.mean(fused != expected) > 0.05  # what an FMA would give is another result
-    assert same(rowwise(operands, scale_a, scale_b, bias), expected)
+    assert same(rowwise(acc, scale_a, scale_b, bias), expected)
 
 
 def test_reassociation_of_constant_scales(operands: Operands, acc: F32) -> None:
@@ -99,17 +93,17 @@ def test_reassociation_of_constant_scales(operands: Operands, acc: F32) -> None:
     def call(a: jax.Array, b: jax.Array) -> jax.Array:
         return scaled_mm(a, b, jnp.asarray(x).reshape(1), jnp.asarray(y), out_dtype="float32")
 
-    assert same(constant(call, *operands), tensorwise)
-    assert same(rowwise(operands, np.full((M, 1), x), np.full((1, N), y)), one_by_one)
+    assert same(compiled(call, *operands), tensorwise)
+    assert same(rowwise(acc, np.full((M, 1), x), np.full((1, N), y)), one_by_one)
 
 
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
-def test_one_rounding_to_a_subnormal_or_infinite_output(operands: Operands, acc: F32, out_dtype: str) -> None:
+@pytest.mark.parametrize("out_dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_one_rounding_to_a_subnormal_or_infinite_output(acc: F32, out_dtype: Format) -> None:
     for factor in (1e-6, 1e-39, 1e4, 1e37):
         scale_a, scale_b = np.full((M, 1), factor, np.float32), np.ones((1, N), np.float32)
         with np.errstate(all="ignore"):
-            expected = (acc * scale_b * scale_a).astype(out_dtype)
-        observed = rowwise(operands, scale_a, scale_b, out_dtype=out_dtype)
+            expected = (acc * scale_b * scale_a).astype(out_dtype.name)
+        observed = rowwise(acc, scale_a, scale_b, out_dtype=out_dtype)
         assert np.array_equal(observed.view(np.uint16), expected.view(np.uint16))
 
 
@@ -119,10 +113,10 @@ def test_division_by_reciprocal(format: Format) -> None:
     expected = (format.max / x.astype(np.float64)).astype(np.float32)
     reciprocal = np.float32(format.max) * (np.float32(1) / x)
     assert np.mean(expected != reciprocal) > 0.1
-    observed = constant(lambda v: scale_from_amax(v, format).inv_scale, x)
+    observed = compiled(lambda v: scale_from_amax(v, format).inv_scale, x)
     assert same(observed, expected)
     # One amax for many, and inside the computation that made it.
-    assert same(constant(lambda v: scale_from_amax(jnp.full(7, v[0]), format).inv_scale, x), np.full(7, expected[0]))
+    assert same(compiled(lambda v: scale_from_amax(jnp.full(7, v[0]), format).inv_scale, x), np.full(7, expected[0]))
 
 
 @pytest.mark.parametrize("extent", [4095, 4096, 5000, 1 << 16])
@@ -132,8 +126,8 @@ def test_nan_lost_by_a_long_maximum(extent: int, dtype: str) -> None:
         x = np.linspace(-3, 3, extent).astype(dtype).reshape(1, extent)
         x[0, place] = -np.nan
         for granularity in (Granularity.TENSORWISE, Granularity.ROWWISE):
-            assert constant(lambda v, g=granularity: amax(v, g), x).view(np.uint32).tolist() == [[0x7FFFFFFF]]
-        blocks = constant(lambda v: amax(v, Granularity.BLOCKWISE_1X128), x)
+            assert compiled(lambda v, g=granularity: amax(v, g), x).view(np.uint32).tolist() == [[0x7FFFFFFF]]
+        blocks = compiled(lambda v: amax(v, Granularity.BLOCKWISE_1X128), x)
         assert np.flatnonzero(np.isnan(blocks)).tolist() == [place // 128]
 
 
@@ -144,7 +138,7 @@ def test_nan_laundered_by_a_power_of_two_mask() -> None:
 
 def test_subnormal_comparisons_in_amax() -> None:
     x = np.array([[1e-45, -3e-45, 0.0, 1e-40], [0.0, -0.0, 0.0, -1e-45]], np.float32)
-    assert same(constant(lambda v: amax(v, Granularity.ROWWISE), x), np.array([[1e-40], [1e-45]], np.float32))
+    assert same(compiled(lambda v: amax(v, Granularity.ROWWISE), x), np.array([[1e-40], [1e-45]], np.float32))
 
 
 def test_powers_of_two_without_exp2() -> None:
@@ -154,8 +148,8 @@ def test_powers_of_two_without_exp2() -> None:
         quotient = (448.0 / x.astype(np.float64)).astype(np.float32)
         floor = np.ldexp(np.float32(1), np.frexp(quotient)[1] - 1).astype(np.float32)
         rule = ScaleRule(power_of_two=True)
-        assert same(constant(lambda v, r=rule: scale_from_amax(v, E4M3FN, r).inv_scale, x), floor)
-        inverse = constant(lambda v, r=rule: scale_from_amax(v, E4M3FN, r).scale, x)
+        assert same(compiled(lambda v, r=rule: scale_from_amax(v, E4M3FN, r).inv_scale, x), floor)
+        inverse = compiled(lambda v, r=rule: scale_from_amax(v, E4M3FN, r).scale, x)
         assert same(inverse, np.float32(1) / floor)
 
 
@@ -163,8 +157,8 @@ def test_subnormals_through_casts_and_scales() -> None:
     tiny = np.array([[2.0**-17, 3 * 2.0**-18, 2.0**-16, -(2.0**-9), 2.0**-10]], np.float32)
     one = np.ones((1, 1), np.float32)
     for format in (E4M3FN, E5M2):
-        codes = constant(lambda v, f=format: quantize(v, jnp.asarray(one), f), tiny)
+        codes = compiled(lambda v, f=format: quantize(v, jnp.asarray(one), f), tiny)
         assert np.array_equal(codes.view(np.uint8), tiny.astype(format.name).view(np.uint8))
-        assert same(constant(decode, codes), codes.astype(np.float32))
-        back = constant(lambda c: dequantize(c, jnp.asarray(one * np.float32(1e-36))), codes)
+        assert same(compiled(decode, codes), codes.astype(np.float32))
+        back = compiled(lambda c: dequantize(c, jnp.asarray(one * np.float32(1e-36))), codes)
         assert same(back, codes.astype(np.float32) * np.float32(1e-36))

@@ -1,5 +1,6 @@
 """f8ref.numpy and f8ref.jax, written apart from the same spec: equal bits on drawn cases, for every verb."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from types import ModuleType
@@ -14,6 +15,7 @@ import f8ref.jax
 import f8ref.numpy
 from f8emu.spec import (
     BFLOAT16,
+    DELAYED,
     E4M3FN,
     E5M2,
     FLOAT8_OPERANDS,
@@ -22,6 +24,7 @@ from f8emu.spec import (
     MIN_AMAX_FLOOR,
     RECIPES,
     SCALED_GEMM_GRANULARITIES,
+    TENSORWISE,
     AmaxHistoryReduction,
     DelayedScaling,
     Format,
@@ -106,7 +109,9 @@ def test_scaled_mm(formats: tuple[Format, Format], use_fast_accum: bool) -> None
         ), (kind_a, kind_b, granularity, bias_dtype, out_dtype)
 
 
-@pytest.mark.parametrize("pair", [p for p in SCALED_GEMM_GRANULARITIES if p[0].is_blockwise], ids=str)
+@pytest.mark.parametrize(
+    "pair", [p for p in SCALED_GEMM_GRANULARITIES if p[0].is_blockwise], ids=lambda p: f"{p[0].value}-{p[1].value}"
+)
 def test_blockwise(pair: tuple[Granularity, Granularity]) -> None:
     rng = np.random.default_rng(81)
     m, n = 140, 150
@@ -186,7 +191,7 @@ def test_scale_from_amax() -> None:
     amax = rng.integers(0, 0x7F800002, 1 << 16).astype(np.uint32).view(np.float32)
     amax[:4] = 0, np.inf, np.nan, 1e-45
     rules = [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=0.3), ScaleRule(amax_floor=MIN_AMAX_FLOOR)]
-    for format, rule, margin in itertools.product(FLOAT8_OPERANDS, rules, (0, 1, MAX_MARGIN)):
+    for format, (rule, margin) in itertools.product(FLOAT8_OPERANDS, zip(rules, (0, 1, 2, MAX_MARGIN), strict=True)):
         assert agree(lambda f8, f=format, r=rule, m=margin: f8.scale_from_amax(amax, f, r, margin=m))
 
 
@@ -199,16 +204,22 @@ def test_delayed_scaling(reduction: AmaxHistoryReduction) -> None:
     for step in range(40):
         amax = np.float32([rng.uniform(0, 9), 0.0, np.inf, np.nan, 1e-42, 3e38][rng.integers(0, 6) * (step % 2)])
         for i, f8 in enumerate((f8ref.numpy, f8ref.jax)):
-            states[i] = f8.update_delayed_state(states[i], amax.reshape(1, 1), E5M2, rule, delayed)
+            states[i] = f8.update_delayed_state(states[i], np.reshape(amax, (1, 1)), E5M2, rule, delayed)  # pyright: ignore[reportArgumentType]
         assert leaves(states[0]) == leaves(states[1]), step
 
 
-@pytest.mark.parametrize("recipe", list(RECIPES.values()), ids=lambda recipe: recipe.name)
+DELAYED_WITH_MARGIN = dataclasses.replace(
+    DELAYED, name="delayed_with_margin", delayed=DelayedScaling(margin=3), scale_rule=ScaleRule(power_of_two=True)
+)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), DELAYED_WITH_MARGIN], ids=lambda recipe: recipe.name)
 def test_linear(recipe: Recipe) -> None:
     rng = np.random.default_rng(88)
     m, k, n = 40, 150, 33
     shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n), "bias": (n,)}
-    for dtype, weight_dtype in (("bfloat16", "float32"), ("float32", "float32"), ("float16", "bfloat16")):
+    dtypes = [("bfloat16", "float32"), ("float32", "float32"), ("float16", "bfloat16")]
+    for dtype, weight_dtype in dtypes if recipe is TENSORWISE else dtypes[:1]:
         tensors = {name: (rng.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
         tensors["weight"] = rng.standard_normal((n, k)).astype(weight_dtype)
         tensors["grad_output"] = (tensors["grad_output"].astype(np.float32) * 1e-3).astype(dtype)

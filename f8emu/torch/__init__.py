@@ -1,0 +1,38 @@
+"""f8emu for torch: casts, scales and GEMMs with the bits of a Hopper GPU, on its tensor cores or emulated.
+
+Importing this package loads torch and neither JAX nor the reference; those are loaded when a GEMM is emulated.
+"""
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    from f8emu.spec.errors import MissingExtraError
+
+    raise MissingExtraError("f8emu.torch", "torch", "torch") from error
+
+from f8emu.torch.cast import cast as cast
+from f8emu.torch.cast import decode as decode
+from f8emu.torch.cast import dequantize as dequantize
+from f8emu.torch.cast import quantize as quantize
+from f8emu.torch.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy
+from f8emu.torch.convert import ConversionEntry as ConversionEntry
+from f8emu.torch.convert import ConversionReport as ConversionReport
+from f8emu.torch.convert import Outcome as Outcome
+from f8emu.torch.convert import convert_to_float8_training as convert_to_float8_training
+from f8emu.torch.convert import filter_small_layers as filter_small_layers
+from f8emu.torch.convert import plan_conversion as plan_conversion
+from f8emu.torch.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
+from f8emu.torch.delayed import DelayedScalingError as DelayedScalingError
+from f8emu.torch.delayed_sync import delayed_state_dict as delayed_state_dict
+from f8emu.torch.delayed_sync import load_delayed_state_dict as load_delayed_state_dict
+from f8emu.torch.delayed_sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
+from f8emu.torch.engine import engine_of as engine_of
+from f8emu.torch.linear import linear as linear
+from f8emu.torch.module import Float8Linear as Float8Linear
+from f8emu.torch.scale import amax as amax
+from f8emu.torch.scale import initial_delayed_state as initial_delayed_state
+from f8emu.torch.scale import scale_from_amax as scale_from_amax
+from f8emu.torch.scale import update_delayed_state as update_delayed_state
+from f8emu.torch.scaled_mm import mm as mm
+from f8emu.torch.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
+from f8emu.torch.scaled_mm import scaled_mm as scaled_mm

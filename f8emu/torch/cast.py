@@ -1,0 +1,118 @@
+"""Between high precision values and float8 codes: decode, cast, quantize, dequantize.
+
+Plain torch operations, so that a compiler can fuse them with what stands around them. The overflow of a cast is decided
+here and never left to torch: `.to(float8_e4m3fn)` gives NaN up to version 2.12 and saturates from 2.13 on.
+All functions are without gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import Format, Overflow
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.dtypes import FLOAT8_DTYPES, float8_format, require_tensor, require_values
+from f8emu.torch.scale import canonical_nan, spread_scale
+
+_DECODABLE = (*FLOAT8_DTYPES, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
+
+
+def decode(x: Tensor) -> Tensor:
+    """The values of float8, bfloat16 or float16 codes as float32.
+
+    Shapes:
+        any -> float32 of the same shape.
+
+    Exactness: exact; every NaN becomes 0x7fffffff, because torch's payloads differ between formats.
+
+    Raises:
+        OperandError: wrong dtype.
+    """
+    require_tensor("decode", "x", x)
+    if x.dtype not in _DECODABLE:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DECODABLE)
+        raise OperandError(f"decode: x must be one of {known}; got {x.dtype}; view raw codes as their dtype first")
+    return canonical_nan(x.detach().float())
+
+
+def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = Overflow.SATURATE) -> Tensor:
+    """Values rounded to the nearest float8, ties to even.
+
+    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` in float8_e5m2
+    and NaN in float8_e4m3fn. NaN becomes the canonical code 0x7f under both.
+
+    Shapes:
+        float32, bfloat16 or float16 of any shape -> the float8 dtype, same shape.
+
+    Exactness: bit-exact to `f8ref.numpy.cast`: all 65,536 bfloat16 and float16 inputs in every test run, on whatever
+    torch version runs it.
+
+    Raises:
+        OperandError: wrong dtype (float64 would be rounded twice).
+        SpecError: unknown format.
+    """
+    require_values("cast", x)
+    return _encode(x.detach().float(), float8_format("cast", format), overflow)
+
+
+def quantize(
+    x: Tensor,
+    inv_scale: Tensor,
+    format: Format | str | torch.dtype,
+    granularity: Granularity = Granularity.TENSORWISE,
+) -> Tensor:
+    """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product an element.
+
+    Shapes:
+        x [rows, K], inv_scale float32 `granularity.scale_shape(rows, K)` -> float8 [rows, K] in x's layout.
+
+    Exactness: bit-exact to `f8ref.numpy.quantize`.
+
+    Raises:
+        OperandError: wrong dtype, or scales of another shape.
+        SpecError: unknown format.
+    """
+    require_values("quantize", x, ndim=2)
+    target = float8_format("quantize", format)
+    factor = spread_scale("quantize", "inv_scale", inv_scale, x, granularity)
+    # float() first: a bfloat16 tensor times a 0-dimensional float32 one would be a bfloat16 product.
+    return _encode(x.detach().float() * factor, target, Overflow.SATURATE)
+
+
+def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity = Granularity.TENSORWISE) -> Tensor:
+    """`decode(codes) * scale`.
+
+    Shapes:
+        codes float8 [rows, K], scale float32 `granularity.scale_shape(rows, K)` -> float32 [rows, K].
+
+    Exactness: one rounded float32 product an element; NaN is 0x7fffffff.
+
+    Raises:
+        OperandError: wrong dtype, or scales of another shape.
+    """
+    require_tensor("dequantize", "codes", codes)
+    if codes.dtype not in FLOAT8_DTYPES or codes.ndim != 2:
+        raise OperandError(
+            f"dequantize: codes must be float8_e4m3fn or float8_e5m2 of shape [rows, K]; got {codes.dtype} of shape "
+            f"{list(codes.shape)}"
+        )
+    return canonical_nan(decode(codes) * spread_scale("dequantize", "scale", scale, codes, granularity))
+
+
+def _encode(values: Tensor, format: Format, overflow: Overflow) -> Tensor:
+    dtype = getattr(torch, format.name)
+    # 1. Within +-max every torch version rounds alike. The clamp keeps NaN, whose code is set last.
+    codes = values.clamp(-format.max, format.max).to(dtype).view(torch.uint8)
+    # 2. Beyond: half a unit in the last place above max is where rounding would leave the format, and the tie itself
+    #    goes to the even code, which is max or the one behind it.
+    if overflow is Overflow.NONFINITE:
+        tie = format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
+        magnitude = values.abs()
+        is_beyond = magnitude >= tie if format.max_code & 1 else magnitude > tie
+        if format.infinity_code is None:
+            codes = torch.where(is_beyond, format.nan_code, codes)
+        else:
+            codes = torch.where(is_beyond, format.infinity_code | (codes & format.sign_mask), codes)
+    # 3. One NaN code: torch's own depends on the sign and on the device.
+    codes = torch.where(values.isnan(), format.nan_code, codes)
+    return codes.view(dtype)

@@ -1,0 +1,148 @@
+"""The GEMMs on the tensor cores: torch's own operators, given what they want.
+
+Operands have passed `f8emu.torch.operands`. What torch asks beyond that, alignment and the layouts of block scales, is
+arranged here by copying.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType
+from torch.nn.functional import scaled_mm as functional_scaled_mm
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.scaling import Granularity
+
+_ALIGNMENT = 16
+"""Bytes, of pointers and leading dimensions of operands."""
+_SCALING_TYPES = {
+    Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
+    Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
+}
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    granularities: tuple[Granularity, Granularity],
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales.
+
+    Raises:
+        UnsupportedError: blockwise scales on a device that is not Hopper.
+    """
+    a = _aligned(a)
+    b = _aligned(b.t()).t()
+    if not granularities[0].is_blockwise:
+        if granularities[0] is Granularity.TENSORWISE:
+            scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            a,
+            b,
+            _aligned_scale(scale_a),
+            _aligned_scale(scale_b),
+            bias=None if bias is None else bias.contiguous(),
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    _require_hopper("scaled_mm with blockwise scales", a.device)
+    return functional_scaled_mm(
+        a,
+        b,
+        block_scales(scale_a, granularities[0]),
+        _SCALING_TYPES[granularities[0]],
+        block_scales(scale_b.t(), granularities[1]),
+        _SCALING_TYPES[granularities[1]],
+        output_dtype=out_dtype,
+    )
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """`torch._scaled_grouped_mm` [EPI-6].
+
+    Raises:
+        UnsupportedError: a device that is not Hopper.
+    """
+    _require_hopper("scaled_grouped_mm", a.device)
+    return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+        _aligned(a),
+        _aligned(b.mT).mT,
+        scale_a,
+        scale_b,
+        offs=offs.contiguous(),
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+
+
+def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """`torch.mm` of bfloat16 matrices [BF16-1]; a float16 output is the float32 one, rounded.
+
+    A matrix whose rows or columns are not 16 bytes apart is copied: for it the library takes a kernel of other rules.
+    """
+    a, b = _readable(a), _readable(b)
+    if out_dtype is torch.bfloat16:
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+
+
+def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
+    """The scales of an operand [rows, K] in the layout that `torch.nn.functional.scaled_mm` takes [EPI-5].
+
+    1x128: `[rows, blocks]` with strides `(1, rows)`. 128x128: `[blocks padded to a multiple of 4, row blocks]` with
+    strides `(1, padded)`.
+
+    Shapes:
+        scale float32 `granularity.scale_shape(rows, K)`.
+    """
+    rows, blocks = scale.shape
+    if granularity is Granularity.BLOCKWISE_1X128:
+        if scale.stride() == (1, rows) and scale.data_ptr() % _ALIGNMENT == 0:
+            return scale
+        return torch.empty_strided((rows, blocks), (1, rows), dtype=scale.dtype, device=scale.device).copy_(scale)
+    padded = -(-blocks // 4) * 4
+    out = torch.empty_strided((padded, rows), (1, padded), dtype=scale.dtype, device=scale.device).zero_()
+    out[:blocks].copy_(scale.t())
+    return out
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A row-major float8 matrix, or a stack of them, itself or copied to where the tensor core can read it."""
+    # The stride of a dimension of size 1 is never read, but the library checks it.
+    is_canonical = x.shape[-2] > 1 or x.stride(-2) == x.shape[-1]
+    is_aligned = x.data_ptr() % _ALIGNMENT == 0 and all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
+    return x if is_canonical and is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned_scale(scale: Tensor) -> Tensor:
+    """The scale, or a copy where it is a part of a larger tensor: the library wants 16 bytes of alignment here too."""
+    return scale.clone() if scale.data_ptr() % _ALIGNMENT else scale
+
+
+def _readable(x: Tensor) -> Tensor:
+    """A bfloat16 matrix of any layout, itself or a row-major copy that the tensor core can read."""
+    is_canonical = 1 in x.stride() and all(s == 1 or s * x.element_size() % _ALIGNMENT == 0 for s in x.stride())
+    return x if is_canonical and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _require_hopper(call: str, device: torch.device) -> None:
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        raise UnsupportedError(
+            f"{call}: torch has it for Hopper only, compute capability 9.0; {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}; pass engine='emulated'"
+        )

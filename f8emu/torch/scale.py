@@ -1,0 +1,175 @@
+"""From a tensor to its scales: amax, the scale rule, and the state of delayed scaling.
+
+No host synchronisation anywhere, so that the pieces run under `torch.compile` and CUDA graphs. All functions are
+without gradient: a scale is a constant of the backward pass.
+"""
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import MAX_MARGIN, AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.trace import DelayedState, Scales
+from f8emu.torch.dtypes import float8_format, require_tensor, require_values
+
+_FLOAT32_NAN = 0x7FFFFFFF
+"""The one NaN that f8emu emits [SPEC-1]."""
+_FRACTION_CLEARED = -0x800000
+"""0xFF800000 as int32: sign and exponent bits of a float32."""
+
+
+def amax(x: Tensor, granularity: Granularity = Granularity.TENSORWISE) -> Tensor:
+    """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
+
+    Shapes:
+        x [rows, K], float32, bfloat16 or float16 -> float32 `granularity.scale_shape(rows, K)`.
+
+    Exactness: exact, the maximum does not round.
+
+    Raises:
+        OperandError: wrong dtype or rank.
+    """
+    require_values("amax", x, ndim=2)
+    rows, k = x.shape
+    shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it
+    if rows == 0 or k == 0:
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    magnitude = x.detach().abs()
+    match granularity:
+        case Granularity.TENSORWISE:
+            largest = magnitude.amax().reshape(1, 1)
+        case Granularity.ROWWISE:
+            largest = magnitude.amax(dim=1, keepdim=True)
+        case Granularity.BLOCKWISE_1X128:
+            largest = _padded(magnitude, rows, shape[1] * 128).view(rows, shape[1], 128).amax(dim=2)
+        case Granularity.BLOCKWISE_128X128:
+            padded = _padded(magnitude, shape[0] * 128, shape[1] * 128)
+            largest = padded.view(shape[0], 128, shape[1], 128).amax(dim=(1, 3))
+    return canonical_nan(largest.float())
+
+
+def scale_from_amax(
+    amax: Tensor, format: Format | str | torch.dtype, rule: ScaleRule = ScaleRule(), *, margin: int = 0
+) -> Scales:
+    """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
+
+    With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
+    amax inf gives 0 and inf, amax NaN gives NaN and NaN.
+
+    Shapes:
+        amax float32, any shape -> two float32 tensors of that shape.
+
+    Exactness: both quotients are correctly rounded. They are float64 quotients of two tensors, rounded once more: a
+    float64 quotient of float32 numbers is never so close to the middle of two float32 that this matters. A Python
+    number over a tensor would be a reciprocal times the number in eager torch, and a float32 division is
+    approximate in compiled code on a GPU.
+
+    Raises:
+        OperandError: wrong dtype.
+        SpecError: unknown format, or a margin out of range.
+    """
+    require_tensor("scale_from_amax", "amax", amax)
+    target = float8_format("scale_from_amax", format)
+    if amax.dtype is not torch.float32:
+        raise OperandError(f"scale_from_amax: amax must be float32, as amax() gives it; got {amax.dtype}")
+    if not 0 <= margin <= MAX_MARGIN:
+        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
+    floored = amax.detach().double().clamp(min=rule.amax_floor)  # NaN stays NaN
+    inv_scale = (torch.full_like(floored, target.max * 2.0**-margin) / floored).float()
+    if rule.power_of_two:
+        cut = (inv_scale.view(torch.int32) & _FRACTION_CLEARED).view(torch.float32)
+        inv_scale = torch.where(inv_scale.isnan(), inv_scale, cut)
+    inverse = inv_scale.double()
+    return Scales(inv_scale=inv_scale, scale=(torch.ones_like(inverse) / inverse).float())
+
+
+def initial_delayed_state(delayed: DelayedScaling, *, device: torch.device | str | None = None) -> DelayedState:
+    """The state of a tensor before its first step: an empty history, inv_scale 1, not initialized."""
+    return DelayedState(
+        amax_history=torch.zeros(delayed.history_length, dtype=torch.float32, device=device),
+        inv_scale=torch.ones((), dtype=torch.float32, device=device),
+        initialized=torch.zeros((), dtype=torch.bool, device=device),
+    )
+
+
+def update_delayed_state(
+    state: DelayedState,
+    amax: Tensor,
+    format: Format | str | torch.dtype,
+    rule: ScaleRule,
+    delayed: DelayedScaling,
+) -> DelayedState:
+    """The state after a step whose casts had the maximum `amax`, as `DelayedScaling` defines it; a new state.
+
+    Shapes:
+        amax float32 with one element.
+
+    Exactness: that of `scale_from_amax`.
+
+    Raises:
+        OperandError: wrong dtype or shape.
+        SpecError: unknown format.
+    """
+    require_tensor("update_delayed_state", "amax", amax)
+    if amax.numel() != 1 or amax.dtype is not torch.float32:
+        raise OperandError(
+            f"update_delayed_state: amax must be one float32; got {amax.dtype} of shape {list(amax.shape)}; "
+            "take amax(x), or the maximum of those of all casts since the last update"
+        )
+    if tuple(state.amax_history.shape) != (delayed.history_length,):
+        raise OperandError(
+            f"update_delayed_state: the state's amax_history must have shape [{delayed.history_length}]; got "
+            f"{list(state.amax_history.shape)}; the state is of another recipe, start with initial_delayed_state"
+        )
+    amax = amax.detach().reshape(())
+    is_usable = amax.isfinite() & (amax > 0)
+    newest = torch.where(is_usable, amax, torch.zeros_like(amax))
+    history = torch.cat([newest.reshape(1), state.amax_history[:-1]])
+    reference = newest if delayed.reduction is AmaxHistoryReduction.MOST_RECENT else history.amax()
+    inv_scale = scale_from_amax(reference, format, rule, margin=delayed.margin).inv_scale
+    return DelayedState(
+        amax_history=history,
+        inv_scale=torch.where(is_usable, inv_scale, state.inv_scale),
+        initialized=state.initialized | is_usable,
+    )
+
+
+def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Granularity) -> Tensor:
+    """A scale of `x` [rows, K], repeated so that it broadcasts against `x`.
+
+    Raises:
+        OperandError: not the float32 scales of `x` at this granularity.
+    """
+    require_tensor(call, name, scale)
+    rows, k = x.shape
+    shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it
+    is_one = granularity is Granularity.TENSORWISE and scale.numel() == 1
+    if scale.dtype is not torch.float32 or not (is_one or tuple(scale.shape) == shape):
+        raise OperandError(
+            f"{call}: {name} must be float32 of shape {list(shape)} for {granularity.value} scales of a "
+            f"{[rows, k]} operand; got {scale.dtype} of shape {list(scale.shape)}; "
+            "take amax and scales at the same granularity"
+        )
+    if scale.device != x.device:
+        raise OperandError(f"{call}: {name} is on {scale.device} and x on {x.device}; move one to the other's device")
+    scale = scale.detach()
+    if is_one:
+        return scale.reshape(1, 1)
+    for dim, block in enumerate(granularity.block):
+        if block is not None and block > 1:
+            # Not repeat_interleave and a cut: torch 2.13 compiles that for the CPU to wrong scales in the last block.
+            group = torch.arange(x.shape[dim], device=x.device) // block
+            scale = scale.index_select(dim, group)
+    return scale
+
+
+def canonical_nan(values: Tensor) -> Tensor:
+    """The float32 values with every NaN as the canonical one."""
+    return torch.where(values.isnan(), _FLOAT32_NAN, values.view(torch.int32)).view(torch.float32)
+
+
+def _padded(x: Tensor, rows: int, k: int) -> Tensor:
+    if x.shape[0] == rows and x.shape[1] == k:
+        return x.contiguous()
+    return torch.nn.functional.pad(x, (0, k - x.shape[1], 0, rows - x.shape[0]))

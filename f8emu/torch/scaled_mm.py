@@ -1,0 +1,141 @@
+"""The GEMMs: scaled_mm, scaled_grouped_mm and mm, on the tensor cores or emulated."""
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import Granularity
+from f8emu.torch import ops
+from f8emu.torch.dtypes import output_dtype, require_tensor
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | Format | str | None = None,
+    use_fast_accum: bool = False,
+    engine: str = "auto",
+    granularity_a: Granularity | str | None = None,
+    granularity_b: Granularity | str | None = None,
+    split_k: int | None = None,
+) -> Tensor:
+    """The float8 GEMM of a Hopper tensor core: `out = round(accumulate(a @ b) * scales + bias)`.
+
+    The operands are those of `torch._scaled_mm`. Granularities that are not given follow from the shapes of the scales,
+    in this order: tensorwise (one element each), rowwise, then 1x128 before 128x128. They need to be given only where
+    two fit: a single row with block scales, or K <= 128.
+
+    Shapes:
+        a [M, K] row-major, b [K, N] column-major, float8, K and N multiples of 16; float32 scales, of `a`: one element,
+        [M, 1], [M, ceil(K / 128)] or [ceil(M / 128), ceil(K / 128)], and of `b` the same seen through its
+        transpose: one element, [1, N], [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of out_dtype
+        -> [M, N] of out_dtype.
+
+    Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
+    recorded case. `engine="hardware"`: what the device gives. `split_k` is for the emulation of a split that the
+    library's heuristic chose [CHAIN-3]; None is 1 there, and the only value on the hardware.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        scale_a: factors that decode `a`.
+        scale_b: factors that decode `b`.
+        bias: added in float32 after the scales [EPI-3].
+        out_dtype: float32, bfloat16 or float16. None asks for the dtype of `a`, as in `torch._scaled_mm`; a float8
+            output is not modelled, so it is refused and not replaced.
+        use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
+        engine: "auto" (the hardware where the tensors are on a CUDA device with float8, otherwise the emulation),
+            "hardware" or "emulated".
+        granularity_a: of `scale_a`, where its shape does not say.
+        granularity_b: of `scale_b`, where its shape does not say.
+        split_k: number of slices of K that the emulation computes apart.
+
+    Raises:
+        OperandError: wrong dtype, shape, size, layout, device or scales.
+        UnsupportedError: what the hardware or this engine does not do; the message names the way out.
+        MissingExtraError: the emulation without jax.
+    """
+    for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
+        require_tensor("scaled_mm", name, x)
+    if out_dtype is None:
+        raise UnsupportedError(
+            "scaled_mm: out_dtype=None asks for float8 output, the dtype of a, as torch._scaled_mm does; it is not "
+            "modelled; pass out_dtype=torch.bfloat16, torch.float16 or torch.float32"
+        )
+    return ops.scaled_mm(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        bias,
+        output_dtype("scaled_mm", out_dtype),
+        use_fast_accum,
+        engine,
+        _granularity_name(granularity_a),
+        _granularity_name(granularity_b),
+        split_k,
+    )
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor,
+    *,
+    out_dtype: torch.dtype | Format | str = torch.bfloat16,
+    use_fast_accum: bool = False,
+    engine: str = "auto",
+) -> Tensor:
+    """The rowwise float8 GEMM of each group of rows with its own matrix [EPI-6], as `torch._scaled_grouped_mm`.
+
+    Shapes:
+        a [total_M, K] row-major, b [groups, K, N] column-major, float8_e4m3fn; scale_a float32 [total_M], scale_b
+        float32 [groups, N]; offs int32 [groups], the end of each group's rows -> bfloat16 [total_M, N].
+
+    Exactness: that of `scaled_mm`.
+
+    Raises:
+        OperandError: wrong dtype, shape, size, layout, device or scales.
+        UnsupportedError: what the hardware or this engine does not do.
+        MissingExtraError: the emulation without jax.
+    """
+    for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("offs", offs)):
+        require_tensor("scaled_grouped_mm", name, x)
+    dtype = output_dtype("scaled_grouped_mm", out_dtype)
+    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, dtype, use_fast_accum, engine)
+
+
+def mm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype | Format | str = torch.bfloat16,
+    engine: str = "auto",
+    split_k: int | None = None,
+) -> Tensor:
+    """The bfloat16 GEMM of a Hopper tensor core [BF16-1], for what a recipe keeps in high precision.
+
+    Shapes:
+        a [M, K], b [K, N], bfloat16 in any layout, K and N multiples of 16 -> [M, N] of out_dtype.
+
+    Exactness: that of `scaled_mm`; `split_k` as there [BF16-2].
+
+    Raises:
+        OperandError: wrong dtype, shape, size or device.
+        UnsupportedError: what the hardware or this engine does not do.
+        MissingExtraError: the emulation without jax.
+    """
+    require_tensor("mm", "a", a)
+    require_tensor("mm", "b", b)
+    return ops.mm(a, b, output_dtype("mm", out_dtype), engine, split_k)
+
+
+def _granularity_name(granularity: Granularity | str | None) -> str | None:
+    return granularity.value if isinstance(granularity, Granularity) else granularity

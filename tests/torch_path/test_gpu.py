@@ -1,0 +1,285 @@
+"""f8emu.torch on a Hopper GPU against the oracle: casts, scales, GEMMs on the tensor cores, and the compiler."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import f8emu.torch as f8
+import f8ref.numpy as reference
+from f8emu.spec import (
+    E4M3FN,
+    E5M2,
+    E8M0FNU,
+    GEMM_NAMES,
+    RECIPES,
+    SCALED_GEMM_GRANULARITIES,
+    Granularity,
+    OperandError,
+    Overflow,
+    ScaleRule,
+    UnsupportedError,
+)
+from f8emu.torch import hardware
+
+# Other people's deprecations are not what is tested here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+PAIRS = pytest.mark.parametrize("pair", SCALED_GEMM_GRANULARITIES, ids=lambda p: f"{p[0].value}-{p[1].value}")
+GRANULARITIES = pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
+
+
+def spread(seed: int, *shape: int) -> torch.Tensor:
+    """Float32 on the CPU, each element of another magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 6, shape, generator=generator))
+
+
+def gemm_operands(pair: tuple[Granularity, Granularity], m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    """A call's a, b, scale_a and scale_b, on the CPU."""
+    return (
+        f8.cast(spread(1, m, k), E4M3FN),
+        f8.cast(spread(2, n, k), E4M3FN).t(),
+        spread(3, *pair[0].scale_shape(m, k)).abs(),
+        spread(4, *pair[1].scale_shape(n, k)).abs().t().contiguous(),
+    )
+
+
+def on_gpu(x: Any) -> Any:
+    """The tensor on the GPU, in its own layout."""
+    return x.cuda() if isinstance(x, torch.Tensor) else x
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code() -> None:
+    """Each test compiles its own variant of a function; together they would reach the limit of recompilations."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def expect(to_numpy: Callable[[torch.Tensor], np.ndarray]) -> Callable[..., np.ndarray]:
+    """A verb of the oracle, called with tensors."""
+
+    def call(verb: str, *tensors: torch.Tensor, **options: Any) -> np.ndarray:
+        options = {k: to_numpy(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
+        return getattr(reference, verb)(*(to_numpy(x) for x in tensors), **options)
+
+    return call
+
+
+@pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
+@pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("eager", torch.bfloat16), ("eager", torch.float16), ("compiled", torch.bfloat16)], ids=str
+)
+def test_every_16_bit_cast_equals_the_oracle(mode, dtype, format, overflow, to_numpy, assert_same_bits) -> None:
+    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return f8.cast(x, format, overflow=overflow).view(torch.uint8)
+
+    run = cast if mode == "eager" else torch.compile(cast, fullgraph=True)
+    codes = run(x.cuda()).view(getattr(torch, format.name))
+    assert_same_bits(codes, reference.cast(to_numpy(x), format, overflow=overflow), nan_codes=True)
+
+
+@pytest.mark.parametrize("format", [E4M3FN, E5M2, E8M0FNU], ids=str)
+def test_every_code_decodes_as_the_oracle(format, to_numpy, assert_same_bits) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(getattr(torch, format.name))
+    assert_same_bits(f8.decode(codes.cuda()), reference.decode(to_numpy(codes)), nan_codes=True)
+
+
+@pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_every_mantissa_gives_the_correctly_rounded_quotient(mode, format) -> None:
+    amax = ((np.uint32(127) << 23) | np.arange(1 << 23, dtype=np.uint32)).view(np.float32)
+
+    def scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return f8.scale_from_amax(amax, format)
+
+    run = scales if mode == "eager" else torch.compile(scales, fullgraph=True)
+    inv_scale, scale = run(torch.from_numpy(amax).cuda())
+    expected = (np.float64(format.max) / amax.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(inv_scale.cpu().numpy().view(np.uint32), expected.view(np.uint32))
+    expected = (1.0 / expected.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(scale.cpu().numpy().view(np.uint32), expected.view(np.uint32))
+
+
+@GRANULARITIES
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [*(("eager", d) for d in FLOATS), ("compiled", torch.bfloat16), ("compiled", torch.float32)],
+    ids=str,
+)
+def test_an_operand_equals_the_oracle(mode, dtype, granularity, to_numpy, assert_same_bits) -> None:
+    """Amax, scale and codes in one compiled piece, with NaN, infinity, zeros and subnormals in some groups."""
+    x = spread(5, 272, 400).to(dtype)
+    x[0, 0], x[140, 7], x[3], x[5] = float("nan"), -float("inf"), 0, 1e-40
+    rule = ScaleRule(power_of_two=True)
+
+    def operand(x: torch.Tensor) -> list[torch.Tensor]:
+        amax = f8.amax(x, granularity)
+        scales = f8.scale_from_amax(amax, E4M3FN, rule)
+        codes = f8.quantize(x, scales.inv_scale, E4M3FN, granularity)
+        return [amax, scales.inv_scale, scales.scale, codes.view(torch.uint8)]
+
+    run = operand if mode == "eager" else torch.compile(operand, fullgraph=True)
+    amax, inv_scale, scale, codes = run(x.cuda())
+    expected = reference.amax(to_numpy(x), granularity)
+    scales = reference.scale_from_amax(expected, E4M3FN, rule)
+    assert_same_bits(amax, expected)
+    assert_same_bits(inv_scale, scales.inv_scale)
+    assert_same_bits(scale, scales.scale)
+    expected = reference.quantize(to_numpy(x), scales.inv_scale, E4M3FN, granularity)
+    assert_same_bits(codes.view(torch.float8_e4m3fn), expected, nan_codes=True)
+
+
+@PAIRS
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+def test_the_tensor_cores_equal_the_oracle(pair, out_dtype, expect, assert_same_bits) -> None:
+    args = gemm_operands(pair, 256, 128, 1024)
+    for use_fast_accum in (False,) if pair[0].is_blockwise else (False, True):
+        options = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        out = f8.scaled_mm(*map(on_gpu, args), **options, engine="hardware")
+        expected = expect("scaled_mm", *args, granularity_a=pair[0], granularity_b=pair[1], **options)
+        assert_same_bits(out, expected)
+
+
+@PAIRS
+@pytest.mark.parametrize("shape", [(1, 32, 256), (7, 48, 512), (48, 144, 272), (130, 272, 400), (64, 16, 16)], ids=str)
+def test_sizes_beyond_the_recorded_ones(pair, shape, expect, assert_same_bits) -> None:
+    """What `f8emu.torch.operands` lets through, the device must take, and it refuses what the device does.
+
+    M is any number, with 1x128 scales of a any multiple of 4; K and N come in steps of 16.
+    """
+    args = gemm_operands(pair, *shape)
+    options = {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": torch.float32}
+    if pair[0] is Granularity.BLOCKWISE_1X128 and shape[0] % 4:
+        with pytest.raises(OperandError, match="M must be a multiple of 4"):
+            f8.scaled_mm(*map(on_gpu, args), **options, engine="hardware")
+        a, b, scale_a, scale_b = map(on_gpu, args)
+        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED"):
+            hardware.scaled_mm(a, b, scale_a, scale_b, pair, bias=None, out_dtype=torch.float32, use_fast_accum=False)
+        return
+    out = f8.scaled_mm(*map(on_gpu, args), **options, engine="hardware")
+    assert_same_bits(out, expect("scaled_mm", *args, **options))
+
+
+@pytest.mark.parametrize("granularity", [Granularity.TENSORWISE, Granularity.ROWWISE], ids=lambda g: g.value)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bias_equals_the_oracle(granularity, out_dtype, expect, assert_same_bits) -> None:
+    args = gemm_operands((granularity, granularity), 64, 96, 512)
+    bias = spread(6, 192).to(out_dtype)
+    options = {"granularity_a": granularity, "granularity_b": granularity, "out_dtype": out_dtype}
+    out = f8.scaled_mm(*map(on_gpu, args), bias=bias.cuda()[::2], **options, engine="hardware")
+    assert_same_bits(out, expect("scaled_mm", *args, bias=bias[::2], **options))
+
+
+@pytest.mark.parametrize("layout", ["padded rows", "padded by 8", "misaligned", "every other row"])
+@PAIRS
+def test_layouts_that_may_be_copied(pair, layout, assert_same_bits) -> None:
+    a, b, *scales = (on_gpu(x) for x in gemm_operands(pair, 128, 128, 512))
+
+    def laid_out(x: torch.Tensor) -> torch.Tensor:
+        rows, k = x.shape
+        match layout:
+            case "padded rows":
+                place = torch.zeros(rows, k + 16, dtype=torch.uint8, device="cuda").view(x.dtype)[:, :k]
+            case "padded by 8":
+                place = torch.zeros(rows, k + 8, dtype=torch.uint8, device="cuda").view(x.dtype)[:, :k]
+            case "misaligned":
+                place = torch.zeros(rows * k + 1, dtype=torch.uint8, device="cuda").view(x.dtype)[1:].view(rows, k)
+            case _:
+                place = torch.zeros(2 * rows, k, dtype=torch.uint8, device="cuda").view(x.dtype)[::2]
+        return place.copy_(x)
+
+    out = f8.scaled_mm(laid_out(a), laid_out(b.t()).t(), *scales, out_dtype=torch.float32, engine="hardware")
+    assert_same_bits(out, f8.scaled_mm(a, b, *scales, out_dtype=torch.float32, engine="hardware"))
+
+
+@pytest.mark.parametrize("use_fast_accum", [False, True])
+def test_grouped_equals_the_oracle(use_fast_accum, expect, assert_same_bits) -> None:
+    a = f8.cast(spread(1, 112, 512), E4M3FN)
+    b = torch.stack([f8.cast(spread(s, 64, 512), E4M3FN) for s in (2, 3, 4)]).mT
+    offs = torch.tensor([32, 96, 112], dtype=torch.int32)
+    args = (a, b, spread(5, 112).abs(), spread(6, 3, 64).abs(), offs)
+    options = {"use_fast_accum": use_fast_accum, "out_dtype": torch.bfloat16}
+    out = f8.scaled_grouped_mm(*map(on_gpu, args), **options, engine="hardware")
+    assert_same_bits(out, expect("scaled_grouped_mm", *args, **options))
+
+
+@pytest.mark.parametrize("out_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", ["row, column", "column, row"])
+@pytest.mark.parametrize("shape", [(64, 96, 512), (48, 32, 144), (17, 16, 16)], ids=str)
+def test_bfloat16_mm_equals_the_oracle(shape, out_dtype, layout, expect, assert_same_bits) -> None:
+    m, n, k = shape
+    a, b = spread(1, m, k).bfloat16(), spread(2, n, k).bfloat16().t()
+    if layout == "column, row":
+        a, b = a.t().contiguous().t(), b.contiguous()
+    out = f8.mm(a.cuda(), b.cuda(), out_dtype=out_dtype, engine="hardware")
+    assert_same_bits(out, expect("mm", a, b, out_dtype=out_dtype))
+
+
+@PAIRS
+def test_the_emulation_on_the_gpu_equals_the_tensor_cores(pair, assert_same_bits) -> None:
+    args = [on_gpu(x) for x in gemm_operands(pair, 128, 256, 512)]
+    out = f8.scaled_mm(*args, out_dtype=torch.float32, engine="emulated")
+    assert out.device == args[0].device
+    assert_same_bits(out, f8.scaled_mm(*args, out_dtype=torch.float32, engine="hardware"))
+
+
+def test_the_emulation_leaves_the_memory_of_the_gpu_to_torch() -> None:
+    """JAX on its own would take three quarters of it at its first use."""
+    code = """
+import torch, f8emu.torch as f8
+a = torch.zeros(64, 64, device="cuda").to(torch.float8_e4m3fn)
+one = torch.ones((), device="cuda")
+f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16, engine="emulated")
+free, total = torch.cuda.mem_get_info()
+print(f8.engine_of("cuda", "emulated"), free > 0.75 * total)
+"""
+    script = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("emulated by f8ref.jax on ")
+    assert done.stdout.splitlines()[-1].endswith(" True")
+
+
+def test_the_report_names_the_hardware() -> None:
+    assert f8.engine_of("cuda") == f"torch._scaled_mm on {torch.cuda.get_device_name()}"
+    assert f8.engine_of("cpu") == "emulated by f8ref.jax on cpu"
+
+
+def test_the_hardware_chooses_its_own_split() -> None:
+    args = [on_gpu(x) for x in gemm_operands(SCALED_GEMM_GRANULARITIES[0], 64, 64, 256)]
+    with pytest.raises(UnsupportedError, match=r"scaled_mm: on the hardware the library's heuristic decides"):
+        f8.scaled_mm(*args, out_dtype=torch.bfloat16, split_k=2)
+    high = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(UnsupportedError, match=r"mm: on the hardware the library's heuristic decides"):
+        f8.mm(high, high, split_k=1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("mode", "dtype"), [*(("eager", d) for d in FLOATS), ("compiled", torch.bfloat16)], ids=str)
+def test_a_linear_layer_equals_the_oracle(mode, name, dtype, to_numpy, assert_same_bits) -> None:
+    recipe = RECIPES[name]
+    drawn = {"input": spread(1, 256, 384), "weight": spread(2, 128, 384), "grad_output": spread(3, 256, 128)}
+    tensors: dict[str, Any] = {k: v.to(dtype) for k, v in drawn.items()}
+    states = recipe.delayed and {k: f8.initial_delayed_state(recipe.delayed, device="cuda") for k in tensors}
+    numpy_states = recipe.delayed and {k: reference.initial_delayed_state(recipe.delayed) for k in tensors}
+
+    def products(tensors: dict[str, Any]) -> list[torch.Tensor]:
+        trace = f8.linear(recipe, **tensors, delayed_state=states)
+        return [getattr(trace, gemm).product for gemm in GEMM_NAMES]
+
+    run = products if mode == "eager" else torch.compile(products, fullgraph=True)
+    observed = run({k: v.cuda() for k, v in tensors.items()})
+    expected = reference.linear(recipe, **{k: to_numpy(v) for k, v in tensors.items()}, delayed_state=numpy_states)
+    for product, gemm in zip(observed, GEMM_NAMES, strict=True):
+        assert_same_bits(product, getattr(expected, gemm).product)

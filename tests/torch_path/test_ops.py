@@ -1,0 +1,200 @@
+"""The GEMMs and casts as a compiler sees them: operators, fake tensors, autograd, torch.compile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import f8emu.torch as f8
+from f8emu.spec import (
+    E4M3FN,
+    GEMM_NAMES,
+    DelayedScaling,
+    Granularity,
+    OperandError,
+    Overflow,
+    ScaleRule,
+    UnsupportedError,
+    recipe_by_name,
+)
+from f8emu.torch import ops
+
+# Loading the compiler warns about torch's own old code.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+BF16 = torch.bfloat16
+
+
+def codes(seed: int, *shape: int) -> torch.Tensor:
+    return f8.cast(torch.randn(shape, generator=torch.Generator().manual_seed(seed)), E4M3FN)
+
+
+def gemm_arguments() -> dict[str, tuple[Any, tuple]]:
+    """Operator name -> operator and the arguments of one call."""
+    a, b = codes(1, 32, 64), codes(2, 48, 64).t()
+    scales = torch.rand(32, 1), torch.rand(1, 48)
+    offs = torch.tensor([16, 32], dtype=torch.int32)
+    high = torch.randn(32, 64).bfloat16()
+    bias = torch.zeros(48, dtype=BF16)
+    return {
+        "scaled_mm": (ops.scaled_mm, (a, b, *scales, None, BF16, True, "auto", None, None, None)),
+        "scaled_mm, all given": (
+            ops.scaled_mm,
+            (a, b, *scales, bias, BF16, False, "emulated", "rowwise", "rowwise", 2),
+        ),
+        "scaled_grouped_mm": (
+            ops.scaled_grouped_mm,
+            (a, codes(3, 2, 48, 64).mT, torch.rand(32), torch.rand(2, 48), offs, BF16, False, "auto"),
+        ),
+        "mm": (ops.mm, (high, high.t(), torch.float32, "auto", None)),
+    }
+
+
+@pytest.mark.parametrize("name", gemm_arguments())
+def test_opcheck(name, monkeypatch) -> None:
+    """Torch's own check of an operator: no mutation, no aliasing, the fake implementation and autograd fit.
+
+    It compares operands before and after by allclose, which torch 2.13 lacks for float8 on the CPU.
+    """
+    allclose = torch.allclose
+
+    def compare(x: torch.Tensor, y: torch.Tensor, **options: object) -> bool:
+        if x.dtype.itemsize == 1:
+            return torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        return allclose(x, y, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "allclose", compare)
+    operator, arguments = gemm_arguments()[name]
+    torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.parametrize("name", gemm_arguments())
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_shapes_without_data(name, kind) -> None:
+    operator, arguments = gemm_arguments()[name]
+    expected = operator(*arguments)
+    if kind == "meta":
+        moved = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+    else:
+        mode = FakeTensorMode()
+        moved = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
+    out = operator(*moved)
+    assert (out.shape, out.dtype, out.stride()) == (expected.shape, expected.dtype, expected.stride())
+
+
+def test_fake_tensors_are_checked_like_real_ones() -> None:
+    a, b = codes(1, 32, 72).to("meta"), codes(2, 48, 72).t().to("meta")
+    one = torch.ones((), device="meta")
+    with pytest.raises(OperandError, match=r"K and N must be multiples of 16; got K = 72"):
+        f8.scaled_mm(a, b, one, one, out_dtype=BF16)
+
+
+def test_a_backward_through_a_gemm_is_refused() -> None:
+    a, b = codes(1, 32, 64), codes(2, 48, 64).t()
+    scale = torch.ones((), requires_grad=True)
+    out = f8.scaled_mm(a, b, scale, torch.ones(()), out_dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match=r"not differentiable.*linear layer"):
+        out.sum().backward()
+
+
+def quantize_and_multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """All verbs of a rowwise forward."""
+    rule = ScaleRule(power_of_two=False)
+    scales_x = f8.scale_from_amax(f8.amax(x, Granularity.ROWWISE), E4M3FN, rule)
+    scales_w = f8.scale_from_amax(f8.amax(w, Granularity.ROWWISE), E4M3FN, rule)
+    a = f8.quantize(x, scales_x.inv_scale, E4M3FN, Granularity.ROWWISE)
+    b = f8.quantize(w, scales_w.inv_scale, E4M3FN, Granularity.ROWWISE)
+    return f8.scaled_mm(a, b.t(), scales_x.scale, scales_w.scale.t(), bias=bias, out_dtype=x.dtype)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_forward_equals_eager(backend, assert_same_bits) -> None:
+    """One graph, and the same bits: values around the ties of float8 and specials among the operands."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(32, 64, generator=generator).bfloat16()
+    w = torch.randn(48, 64, generator=generator).bfloat16()
+    x[3, 5], x[4, 6], x[5] = float("nan"), float("inf"), 0
+    bias = torch.randn(48, generator=generator).bfloat16()
+    compiled = torch.compile(quantize_and_multiply, backend=backend, fullgraph=True)
+    assert_same_bits(compiled(x, w, bias), quantize_and_multiply(x, w, bias), nan_codes=True)
+
+
+def cast_everything(x: torch.Tensor) -> list[torch.Tensor]:
+    """The elementwise verbs, all formats and policies."""
+    out = []
+    for format in ("float8_e4m3fn", "float8_e5m2"):
+        for overflow in Overflow:
+            out.append(f8.cast(x, format, overflow=overflow).view(torch.uint8))
+        out.append(f8.decode(f8.cast(x, format)).view(torch.int32))
+    for granularity in Granularity:
+        amax = f8.amax(x, granularity)
+        for rule in (ScaleRule(), ScaleRule(power_of_two=True)):
+            scales = f8.scale_from_amax(amax, E4M3FN, rule)
+            out += [amax.view(torch.int32), scales.inv_scale.view(torch.int32), scales.scale.view(torch.int32)]
+        out.append(f8.quantize(x, scales.inv_scale, E4M3FN, granularity).view(torch.uint8))
+    delayed = DelayedScaling(history_length=4)
+    state = f8.update_delayed_state(f8.initial_delayed_state(delayed), f8.amax(x), E4M3FN, ScaleRule(), delayed)
+    return [*out, state.amax_history.view(torch.int32), state.inv_scale.view(torch.int32)]
+
+
+def test_compiled_casts_and_scales_equal_eager() -> None:
+    """All bfloat16 numbers, and tails of blocks."""
+    x = torch.randn(272, 400, generator=torch.Generator().manual_seed(4)).bfloat16()
+    x[:256, :256] = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(BF16).view(256, 256)
+    compiled = torch.compile(cast_everything, backend="inductor", fullgraph=True)
+    for observed, expected in zip(compiled(x), cast_everything(x), strict=True):
+        is_nan = expected > 0x7F800000 if expected.dtype is torch.int32 else torch.zeros((), dtype=torch.bool)
+        same_kind = (observed & 0x7FFFFFFF) > 0x7F800000 if observed.dtype is torch.int32 else is_nan
+        assert bool(((observed == expected) | (is_nan & same_kind)).all())
+
+
+@pytest.mark.parametrize("verb", [f8.dequantize, f8.quantize])
+def test_compiled_block_scales_reach_the_tail(verb, assert_same_bits) -> None:
+    """Torch 2.13 compiles a scale that is repeated and cut to the right size to wrong ones in the last block."""
+    x = torch.randn(272, 400, generator=torch.Generator().manual_seed(5))
+    scale = torch.rand(272, 4, generator=torch.Generator().manual_seed(6)) * 10
+    if verb is f8.dequantize:
+        arguments = (f8.cast(x, E4M3FN), scale, Granularity.BLOCKWISE_1X128)
+    else:
+        arguments = (x, scale, E4M3FN, Granularity.BLOCKWISE_1X128)
+    compiled = torch.compile(verb, backend="inductor", fullgraph=True)
+    assert_same_bits(compiled(*arguments), verb(*arguments))
+
+
+def test_a_dynamic_number_of_rows_compiles_once(assert_same_bits) -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable:
+        seen.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(quantize_and_multiply, backend=backend, fullgraph=True, dynamic=True)
+    w = torch.randn(48, 64)
+    for rows in (16, 32, 80):
+        x = torch.randn(rows, 64)
+        assert_same_bits(compiled(x, w), quantize_and_multiply(x, w))
+    assert len(seen) == 1
+
+
+def test_bad_input_of_compiled_code_names_the_remedy() -> None:
+    """The compiler wraps the error and keeps its text."""
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        return f8.scaled_mm(x, x.t(), torch.ones(()), torch.ones(()), out_dtype=BF16)
+
+    with pytest.raises(RuntimeError, match=r"multiples of 16; got K = 24.*pad the operands"):
+        torch.compile(multiply, backend="eager", fullgraph=True)(codes(1, 16, 24))
+
+
+def test_a_linear_layer_under_a_recipe_is_one_graph(assert_same_bits) -> None:
+    recipe = recipe_by_name("rowwise_with_gw_hp")
+    x, w, g = torch.randn(32, 64).bfloat16(), torch.randn(48, 64), torch.randn(32, 48).bfloat16()
+
+    def products(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
+        return [getattr(f8.linear(recipe, x, w, g), gemm).product for gemm in GEMM_NAMES]
+
+    compiled = torch.compile(products, backend="aot_eager", fullgraph=True)
+    for observed, expected in zip(compiled(x, w, g), products(x, w, g), strict=True):
+        assert_same_bits(observed, expected)
