@@ -1,0 +1,212 @@
+"""The three GEMMs and six casts of a linear layer, as one autograd function.
+
+    output      = cast(input)         @ cast(weight)^T        forward
+    grad_input  = cast(grad_output)   @ cast(weight^T)^T      backward
+    grad_weight = cast(grad_output^T) @ cast(input^T)^T       backward
+
+Kept for the backward pass: the codes of `input^T` (bfloat16 in high precision) with their scale, the weight, which
+lives anyway, and the scale of its second cast. Both casts of the input are made in the forward pass and both of
+`grad_output` in the backward pass, each pair from one reading. The weight is cast when its GEMM runs: that reads it
+twice, and keeps no float8 copy of it alive in between.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from f8emu.spec.recipe import Cast, Gemm, Recipe
+from f8emu.spec.scaling import Granularity
+from f8emu.spec.trace import Scales
+from f8emu.torch.casts import Known, Operand, cast_both, cast_rows_first, find_scales
+from f8emu.torch.scaled_mm import mm, scaled_mm
+
+SIZE_MULTIPLE = 16
+"""What the tensor core asks of a GEMM's summed dimension and of its N."""
+_VECTOR_MULTIPLE = 4
+"""What it asks of M where `a` has 1x128 scales."""
+
+
+class Plan(NamedTuple):
+    """What a call does that does not depend on its tensors' values."""
+
+    recipe: Recipe
+    engine: str
+    keeps_input: bool
+    """Whether `grad_weight` will be computed; otherwise the input is cast once and not kept."""
+
+
+class Delayed(NamedTuple):
+    """What delayed scaling keeps of one tensor between two updates."""
+
+    scales: Scales | None
+    """Those of earlier steps, each [1, 1]; None before the first update, when a cast uses its own amax."""
+    amax: Tensor
+    """[1, 1], raised to the amax of every tensor that is cast."""
+
+
+class InputOperands(NamedTuple):
+    """Both casts of a layer's input; layers with one input and one plan share them."""
+
+    output: Operand
+    grad_weight: Operand | None
+
+
+def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> InputOperands:
+    """Both operands that a layer makes of its input [M, K]."""
+    recipe = plan.recipe
+    cols = recipe.grad_weight.b if plan.keeps_input else None
+    output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed)
+    assert output is not None, "it was asked for"
+    return InputOperands(output, grad_weight)
+
+
+class Float8Matmul(torch.autograd.Function):
+    """`input @ weight^T` under a recipe.
+
+    Shapes:
+        input [M, K], weight [N, K] -> [M, N] in the dtype of input.
+
+    Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        plan: Plan,
+        shared: InputOperands | None,
+        delayed: tuple[Delayed, Delayed, Delayed] | None,
+    ) -> Tensor:
+        """Cast input and weight, multiply, keep what the backward pass needs."""
+        recipe = plan.recipe
+        of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
+        # 1. The operands of `output`, and what `grad_weight` will need of the input.
+        x = cast_input(input, plan, of_input) if shared is None else shared
+        rows, cols = recipe.output.b, recipe.grad_input.b
+        if of_weight is None:
+            w, known = cast_rows_first(weight, rows, cols, recipe.scale_rule)
+        else:
+            known = _delayed_scales(weight, rows, cols, recipe, of_weight)
+            w, _ = cast_both(weight, rows, None, known, recipe.scale_rule, of_weight.amax)
+            assert w is not None, "it was asked for"
+        # 2. What the backward pass needs. The amax of grad_output is written there, so it is not a saved tensor.
+        kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
+        w_inv_scale, w_scale = (None, None) if known.cols is None else known.cols
+        ctx.save_for_backward(kept, kept_scale, weight, w_inv_scale, w_scale)
+        ctx.plan, ctx.dtype, ctx.of_grad_output = plan, input.dtype, of_grad_output
+        # 3. output.
+        return gemm(x.output, w, recipe.output, input.dtype, plan.engine)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Cast grad_output and weight, multiply twice."""
+        (grad_output,) = grads
+        kept, kept_scale, weight, w_inv_scale, w_scale = ctx.saved_tensors
+        recipe, engine = ctx.plan.recipe, ctx.plan.engine
+        wants_input, wants_weight = ctx.needs_input_grad[0], kept is not None
+        rows = recipe.grad_input.a if wants_input else None
+        cols = recipe.grad_weight.a if wants_weight else None
+        g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output)
+        d_input = d_weight = None
+        if g is not None:
+            known = Known(cols=None if w_scale is None else Scales(w_inv_scale, w_scale))
+            _, w = cast_both(weight, None, recipe.grad_input.b, known, recipe.scale_rule)
+            assert w is not None, "it was asked for"
+            d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
+        if g_transposed is not None:
+            d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
+            d_weight = d_weight.to(weight.dtype)
+        return d_input, d_weight, None, None, None
+
+
+def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
+    """`a @ b^T` under its GEMM, of any sizes.
+
+    The summed dimension and N are filled up with zeros to what the tensor core takes, which changes no bit: a zero
+    product takes no part in the accumulation [ACC-1], [ACC-2].
+
+    Shapes:
+        a.codes [M, K], b.codes [N, K] -> [M, N] of dtype.
+    """
+    m, k = a.codes.shape
+    n = b.codes.shape[0]
+    if m == 0 or n == 0 or k == 0:
+        return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
+    fill_k, fill_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
+    if spec.a.format is None:
+        filled_a, filled_b = _filled(a.codes, 0, fill_k), _filled(b.codes, fill_n, fill_k)
+        product = mm(filled_a, filled_b.t(), out_dtype=dtype, engine=engine)
+        return _first_of(product, m, n)
+    granularity_a, granularity_b = _granularities(spec)
+    fill_m = -m % _VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    filled_a, filled_b = _filled(a.codes, fill_m, fill_k), _filled(b.codes, fill_n, fill_k)
+    product = scaled_mm(
+        filled_a,
+        filled_b.t(),
+        _filled_scale(a, granularity_a, fill_m),
+        _filled_scale(b, granularity_b, fill_n).t(),
+        out_dtype=dtype,
+        use_fast_accum=spec.use_fast_accum,
+        engine=engine,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+    )
+    return _first_of(product, m, n)
+
+
+def _cast_produced(
+    x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed | None
+) -> tuple[Operand | None, Operand | None]:
+    """Both casts of an activation or a gradient."""
+    rule = recipe.scale_rule
+    if delayed is not None:
+        known = _delayed_scales(x, rows, cols, recipe, delayed)
+        return cast_both(x, rows, cols, known, rule, delayed.amax)
+    is_single = cols is None or cols.format is None
+    if is_single and rows is not None and rows.format is not None and rows.granularity is Granularity.ROWWISE:
+        operand, _ = cast_rows_first(x, rows, cols, rule)
+        _, transposed = cast_both(x, None, cols, Known(), rule)
+        return operand, transposed
+    known = find_scales(x, rows, cols, rule, is_produced=True)
+    return cast_both(x, rows, cols, known, rule)
+
+
+def _delayed_scales(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> Known:
+    if delayed.scales is not None:
+        return Known(delayed.scales, delayed.scales)
+    assert recipe.delayed is not None, "only such a recipe has delayed scales"
+    return find_scales(x, rows, cols, recipe.scale_rule, margin=recipe.delayed.margin)
+
+
+def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:
+    """`Gemm.scaled_gemm_granularities`, in terms that torch 2.11 can trace."""
+    a, b = spec.a.granularity, spec.b.granularity
+    if Granularity.ROWWISE in (a, b):
+        return Granularity.ROWWISE, Granularity.ROWWISE
+    return a, b
+
+
+def _filled(codes: Tensor, rows: int, cols: int) -> Tensor:
+    """The codes with `rows` and `cols` of zeros behind them."""
+    if not rows and not cols:
+        return codes
+    if codes.dtype is torch.bfloat16:
+        return pad(codes, (0, cols, 0, rows))
+    return pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
+
+
+def _filled_scale(operand: Operand, granularity: Granularity, rows: int) -> Tensor:
+    """The operand's scale at the GEMM's granularity, with `rows` of zeros where rows have their own."""
+    scale = operand.scale
+    assert scale is not None, "a float8 operand has a scale"
+    if granularity is Granularity.ROWWISE and scale.shape[0] != operand.codes.shape[0]:
+        scale = scale.expand(operand.codes.shape[0], 1).contiguous()  # one for all rows is repeated for each
+    has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)
+    return pad(scale, (0, 0, 0, rows)) if rows and has_own else scale
+
+
+def _first_of(product: Tensor, m: int, n: int) -> Tensor:
+    return product if tuple(product.shape) == (m, n) else product[:m, :n].contiguous()

@@ -1,0 +1,46 @@
+"""Selective activation checkpointing of converted models: which results of float8 layers are worth keeping.
+
+Full checkpointing (`torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`) needs nothing from here.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from f8emu.torch import fused, ops
+
+_MODULES = (fused, ops)
+"""They define the operators."""
+
+GEMM_OPS: tuple[torch._ops.OpOverload, ...] = (
+    torch.ops.f8emu.scaled_mm.default,
+    torch.ops.f8emu.mm.default,
+)
+"""The GEMMs: dear, and their results are small beside what it costs to compute them again."""
+SCALE_OPS: tuple[torch._ops.OpOverload, ...] = (
+    torch.ops.f8emu.tensor_amax.default,
+    torch.ops.f8emu.row_amax.default,
+    torch.ops.f8emu.row_col_amax.default,
+    torch.ops.f8emu.scales.default,
+)
+"""Amaxes and scales: each reads a whole tensor and gives a few numbers. Casts are not here: float8 copies are what
+checkpointing is to save, and to make them again is one reading."""
+SAVED_OPS = GEMM_OPS + SCALE_OPS
+
+
+def float8_checkpoint_policy(
+    also: Collection[torch._ops.OpOverload] = (),
+) -> Callable[..., CheckpointPolicy]:
+    """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: keep `SAVED_OPS`, recompute the rest.
+
+    Args:
+        also: further operators to keep, such as `torch.ops.aten._scaled_dot_product_flash_attention.default`.
+    """
+    saved = frozenset(SAVED_OPS) | frozenset(also)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

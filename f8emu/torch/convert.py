@@ -1,0 +1,230 @@
+"""Convert a model to float8 training: `nn.Linear` layers become `Float8Linear`, in place, and a report says which.
+
+What a layer does not allow is said here, at conversion, and not in the middle of training.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from f8emu.spec.errors import OperandError
+from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.torch.autograd import SIZE_MULTIPLE
+from f8emu.torch.engine import resolve_engine
+from f8emu.torch.module import Float8Linear, resolve_recipe
+
+ModuleFilter = Callable[[nn.Module, str], bool]
+"""(layer, its name) -> whether to convert it."""
+
+_log = logging.getLogger("f8emu")
+
+
+class Outcome(Enum):
+    """What becomes of a layer."""
+
+    CONVERTED = "converted"
+    FILTER = "filter"
+    """Left alone, as the filter said."""
+    SIZE = "size"
+    """In or out features are no multiple of 16, and `pad` was not asked for: converting it is an error."""
+    TYPE = "type"
+    """Left alone: a subclass of nn.Linear, which computes something of its own."""
+    ALREADY = "already"
+    """A Float8Linear already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionEntry:
+    """One linear layer of the model."""
+
+    fqn: str
+    shape: tuple[int, int]
+    """(out_features, in_features)."""
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """What a conversion does to every linear layer, in the order of `named_modules`."""
+
+    recipe: Recipe
+    entries: tuple[ConversionEntry, ...]
+
+    def names(self, outcome: Outcome) -> tuple[str, ...]:
+        """The layers with that outcome."""
+        return tuple(entry.fqn for entry in self.entries if entry.outcome is outcome)
+
+    def __str__(self) -> str:
+        counts = ((outcome, len(self.names(outcome))) for outcome in Outcome)
+        summary = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
+        width = max((len(entry.fqn) for entry in self.entries), default=0)
+        rows = [f"  {e.fqn:<{width}}  {list(e.shape)!s:<14}  {e.outcome.value}" for e in self.entries]
+        return "\n".join([f"recipe {self.recipe.name}: {summary or 'no linear layer'}", *rows])
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    config: Recipe | str = "tensorwise",
+    module_filter_fn: ModuleFilter | None = None,
+    engine: str = "auto",
+    pad: bool = False,
+) -> nn.Module:
+    """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
+
+    A module or parameter that is there twice stays one. What was converted is logged, at INFO, on the logger "f8emu".
+
+    Args:
+        module: the model; a linear layer itself is given back converted.
+        config: the recipe, or its name.
+        module_filter_fn: (layer, its name) -> whether to convert it; all are without it.
+        engine: as for `scaled_mm`; "hardware" is checked at once where the model is on an accelerator, else at the
+            first call, so that a model can be converted before it moves.
+        pad: take sizes that are no multiples of 16 as well: their GEMMs are filled up with zeros, which changes no bit
+            and costs copies.
+
+    Returns:
+        `module`, converted in place.
+
+    Raises:
+        SpecError: no such recipe.
+        OperandError: sizes that are no multiples of 16, or a model that was converted under another recipe; nothing has
+            changed then.
+        UnsupportedError: `engine="hardware"` on a device without it.
+    """
+    report = plan_conversion(module, config=config, module_filter_fn=module_filter_fn, pad=pad)
+    recipe = report.recipe
+    layers = dict(_linear_layers(module))
+    _check_sizes(report)
+    _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine)
+    chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
+    for device in {layer.weight.device for layer in chosen.values()}:
+        resolve_engine("convert_to_float8_training", device, "auto" if device.type in ("cpu", "meta") else engine)
+    new: dict[int, Float8Linear] = {}
+    for fqn, layer in chosen.items():
+        if id(layer) not in new:
+            new[id(layer)] = Float8Linear.from_float(layer, recipe=recipe, engine=engine)
+        if not fqn:
+            module = new[id(layer)]
+            continue
+        parent, _, name = fqn.rpartition(".")
+        module.get_submodule(parent).register_module(name, new[id(layer)])
+    _log.info("convert_to_float8_training: %s", report)
+    if not chosen:
+        already = len(report.names(Outcome.ALREADY))
+        found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
+        warnings.warn(f"convert_to_float8_training: nothing to convert; {found}; {report}", UserWarning, stacklevel=2)
+    return module
+
+
+def plan_conversion(
+    module: nn.Module,
+    *,
+    config: Recipe | str = "tensorwise",
+    module_filter_fn: ModuleFilter | None = None,
+    pad: bool = False,
+) -> ConversionReport:
+    """What `convert_to_float8_training` would do, without doing it.
+
+    Raises:
+        SpecError: no such recipe.
+    """
+    recipe = resolve_recipe("plan_conversion", config)
+    outcomes: dict[int, Outcome] = {}
+    entries = []
+    for fqn, layer in _linear_layers(module):
+        if id(layer) not in outcomes:  # a shared layer has one outcome, that of its first name
+            outcomes[id(layer)] = _outcome(fqn, layer, module_filter_fn, pad)
+        shape = (layer.out_features, layer.in_features)
+        entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=outcomes[id(layer)]))
+    return ConversionReport(recipe=recipe, entries=tuple(entries))
+
+
+def swap_linear_with_float8_linear(
+    module: nn.Module,
+    *,
+    config: Recipe | str = "tensorwise",
+    module_filter_fn: ModuleFilter | None = None,
+    engine: str = "auto",
+    pad: bool = False,
+) -> nn.Module:
+    """The older name of `convert_to_float8_training`, which it calls."""
+    return convert_to_float8_training(module, config=config, module_filter_fn=module_filter_fn, engine=engine, pad=pad)
+
+
+class SmallestLayer(NamedTuple):
+    """The smallest layer that float8 makes faster."""
+
+    in_features: int
+    out_features: int
+
+
+SMALLEST_LAYERS: dict[Recipe, SmallestLayer | None] = {
+    TENSORWISE: None,
+    ROWWISE: None,
+    ROWWISE_WITH_GW_HP: None,
+    DELAYED: None,
+    BLOCKWISE: None,
+}
+"""To be measured by benchmarks/linear.py on an H200; None where no threshold is known."""
+
+
+def filter_small_layers(config: Recipe | str = "tensorwise") -> ModuleFilter:
+    """A `module_filter_fn` that leaves alone the layers for which float8 under this recipe loses time.
+
+    Its thresholds are those of `SMALLEST_LAYERS`. Where none is known, and for recipes that are not in the table, every
+    layer passes.
+    """
+    smallest = SMALLEST_LAYERS.get(resolve_recipe("filter_small_layers", config))
+
+    def is_large(module: nn.Module, fqn: str) -> bool:
+        del fqn
+        if smallest is None or not isinstance(module, nn.Linear):
+            return True
+        return module.in_features >= smallest.in_features and module.out_features >= smallest.out_features
+
+    return is_large
+
+
+def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for fqn, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, nn.Linear):
+            yield fqn, layer
+
+
+def _outcome(fqn: str, layer: nn.Linear, module_filter_fn: ModuleFilter | None, pad: bool) -> Outcome:
+    if isinstance(layer, Float8Linear):
+        return Outcome.ALREADY
+    if type(layer) is not nn.Linear or not isinstance(layer._parameters.get("weight"), torch.Tensor):
+        return Outcome.TYPE
+    if module_filter_fn is not None and not module_filter_fn(layer, fqn):
+        return Outcome.FILTER
+    is_odd = layer.in_features % SIZE_MULTIPLE or layer.out_features % SIZE_MULTIPLE
+    return Outcome.SIZE if is_odd and not pad else Outcome.CONVERTED
+
+
+def _check_sizes(report: ConversionReport) -> None:
+    odd = [f"{e.fqn or 'the module'} {list(e.shape)}" for e in report.entries if e.outcome is Outcome.SIZE]
+    if odd:
+        raise OperandError(
+            f"convert_to_float8_training: in_features and out_features must be multiples of {SIZE_MULTIPLE}; got "
+            f"[out, in] of {', '.join(odd)}; leave these layers out with module_filter_fn, or pass pad=True, which "
+            "fills up their GEMMs with zeros"
+        )
+
+
+def _check_converted(report: ConversionReport, layers: dict[str, nn.Linear], engine: str) -> None:
+    for fqn, layer in layers.items():
+        assert isinstance(layer, Float8Linear), "only these are converted already"
+        if layer.recipe != report.recipe or layer.engine != engine:
+            raise OperandError(
+                f"convert_to_float8_training: {fqn or 'the module'} is a Float8Linear under recipe "
+                f"{layer.recipe.name!r} and engine {layer.engine!r} already; asked for {report.recipe.name!r} and "
+                f"{engine!r}; convert the model once, from nn.Linear"
+            )

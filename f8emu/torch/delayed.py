@@ -1,0 +1,194 @@
+"""The state of delayed scaling of one layer.
+
+Between two updates every cast keeps the maximum of the amaxes that it saw (gradient accumulation); the update
+(`delayed_sync`) rolls the histories and sets the scales of the next step, by the rule of `f8emu.spec.DelayedScaling`.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.errors import F8Error, OperandError
+from f8emu.spec.recipe import Recipe
+from f8emu.spec.trace import Scales
+from f8emu.torch.autograd import Delayed
+
+TENSORS: tuple[str, str, str] = ("input", "weight", "grad_output")
+"""The tensors of a layer that have a state, in this order in every buffer."""
+
+
+class DelayedScalingError(F8Error, RuntimeError):
+    """A step was taken without an update."""
+
+
+class DelayedBuffers(nn.Module):
+    """The state of one layer: three `DelayedState`, each field stacked, and what the step under way has seen.
+
+    Its buffers follow the layer from device to device, stay float32 whatever the layer becomes, and are in no state
+    dict: a layer writes them into the state dict's metadata, so that its keys stay those of `nn.Linear`.
+    """
+
+    amax_history: Tensor
+    """[3, history_length]."""
+    inv_scale: Tensor
+    """[3]."""
+    scale: Tensor
+    """[3], `1 / inv_scale`."""
+    initialized: Tensor
+    """[3] bool."""
+    skipped: Tensor
+    """[3] int64: updates that found an amax of zero or none that is finite."""
+    amax_input: Tensor
+    """[1, 1], as the next two: each is raised in place by a cast, so each is a buffer of its own."""
+    amax_weight: Tensor
+    amax_grad_output: Tensor
+
+    def __init__(self, recipe: Recipe, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        assert recipe.delayed is not None, "only such a recipe has a state"
+        self.recipe = recipe
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "amax_history": ((3, recipe.delayed.history_length), torch.float32),
+            "inv_scale": ((3,), torch.float32),
+            "scale": ((3,), torch.float32),
+            "initialized": ((3,), torch.bool),
+            "skipped": ((3,), torch.int64),
+            **{f"amax_{tensor}": ((1, 1), torch.float32) for tensor in TENSORS},
+        }
+        for name, (shape, dtype) in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device), persistent=False)
+        self.is_initialized = (False, False, False)
+        self.updates = 0
+        self.has_reported = False
+        self._seen: tuple[int, int] | None = None
+        self._watch: tuple[Any, Any] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """The state before the first step."""
+        with torch.no_grad():
+            for buffer in self.buffers():
+                buffer.zero_()
+            self.inv_scale.fill_(1)
+            self.scale.fill_(1)
+        self.is_initialized = (False, False, False)
+        self.has_reported = False
+        self._seen = None
+
+    def of_tensors(self) -> tuple[Delayed, Delayed, Delayed]:
+        """What the casts of a call use and write."""
+        return self._of(0, self.amax_input), self._of(1, self.amax_weight), self._of(2, self.amax_grad_output)
+
+    def _of(self, i: int, amax: Tensor) -> Delayed:
+        if not self.is_initialized[i]:
+            return Delayed(None, amax)
+        return Delayed(Scales(self.inv_scale[i].reshape(1, 1), self.scale[i].reshape(1, 1)), amax)
+
+    @property
+    def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The buffers that the casts raise."""
+        return self.amax_input, self.amax_weight, self.amax_grad_output
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the state, and the amaxes of a step under way."""
+        return {
+            "amax_history": self.amax_history,
+            "inv_scale": self.inv_scale,
+            "initialized": self.initialized,
+            "skipped": self.skipped,
+            "amax": torch.cat(self.amaxes).reshape(3),
+        }
+
+    def load(self, call: str, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave.
+
+        Raises:
+            OperandError: the state of another recipe, or not a state.
+        """
+        for name, mine in self.state().items():
+            found = state.get(name)
+            if found is None or found.shape != mine.shape or found.dtype is not mine.dtype:
+                got = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+                raise OperandError(
+                    f"{call}: delayed state {name!r} must be {mine.dtype} of shape {list(mine.shape)} under recipe "
+                    f"{self.recipe.name!r}; got {got}; load a checkpoint of the same recipe, or one without its state"
+                )
+        with torch.no_grad():
+            for name in ("amax_history", "inv_scale", "initialized", "skipped"):
+                getattr(self, name).copy_(state[name])
+            for mine, found in zip(self.amaxes, state["amax"], strict=True):
+                mine.copy_(found.reshape(1, 1))
+            self.scale.copy_(reciprocal(self.inv_scale))
+        self.has_reported = False
+        self._seen = None
+        self.read_initialized()
+
+    def read_initialized(self) -> None:
+        """Bring the flag that steers the casts up to the buffer: waits for the device."""
+        if not self.initialized.is_meta:
+            first, second, third = self.initialized.tolist()
+            self.is_initialized = (first, second, third)
+
+    def watch(self, weight: nn.Parameter) -> None:
+        """Notice, whenever a gradient of `weight` is complete, that the optimizer stepped without an update.
+
+        The hook runs outside of compiled code. It is on the parameter, so it is put there again for another parameter.
+        """
+        if self._watch is not None:
+            if self._watch[0]() is weight:
+                return
+            self._watch[1].remove()
+            self._watch = None
+        if not weight.requires_grad or not weight.is_leaf:
+            return
+        reference = weakref.ref(self)
+
+        def check(parameter: Tensor) -> None:
+            if (buffers := reference()) is not None:
+                buffers.check_step(parameter)
+
+        self._watch = (weakref.ref(weight), weight.register_post_accumulate_grad_hook(check))
+
+    def check_step(self, weight: Tensor) -> None:
+        """Raise DelayedScalingError where `weight` changed since the last backward pass and the state did not."""
+        now = (weight._version, self.updates)
+        if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
+            raise DelayedScalingError(
+                f"Float8Linear: under recipe {self.recipe.name!r} the scales are updated once a step; the weight of "
+                f"shape {list(weight.shape)} has changed since the last backward pass and its scales have not; call "
+                "f8emu.torch.sync_float8_amax_and_scale_history(model) after every backward pass, before or after "
+                "optimizer.step()"
+            )
+        self._seen = now
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follow to another device, never to another dtype; memory that was not copied (`to_empty`) is reset."""
+        is_lost = False
+        for name, buffer in self._buffers.items():
+            assert buffer is not None, "all are there"
+            # As integers, which conversions of a module leave alone.
+            viewed = buffer.view(torch.int32) if buffer.dtype is torch.float32 else buffer
+            moved = fn(viewed)
+            if moved is viewed:
+                continue
+            if moved.dtype is not viewed.dtype:
+                moved = viewed.to(moved.device)
+            if not moved.is_meta:
+                is_lost = is_lost or buffer.is_meta or not torch.equal(viewed, moved.to(viewed.device))
+            self._buffers[name] = moved.view(buffer.dtype) if viewed is not buffer else moved
+        if is_lost:
+            self.reset()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hook, which belongs to a parameter: a copy watches its own."""
+        return self.__dict__ | {"_watch": None, "_seen": None}
+
+
+def reciprocal(inv_scale: Tensor) -> Tensor:
+    """`float32(1 / inv_scale)`, correctly rounded: a float64 quotient of two tensors, rounded again (NUMERICS 6)."""
+    inverse = inv_scale.double()
+    return (torch.ones_like(inverse) / inverse).float()

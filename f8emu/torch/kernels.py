@@ -1,0 +1,238 @@
+"""Triton kernels of the fused casts: each reads a matrix once and writes what its GEMMs need.
+
+A linear layer needs every tensor twice, as `[rows, K]` of one GEMM and, transposed, of another; the tensor core takes
+float8 operands only with the summed dimension contiguous, so the transpose is written out. One tile of the matrix is
+in registers while its codes are stored both ways. The launches, with their tile sizes, are in `launch`.
+
+Exactness: the bits of `twins`, on these grounds.
+- A maximum of magnitudes is an integer maximum of their bit patterns, so that NaN wins, then infinity.
+- Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
+- A scale is applied as one float32 product. The conversion rounds to the nearest, ties to even; NaN becomes 0x7f.
+- Nothing relies on what the conversion does beyond the largest value of the format. Where the scale comes from
+  outside, the product is clamped first, by selects, which keep NaN. Where it comes from the elements' own amax,
+  `abs(value) * inv_scale <= max * (1 + 2^-22)`, which rounds to max.
+
+Offsets are 64-bit. Integer buffers of amaxes hold bit patterns of float32.
+"""
+
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+# (Triton is optional, and its branches are taken while compiling.)
+import triton
+import triton.language as tl
+
+from f8emu.spec.formats import E4M3FN, E5M2
+
+DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
+"""Format name -> Triton's dtype."""
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def load_tile(x, rows, cols, M, N):
+    """The elements at `rows` x `cols` of `x` [M, N]; zeros outside, which change no amax."""
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    return tl.load(x + rows[:, None] * N + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(codes, tile, rows, cols, M, N):
+    """`codes` [M, N] at `rows` x `cols` = `tile`."""
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(codes + rows[:, None] * N + cols[None, :], tile, mask=inside)
+
+
+@triton.jit
+def magnitudes(values):
+    """Bit patterns of float32 without their sign: ordered as the magnitudes, infinity and NaN above them."""
+    return values.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def one_nan(bits):
+    """The maximum of magnitudes with every NaN as the canonical one [SPEC-1]."""
+    return tl.where(bits > _INFINITY, _NAN, bits)
+
+
+@triton.jit
+def _clamp(values, LIMIT: tl.constexpr):
+    # A comparison with NaN is false, so both selects let it through.
+    values = tl.where(values > LIMIT, LIMIT, values)
+    return tl.where(values < -LIMIT, -LIMIT, values)
+
+
+@triton.jit
+def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """`ScaleRule`: `FLOOR` is the largest float32 not above the rule's floor, `AT_FLOOR` the float32 quotient there."""
+    amax = bits.to(tl.float32, bitcast=True)
+    inv = tl.div_rn(tl.zeros_like(amax) + QUOTIENT, amax)
+    inv = tl.where(amax <= FLOOR, AT_FLOOR, inv)
+    if POWER_OF_TWO:
+        cut = (inv.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True)
+        inv = tl.where(bits > _INFINITY, inv, cut)  # NaN stays NaN
+    return inv
+
+
+@triton.jit
+def reciprocal(values):
+    """`1 / values`, correctly rounded."""
+    return tl.div_rn(tl.zeros_like(values) + 1.0, values)
+
+
+@triton.jit
+def tensor_amax_kernel(x, amax, count, BLOCK: tl.constexpr):
+    """`amax` (bits, zero before) of the `count` elements at `x`."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
+    tl.atomic_max(amax, one_nan(tl.max(magnitudes(values), 0)), sem="relaxed")
+
+
+@triton.jit
+def row_amax_kernel(x, row_amax, M, N, TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """`row_amax` [M] (bits) of `x` [M, N]."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = tl.arange(0, BN).to(tl.int64)
+    best = tl.zeros((BM,), tl.int32)
+    for _ in range(0, TILES_N):
+        best = tl.maximum(best, tl.max(magnitudes(load_tile(x, rows, cols, M, N)), 1))
+        cols += BN
+    tl.store(row_amax + rows, one_nan(best), mask=rows < M)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def row_col_amax_kernel(x, row_amax, col_amax, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+    """`row_amax` [M] and `col_amax` [N] (bits, zero before) of `x` [M, N]."""
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    bits = magnitudes(load_tile(x, rows, cols, M, N))
+    tl.atomic_max(row_amax + rows, one_nan(tl.max(bits, 1)), mask=rows < M, sem="relaxed")
+    tl.atomic_max(col_amax + cols, one_nan(tl.max(bits, 0)), mask=cols < N, sem="relaxed")
+
+
+@triton.jit
+def scales_kernel(
+    amax,
+    inv_scale,
+    scale,
+    count,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`inv_scale` and `scale` of `count` amaxes (float32)."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.int32, bitcast=True)
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.store(inv_scale + offsets, inv, mask=inside)
+    tl.store(scale + offsets, reciprocal(inv), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def cast_pair_kernel(
+    x,
+    row_codes,
+    col_codes,
+    row_inv_scale,
+    col_inv_scale,
+    amax,
+    M,
+    N,
+    tiles_n,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ROW_VECTOR: tl.constexpr,
+    COL_VECTOR: tl.constexpr,
+    AMAX: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each with its own scales: one, or one a row of codes.
+
+    With `AMAX`, `amax` (bits) is raised to that of `x` in the same pass. Even under one scale, both are converted on
+    their own: the compiler transposes the narrow elements before they are widened, and so has no codes to share.
+    """
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    values = load_tile(x, rows, cols, M, N)
+    if AMAX:
+        tl.atomic_max(amax, one_nan(tl.max(tl.max(magnitudes(values), 1), 0)), sem="relaxed")
+    if ROWS:
+        if ROW_VECTOR:
+            scaled = values * tl.load(row_inv_scale + rows, mask=rows < M, other=0.0)[:, None]
+        else:
+            scaled = values * tl.load(row_inv_scale)
+        store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+    if COLS:
+        if COL_VECTOR:
+            scaled = values * tl.load(col_inv_scale + cols, mask=cols < N, other=0.0)[None, :]
+        else:
+            scaled = values * tl.load(col_inv_scale)
+        store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+
+
+@triton.jit
+def cast_rows_kernel(
+    x,
+    codes,
+    scale,
+    amax,
+    M,
+    N,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`codes` [M, N], `scale` [M] and `amax` [M] (bits) of `x` [M, N], whose rows fit into `BN`: read once."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = tl.arange(0, BN)
+    values = load_tile(x, rows, cols, M, N)
+    bits = one_nan(tl.max(magnitudes(values), 1))
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.store(amax + rows, bits, mask=rows < M)
+    tl.store(scale + rows, reciprocal(inv), mask=rows < M)
+    store_tile(codes, (values * inv[:, None]).to(DTYPE), rows, cols, M, N)
+
+
+@triton.jit
+def cast_long_rows_kernel(
+    x,
+    codes,
+    scale,
+    amax,
+    N,
+    TILES_N: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`cast_rows_kernel` for a row of any length: the second read of the row finds it in the L2 cache."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BN).to(tl.int64)
+    best = tl.zeros((BN,), tl.int32)
+    for _ in range(0, TILES_N):
+        values = tl.load(x + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+        best = tl.maximum(best, magnitudes(values))
+        cols += BN
+    bits = one_nan(tl.max(best, 0))
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.store(amax + row, bits)
+    tl.store(scale + row, reciprocal(inv))
+    cols = tl.arange(0, BN).to(tl.int64)
+    for _ in range(0, TILES_N):
+        values = tl.load(x + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(codes + row * N + cols, (values * inv).to(DTYPE), mask=cols < N)
+        cols += BN

@@ -1,0 +1,199 @@
+"""The launches of the Triton kernels: grids, tile sizes and warps. Importing this module needs Triton.
+
+Each writes into tensors that its caller has allocated; all are contiguous, as the caller saw to.
+"""
+
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import ScaleRule
+from f8emu.torch import block_kernels, kernels
+
+# The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
+AMAX_BLOCK = 16384
+AMAX_WARPS = 8
+ROW_AMAX_TILE = (4, 1024)
+ROW_AMAX_WARPS = 8
+ROW_COL_AMAX_TILE = (256, 64)
+ROW_COL_AMAX_WARPS = 8
+SCALES_BLOCK = 256
+CAST_TILE = (128, 64)
+CAST_WARPS = 8
+# Chosen by registers and instructions an element; not measured yet.
+ROWS_ELEMENTS = 8192
+"""Elements that a program of `cast_rows` has in registers, if its rows are not longer."""
+ROWS_ELEMENTS_PER_WARP = 1024
+ROWS_LONGEST = 16384
+"""The longest row that stays in registers."""
+LONG_ROWS_BLOCK = 8192
+LONG_ROWS_WARPS = 8
+BLOCK = 128
+VECTORS_STRIP = 64
+VECTORS_WARPS = 8
+SQUARES_STRIP = 64
+SQUARES_WARPS = 4
+
+
+def tensor_amax(x: Tensor, amax: Tensor) -> None:
+    """`amax` raised to that of `x`."""
+    _run(
+        kernels.tensor_amax_kernel,
+        _blocks(x.numel(), AMAX_BLOCK),
+        (x, _bits(amax), x.numel()),
+        BLOCK=AMAX_BLOCK,
+        num_warps=AMAX_WARPS,
+    )
+
+
+def row_amax(x: Tensor, amax: Tensor) -> None:
+    """`amax` [M, 1] of the rows."""
+    (m, n), (bm, bn) = x.shape, ROW_AMAX_TILE
+    constants = {"TILES_N": _blocks(n, bn), "BM": bm, "BN": bn}
+    _run(kernels.row_amax_kernel, _blocks(m, bm), (x, _bits(amax), m, n), **constants, num_warps=ROW_AMAX_WARPS)
+
+
+def row_col_amax(x: Tensor, row_amax: Tensor, col_amax: Tensor) -> None:
+    """`row_amax` [M, 1] and `col_amax` [N, 1] raised to those of the rows and columns."""
+    (m, n), (bm, bn) = x.shape, ROW_COL_AMAX_TILE
+    tiles_n = _blocks(n, bn)
+    arguments = (x, _bits(row_amax), _bits(col_amax), m, n, tiles_n)
+    _run(kernels.row_col_amax_kernel, _blocks(m, bm) * tiles_n, arguments, BM=bm, BN=bn, num_warps=ROW_COL_AMAX_WARPS)
+
+
+def scales(amax: Tensor, inv_scale: Tensor, scale: Tensor, fmt: Format, rule: ScaleRule, margin: int) -> None:
+    """`inv_scale` and `scale` of every amax."""
+    _run(
+        kernels.scales_kernel,
+        _blocks(amax.numel(), SCALES_BLOCK),
+        (amax, inv_scale, scale, amax.numel()),
+        **_rule_constants(fmt, rule, margin),
+        BLOCK=SCALES_BLOCK,
+    )
+
+
+def cast_pair(
+    x: Tensor,
+    fmt: Format,
+    row_inv_scale: Tensor | None,
+    col_inv_scale: Tensor | None,
+    row_codes: Tensor,
+    col_codes: Tensor,
+    amax: Tensor | None,
+) -> None:
+    """Codes of `x` and of its transpose; `amax` raised to that of `x` in the same pass."""
+    (m, n), (bm, bn) = x.shape, CAST_TILE
+    tiles_n = _blocks(n, bn)
+    row, col = row_inv_scale, col_inv_scale
+    # Where there is no tensor, x stands in: a pointer that is never followed.
+    scales = (x if row is None else row, x if col is None else col)
+    _run(
+        kernels.cast_pair_kernel,
+        _blocks(m, bm) * tiles_n,
+        (x, row_codes, col_codes, *scales, x if amax is None else _bits(amax), m, n, tiles_n),
+        LIMIT=fmt.max,
+        DTYPE=kernels.DTYPES[fmt.name],
+        ROWS=row is not None,
+        COLS=col is not None,
+        ROW_VECTOR=row is not None and row.numel() > 1,
+        COL_VECTOR=col is not None and col.numel() > 1,
+        AMAX=amax is not None,
+        BM=bm,
+        BN=bn,
+        num_warps=CAST_WARPS,
+    )
+
+
+def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
+    """Codes, scales [M, 1] and amaxes [M, 1] of the rows, by their own amax."""
+    m, n = x.shape
+    constants = {**_rule_constants(fmt, rule), "DTYPE": kernels.DTYPES[fmt.name]}
+    if n > ROWS_LONGEST:
+        _run(
+            kernels.cast_long_rows_kernel,
+            m,
+            (x, codes, scale, _bits(amax), n),
+            **constants,
+            TILES_N=_blocks(n, LONG_ROWS_BLOCK),
+            BN=LONG_ROWS_BLOCK,
+            num_warps=LONG_ROWS_WARPS,
+        )
+        return
+    bn = 1 << (n - 1).bit_length()
+    bm = max(1, ROWS_ELEMENTS // bn)
+    _run(
+        kernels.cast_rows_kernel,
+        _blocks(m, bm),
+        (x, codes, scale, _bits(amax), m, n),
+        **constants,
+        BM=bm,
+        BN=bn,
+        num_warps=bm * bn // ROWS_ELEMENTS_PER_WARP,
+    )
+
+
+def cast_blocks(
+    x: Tensor,
+    fmt: Format,
+    rule: ScaleRule,
+    rows: tuple[Tensor, Tensor] | None,
+    cols: tuple[Tensor, Tensor] | None,
+    *,
+    is_square: bool,
+) -> None:
+    """(codes, scale) of `x` and of its transpose, each where asked for; of 1x128 scales the transpose is contiguous."""
+    m, n = x.shape
+    tiles_m, tiles_n = _blocks(m, BLOCK), _blocks(n, BLOCK)
+    constants = {
+        **_rule_constants(fmt, rule),
+        "DTYPE": kernels.DTYPES[fmt.name],
+        "ROWS": rows is not None,
+        "COLS": cols is not None,
+    }
+    if is_square:
+        arguments = (x, *(rows or (x, x)), *(cols or (x, x)), m, n, tiles_m, tiles_n)
+        constants |= {"STRIP": SQUARES_STRIP, "num_warps": SQUARES_WARPS}
+        _run(block_kernels.cast_squares_kernel, tiles_m * tiles_n, arguments, **constants)
+        return
+    row, col = ((x, x, x) if wanted is None else (*wanted, torch.empty_like(wanted[1])) for wanted in (rows, cols))
+    arguments = (x, *row, *col, m, n, tiles_m, tiles_n)
+    constants |= {"STRIP": VECTORS_STRIP, "num_warps": VECTORS_WARPS}
+    _run(block_kernels.cast_vectors_kernel, tiles_m * tiles_n, arguments, **constants)
+
+
+def _run(kernel: Any, programs: int, arguments: tuple[Tensor | int, ...], **constants: Any) -> None:
+    # Triton launches on torch's current device, which need not be that of the tensors.
+    with torch.cuda.device_of(arguments[0]):
+        kernel[(programs,)](*arguments, **constants)
+
+
+@cache
+def _rule_constants(fmt: Format, rule: ScaleRule, margin: int = 0) -> dict[str, float | bool]:
+    """The scale rule as the kernels' constants: `FLOOR` is the largest float32 not above the rule's floor."""
+    below = _float32(rule.amax_floor)
+    if below > rule.amax_floor:
+        below = _float32(below - below * 2.0**-24)
+    limit = fmt.max * 2.0**-margin
+    return {
+        "QUOTIENT": limit,
+        "FLOOR": below,
+        "AT_FLOOR": _float32(limit / rule.amax_floor),
+        "POWER_OF_TWO": rule.power_of_two,
+    }
+
+
+def _float32(value: float) -> float:
+    """The float32 nearest to `value`."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def _bits(amax: Tensor) -> Tensor:
+    return amax.view(torch.int32)
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)

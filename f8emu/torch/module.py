@@ -1,0 +1,192 @@
+"""Float8Linear: an `nn.Linear` that computes under a recipe."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
+from f8emu.torch.autograd import Float8Matmul, Plan, cast_input
+from f8emu.torch.delayed import DelayedBuffers
+from f8emu.torch.dtypes import require_values
+from f8emu.torch.engine import Engine
+from f8emu.torch.shared_input import find_operands, keep_operands
+
+_METADATA_KEY = "f8emu_delayed"
+"""Where the metadata of a state dict holds the state of delayed scaling of a layer."""
+
+
+class Float8Linear(nn.Linear):
+    """`input @ weight^T + bias`, the three GEMMs of forward and backward under a float8 recipe.
+
+    Parameters and state dict are those of `nn.Linear`. The bias is added to the rounded product, in its dtype. Under
+    autocast the input is brought to autocast's dtype first; the weight is cast to float8 from its own. Sizes that are
+    not multiples of 16 are filled up with zeros, which changes no bit.
+
+    The state of delayed scaling travels in the metadata of the state dict; loading one that has none starts anew.
+
+    Shapes:
+        input [..., in_features] -> [..., out_features], in the dtype of input.
+
+    Exactness: every code, scale, product, output and gradient is that of `f8ref.numpy.linear`.
+
+    Raises:
+        OperandError: an input of another dtype or size.
+        UnsupportedError: `engine="hardware"` where there is none.
+    """
+
+    recipe: Recipe
+    engine: str
+    delayed: DelayedBuffers | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: Recipe | str = TENSORWISE,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_recipe(recipe, engine)
+
+    @classmethod
+    def from_float(cls, module: nn.Linear, *, recipe: Recipe | str = TENSORWISE, engine: str = "auto") -> Self:
+        """A layer with the parameters, hooks and mode of `module`, which stays as it is."""
+        if type(module) is not nn.Linear:
+            raise OperandError(
+                f"Float8Linear.from_float: module must be an nn.Linear and of no subclass; got {type(module).__name__}"
+                "; a subclass computes something of its own"
+            )
+        layer = cls.__new__(cls)
+        layer.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        layer._set_recipe(recipe, engine)
+        return layer
+
+    def _set_recipe(self, recipe: Recipe | str, engine: str) -> None:
+        known = [e.value for e in Engine]
+        if engine not in known:
+            raise OperandError(f"Float8Linear: engine must be one of {', '.join(known)}; got {engine!r}")
+        self.recipe = resolve_recipe("Float8Linear", recipe)
+        self.engine = engine
+        self.delayed = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)
+        self._watch_weight()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input @ weight^T + bias` under the recipe."""
+        device = input.device.type
+        is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
+        dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
+        if input.ndim == 0 or input.shape[-1] != self.in_features:
+            raise OperandError(
+                f"Float8Linear: input must be [..., in_features] with in_features = {self.in_features}; got shape "
+                f"{list(input.shape)}"
+            )
+        x = input.to(dtype)
+        require_values("Float8Linear", x, name="input")
+        x = x.reshape(-1, self.in_features)
+        plan = Plan(self.recipe, self.engine, torch.is_grad_enabled() and self.weight.requires_grad)
+        shared = delayed = None
+        if self.delayed is not None:
+            delayed = self.delayed.of_tensors()
+        elif not torch.compiler.is_compiling():
+            shared = find_operands(input, dtype, plan)
+            if shared is None:
+                with torch.no_grad():
+                    shared = cast_input(x.detach(), plan)
+                keep_operands(input, dtype, plan, shared)
+        output: Tensor = Float8Matmul.apply(x, self.weight, plan, shared, delayed)
+        if self.bias is not None:
+            output = (output + self.bias).to(output.dtype)  # added in float32: the sum is rounded as the oracle's
+        return output.reshape(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Those of `nn.Linear`, recipe and engine."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}, engine={self.engine}"
+
+    def reset_parameters(self) -> None:
+        """As `nn.Linear`; delayed scaling starts anew."""
+        super().reset_parameters()
+        if (delayed := self._modules.get("delayed")) is not None:
+            assert isinstance(delayed, DelayedBuffers), "nothing else goes there"
+            delayed.reset()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module`; another weight is watched for forgotten updates, too."""
+        super().register_parameter(name, param)
+        if name == "weight":
+            self._watch_weight()
+
+    def _watch_weight(self) -> None:
+        delayed, weight = self.__dict__.get("_modules", {}).get("delayed"), self._parameters.get("weight")
+        if delayed is not None and weight is not None:
+            delayed.watch(weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._watch_weight()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._watch_weight()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if self.delayed is not None and metadata is not None:
+            metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.state()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._watch_weight()  # load_state_dict(assign=True) has put another parameter there
+        if self.delayed is None:
+            return
+        state = local_metadata.get(_METADATA_KEY)
+        if state is None:
+            self.delayed.reset()
+            warnings.warn(
+                "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some "
+                "checkpoint formats drop), so scaling starts anew; keep it with f8emu.torch.delayed_state_dict and "
+                "load_delayed_state_dict",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        try:
+            self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", state)
+        except OperandError as error:
+            error_msgs.append(str(error))
+
+
+def resolve_recipe(call: str, config: Recipe | str) -> Recipe:
+    """The recipe itself, or the one of that name.
+
+    Raises:
+        SpecError: no such recipe, or not a recipe.
+    """
+    if isinstance(config, str):
+        return recipe_by_name(config)
+    if not isinstance(config, Recipe):
+        raise SpecError(
+            f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"
+        )
+    return config

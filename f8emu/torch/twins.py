@@ -1,0 +1,65 @@
+"""The plain torch twins of the fused casts: what the kernels compute, said with the verbs.
+
+They run where the kernels do not: on a CPU, on a GPU without float8, without Triton, and for empty tensors. What was
+not asked for is an empty tensor.
+"""
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.cast import quantize
+from f8emu.torch.scale import amax, scale_from_amax
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """The amax of `x` of any shape, [1, 1]."""
+    return amax(x.reshape(1, x.numel()))
+
+
+def row_amax(x: Tensor) -> Tensor:
+    """The amaxes of the rows, [M, 1]."""
+    return amax(x, Granularity.ROWWISE)
+
+
+def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The amaxes of the rows, [M, 1], and of the columns, [N, 1]."""
+    return row_amax(x), row_amax(x.t())
+
+
+def scales(amax: Tensor, fmt: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
+    """inv_scale and scale of every amax."""
+    inv_scale, scale = scale_from_amax(amax, fmt, rule, margin=margin)
+    return inv_scale, scale
+
+
+def raise_amax(amax: Tensor, x: Tensor) -> None:
+    """`amax` becomes the maximum of itself and that of `x`, as integers, so that NaN stays."""
+    found = tensor_amax(x).view(torch.int32).reshape(amax.shape)
+    amax.copy_(torch.maximum(amax.view(torch.int32), found).view(torch.float32))
+
+
+def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales [M, 1] and amaxes [M, 1] of the rows, by their own amax."""
+    largest = row_amax(x)
+    found = scale_from_amax(largest, fmt, rule)
+    return _row_major(quantize(x, found.inv_scale, fmt, Granularity.ROWWISE)), found.scale, largest
+
+
+def cast_rows_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
+    """The codes of `x` under given inv_scales: one, or one a row."""
+    granularity = Granularity.TENSORWISE if inv_scale.numel() == 1 else Granularity.ROWWISE
+    return _row_major(quantize(x, inv_scale, fmt, granularity))
+
+
+def cast_blocks(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """Codes and scales; 1x128 scales have their transpose contiguous."""
+    found = scale_from_amax(amax(x, granularity), fmt, rule)
+    codes = _row_major(quantize(x, found.inv_scale, fmt, granularity))
+    return codes, _row_major(found.scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else found.scale
+
+
+def _row_major(x: Tensor) -> Tensor:
+    # Contiguous, and with the strides of a new tensor for dimensions of size 1 too, as the kernels' results have.
+    return x.contiguous().flatten().view(x.shape)

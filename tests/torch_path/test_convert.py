@@ -1,0 +1,182 @@
+"""Conversion of models: what is converted, what is not and why, and what stays shared."""
+
+import copy
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import f8emu.torch as f8
+from f8emu.spec import DELAYED, RECIPES, ROWWISE, TENSORWISE, OperandError, SpecError, UnsupportedError
+from f8emu.torch import convert
+from f8emu.torch.convert import Outcome
+
+
+class Model(nn.Module):
+    """A bit of everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in range(2))
+        self.attention = nn.MultiheadAttention(32, 4)
+        self.head = nn.Linear(32, 32, bias=False)
+        self.head.weight = self.embed.weight  # tied
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+
+def outcomes(report: f8.ConversionReport) -> dict[str, str]:
+    return {entry.fqn: entry.outcome.value for entry in report.entries}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_conversion_in_place(name: str) -> None:
+    model = Model()
+    before = dict(model.named_parameters(remove_duplicate=False))
+    converted = f8.convert_to_float8_training(model, config=name, engine="emulated")
+    assert converted is model
+    assert dict(model.named_parameters(remove_duplicate=False)).keys() == before.keys()
+    assert all(p is before[n] for n, p in model.named_parameters(remove_duplicate=False))
+    layer = model.head
+    assert isinstance(layer, f8.Float8Linear) and layer.recipe is RECIPES[name] and layer.engine == "emulated"
+    assert layer.weight is model.embed.weight
+    assert type(model.attention.out_proj) is not f8.Float8Linear
+    model(torch.arange(32)).sum().backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if not n.startswith("attention"))
+
+
+def test_the_report_is_what_happens(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 20), nn.Linear(20, 32), nn.MultiheadAttention(32, 4))
+
+    def is_chosen(layer: nn.Module, fqn: str) -> bool:
+        return fqn in ("0", "1")
+
+    report = f8.plan_conversion(model, config=ROWWISE, module_filter_fn=is_chosen)
+    expected = {"0": "converted", "1": "size", "2": "filter", "3.out_proj": "type"}
+    assert outcomes(report) == expected
+    assert report.entries[1].shape == (20, 32)
+    assert type(model[0]) is nn.Linear, "a dry run"
+    assert str(report).splitlines() == [
+        "recipe rowwise: 1 converted, 1 filter, 1 size, 1 type",
+        "  0           [32, 32]        converted",
+        "  1           [20, 32]        size",
+        "  2           [32, 20]        filter",
+        "  3.out_proj  [32, 32]        type",
+    ]
+    with pytest.raises(OperandError, match=r"multiples of 16; got \[out, in\] of 1 \[20, 32\]; leave.*pad=True"):
+        f8.convert_to_float8_training(model, config=ROWWISE, module_filter_fn=is_chosen)
+    assert type(model[0]) is nn.Linear, "nothing changes where something is wrong"
+    with caplog.at_level(logging.INFO, logger="f8emu"):
+        f8.convert_to_float8_training(model, config=ROWWISE, module_filter_fn=is_chosen, pad=True)
+    assert "2 converted, 1 filter, 1 type" in caplog.text
+    assert [type(m) for m in list(model)[:3]] == [f8.Float8Linear, f8.Float8Linear, nn.Linear]
+
+
+def test_padded_sizes_train(assert_same_bits: Any) -> None:
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(20, 25), nn.Linear(25, 20)), pad=True)
+    model(torch.randn(5, 20)).sum().backward()
+    assert [tuple(p.shape) for p in model.parameters()] == [(25, 20), (25,), (20, 25), (20,)]
+
+
+def test_a_linear_layer_itself() -> None:
+    layer = nn.Linear(32, 16)
+    converted = f8.convert_to_float8_training(layer)
+    assert isinstance(converted, f8.Float8Linear) and converted.weight is layer.weight
+    assert type(layer) is nn.Linear
+
+
+def test_a_module_that_is_there_twice_stays_one() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(32, 32)})
+    model["c"].weight = shared.weight
+    report = f8.plan_conversion(model)
+    assert [entry.fqn for entry in report.entries] == ["a", "b.0", "c"]
+    f8.convert_to_float8_training(model, config="delayed")
+    assert model["a"] is model["b"][0] and isinstance(model["a"], f8.Float8Linear)  # type: ignore[index]
+    assert model["c"] is not model["a"] and model["c"].weight is shared.weight
+
+
+def test_a_second_conversion() -> None:
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+    layer = model[0]  # type: ignore[index]
+    with pytest.warns(UserWarning, match="nothing to convert; 1 layers are Float8Linear under this recipe already"):
+        assert f8.convert_to_float8_training(model) is model
+    assert model[0] is layer  # type: ignore[index]
+    with pytest.raises(OperandError, match=r"0 is a Float8Linear under recipe 'tensorwise'.*asked for 'rowwise'"):
+        f8.convert_to_float8_training(model, config="rowwise")
+    model.append(nn.Linear(32, 32))  # type: ignore[operator]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f8.convert_to_float8_training(model)
+    assert model[0] is layer and isinstance(model[1], f8.Float8Linear)  # type: ignore[index]
+
+
+def test_nothing_to_convert_is_said() -> None:
+    with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: no linear layer"):
+        f8.convert_to_float8_training(nn.ReLU())
+    with pytest.warns(UserWarning, match="1 filter"):
+        f8.convert_to_float8_training(nn.Linear(32, 32), module_filter_fn=lambda layer, fqn: False)
+
+
+def test_hooks_mode_and_attributes_stay() -> None:
+    layer = nn.Linear(32, 16).eval()
+    calls: list[str] = []
+    layer.register_forward_hook(lambda *args: calls.append("hook"))
+    layer.weight.requires_grad_(False)
+    layer.tag = "mine"  # type: ignore[assignment]
+    converted = f8.convert_to_float8_training(layer)
+    converted(torch.zeros(16, 32))
+    assert calls == ["hook"] and not converted.training and converted.tag == "mine"
+    converted.register_forward_hook(lambda *args: calls.append("new"))
+    layer(torch.zeros(16, 32))
+    assert calls == ["hook", "hook"], "the layer before has none of the hooks after"
+
+
+def test_meta_device_and_then_memory() -> None:
+    with torch.device("meta"):
+        model = Model()
+    f8.convert_to_float8_training(model, config=DELAYED)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, f8.Float8Linear):
+            assert module.delayed is not None and module.delayed.inv_scale.tolist() == [1, 1, 1]
+
+
+def test_engine_hardware_on_a_device_without_it() -> None:
+    """On the CPU a model may still move, so the first call tells; an accelerator without float8 is refused at once."""
+    model = f8.convert_to_float8_training(nn.Linear(32, 32), engine="hardware")
+    with pytest.raises(UnsupportedError, match="engine='hardware' needs tensors on a CUDA device"):
+        model(torch.zeros(16, 32))
+    with pytest.raises(OperandError, match="engine must be one of"):
+        f8.convert_to_float8_training(nn.Linear(32, 32), engine="fast")
+
+
+def test_configurations() -> None:
+    assert f8.plan_conversion(nn.Linear(32, 32), config="all_axiswise").recipe is ROWWISE
+    with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
+        f8.convert_to_float8_training(nn.Linear(32, 32), config="mxfp8")
+    with pytest.raises(SpecError, match="must be a Recipe or the name of one; got dict"):
+        f8.convert_to_float8_training(nn.Linear(32, 32), config={})  # type: ignore[arg-type]
+    layer = f8.swap_linear_with_float8_linear(nn.Linear(32, 32), config=ROWWISE)
+    assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
+
+
+def test_the_filter_of_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = nn.Linear(32, 512), nn.Linear(512, 512)
+    monkeypatch.setitem(convert.SMALLEST_LAYERS, TENSORWISE, None)
+    assert f8.filter_small_layers()(small, "small"), "no threshold is known"
+    monkeypatch.setitem(convert.SMALLEST_LAYERS, TENSORWISE, convert.SmallestLayer(256, 256))
+    is_large = f8.filter_small_layers("tensorwise")
+    assert not is_large(small, "small") and is_large(large, "large")
+    model = nn.Sequential(small, copy.deepcopy(large))
+    report = f8.plan_conversion(model, module_filter_fn=is_large)
+    assert report.names(Outcome.CONVERTED) == ("1",) and report.names(Outcome.FILTER) == ("0",)

@@ -1,0 +1,382 @@
+"""Delayed scaling of models: the trace of the oracle, checkpoints, and steps that went wrong."""
+
+import copy
+import dataclasses
+import functools
+import io
+import itertools
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import f8emu.torch as f8
+import f8ref.numpy as reference
+from f8emu.spec import (
+    DELAYED,
+    E4M3FN,
+    E5M2,
+    AmaxHistoryReduction,
+    Cast,
+    DelayedScaling,
+    DelayedState,
+    Gemm,
+    OperandError,
+    Recipe,
+    ScaleRule,
+)
+from f8emu.torch.delayed import TENSORS, DelayedBuffers
+
+BF16 = torch.bfloat16
+FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
+# Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+sync = f8.sync_float8_amax_and_scale_history
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def make(recipe: Recipe = DELAYED, *, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16, bias=False)).to(BF16)
+    f8.convert_to_float8_training(model, config=recipe)
+    return model
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    return (torch.randn(16, 32, generator=generator) * 2.0 ** (step % 7 - 3)).to(BF16)
+
+
+def train(model: nn.Module, steps: Any, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    """Every output; one backward pass, sync and optimizer step each."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
+    outputs = []
+    for step in steps:
+        output = model(batch(step))
+        output.float().square().mean().backward()
+        sync(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    return outputs
+
+
+def buffers_of(model: nn.Module) -> list[DelayedBuffers]:
+    return [module for module in model.modules() if isinstance(module, DelayedBuffers)]
+
+
+def assert_equal_states(model: nn.Module, other: nn.Module) -> None:
+    one, two = f8.delayed_state_dict(model), f8.delayed_state_dict(other)
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.equal(one[key], two[key]), key
+    for mine, theirs in zip(buffers_of(model), buffers_of(other), strict=True):
+        assert torch.equal(mine.scale, theirs.scale) and mine.is_initialized == theirs.is_initialized
+
+
+@pytest.mark.parametrize(
+    "reduction, margin, power_of_two",
+    [(AmaxHistoryReduction.MAX, 0, False), (AmaxHistoryReduction.MOST_RECENT, 2, True)],
+    ids=str,
+)
+def test_fifty_steps_equal_the_oracle(
+    reduction: AmaxHistoryReduction, margin: int, power_of_two: bool, to_numpy: Any, assert_same_bits: Any
+) -> None:
+    """States entry by entry, outputs and gradients; two passes a step, with zero and non-finite amaxes among them."""
+    delayed = DelayedScaling(history_length=4, reduction=reduction, margin=margin)
+    recipe = dataclasses.replace(DELAYED, delayed=delayed, scale_rule=ScaleRule(power_of_two=power_of_two))
+    layer = f8.Float8Linear(32, 16, False, dtype=BF16, recipe=recipe)
+    assert layer.delayed is not None
+    states = dict.fromkeys(TENSORS, reference.initial_delayed_state(delayed))
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape: int) -> Tensor:
+        exponent = torch.randint(-20, 9, (), generator=generator)
+        return (torch.randn(shape, generator=generator) * torch.exp2(exponent)).to(BF16)
+
+    for step in range(50):
+        with torch.no_grad():
+            layer.weight.copy_(draw(16, 32))
+        amaxes: dict[str, list[np.ndarray]] = {name: [] for name in TENSORS}
+        for _ in range(2):
+            tensors = {"input": draw(16, 32), "grad_output": draw(16, 16)}
+            if step % 9 in (0, 4):
+                tensors["input"].zero_()
+            if step % 9 == 6:
+                tensors["grad_output"][3, 2] = (float("inf"), float("nan"))[step % 2]
+            x = tensors["input"].clone().requires_grad_()
+            layer.zero_grad()
+            output = layer(x)
+            output.backward(tensors["grad_output"])
+            expected = reference.linear(
+                recipe,
+                to_numpy(x),
+                to_numpy(layer.weight),
+                to_numpy(tensors["grad_output"]),
+                delayed_state=states,
+            )
+            assert expected.grad_input is not None and expected.grad_weight is not None
+            assert x.grad is not None and layer.weight.grad is not None
+            assert_same_bits(output, expected.output.product)
+            assert_same_bits(x.grad, expected.grad_input.product)
+            assert_same_bits(layer.weight.grad, expected.grad_weight.product)
+            for name, trace in zip(TENSORS, (expected.output.a, expected.output.b, expected.grad_input.a), strict=True):
+                amaxes[name].append(trace.amax)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            sync(layer)
+        for i, name in enumerate(TENSORS):
+            largest = np.maximum(*amaxes[name])  # NaN propagates
+            states[name] = reference.update_delayed_state(
+                states[name], largest, FORMATS[name], recipe.scale_rule, delayed
+            )
+            assert_same_bits(layer.delayed.amax_history[i], states[name].amax_history)
+            assert_same_bits(layer.delayed.inv_scale[i], states[name].inv_scale)
+            assert layer.delayed.initialized[i].item() == bool(states[name].initialized)
+            assert layer.delayed.is_initialized[i] == bool(states[name].initialized)
+            assert not layer.delayed.amaxes[i].any()
+    assert layer.delayed.skipped.tolist() == [12, 0, 5]
+
+
+def test_one_update_of_the_model_is_that_of_each_layer(to_numpy: Any, assert_same_bits: Any) -> None:
+    model = make()
+    train(model, range(3))
+    model(batch(3)).sum().backward()
+    before = copy.deepcopy(model)
+    sync(model)
+    assert DELAYED.delayed is not None
+    for mine, old in zip(buffers_of(model), buffers_of(before), strict=True):
+        for i, name in enumerate(TENSORS):
+            state = DelayedState(*(to_numpy(x[i]) for x in (old.amax_history, old.inv_scale, old.initialized)))
+            expected = reference.update_delayed_state(
+                state, to_numpy(old.amaxes[i]), FORMATS[name], DELAYED.scale_rule, DELAYED.delayed
+            )
+            assert_same_bits(mine.amax_history[i], expected.amax_history)
+            assert_same_bits(mine.inv_scale[i], expected.inv_scale)
+    layers = [module for module in before.modules() if isinstance(module, f8.Float8Linear)]
+    sync(before, fp8_layers=layers)
+    assert_equal_states(model, before)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_equals_eager(backend: str) -> None:
+    eager, compiled = make(), make()
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.01)
+    graph = torch.compile(compiled, backend=backend, fullgraph=True)
+    outputs = []
+    for step in range(4):
+        output = graph(batch(step))
+        output.float().square().mean().backward()
+        sync(compiled)
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    for ours, theirs in zip(outputs, train(eager, range(4)), strict=True):
+        assert torch.equal(ours, theirs)
+    assert_equal_states(compiled, eager)
+    with pytest.raises(f8.DelayedScalingError):
+        for step in range(2):
+            graph(batch(step)).sum().backward()
+            optimizer.step()
+
+
+def through_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("way", ["state_dict", "functions", "pickle", "deepcopy"])
+def test_a_resumed_run_gives_the_bits_of_one_without_interruption(way: str) -> None:
+    """Saved in the middle of a step: between backward pass and sync."""
+    model = make()
+    train(model, range(5))
+    model(batch(5)).sum().backward()
+    if way == "state_dict":
+        resumed = make(seed=1)
+        resumed.load_state_dict(through_file(model.state_dict()))
+    elif way == "functions":
+        resumed = make(seed=1)
+        weights = OrderedDict((key, value) for key, value in model.state_dict().items())  # the metadata is gone
+        with pytest.warns(RuntimeWarning, match="no state of delayed scaling"):
+            resumed.load_state_dict(weights)
+        f8.load_delayed_state_dict(resumed, through_file(f8.delayed_state_dict(model)))
+    else:
+        resumed = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert_equal_states(resumed, model)
+    outputs = []
+    for one in (model, resumed):
+        sync(one)
+        one.zero_grad()
+        outputs.append(train(one, range(6, 12)))
+    for ours, theirs in zip(*outputs, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_equal_states(resumed, model)
+
+
+def test_the_state_of_a_model_inside_a_model() -> None:
+    outer = nn.ModuleDict({"inner": make(), "other": make(seed=1)})
+    train(outer["inner"], range(2))  # type: ignore[arg-type]
+    resumed = nn.ModuleDict({"inner": make(seed=2), "other": make(seed=3)})
+    resumed.load_state_dict(outer.state_dict())
+    assert_equal_states(resumed, outer)
+    assert {key.rsplit(".", 1)[0] for key in f8.delayed_state_dict(outer)} == {
+        "inner.0",
+        "inner.2",
+        "other.0",
+        "other.2",
+    }
+
+
+def test_a_foreign_state_is_refused() -> None:
+    short = make(dataclasses.replace(DELAYED, name="short", delayed=DelayedScaling(history_length=3)))
+    with pytest.raises(RuntimeError, match=r"'amax_history' must be torch.float32 of shape \[3, 3\].*got.*\[3, 16\]"):
+        short.load_state_dict(make().state_dict())
+    state = f8.delayed_state_dict(make())
+    del state["0.inv_scale"]
+    with pytest.raises(OperandError, match=r"missing \['0.inv_scale'\], unknown \[\]"):
+        f8.load_delayed_state_dict(make(), state)
+
+
+def test_gradient_accumulation_keeps_the_maximum() -> None:
+    """Several passes between two updates give the state of their largest amaxes, and the same scales to all of them."""
+    model = make()
+    train(model, range(2))
+    seen = []
+    for step in (3, 4, 5):
+        once = copy.deepcopy(model)
+        once(batch(step)).sum().backward()
+        seen.append([buffers.state()["amax"] for buffers in buffers_of(once)])
+        model(batch(step)).sum().backward()
+    for i, buffers in enumerate(buffers_of(model)):
+        assert torch.equal(buffers.state()["amax"], torch.stack([amaxes[i] for amaxes in seen]).amax(0))
+
+
+def test_a_forgotten_update_is_noticed() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, range(2), optimizer)
+    model(batch(2)).sum().backward()
+    model(batch(3)).sum().backward()  # accumulates: the weights are the same
+    optimizer.step()
+    with pytest.raises(f8.DelayedScalingError, match=r"call f8emu\.torch\.sync_float8_amax_and_scale_history"):
+        model(batch(4)).sum().backward()
+    sync(model)
+    model(batch(5)).sum().backward()
+    optimizer.step()
+    sync(model)  # after the step is as good
+    model(batch(6)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*no state of delayed scaling")
+@pytest.mark.parametrize("change", ["deepcopy", "pickle", "new weight", "to", "assign"])
+def test_a_forgotten_update_is_noticed_in(change: str) -> None:
+    model = make()
+    if change == "deepcopy":
+        model = copy.deepcopy(model)
+    elif change == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    elif change == "new weight":
+        model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # type: ignore[union-attr]
+    elif change == "to":
+        model.to(torch.float32)
+    else:
+        model.load_state_dict({k: v.clone() for k, v in make(seed=1).state_dict().items()}, assign=True)
+    model = model[0]  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    with pytest.raises(f8.DelayedScalingError):
+        model(batch(1)).sum().backward()
+
+
+def test_skipped_amaxes_are_counted_and_reported_once() -> None:
+    model = make()
+    train(model, range(2))
+    scale = buffers_of(model)[0].inv_scale.clone()
+    for step in range(3):
+        model(batch(step) * float("inf")).sum().backward()
+        if step == 0:
+            with pytest.warns(RuntimeWarning, match=r"amax of input.* of a layer was zero, or not finite"):
+                sync(model)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                sync(model)
+    first = buffers_of(model)[0]
+    assert first.skipped[0] == 3 and torch.equal(first.inv_scale[0], scale[0])
+    assert first.amax_history[0, :3].tolist() == [0, 0, 0]
+
+
+def test_the_state_stays_float32_and_follows_the_module() -> None:
+    model = make()
+    train(model, range(3))
+    before = f8.delayed_state_dict(model)
+    for conversion in (nn.Module.bfloat16, nn.Module.half, nn.Module.double, lambda m: m.to("cpu", BF16)):
+        conversion(model)
+        after = f8.delayed_state_dict(model)
+        assert all(torch.equal(after[key], before[key]) and after[key].dtype is before[key].dtype for key in before)
+    layer = model[0]
+    assert isinstance(layer, f8.Float8Linear) and layer.delayed is not None
+    layer.delayed.type(torch.bfloat16)
+    assert layer.delayed.inv_scale.dtype is torch.float32
+    assert torch.equal(layer.delayed.inv_scale, before["0.inv_scale"])
+    layer.reset_parameters()
+    assert layer.delayed.is_initialized == (False, False, False) and not layer.delayed.initialized.any()
+    assert layer.delayed.inv_scale.tolist() == [1, 1, 1]
+    model.to_empty(device="meta").to_empty(device="cpu")
+    assert all(buffers.is_initialized == (False, False, False) for buffers in buffers_of(model))
+    assert all(not buffers.amax_history.any() for buffers in buffers_of(model))
+
+
+def test_a_recipe_with_a_high_precision_gemm(to_numpy: Any, assert_same_bits: Any) -> None:
+    """Its grad_output is never cast, and its amax is missed by nobody."""
+    cast, high = Cast(format=E4M3FN), Gemm(a=Cast(format=None), b=Cast(format=None))
+    recipe = Recipe(name="h", output=Gemm(a=cast, b=cast), grad_input=high, grad_weight=high, delayed=DelayedScaling())
+    model = make(recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, range(3))
+    assert all(b.is_initialized == (True, True, False) and not b.skipped.any() for b in buffers_of(model))
+
+
+def test_evaluation_between_steps_counts_as_a_pass() -> None:
+    """It raises the amax, as every cast does; and a model without delayed scaling has nothing to update."""
+    model = make()
+    with torch.no_grad():
+        model(batch(0))
+    amaxes = list(itertools.chain.from_iterable(buffers.amaxes for buffers in buffers_of(model)))
+    assert [bool(amax.any()) for amax in amaxes] == [True, True, False] * 2
+    plain = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
+    sync(plain)
+    assert f8.delayed_state_dict(plain) == {}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_changes_no_state(use_reentrant: bool) -> None:
+    model, other = make(), make()
+    recompute = functools.partial(checkpoint, use_reentrant=use_reentrant)
+    for step in range(3):
+        model(batch(step).requires_grad_()).sum().backward()
+        recompute(other, batch(step).requires_grad_()).sum().backward()
+        assert_equal_states(model, other)
+        sync(model)
+        sync(other)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)

@@ -1,0 +1,322 @@
+"""The Triton kernels against their twins, bit for bit: on a GPU, and on any machine in Triton's interpreter.
+
+The interpreter must be chosen before Triton is imported, so the same tests run a second time in a process of their own,
+with TRITON_INTERPRET=1. It is exact but for conversions: those to float8 are not rounded to the nearest even, and
+subnormal bfloat16 are lost. They are replaced here by those of ml_dtypes, so that only the GPU can tell whether the
+hardware's own conversion is right.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import f8emu.torch as f8
+from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
+from f8emu.torch import fused
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ON_GPU = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("error")
+NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+RULES = pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)], ids=str)
+SPECIALS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-13]
+SHAPES = [(1, 300), (130, 70), (257, 144)]  # tails in both directions, and a multiple of 16
+if not INTERPRETED:
+    SHAPES += [(1, 1), (1000, 1), (2048, 4096), (8192 + 16, 1024 + 8)]
+
+
+@pytest.fixture(params=[(shape, dtype) for shape in SHAPES for dtype in FLOATS], ids=str)
+def x(request) -> torch.Tensor:
+    """Each element of another magnitude, special values among them, the last row half zero."""
+    shape, dtype = request.param
+    generator = torch.Generator().manual_seed(shape[1])
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-20, 12, shape, generator=generator))
+    at = torch.randint(0, x.numel(), (len(SPECIALS),), generator=generator)
+    x.view(-1)[at] = torch.tensor(SPECIALS)
+    x = x.to(dtype)
+    x[-1, : shape[1] // 2] = 0
+    return x
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> Iterator[Callable[..., tuple[torch.Tensor, ...]]]:
+    """Calls an operator so that its kernel runs; tensors go to the device and come back."""
+    if INTERPRETED:
+        import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        monkeypatch.setattr(fused, "_is_device_fused", lambda device: runs_kernels)
+    runs_kernels = False
+
+    def call(operator: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+        nonlocal runs_kernels
+        runs_kernels = True
+        with np.errstate(all="ignore"):
+            outcome = operator(*(a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args))
+        runs_kernels = False
+        return tuple(y.cpu() for y in results(outcome))
+
+    yield call
+
+
+def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """Bits of `source` to bits of `target`, rounded to the nearest, ties to even; a NaN becomes 0x7f in float8."""
+    dtypes = {
+        "fp8e4nv": ml_dtypes.float8_e4m3fn,
+        "fp8e5": ml_dtypes.float8_e5m2,
+        "bf16": ml_dtypes.bfloat16,
+        "fp16": np.float16,
+        "fp32": np.float32,
+    }
+    floats = np.ascontiguousarray(values).view(dtypes[source.name])
+    bits = floats.astype(dtypes[target.name]).view(f"u{target.primitive_bitwidth // 8}")
+    return np.where(np.isnan(floats), np.uint8(0x7F), bits) if target.primitive_bitwidth == 8 else bits
+
+
+def results(outcome: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (outcome,) if isinstance(outcome, torch.Tensor) else tuple(outcome)
+
+
+@pytest.fixture
+def compare(kernels, assert_same_bits) -> Callable[..., None]:
+    """Kernel and twin of one call: equal bits, codes of NaN and NaN amaxes too; only a NaN scale equals any NaN."""
+
+    def call(operator: Any, *args: Any, nan_codes: bool = True) -> None:
+        for found, wanted in zip(kernels(operator, *args), results(operator(*args)), strict=True):
+            assert_same_bits(found, wanted, nan_codes=nan_codes and found.dtype is not torch.float32)
+            assert found.stride() == wanted.stride()
+
+    return call
+
+
+def settings(rule: ScaleRule) -> tuple[bool, float]:
+    return rule.power_of_two, rule.amax_floor
+
+
+@ON_GPU
+def test_amaxes(x, kernels, assert_same_bits) -> None:
+    for operator in (fused.tensor_amax, fused.row_amax, fused.row_col_amax):
+        for found, wanted in zip(kernels(operator, x), results(operator(x)), strict=True):
+            assert_same_bits(found, wanted, nan_codes=True)
+
+
+@ON_GPU
+@FORMATS
+@pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=1e-3)], ids=str)
+def test_scales(rule, fmt: Format, compare) -> None:
+    powers = torch.from_numpy(np.ldexp(np.float32(1), np.arange(-140, 128)))[:, None]
+    powers = torch.cat([powers, torch.tensor([[rule.amax_floor]])])  # as a float32, 1e-3 is above itself
+    near = [torch.nextafter(powers, torch.full((), end)) for end in (0.0, float("inf"))]
+    amax = torch.cat([powers, *near, powers * 1.75, torch.tensor(SPECIALS).abs()[:, None]])
+    for margin in (0, 3):
+        compare(fused.scales, amax, fmt.name, *settings(rule), margin)
+
+
+@ON_GPU
+@FORMATS
+def test_pairs(fmt: Format, x, compare) -> None:
+    m, n = x.shape
+    for rows, cols in ((1, 1), (m, n), (m, 1), (1, None), (None, n)):
+        inv_scales = [None if size is None else torch.linspace(0.3, 9, size).reshape(size, 1) for size in (rows, cols)]
+        compare(fused.cast_pair, x, fmt.name, *inv_scales, rows == 1)
+
+
+@ON_GPU
+def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
+    one = torch.ones(1, 1)
+    finite = torch.where(x.isfinite(), x, torch.ones_like(x))
+    for start, values in ((0.0, finite), (1e9, finite), (float("nan"), finite), (2.0, x)):
+        amax, expected = torch.full((1,), start, device=DEVICE), torch.full((1,), start)
+        found = kernels(fused.cast_pair_delayed, values, E4M3FN.name, one, one, amax)
+        wanted = fused.cast_pair_delayed(values, E4M3FN.name, one, one, expected)
+        assert_same_bits(amax.cpu(), expected)
+        for codes, expected_codes in zip(found, wanted, strict=True):
+            assert_same_bits(codes, expected_codes, nan_codes=True)
+
+
+@ON_GPU
+@FORMATS
+@RULES
+def test_rows(rule, fmt: Format, x, compare) -> None:
+    compare(fused.cast_rows, x, fmt.name, *settings(rule))
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_long_rows(dtype, compare, monkeypatch) -> None:
+    if INTERPRETED:
+        from f8emu.torch import launch
+
+        monkeypatch.setattr(launch, "ROWS_LONGEST", 64)
+        monkeypatch.setattr(launch, "LONG_ROWS_BLOCK", 64)
+    generator = torch.Generator().manual_seed(1)
+    for columns in (300, 256) if INTERPRETED else (16384 + 8, 53248):
+        x = torch.randn(5, columns, generator=generator).to(dtype)
+        x[1, columns - 1], x[2, 3], x[3] = float("nan"), float("inf"), 0
+        compare(fused.cast_rows, x, E4M3FN.name, False, 1e-12)
+
+
+@ON_GPU
+@RULES
+@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
+@pytest.mark.parametrize("strip", [32, 64, 128])
+def test_blocks(strip, square, rule, x, compare, monkeypatch) -> None:
+    """Every width of a strip, with and without each side."""
+    from f8emu.torch import launch
+
+    if INTERPRETED and strip != 64 and x.dtype is not torch.bfloat16:
+        pytest.skip("in the interpreter, other strips with bfloat16 alone")
+    monkeypatch.setattr(launch, "SQUARES_STRIP" if square else "VECTORS_STRIP", strip)
+    for rows, cols in ((True, True), (True, False), (False, True)):
+        compare(fused.cast_blocks, x, E4M3FN.name, square, rows, cols, *settings(rule))
+
+
+@ON_GPU
+def test_any_layout_of_x(kernels, assert_same_bits) -> None:
+    x = torch.randn(150, 140, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for view in (x.t(), x[::2, ::3], x[1:, 1:], x[:1].expand(130, 140)):
+        for found, wanted in zip(
+            kernels(fused.cast_rows, view, E4M3FN.name, False, 1e-12),
+            fused.cast_rows(view, E4M3FN.name, False, 1e-12),
+            strict=True,
+        ):
+            assert_same_bits(found, wanted)
+
+
+NEEDS_TRITON = pytest.mark.skipif(
+    INTERPRETED or find_spec("triton") is None, reason="Triton is not installed (pip install triton), or interprets"
+)
+
+
+@NEEDS_TRITON
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout.splitlines()[-1], run.stdout[-4000:]
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("fmt", "instruction"), [(E4M3FN, "e4m3x2"), (E5M2, "e5m2x2")], ids=str)
+def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp_path) -> None:
+    """Compiled without a GPU: conversion, product and quotient round to the nearest, and nothing flushes subnormals."""
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource, compile  # pyright: ignore[reportMissingImports]
+
+    from f8emu.torch import block_kernels, kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    rule = {"QUOTIENT": fmt.max, "FLOOR": 2.0**-40, "AT_FLOOR": 2.0**49, "POWER_OF_TWO": True}
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (kernels.cast_rows_kernel, {**rule, "BM": 2, "BN": 4096}),
+        (block_kernels.cast_vectors_kernel, {**rule, "ROWS": True, "COLS": True, "STRIP": 64}),
+    ]
+    for kernel, constants in cases:
+        constants = {**constants, "DTYPE": kernels.DTYPES[fmt.name]}
+        signature = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(constants, "constexpr")
+        signature |= {name: "i32" for name in ("M", "N", "tiles_m", "tiles_n") if name in signature}
+        signature |= {name: f"*{kernels.DTYPES[fmt.name]}" for name in signature if name.endswith("codes")}
+        signature |= {name: kind for name, kind in (("x", "*bf16"), ("amax", "*i32")) if name in signature}
+        at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=at)
+        code = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        for wanted in (f"cvt.rn.satfinite.{instruction}.f32", "div.rn.f32", "mul.f32"):
+            assert wanted in code
+        for unwanted in ("div.full", "div.approx", "rcp.", ".ftz", "fma."):
+            assert unwanted not in code
+
+
+# What only a GPU can answer.
+
+
+@pytest.mark.gpu
+@NOT_INTERPRETED
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_input_is_converted_as_on_the_cpu(dtype, fmt: Format, compare) -> None:
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
+    for inv_scale in (1.0, 0.75, 2.0**-9, 2.0**20):
+        compare(fused.cast_pair, x, fmt.name, torch.full((1, 1), inv_scale), torch.full((1, 1), inv_scale), True)
+
+
+@pytest.mark.gpu
+@NOT_INTERPRETED
+@FORMATS
+def test_float32_near_every_tie_is_converted_as_on_the_cpu(fmt: Format, compare) -> None:
+    codes = torch.arange(fmt.max_code + 1, dtype=torch.uint8).view(getattr(torch, fmt.name)).double()
+    ties = ((codes[1:] + codes[:-1]) / 2).float()
+    near = [torch.nextafter(ties, torch.full((), end)) for end in (0.0, float("inf"))]
+    x = torch.stack([ties, *near, codes[1:].float()])
+    compare(fused.cast_pair, torch.cat([x, -x]), fmt.name, torch.ones(1, 1), torch.ones(1, 1), False)
+
+
+@pytest.mark.gpu
+@NOT_INTERPRETED
+@FORMATS
+def test_every_mantissa_has_the_correctly_rounded_scales(fmt: Format, compare) -> None:
+    mantissas = torch.arange(1 << 23, dtype=torch.int32)
+    for exponent in (127, 107, 150):
+        compare(fused.scales, (mantissas | exponent << 23).view(torch.float32)[:, None], fmt.name, False, 1e-12, 0)
+
+
+@pytest.mark.gpu
+@NOT_INTERPRETED
+def test_more_than_2_to_the_31_elements(assert_same_bits) -> None:
+    """The last rows and columns of 4.3 GB, on the device; all offsets are beyond 32 bits there."""
+    m, n = 131_088, 16_400
+    x = torch.empty(m, n, dtype=torch.bfloat16, device="cuda").normal_(generator=torch.Generator("cuda").manual_seed(3))
+    x[-1, -1] = 1000.0
+    assert x.numel() > 2**31
+    amax = fused.tensor_amax(x)
+    assert amax.item() == 1000.0
+    inv_scale, _ = fused.scales(amax, E4M3FN.name, False, 1e-12, 0)
+    raised = torch.zeros((), device="cuda")
+    rows, cols = fused.cast_pair_delayed(x, E4M3FN.name, inv_scale, inv_scale, raised)
+    assert raised.item() == 1000.0
+    tail = f8.quantize(x[-300:], inv_scale, E4M3FN)
+    assert_same_bits(rows[-300:], tail)
+    assert_same_bits(cols[:, -300:], tail.t())
+    del rows, cols
+    row_amax, col_amax = fused.row_col_amax(x)
+    assert_same_bits(row_amax[-300:], fused.row_amax(x[-300:]))
+    assert col_amax[-1].item() == 1000.0
+    for found, wanted in zip(
+        fused.cast_rows(x, E4M3FN.name, True, 1e-12), fused.cast_rows(x[-300:], E4M3FN.name, True, 1e-12), strict=True
+    ):
+        assert_same_bits(found[-300:], wanted)
+    for square in (False, True):  # the last 144 rows are a block and its tail: m is 16 more than a multiple of 128
+        large = fused.cast_blocks(x, E4M3FN.name, square, True, True, False, 1e-12)
+        small = fused.cast_blocks(x[-144:], E4M3FN.name, square, True, True, False, 1e-12)
+        assert_same_bits(large[0][-144:], small[0])
+        assert_same_bits(large[2][:, -144:], small[2])
+        assert_same_bits(large[1][-small[1].shape[0] :], small[1])
+        assert_same_bits(large[3][:, -small[3].shape[1] :], small[3])
+        del large, small
+
+
+@pytest.mark.gpu
+@NOT_INTERPRETED
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_another_than_the_current_device(assert_same_bits) -> None:
+    x = torch.randn(130, 70)
+    for found, wanted in zip(
+        fused.cast_rows(x.to("cuda:1"), E4M3FN.name, False, 1e-12),
+        fused.cast_rows(x, E4M3FN.name, False, 1e-12),
+        strict=True,
+    ):
+        assert found.device.index == 1
+        assert_same_bits(found, wanted)

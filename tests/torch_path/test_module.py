@@ -1,0 +1,571 @@
+"""Float8Linear against the oracle: every code, scale, output and gradient; eager, compiled, recomputed; and faults."""
+
+import copy
+import functools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import f8emu.torch as f8
+import f8ref.numpy as reference
+from f8emu.spec import (
+    DELAYED,
+    E4M3FN,
+    OPERANDS,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    Cast,
+    DelayedState,
+    Gemm,
+    Granularity,
+    OperandError,
+    Recipe,
+    SpecError,
+    UnsupportedError,
+)
+from f8emu.torch import autograd
+from f8emu.torch.autograd import Operand
+from f8emu.torch.delayed import DelayedBuffers
+
+SHAPES = {
+    "one_row": (1, 16, 32),
+    "odd_batch": (19, 32, 48),
+    "padded": (21, 20, 37),
+    "blocks_cut_short": (150, 144, 272),
+}
+"""[M, N, K]."""
+CASES = [
+    *((name, shape, torch.bfloat16) for name in RECIPES for shape in SHAPES),
+    *((name, "odd_batch", torch.float32) for name in RECIPES),
+]
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+
+
+# Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """A test's compiled code counts toward no other's limit of recompilations."""
+    yield
+    torch._dynamo.reset()
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-8, 4, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
+
+
+def layer_of(recipe: Recipe, n: int, k: int, dtype: torch.dtype, *, bias: bool = True) -> f8.Float8Linear:
+    layer = f8.Float8Linear(k, n, bias, dtype=dtype, recipe=recipe)
+    with torch.no_grad():
+        layer.weight.copy_(draw(n, k, seed=1, dtype=F32) / 8)
+        if bias:
+            layer.bias.copy_(draw(n, seed=2, dtype=F32))
+    return layer
+
+
+def passes(layer: Any, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """output, grad_input, grad_weight."""
+    x = x.detach().clone().requires_grad_()
+    layer.zero_grad()
+    output = layer(x)
+    output.backward(grad_output)
+    assert x.grad is not None and layer.weight.grad is not None
+    return output.detach(), x.grad, layer.weight.grad.clone()
+
+
+class Recorder:
+    """The operands of every GEMM that a layer ran."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.operands: list[tuple[Operand, Operand]] = []
+        gemm = autograd.gemm
+
+        def record(a: Operand, b: Operand, *rest: Any) -> Tensor:
+            self.operands.append((a, b))
+            return gemm(a, b, *rest)
+
+        monkeypatch.setattr(autograd, "gemm", record)
+
+
+@pytest.fixture
+def oracle(to_numpy: Any) -> Any:
+    """The trace of f8ref.numpy for a layer's tensors."""
+
+    def trace(layer: f8.Float8Linear, x: Tensor, grad_output: Tensor, bias: Tensor | None) -> Any:
+        states = None
+        if layer.delayed is not None:
+            states = {
+                name: DelayedState(
+                    layer.delayed.amax_history[i].numpy(),
+                    layer.delayed.inv_scale[i].numpy(),
+                    layer.delayed.initialized[i].numpy(),
+                )
+                for i, name in enumerate(("input", "weight", "grad_output"))
+            }
+        return reference.linear(
+            layer.recipe,
+            to_numpy(x),
+            to_numpy(layer.weight),
+            to_numpy(grad_output),
+            None if bias is None else to_numpy(bias),
+            delayed_state=states,
+        )
+
+    return trace
+
+
+def weight_gradient(product: Any, like: Tensor, to_numpy: Any) -> np.ndarray:
+    """grad_weight's product in the dtype of the weight."""
+    return np.asarray(product).astype(np.float32).astype(to_numpy(like).dtype)
+
+
+@pytest.mark.parametrize("name, shape, weight_dtype", CASES, ids=str)
+def test_everything_equals_the_oracle(
+    name: str,
+    shape: str,
+    weight_dtype: torch.dtype,
+    oracle: Any,
+    to_numpy: Any,
+    assert_same_bits: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe, (m, n, k) = RECIPES[name], SHAPES[shape]
+    layer = layer_of(recipe, n, k, weight_dtype)
+    x, grad_output = draw(m, k, seed=3, dtype=BF16), draw(m, n, seed=4, dtype=BF16) / 64
+    recorder = Recorder(monkeypatch)
+    output, grad_input, grad_weight = passes(layer, x, grad_output)
+    expected = oracle(layer, x, grad_output, layer.bias)
+    for operands, gemm in zip(recorder.operands, OPERANDS, strict=True):
+        for ours, theirs in zip(operands, (getattr(expected, gemm).a, getattr(expected, gemm).b), strict=True):
+            assert_same_bits(ours.codes.contiguous(), theirs.codes)
+            assert (ours.scale is None) == (theirs.scale is None)
+            if ours.scale is not None:
+                assert_same_bits(ours.scale, theirs.scale)
+    assert_same_bits(output, expected.result)
+    assert_same_bits(grad_input, expected.grad_input.product)
+    assert_same_bits(grad_weight, weight_gradient(expected.grad_weight.product, grad_weight, to_numpy))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_other_dtypes_equal_the_oracle(
+    name: str, dtype: torch.dtype, oracle: Any, to_numpy: Any, assert_same_bits: Any
+) -> None:
+    layer = layer_of(RECIPES[name], 32, 48, dtype)
+    x, grad_output = draw(19, 48, seed=3, dtype=dtype), draw(19, 32, seed=4, dtype=dtype) / 64
+    output, grad_input, grad_weight = passes(layer, x, grad_output)
+    expected = oracle(layer, x, grad_output, layer.bias)
+    assert_same_bits(output, expected.result)
+    assert_same_bits(grad_input, expected.grad_input.product)
+    assert_same_bits(grad_weight, expected.grad_weight.product)
+
+
+def test_recipes_that_mix_granularities_equal_the_oracle(oracle: Any, assert_same_bits: Any) -> None:
+    """What no named recipe does: one matrix in two granularities, or in float8 in one of its GEMMs only."""
+    tensor, row = Cast(format=E4M3FN), Cast(format=E4M3FN, granularity=Granularity.ROWWISE)
+    vector = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_1X128)
+    square = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_128X128)
+    high, rows = Gemm(a=Cast(format=None), b=Cast(format=None)), Gemm(a=row, b=row)
+    recipes = [
+        Recipe(name="a", output=Gemm(a=tensor, b=row), grad_input=Gemm(a=row, b=tensor), grad_weight=rows),
+        Recipe(name="b", output=Gemm(a=vector, b=square), grad_input=Gemm(a=tensor, b=tensor), grad_weight=high),
+        Recipe(name="c", output=high, grad_input=high, grad_weight=Gemm(a=tensor, b=row)),
+        Recipe(name="d", output=Gemm(a=square, b=vector), grad_input=high, grad_weight=Gemm(a=vector, b=vector)),
+    ]
+    for recipe in recipes:
+        layer = layer_of(recipe, 32, 48, BF16)
+        x, grad_output = draw(19, 48, seed=3, dtype=BF16), draw(19, 32, seed=4, dtype=BF16)
+        observed = passes(layer, x, grad_output)
+        expected = oracle(layer, x, grad_output, layer.bias)
+        wanted = (expected.result, expected.grad_input.product, expected.grad_weight.product)
+        for ours, theirs in zip(observed, wanted, strict=True):
+            assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "name, backend", [*((name, "aot_eager") for name in RECIPES), ("tensorwise", "inductor"), ("rowwise", "inductor")]
+)
+def test_compiled_gives_the_same_bits(name: str, backend: str, assert_same_bits: Any) -> None:
+    """In one graph; the input is computed in it, so that its amax can be found there."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = layer_of(RECIPES[name], 32, 48, BF16), layer_of(RECIPES[name], 40, 32, F32)
+            self.weight = self.one.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(-self.one(2 * x))  # exact, whatever is fused
+
+    block = Block()
+    x, grad_output = draw(3, 7, 48, seed=3, dtype=BF16), draw(3, 7, 40, seed=4, dtype=BF16)
+    compiled = torch.compile(copy.deepcopy(block), backend=backend, fullgraph=True)
+    for ours, theirs in zip(passes(compiled, x, grad_output), passes(block, x, grad_output), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_the_amax_in_compiled_code_is_that_of_the_rounded_values(assert_same_bits: Any) -> None:
+    """The compiler keeps float32 between operations; the amax must be that of the bfloat16 that is cast."""
+    layer = layer_of(TENSORWISE, 16, 32, BF16, bias=False)
+    candidates = (1 + torch.arange(128) / 128).to(BF16)
+    squares = candidates.float().square()
+    worst = candidates[((squares.to(BF16).float() - squares) / squares).abs().argmax()]
+    x = worst.expand(16, 32).contiguous()
+
+    def product(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * x
+        return y, layer(y)
+
+    y, output = torch.compile(product, backend="inductor", fullgraph=True)(x)
+    assert_same_bits(output, layer(y))
+    # On a CPU the generated code rounds either way, so look at the graph: only the opaque operator takes the amax.
+    (largest,) = (node for node in forward_graph(product, x).nodes if str(node.target).startswith("aten.max"))
+    assert {str(use.target) for node in largest.users for use in (node, *node.users)} <= {
+        "aten.view.default",
+        "aten.reshape.default",
+        "f8emu.widen.default",
+    }
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
+def test_one_input_of_several_layers_is_cast_once(name: str, assert_same_bits: Any) -> None:
+    layers = [layer_of(RECIPES[name], n, 48, BF16) for n in (16, 32, 48)]
+    x = draw(16, 48, seed=3, dtype=BF16).requires_grad_()
+    expected = layers[0](x)
+    fresh = x.detach().clone().requires_grad_()
+    together = OpCounter()
+    with together:
+        outputs = [layer(fresh) for layer in layers]
+    assert together.casts() == 1 + 3
+    assert_same_bits(outputs[0], expected)
+    graph = forward_graph(lambda x: [layer(x) for layer in layers], fresh)
+    assert sum(str(node.target).startswith("f8emu.cast") for node in graph.nodes) == 1 + 3
+
+
+def forward_graph(function: Any, x: Tensor) -> torch.fx.Graph:
+    """The forward graph after the partitioner that Inductor uses, which merges equal operations."""
+    graphs: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    backend = aot_autograd(fw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, fullgraph=True)(x)
+    return graphs[0].graph
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts the operators of f8emu by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("f8emu."):
+            self.counts[name.split(".")[1]] = self.counts.get(name.split(".")[1], 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def casts(self) -> int:
+        return sum(count for name, count in self.counts.items() if name.startswith("cast"))
+
+    def gemms(self) -> int:
+        return self.counts.get("scaled_mm", 0) + self.counts.get("mm", 0)
+
+
+def test_a_changed_input_is_cast_again(assert_same_bits: Any) -> None:
+    layer = layer_of(TENSORWISE, 16, 32, BF16)
+    x = draw(16, 32, seed=3, dtype=BF16)
+    layer(x)
+    x.mul_(3)
+    assert_same_bits(layer(x), layer(x.clone()))
+    other = layer_of(ROWWISE, 16, 32, BF16)
+    assert_same_bits(other(x), other(x.clone()))
+    with torch.no_grad():
+        layer(x)
+    x.requires_grad_()
+    layer(x).sum().backward()  # the operands without gradient do not do for this
+    assert layer.weight.grad is not None
+    with torch.inference_mode():
+        assert_same_bits(layer(x.clone()), layer(x.detach()))
+
+
+class FeedForward(nn.Module):
+    """The block of the benchmarks, small."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32, dtype=BF16)
+        self.w1, self.w3 = (layer_of(recipe, 48, 32, BF16, bias=False) for _ in range(2))
+        self.w2 = layer_of(recipe, 32, 48, BF16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.w2(nn.functional.silu(self.w1(h)) * self.w3(h))
+
+
+def checkpointed(block: nn.Module, mode: str) -> Any:
+    if mode == "none":
+        return block
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        policy = f8.float8_checkpoint_policy()
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda x: checkpoint(block, x, **options)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_activation_checkpointing_gives_the_same_bits(name: str, mode: str, assert_same_bits: Any) -> None:
+    block, x = FeedForward(RECIPES[name]), draw(16, 32, seed=3, dtype=BF16)
+
+    def run(mode: str, x: Tensor) -> tuple[list[Tensor], OpCounter]:
+        mine, counter = copy.deepcopy(block), OpCounter()
+        x = x.clone().requires_grad_()
+        with counter:
+            mine.w1(x.detach()[:1])  # what was cast outside of the region must not count in it
+            output = checkpointed(mine, mode)(x)
+            output.square().sum().backward()
+        amaxes = [amax for m in mine.modules() if isinstance(m, DelayedBuffers) for amax in m.amaxes]
+        assert x.grad is not None
+        return [output, x.grad, *(p.grad for p in mine.parameters() if p.grad is not None), *amaxes], counter
+
+    expected, plain = run("none", x)
+    observed, counted = run(mode, x)
+    for ours, theirs in zip(observed, expected, strict=True):
+        assert_same_bits(ours, theirs)
+    if mode == "selective":
+        assert counted.gemms() == plain.gemms()
+        assert counted.counts.get("scales") == plain.counts.get("scales")
+    else:
+        assert counted.gemms() == plain.gemms() + 3
+
+
+def test_a_shared_input_of_checkpointed_layers(assert_same_bits: Any) -> None:
+    """The same tensor goes to a layer outside and to two inside, which are computed again after another was cast."""
+    layers = [layer_of(TENSORWISE, 32, 32, BF16) for _ in range(4)]
+    gradients = []
+    for mode in ("none", "full", "selective"):
+        x = draw(16, 32, seed=3, dtype=BF16).requires_grad_()
+        inner = checkpointed(lambda x: layers[1](x) * layers[2](x), mode)  # type: ignore[arg-type]
+        (layers[0](x) + inner(x) + layers[3](x + 1)).sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert_same_bits(gradients[1], gradients[0])
+    assert_same_bits(gradients[2], gradients[0])
+
+
+def saved_bytes(function: Any, x: Tensor) -> dict[torch.dtype, int]:
+    """Bytes that the autograd graph keeps, by dtype, each storage once; parameters and the input left out."""
+    storages: dict[int, tuple[torch.dtype, int]] = {}
+    alive: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor is not x:
+            alive.append(tensor)
+            storages[tensor.untyped_storage().data_ptr()] = (tensor.dtype, tensor.untyped_storage().nbytes())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        function(x)
+    totals: dict[torch.dtype, int] = {}
+    for dtype, size in storages.values():
+        totals[dtype] = totals.get(dtype, 0) + size
+    return totals
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_kept_for_the_backward_pass(name: str) -> None:
+    """One float8 copy of the input where the recipe lets it, no copy of the weight."""
+    m, n, k = 64, 32, 48
+    layer = layer_of(RECIPES[name], n, k, BF16, bias=False)
+    x = draw(m, k, seed=3, dtype=BF16).requires_grad_()
+    kept = saved_bytes(layer, x)
+    if RECIPES[name].grad_weight.is_high_precision:
+        assert set(kept) <= {BF16, F32} and kept[BF16] == 2 * m * k  # the input itself
+    else:
+        assert set(kept) <= {torch.float8_e4m3fn, F32} and kept[torch.float8_e4m3fn] == m * k
+    assert kept.get(F32, 0) <= 4 * (3 * k + 16)
+    layer.weight.requires_grad_(False)
+    assert set(saved_bytes(layer, x)) <= {F32}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_full_checkpointing_keeps_no_float8_copy(name: str) -> None:
+    block, x = FeedForward(RECIPES[name]), draw(16, 32, seed=3, dtype=BF16).requires_grad_()
+    assert sum(saved_bytes(block, x).values()) > 0
+    assert saved_bytes(checkpointed(block, "full"), x) == {}
+
+
+def test_bias_shapes_and_layouts(assert_same_bits: Any) -> None:
+    layer = layer_of(TENSORWISE, 16, 32, BF16)
+    x = draw(2, 3, 4, 32, seed=3, dtype=BF16)
+    flat = layer(x.reshape(-1, 32))
+    assert_same_bits(layer(x), flat.reshape(2, 3, 4, 16))
+    assert_same_bits(layer(x.transpose(0, 2)).transpose(0, 2), flat.reshape(2, 3, 4, 16))
+    one = draw(32, seed=5, dtype=BF16)
+    assert_same_bits(layer(one), layer(one[None])[0])
+    x.requires_grad_()
+    layer(x).sum().backward()  # a gradient with strides of 0
+    assert layer.bias.grad is not None and torch.equal(layer.bias.grad, torch.full_like(layer.bias, 24))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_empty_batch(name: str) -> None:
+    layer = layer_of(RECIPES[name], 16, 32, BF16)
+    x = torch.zeros(0, 5, 32, dtype=BF16, requires_grad=True)
+    output = layer(x)
+    assert output.shape == (0, 5, 16) and output.dtype is BF16
+    output.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert layer.weight.grad is not None and not layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 0.0])
+@pytest.mark.parametrize("name", RECIPES)
+def test_specials_are_propagated_as_the_oracle_does(
+    name: str, value: float, oracle: Any, assert_same_bits: Any
+) -> None:
+    layer = layer_of(RECIPES[name], 16, 32, BF16)
+    for special in ("x", "grad_output", "all"):
+        tensors = {"x": draw(16, 32, seed=3, dtype=BF16), "grad_output": draw(16, 16, seed=4, dtype=BF16)}
+        for key in tensors if special == "all" else (special,):
+            tensors[key][3 if special != "all" else slice(None)] = value
+        observed = passes(layer, **tensors)
+        expected = oracle(layer, tensors["x"], tensors["grad_output"], layer.bias)
+        wanted = (expected.result, expected.grad_input.product, expected.grad_weight.product)
+        for ours, theirs in zip(observed, wanted, strict=True):
+            assert_same_bits(ours, theirs)
+        if value != value or abs(value) == float("inf"):
+            assert not all(tensor.isfinite().all() for tensor in observed)
+
+
+def test_autocast(oracle: Any, assert_same_bits: Any) -> None:
+    """The input in autocast's dtype, the weight from its own float32 values."""
+    layer = layer_of(TENSORWISE, 16, 32, F32)
+    x = draw(16, 32, seed=3, dtype=F32).requires_grad_()
+    grad_output = draw(16, 16, seed=4, dtype=BF16)
+    with torch.autocast("cpu", dtype=BF16):
+        output = layer(x)
+    output.backward(grad_output)
+    expected = oracle(layer, x.detach().to(BF16), grad_output, layer.bias)
+    assert_same_bits(output, expected.result)
+    assert x.grad is not None and x.grad.dtype is F32 and layer.weight.grad is not None
+    assert_same_bits(x.grad.to(BF16), expected.grad_input.product)
+    assert_same_bits(layer.weight.grad.to(BF16), expected.grad_weight.product)
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    layer = layer_of(ROWWISE, 16, 32, BF16, bias=False)
+    x = draw(16, 32, seed=3, dtype=BF16)
+    for trains, wants_input, gemms in ((True, False, 2), (False, True, 2), (True, True, 3)):
+        layer.weight.requires_grad_(trains)
+        with OpCounter() as counter:
+            layer(x.clone().requires_grad_(wants_input)).sum().backward()
+        assert counter.gemms() == gemms
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_state_dicts_load_both_ways(name: str) -> None:
+    plain = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 32, bias=False))
+    converted = f8.convert_to_float8_training(copy.deepcopy(plain), config=name)
+    assert list(converted.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in converted.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    with torch.no_grad():
+        for p in converted.parameters():
+            p.add_(1)
+    plain.load_state_dict(converted.state_dict(), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), converted.parameters(), strict=True))
+    with torch.no_grad():
+        for p in plain.parameters():
+            p.sub_(1)
+    load = functools.partial(converted.load_state_dict, plain.state_dict(), strict=True)
+    if name == "delayed":
+        with pytest.warns(RuntimeWarning, match="no state of delayed scaling"):
+            load()
+    else:
+        load()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), converted.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_copies_and_pickles_compute_the_same(name: str, assert_same_bits: Any) -> None:
+    layer = layer_of(RECIPES[name], 16, 32, BF16)
+    x, grad_output = draw(16, 32, seed=3, dtype=BF16), draw(16, 16, seed=4, dtype=BF16)
+    expected = passes(layer, x, grad_output)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert other.recipe == layer.recipe and other.weight is not layer.weight
+        for ours, theirs in zip(passes(other, x, grad_output), expected, strict=True):
+            assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_meta_device(name: str, assert_same_bits: Any) -> None:
+    layer = f8.Float8Linear(32, 16, device="meta", dtype=BF16, recipe=name)
+    output = layer(torch.empty(4, 8, 32, device="meta", dtype=BF16, requires_grad=True))
+    assert output.is_meta and output.shape == (4, 8, 16)
+    output.sum().backward()
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    real = layer_of(RECIPES[name], 16, 32, BF16)
+    with torch.no_grad():
+        layer.weight.copy_(real.weight)
+        layer.bias.copy_(real.bias)
+    x = draw(16, 32, seed=3, dtype=BF16)
+    assert_same_bits(layer(x), real(x))
+
+
+def test_repr_names_recipe_and_engine() -> None:
+    layer = f8.Float8Linear(32, 16, recipe=ROWWISE_WITH_GW_HP, engine="emulated")
+    assert "in_features=32, out_features=16, bias=True, recipe=rowwise_with_gw_hp, engine=emulated" in repr(layer)
+
+
+def test_bad_calls_are_refused() -> None:
+    layer = f8.Float8Linear(32, 16)
+    with pytest.raises(OperandError, match=r"in_features = 32; got shape \[4, 16\]"):
+        layer(torch.zeros(4, 16))
+    with pytest.raises(OperandError, match=r"input must be float32, bfloat16 or float16; got torch\.float64"):
+        layer(torch.zeros(4, 32, dtype=torch.float64))
+    with pytest.raises(OperandError, match="engine must be one of auto, hardware, emulated; got 'gpu'"):
+        f8.Float8Linear(32, 16, engine="gpu")
+    with pytest.raises(SpecError, match="unknown recipe 'float8'"):
+        f8.Float8Linear(32, 16, recipe="float8")
+    with pytest.raises(OperandError, match="of no subclass; got Float8Linear"):
+        f8.Float8Linear.from_float(layer)
+    with pytest.raises(UnsupportedError, match="engine='hardware' needs tensors on a CUDA device"):
+        f8.Float8Linear(32, 16, engine="hardware")(torch.zeros(4, 32))
+    with pytest.raises(UnsupportedError, match="not differentiable"):
+        x = torch.ones(16, 32, requires_grad=True)
+        (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        gradient.sum().backward()
+
+
+def test_delayed_is_not_shared() -> None:
+    """Each layer has scales of its own."""
+    layers = [layer_of(DELAYED, 16, 32, BF16) for _ in range(2)]
+    x = draw(16, 32, seed=3, dtype=BF16)
+    for layer in layers:
+        layer(x)
+        assert layer.delayed is not None and layer.delayed.amax_input.item() == x.abs().max().item()
