@@ -1,0 +1,98 @@
+"""Time and peak memory of one workload, its subjects taking turns."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.report import say
+from benchmarks.subjects import BASELINE, AbsentError, Subject, make_subject, recipe_of
+from benchmarks.timing import back_to_back, captured, excluding, median, peak_bytes
+from benchmarks.workloads import Floor, Workload
+
+WARMUP = 5
+"""Steps before the first figure: compilation, and a delayed recipe's first states."""
+
+
+def measure(
+    workload: Workload,
+    wanted: Sequence[tuple[str, str]],
+    device: torch.device,
+    *,
+    rounds: int,
+    steps: int,
+    floor: Floor | None = None,
+    is_graph: bool = False,
+) -> list[dict[str, Any]]:
+    """One entry for each (subject, mode): figures, or why there are none.
+
+    With `is_graph` the step is a CUDA graph of the forward and backward pass, without the sync of delayed scales.
+    """
+    model = workload.build().to(device, torch.bfloat16)
+    x, grad_output = workload.input(device), workload.grad_output(device)
+    entries: list[dict[str, Any]] = []
+    ready: list[tuple[Subject, dict[str, Any], Callable[[], object]]] = []
+    for name, mode in wanted:
+        entry: dict[str, Any] = {"subject": name, "mode": mode}
+        entries.append(entry)
+        start = time.perf_counter()
+        try:
+            subject = make_subject(name, mode, model, x, grad_output)
+            for _ in range(WARMUP):
+                subject.step()
+            subject.free()
+            step = captured(subject.pass_) if is_graph else subject.step
+        except AbsentError as error:
+            entry["absent"] = str(error)
+        except Exception as error:  # one subject that fails costs its row, not the run
+            entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            say(f"{name} {mode} failed: {error}")
+        else:
+            entry["warmup_s"] = round(time.perf_counter() - start, 2)
+            ready.append((subject, entry, step))
+    before = _graphs_compiled()
+    times: dict[str, list[float]] = {subject.label: [] for subject, _, _ in ready}
+    enqueue: dict[str, list[float]] = {label: [] for label in times}
+    outside: dict[str, list[float]] = {label: [] for label in times}
+    for _ in range(rounds):
+        for subject, _, step in ready:
+            timed = back_to_back(step, steps, device)
+            times[subject.label].append(timed.ms)
+            enqueue[subject.label].append(timed.enqueue_ms)
+            if subject.is_delayed and not is_graph:
+                outside[subject.label].append(excluding(subject.pass_, subject.sync, steps, device))
+            if not is_graph:
+                subject.free()
+    for subject, entry, _ in ready:
+        of = times[subject.label]
+        entry |= {"ms": median(of), "ms_min": min(of), "ms_max": max(of), "enqueue_ms": median(enqueue[subject.label])}
+        if outside[subject.label]:
+            entry["ms_sync_outside"] = median(outside[subject.label])
+        if not is_graph:
+            entry["peak_bytes"] = peak_bytes(subject.step, device)
+            subject.free()
+        if floor is not None:
+            entry |= floor(workload, recipe_of(subject.name))
+            entry["fraction_of_floor"] = entry["floor_ms"] / entry["ms"]
+        if _graphs_compiled() != before:
+            entry["compiled_while_timed"] = True
+    _add_ratios(entries)
+    return entries
+
+
+def _add_ratios(entries: list[dict[str, Any]]) -> None:
+    """Speed and peak memory against bfloat16 of the same mode."""
+    for entry in entries:
+        same = [e for e in entries if e["subject"] == BASELINE and e["mode"] == entry["mode"] and "ms" in e]
+        if "ms" not in entry or not same:
+            continue
+        entry["speed"] = same[0]["ms"] / entry["ms"]
+        if "ms_sync_outside" in entry:
+            entry["speed_sync_outside"] = same[0]["ms"] / entry["ms_sync_outside"]
+        if entry.get("peak_bytes"):
+            entry["memory"] = entry["peak_bytes"] / same[0]["peak_bytes"]
+
+
+def _graphs_compiled() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

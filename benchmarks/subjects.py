@@ -1,0 +1,118 @@
+"""Who is timed: bfloat16, torchao and f8emu, on copies of one model."""
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec import RECIPES, Recipe
+from f8emu.torch import convert_to_float8_training, sync_float8_amax_and_scale_history
+
+BASELINE = "bf16"
+TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
+MODES = ("compiled", "eager")
+
+
+class AbsentError(Exception):
+    """A subject that is not installed."""
+
+
+def torchao_float8() -> Any:
+    """The module `torchao.float8`.
+
+    Raises:
+        AbsentError: torchao is not installed.
+    """
+    try:
+        return importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise AbsentError(f"torchao is not installed ({error})") from error
+
+
+def recipe_of(subject: str) -> Recipe | None:
+    """None is bfloat16."""
+    return None if subject == BASELINE else RECIPES[subject.partition("/")[2]]
+
+
+def converted(subject: str, model: nn.Module) -> nn.Module:
+    """The model under the subject's recipe, in place."""
+    library, _, name = subject.partition("/")
+    if subject == BASELINE:
+        return model
+    if library == "f8emu":
+        model = convert_to_float8_training(model, config=RECIPES[name])
+    else:
+        torchao = torchao_float8()
+        config = torchao.Float8LinearConfig.from_recipe_name(name)
+        model = torchao.convert_to_float8_training(model, config=config)
+    left = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    assert not left, f"{subject}: {', '.join(left)} not converted; its figures would be bfloat16's"
+    return model
+
+
+def compiled(subject: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """One graph, for these sizes alone. torchao's rowwise recipes get the option that torchtitan gives them."""
+    options: Any = {"emulate_precision_casts": True} if subject.startswith("torchao/rowwise") else None
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+
+@dataclass(slots=True, kw_only=True)
+class Subject:
+    """A model with its own input, ready to step."""
+
+    name: str
+    mode: str
+    call: Callable[[Tensor], Tensor]
+    model: nn.Module
+    x: Tensor
+    grad_output: Tensor
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.mode}"
+
+    @property
+    def is_delayed(self) -> bool:
+        recipe = recipe_of(self.name)
+        return recipe is not None and recipe.delayed is not None
+
+    def free(self) -> None:
+        """Drops the gradients."""
+        self.x.grad = None
+        for p in self.model.parameters():
+            p.grad = None
+
+    def pass_(self) -> None:
+        """Forward and backward, into fresh gradients.
+
+        The input is a new tensor each time, as in training: f8emu casts one tensor once, whoever reads it.
+        """
+        self.free()
+        self.call(self.x.view_as(self.x)).backward(self.grad_output)
+
+    def sync(self) -> None:
+        """The update of delayed scales, once a step; nothing for other recipes."""
+        if self.is_delayed:
+            sync_float8_amax_and_scale_history(self.model)
+
+    def step(self) -> None:
+        """What training does a step, without the optimizer."""
+        self.pass_()
+        self.sync()
+
+
+def make_subject(name: str, mode: str, model: nn.Module, x: Tensor, grad_output: Tensor) -> Subject:
+    """A subject on its own copy of `model` and `x`.
+
+    Raises:
+        AbsentError: its library is not installed.
+    """
+    own = converted(name, copy.deepcopy(model))
+    call = compiled(name, own) if mode == "compiled" else own
+    own_x = x.clone().requires_grad_()
+    return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output)

@@ -1,0 +1,113 @@
+"""Time and memory of a step on a device: events on the GPU, a clock on the CPU."""
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+Step = Callable[[], object]
+
+
+class Timed(NamedTuple):
+    """Milliseconds a step."""
+
+    ms: float
+    enqueue_ms: float
+    """What the host needed to launch it; above `ms` the host is the limit, and the GPU waits."""
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def back_to_back(step: Step, steps: int, device: torch.device) -> Timed:
+    """`steps` steps without a synchronization in between, as training runs, after one that is not timed."""
+    step()
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        enqueue = time.perf_counter() - start
+        end.record()
+        torch.cuda.synchronize(device)
+        return Timed(begin.elapsed_time(end) / steps, 1e3 * enqueue / steps)
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    ms = 1e3 * (time.perf_counter() - start) / steps
+    return Timed(ms, ms)
+
+
+def excluding(step: Step, between: Step, steps: int, device: torch.device) -> float:
+    """Milliseconds a step, where `between` runs after every step and is not counted; nothing waits for either."""
+    step()
+    between()
+    total = 0.0
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for _ in range(steps):
+        if device.type == "cuda":
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            step()
+            pair[1].record()
+            events.append(pair)
+        else:
+            start = time.perf_counter()
+            step()
+            total += 1e3 * (time.perf_counter() - start)
+        between()
+    synchronize(device)
+    return (total + sum(begin.elapsed_time(end) for begin, end in events)) / steps
+
+
+def alone(call: Step, device: torch.device) -> float:
+    """Median milliseconds of one call, with a cold cache: `triton.testing.do_bench`; on a CPU the better of two."""
+    if device.type == "cuda":
+        testing = importlib.import_module("triton.testing")
+        return float(testing.do_bench(call, return_mode="median"))
+    call()
+    return min(back_to_back(call, 1, device).ms for _ in range(2))
+
+
+def captured(step: Step) -> Step:
+    """The step as a CUDA graph: its kernels without the host. The step must neither wait nor depend on the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def peak_bytes(step: Step, device: torch.device) -> int | None:
+    """Most memory that a step holds above what was there before it; None on a CPU, which does not count."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a large copy on the device, read plus written."""
+    count = 1 << 31 if device.type == "cuda" else 1 << 24
+    source = torch.empty(count, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2e3 * count / alone(lambda: target.copy_(source), device)
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

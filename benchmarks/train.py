@@ -1,0 +1,214 @@
+"""A small byte-level Llama, trained on Python's standard library under every recipe, beside three seeds of bfloat16.
+
+    python -m benchmarks.train --json OUT --plot OUT.png    300 steps of each on a GPU
+    python -m benchmarks.train --device cpu --steps 20 --tiny    the same code, emulated, under a minute
+
+Parameters are float32, matrix multiplications run under autocast to bfloat16, and every linear layer but the head is
+converted. A recipe runs with seed 0: the initial weights and the batches of bfloat16's first seed. Its two figures, the
+mean training loss of the last steps and the loss on held-out files, are judged in two ways:
+
+- `in range`: it lies between the least and the greatest of the bfloat16 seeds.
+- `shift within spread`: it is no further from bfloat16 of its own seed than the bfloat16 seeds are from each other.
+
+The second is the verdict. The first alone would fail a recipe that equals bfloat16 but for rounding, whenever seed 0 is
+itself the least or the greatest of the three. Exit status 1 if a recipe fails the second, or its loss is not finite.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.corpus import Corpus, read_corpus
+from benchmarks.models import Llama
+from benchmarks.report import draw, facts, say, write_json
+from f8emu.spec import RECIPES
+from f8emu.torch import convert_to_float8_training, sync_float8_amax_and_scale_history
+
+BF16 = "bf16"
+LAST = 20
+"""Steps whose mean is the final training loss."""
+FIGURES = ("training", "held_out")
+WARMUP = 20
+"""Steps over which the learning rate rises."""
+HEAD = "head"
+"""The one linear layer that stays in bfloat16, as in torchtitan."""
+FULL = {"layers": 6, "dim": 256, "hidden": 768, "heads": 4, "kv_heads": 2, "length": 256}
+TINY = {"layers": 2, "dim": 128, "hidden": 128, "heads": 2, "kv_heads": 2, "length": 64}
+"""All GEMMs of one size, 128^3 with two rows: the emulation compiles few kernels."""
+
+
+def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run: losses of every step and on the held-out text."""
+    device = torch.device(arguments.device)
+    size, rows = (TINY, 2) if arguments.tiny else (FULL, 16)
+    torch.manual_seed(seed)
+    model = Llama(**size)
+    if name != BF16:
+        convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=_is_converted)
+        left = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear and fqn != HEAD]
+        assert not left, f"{name}: {', '.join(left)} not converted; its loss would be bfloat16's"
+    model.to(device)
+    is_delayed = name != BF16 and RECIPES[name].delayed is not None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[torch.Tensor] = []
+    start = time.perf_counter()
+    for step in range(arguments.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * _rate(step, arguments.steps)
+        tokens = corpus.batch(generator, rows, size["length"]).to(device)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model(tokens)
+        loss.backward()
+        if is_delayed:
+            sync_float8_amax_and_scale_history(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+    curve = [float(loss) for loss in losses]
+    seconds = time.perf_counter() - start
+    model.eval()
+    batches = corpus.held_out_batches(2 if arguments.tiny else 32, rows, size["length"])
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
+        held_out = [float(model(tokens.to(device))) for tokens in batches]
+    last = curve[-LAST:]
+    run = {"name": name, "seed": seed, "seconds": round(seconds, 2), "losses": curve}
+    run |= {"training": sum(last) / len(last), "held_out": sum(held_out) / len(held_out)}
+    run["parameters"] = sum(p.numel() for p in model.parameters())
+    say(f"{name} seed {seed}: {run['training']:.4f} training, {run['held_out']:.4f} held out, {seconds:.1f} s")
+    return run
+
+
+def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every run of a recipe against the bfloat16 seeds."""
+    bf16 = {run["seed"]: run for run in runs if run["name"] == BF16}
+    verdicts: list[dict[str, Any]] = []
+    for run in runs:
+        if run["name"] == BF16:
+            continue
+        verdict: dict[str, Any] = {"name": run["name"], "seed": run["seed"]}
+        for figure in FIGURES:
+            of = [other[figure] for other in bf16.values()]
+            spread = max(of) - min(of)
+            shift = run[figure] - bf16[run["seed"]][figure]
+            verdict[figure] = {
+                "loss": run[figure],
+                "bf16_least": min(of),
+                "bf16_greatest": max(of),
+                "bf16_spread": spread,
+                "shift": shift,
+                "in_range": min(of) <= run[figure] <= max(of),
+                "shift_within_spread": abs(shift) <= spread,
+            }
+        finite = all(map(math.isfinite, run["losses"]))
+        verdict["passes"] = finite and all(verdict[f]["shift_within_spread"] for f in FIGURES)
+        verdicts.append(verdict)
+    return verdicts
+
+
+def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """Curves, each the mean of ten steps: bfloat16 seeds grey, recipes in colour; below, their shift from bfloat16."""
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(8, 8))
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    base = next(_smooth(run["losses"]) for run in runs if run["name"] == BF16 and run["seed"] == 0)
+    for run in runs:
+        curve = _smooth(run["losses"])
+        is_bf16 = run["name"] == BF16
+        style: dict[str, Any] = {"color": "0.6", "linewidth": 2} if is_bf16 else {"linewidth": 1}
+        line = above.plot(curve, label=f"{run['name']} seed {run['seed']}", **style)[0]
+        if run["seed"] == 0 or is_bf16:
+            shift = [a - b for a, b in zip(curve, base, strict=True)]
+            below.plot(shift, color=line.get_color(), linewidth=style["linewidth"])
+    above.set_ylabel("loss, mean of ten steps")
+    below.set_ylabel("minus bf16 seed 0")
+    below.set_xlabel("step")
+    above.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, prints a table, records, and gives the exit status."""
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(given)
+    if arguments.tiny:
+        torch.set_num_threads(1)  # matrices too small for more
+    corpus = read_corpus()
+    report = facts("benchmarks.train", given, torch.device(arguments.device))
+    report |= {"corpus": corpus.description, "model": TINY if arguments.tiny else FULL, "steps": arguments.steps}
+    say(f"{report['device']}, torch {report['versions']['torch']}, corpus {corpus.description['training_bytes']} bytes")
+    plan = [(BF16, seed) for seed in range(arguments.seeds)]
+    plan += [(name, seed) for name in arguments.recipes for seed in range(min(arguments.recipe_seeds, arguments.seeds))]
+    report["runs"] = runs = []
+    for name, seed in plan:
+        runs.append(train(name, seed, corpus, arguments))
+        report["verdicts"] = judge(runs)
+        if arguments.json:
+            write_json(arguments.json, report)
+    verdicts = report["verdicts"]
+    rows = []
+    for verdict in verdicts:
+        for figure in FIGURES:
+            of = verdict[figure]
+            label = f"{verdict['name']} seed {verdict['seed']}, {figure.replace('_', ' ')}"
+            seeds = f"{of['bf16_least']:.4f} - {of['bf16_greatest']:.4f}"
+            within = "yes" if of["shift_within_spread"] else "NO"
+            shift = (f"{of['shift']:+.4f}", f"{of['bf16_spread']:.4f}")
+            rows.append([label, f"{of['loss']:.4f}", seeds, "yes" if of["in_range"] else "no", *shift, within])
+    columns = ("recipe", "loss", "bf16 seeds", "in range", "shift", "bf16 spread", "shift within spread")
+    draw(f"loss after {arguments.steps} steps; training: mean of the last {min(LAST, arguments.steps)}", columns, rows)
+    if arguments.plot:
+        if importlib.util.find_spec("matplotlib") is None:
+            say("no plot: matplotlib is not installed")
+        else:
+            plot(arguments.plot, runs)
+    return int(not all(verdict["passes"] for verdict in verdicts))
+
+
+def _is_converted(module: nn.Module, fqn: str) -> bool:
+    return fqn != HEAD
+
+
+def _rate(step: int, steps: int) -> float:
+    """Linear rise, then a cosine down to a tenth."""
+    rise = min(WARMUP, max(1, steps // 4))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+
+
+def _smooth(losses: Sequence[float], width: int = 10) -> list[float]:
+    found = []
+    for i in range(len(losses)):
+        window = losses[max(0, i - width + 1) : i + 1]
+        found.append(sum(window) / len(window))
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = "A small byte-level Llama trained under every recipe, beside three seeds of bfloat16."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=summary)
+    parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=tuple(RECIPES))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3, help="of bfloat16 (default 3)")
+    parser.add_argument("--recipe-seeds", type=int, default=1, help="of every recipe (default 1)")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--tiny", action="store_true", help="two layers of 128, for a CPU")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="where to record")
+    parser.add_argument("--plot", type=Path, help="where to draw the curves, a PNG; needs matplotlib")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

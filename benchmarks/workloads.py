@@ -1,0 +1,199 @@
+"""What is timed: a model, its input, and the least that any implementation must multiply and move for one step.
+
+The floor of a step is the time of its GEMMs alone, of its attention alone, and of its bytes at the speed of a copy.
+Bytes are counted by one rule for all, an estimate from below and no proof:
+
+- What is not a GEMM is fused into as few kernels as can be; each reads its inputs once and writes its outputs once.
+- A cast is a kernel of its own: it reads the tensor once and writes each of its float8 matrices once. Layers with one
+  input share its cast.
+- A scale from the tensor's own amax needs one more reading before, unless a kernel of this step has produced the tensor
+  (that one could take the amax along) or the block is small enough to stay on chip (blockwise scales).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gemms import Shape, gemm_ms
+from benchmarks.models import FeedForward, OneLinear, TransformerBlock
+from benchmarks.timing import alone
+from f8emu.spec import HIGH_PRECISION_CAST, Gemm, Recipe
+
+HIGH_PRECISION_GEMM = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
+_BYTES = 2
+"""Of a bfloat16 number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A linear layer of a workload: `tokens x k -> tokens x n`."""
+
+    input: str
+    """The tensor that it reads; layers that read one tensor share its cast."""
+    n: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """A causal attention of `heads` queries on `kv_heads` keys and values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A model and what one forward and backward pass of it must do."""
+
+    name: str
+    title: str
+    build: Callable[[], nn.Module]
+    tokens: int
+    dim: int
+    out_dim: int
+    layers: tuple[Layer, ...]
+    moved: int = 0
+    """Numbers that all but GEMMs, casts and attention read and write, each in as few passes as can be."""
+    is_produced: bool = True
+    """Whether inputs and output gradients of the layers come from kernels of this step."""
+    attention: Attention | None = None
+
+    def bytes_moved(self, recipe: Recipe | None) -> int:
+        """Bytes that all but GEMMs and attention move; recipe None is bfloat16."""
+        total = _BYTES * self.moved
+        if recipe is None:
+            return total
+        for k in {layer.input: layer.k for layer in self.layers}.values():
+            total += _cast_bytes(recipe, "input", self.tokens * k, self.is_produced)
+        for layer in self.layers:
+            total += _cast_bytes(recipe, "grad_output", self.tokens * layer.n, self.is_produced)
+            total += _cast_bytes(recipe, "weight", layer.n * layer.k, is_produced=False)
+        return total
+
+    def gemms(self, recipe: Recipe | None) -> list[tuple[Gemm, Shape]]:
+        """The three GEMMs of every layer."""
+        found: list[tuple[Gemm, Shape]] = []
+        gemms = [HIGH_PRECISION_GEMM] * 3 if recipe is None else list(recipe.gemms.values())
+        for layer in self.layers:
+            m, n, k = self.tokens, layer.n, layer.k
+            found += zip(gemms, (Shape(m, n, k), Shape(m, k, n), Shape(n, k, m)), strict=True)
+        return found
+
+    def input(self, device: torch.device) -> Tensor:
+        shape = (self.tokens, self.dim) if self.attention is None else (1, self.tokens, self.dim)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    def grad_output(self, device: torch.device) -> Tensor:
+        shape = (self.tokens, self.out_dim) if self.attention is None else (1, self.tokens, self.out_dim)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16) * 1e-3
+
+
+def _cast_bytes(recipe: Recipe, tensor: str, size: int, is_produced: bool) -> int:
+    casts = [cast for _, _, cast in recipe.casts(tensor) if not cast.is_high_precision]
+    if not casts:
+        return 0
+    has_own_amax = recipe.delayed is None and not all(cast.granularity.is_blockwise for cast in casts)
+    readings = 1 + (has_own_amax and not is_produced)
+    return size * (_BYTES * readings + len(casts))
+
+
+class Floor:
+    """Floors of workloads; every GEMM is timed once, however many layers and recipes have it."""
+
+    def __init__(self, device: torch.device, bytes_per_second: float) -> None:
+        self.device = device
+        self.bytes_per_second = bytes_per_second
+        self.gemms_ms: dict[tuple[Gemm, Shape], float] = {}
+
+    def __call__(self, workload: Workload, recipe: Recipe | None) -> Mapping[str, float]:
+        """Milliseconds of the GEMMs, the attention, the bytes, and their sum, `floor_ms`."""
+        found = {"gemms_ms": sum(map(self._gemm_ms, workload.gemms(recipe)))}
+        found["attention_ms"] = self._attention_ms(workload) if workload.attention else 0.0
+        found["bytes_ms"] = 1e3 * workload.bytes_moved(recipe) / self.bytes_per_second
+        return {**found, "floor_ms": sum(found.values())}
+
+    def _gemm_ms(self, key: tuple[Gemm, Shape]) -> float:
+        if key not in self.gemms_ms:
+            self.gemms_ms[key] = gemm_ms(*key, self.device)
+        return self.gemms_ms[key]
+
+    def _attention_ms(self, workload: Workload) -> float:
+        """Forward and backward pass of `scaled_dot_product_attention` on the workload's heads."""
+        of = workload.attention
+        assert of is not None
+        q, k, v = (
+            torch.randn(
+                1, heads, workload.tokens, of.head_dim, device=self.device, dtype=torch.bfloat16
+            ).requires_grad_()
+            for heads in (of.heads, of.kv_heads, of.kv_heads)
+        )
+
+        def step() -> None:
+            out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            torch.autograd.grad(out, (q, k, v), out)
+
+        return alone(step, self.device)
+
+
+def linear(tokens: int, k: int, n: int) -> Workload:
+    """One layer `k -> n`; its input and output gradient come from elsewhere."""
+    return Workload(
+        name="linear",
+        title=f"one linear layer, {k} -> {n}",
+        build=lambda: OneLinear(k, n),
+        tokens=tokens,
+        dim=k,
+        out_dim=n,
+        layers=(Layer(input="x", n=n, k=k),),
+        is_produced=False,
+    )
+
+
+def feed_forward(tokens: int, dim: int, hidden: int) -> Workload:
+    """Forward: norm (2 of tokens x dim), silu and product (3 of tokens x hidden), residual (3).
+    Backward: gradients of silu and product (5), of norm and residual, summed over w1 and w3 (5).
+    """
+    return Workload(
+        name="feed_forward",
+        title=f"Llama's feed-forward block, {dim} -> {hidden} -> {dim}",
+        build=lambda: FeedForward(dim, hidden),
+        tokens=tokens,
+        dim=dim,
+        out_dim=dim,
+        layers=(
+            Layer(input="y", n=hidden, k=dim),
+            Layer(input="y", n=hidden, k=dim),
+            Layer(input="h", n=dim, k=hidden),
+        ),
+        moved=tokens * (10 * dim + 8 * hidden),
+    )
+
+
+def transformer_block(tokens: int, dim: int, hidden: int) -> Workload:
+    """The feed-forward block, and before it, forward: norm (2 of tokens x dim), rotary (2, and 2 of tokens x kv_dim),
+    residual (3). Backward: rotary the same, norm and residual, summed over q, k and v (6).
+    """
+    heads, kv_heads = 32, 8
+    head_dim = dim // heads
+    kv_dim = kv_heads * head_dim
+    below = feed_forward(tokens, dim, hidden)
+    return Workload(
+        name="block",
+        title=f"Llama's transformer block, {dim}, {heads} heads on {kv_heads}, {hidden}",
+        build=lambda: TransformerBlock(dim, hidden, heads, kv_heads, tokens),
+        tokens=tokens,
+        dim=dim,
+        out_dim=dim,
+        layers=(
+            *(Layer(input="z", n=n, k=dim) for n in (dim, kv_dim, kv_dim)),
+            Layer(input="attention", n=dim, k=dim),
+            *below.layers,
+        ),
+        moved=below.moved + tokens * (15 * dim + 4 * kv_dim),
+        attention=Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim),
+    )

@@ -1,0 +1,202 @@
+"""The benchmarks of layers, GEMMs and training run, on a CPU and tiny; what they count is checked by hand."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import linear, matmul, train, workloads
+from benchmarks.corpus import read_corpus
+from benchmarks.equality import equal_to_torchao
+from benchmarks.gemms import Shape
+from benchmarks.subjects import SUBJECTS
+from benchmarks.workloads import HIGH_PRECISION_GEMM
+from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
+
+TINY = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--hidden", "128", "--rounds", "1", "--steps", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    """The matrices are tiny; `benchmarks.train --tiny` sets one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    report = json.loads(path.read_text())
+    assert report["command"].startswith("python -m benchmarks.")
+    assert report["device"].startswith("cpu")
+    assert report["versions"]["torch"] == torch.__version__
+    return report
+
+
+def test_linear_times_every_subject_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "linear.json"
+    assert linear.main([*TINY, "--workloads", "linear", "--mode", "eager", "--json", str(out)]) == 0
+    report = _report(out)
+    (timed,) = report["workloads"]
+    assert [entry["subject"] for entry in timed["subjects"]] == list(SUBJECTS)
+    for entry in timed["subjects"]:
+        if entry["subject"].startswith("torchao/"):
+            assert "ms" in entry or "failed" in entry or "torchao is not installed" in entry["absent"]
+            continue
+        assert "failed" not in entry, entry
+        assert entry["ms"] > 0
+        assert entry["speed"] > 0
+        assert entry["floor_ms"] == pytest.approx(entry["gemms_ms"] + entry["attention_ms"] + entry["bytes_ms"])
+        assert ("ms_sync_outside" in entry) == (entry["subject"] == "f8emu/delayed")
+    assert report["equal_to_torchao"].startswith("not compared")
+    assert "f8emu/blockwise eager" in capsys.readouterr().out
+
+
+def test_linear_times_blocks(tmp_path: Path) -> None:
+    out = tmp_path / "linear.json"
+    subjects = ["bf16", "f8emu/tensorwise"]
+    names = ["feed_forward", "block"]
+    given = [*TINY, "--workloads", *names, "--subjects", *subjects, "--mode", "eager", "--json", str(out)]
+    assert linear.main(given) == 0
+    report = _report(out)
+    assert [timed["name"] for timed in report["workloads"]] == names
+    block = report["workloads"][1]["subjects"][0]
+    assert block["attention_ms"] > 0
+    assert all(gemm["ms"] > 0 for gemm in report["gemms"])
+
+
+def test_linear_sweeps_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "sizes.json"
+    subjects = ["bf16", "f8emu/tensorwise"]
+    assert linear.main([*TINY, "--sizes", "64", "128", "--subjects", *subjects, "--json", str(out)]) == 0
+    report = _report(out)
+    assert [(point["k"], point["n"]) for point in report["points"]] == [(64, 64), (64, 128), (128, 64), (128, 128)]
+    assert all(entry["speed"] > 0 for point in report["points"] for entry in point["subjects"])
+
+
+def test_a_sweep_stops_in_time(tmp_path: Path) -> None:
+    out = tmp_path / "sizes.json"
+    linear.main([*TINY, "--sizes", "64", "--subjects", "bf16", "--seconds", "1e-9", "--json", str(out)])
+    assert not out.exists() or json.loads(out.read_text())["points"] == []
+
+
+def test_a_subject_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("benchmarks.subjects.convert_to_float8_training", lambda *args, **kwargs: fail())
+    out = tmp_path / "linear.json"
+    subjects = ["bf16", "f8emu/tensorwise"]
+    given = [*TINY, "--workloads", "linear", "--subjects", *subjects, "--mode", "eager", "--json", str(out)]
+    assert linear.main(given) == 1
+    bf16, ours = _report(out)["workloads"][0]["subjects"]
+    assert bf16["ms"] > 0
+    assert ours["failed"] == "RuntimeError: planted"
+
+
+def test_matmul(tmp_path: Path) -> None:
+    out = tmp_path / "matmul.json"
+    given = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--rounds", "1", "--json", str(out)]
+    assert matmul.main(given) == 0
+    gemms = _report(out)["gemms"]
+    assert len(gemms) == len(matmul.SHAPES) * len(matmul.KINDS)
+    assert all(gemm["ms"] > 0 and gemm["tflops"] > 0 for gemm in gemms)
+
+
+def test_the_matmul_shapes_are_those_of_llama_2_70b() -> None:
+    dim, hidden, kv_dim, gpus = 8192, 28672, 8 * 128, 8
+    assert matmul.SHAPES == {
+        "attn.wqkv": (dim, (dim + 2 * kv_dim) // gpus),
+        "attn.w0": (dim // gpus, dim),
+        "ffn.w13": (dim, 2 * hidden // gpus),
+        "ffn.w2": (hidden // gpus, dim),
+    }
+
+
+def test_training(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    given = ["--device", "cpu", "--tiny", "--steps", "2", "--seeds", "2", "--recipes", "tensorwise", "delayed"]
+    train.main([*given, "--json", str(out)])
+    report = _report(out)
+    assert [(run["name"], run["seed"]) for run in report["runs"]] == [
+        ("bf16", 0),
+        ("bf16", 1),
+        ("tensorwise", 0),
+        ("delayed", 0),
+    ]
+    for run in report["runs"]:
+        assert len(run["losses"]) == 2
+        assert run["losses"][0] == pytest.approx(math.log(256), abs=0.2)
+    first = {run["name"]: run["losses"][0] for run in report["runs"] if run["seed"] == 0}
+    assert first["tensorwise"] != first["bf16"], "no layer was converted"
+    assert first["tensorwise"] == pytest.approx(first["bf16"], abs=0.02)
+    assert [verdict["name"] for verdict in report["verdicts"]] == ["tensorwise", "delayed"]
+
+
+def test_the_verdict_of_training() -> None:
+    def run(name: str, seed: int, loss: float) -> dict[str, Any]:
+        return {"name": name, "seed": seed, "losses": [loss], "training": loss, "held_out": loss}
+
+    seeds = [run("bf16", 0, 2.0), run("bf16", 1, 2.1), run("bf16", 2, 2.05)]
+    given = [run("near", 0, 1.99), run("far", 0, 2.2), run("broken", 0, math.nan), run("inside", 0, 2.05)]
+    verdicts = {verdict["name"]: verdict for verdict in train.judge([*seeds, *given])}
+    assert [verdicts[name]["passes"] for name in ("near", "far", "broken", "inside")] == [True, False, False, True]
+    assert not verdicts["near"]["training"]["in_range"], "below every seed, and closer than they are to each other"
+    assert verdicts["inside"]["training"]["in_range"]
+    assert verdicts["near"]["training"]["bf16_spread"] == pytest.approx(0.1)
+
+
+def test_the_corpus_is_split_by_files_and_the_same_each_time() -> None:
+    corpus, again = read_corpus(), read_corpus()
+    assert corpus.description == again.description
+    assert corpus.training.numel() > 8 * corpus.held_out.numel() / 2 > 0
+    first, second = (c.batch(torch.Generator().manual_seed(0), 2, 16) for c in (corpus, again))
+    assert torch.equal(first, second)
+    assert first.shape == (2, 17)
+    assert len(corpus.held_out_batches(3, 2, 16)) == 3
+
+
+def test_the_floor_counts_the_gemms_and_the_bytes() -> None:
+    m, k, n = 256, 512, 1024
+    one = workloads.linear(m, k, n)
+    assert one.gemms(None) == [
+        (HIGH_PRECISION_GEMM, shape) for shape in (Shape(m, n, k), Shape(m, k, n), Shape(n, k, m))
+    ]
+    assert [gemm for gemm, _ in one.gemms(TENSORWISE)] == list(TENSORWISE.gemms.values())
+    assert one.bytes_moved(None) == 0
+    size = m * k + m * n + n * k
+    assert one.bytes_moved(TENSORWISE) == size * (2 + 2 + 1 + 1), "amax, then the cast to both layouts"
+    assert one.bytes_moved(DELAYED) == one.bytes_moved(BLOCKWISE) == size * (2 + 1 + 1)
+    with_gw_hp = (m * k + m * n) * (2 + 2 + 1) + n * k * (2 + 2 + 1 + 1)
+    assert one.bytes_moved(ROWWISE_WITH_GW_HP) == with_gw_hp
+
+
+def test_the_floor_of_a_block_casts_a_shared_input_once() -> None:
+    tokens, dim, hidden = 64, 128, 448
+    block = workloads.feed_forward(tokens, dim, hidden)
+    moved = 2 * tokens * (10 * dim + 8 * hidden)
+    assert block.bytes_moved(None) == moved
+    activations = tokens * (dim + hidden) + tokens * (2 * hidden + dim)
+    assert block.bytes_moved(TENSORWISE) == moved + 4 * activations + 6 * 3 * dim * hidden
+
+
+@pytest.mark.parametrize("builder", [workloads.feed_forward, workloads.transformer_block])
+def test_a_workload_describes_its_model(builder: Any) -> None:
+    workload = builder(64, 128, 448)
+    layers = [m for m in workload.build().modules() if isinstance(m, torch.nn.Linear)]
+    described = [(layer.k, layer.n) for layer in workload.layers]
+    assert sorted(described) == sorted((layer.in_features, layer.out_features) for layer in layers)
+
+
+@pytest.mark.gpu
+def test_tensorwise_equals_torchao() -> None:
+    pytest.importorskip("torchao")
+    for entry in equal_to_torchao([(256, 512, 384), (48, 64, 80)], torch.device("cuda")):
+        assert not any(entry["numbers_differing"].values()), entry
+
+
+def test_every_recipe_is_a_subject() -> None:
+    assert {name for name in SUBJECTS if name.startswith("f8emu/")} == {f"f8emu/{name}" for name in RECIPES}
