@@ -36,7 +36,7 @@ BLOCK = 128
 VECTORS_STRIP = 64
 VECTORS_WARPS = 8
 SQUARES_STRIP = 64
-SQUARES_WARPS = 4
+SQUARES_WARPS = 8
 
 
 def tensor_amax(x: Tensor, amax: Tensor) -> None:
