@@ -209,4 +209,8 @@ def _filled_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
 
 
 def _first_of(product: Tensor, m: int, n: int) -> Tensor:
-    return product if tuple(product.shape) == (m, n) else product[:m, :n].contiguous()
+    """The product without what the filling added, in memory of its own.
+
+    A view of the first rows would do, but compiled on CUDA (torch 2.11) a gradient that is one came out as zeros.
+    """
+    return product if product.shape == (m, n) else product[:m, :n].clone(memory_format=torch.contiguous_format)

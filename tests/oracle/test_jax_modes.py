@@ -78,6 +78,19 @@ def test_vmap_is_a_loop() -> None:
     assert leaves(quantized) == leaves(jnp.stack([f8.quantize(X, s, E5M2) for s in inv_scale]))
 
 
+def test_operands_that_a_trace_closes_over() -> None:
+    one = jnp.ones((), jnp.float32)
+    product = f8.scaled_mm(A, B, one, one, out_dtype="float32")
+
+    def call(scale: jax.Array) -> jax.Array:
+        return f8.scaled_mm(A, B, scale, one, out_dtype="float32")
+
+    assert leaves(jax.jit(call)(one)) == leaves(product)
+    assert leaves(jax.jit(lambda: call(one))()) == leaves(product)
+    assert leaves(jax.vmap(call)(one[None])[0]) == leaves(product)
+    assert leaves(jax.lax.fori_loop(0, 2, lambda i, x: call(one), jnp.zeros_like(product))) == leaves(product)
+
+
 def test_operation_by_operation() -> None:
     """Without a compiled program around it: a step of the tensor core, and a product of floats."""
     a = float8_operand(jnp.asarray(np.asarray(A[:2, :32]).view(np.uint8), jnp.uint32), E5M2)

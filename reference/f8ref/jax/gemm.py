@@ -35,8 +35,9 @@ def _program(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     @functools.wraps(function)
     def call(*operands: Any) -> jax.Array:
         arrays = [x for x in operands if isinstance(x, jax.Array)]
-        is_eager = not any(isinstance(x, Tracer) for x in arrays)
-        return (wide if is_eager and _is_on_cpu(arrays[0]) else plain)(*operands)
+        # While JAX traces, operands may still be concrete, closed over; the result of an operation is not.
+        is_outermost = not any(isinstance(x, Tracer) for x in (*arrays, jnp.zeros(())))
+        return (wide if is_outermost and _is_on_cpu(arrays[0]) else plain)(*operands)
 
     return call
 
