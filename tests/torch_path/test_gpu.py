@@ -258,9 +258,9 @@ def test_a_converted_layer_equals_the_oracle(
     if not is_compiled:
         monkeypatch.setattr(autograd, "gemm", recorded)
     run = torch.compile(layer, fullgraph=True) if is_compiled else layer
-    states = (
-        None if recipe.delayed is None else dict.fromkeys(_TENSORS, reference.initial_delayed_state(recipe.delayed))
-    )
+    states: dict[str, Any] = {}
+    if recipe.delayed is not None:
+        states = {tensor: reference.initial_delayed_state(recipe.delayed) for tensor in _TENSORS}
     for step in range(2):
         x = spread(3 + 2 * step, m, k).bfloat16().cuda().requires_grad_()
         grad_output = (spread(4 + 2 * step, m, n) / 64).bfloat16().cuda()
