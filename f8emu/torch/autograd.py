@@ -62,28 +62,31 @@ def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> Inp
     return InputOperands(output, grad_weight)
 
 
-class Float8Matmul(torch.autograd.Function):
-    """`input @ weight^T` under a recipe.
+def float8_matmul(
+    input: Tensor,
+    weight: Tensor,
+    plan: Plan,
+    shared: InputOperands | None,
+    delayed: tuple[Delayed, Delayed, Delayed] | None,
+) -> Tensor:
+    """`input @ weight^T` under a recipe, differentiable.
 
     Shapes:
         input [M, K], weight [N, K] -> [M, N] in the dtype of input.
 
     Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated.
-    """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        plan: Plan,
-        shared: InputOperands | None,
-        delayed: tuple[Delayed, Delayed, Delayed] | None,
-    ) -> Tensor:
-        """Cast input and weight, multiply, keep what the backward pass needs."""
-        recipe = plan.recipe
-        of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
-        # 1. The operands of `output`, and what `grad_weight` will need of the input.
+    Args:
+        input: in high precision.
+        weight: in its own dtype.
+        plan: recipe and engine.
+        shared: the operands of `input`, where they exist already.
+        delayed: the state of input, weight and grad_output under delayed scaling.
+    """
+    recipe = plan.recipe
+    of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
+    with torch.no_grad():
+        # 1. The operands of `output`, and what `grad_weight` and `grad_input` will need.
         x = cast_input(input, plan, of_input) if shared is None else shared
         rows, cols = recipe.output.b, recipe.grad_input.b
         if of_weight is None:
@@ -92,13 +95,50 @@ class Float8Matmul(torch.autograd.Function):
             known = _delayed_scales(weight, rows, cols, recipe, of_weight)
             w, _ = cast_both(weight, rows, None, known, recipe.scale_rule, of_weight.amax)
             assert w is not None, "it was asked for"
-        # 2. What the backward pass needs. The amax of grad_output is written there, so it is not a saved tensor.
-        kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
-        w_inv_scale, w_scale = (None, None) if known.cols is None else known.cols
+    # 2. That is saved before the product is computed: where activation checkpointing computes a region again, it stops
+    #    once everything is saved again, and the region's last product is not computed a second time.
+    kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
+    w_inv_scale, w_scale = (None, None) if known.cols is None else known.cols
+    place = Float8Backward.apply(input, weight, kept, kept_scale, w_inv_scale, w_scale, plan, of_grad_output)
+    # 3. output.
+    output: Tensor = _Output.apply(place, *x.output, *w, plan)
+    return output
+
+
+class _Output(torch.autograd.Function):
+    """The product of the forward pass, at a `place` that stands for it in the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, place: Tensor, x: Tensor, x_scale: Tensor | None, w: Tensor, w_scale: Tensor | None, plan: Plan
+    ) -> Tensor:
+        return gemm(Operand(x, x_scale), Operand(w, w_scale), plan.recipe.output, place.dtype, plan.engine)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*grads, None, None, None, None, None)
+
+
+class Float8Backward(torch.autograd.Function):
+    """`grad_input` and `grad_weight` of a product that is computed elsewhere; forward, only its place in the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        kept: Tensor | None,
+        kept_scale: Tensor | None,
+        w_inv_scale: Tensor | None,
+        w_scale: Tensor | None,
+        plan: Plan,
+        of_grad_output: Delayed | None,
+    ) -> Tensor:
+        """Keep what the backward pass needs."""
         ctx.save_for_backward(kept, kept_scale, weight, w_inv_scale, w_scale)
+        # The amax of grad_output is written in the backward pass, so it is not a saved tensor.
         ctx.plan, ctx.dtype, ctx.of_grad_output = plan, input.dtype, of_grad_output
-        # 3. output.
-        return gemm(x.output, w, recipe.output, input.dtype, plan.engine)
+        return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,7 +159,7 @@ class Float8Matmul(torch.autograd.Function):
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
             d_weight = d_weight.to(weight.dtype)
-        return d_input, d_weight, None, None, None
+        return d_input, d_weight, None, None, None, None, None, None
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:

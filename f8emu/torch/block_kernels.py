@@ -139,8 +139,8 @@ def cast_squares_kernel(
         tl.store(col_scale + tile_n * tiles_m + tile_m, reciprocal(inv))
     for start in tl.static_range(0, _BLOCK, STRIP):
         strip = tile_n * _BLOCK + start + tl.arange(0, STRIP)
-        codes = (load_tile(x, rows, strip, M, N) * inv).to(DTYPE)
+        # Converted for each: codes of float32 that are stored both ways, Triton 3.6 shuffles on the H200.
         if ROWS:
-            store_tile(row_codes, codes, rows, strip, M, N)
+            store_tile(row_codes, (load_tile(x, rows, strip, M, N) * inv).to(DTYPE), rows, strip, M, N)
         if COLS:
-            store_tile(col_codes, tl.trans(codes), strip, rows, N, M)
+            store_tile(col_codes, tl.trans((load_tile(x, rows, strip, M, N) * inv).to(DTYPE)), strip, rows, N, M)

@@ -52,14 +52,14 @@ def new_codes(x: Tensor, format: Format, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=getattr(torch, format.name))
 
 
-def check_amax(call: str, amax: Tensor, x: Tensor | None = None) -> None:
-    """Check an amax, and that it is the one of `x`, if given."""
-    if amax.dtype is not torch.float32 or (x is not None and amax.numel() != 1):
-        wanted = "float32" if x is None else "one float32"
+def check_amax(call: str, amax: Tensor, x: Tensor) -> None:
+    """Check an amax that is raised to that of `x`."""
+    if amax.dtype is not torch.float32 or amax.numel() != 1:
         raise OperandError(
-            f"{call}: amax must be {wanted}; got {amax.dtype} of shape {list(amax.shape)}; convert it with amax.float()"
+            f"{call}: amax must be one float32; got {amax.dtype} of shape {list(amax.shape)}; convert it with "
+            "amax.float()"
         )
-    if x is not None and amax.device != x.device:
+    if amax.device != x.device:
         raise OperandError(f"{call}: amax is on {amax.device} and x on {x.device}; move one to the other's device")
 
 

@@ -43,8 +43,8 @@ def find_scales(
     """The scales of both operands from the amaxes of `x`, found in one pass.
 
     Where `x` was just computed (`is_produced`), a compiler finds its amax in the kernel that computes it, which costs
-    nothing; otherwise our kernel is the faster. The operator that takes it is opaque, so the compiler rounds it to the
-    dtype of `x`, and it is the amax of the rounded values: rounding is monotonic.
+    nothing; otherwise our kernel is the faster. `fused.scales`, which takes it, is opaque, so the compiler rounds it to
+    the dtype of `x`, and it is the amax of the rounded values: rounding is monotonic.
     """
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
@@ -56,7 +56,7 @@ def find_scales(
         if of_rows is not None:
             of_tensor = fused.tensor_amax(of_rows)
         elif is_produced and torch.compiler.is_compiling() and x.numel() > 0:
-            of_tensor = _widened(x.abs().max().reshape(1, 1))
+            of_tensor = x.abs().max().reshape(1, 1)
         else:
             of_tensor = fused.tensor_amax(x)
     is_shared = row_kind is col_kind is Granularity.TENSORWISE
@@ -140,18 +140,3 @@ def _granularity(cast: Cast | None) -> Granularity | None:
 
 def _format_name(cast: Cast | None) -> str | None:
     return None if cast is None or cast.format is None else cast.format.name
-
-
-def _widened(amax: Tensor) -> Tensor:
-    """The amax in float32, rounded to its dtype before: a compiler would skip that before an ordinary `float()`."""
-    return amax if amax.dtype is torch.float32 else _widen(amax)
-
-
-@torch.library.custom_op("f8emu::widen", mutates_args=())
-def _widen(x: Tensor) -> Tensor:
-    return x.float()
-
-
-@_widen.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float32)

@@ -114,20 +114,19 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("f8emu::scales", mutates_args=())
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
-    """(inv_scale, scale) of every amax, float32 of any shape, as `scale_from_amax`."""
-    check_amax("scales", amax)
+    """(inv_scale, scale) of every amax, of any shape and high-precision dtype, as `scale_from_amax`."""
+    require_values("scales", amax, name="amax")
     format, rule = float8_format("scales", fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
-    amax = amax.contiguous()
     if (launch := _kernels_for(amax)) is None:
-        return twins.scales(amax, format, rule, margin)
-    inv_scale, scale = torch.empty_like(amax), torch.empty_like(amax)
-    launch.scales(amax, inv_scale, scale, format, rule, margin)
+        return twins.scales(amax.float(), format, rule, margin)
+    inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
+    launch.scales(amax.contiguous(), inv_scale, scale, format, rule, margin)
     return inv_scale, scale
 
 
 @scales.register_fake
 def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
-    check_amax("scales", amax)
+    require_values("scales", amax, name="amax")
     return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
 
 

@@ -123,10 +123,10 @@ def scales_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`inv_scale` and `scale` of `count` amaxes (float32)."""
+    """`inv_scale` and `scale` of `count` amaxes."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
-    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.int32, bitcast=True)
+    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     tl.store(inv_scale + offsets, inv, mask=inside)
     tl.store(scale + offsets, reciprocal(inv), mask=inside)

@@ -24,7 +24,6 @@ ROW_COL_AMAX_WARPS = 8
 SCALES_BLOCK = 256
 CAST_TILE = (128, 64)
 CAST_WARPS = 8
-# Chosen by registers and instructions an element; not measured yet.
 ROWS_ELEMENTS = 8192
 """Elements that a program of `cast_rows` has in registers, if its rows are not longer."""
 ROWS_ELEMENTS_PER_WARP = 1024
@@ -34,7 +33,7 @@ LONG_ROWS_BLOCK = 8192
 LONG_ROWS_WARPS = 8
 BLOCK = 128
 VECTORS_STRIP = 64
-VECTORS_WARPS = 8
+VECTORS_WARPS = 4
 SQUARES_STRIP = 64
 SQUARES_WARPS = 8
 
