@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 def pytest_report_header() -> str:
     """The versions that the results belong to."""
     found: list[str] = []
-    for name in ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "hypothesis"):
+    for name in ("numpy", "ml_dtypes", "torch", "triton", "jax", "jaxlib", "hypothesis"):
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:

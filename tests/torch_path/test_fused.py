@@ -78,6 +78,14 @@ def test_scales_equal_the_verbs(fmt, rule, margin, witness, assert_same_bits) ->
         assert_same_bits(found, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_scales_of_a_16_bit_amax_are_those_of_its_value(dtype, assert_same_bits) -> None:
+    amax = torch.tensor([0.0, 1e-7, 0.3, 448.0, 6e4, float("inf"), float("nan")], dtype=dtype)[:, None]
+    settings = (E4M3FN.name, False, 1e-12, 0)
+    for found, wanted in zip(fused.scales(amax, *settings), fused.scales(amax.float(), *settings), strict=True):
+        assert_same_bits(found, wanted)
+
+
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_pairs_equal_the_verbs(fmt, x, witness, assert_same_bits) -> None:
     """Tensorwise and rowwise on each side; the scales fit some rows and make others saturate."""
@@ -348,10 +356,10 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             OperandError,
             r"cast_pair_delayed: amax must be one float32; got torch.float32 of shape \[2\]",
         ),
-        "a bfloat16 amax": (
-            lambda: fused.scales(one.bfloat16(), E4M3, False, 1e-12, 0),
+        "a double amax": (
+            lambda: fused.scales(one.double(), E4M3, False, 1e-12, 0),
             OperandError,
-            "scales: amax must be float32; got torch.bfloat16",
+            "scales: amax must be float32, bfloat16 or float16; got torch.float64",
         ),
     }
 
@@ -374,8 +382,9 @@ def test_a_gradient_is_refused(name) -> None:
 
 def test_missing_triton_is_said_once(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    for module in ("f8emu.torch.launch", "f8emu.torch.kernels", "f8emu.torch.block_kernels"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    for module in ("launch", "kernels", "block_kernels"):  # an import finds them in sys.modules and in their package
+        monkeypatch.delitem(sys.modules, f"f8emu.torch.{module}", raising=False)
+        monkeypatch.delattr(f8, module, raising=False)
     monkeypatch.setattr(fused, "_is_device_fused", lambda device: True)
     fused._launches.cache_clear()
     try:

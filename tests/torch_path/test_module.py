@@ -46,10 +46,6 @@ SHAPES = {
     "blocks_cut_short": (150, 144, 272),
 }
 """[M, N, K]."""
-CASES = [
-    *((name, shape, torch.bfloat16) for name in RECIPES for shape in SHAPES),
-    *((name, "odd_batch", torch.float32) for name in RECIPES),
-]
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
 
@@ -138,7 +134,9 @@ def weight_gradient(product: Any, like: Tensor, to_numpy: Any) -> np.ndarray:
     return np.asarray(product).astype(np.float32).astype(to_numpy(like).dtype)
 
 
-@pytest.mark.parametrize("name, shape, weight_dtype", CASES, ids=str)
+@pytest.mark.parametrize("weight_dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_everything_equals_the_oracle(
     name: str,
     shape: str,
@@ -242,7 +240,7 @@ def test_the_amax_in_compiled_code_is_that_of_the_rounded_values(assert_same_bit
     assert {str(use.target) for node in largest.users for use in (node, *node.users)} <= {
         "aten.view.default",
         "aten.reshape.default",
-        "f8emu.widen.default",
+        "f8emu.scales.default",
     }
 
 
@@ -360,7 +358,7 @@ def test_activation_checkpointing_gives_the_same_bits(name: str, mode: str, asse
         assert counted.gemms() == plain.gemms()
         assert counted.counts.get("scales") == plain.counts.get("scales")
     else:
-        assert counted.gemms() == plain.gemms() + 3
+        assert counted.gemms() == plain.gemms() + 2  # those of w1 and w3: nothing in the region needs w2's product
 
 
 def test_a_shared_input_of_checkpointed_layers(assert_same_bits: Any) -> None:
@@ -416,11 +414,12 @@ def test_what_is_kept_for_the_backward_pass(name: str) -> None:
 def test_full_checkpointing_keeps_no_float8_copy(name: str) -> None:
     block, x = FeedForward(RECIPES[name]), draw(16, 32, seed=3, dtype=BF16).requires_grad_()
     assert sum(saved_bytes(block, x).values()) > 0
-    assert saved_bytes(checkpointed(block, "full"), x) == {}
+    assert sum(saved_bytes(checkpointed(block, "full"), x).values()) == 0
 
 
-def test_bias_shapes_and_layouts(assert_same_bits: Any) -> None:
-    layer = layer_of(TENSORWISE, 16, 32, BF16)
+@pytest.mark.parametrize("name", RECIPES)
+def test_bias_shapes_and_layouts(name: str, assert_same_bits: Any) -> None:
+    layer = layer_of(RECIPES[name], 16, 32, BF16)
     x = draw(2, 3, 4, 32, seed=3, dtype=BF16)
     flat = layer(x.reshape(-1, 32))
     assert_same_bits(layer(x), flat.reshape(2, 3, 4, 16))
@@ -430,6 +429,7 @@ def test_bias_shapes_and_layouts(assert_same_bits: Any) -> None:
     x.requires_grad_()
     layer(x).sum().backward()  # a gradient with strides of 0
     assert layer.bias.grad is not None and torch.equal(layer.bias.grad, torch.full_like(layer.bias, 24))
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -462,9 +462,10 @@ def test_specials_are_propagated_as_the_oracle_does(
             assert not all(tensor.isfinite().all() for tensor in observed)
 
 
-def test_autocast(oracle: Any, assert_same_bits: Any) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_autocast(name: str, oracle: Any, assert_same_bits: Any) -> None:
     """The input in autocast's dtype, the weight from its own float32 values."""
-    layer = layer_of(TENSORWISE, 16, 32, F32)
+    layer = layer_of(RECIPES[name], 16, 32, F32)
     x = draw(16, 32, seed=3, dtype=F32).requires_grad_()
     grad_output = draw(16, 16, seed=4, dtype=BF16)
     with torch.autocast("cpu", dtype=BF16):
@@ -546,6 +547,8 @@ def test_bad_calls_are_refused() -> None:
     layer = f8.Float8Linear(32, 16)
     with pytest.raises(OperandError, match=r"in_features = 32; got shape \[4, 16\]"):
         layer(torch.zeros(4, 16))
+    with pytest.raises(OperandError, match=r"in_features = 32; got shape \[\]"):
+        layer(torch.zeros(()))
     with pytest.raises(OperandError, match=r"input must be float32, bfloat16 or float16; got torch\.float64"):
         layer(torch.zeros(4, 32, dtype=torch.float64))
     with pytest.raises(OperandError, match="engine must be one of auto, hardware, emulated; got 'gpu'"):

@@ -121,14 +121,17 @@ def test_compiled_forward_equals_eager(backend, assert_same_bits) -> None:
     assert_same_bits(compiled(x, w, bias), quantize_and_multiply(x, w, bias), nan_codes=True)
 
 
+OVERFLOWS, GRANULARITIES = tuple(Overflow), tuple(Granularity)  # torch 2.11 does not trace iteration over an enum
+
+
 def cast_everything(x: torch.Tensor) -> list[torch.Tensor]:
     """The elementwise verbs, all formats and policies."""
     out = []
     for format in ("float8_e4m3fn", "float8_e5m2"):
-        for overflow in Overflow:
+        for overflow in OVERFLOWS:
             out.append(f8.cast(x, format, overflow=overflow).view(torch.uint8))
         out.append(f8.decode(f8.cast(x, format)).view(torch.int32))
-    for granularity in Granularity:
+    for granularity in GRANULARITIES:
         amax = f8.amax(x, granularity)
         for rule in (ScaleRule(), ScaleRule(power_of_two=True)):
             scales = f8.scale_from_amax(amax, E4M3FN, rule)
