@@ -1,0 +1,153 @@
+"""The fused casts beside what the compiler makes of the same in plain torch: bytes a second, and the same bits.
+
+    python -m benchmarks.casts --json OUT
+
+Bytes are counted once each: the matrix read, codes, scales and amaxes written. Both are timed alone with a cold cache;
+`of copy` is the part of a large copy's speed.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import draw, facts, say, write_json
+from benchmarks.timing import alone, copy_bandwidth
+from f8emu.spec import E4M3FN, Granularity, ScaleRule
+from f8emu.torch import fused, twins
+
+SHAPES = ((8192, 4096), (8192, 14336))
+"""Activations of Llama-3 8B's feed-forward block, 8,192 tokens."""
+DTYPES = ("bfloat16", "float32")
+_RULE = ScaleRule()
+_SETTINGS = (_RULE.power_of_two, _RULE.amax_floor)
+_NAME = E4M3FN.name
+
+Results = tuple[Tensor, ...]
+
+
+class Pair(NamedTuple):
+    """One cast, as f8emu's operator and in plain torch."""
+
+    operator: Callable[[], Results]
+    plain: Callable[[Tensor], Results]
+    """Of the matrix; this one is compiled."""
+
+
+def casts(x: Tensor) -> dict[str, Pair]:
+    """What the recipes do with a matrix."""
+    m, n = x.shape
+    one, rows, cols = (torch.rand(size, 1, device=x.device) + 0.5 for size in (1, m, n))
+    state = torch.zeros(1, 1, device=x.device)
+
+    def both(x: Tensor, of_rows: Tensor, of_cols: Tensor) -> Results:
+        return twins.cast_rows_by(x, E4M3FN, of_rows), twins.cast_rows_by(x.t(), E4M3FN, of_cols)
+
+    def blocks(x: Tensor, granularity: Granularity) -> Results:
+        return twins.cast_blocks(x, E4M3FN, granularity, _RULE)
+
+    vectors, squares = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+    return {
+        "amax": Pair(lambda: (fused.tensor_amax(x),), lambda x: (twins.tensor_amax(x),)),
+        "row amaxes": Pair(lambda: (fused.row_amax(x),), lambda x: (twins.row_amax(x),)),
+        "row and column amaxes": Pair(lambda: fused.row_col_amax(x), twins.row_col_amax),
+        "tensorwise, both ways": Pair(
+            lambda: fused.cast_pair(x, _NAME, one, one, False)[:2], lambda x: both(x, one, one)
+        ),
+        "delayed, both ways and amax": Pair(
+            lambda: (*fused.cast_pair_delayed(x, _NAME, one, one, state), state),
+            lambda x: (*both(x, one, one), twins.tensor_amax(x)),
+        ),
+        "rowwise, both ways": Pair(
+            lambda: fused.cast_pair(x, _NAME, rows, cols, False)[:2], lambda x: both(x, rows, cols)
+        ),
+        "rowwise, amax and cast of rows": Pair(
+            lambda: fused.cast_rows(x, _NAME, *_SETTINGS), lambda x: twins.cast_rows(x, E4M3FN, _RULE)
+        ),
+        "1x128, both ways": Pair(
+            lambda: fused.cast_blocks(x, _NAME, False, True, True, *_SETTINGS),
+            lambda x: (*blocks(x, vectors), *blocks(x.t(), vectors)),
+        ),
+        "128x128": Pair(
+            lambda: fused.cast_blocks(x, _NAME, True, True, False, *_SETTINGS)[:2], lambda x: blocks(x, squares)
+        ),
+        "128x128, transposed": Pair(
+            lambda: fused.cast_blocks(x, _NAME, True, False, True, *_SETTINGS)[2:], lambda x: blocks(x.t(), squares)
+        ),
+    }
+
+
+def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> dict[str, Any]:
+    """Time and bytes a second of both; how many results of the compiled one differ is a figure, not a failure."""
+    torch._dynamo.reset()
+    compiled = torch.compile(pair.plain, fullgraph=True, dynamic=False)
+    found, plain, wanted = pair.operator(), compiled(x), pair.plain(x)
+    moved = x.nbytes + sum(result.nbytes for result in found)
+    times = {"f8emu": alone(pair.operator, x.device), "compiler": alone(lambda: compiled(x), x.device)}
+    return {
+        "cast": name,
+        "shape": list(x.shape),
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "bytes": moved,
+        "differing": _differing(found, wanted),
+        "compiler_differing": _differing(plain, wanted),
+        **{f"{who}_ms": ms for who, ms in times.items()},
+        **{f"{who}_of_copy": 1e3 * moved / ms / bandwidth for who, ms in times.items()},
+        "speed": times["compiler"] / times["f8emu"],
+    }
+
+
+def _differing(found: Results, wanted: Results) -> int:
+    return sum(
+        int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints a table, records; exit status 1 if an operator's bits differ from plain torch, eager."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.casts", description="The fused casts, the compiler's.")
+    parser.add_argument("--rows", type=int, help="of the matrices (default 8192)")
+    parser.add_argument("--cols", type=int, nargs="+", help="of the matrices (default 4096 14336)")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="where to record")
+    arguments = parser.parse_args(given)
+    device = torch.device(arguments.device)
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth(device)
+    report = facts("benchmarks.casts", given, device)
+    report |= {"copy_bytes_per_second": round(bandwidth), "casts": []}
+    say(f"{report['device']}, copy {bandwidth / 1e12:.3f} TB/s, torch {report['versions']['torch']}")
+    shapes = [(arguments.rows or 8192, n) for n in arguments.cols or [n for _, n in SHAPES]]
+    for dtype in arguments.dtypes:
+        for shape in shapes:
+            x = torch.randn(shape, device=device).to(getattr(torch, dtype))
+            for name, pair in casts(x).items():
+                report["casts"].append(measure(name, pair, x, bandwidth))
+    rows = [
+        [
+            f"{e['cast']}, {e['dtype']} {e['shape'][0]} x {e['shape'][1]}",
+            f"{1e3 * e['f8emu_ms']:.1f}",
+            f"{e['f8emu_of_copy']:.0%}",
+            f"{1e3 * e['compiler_ms']:.1f}",
+            f"{e['compiler_of_copy']:.0%}",
+            f"{e['speed']:.2f}",
+            f"{e['differing']} / {e['compiler_differing']}",
+        ]
+        for e in report["casts"]
+    ]
+    columns = ("cast", "us", "of copy", "compiler us", "of copy", "times faster", "bytes differing")
+    draw("fused casts, and torch.compile of the same in plain torch", columns, rows)
+    if arguments.json:
+        write_json(arguments.json, report)
+    return int(any(e["differing"] for e in report["casts"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
