@@ -100,23 +100,23 @@ def float8_matmul(
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     w_inv_scale, w_scale = (None, None) if known.cols is None else known.cols
     place = Float8Backward.apply(input, weight, kept, kept_scale, w_inv_scale, w_scale, plan, of_grad_output)
-    # 3. output.
-    output: Tensor = _Output.apply(place, *x.output, *w, plan)
+    # 3. output. Outside of any autograd function: within one, torch 2.11 compiles a checkpointed region to keep it.
+    with torch.no_grad():
+        product = gemm(x.output, w, recipe.output, input.dtype, plan.engine)
+    output: Tensor = _Output.apply(place, product)
     return output
 
 
 class _Output(torch.autograd.Function):
-    """The product of the forward pass, at a `place` that stands for it in the graph."""
+    """A product at the `place` that stands for it in the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, place: Tensor, x: Tensor, x_scale: Tensor | None, w: Tensor, w_scale: Tensor | None, plan: Plan
-    ) -> Tensor:
-        return gemm(Operand(x, x_scale), Operand(w, w_scale), plan.recipe.output, place.dtype, plan.engine)
+    def forward(ctx: Any, place: Tensor, product: Tensor) -> Tensor:
+        return product.view_as(product)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*grads, None, None, None, None, None)
+        return (*grads, None)
 
 
 class Float8Backward(torch.autograd.Function):

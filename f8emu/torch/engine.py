@@ -1,6 +1,7 @@
 """Which engine computes a GEMM: the tensor core of the device, or the emulation of Hopper's."""
 
 from enum import Enum
+from functools import cache
 
 import torch
 
@@ -44,6 +45,7 @@ def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
     return Engine.EMULATED
 
 
+@cache
 def has_float8_hardware(device: torch.device) -> bool:
     """Whether `torch._scaled_mm` runs on the tensor cores of `device`."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():

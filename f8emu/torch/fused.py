@@ -51,7 +51,6 @@ def _launches() -> ModuleType | None:
     return launch
 
 
-@cache
 def _is_device_fused(device: torch.device) -> bool:
     return has_float8_hardware(device)
 
