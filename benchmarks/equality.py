@@ -1,4 +1,7 @@
-"""f8emu's tensorwise recipe against torchao's Float8Linear, bit for bit, eager, on one device."""
+"""What must be equal bit for bit, eager, on one device.
+
+f8emu's tensorwise recipe and torchao's Float8Linear; a model with and without activation checkpointing.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -6,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.checkpointing import checkpointed
 from benchmarks.subjects import AbsentError, converted
+from benchmarks.workloads import Workload
+from f8emu.torch import delayed_state_dict, sync_float8_amax_and_scale_history
 
 PARTS = ("output", "grad_input", "grad_weight", "grad_bias")
+CHECKPOINTED_PARTS = ("output", "grad_input", "grad_parameters", "delayed_state")
 
 
 def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[dict[str, Any]]:
@@ -30,12 +38,42 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
                 _pass(converted(f"{library}/tensorwise", copy.deepcopy(model)), x, grad_output)
                 for library in ("f8emu", "torchao")
             )
-            differing = {
-                part: int((a.view(torch.int16) != b.view(torch.int16)).sum())
-                for part, a, b in zip(PARTS, ours, theirs, strict=False)
-            }
+            differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
             found.append({"tokens": tokens, "k": k, "n": n, "bias": has_bias, "numbers_differing": differing})
     return found
+
+
+def equal_to_no_checkpointing(
+    subject: str, workload: Workload, checkpointing: str, device: torch.device
+) -> dict[str, int]:
+    """How many numbers of each part differ over two steps.
+
+    Delayed scaling starts anew in the first and has scales of its own in the second. Attention is torch's plain one
+    here: the others add up their gradients in any order.
+    """
+    with device:
+        model = workload.build().to(torch.bfloat16)
+    plain = converted(subject, model)
+    other = copy.deepcopy(plain)
+    x, grad_output = workload.input(device), workload.grad_output(device)
+    found: dict[str, int] = dict.fromkeys(CHECKPOINTED_PARTS, 0)
+    for _ in range(2):
+        with sdpa_kernel(SDPBackend.MATH):
+            expected, observed = (
+                _pass(model, x, grad_output) for model in (plain, checkpointed(subject, other, checkpointing))
+            )
+        for i, (a, b) in enumerate(zip(observed, expected, strict=True)):
+            found[CHECKPOINTED_PARTS[min(i, 2)]] += _differing(a, b)
+        states = (delayed_state_dict(model) for model in (plain, other))
+        found["delayed_state"] += sum(int((a != b).sum()) for a, b in zip(*(s.values() for s in states), strict=True))
+        for model in (plain, other):
+            model.zero_grad()
+            sync_float8_amax_and_scale_history(model)
+    return found
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    return int((a.view(torch.int16) != b.view(torch.int16)).sum())
 
 
 def _pass(model: nn.Module, x: Tensor, grad_output: Tensor) -> list[Tensor]:

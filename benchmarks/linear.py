@@ -2,11 +2,12 @@
 
     python -m benchmarks.linear --json OUT                  a linear layer, a feed-forward and a transformer block
     python -m benchmarks.linear --workloads feed_forward    one of them
+    python -m benchmarks.linear --checkpointing full        the same, computed again in the backward pass
     python -m benchmarks.linear --sizes --json OUT          one linear layer over a grid of K and N, as CUDA graphs
 
 Subjects take turns, a few steps each, for several rounds, so that all see the same clocks and temperature; the figure
-is the median over rounds. Steps run back to back as training runs them. Exit status 1 if f8emu fails somewhere or
-differs from torchao where it must not.
+is the median over rounds. Steps run back to back as training runs them. Exit status 1 if f8emu fails somewhere, or
+differs from torchao or from itself without checkpointing where it must not.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks import workloads
-from benchmarks.equality import equal_to_torchao
+from benchmarks.checkpointing import CHECKPOINTING
+from benchmarks.equality import equal_to_no_checkpointing, equal_to_torchao
 from benchmarks.measure import measure
 from benchmarks.report import draw, facts, say, write_json
 from benchmarks.subjects import BASELINE, MODES, SUBJECTS, AbsentError
@@ -35,7 +37,10 @@ _SUMMARY = "Forward and backward of linear layers and Llama blocks: bfloat16, to
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records, and gives the exit status."""
     given = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(given)
+    parser = _parser()
+    arguments = parser.parse_args(given)
+    if arguments.sizes is not None and arguments.checkpointing != ["none"]:
+        parser.error("--sizes goes without --checkpointing: one layer has nothing to compute again")
     device = torch.device(arguments.device)
     torch.manual_seed(0)
     # One model under many subjects is many compilations of one forward(), each of them wanted.
@@ -58,15 +63,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "feed_forward": lambda: workloads.feed_forward(tokens, dim, hidden),
         "block": lambda: workloads.transformer_block(tokens, dim, hidden),
     }
-    for name in arguments.workloads:
+    modes = MODES if arguments.mode == "both" else (arguments.mode,)
+    wanted = [(subject, mode) for mode in modes for subject in arguments.subjects]
+    for name, checkpointing in ((name, c) for name in arguments.workloads for c in arguments.checkpointing):
         workload = builders[name]()
-        modes = MODES if arguments.mode == "both" else (arguments.mode,)
-        wanted = [(subject, mode) for mode in modes for subject in arguments.subjects]
-        results = measure(workload, wanted, device, rounds=arguments.rounds, steps=arguments.steps, floor=floor)
-        entry = {"name": name, "title": workload.title, "subjects": results}
+        is_plain = checkpointing == "none"
+        entry: dict[str, Any] = {"name": name, "title": workload.title, "checkpointing": checkpointing}
+        if not is_plain:
+            entry["equal_to_no_checkpointing"] = _checkpointing_equality(
+                workload, checkpointing, arguments.subjects, device
+            )
+        entry["subjects"] = measure(
+            workload,
+            wanted,
+            device,
+            rounds=arguments.rounds,
+            steps=arguments.steps,
+            floor=floor if is_plain else None,  # it is the floor of computing everything once
+            checkpointing=checkpointing,
+        )
         report["workloads"].append(entry)
         report["gemms"] = _gemm_entries(floor)
-        _draw(workload, results)
+        _draw(workload, entry["subjects"], checkpointing)
         if arguments.json:
             write_json(arguments.json, report)
         _forget()
@@ -115,12 +133,31 @@ def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> l
         say(f"tensorwise against torchao's Float8Linear: not compared, {error}")
         return f"not compared: {error}"
     for entry in found:
-        differing = entry["numbers_differing"]
         shape = f"{entry['tokens']} x {entry['k']} -> {entry['n']}{', bias' if entry['bias'] else ''}"
-        parts = ", ".join(f"{count} of {part}" for part, count in differing.items() if count)
-        verdict = f"DIFFERS in {parts}" if parts else f"equal, every bit of {', '.join(differing)}"
-        say(f"tensorwise against torchao's Float8Linear, eager, {shape}: {verdict}")
+        say(f"tensorwise against torchao's Float8Linear, eager, {shape}: {_verdict(entry['numbers_differing'])}")
     return found
+
+
+def _checkpointing_equality(
+    workload: Workload, checkpointing: str, subjects: Sequence[str], device: torch.device
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for subject in (name for name in subjects if name.startswith("f8emu/")):
+        entry: dict[str, Any] = {"subject": subject}
+        found.append(entry)
+        try:
+            entry["numbers_differing"] = equal_to_no_checkpointing(subject, workload, checkpointing, device)
+        except Exception as error:  # as in `measure`
+            entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        verdict = f"FAILED, {entry['failed']}" if "failed" in entry else _verdict(entry["numbers_differing"])
+        say(f"{subject}, {workload.name}, checkpointing {checkpointing} against none, eager: {verdict}")
+        _forget()
+    return found
+
+
+def _verdict(differing: dict[str, int]) -> str:
+    parts = ", ".join(f"{count} of {part}" for part, count in differing.items() if count)
+    return f"DIFFERS in {parts}" if parts else f"equal, every bit of {', '.join(differing)}"
 
 
 def _gemm_entries(floor: Floor) -> list[dict[str, Any]]:
@@ -131,8 +168,9 @@ def _gemm_entries(floor: Floor) -> list[dict[str, Any]]:
     return found
 
 
-def _draw(workload: Workload, results: Sequence[dict[str, Any]]) -> None:
-    columns = (
+def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: str) -> None:
+    is_plain = checkpointing == "none"
+    columns = [
         "subject",
         "ms",
         "min - max",
@@ -143,14 +181,15 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]]) -> None:
         "peak MB",
         "memory",
         "host ms",
-    )
+        *(() if is_plain else ("kept MB", "kept")),
+    ]
     rows = []
     for e in results:
         label = f"{e['subject']} {e['mode']}"
         if "ms" not in e:
             rows.append([label, "absent" if "absent" in e else "FAILED"])
             continue
-        peak = f"{e['peak_bytes'] / 1e6:.0f}" if e.get("peak_bytes") else "-"
+        peak, kept = (f"{e[key] / 1e6:.0f}" if e.get(key) else "-" for key in ("peak_bytes", "kept_bytes"))
         span = f"{e['ms_min']:.3f} - {e['ms_max']:.3f}"
         outside = _figure(e, "speed_sync_outside", ".3f")
         rows.append(
@@ -165,11 +204,11 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]]) -> None:
                 peak,
                 _figure(e, "memory", ".3f"),
                 f"{e['enqueue_ms']:.3f}",
+                *(() if is_plain else (kept, _figure(e, "kept", ".3f"))),
             ]
         )
-    draw(
-        f"{workload.title}; {workload.tokens} tokens, forward + backward; speed and memory: times bf16's", columns, rows
-    )
+    title = workload.title if is_plain else f"{workload.title}, checkpointing {checkpointing}"
+    draw(f"{title}; {workload.tokens} tokens, forward + backward; speed and memory: times bf16's", columns, rows)
     for e in results:
         if "absent" in e or "failed" in e:
             say(f"{e['subject']} {e['mode']}: {e.get('absent') or e.get('failed')}")
@@ -195,7 +234,9 @@ def _status(report: dict[str, Any]) -> int:
     failed = any(
         "failed" in e and not e["subject"].startswith("torchao/") for w in report["workloads"] for e in w["subjects"]
     )
-    return int(differs or failed)
+    compared = [e for w in report["workloads"] for e in w.get("equal_to_no_checkpointing", [])]
+    is_altered = any("failed" in e or any(e["numbers_differing"].values()) for e in compared)
+    return int(differs or failed or is_altered)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -203,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     kinds = ("linear", "feed_forward", "block")
     parser.add_argument("--workloads", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["none"], help="default none")
     parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="default both; with --sizes, eager")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=4096)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.report import say
 from benchmarks.subjects import BASELINE, AbsentError, Subject, make_subject, recipe_of
-from benchmarks.timing import back_to_back, captured, excluding, median, peak_bytes
+from benchmarks.timing import back_to_back, captured, excluding, kept_bytes, median, peak_bytes
 from benchmarks.workloads import Floor, Workload
 
 WARMUP = 5
@@ -24,6 +24,7 @@ def measure(
     steps: int,
     floor: Floor | None = None,
     is_graph: bool = False,
+    checkpointing: str = "none",
 ) -> list[dict[str, Any]]:
     """One entry for each (subject, mode): figures, or why there are none.
 
@@ -38,7 +39,7 @@ def measure(
         entries.append(entry)
         start = time.perf_counter()
         try:
-            subject = make_subject(name, mode, model, x, grad_output)
+            subject = make_subject(name, mode, model, x, grad_output, checkpointing)
             for _ in range(WARMUP):
                 subject.step()
             subject.free()
@@ -72,6 +73,7 @@ def measure(
         if not is_graph:
             entry["peak_bytes"] = peak_bytes(subject.step, device)
             subject.free()
+            entry["kept_bytes"] = kept_bytes(subject.forward, device)
         if floor is not None:
             entry |= floor(workload, recipe_of(subject.name))
             entry["fraction_of_floor"] = entry["floor_ms"] / entry["ms"]
@@ -82,7 +84,7 @@ def measure(
 
 
 def _add_ratios(entries: list[dict[str, Any]]) -> None:
-    """Speed and peak memory against bfloat16 of the same mode."""
+    """Speed, peak memory and memory kept for the backward pass against bfloat16 of the same mode."""
     for entry in entries:
         same = [e for e in entries if e["subject"] == BASELINE and e["mode"] == entry["mode"] and "ms" in e]
         if "ms" not in entry or not same:
@@ -92,6 +94,8 @@ def _add_ratios(entries: list[dict[str, Any]]) -> None:
             entry["speed_sync_outside"] = same[0]["ms"] / entry["ms_sync_outside"]
         if entry.get("peak_bytes"):
             entry["memory"] = entry["peak_bytes"] / same[0]["peak_bytes"]
+        if entry.get("kept_bytes"):
+            entry["kept"] = entry["kept_bytes"] / same[0]["kept_bytes"]
 
 
 def _graphs_compiled() -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.checkpointing import checkpointed
 from f8emu.spec import RECIPES, Recipe
 from f8emu.torch import convert_to_float8_training, sync_float8_amax_and_scale_history
 
@@ -87,13 +88,17 @@ class Subject:
         for p in self.model.parameters():
             p.grad = None
 
-    def pass_(self) -> None:
-        """Forward and backward, into fresh gradients.
+    def forward(self) -> Tensor:
+        """The output.
 
         The input is a new tensor each time, as in training: f8emu casts one tensor once, whoever reads it.
         """
+        return self.call(self.x.view_as(self.x))
+
+    def pass_(self) -> None:
+        """Forward and backward, into fresh gradients."""
         self.free()
-        self.call(self.x.view_as(self.x)).backward(self.grad_output)
+        self.forward().backward(self.grad_output)
 
     def sync(self) -> None:
         """The update of delayed scales, once a step; nothing for other recipes."""
@@ -106,13 +111,16 @@ class Subject:
         self.sync()
 
 
-def make_subject(name: str, mode: str, model: nn.Module, x: Tensor, grad_output: Tensor) -> Subject:
+def make_subject(
+    name: str, mode: str, model: nn.Module, x: Tensor, grad_output: Tensor, checkpointing: str = "none"
+) -> Subject:
     """A subject on its own copy of `model` and `x`.
 
     Raises:
         AbsentError: its library is not installed.
     """
     own = converted(name, copy.deepcopy(model))
-    call = compiled(name, own) if mode == "compiled" else own
+    whole = checkpointed(name, own, checkpointing)
+    call = compiled(name, whole) if mode == "compiled" else whole
     own_x = x.clone().requires_grad_()
     return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output)

@@ -101,6 +101,20 @@ def peak_bytes(step: Step, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def kept_bytes(forward: Step, device: torch.device) -> int | None:
+    """Memory held between forward and backward above what was there before: output and what backward needs.
+
+    None on a CPU, as above.
+    """
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    output = forward()
+    kept = torch.cuda.memory_allocated(device) - before
+    del output
+    return kept
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second of a large copy on the device, read plus written."""
     count = 1 << 31 if device.type == "cuda" else 1 << 24

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import linear, matmul, train, workloads
+from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
 from benchmarks.corpus import read_corpus
-from benchmarks.equality import equal_to_torchao
+from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.gemms import Shape
-from benchmarks.subjects import SUBJECTS
+from benchmarks.subjects import SUBJECTS, converted
 from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
+from f8emu.torch.checkpoint import SAVED_OPS
 
 TINY = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--hidden", "128", "--rounds", "1", "--steps", "1"]
 
@@ -66,6 +69,65 @@ def test_linear_times_blocks(tmp_path: Path) -> None:
     block = report["workloads"][1]["subjects"][0]
     assert block["attention_ms"] > 0
     assert all(gemm["ms"] > 0 for gemm in report["gemms"])
+
+
+def test_linear_with_checkpointing(tmp_path: Path) -> None:
+    out = tmp_path / "linear.json"
+    subjects = ["bf16", "f8emu/tensorwise", "f8emu/delayed"]
+    kinds = ["none", "full", "selective"]
+    given = [*TINY, "--workloads", "feed_forward", "--subjects", *subjects, "--mode", "eager", "--json", str(out)]
+    assert linear.main([*given, "--checkpointing", *kinds]) == 0
+    plain, *others = _report(out)["workloads"]
+    assert [timed["checkpointing"] for timed in (plain, *others)] == kinds
+    assert "equal_to_no_checkpointing" not in plain
+    for timed in others:
+        assert [entry["speed"] > 0 for entry in timed["subjects"]] == [True] * 3
+        assert not any("floor_ms" in entry for entry in timed["subjects"])
+        assert [entry["subject"] for entry in timed["equal_to_no_checkpointing"]] == subjects[1:]
+        for entry in timed["equal_to_no_checkpointing"]:
+            assert entry["numbers_differing"] == dict.fromkeys(CHECKPOINTED_PARTS, 0)
+
+
+def test_checkpointing_that_changes_gradients_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Altered(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x) + x.detach().sum() - x.sum()
+
+    monkeypatch.setattr("benchmarks.equality.checkpointed", lambda subject, model, checkpointing: Altered(model))
+    out = tmp_path / "linear.json"
+    given = [*TINY, "--workloads", "linear", "--subjects", "f8emu/tensorwise", "--mode", "eager", "--json", str(out)]
+    assert linear.main([*given, "--checkpointing", "full"]) == 1
+    (entry,) = _report(out)["workloads"][0]["equal_to_no_checkpointing"]
+    assert entry["numbers_differing"]["grad_input"] > 0
+    assert entry["numbers_differing"]["grad_parameters"] == 0
+
+
+@pytest.mark.parametrize("subject", ["bf16", "f8emu/tensorwise"])
+def test_selective_checkpointing_computes_nothing_dear_again(subject: str) -> None:
+    dear = {*(SAVED_OPS if subject.startswith("f8emu/") else BFLOAT16_OPS), *ATTENTION_OPS}
+
+    class Counter(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func in dear
+            return func(*args, **(kwargs or {}))
+
+    workload = workloads.transformer_block(64, 128, 128)
+    model = converted(subject, workload.build().to(torch.bfloat16))
+    counts: dict[str, int] = {}
+    for checkpointing in ("none", "selective", "full"):
+        x = workload.input(torch.device("cpu")).requires_grad_()
+        with Counter() as counter:
+            checkpointed(subject, model, checkpointing)(x).sum().backward()
+        counts[checkpointing] = counter.count
+    assert counts["none"] == counts["selective"] < counts["full"]
 
 
 def test_linear_sweeps_sizes(tmp_path: Path) -> None:

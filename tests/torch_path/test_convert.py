@@ -74,10 +74,25 @@ def test_the_report_is_what_happens(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OperandError, match=r"multiples of 16; got \[out, in\] of 1 \[20, 32\]; leave.*pad=True"):
         f8.convert_to_float8_training(model, config=ROWWISE, module_filter_fn=is_chosen)
     assert type(model[0]) is nn.Linear, "nothing changes where something is wrong"
+    assert f8.plan_conversion(model, module_filter_fn=is_chosen, pad=True).names(Outcome.CONVERTED) == ("0", "1")
     with caplog.at_level(logging.INFO, logger="f8emu"):
         f8.convert_to_float8_training(model, config=ROWWISE, module_filter_fn=is_chosen, pad=True)
     assert "2 converted, 1 filter, 1 type" in caplog.text
     assert [type(m) for m in list(model)[:3]] == [f8.Float8Linear, f8.Float8Linear, nn.Linear]
+
+
+def test_layers_that_compute_something_of_their_own_stay() -> None:
+    """Their weight is made anew in every call, or not there yet, or they are of a subclass."""
+    made = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the old way and lazy layers warn in some versions of torch
+        hooked, lazy = nn.utils.weight_norm(nn.Linear(32, 32)), nn.LazyLinear(32)
+    layers = [made, hooked, lazy, type("Mine", (nn.Linear,), {})(32, 32)]
+    model = nn.Sequential(*layers)
+    assert set(outcomes(f8.plan_conversion(model)).values()) == {"type"}
+    with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: 4 type"):
+        f8.convert_to_float8_training(model)
+    assert all(after is before for after, before in zip(model, layers, strict=True))
 
 
 def test_padded_sizes_train(assert_same_bits: Any) -> None:
@@ -99,6 +114,8 @@ def test_a_module_that_is_there_twice_stays_one() -> None:
     model["c"].weight = shared.weight
     report = f8.plan_conversion(model)
     assert [entry.fqn for entry in report.entries] == ["a", "b.0", "c"]
+    by_name = f8.plan_conversion(model, module_filter_fn=lambda layer, fqn: fqn != "a")
+    assert outcomes(by_name) == {"a": "filter", "b.0": "filter", "c": "converted"}, "it is its first name that counts"
     f8.convert_to_float8_training(model, config="delayed")
     assert model["a"] is model["b"][0] and isinstance(model["a"], f8.Float8Linear)  # type: ignore[index]
     assert model["c"] is not model["a"] and model["c"].weight is shared.weight

@@ -244,6 +244,20 @@ def test_the_state_of_a_model_inside_a_model() -> None:
     }
 
 
+def test_the_state_holds_the_counts_and_is_a_copy() -> None:
+    model, resumed = make(), make(seed=1)
+    model(0 * batch(0)).sum().backward()
+    with pytest.warns(RuntimeWarning, match="amax of input"):
+        sync(model)
+    state = f8.delayed_state_dict(model)
+    assert state["0.skipped"].tolist() == [1, 0, 0]
+    resumed.load_state_dict(model.state_dict())
+    assert_equal_states(resumed, model)
+    kept = copy.deepcopy(state)
+    train(model, range(2))
+    assert all(torch.equal(state[key], kept[key]) for key in state)
+
+
 def test_a_foreign_state_is_refused() -> None:
     short = make(dataclasses.replace(DELAYED, name="short", delayed=DelayedScaling(history_length=3)))
     with pytest.raises(RuntimeError, match=r"'amax_history' must be torch.float32 of shape \[3, 3\].*got.*\[3, 16\]"):

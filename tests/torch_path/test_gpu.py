@@ -1,5 +1,6 @@
-"""f8emu.torch on a Hopper GPU against the oracle: casts, scales, GEMMs on the tensor cores, and the compiler."""
+"""f8emu.torch on a Hopper GPU against the oracle: casts, scales, GEMMs on the tensor cores, compiled and captured."""
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
+from benchmarks.models import FeedForward
 from f8emu.spec import (
     E4M3FN,
     E5M2,
@@ -292,6 +294,112 @@ def test_a_converted_layer_equals_the_oracle(
                 )
             }
         f8.sync_float8_amax_and_scale_history(layer)
+
+
+def drawn_step(step: int, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and grad_output [tokens, dim] of a step; the steps differ in magnitude, so that an old scale shows."""
+    x, grad_output = (spread(2 * step + i, tokens, dim) * 4.0 ** (step - 4 * i) for i in range(2))
+    return x.bfloat16().cuda(), grad_output.bfloat16().cuda()
+
+
+def stepped(model: Any, parameters: Any, x: torch.Tensor, grad_output: torch.Tensor) -> list[torch.Tensor]:
+    """Output, grad_input and gradients of the parameters, fresh ones."""
+    x.grad = None
+    for parameter in parameters:
+        parameter.grad = None
+    output = model(x)
+    output.backward(grad_output)
+    grads = [x.grad, *(parameter.grad for parameter in parameters)]
+    return [output.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def captured(
+    model: Any, parameters: Any, x: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """One step as a CUDA graph, after some on a side stream; and what a replay overwrites."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            stepped(model, parameters, x, grad_output)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = stepped(model, parameters, x, grad_output)
+    return graph, results
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_captured_step_gives_the_bits_of_the_eager_one(name, assert_same_bits) -> None:
+    """Replayed with new data; the state of delayed scaling is updated between replays, outside of the graph."""
+    torch.manual_seed(0)
+    eager = FeedForward(256, 384).to("cuda", torch.bfloat16)
+    f8.convert_to_float8_training(eager, config=RECIPES[name], engine="hardware")
+    # The first step of delayed scaling has no scales yet: it is another graph, and not the one to keep.
+    x, grad_output = drawn_step(0, 192, 256)
+    stepped(eager, list(eager.parameters()), x.requires_grad_(), grad_output)
+    f8.sync_float8_amax_and_scale_history(eager)
+    replayed = copy.deepcopy(eager)
+    static_x, static_grad_output = drawn_step(1, 192, 256)
+    graph, observed = captured(replayed, list(replayed.parameters()), static_x.requires_grad_(), static_grad_output)
+    # The capture computed nothing, the steps before it have raised the amaxes.
+    f8.load_delayed_state_dict(replayed, f8.delayed_state_dict(eager))
+    for step in range(1, 4):
+        x, grad_output = drawn_step(step, 192, 256)
+        expected = stepped(eager, list(eager.parameters()), x.clone().requires_grad_(), grad_output)
+        with torch.no_grad():
+            static_x.copy_(x)
+            static_grad_output.copy_(grad_output)
+        graph.replay()
+        assert len(observed) == len(expected) == 2 + 4
+        for found, wanted in zip(observed, expected, strict=True):
+            assert wanted.count_nonzero() > 0
+            assert_same_bits(found, wanted)
+        raised, wanted_state = f8.delayed_state_dict(replayed), f8.delayed_state_dict(eager)
+        for key, wanted in wanted_state.items():
+            assert torch.equal(raised[key], wanted), key
+            assert not key.endswith(".amax") or bool((wanted > 0).all())
+        for model in (eager, replayed):
+            f8.sync_float8_amax_and_scale_history(model)
+
+
+def test_a_captured_layer_casts_its_input_anew(assert_same_bits) -> None:
+    """A graph may neither use operands that were made before it, nor lend its own, which no replay has computed yet."""
+    layer = f8.Float8Linear(256, 384, False, dtype=torch.bfloat16, device="cuda", engine="hardware")
+    x, grad_output = drawn_step(0, 192, 256)[0].requires_grad_(), drawn_step(0, 192, 384)[1]
+    expected = stepped(layer, [layer.weight], x.detach().clone().requires_grad_(), grad_output)
+    graph, observed = captured(layer, [layer.weight], x, grad_output)
+    for found, wanted in zip(stepped(layer, [layer.weight], x, grad_output), expected, strict=True):
+        assert_same_bits(found, wanted)
+    other = drawn_step(1, 192, 256)[0]
+    expected = stepped(layer, [layer.weight], other.clone().requires_grad_(), grad_output)
+    with torch.no_grad():
+        x.copy_(other)
+    graph.replay()
+    for found, wanted in zip(observed, expected, strict=True):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_reduced_overhead_gives_the_bits_of_eager(name, assert_same_bits) -> None:
+    """The first step warms up, the second is recorded as a CUDA graph, the others are replays.
+
+    Linear layers alone: between others the compiler keeps float32 where eager rounds.
+    """
+    layers = [torch.nn.Linear(256, 384, bias=False), torch.nn.Linear(384, 128, bias=False)]
+    model = torch.nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    f8.convert_to_float8_training(model, config=RECIPES[name], engine="hardware")
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    parameters = list(model.parameters())
+    for step in range(5):
+        x, grad_output = drawn_step(step, 192, 256)[0].requires_grad_(), drawn_step(step, 192, 128)[1]
+        expected = stepped(model, parameters, x, grad_output)
+        torch.compiler.cudagraph_mark_step_begin()
+        observed = [found.clone() for found in stepped(compiled, parameters, x, grad_output)]
+        for found, wanted in zip(observed, expected, strict=True):
+            assert_same_bits(found, wanted)
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
 
 
 def test_the_emulation_leaves_the_memory_of_the_gpu_to_torch() -> None:

@@ -1,0 +1,347 @@
+"""Bad input and faults in converted layers: amaxes beyond every scale, values that are not finite, what is shared, and
+hardware that is not there."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import f8emu.torch as f8
+import f8ref.numpy as reference
+from f8emu.spec import (
+    DELAYED,
+    E4M3FN,
+    E5M2,
+    RECIPES,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    DelayedState,
+    Recipe,
+    UnsupportedError,
+)
+from f8emu.torch import ops
+from f8emu.torch.delayed import TENSORS
+from f8emu.torch.engine import Engine, has_float8_hardware, resolve_engine
+
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
+M, N, K = 19, 16, 32
+sync = f8.sync_float8_amax_and_scale_history
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-8, 4, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
+
+
+def drawn(dtype: torch.dtype) -> dict[str, Tensor]:
+    """A layer's tensors, by the names of the recipe."""
+    shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
+    return {name: draw(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
+
+
+def passes(layer: f8.Float8Linear, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """output, grad_input, grad_weight."""
+    x = tensors["input"].clone().requires_grad_()
+    layer.zero_grad()
+    output = layer(x)
+    output.backward(tensors["grad_output"])
+    assert x.grad is not None and layer.weight.grad is not None
+    return output.detach(), x.grad, layer.weight.grad.clone()
+
+
+@pytest.fixture
+def assert_equal_to_oracle(to_numpy: Any, assert_same_bits: Any) -> Any:
+    """Run a layer with these tensors, compare its three products; gives them back with the oracle's trace."""
+
+    def check(layer: f8.Float8Linear, tensors: dict[str, Tensor], states: Any = None) -> tuple[Any, Any]:
+        with torch.no_grad():
+            layer.weight.copy_(tensors["weight"])
+        observed = passes(layer, tensors)
+        if states is None and layer.recipe.delayed is not None:
+            states = dict.fromkeys(TENSORS, reference.initial_delayed_state(layer.recipe.delayed))
+        arrays = (to_numpy(tensors[name]) for name in TENSORS)
+        expected = reference.linear(layer.recipe, *arrays, delayed_state=states)
+        assert expected.grad_input is not None and expected.grad_weight is not None
+        wanted = (expected.output.product, expected.grad_input.product, expected.grad_weight.product)
+        for ours, theirs in zip(observed, wanted, strict=True):
+            assert_same_bits(ours, theirs)
+        return observed, expected
+
+    return check
+
+
+def layer_of(recipe: Recipe, dtype: torch.dtype) -> f8.Float8Linear:
+    layer = f8.Float8Linear(K, N, False, dtype=dtype, recipe=recipe)
+    with torch.no_grad():
+        layer.weight.copy_(drawn(dtype)["weight"])
+    return layer
+
+
+# Amaxes that no scale fits.
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest subnormal: the format's largest number over it is infinite in float32, without the floor."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def extremes(dtype: torch.dtype, value: float) -> Iterable[dict[str, Tensor]]:
+    """One row, or all, of each tensor and of all three is +-value."""
+    for names in (*((name,) for name in TENSORS), TENSORS):
+        for rows in (slice(3, 4), slice(None)):
+            tensors = drawn(dtype)
+            for name in names:
+                tensors[name][rows] = tensors[name][rows].sign() * value
+            yield tensors
+
+
+@pytest.mark.parametrize("size", ["smallest", "largest"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_smallest_and_largest_amaxes(name: str, dtype: torch.dtype, size: str, assert_equal_to_oracle: Any) -> None:
+    value = smallest(dtype) if size == "smallest" else torch.finfo(dtype).max
+    for tensors in extremes(dtype, value):
+        observed, _ = assert_equal_to_oracle(layer_of(RECIPES[name], dtype), tensors)
+        assert size == "largest" or all(tensor.isfinite().all() for tensor in observed)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_the_smallest_and_largest_amaxes_in_a_history(
+    dtype: torch.dtype, assert_equal_to_oracle: Any, assert_same_bits: Any
+) -> None:
+    """They set the scale of the steps that follow, whose values saturate or vanish under it."""
+    recipe, layer = DELAYED, layer_of(DELAYED, dtype)
+    assert recipe.delayed is not None and layer.delayed is not None
+    states = dict.fromkeys(TENSORS, reference.initial_delayed_state(recipe.delayed))
+    small, large = ([*extremes(dtype, value)][-1] for value in (smallest(dtype), torch.finfo(dtype).max))
+    for tensors in (small, drawn(dtype), large, drawn(dtype), small):
+        _, trace = assert_equal_to_oracle(layer, tensors, states)
+        sync(layer)
+        amaxes = (trace.output.a.amax, trace.output.b.amax, trace.grad_input.a.amax)
+        for i, (name, amax) in enumerate(zip(TENSORS, amaxes, strict=True)):
+            states[name] = reference.update_delayed_state(
+                states[name], amax, FORMATS[name], recipe.scale_rule, recipe.delayed
+            )
+            assert_same_bits(layer.delayed.amax_history[i], states[name].amax_history)
+            assert_same_bits(layer.delayed.inv_scale[i], states[name].inv_scale)
+    assert not layer.delayed.skipped.any(), "small and large amaxes are as good as others"
+
+
+def test_the_first_step_has_its_margin(assert_equal_to_oracle: Any) -> None:
+    """As a power of two it shows in the smallest numbers alone."""
+    margins = (0, 6)
+    recipes = [dataclasses.replace(DELAYED, delayed=DelayedScaling(margin=margin)) for margin in margins]
+    without, wide = (assert_equal_to_oracle(layer_of(recipe, F32), drawn(F32))[0] for recipe in recipes)
+    assert all(one.ne(other).any() for one, other in zip(without, wide, strict=True))
+
+
+# Values that are not finite, where the scale is of earlier steps.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_fault_under_delayed_scales(
+    name: str, value: float, to_numpy: Any, assert_equal_to_oracle: Any, assert_same_bits: Any
+) -> None:
+    """NaN stays NaN; infinity counts as the largest number of its format. The scale stays, and the step is counted."""
+    most_recent = DelayedScaling(reduction=AmaxHistoryReduction.MOST_RECENT)
+    layer = layer_of(dataclasses.replace(DELAYED, delayed=most_recent), BF16)
+    assert layer.delayed is not None
+    passes(layer, drawn(BF16))
+    sync(layer)
+    before = {key: buffer.clone() for key, buffer in layer.delayed.named_buffers()}
+    parts = ("amax_history", "inv_scale", "initialized")
+    states = {t: DelayedState(*(to_numpy(before[part][i]) for part in parts)) for i, t in enumerate(TENSORS)}
+    tensors, at = drawn(BF16), TENSORS.index(name)
+    tensors[name][3, 2] = value
+    observed, _ = assert_equal_to_oracle(layer, tensors, states)
+    assert not layer.delayed.amaxes[at].isfinite()
+    of_nan = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
+    for i, tensor in enumerate(observed):
+        assert tensor.isnan().any().item() == (value != value and i in of_nan)
+    with pytest.warns(RuntimeWarning, match=rf"the amax of {name} of a layer was zero, or not finite"):
+        sync(layer)
+    assert layer.delayed.skipped.tolist() == [int(i == at) for i in range(3)]
+    assert_same_bits(layer.delayed.inv_scale, before["inv_scale"])  # the others are what they were
+    assert layer.delayed.amax_history[:, 0].eq(0).tolist() == [i == at for i in range(3)]
+
+
+# What is shared.
+
+
+def pass_through(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_() if x.is_floating_point() else x
+    output = model(x)
+    output.backward(draw(*output.shape, seed=7, dtype=output.dtype))
+    return output.detach(), output if x.grad is None else x.grad
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_module_used_twice(name: str, assert_same_bits: Any) -> None:
+    """As two layers of equal weights; the state of delayed scaling has seen both uses, and moves once."""
+    shared = nn.Linear(32, 32, dtype=BF16)
+    apart = nn.Sequential(copy.deepcopy(shared), nn.ReLU(), copy.deepcopy(shared))
+    f8.convert_to_float8_training(apart, config=name)
+    model = f8.convert_to_float8_training(nn.Sequential(shared, nn.ReLU(), shared), config=name)
+    x = draw(M, 32, seed=1, dtype=BF16)
+    for ours, theirs in zip(pass_through(model, x), pass_through(apart, x), strict=True):
+        assert_same_bits(ours, theirs)
+    layer, first, second = (m for m in (model[0], apart[0], apart[2]) if isinstance(m, f8.Float8Linear))  # type: ignore[index]
+    for parameter, one, two in zip(layer.parameters(), first.parameters(), second.parameters(), strict=True):
+        assert parameter.grad is not None and one.grad is not None and two.grad is not None
+        assert_same_bits(parameter.grad, one.grad + two.grad)
+    if layer.delayed is not None:
+        assert first.delayed is not None and second.delayed is not None
+        for amax, one, two in zip(layer.delayed.amaxes, first.delayed.amaxes, second.delayed.amaxes, strict=True):
+            assert_same_bits(amax, torch.maximum(one, two))
+        sync(model)
+        assert layer.delayed.updates == 1 and layer.delayed.amax_history[:, 1:].count_nonzero() == 0
+
+
+class LanguageModel(nn.Module):
+    """An embedding and a head, of one weight if they are tied."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(48, 32), nn.Linear(32, 48, bias=False)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(draw(48, 32, seed=1, dtype=F32))
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_weight_tied_to_an_embedding(name: str, assert_same_bits: Any) -> None:
+    """Its gradient is the sum of both, a step moves both, and delayed scaling watches it as any other weight."""
+    tied = LanguageModel(is_tied=True)
+    apart = f8.convert_to_float8_training(LanguageModel(is_tied=False), config=name)
+    assert f8.convert_to_float8_training(tied, config=name) is tied
+    tokens = torch.arange(48).reshape(3, 16)
+    assert_same_bits(pass_through(tied, tokens)[0], pass_through(apart, tokens)[0])
+    assert isinstance(apart, LanguageModel)
+    assert tied.embed.weight.grad is not None
+    assert apart.embed.weight.grad is not None and apart.head.weight.grad is not None
+    assert_same_bits(tied.embed.weight.grad, apart.embed.weight.grad + apart.head.weight.grad)
+    optimizer = torch.optim.SGD(tied.parameters(), lr=0.1)
+    optimizer.step()
+    assert tied.head.weight is tied.embed.weight and list(tied.state_dict()) == ["embed.weight", "head.weight"]
+    if name == "delayed":
+        with pytest.raises(f8.DelayedScalingError):
+            pass_through(tied, tokens)
+    else:
+        pass_through(tied, tokens)
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_evaluation_gives_the_bits_of_training(name: str, assert_same_bits: Any) -> None:
+    """Without gradients and in inference mode too, and training goes on after it."""
+    layer, tensors = layer_of(RECIPES[name], BF16), drawn(BF16)
+    expected = passes(layer, tensors)
+    layer.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            output = layer(tensors["input"].clone())
+        assert_same_bits(output, expected[0])
+        assert output.requires_grad == (mode is torch.enable_grad)
+    for ours, theirs in zip(passes(layer.train(), tensors), expected, strict=True):
+        assert_same_bits(ours, theirs)
+
+
+# One update for the whole model.
+
+
+class AllOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_takes_as_many_operations_for_a_large_model() -> None:
+    counts = []
+    for layers in (1, 9):
+        model = f8.convert_to_float8_training(
+            nn.Sequential(*(nn.Linear(32, 32) for _ in range(layers))), config=DELAYED
+        )
+        pass_through(model, draw(M, 32, seed=1, dtype=F32))
+        with AllOps() as mode:
+            sync(model)
+        counts.append(mode.count)
+    assert counts[0] == counts[1]
+
+
+# Hardware without float8.
+
+
+@pytest.fixture(autouse=True)
+def ask_the_device_again() -> Iterator[None]:
+    """What f8emu remembers of a device belongs to one test."""
+    has_float8_hardware.cache_clear()
+    yield
+    has_float8_hardware.cache_clear()
+
+
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
+    """A CUDA device of that capability, as far as f8emu asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    "capability, has_float8", [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)], ids=str
+)
+def test_the_engine_of_a_gpu(capability: tuple[int, int], has_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretend_a_gpu(monkeypatch, capability)
+    assert resolve_engine("call", gpu, "auto") is (Engine.HARDWARE if has_float8 else Engine.EMULATED)
+    assert resolve_engine("call", gpu, "emulated") is Engine.EMULATED
+    if has_float8:
+        assert resolve_engine("call", gpu, "hardware") is Engine.HARDWARE
+    else:
+        with pytest.raises(UnsupportedError, match=r"call: engine='hardware' needs .* 8\.9 or newer; got cuda:0; move"):
+            resolve_engine("call", gpu, "hardware")
+
+
+def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretend_a_gpu(monkeypatch, (8, 0))
+    model = nn.Sequential(nn.Linear(32, 32, device="meta"))
+    with FakeTensorMode():  # without gradient: autograd would look for the device
+        model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
+        with pytest.raises(UnsupportedError, match="convert_to_float8_training: engine='hardware' needs"):
+            f8.convert_to_float8_training(model, engine="hardware")
+        assert type(model[0]) is nn.Linear, "nothing has changed"
+        f8.convert_to_float8_training(model, engine="auto")
+    assert isinstance(model[0], f8.Float8Linear)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> None:
+    """Refused where the hardware is asked for, never replaced; emulated where the engine is left open."""
+    tensors, layer = drawn(BF16), layer_of(RECIPES[name], BF16)
+    expected = passes(layer, tensors)
+    gpu = pretend_a_gpu(monkeypatch, (8, 0))
+    monkeypatch.setattr(ops, "resolve_engine", lambda call, device, engine: resolve_engine(call, gpu, engine))
+    for ours, theirs in zip(passes(layer, tensors), expected, strict=True):
+        assert_same_bits(ours, theirs)
+    layer.engine = "hardware"
+    with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 8\.9 or newer; got cuda:0"):
+        layer(tensors["input"])
