@@ -103,7 +103,7 @@ def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> dict[str, Any
 
 def _differing(found: Results, wanted: Results) -> int:
     return sum(
-        int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
+        int((a.flatten().view(torch.uint8) != b.flatten().view(torch.uint8)).sum())
         for a, b in zip(found, wanted, strict=True)
     )
 

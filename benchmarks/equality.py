@@ -5,6 +5,7 @@ f8emu's tensorwise recipe and torchao's Float8Linear; a model with and without a
 
 import copy
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ CHECKPOINTED_PARTS = ("output", "grad_input", "grad_parameters", "delayed_state"
 
 
 def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[dict[str, Any]]:
-    """One entry a shape (tokens, k, n), with and without bias: how many numbers of each part differ.
+    """One entry a shape (tokens, k, n), with and without bias, parameters in bfloat16, and in float32 under autocast.
+
+    An entry says how many numbers of each part differ.
 
     Raises:
         AbsentError: torchao is not installed, or the device has no float8 for it.
@@ -29,17 +32,18 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
     if device.type != "cuda":
         raise AbsentError("torchao computes float8 GEMMs on a GPU only")
     found: list[dict[str, Any]] = []
-    for tokens, k, n in shapes:
-        for has_bias in (False, True):
-            model = nn.Sequential(nn.Linear(k, n, bias=has_bias)).to(device, torch.bfloat16)
-            x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
-            grad_output = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-3
+    for (tokens, k, n), has_bias, dtype in product(shapes, (False, True), (torch.bfloat16, torch.float32)):
+        model = nn.Sequential(nn.Linear(k, n, bias=has_bias)).to(device, dtype)
+        x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16)
+        grad_output = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-3
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.float32):
             ours, theirs = (
                 _pass(converted(f"{library}/tensorwise", copy.deepcopy(model)), x, grad_output)
                 for library in ("f8emu", "torchao")
             )
-            differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
-            found.append({"tokens": tokens, "k": k, "n": n, "bias": has_bias, "numbers_differing": differing})
+        differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
+        entry = {"tokens": tokens, "k": k, "n": n, "bias": has_bias, "parameters": str(dtype).removeprefix("torch.")}
+        found.append(entry | {"numbers_differing": differing})
     return found
 
 
@@ -73,7 +77,8 @@ def equal_to_no_checkpointing(
 
 
 def _differing(a: Tensor, b: Tensor) -> int:
-    return int((a.view(torch.int16) != b.view(torch.int16)).sum())
+    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return int((a.view(bits) != b.view(bits)).sum())
 
 
 def _pass(model: nn.Module, x: Tensor, grad_output: Tensor) -> list[Tensor]:

@@ -133,7 +133,8 @@ def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> l
         say(f"tensorwise against torchao's Float8Linear: not compared, {error}")
         return f"not compared: {error}"
     for entry in found:
-        shape = f"{entry['tokens']} x {entry['k']} -> {entry['n']}{', bias' if entry['bias'] else ''}"
+        kind = f"{', bias' if entry['bias'] else ''}, {entry['parameters']} parameters"
+        shape = f"{entry['tokens']} x {entry['k']} -> {entry['n']}{kind}"
         say(f"tensorwise against torchao's Float8Linear, eager, {shape}: {_verdict(entry['numbers_differing'])}")
     return found
 

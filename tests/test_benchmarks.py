@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import linear, matmul, train, workloads
+from benchmarks import casts, layers, linear, matmul, train, workloads
 from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
@@ -35,7 +36,7 @@ def _report(path: Path) -> dict[str, Any]:
     report = json.loads(path.read_text())
     assert report["command"].startswith("python -m benchmarks.")
     assert report["device"].startswith("cpu")
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
     return report
 
 
@@ -157,6 +158,45 @@ def test_a_subject_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.
     bf16, ours = _report(out)["workloads"][0]["subjects"]
     assert bf16["ms"] > 0
     assert ours["failed"] == "RuntimeError: planted"
+
+
+def test_layers_against_the_oracle(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--shapes", "2", "--modes", "eager", "--json", str(tmp_path / "layers.json")]
+    assert layers.main(["--recipes", "delayed", "rowwise_with_gw_hp", *options]) == 0
+    report = _report(tmp_path / "layers.json")
+    assert report["cases_total"] == report["cases_equal"] == 2 * 2 * 2
+    assert all(report["compared"].values()) and not any(report["differing"].values())
+
+
+@pytest.mark.parametrize("part", ["codes", "scales", "grad_weight"])
+def test_a_planted_difference_of_a_layer_is_found(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from f8emu.torch import autograd
+
+    gemm = autograd.gemm
+
+    def planted(a: Any, b: Any, spec: Any, *rest: Any) -> torch.Tensor:
+        if spec is RECIPES["rowwise"].grad_weight:
+            if part == "codes":
+                a.codes.view(torch.uint8)[0, 0] ^= 1
+            elif part == "scales":
+                a.scale[0, 0] *= 2
+            else:
+                return gemm(a, b, spec, *rest) * 2
+        return gemm(a, b, spec, *rest)
+
+    monkeypatch.setattr(autograd, "gemm", planted)
+    arguments = ["--device", "cpu", "--shapes", "1", "--modes", "eager", "--recipes", "rowwise"]
+    assert layers.main([*arguments, "--json", str(tmp_path / "layers.json")]) == 1
+    differing = _report(tmp_path / "layers.json")["differing"]
+    assert differing[part] > 0 and differing["output"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # imported by Inductor
+def test_casts(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--rows", "40", "--cols", "136", "--dtypes", "bfloat16"]
+    assert casts.main([*options, "--json", str(tmp_path / "casts.json")]) == 0
+    for entry in _report(tmp_path / "casts.json")["casts"]:
+        assert entry["differing"] == 0 and entry["f8emu_ms"] > 0 and entry["bytes"] > 40 * 136
 
 
 def test_matmul(tmp_path: Path) -> None:

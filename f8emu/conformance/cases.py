@@ -184,7 +184,7 @@ class RecipeCase:
         return all(n % (128 if blockwise else ALIGNED) == 0 for n in self.shape)
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The tensors input [M, K], weight [N, K], grad_output [M, N], and a bias [N] where there is one."""
+        """The tensors input [M, K], weight [N, K], grad_output [M, N], and a bias [N], float32, where there is one."""
         m, n, k = self.shape
         found = {
             "input": draw(self.distribution, (m, k), self.dtype, self.id + "input"),
@@ -192,7 +192,7 @@ class RecipeCase:
             "grad_output": draw("gradient", (m, n), self.dtype, self.id + "grad_output"),
         }
         if self.with_bias:
-            found["bias"] = draw("normal", (1, n), self.dtype, self.id + "bias")[0]
+            found["bias"] = draw("normal", (1, n), FLOAT32, self.id + "bias")[0]
         return found
 
 

@@ -16,7 +16,9 @@ from torch import nn
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
 from f8emu.torch.autograd import SIZE_MULTIPLE
-from f8emu.torch.engine import resolve_engine
+from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
+from f8emu.torch.engine import Engine, resolve_engine
+from f8emu.torch.hardware import require_hopper
 from f8emu.torch.module import Float8Linear, resolve_recipe
 
 ModuleFilter = Callable[[nn.Module, str], bool]
@@ -34,7 +36,7 @@ class Outcome(Enum):
     SIZE = "size"
     """In or out features are no multiple of 16, and `pad` was not asked for: converting it is an error."""
     TYPE = "type"
-    """Left alone: a subclass of nn.Linear, which computes something of its own."""
+    """Left alone: a subclass of nn.Linear, which computes something of its own, or weights in float64, say."""
     ALREADY = "already"
     """A Float8Linear already."""
 
@@ -96,7 +98,8 @@ def convert_to_float8_training(
         SpecError: no such recipe.
         OperandError: sizes that are no multiples of 16, or a model that was converted under another recipe; nothing has
             changed then.
-        UnsupportedError: `engine="hardware"` on a device without it.
+        UnsupportedError: `engine="hardware"` on a device without it, or a recipe with block scales on a GPU that has
+            float8 and is not Hopper.
     """
     report = plan_conversion(module, config=config, module_filter_fn=module_filter_fn, pad=pad)
     recipe = report.recipe
@@ -105,7 +108,7 @@ def convert_to_float8_training(
     _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine)
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
     for device in {layer.weight.device for layer in chosen.values()}:
-        resolve_engine("convert_to_float8_training", device, "auto" if device.type in ("cpu", "meta") else engine)
+        _check_device(recipe, device, engine)
     new: dict[int, Float8Linear] = {}
     for fqn, layer in chosen.items():
         if id(layer) not in new:
@@ -201,12 +204,21 @@ def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def _outcome(fqn: str, layer: nn.Linear, module_filter_fn: ModuleFilter | None, pad: bool) -> Outcome:
     if isinstance(layer, Float8Linear):
         return Outcome.ALREADY
-    if type(layer) is not nn.Linear or not isinstance(layer._parameters.get("weight"), torch.Tensor):
+    weight = layer._parameters.get("weight")
+    if type(layer) is not nn.Linear or weight is None or weight.dtype not in HIGH_PRECISION_DTYPES:
         return Outcome.TYPE
     if module_filter_fn is not None and not module_filter_fn(layer, fqn):
         return Outcome.FILTER
     is_odd = layer.in_features % SIZE_MULTIPLE or layer.out_features % SIZE_MULTIPLE
     return Outcome.SIZE if is_odd and not pad else Outcome.CONVERTED
+
+
+def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
+    if device.type in ("cpu", "meta"):
+        engine = "auto"  # the model may still move
+    is_blockwise = any(cast.granularity.is_blockwise for _, _, cast in recipe.casts())
+    if resolve_engine("convert_to_float8_training", device, engine) is Engine.HARDWARE and is_blockwise:
+        require_hopper(f"convert_to_float8_training: recipe {recipe.name!r} with block scales", device)
 
 
 def _check_sizes(report: ConversionReport) -> None:

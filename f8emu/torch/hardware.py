@@ -50,7 +50,7 @@ def scaled_mm(
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
         )
-    _require_hopper("scaled_mm with blockwise scales", a.device)
+    require_hopper("scaled_mm with blockwise scales", a.device)
     return functional_scaled_mm(
         a,
         b,
@@ -77,7 +77,7 @@ def scaled_grouped_mm(
     Raises:
         UnsupportedError: a device that is not Hopper.
     """
-    _require_hopper("scaled_grouped_mm", a.device)
+    require_hopper("scaled_grouped_mm", a.device)
     return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
         _aligned(a),
         _aligned(b.mT).mT,
@@ -139,7 +139,8 @@ def _readable(x: Tensor) -> Tensor:
     return x if is_canonical and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def _require_hopper(call: str, device: torch.device) -> None:
+def require_hopper(call: str, device: torch.device) -> None:
+    """Raise UnsupportedError unless `device` is a Hopper GPU."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         raise UnsupportedError(

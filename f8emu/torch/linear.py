@@ -13,6 +13,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import OPERANDS, Cast, Gemm, Recipe
 from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
 from f8emu.spec.trace import DelayedState, GemmTrace, LinearTrace, OperandTrace, Scales
+from f8emu.torch.bias import add_bias
 from f8emu.torch.cast import quantize
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.scale import amax, scale_from_amax
@@ -100,7 +101,7 @@ def linear(
     """The three GEMMs of a linear layer under `recipe`; the backward ones where `grad_output` is given.
 
     Every cast reads the tensor's own values, whatever its dtype beside the others'. The three products have the dtype
-    of `input`, and a bias is added to the rounded output: `result = round(float32(product) + float32(bias))`.
+    of `input`; a bias is rounded to it and added to the rounded output, in that dtype.
 
     Shapes:
         input [M, K], weight [N, K], grad_output [M, N], bias [N], each float32, bfloat16 or float16. The dimensions
@@ -141,7 +142,7 @@ def linear(
     assert output is not None, "input and weight are always there"
     result = output.product
     if bias is not None:
-        result = (result.float() + bias.detach().float()).to(input.dtype)
+        result = add_bias(result, bias.detach())
     return LinearTrace(output=output, grad_input=traces["grad_input"], grad_weight=traces["grad_weight"], result=result)
 
 

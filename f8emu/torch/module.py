@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
 from f8emu.torch.autograd import Plan, cast_input, float8_matmul
+from f8emu.torch.bias import add_bias
 from f8emu.torch.delayed import DelayedBuffers
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.engine import Engine
@@ -23,9 +24,9 @@ _METADATA_KEY = "f8emu_delayed"
 class Float8Linear(nn.Linear):
     """`input @ weight^T + bias`, the three GEMMs of forward and backward under a float8 recipe.
 
-    Parameters and state dict are those of `nn.Linear`. The bias is added to the rounded product, in its dtype. Under
-    autocast the input is brought to autocast's dtype first; the weight is cast to float8 from its own. Sizes that are
-    not multiples of 16 are filled up with zeros, which changes no bit.
+    Parameters and state dict are those of `nn.Linear`. The bias is rounded to the dtype of the input and added to the
+    rounded product. Under autocast the input is brought to autocast's dtype first; the weight is cast to float8 from
+    its own. Sizes that are not multiples of 16 are filled up with zeros, which changes no bit.
 
     The state of delayed scaling travels in the metadata of the state dict; loading one that has none starts anew.
 
@@ -96,6 +97,8 @@ class Float8Linear(nn.Linear):
         shared = delayed = None
         if self.delayed is not None:
             delayed = self.delayed.of_tensors()
+            if not torch.compiler.is_compiling():
+                self._watch_weight()  # it may have been frozen until now
         elif not torch.compiler.is_compiling():
             shared = find_operands(input, dtype, plan)
             if shared is None:
@@ -104,7 +107,7 @@ class Float8Linear(nn.Linear):
                 keep_operands(input, dtype, plan, shared)
         output = float8_matmul(x, self.weight, plan, shared, delayed)
         if self.bias is not None:
-            output = (output + self.bias).to(output.dtype)  # added in float32: the sum is rounded as the oracle's
+            output = add_bias(output, self.bias)
         return output.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -160,6 +163,8 @@ class Float8Linear(nn.Linear):
         self._watch_weight()  # load_state_dict(assign=True) has put another parameter there
         if self.delayed is None:
             return
+        if self.delayed.scale.device != self.weight.device:  # and perhaps on another device
+            self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:
             self.delayed.reset()

@@ -1,7 +1,9 @@
 """One input of several layers (q, k, v; w1, w3) is cast once.
 
-The operands of the last input are kept until another is cast, or until that input is gone. In compiled code nothing is
-kept: there the compiler merges equal casts.
+The operands of the last input are kept until another is cast, or until that input is gone. Only of one that autograd
+computed: such a tensor is new in every step, whereas a buffer that is filled again, by numpy or by a CUDA graph that is
+replayed, is the same tensor with the same version. In compiled code nothing is kept: there the compiler merges equal
+casts.
 """
 
 import threading
@@ -31,7 +33,7 @@ _last = _Last()
 
 def find_operands(input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
     """The operands that another layer made of this very tensor, unchanged, under the same plan."""
-    if _last.input is None or _last.input() is not input or input.is_inference():
+    if _last.input is None or _last.input() is not input:
         return None
     region = _region()
     is_same_region = _last.region is None if region is None else _last.region is not None and _last.region() is region
@@ -40,7 +42,7 @@ def find_operands(input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperand
 
 def keep_operands(input: Tensor, dtype: torch.dtype, plan: Plan, operands: InputOperands) -> None:
     """Keep them for the next layer."""
-    if input.is_inference():
+    if input.grad_fn is None:
         return
     region = _region()
     # The tensor may go in another thread, whose slot is not this one: then the slot here has a dead reference.

@@ -230,7 +230,8 @@ def linear(
     if bias is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             unrounded = product_of(output.a, output.b, recipe.output, FLOAT32) if bug == "result" else result
-            result = (unrounded.astype(np.float32) + bias.astype(np.float32)).astype(result.dtype)
+            addend = bias if bug == "bias" else bias.astype(result.dtype)
+            result = (unrounded.astype(np.float32) + addend.astype(np.float32)).astype(result.dtype)
     return LinearTrace(output, trace_gemm("grad_input"), trace_gemm("grad_weight"), result)
 
 
@@ -389,6 +390,7 @@ BUGS: dict[str, Bug] = {
     "layer: one scale for all blocks": Bug(stage="recipes", verbs=layer("codes"), first_difference="output.a.codes"),
     "layer: fast gradients": Bug(stage="recipes", verbs=layer("product"), first_difference="grad_input.product"),
     "layer: bias added before rounding": Bug(stage="recipes", verbs=layer("result"), first_difference="result"),
+    "layer: bias not rounded": Bug(stage="recipes", verbs=layer("bias"), first_difference="result"),
 }
 """Name -> what is wrong, and the first stage that must notice."""
 

@@ -181,13 +181,14 @@ def test_forward_alone(name: str) -> None:
 @pytest.mark.parametrize("name", BY_HAND)
 @DTYPES
 def test_bias(name: str, dtype: type) -> None:
-    """Added to the rounded product, in float32, and rounded again; the witness rounds."""
+    """Rounded to the dtype of the product, and added to it; the witness rounds."""
     x, w, _ = tensors(dtype)
     bias = (np.random.default_rng(1).normal(size=N) * 30).astype(np.float32)
     plain = f8.linear(RECIPES[name], x, w)
     result = f8.linear(RECIPES[name], x, w, bias=bias)
     assert_same_bits(result.output.product, plain.output.product)
-    assert_same_bits(result.result, (plain.output.product.astype(np.float32) + bias).astype(dtype))
+    rounded = bias.astype(dtype).astype(np.float32)
+    assert_same_bits(result.result, (plain.output.product.astype(np.float32) + rounded).astype(dtype))
 
 
 def test_high_precision_rounds_float32_first() -> None:

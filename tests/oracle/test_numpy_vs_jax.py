@@ -222,6 +222,7 @@ def test_linear(recipe: Recipe) -> None:
     for dtype, weight_dtype in dtypes if recipe is TENSORWISE else dtypes[:1]:
         tensors = {name: (rng.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
         tensors["weight"] = rng.standard_normal((n, k)).astype(weight_dtype)
+        tensors["bias"] = rng.standard_normal(n).astype(weight_dtype)
         tensors["grad_output"] = (tensors["grad_output"].astype(np.float32) * 1e-3).astype(dtype)
 
         def call(f8: ModuleType, tensors: dict[str, Array] = tensors) -> Any:

@@ -82,15 +82,15 @@ def test_the_report_is_what_happens(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_layers_that_compute_something_of_their_own_stay() -> None:
-    """Their weight is made anew in every call, or not there yet, or they are of a subclass."""
+    """Their weight is made anew in every call, or not there yet, or in float64; or they are of a subclass."""
     made = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the old way and lazy layers warn in some versions of torch
         hooked, lazy = nn.utils.weight_norm(nn.Linear(32, 32)), nn.LazyLinear(32)
-    layers = [made, hooked, lazy, type("Mine", (nn.Linear,), {})(32, 32)]
+    layers = [made, hooked, lazy, nn.Linear(32, 32).double(), type("Mine", (nn.Linear,), {})(32, 32)]
     model = nn.Sequential(*layers)
     assert set(outcomes(f8.plan_conversion(model)).values()) == {"type"}
-    with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: 4 type"):
+    with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: 5 type"):
         f8.convert_to_float8_training(model)
     assert all(after is before for after, before in zip(model, layers, strict=True))
 

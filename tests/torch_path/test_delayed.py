@@ -299,7 +299,7 @@ def test_a_forgotten_update_is_noticed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*no state of delayed scaling")
-@pytest.mark.parametrize("change", ["deepcopy", "pickle", "new weight", "to", "assign"])
+@pytest.mark.parametrize("change", ["deepcopy", "pickle", "new weight", "to", "assign", "unfrozen"])
 def test_a_forgotten_update_is_noticed_in(change: str) -> None:
     model = make()
     if change == "deepcopy":
@@ -310,14 +310,26 @@ def test_a_forgotten_update_is_noticed_in(change: str) -> None:
         model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # type: ignore[union-attr]
     elif change == "to":
         model.to(torch.float32)
-    else:
+    elif change == "assign":
         model.load_state_dict({k: v.clone() for k, v in make(seed=1).state_dict().items()}, assign=True)
+    else:
+        frozen = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
+        model = f8.convert_to_float8_training(frozen, config="delayed").requires_grad_()  # type: ignore[assignment]
     model = model[0]  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0)).sum().backward()
     optimizer.step()
     with pytest.raises(f8.DelayedScalingError):
         model(batch(1)).sum().backward()
+
+
+def test_a_model_on_meta_takes_over_a_state() -> None:
+    model = make()
+    train(model, range(2))
+    with torch.device("meta"):
+        other = make()
+    other.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(other(batch(2)), model(batch(2)))
 
 
 def test_skipped_amaxes_are_counted_and_reported_once() -> None:

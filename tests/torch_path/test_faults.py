@@ -333,6 +333,18 @@ def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: p
     assert isinstance(model[0], f8.Float8Linear)
 
 
+def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretend_a_gpu(monkeypatch, (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another GPU")
+    model = nn.Sequential(nn.Linear(32, 32, device="meta"))
+    with FakeTensorMode():
+        model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
+        with pytest.raises(UnsupportedError, match=r"recipe 'blockwise' with block scales: .*; another GPU has 10\.0"):
+            f8.convert_to_float8_training(model, config="blockwise")
+        assert type(model[0]) is nn.Linear, "nothing has changed"
+        f8.convert_to_float8_training(model, config="blockwise", engine="emulated")
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> None:
     """Refused where the hardware is asked for, never replaced; emulated where the engine is left open."""

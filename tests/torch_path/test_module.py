@@ -249,7 +249,7 @@ def test_one_input_of_several_layers_is_cast_once(name: str, assert_same_bits: A
     layers = [layer_of(RECIPES[name], n, 48, BF16) for n in (16, 32, 48)]
     x = draw(16, 48, seed=3, dtype=BF16).requires_grad_()
     expected = layers[0](x)
-    fresh = x.detach().clone().requires_grad_()
+    fresh = x.detach().clone().requires_grad_().view_as(x)  # as in a model: the result of another operation
     together = OpCounter()
     with together:
         outputs = [layer(fresh) for layer in layers]
@@ -295,10 +295,12 @@ class OpCounter(TorchDispatchMode):
 
 def test_a_changed_input_is_cast_again(assert_same_bits: Any) -> None:
     layer = layer_of(TENSORWISE, 16, 32, BF16)
-    x = draw(16, 32, seed=3, dtype=BF16)
+    x = draw(16, 32, seed=3, dtype=BF16).requires_grad_().view(16, 32)
     layer(x)
-    x.mul_(3)
+    with torch.no_grad():
+        x.mul_(3)
     assert_same_bits(layer(x), layer(x.clone()))
+    x = x.detach()
     other = layer_of(ROWWISE, 16, 32, BF16)
     assert_same_bits(other(x), other(x.clone()))
     with torch.no_grad():
@@ -308,6 +310,16 @@ def test_a_changed_input_is_cast_again(assert_same_bits: Any) -> None:
     assert layer.weight.grad is not None
     with torch.inference_mode():
         assert_same_bits(layer(x.clone()), layer(x.detach()))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_buffer_that_is_filled_behind_torchs_back_is_cast_again(requires_grad: bool, assert_same_bits: Any) -> None:
+    """As a static input of a CUDA graph is: the version of the tensor does not tell."""
+    layer, array = layer_of(TENSORWISE, 16, 32, BF16), np.ones((16, 32), np.float32)
+    x = torch.from_numpy(array).requires_grad_(requires_grad)
+    layer(x)
+    array[:] = 2
+    assert_same_bits(layer(x), layer(x.clone()))
 
 
 class FeedForward(nn.Module):
@@ -366,11 +378,12 @@ def test_a_shared_input_of_checkpointed_layers(assert_same_bits: Any) -> None:
     layers = [layer_of(TENSORWISE, 32, 32, BF16) for _ in range(4)]
     gradients = []
     for mode in ("none", "full", "selective"):
-        x = draw(16, 32, seed=3, dtype=BF16).requires_grad_()
+        leaf = draw(16, 32, seed=3, dtype=BF16).requires_grad_()
+        x = leaf.view(16, 32)
         inner = checkpointed(lambda x: layers[1](x) * layers[2](x), mode)  # type: ignore[arg-type]
         (layers[0](x) + inner(x) + layers[3](x + 1)).sum().backward()
-        assert x.grad is not None
-        gradients.append(x.grad)
+        assert leaf.grad is not None
+        gradients.append(leaf.grad)
     assert_same_bits(gradients[1], gradients[0])
     assert_same_bits(gradients[2], gradients[0])
 

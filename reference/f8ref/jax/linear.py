@@ -131,9 +131,8 @@ def _rounded_to(format: Format, x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _add_bias(product: jax.Array, bias: jax.Array, dtype: Format) -> jax.Array:
-    """float32(product) + float32(bias), rounded to float32 and then to the product's dtype."""
-    source = high_precision_format(bias, "linear", "bias")
-    addend = float32_bits(codes(bias, source), source).reshape(1, -1)
+    """`product + bias` in the product's dtype: the bias is rounded to it, and the float32 sum again."""
+    addend = float32_bits(codes(_rounded_to(dtype, bias), dtype), dtype).reshape(1, -1)
     total = softfloat.add(float32_bits(codes(product, dtype), dtype), addend)
     return typed(round_to_code(total, dtype, Overflow.NONFINITE), dtype)
 

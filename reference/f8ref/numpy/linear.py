@@ -44,7 +44,7 @@ def linear(
 ) -> LinearTrace:
     """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
 
-    All products have the dtype of `input`. A bias is added to the rounded output: in float32, then rounded again.
+    All products have the dtype of `input`. A bias is rounded to that dtype and added to the rounded output.
     Delayed scales come from `delayed_state` (tensor name -> state), which stays as it is: calling
     `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is initialised, a
     cast uses its own amax.
@@ -122,7 +122,7 @@ def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format) -
 
 
 def _add_bias(product: Array, bias: ArrayLike | None, out_format: Format) -> Array:
-    """`product + bias`, rounded to float32 and then to the dtype of the product."""
+    """`product + bias` in the dtype of the product: the bias is rounded to it, and the float32 sum again."""
     if bias is None:
         return product
     addend: NDArray[np.float32] = as_float32(bias, "linear: bias")
@@ -131,7 +131,8 @@ def _add_bias(product: Array, bias: ArrayLike | None, out_format: Format) -> Arr
             f"linear: bias must have shape {product.shape[1:]}, one value an output; got {addend.shape}; reshape it"
         )
     with np.errstate(over="ignore", invalid="ignore"):
-        return convert(as_float32(product, "linear") + addend, out_format)
+        rounded = as_float32(convert(addend, out_format), "linear")
+        return convert(as_float32(product, "linear") + rounded, out_format)
 
 
 def _check_shapes(tensors: Mapping[str, Array]) -> None:
