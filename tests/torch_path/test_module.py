@@ -255,7 +255,7 @@ def test_one_input_of_several_layers_is_cast_once(name: str, assert_same_bits: A
         outputs = [layer(fresh) for layer in layers]
     assert together.casts() == 1 + 3
     assert_same_bits(outputs[0], expected)
-    graph = forward_graph(lambda x: [layer(x) for layer in layers], fresh)
+    graph = forward_graph(lambda x: [layer(x) for layer in layers], x)
     assert sum(str(node.target).startswith("f8emu.cast") for node in graph.nodes) == 1 + 3
 
 
