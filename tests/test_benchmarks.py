@@ -227,7 +227,9 @@ def test_training(tmp_path: Path) -> None:
         ("bf16", 0),
         ("bf16", 1),
         ("tensorwise", 0),
+        ("tensorwise", 1),
         ("delayed", 0),
+        ("delayed", 1),
     ]
     for run in report["runs"]:
         assert len(run["losses"]) == 2
@@ -243,12 +245,13 @@ def test_the_verdict_of_training() -> None:
         return {"name": name, "seed": seed, "losses": [loss], "training": loss, "held_out": loss}
 
     seeds = [run("bf16", 0, 2.0), run("bf16", 1, 2.1), run("bf16", 2, 2.05)]
-    given = [run("near", 0, 1.99), run("far", 0, 2.2), run("broken", 0, math.nan), run("inside", 0, 2.05)]
+    losses = {"inside": (1.99, 2.09, 2.06), "above": (2.1, 2.2, 2.05), "broken": (2.0, math.nan, 2.05)}
+    given = [run(name, seed, loss) for name, of in losses.items() for seed, loss in enumerate(of)]
     verdicts = {verdict["name"]: verdict for verdict in train.judge([*seeds, *given])}
-    assert [verdicts[name]["passes"] for name in ("near", "far", "broken", "inside")] == [True, False, False, True]
-    assert not verdicts["near"]["training"]["in_range"], "below every seed, and closer than they are to each other"
-    assert verdicts["inside"]["training"]["in_range"]
-    assert verdicts["near"]["training"]["bf16_spread"] == pytest.approx(0.1)
+    assert [verdicts[name]["passes"] for name in losses] == [True, False, False]
+    assert verdicts["above"]["training"]["loss"] == pytest.approx(2.35 / 3 + 4 / 3)
+    assert verdicts["above"]["training"]["shifts"] == pytest.approx([0.1, 0.1, 0.0])
+    assert verdicts["inside"]["training"]["shift"] == pytest.approx(-0.01 / 3)
 
 
 def test_the_corpus_is_split_by_files_and_the_same_each_time() -> None:
