@@ -3,7 +3,6 @@
     python -m benchmarks.linear --json OUT                  a linear layer, a feed-forward and a transformer block
     python -m benchmarks.linear --workloads feed_forward    one of them
     python -m benchmarks.linear --checkpointing full        the same, computed again in the backward pass
-    python -m benchmarks.linear --sizes --json OUT          one linear layer over a grid of K and N, as CUDA graphs
 
 Subjects take turns, a few steps each, for several rounds, so that all see the same clocks and temperature; the figure
 is the median over rounds. Steps run back to back as training runs them. Exit status 1 if f8emu fails somewhere, or
@@ -11,9 +10,7 @@ differs from torchao or from itself without checkpointing where it must not.
 """
 
 import argparse
-import gc
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,23 +21,19 @@ import torch
 from benchmarks import workloads
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.equality import equal_to_no_checkpointing, equal_to_torchao
-from benchmarks.measure import measure
-from benchmarks.report import draw, facts, say, write_json
-from benchmarks.subjects import BASELINE, MODES, SUBJECTS, AbsentError
+from benchmarks.measure import forget, measure
+from benchmarks.report import draw, facts, figure, say, write_json
+from benchmarks.subjects import MODES, SUBJECTS, AbsentError
 from benchmarks.timing import copy_bandwidth
 from benchmarks.workloads import Floor, Workload
 
-SIZES = (512, 1024, 2048, 4096, 8192, 14336)
 _SUMMARY = "Forward and backward of linear layers and Llama blocks: bfloat16, torchao and f8emu."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records, and gives the exit status."""
     given = sys.argv[1:] if argv is None else argv
-    parser = _parser()
-    arguments = parser.parse_args(given)
-    if arguments.sizes is not None and arguments.checkpointing != ["none"]:
-        parser.error("--sizes goes without --checkpointing: one layer has nothing to compute again")
+    arguments = _parser().parse_args(given)
     device = torch.device(arguments.device)
     torch.manual_seed(0)
     # One model under many subjects is many compilations of one forward(), each of them wanted.
@@ -54,8 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     report |= {"copy_bytes_per_second": round(bandwidth)}
     say(f"{report['device']}, copy {bandwidth / 1e12:.3f} TB/s, torch {report['versions']['torch']}")
     floor = Floor(device, bandwidth)
-    if arguments.sizes is not None:
-        return _sweep(arguments, report, device)
     report["equal_to_torchao"] = _equality([(256, 512, 384), (tokens, dim, hidden)], device)
     report["workloads"] = []
     builders: dict[str, Callable[[], Workload]] = {
@@ -87,43 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _draw(workload, entry["subjects"], checkpointing)
         if arguments.json:
             write_json(arguments.json, report)
-        _forget()
+        forget()
     return _status(report)
-
-
-def _sweep(arguments: argparse.Namespace, report: dict[str, Any], device: torch.device) -> int:
-    """Every (K, N); written after each, and stopped in time, so that a second run can add to the first."""
-    sizes = arguments.sizes or SIZES
-    is_graph = device.type == "cuda" and arguments.timing == "graph"
-    mode = "eager" if arguments.mode == "both" else arguments.mode
-    report |= {"mode": mode, "timing": "CUDA graph of one step, sync not in it" if is_graph else "back to back"}
-    report["points"] = []
-    names = [name for name in arguments.subjects if not name.startswith("torchao/")]
-    start = time.perf_counter()
-    for k, n in ((k, n) for k in sizes for n in sizes):
-        if arguments.seconds and time.perf_counter() - start > arguments.seconds:
-            say(f"stopped before K={k}, N={n}: --seconds {arguments.seconds}")
-            report["stopped_before"] = [k, n]
-            break
-        workload = workloads.linear(arguments.tokens, k, n)
-        wanted = [(name, mode) for name in names]
-        results = measure(workload, wanted, device, rounds=arguments.rounds, steps=arguments.steps, is_graph=is_graph)
-        report["points"].append({"k": k, "n": n, "subjects": results})
-        speeds = ", ".join(f"{e['subject']} {_figure(e, 'speed', '.2f')}" for e in results)
-        say(f"K={k} N={n}: {speeds}")
-        if arguments.json:
-            write_json(arguments.json, report)
-        _forget()
-    points = report["points"]
-    columns = ["K x N", "bf16 ms", *(name for name in names if name != BASELINE)]
-    rows = []
-    for point in points:
-        by_name = {e["subject"]: e for e in point["subjects"]}
-        bf16 = _figure(by_name.get(BASELINE, {}), "ms", ".3f")
-        speeds = [_figure(by_name[name], "speed", ".2f") for name in names if name != BASELINE]
-        rows.append([f"{point['k']} x {point['n']}", bf16, *speeds])
-    draw(f"speed of one linear layer against bf16, {arguments.tokens} tokens, {report['timing']}", columns, rows)
-    return any("failed" in e for point in points for e in point["subjects"])
 
 
 def _equality(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[dict[str, Any]] | str:
@@ -152,7 +108,7 @@ def _checkpointing_equality(
             entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         verdict = f"FAILED, {entry['failed']}" if "failed" in entry else _verdict(entry["numbers_differing"])
         say(f"{subject}, {workload.name}, checkpointing {checkpointing} against none, eager: {verdict}")
-        _forget()
+        forget()
     return found
 
 
@@ -192,20 +148,20 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: 
             continue
         peak, kept = (f"{e[key] / 1e6:.0f}" if e.get(key) else "-" for key in ("peak_bytes", "kept_bytes"))
         span = f"{e['ms_min']:.3f} - {e['ms_max']:.3f}"
-        outside = _figure(e, "speed_sync_outside", ".3f")
+        outside = figure(e, "speed_sync_outside", ".3f")
         rows.append(
             [
                 label,
                 f"{e['ms']:.3f}",
                 span,
-                _figure(e, "speed", ".3f"),
+                figure(e, "speed", ".3f"),
                 outside,
-                _figure(e, "floor_ms", ".3f"),
-                _figure(e, "fraction_of_floor", ".1%"),
+                figure(e, "floor_ms", ".3f"),
+                figure(e, "fraction_of_floor", ".1%"),
                 peak,
-                _figure(e, "memory", ".3f"),
+                figure(e, "memory", ".3f"),
                 f"{e['enqueue_ms']:.3f}",
-                *(() if is_plain else (kept, _figure(e, "kept", ".3f"))),
+                *(() if is_plain else (kept, figure(e, "kept", ".3f"))),
             ]
         )
     title = workload.title if is_plain else f"{workload.title}, checkpointing {checkpointing}"
@@ -215,18 +171,6 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: 
             say(f"{e['subject']} {e['mode']}: {e.get('absent') or e.get('failed')}")
         if e.get("compiled_while_timed"):
             say(f"{e['subject']} {e['mode']}: something was compiled while it was timed: do not use its figures")
-
-
-def _figure(entry: dict[str, Any], key: str, form: str) -> str:
-    return format(entry[key], form) if key in entry else "-"
-
-
-def _forget() -> None:
-    """Frees models and compiled code before the next workload."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _status(report: dict[str, Any]) -> int:
@@ -246,15 +190,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workloads", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["none"], help="default none")
-    parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="default both; with --sizes, eager")
+    parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="default both")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--hidden", type=int, help="default 3.5 * dim, as in Llama-3 8B")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every subject (default 7)")
     parser.add_argument("--steps", type=int, default=10, help="steps a turn (default 10)")
-    parser.add_argument("--sizes", type=int, nargs="*", metavar="SIZE", help=f"time K x N of these (default {SIZES})")
-    parser.add_argument("--timing", choices=("graph", "stream"), default="graph", help="of --sizes, on a GPU")
-    parser.add_argument("--seconds", type=float, help="begin no point of --sizes after these")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="where to record")
     return parser

@@ -1,5 +1,6 @@
 """Time and peak memory of one workload, its subjects taking turns."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,6 +82,14 @@ def measure(
             entry["compiled_while_timed"] = True
     _add_ratios(entries)
     return entries
+
+
+def forget() -> None:
+    """Frees models and compiled code before the next workload."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _add_ratios(entries: list[dict[str, Any]]) -> None:

@@ -62,6 +62,11 @@ def draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
     console.print(table)
 
 
+def figure(entry: dict[str, Any], key: str, form: str) -> str:
+    """A figure of an entry, for a table; a dash where it has none."""
+    return format(entry[key], form) if key in entry else "-"
+
+
 def say(line: str) -> None:
     """A line at once, also into a pipe: a run takes minutes."""
     print(line, file=sys.stdout, flush=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import casts, layers, linear, matmul, train, workloads
+from benchmarks import casts, layers, linear, matmul, sizes, train, workloads
 from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
@@ -131,19 +131,24 @@ def test_selective_checkpointing_computes_nothing_dear_again(subject: str) -> No
     assert counts["none"] == counts["selective"] < counts["full"]
 
 
-def test_linear_sweeps_sizes(tmp_path: Path) -> None:
-    out = tmp_path / "sizes.json"
-    subjects = ["bf16", "f8emu/tensorwise"]
-    assert linear.main([*TINY, "--sizes", "64", "128", "--subjects", *subjects, "--json", str(out)]) == 0
+def test_sizes(tmp_path: Path) -> None:
+    out, subjects = tmp_path / "sizes.json", ["bf16", "f8emu/tensorwise"]
+    tiny = ["--device", "cpu", "--tokens", "128", "--rounds", "1", "--steps", "1", "--json", str(out)]
+    assert sizes.main([*tiny, "--sizes", "64", "128", "--subjects", *subjects]) == 0
     report = _report(out)
     assert [(point["k"], point["n"]) for point in report["points"]] == [(64, 64), (64, 128), (128, 64), (128, 128)]
-    assert all(entry["speed"] > 0 for point in report["points"] for entry in point["subjects"])
+    assert all(entry["speed"] > 0 for point in report["points"] for entry in point["back to back"])
+    assert report["smallest"] == {"back to back": {"bf16": [64, 64], "f8emu/tensorwise": None}}
+    out.unlink()
+    sizes.main([*tiny, "--sizes", "64", "--subjects", "bf16", "--seconds", "1e-9"])
+    assert not out.exists(), "stopped in time"
 
 
-def test_a_sweep_stops_in_time(tmp_path: Path) -> None:
-    out = tmp_path / "sizes.json"
-    linear.main([*TINY, "--sizes", "64", "--subjects", "bf16", "--seconds", "1e-9", "--json", str(out)])
-    assert not out.exists() or json.loads(out.read_text())["points"] == []
+def test_the_smallest_size_that_is_faster() -> None:
+    grid = {(k, n): 0.5 if k == 1 or (k, n) == (2, 1) else 1.5 for k in (1, 2, 3) for n in (1, 2, 3)}
+    assert sizes.smallest(grid) == (2, 2)
+    assert sizes.smallest(grid | {(3, 3): 0.9}) is None
+    assert sizes.smallest({(1, 1): 1.0}) == (1, 1)
 
 
 def test_a_subject_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""Forward and backward of one linear layer over a grid of sizes: from where on float8 is faster than bfloat16.
+
+    python -m benchmarks.sizes --json OUT
+
+Eager, timed in two ways: steps back to back as training runs them, where small layers wait for the host, and as CUDA
+graphs, where they do not. Of the first follow the thresholds of `f8emu.torch.filter_small_layers`: of all (in_features,
+out_features) on the grid from which on, upwards in both, no size was slower than bfloat16, the one with most sizes.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import workloads
+from benchmarks.measure import forget, measure
+from benchmarks.report import draw, facts, figure, say, write_json
+from benchmarks.subjects import BASELINE, SUBJECTS
+
+SIZES = (512, 1024, 2048, 4096, 8192, 14336)
+TIMINGS = ("back to back", "CUDA graph")
+Size = tuple[int, int]
+"""in_features K, out_features N."""
+
+
+def smallest(speeds: Mapping[Size, float]) -> Size | None:
+    """The threshold that leaves out fewest sizes, none of them slower than bfloat16; None where there is none."""
+    corners = [(k, n) for k, n in speeds if all(speed >= 1 for size, speed in speeds.items() if _covers((k, n), size))]
+    return max(corners, key=lambda corner: sum(_covers(corner, size) for size in speeds), default=None)
+
+
+def _covers(corner: Size, size: Size) -> bool:
+    return corner[0] <= size[0] and corner[1] <= size[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints tables, records; exit status 1 if a subject failed."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description="One linear layer, many sizes.")
+    own = tuple(name for name in SUBJECTS if not name.startswith("torchao/"))
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=f"of K and N (default {SIZES})")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=own)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every subject (default 5)")
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn (default 10)")
+    parser.add_argument("--seconds", type=float, help="begin no size after these")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="where to record, after every size")
+    arguments = parser.parse_args(given)
+    device = torch.device(arguments.device)
+    torch.manual_seed(0)
+    timings = TIMINGS if device.type == "cuda" else TIMINGS[:1]
+    wanted = [(name, "eager") for name in arguments.subjects]
+    report = facts("benchmarks.sizes", given, device)
+    report |= {"tokens": arguments.tokens, "rounds": arguments.rounds, "steps": arguments.steps, "points": []}
+    start = time.perf_counter()
+    for k, n in ((k, n) for k in arguments.sizes for n in arguments.sizes):
+        if arguments.seconds and time.perf_counter() - start > arguments.seconds:
+            say(f"stopped before K={k}, N={n}: --seconds {arguments.seconds}")
+            report["stopped_before"] = [k, n]
+            break
+        point: dict[str, Any] = {"k": k, "n": n}
+        report["points"].append(point)
+        for timing in timings:
+            point[timing] = measure(
+                workloads.linear(arguments.tokens, k, n),
+                wanted,
+                device,
+                rounds=arguments.rounds,
+                steps=arguments.steps,
+                is_graph=timing == "CUDA graph",
+            )
+            speeds = ", ".join(f"{e['subject']} {figure(e, 'speed', '.2f')}" for e in point[timing])
+            say(f"K={k} N={n}, {timing}: {speeds}")
+        forget()
+        report["smallest"] = {
+            timing: {name: smallest(_speeds(report["points"], timing, name)) for name in arguments.subjects}
+            for timing in timings
+        }
+        if arguments.json:
+            write_json(arguments.json, report)
+    others = [name for name in arguments.subjects if name != BASELINE]
+    for timing in timings:
+        rows = []
+        for point in report["points"]:
+            by_name = {e["subject"]: e for e in point[timing]}
+            figures = [figure(by_name[name], "speed", ".2f") for name in others]
+            bf16 = figure(by_name.get(BASELINE, {}), "ms", ".3f")
+            rows.append([f"{point['k']} x {point['n']}", bf16, *figures])
+        draw(
+            f"speed of one linear layer against bf16, {arguments.tokens} tokens, {timing}",
+            ("K x N", "bf16 ms", *others),
+            rows,
+        )
+        for name in others:
+            found = report.get("smallest", {}).get(timing, {}).get(name)
+            say(f"{timing}, {name}: " + (f"faster from K={found[0]}, N={found[1]} on" if found else "no threshold"))
+    return int(any("failed" in e for point in report["points"] for timing in timings for e in point[timing]))
+
+
+def _speeds(points: Sequence[dict[str, Any]], timing: str, subject: str) -> dict[Size, float]:
+    """Speed of a subject at every size; 0 where it has none."""
+    return {
+        (point["k"], point["n"]): next((e.get("speed", 0.0) for e in point[timing] if e["subject"] == subject), 0.0)
+        for point in points
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
