@@ -41,11 +41,18 @@ class Pair(NamedTuple):
 def casts(x: Tensor) -> dict[str, Pair]:
     """What the recipes do with a matrix."""
     m, n = x.shape
-    one, rows, cols = (torch.rand(size, 1, device=x.device) + 0.5 for size in (1, m, n))
+    one, rows, cols = (100 * torch.rand(size, 1, device=x.device) + 400 for size in (1, m, n))
+    inv_scale = torch.full((1, 1), 0.9, device=x.device)
     state = torch.zeros(1, 1, device=x.device)
 
     def both(x: Tensor, of_rows: Tensor, of_cols: Tensor) -> Results:
-        return twins.cast_rows_by(x, E4M3FN, of_rows), twins.cast_rows_by(x.t(), E4M3FN, of_cols)
+        return (
+            *twins.cast_rows_by(x, E4M3FN, of_rows, _RULE),
+            *twins.cast_rows_by(x.t(), E4M3FN, of_cols, _RULE),
+        )
+
+    def given(x: Tensor) -> Results:
+        return twins.cast_by(x, E4M3FN, inv_scale), twins.cast_by(x.t(), E4M3FN, inv_scale)
 
     def blocks(x: Tensor, granularity: Granularity) -> Results:
         return twins.cast_blocks(x, E4M3FN, granularity, _RULE)
@@ -56,14 +63,14 @@ def casts(x: Tensor) -> dict[str, Pair]:
         "row amaxes": Pair(lambda: (fused.row_amax(x),), lambda x: (twins.row_amax(x),)),
         "row and column amaxes": Pair(lambda: fused.row_col_amax(x), twins.row_col_amax),
         "tensorwise, both ways": Pair(
-            lambda: fused.cast_pair(x, _NAME, one, one, False)[:2], lambda x: both(x, one, one)
+            lambda: fused.cast_pair(x, _NAME, one, one, *_SETTINGS), lambda x: both(x, one, one)
         ),
         "delayed, both ways and amax": Pair(
-            lambda: (*fused.cast_pair_delayed(x, _NAME, one, one, state), state),
-            lambda x: (*both(x, one, one), twins.tensor_amax(x)),
+            lambda: (*fused.cast_pair_delayed(x, _NAME, inv_scale, True, True, state), state),
+            lambda x: (*given(x), twins.tensor_amax(x)),
         ),
         "rowwise, both ways": Pair(
-            lambda: fused.cast_pair(x, _NAME, rows, cols, False)[:2], lambda x: both(x, rows, cols)
+            lambda: fused.cast_pair(x, _NAME, rows, cols, *_SETTINGS), lambda x: both(x, rows, cols)
         ),
         "rowwise, amax and cast of rows": Pair(
             lambda: fused.cast_rows(x, _NAME, *_SETTINGS), lambda x: twins.cast_rows(x, E4M3FN, _RULE)

@@ -5,9 +5,9 @@
     grad_weight = cast(grad_output^T) @ cast(input^T)^T       backward
 
 Kept for the backward pass: the codes of `input^T` (bfloat16 in high precision) with their scale, the weight, which
-lives anyway, and the scale of its second cast. Both casts of the input are made in the forward pass and both of
-`grad_output` in the backward pass, each pair from one reading. The weight is cast when its GEMM runs: that reads it
-twice, and keeps no float8 copy of it alive in between.
+lives anyway, and the amax of its second cast or, under delayed scaling, the scales. Both casts of the input are made in
+the forward pass and both of `grad_output` in the backward pass, each pair from one reading. The weight is cast when its
+GEMM runs: that reads it twice, and keeps no float8 copy of it alive in between.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
-from f8emu.torch.casts import Known, Operand, cast_both, cast_rows_first, find_scales
+from f8emu.torch.casts import Basis, Operand, cast_both, cast_rows_first, find_basis, find_given, format_name
 from f8emu.torch.scaled_mm import mm, scaled_mm
 
 SIZE_MULTIPLE = 16
@@ -90,16 +90,16 @@ def float8_matmul(
         x = cast_input(input, plan, of_input) if shared is None else shared
         rows, cols = recipe.output.b, recipe.grad_input.b
         if of_weight is None:
-            w, known = cast_rows_first(weight, rows, cols, recipe.scale_rule)
+            w, basis = cast_rows_first(weight, rows, cols, recipe.scale_rule)
         else:
-            known = _delayed_scales(weight, rows, cols, recipe, of_weight)
-            w, _ = cast_both(weight, rows, None, known, recipe.scale_rule, of_weight.amax)
+            basis = _delayed_basis(weight, rows, cols, recipe, of_weight)
+            w, _ = cast_both(weight, rows, None, basis, recipe.scale_rule, of_weight.amax)
             assert w is not None, "it was asked for"
     # 2. That is saved before the product is computed: where activation checkpointing computes a region again, it stops
     #    once everything is saved again, and the region's last product is not computed a second time.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
-    w_inv_scale, w_scale = (None, None) if known.cols is None else known.cols
-    place = Float8Backward.apply(input, weight, kept, kept_scale, w_inv_scale, w_scale, plan, of_grad_output)
+    given = (None, None) if basis.given is None else basis.given
+    place = Float8Backward.apply(input, weight, kept, kept_scale, basis.cols, *given, plan, of_grad_output)
     # 3. output. Outside of any autograd function: within one, torch 2.11 compiles a checkpointed region to keep it.
     with torch.no_grad():
         product = gemm(x.output, w, recipe.output, input.dtype, plan.engine)
@@ -129,13 +129,14 @@ class Float8Backward(torch.autograd.Function):
         weight: Tensor,
         kept: Tensor | None,
         kept_scale: Tensor | None,
+        w_amax: Tensor | None,
         w_inv_scale: Tensor | None,
         w_scale: Tensor | None,
         plan: Plan,
         of_grad_output: Delayed | None,
     ) -> Tensor:
         """Keep what the backward pass needs."""
-        ctx.save_for_backward(kept, kept_scale, weight, w_inv_scale, w_scale)
+        ctx.save_for_backward(kept, kept_scale, weight, w_amax, w_inv_scale, w_scale)
         # The amax of grad_output is written in the backward pass, so it is not a saved tensor.
         ctx.plan, ctx.dtype, ctx.of_grad_output = plan, input.dtype, of_grad_output
         return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
@@ -144,7 +145,7 @@ class Float8Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Cast grad_output and weight, multiply twice."""
         (grad_output,) = grads
-        kept, kept_scale, weight, w_inv_scale, w_scale = ctx.saved_tensors
+        kept, kept_scale, weight, w_amax, w_inv_scale, w_scale = ctx.saved_tensors
         recipe, engine = ctx.plan.recipe, ctx.plan.engine
         wants_input, wants_weight = ctx.needs_input_grad[0], kept is not None
         rows = recipe.grad_input.a if wants_input else None
@@ -152,14 +153,14 @@ class Float8Backward(torch.autograd.Function):
         g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output)
         d_input = d_weight = None
         if g is not None:
-            known = Known(cols=None if w_scale is None else Scales(w_inv_scale, w_scale))
-            _, w = cast_both(weight, None, recipe.grad_input.b, known, recipe.scale_rule)
+            basis = Basis(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
+            _, w = cast_both(weight, None, recipe.grad_input.b, basis, recipe.scale_rule)
             assert w is not None, "it was asked for"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
             d_weight = d_weight.to(weight.dtype)
-        return d_input, d_weight, None, None, None, None, None, None
+        return d_input, d_weight, *(None,) * 7
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
@@ -203,22 +204,22 @@ def _cast_produced(
     """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
     if delayed is not None:
-        known = _delayed_scales(x, rows, cols, recipe, delayed)
-        return cast_both(x, rows, cols, known, rule, delayed.amax)
+        basis = _delayed_basis(x, rows, cols, recipe, delayed)
+        return cast_both(x, rows, cols, basis, rule, delayed.amax)
     is_single = cols is None or cols.format is None
     if is_single and rows is not None and rows.format is not None and rows.granularity is Granularity.ROWWISE:
         operand, _ = cast_rows_first(x, rows, cols, rule)
-        _, transposed = cast_both(x, None, cols, Known(), rule)
+        _, transposed = cast_both(x, None, cols, Basis(), rule)
         return operand, transposed
-    known = find_scales(x, rows, cols, rule, is_produced=True)
-    return cast_both(x, rows, cols, known, rule)
+    return cast_both(x, rows, cols, find_basis(x, rows, cols, is_produced=True), rule)
 
 
-def _delayed_scales(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> Known:
+def _delayed_basis(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> Basis:
     if delayed.scales is not None:
-        return Known(delayed.scales, delayed.scales)
+        return Basis(given=delayed.scales)
     assert recipe.delayed is not None, "only such a recipe has delayed scales"
-    return find_scales(x, rows, cols, recipe.scale_rule, margin=recipe.delayed.margin)
+    name = format_name(rows, cols)
+    return Basis() if name is None else find_given(x, name, recipe.scale_rule, recipe.delayed.margin)
 
 
 def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:

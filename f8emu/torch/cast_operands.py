@@ -3,32 +3,49 @@
 Both the operators and their fake implementations call these, which read shapes, dtypes and devices only.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity
-from f8emu.torch.dtypes import float8_format, require_values
+from f8emu.spec.formats import FLOAT8_OPERANDS, Format
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, float8_format, require_values
+
+_CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in FLOAT8_OPERANDS}
 
 
-def empty_pair(
-    call: str, x: Tensor, fmt: str, row_inv_scale: Tensor | None, col_inv_scale: Tensor | None
+def empty_side(
+    call: str, name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Row and column codes of `cast_pair`, its arguments checked."""
+    """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
+    if amax is None:
+        return new_codes(x, format, 0, 0), new_floats(x, 0, 0)
+    if amax.dtype not in HIGH_PRECISION_DTYPES or (amax.numel() != 1 and tuple(amax.shape) != (rows, 1)):
+        raise OperandError(
+            f"{call}: {name} must be float32, bfloat16 or float16, with one element or of shape [{rows}, 1]; got "
+            f"{amax.dtype} of shape {list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
+        )
+    _check_device(call, name, amax, x)
+    return new_codes(x, format, rows, k), new_floats(x, *amax.shape)
+
+
+def empty_codes(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+    """Row and column codes of `cast_pair_given`, its arguments checked."""
     require_values(call, x, ndim=2)
-    m, n = x.shape
-    _check_inv_scale(call, "row_inv_scale", row_inv_scale, x, m)
-    _check_inv_scale(call, "col_inv_scale", col_inv_scale, x, n)
-    rows, cols = (0, 0) if row_inv_scale is None else (m, n), (0, 0) if col_inv_scale is None else (n, m)
-    format = float8_format(call, fmt)
-    return new_codes(x, format, *rows), new_codes(x, format, *cols)
+    check_one_float(call, "inv_scale", inv_scale, x)
+    format, (m, n) = named_format(call, fmt), x.shape
+    return (
+        new_codes(x, format, m, n) if rows else new_codes(x, format, 0, 0),
+        new_codes(x, format, n, m) if cols else new_codes(x, format, 0, 0),
+    )
 
 
 def empty_blocks(x: Tensor, fmt: str, square: bool, rows: bool, cols: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the rows, then of the columns, of `cast_blocks`; its arguments checked."""
     require_values("cast_blocks", x, ndim=2)
-    format, (m, n) = float8_format("cast_blocks", fmt), x.shape
+    format, (m, n) = named_format("cast_blocks", fmt), x.shape
     result: list[Tensor] = []
     for wanted, shape in ((rows, (m, n)), (cols, (n, m))):
         blocks = block_granularity(square).scale_shape(*shape) if wanted else (0, 0)
@@ -47,31 +64,41 @@ def new_floats(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
 
 
+def new_zeros(x: Tensor, *shape: int) -> Tensor:
+    """A float32 tensor where `x` is, for amaxes that are raised."""
+    return x.new_zeros(shape, dtype=torch.float32)
+
+
 def new_codes(x: Tensor, format: Format, *shape: int) -> Tensor:
     """A tensor where `x` is, for codes."""
-    return x.new_empty(shape, dtype=getattr(torch, format.name))
+    return x.new_empty(shape, dtype=_CODES[format.name])
 
 
-def check_amax(call: str, amax: Tensor, x: Tensor) -> None:
-    """Check an amax that is raised to that of `x`."""
-    if amax.dtype is not torch.float32 or amax.numel() != 1:
+# Both are asked for in every call, and take longer to find than a tensor to allocate.
+
+
+@cache
+def named_format(call: str, fmt: str) -> Format:
+    """`float8_format` of a name."""
+    return float8_format(call, fmt)
+
+
+@cache
+def scale_rule(power_of_two: bool, amax_floor: float) -> ScaleRule:
+    """The rule that an operator's arguments stand for."""
+    return ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+
+
+def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
+    """Check an inv_scale of all of `x`, or an amax that is raised to that of `x`."""
+    if value.dtype is not torch.float32 or value.numel() != 1:
         raise OperandError(
-            f"{call}: amax must be one float32; got {amax.dtype} of shape {list(amax.shape)}; convert it with "
-            "amax.float()"
+            f"{call}: {name} must be one float32; got {value.dtype} of shape {list(value.shape)}; convert it with "
+            f"{name}.float()"
         )
-    if amax.device != x.device:
-        raise OperandError(f"{call}: amax is on {amax.device} and x on {x.device}; move one to the other's device")
+    _check_device(call, name, value, x)
 
 
-def _check_inv_scale(call: str, name: str, inv_scale: Tensor | None, x: Tensor, rows: int) -> None:
-    if inv_scale is None:
-        return
-    if inv_scale.dtype is not torch.float32 or (inv_scale.numel() != 1 and tuple(inv_scale.shape) != (rows, 1)):
-        raise OperandError(
-            f"{call}: {name} must be float32 with one element or of shape [{rows}, 1]; got {inv_scale.dtype} of shape "
-            f"{list(inv_scale.shape)}; take it from scales() of the same x"
-        )
-    if inv_scale.device != x.device:
-        raise OperandError(
-            f"{call}: {name} is on {inv_scale.device} and x on {x.device}; move one to the other's device"
-        )
+def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise OperandError(f"{call}: {name} is on {value.device} and x on {x.device}; move one to the other's device")

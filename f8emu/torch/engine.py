@@ -20,6 +20,9 @@ class Engine(Enum):
     EMULATED = "emulated"
 
 
+_NAMES = tuple(engine.value for engine in Engine)
+
+
 def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
     """HARDWARE or EMULATED, for tensors on `device`.
 
@@ -30,9 +33,8 @@ def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
         OperandError: an unknown engine.
         UnsupportedError: the hardware is asked for where there is none.
     """
-    known = [e.value for e in Engine]
-    if engine not in known:
-        raise OperandError(f"{call}: engine must be one of {', '.join(known)}; got {engine!r}")
+    if engine not in _NAMES:
+        raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
     if engine == Engine.EMULATED.value:
         return Engine.EMULATED
     if has_float8_hardware(device):

@@ -11,7 +11,8 @@ Exactness: kernels and twins give the same bits, those of the verbs `amax`, `sca
 scale equals any NaN. The operators are opaque to a compiler, so that an amax is that of the values as they are stored
 and a division the one written here (NUMERICS 6), eager and compiled alike.
 
-Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format or a floor out of range.
+Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format or a floor out of range,
+UnsupportedError where a gradient would be recorded.
 
 The kernels run on a CUDA device of compute capability 8.9 or newer with Triton. Without Triton the twins run there too,
 which is said once, by a warning that names the remedy.
@@ -20,17 +21,26 @@ which is said once, by a warning that names the remedy.
 import warnings
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from f8emu.spec.errors import UnsupportedError
-from f8emu.spec.scaling import ScaleRule
 from f8emu.torch import twins
-from f8emu.torch.cast_operands import block_granularity, check_amax, empty_blocks, empty_pair, new_codes, new_floats
-from f8emu.torch.dtypes import float8_format, require_values
+from f8emu.torch.cast_operands import (
+    block_granularity,
+    check_one_float,
+    empty_blocks,
+    empty_codes,
+    empty_side,
+    named_format,
+    new_codes,
+    new_floats,
+    new_zeros,
+    scale_rule,
+)
+from f8emu.torch.dtypes import require_values
 from f8emu.torch.engine import has_float8_hardware
+from f8emu.torch.library import fake, operator
 
 
 @cache
@@ -60,24 +70,24 @@ def _kernels_for(x: Tensor) -> ModuleType | None:
     return _launches() if x.numel() > 0 and _is_device_fused(x.device) else None
 
 
-@torch.library.custom_op("f8emu::tensor_amax", mutates_args=())
+@operator()
 def tensor_amax(x: Tensor) -> Tensor:
     """Largest magnitude of `x` of any shape, [1, 1]."""
     require_values("tensor_amax", x)
     if (launch := _kernels_for(x)) is None:
         return twins.tensor_amax(x)
-    amax = new_floats(x, 1, 1).zero_()
+    amax = new_zeros(x, 1, 1)
     launch.tensor_amax(x.contiguous(), amax)
     return amax
 
 
-@tensor_amax.register_fake
+@fake(tensor_amax)
 def _(x: Tensor) -> Tensor:
     require_values("tensor_amax", x)
     return new_floats(x, 1, 1)
 
 
-@torch.library.custom_op("f8emu::row_amax", mutates_args=())
+@operator()
 def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of `x` [M, N], [M, 1]."""
     require_values("row_amax", x, ndim=2)
@@ -88,96 +98,124 @@ def row_amax(x: Tensor) -> Tensor:
     return amax
 
 
-@row_amax.register_fake
+@fake(row_amax)
 def _(x: Tensor) -> Tensor:
     require_values("row_amax", x, ndim=2)
     return new_floats(x, x.shape[0], 1)
 
 
-@torch.library.custom_op("f8emu::row_col_amax", mutates_args=())
+@operator()
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of the rows of `x` [M, N], [M, 1], and of its columns, [N, 1], in one pass."""
     require_values("row_col_amax", x, ndim=2)
     if (launch := _kernels_for(x)) is None:
         return twins.row_col_amax(x)
-    rows, cols = new_floats(x, x.shape[0], 1).zero_(), new_floats(x, x.shape[1], 1).zero_()
+    rows, cols = new_zeros(x, x.shape[0], 1), new_zeros(x, x.shape[1], 1)
     launch.row_col_amax(x.contiguous(), rows, cols)
     return rows, cols
 
 
-@row_col_amax.register_fake
+@fake(row_col_amax)
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     require_values("row_col_amax", x, ndim=2)
     return new_floats(x, x.shape[0], 1), new_floats(x, x.shape[1], 1)
 
 
-@torch.library.custom_op("f8emu::scales", mutates_args=())
+@operator()
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     """(inv_scale, scale) of every amax, of any shape and high-precision dtype, as `scale_from_amax`."""
     require_values("scales", amax, name="amax")
-    format, rule = float8_format("scales", fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+    format, rule = named_format("scales", fmt), scale_rule(power_of_two, amax_floor)
     if (launch := _kernels_for(amax)) is None:
         return twins.scales(amax.float(), format, rule, margin)
     inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
-    launch.scales(amax.contiguous(), inv_scale, scale, format, rule, margin)
+    launch.scales([(amax.contiguous(), inv_scale, scale)], format, rule, margin)
     return inv_scale, scale
 
 
-@scales.register_fake
+@fake(scales)
 def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     require_values("scales", amax, name="amax")
     return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
 
 
-@torch.library.custom_op("f8emu::cast_pair", mutates_args=())
+@operator()
 def cast_pair(
-    x: Tensor, fmt: str, row_inv_scale: Tensor | None, col_inv_scale: Tensor | None, with_amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of `x` [M, N] and of `x^T` [N, M], each with its own inv_scales: one, or one a row; None leaves it out.
+    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by its own amaxes; None leaves it out.
+
+    An operand has one amax or one a row, of any high-precision dtype.
 
     Returns:
-        (row_codes, col_codes, amax [1, 1]); the amax of `x` is found in the same pass where `with_amax` asks for it.
+        (row_codes, row_scale, col_codes, col_scale).
     """
-    amax = new_floats(x, 1, 1).zero_() if with_amax else None
-    rows, cols = _cast_pair("cast_pair", x, fmt, row_inv_scale, col_inv_scale, amax)
-    return rows, cols, new_floats(x, 0, 0) if amax is None else amax
+    require_values("cast_pair", x, ndim=2)
+    m, n = x.shape
+    format, rule = named_format("cast_pair", fmt), scale_rule(power_of_two, amax_floor)
+    row = empty_side("cast_pair", "row_amax", x, format, row_amax, m, n)
+    col = empty_side("cast_pair", "col_amax", x, format, col_amax, n, m)
+    if (launch := _kernels_for(x)) is None:
+        return (
+            *(row if row_amax is None else twins.cast_rows_by(x, format, row_amax.float(), rule)),
+            *(col if col_amax is None else twins.cast_rows_by(x.t(), format, col_amax.float(), rule)),
+        )
+    rows = None if row_amax is None else (row_amax.contiguous(), *row)
+    cols = None if col_amax is None else (col_amax.contiguous(), *col)
+    launch.cast_pair(x.contiguous(), format, rule, rows, cols)
+    return *row, *col
 
 
-@cast_pair.register_fake
+@fake(cast_pair)
 def _(
-    x: Tensor, fmt: str, row_inv_scale: Tensor | None, col_inv_scale: Tensor | None, with_amax: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    rows, cols = empty_pair("cast_pair", x, fmt, row_inv_scale, col_inv_scale)
-    return rows, cols, new_floats(x, 1, 1) if with_amax else new_floats(x, 0, 0)
+    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    require_values("cast_pair", x, ndim=2)
+    m, n = x.shape
+    format = named_format("cast_pair", fmt)
+    return (
+        *empty_side("cast_pair", "row_amax", x, format, row_amax, m, n),
+        *empty_side("cast_pair", "col_amax", x, format, col_amax, n, m),
+    )
 
 
-@torch.library.custom_op("f8emu::cast_pair_delayed", mutates_args={"amax"})
+@operator()
+def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+    """Codes of `x` [M, N] and of `x^T` [N, M], where asked for, under one inv_scale, [1, 1]."""
+    return _cast_pair_given("cast_pair_given", x, fmt, inv_scale, rows, cols, None)
+
+
+@fake(cast_pair_given)
+def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+    return empty_codes("cast_pair_given", x, fmt, inv_scale, rows, cols)
+
+
+@operator(mutates_args={"amax"})
 def cast_pair_delayed(
-    x: Tensor, fmt: str, row_inv_scale: Tensor | None, col_inv_scale: Tensor | None, amax: Tensor
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`cast_pair`, and `amax` (float32, one element, at least 0 or NaN) becomes the maximum of itself and that of `x`.
+    """`cast_pair_given`, and `amax` (float32, one element, at least 0 or NaN) is raised to that of `x`.
 
     In the same pass, and as integers, so that a NaN stays. For the backward pass of an autograd function, `amax` should
     be a tensor of its own (not part of a larger one) and an attribute of `ctx`: what `save_for_backward` keeps may not
     change until then, and other passes would change it.
     """
-    check_amax("cast_pair_delayed", amax, x)
-    return _cast_pair("cast_pair_delayed", x, fmt, row_inv_scale, col_inv_scale, amax)
+    check_one_float("cast_pair_delayed", "amax", amax, x)
+    torch.autograd.graph.increment_version(amax)
+    return _cast_pair_given("cast_pair_delayed", x, fmt, inv_scale, rows, cols, amax)
 
 
-@cast_pair_delayed.register_fake
-def _(
-    x: Tensor, fmt: str, row_inv_scale: Tensor | None, col_inv_scale: Tensor | None, amax: Tensor
-) -> tuple[Tensor, Tensor]:
-    check_amax("cast_pair_delayed", amax, x)
-    return empty_pair("cast_pair_delayed", x, fmt, row_inv_scale, col_inv_scale)
+@fake(cast_pair_delayed)
+def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor) -> tuple[Tensor, Tensor]:
+    check_one_float("cast_pair_delayed", "amax", amax, x)
+    return empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
 
 
-@torch.library.custom_op("f8emu::cast_rows", mutates_args=())
+@operator()
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
     require_values("cast_rows", x, ndim=2)
-    format, rule = float8_format("cast_rows", fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+    format, rule = named_format("cast_rows", fmt), scale_rule(power_of_two, amax_floor)
     if (launch := _kernels_for(x)) is None:
         return twins.cast_rows(x, format, rule)
     codes, scale, amax = new_codes(x, format, *x.shape), new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
@@ -185,14 +223,14 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
     return codes, scale, amax
 
 
-@cast_rows.register_fake
+@fake(cast_rows)
 def _(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     require_values("cast_rows", x, ndim=2)
-    codes = new_codes(x, float8_format("cast_rows", fmt), *x.shape)
+    codes = new_codes(x, named_format("cast_rows", fmt), *x.shape)
     return codes, new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
 
 
-@torch.library.custom_op("f8emu::cast_blocks", mutates_args=())
+@operator()
 def cast_blocks(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -202,7 +240,7 @@ def cast_blocks(
         (row_codes, row_scale, col_codes, col_scale).
     """
     out = empty_blocks(x, fmt, square, rows, cols)
-    format, rule = float8_format("cast_blocks", fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+    format, rule = named_format("cast_blocks", fmt), scale_rule(power_of_two, amax_floor)
     if (launch := _kernels_for(x)) is None:
         row = twins.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
         col = twins.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
@@ -213,40 +251,23 @@ def cast_blocks(
     return out
 
 
-@cast_blocks.register_fake
+@fake(cast_blocks)
 def _(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return empty_blocks(x, fmt, square, rows, cols)
 
 
-def _cast_pair(
-    call: str,
-    x: Tensor,
-    fmt: str,
-    row_inv_scale: Tensor | None,
-    col_inv_scale: Tensor | None,
-    amax: Tensor | None,
+def _cast_pair_given(
+    call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    rows, cols = empty_pair(call, x, fmt, row_inv_scale, col_inv_scale)
-    format = float8_format(call, fmt)
+    row, col = empty_codes(call, x, fmt, inv_scale, rows, cols)
+    format = named_format(call, fmt)
     if (launch := _kernels_for(x)) is None:
         if amax is not None:
             twins.raise_amax(amax, x)
-        row = rows if row_inv_scale is None else twins.cast_rows_by(x, format, row_inv_scale)
-        col = cols if col_inv_scale is None else twins.cast_rows_by(x.t(), format, col_inv_scale)
+        row = twins.cast_by(x, format, inv_scale) if rows else row
+        col = twins.cast_by(x.t(), format, inv_scale) if cols else col
         return row, col
-    scales = [None if s is None else s.contiguous() for s in (row_inv_scale, col_inv_scale)]
-    launch.cast_pair(x.contiguous(), format, *scales, rows, cols, amax)
-    return rows, cols
-
-
-def _no_backward(ctx: Any, *grads: Tensor) -> None:
-    raise UnsupportedError(
-        "f8emu.torch casts are not differentiable: a gradient through float8 codes has no meaning; differentiate the "
-        "linear layer around them, or call under torch.no_grad()"
-    )
-
-
-for _op in (tensor_amax, row_amax, row_col_amax, scales, cast_pair, cast_rows, cast_blocks):
-    _op.register_autograd(_no_backward)
+    launch.cast_pair_given(x.contiguous(), format, inv_scale, row if rows else None, col if cols else None, amax)
+    return row, col

@@ -71,7 +71,7 @@ def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl
     inv = tl.where(amax <= FLOOR, AT_FLOOR, inv)
     if POWER_OF_TWO:
         cut = (inv.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True)
-        inv = tl.where(bits > _INFINITY, inv, cut)  # NaN stays NaN
+        inv = tl.where(inv == inv, cut, inv)  # NaN stays NaN
     return inv
 
 
@@ -112,19 +112,19 @@ def row_col_amax_kernel(x, row_amax, col_amax, M, N, tiles_n, BM: tl.constexpr, 
 
 
 @triton.jit
-def scales_kernel(
+def _scale_block(
     amax,
     inv_scale,
     scale,
     count,
+    block,
     QUOTIENT: tl.constexpr,
     FLOOR: tl.constexpr,
     AT_FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`inv_scale` and `scale` of `count` amaxes."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
@@ -132,13 +132,97 @@ def scales_kernel(
     tl.store(scale + offsets, reciprocal(inv), mask=inside)
 
 
+@triton.jit
+def scales_kernel(
+    row_amax,
+    row_inv_scale,
+    row_scale,
+    col_amax,
+    col_inv_scale,
+    col_scale,
+    M,
+    N,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """inv_scales and scales of `M` amaxes and of `N` others."""
+    block, row_blocks = tl.program_id(0), tl.cdiv(M, BLOCK)
+    if block < row_blocks:
+        _scale_block(row_amax, row_inv_scale, row_scale, M, block, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK)
+    else:
+        _scale_block(
+            col_amax, col_inv_scale, col_scale, N, block - row_blocks, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK
+        )
+
+
+@triton.jit
+def _inv_scale_of_one(
+    amax, scale, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """The inv_scale that all programs share, by the one amax, of any dtype; the first program writes its scale."""
+    bits = tl.load(amax).to(tl.float32).to(tl.int32, bitcast=True)
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    if tl.program_id(0) == 0:
+        tl.store(scale, reciprocal(inv))
+    return inv
+
+
 @triton.jit(do_not_specialize=["tiles_n"])
 def cast_pair_kernel(
     x,
+    row_source,
+    row_codes,
+    row_scale,
+    col_source,
+    col_codes,
+    col_scale,
+    M,
+    N,
+    tiles_n,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    ROW_VECTOR: tl.constexpr,
+    COL_VECTOR: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each by its own source.
+
+    A source is one amax, whose scale is written too, or inv_scales (a vector), one a row of codes: in every program a
+    division for each would take longer than another kernel before this one.
+    """
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    values = load_tile(x, rows, cols, M, N)
+    if ROWS:
+        if ROW_VECTOR:
+            scaled = values * tl.load(row_source + rows, mask=rows < M, other=0.0)[:, None]
+        else:
+            scaled = values * _inv_scale_of_one(row_source, row_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+        store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+    if COLS:
+        if COL_VECTOR:
+            scaled = values * tl.load(col_source + cols, mask=cols < N, other=0.0)[None, :]
+        else:
+            scaled = values * _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+        store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def cast_pair_given_kernel(
+    x,
+    inv_scale,
     row_codes,
     col_codes,
-    row_inv_scale,
-    col_inv_scale,
     amax,
     M,
     N,
@@ -147,33 +231,25 @@ def cast_pair_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    ROW_VECTOR: tl.constexpr,
-    COL_VECTOR: tl.constexpr,
     AMAX: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each with its own scales: one, or one a row of codes.
+    """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N] under one inv_scale.
 
-    With `AMAX`, `amax` (bits) is raised to that of `x` in the same pass. Even under one scale, both are converted on
-    their own: the compiler transposes the narrow elements before they are widened, and so has no codes to share.
+    With `AMAX`, `amax` (bits) is raised to that of `x` in the same pass.
     """
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
         tl.atomic_max(amax, one_nan(tl.max(tl.max(magnitudes(values), 1), 0)), sem="relaxed")
+    # Loaded, and so converted, for each: codes of float32 that are stored both ways, Triton 3.6 shuffles on the H200.
     if ROWS:
-        if ROW_VECTOR:
-            scaled = values * tl.load(row_inv_scale + rows, mask=rows < M, other=0.0)[:, None]
-        else:
-            scaled = values * tl.load(row_inv_scale)
+        scaled = values * tl.load(inv_scale)
         store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
     if COLS:
-        if COL_VECTOR:
-            scaled = values * tl.load(col_inv_scale + cols, mask=cols < N, other=0.0)[None, :]
-        else:
-            scaled = values * tl.load(col_inv_scale)
+        scaled = values * tl.load(inv_scale)
         store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 

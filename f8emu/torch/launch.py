@@ -4,13 +4,14 @@ Each writes into tensors that its caller has allocated; all are contiguous, as t
 """
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from f8emu.spec.formats import Format
+from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import ScaleRule
 from f8emu.torch import block_kernels, kernels
 
@@ -64,13 +65,14 @@ def row_col_amax(x: Tensor, row_amax: Tensor, col_amax: Tensor) -> None:
     _run(kernels.row_col_amax_kernel, _blocks(m, bm) * tiles_n, arguments, BM=bm, BN=bn, num_warps=ROW_COL_AMAX_WARPS)
 
 
-def scales(amax: Tensor, inv_scale: Tensor, scale: Tensor, fmt: Format, rule: ScaleRule, margin: int) -> None:
-    """`inv_scale` and `scale` of every amax."""
+def scales(vectors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format, rule: ScaleRule, margin: int = 0) -> None:
+    """(amax, inv_scale, scale), once or twice: the latter two of every amax, in one launch."""
+    sizes = [amax.numel() for amax, _, _ in vectors]
     _run(
         kernels.scales_kernel,
-        _blocks(amax.numel(), SCALES_BLOCK),
-        (amax, inv_scale, scale, amax.numel()),
-        **_rule_constants(fmt, rule, margin),
+        sum(_blocks(size, SCALES_BLOCK) for size in sizes),
+        (*vectors[0], *vectors[-1], sizes[0], sum(sizes[1:])),
+        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor, margin),
         BLOCK=SCALES_BLOCK,
     )
 
@@ -78,28 +80,54 @@ def scales(amax: Tensor, inv_scale: Tensor, scale: Tensor, fmt: Format, rule: Sc
 def cast_pair(
     x: Tensor,
     fmt: Format,
-    row_inv_scale: Tensor | None,
-    col_inv_scale: Tensor | None,
-    row_codes: Tensor,
-    col_codes: Tensor,
-    amax: Tensor | None,
+    rule: ScaleRule,
+    rows: tuple[Tensor, Tensor, Tensor] | None,
+    cols: tuple[Tensor, Tensor, Tensor] | None,
 ) -> None:
-    """Codes of `x` and of its transpose; `amax` raised to that of `x` in the same pass."""
+    """(amax, codes, scale) of `x` and of its transpose, each where asked for: codes and scales by the amaxes."""
     (m, n), (bm, bn) = x.shape, CAST_TILE
     tiles_n = _blocks(n, bn)
-    row, col = row_inv_scale, col_inv_scale
     # Where there is no tensor, x stands in: a pointer that is never followed.
-    scales = (x if row is None else row, x if col is None else col)
+    row_source, row_codes, row_scale = rows or (x, x, x)
+    col_source, col_codes, col_scale = cols or (x, x, x)
+    is_row_vector, is_col_vector = (side is not None and side[0].numel() > 1 for side in (rows, cols))
+    vectors: list[tuple[Tensor, Tensor, Tensor]] = []
+    if is_row_vector:
+        vectors.append((row_source, row_source := torch.empty_like(row_scale), row_scale))
+    if is_col_vector:
+        vectors.append((col_source, col_source := torch.empty_like(col_scale), col_scale))
+    if vectors:
+        scales(vectors, fmt, rule)
     _run(
         kernels.cast_pair_kernel,
         _blocks(m, bm) * tiles_n,
-        (x, row_codes, col_codes, *scales, x if amax is None else _bits(amax), m, n, tiles_n),
-        LIMIT=fmt.max,
-        DTYPE=kernels.DTYPES[fmt.name],
-        ROWS=row is not None,
-        COLS=col is not None,
-        ROW_VECTOR=row is not None and row.numel() > 1,
-        COL_VECTOR=col is not None and col.numel() > 1,
+        (x, row_source, row_codes, row_scale, col_source, col_codes, col_scale, m, n, tiles_n),
+        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor),
+        **_codes_constants(fmt.name),
+        ROWS=rows is not None,
+        COLS=cols is not None,
+        ROW_VECTOR=is_row_vector,
+        COL_VECTOR=is_col_vector,
+        BM=bm,
+        BN=bn,
+        num_warps=CAST_WARPS,
+    )
+
+
+def cast_pair_given(
+    x: Tensor, fmt: Format, inv_scale: Tensor, rows: Tensor | None, cols: Tensor | None, amax: Tensor | None
+) -> None:
+    """Codes of `x` and of its transpose, each where asked for; `amax` raised to that of `x` in the same pass."""
+    (m, n), (bm, bn) = x.shape, CAST_TILE
+    tiles_n = _blocks(n, bn)
+    codes = (x if rows is None else rows, x if cols is None else cols)
+    _run(
+        kernels.cast_pair_given_kernel,
+        _blocks(m, bm) * tiles_n,
+        (x, inv_scale, *codes, x if amax is None else _bits(amax), m, n, tiles_n),
+        **_codes_constants(fmt.name),
+        ROWS=rows is not None,
+        COLS=cols is not None,
         AMAX=amax is not None,
         BM=bm,
         BN=bn,
@@ -110,7 +138,10 @@ def cast_pair(
 def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule, codes: Tensor, scale: Tensor, amax: Tensor) -> None:
     """Codes, scales [M, 1] and amaxes [M, 1] of the rows, by their own amax."""
     m, n = x.shape
-    constants = {**_rule_constants(fmt, rule), "DTYPE": kernels.DTYPES[fmt.name]}
+    constants = {
+        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor),
+        "DTYPE": kernels.DTYPES[fmt.name],
+    }
     if n > ROWS_LONGEST:
         _run(
             kernels.cast_long_rows_kernel,
@@ -148,7 +179,7 @@ def cast_blocks(
     m, n = x.shape
     tiles_m, tiles_n = _blocks(m, BLOCK), _blocks(n, BLOCK)
     constants = {
-        **_rule_constants(fmt, rule),
+        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor),
         "DTYPE": kernels.DTYPES[fmt.name],
         "ROWS": rows is not None,
         "COLS": cols is not None,
@@ -166,23 +197,37 @@ def cast_blocks(
 
 def _run(kernel: Any, programs: int, arguments: tuple[Tensor | int, ...], **constants: Any) -> None:
     # Triton launches on torch's current device, which need not be that of the tensors.
-    with torch.cuda.device_of(arguments[0]):
+    x = arguments[0]
+    assert isinstance(x, Tensor), "the matrix comes first"
+    index = x.device.index
+    if index is None or index == torch.cuda.current_device():
         kernel[(programs,)](*arguments, **constants)
+    else:
+        with torch.cuda.device(index):
+            kernel[(programs,)](*arguments, **constants)
+
+
+# The next two are asked for in every launch. Their arguments are plain values, which are quickly found in a cache.
 
 
 @cache
-def _rule_constants(fmt: Format, rule: ScaleRule, margin: int = 0) -> dict[str, float | bool]:
+def _rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int = 0) -> dict[str, float | bool]:
     """The scale rule as the kernels' constants: `FLOOR` is the largest float32 not above the rule's floor."""
-    below = _float32(rule.amax_floor)
-    if below > rule.amax_floor:
+    below = _float32(amax_floor)
+    if below > amax_floor:
         below = _float32(below - below * 2.0**-24)
-    limit = fmt.max * 2.0**-margin
+    limit = format_by_name(fmt).max * 2.0**-margin
     return {
         "QUOTIENT": limit,
         "FLOOR": below,
-        "AT_FLOOR": _float32(limit / rule.amax_floor),
-        "POWER_OF_TWO": rule.power_of_two,
+        "AT_FLOOR": _float32(limit / amax_floor),
+        "POWER_OF_TWO": power_of_two,
     }
+
+
+@cache
+def _codes_constants(fmt: str) -> dict[str, Any]:
+    return {"LIMIT": format_by_name(fmt).max, "DTYPE": kernels.DTYPES[fmt]}
 
 
 def _float32(value: float) -> float:

@@ -13,15 +13,14 @@ from torch import Tensor
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch import emulation, hardware
 from f8emu.torch.engine import Engine, resolve_engine
+from f8emu.torch.library import fake, operator
 from f8emu.torch.operands import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware asks for."""
 
 
-@torch.library.custom_op(
-    "f8emu::scaled_mm",
-    mutates_args=(),
+@operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
     "bool use_fast_accum, str engine, str? granularity_a, str? granularity_b, int? split_k) -> Tensor",
     tags=_TAGS,
@@ -59,9 +58,7 @@ def scaled_mm(
     return emulation.scaled_mm(a, b, scale_a, scale_b, granularities, **options, split_k=split_k or 1)
 
 
-@torch.library.custom_op(
-    "f8emu::scaled_grouped_mm",
-    mutates_args=(),
+@operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType out_dtype, "
     "bool use_fast_accum, str engine) -> Tensor",
     tags=_TAGS,
@@ -86,12 +83,7 @@ def scaled_grouped_mm(
     return emulation.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
 
 
-@torch.library.custom_op(
-    "f8emu::mm",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor",
-    tags=_TAGS,
-)
+@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor", tags=_TAGS)
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
     """`f8emu.torch.mm`."""
     check_mm(a, b, out_dtype=out_dtype, split_k=split_k)
@@ -101,7 +93,7 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int |
     return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k or 1)
 
 
-@scaled_mm.register_fake
+@fake(scaled_mm)
 def _(
     a: Tensor,
     b: Tensor,
@@ -130,7 +122,7 @@ def _(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-@scaled_grouped_mm.register_fake
+@fake(scaled_grouped_mm)
 def _(
     a: Tensor,
     b: Tensor,
@@ -145,21 +137,10 @@ def _(
     return a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
 
 
-@mm.register_fake
+@fake(mm)
 def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
     check_mm(a, b, out_dtype=out_dtype, split_k=split_k)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-def _no_backward(ctx: Any, *grads: Tensor) -> None:
-    raise UnsupportedError(
-        "f8emu.torch GEMMs are not differentiable: a gradient through float8 codes has no meaning; differentiate the "
-        "linear layer around them, or call under torch.no_grad()"
-    )
-
-
-for _op in (scaled_mm, scaled_grouped_mm, mm):
-    _op.register_autograd(_no_backward)
 
 
 def _refuse_split_k(call: str, split_k: int | None) -> None:

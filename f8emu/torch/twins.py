@@ -47,7 +47,13 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, 
     return _row_major(quantize(x, found.inv_scale, fmt, Granularity.ROWWISE)), found.scale, largest
 
 
-def cast_rows_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
+def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `x` by given amaxes: one, or one a row."""
+    found = scale_from_amax(amax, fmt, rule)
+    return cast_by(x, fmt, found.inv_scale), found.scale
+
+
+def cast_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
     """The codes of `x` under given inv_scales: one, or one a row."""
     granularity = Granularity.TENSORWISE if inv_scale.numel() == 1 else Granularity.ROWWISE
     return _row_major(quantize(x, inv_scale, fmt, granularity))

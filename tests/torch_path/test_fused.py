@@ -86,21 +86,56 @@ def test_the_scales_of_a_16_bit_amax_are_those_of_its_value(dtype, assert_same_b
         assert_same_bits(found, wanted)
 
 
+def amaxes(size: int | None) -> torch.Tensor | None:
+    """For so many rows: they fit some and make others saturate."""
+    return None if size is None else torch.linspace(40, 1600, size).reshape(size, 1)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
-def test_pairs_equal_the_verbs(fmt, x, witness, assert_same_bits) -> None:
-    """Tensorwise and rowwise on each side; the scales fit some rows and make others saturate."""
+def test_pairs_equal_the_verbs(fmt, rule, x, witness, assert_same_bits) -> None:
+    """By one amax and by one a row, on each side."""
     m, n = x.shape
-    for rows, cols in ((1, 1), (m, n), (m, 1), (1, None), (None, n)):
-        inv_scales = [None if size is None else torch.linspace(0.3, 9, size).reshape(size, 1) for size in (rows, cols)]
-        *codes, amax = fused.cast_pair(x, fmt.name, *inv_scales, True)
-        for matrix, inv_scale, found in zip((x, x.t()), inv_scales, codes, strict=True):
-            if inv_scale is None:
-                assert found.shape == (0, 0)
+    for rows, cols in ((1, 1), (m, n), (m, 1), (1, n), (1, None), (None, n)):
+        both = amaxes(rows), amaxes(cols)
+        found = fused.cast_pair(x, fmt.name, *both, *arguments(rule))
+        for matrix, amax, codes, scale in zip((x, x.t()), both, found[::2], found[1::2], strict=True):
+            if amax is None:
+                assert codes.shape == scale.shape == (0, 0)
                 continue
-            granularity = Granularity.TENSORWISE if inv_scale.numel() == 1 else Granularity.ROWWISE
-            expected = witness("quantize", matrix, inv_scale, fmt, granularity)
-            assert_same_bits(found, expected, nan_codes=True)
-            assert found.is_contiguous()
+            granularity = Granularity.TENSORWISE if amax.numel() == 1 else Granularity.ROWWISE
+            expected = witness("scale_from_amax", amax, fmt, rule)
+            assert_same_bits(scale, expected.scale)
+            assert_same_bits(codes, witness("quantize", matrix, expected.inv_scale, fmt, granularity), nan_codes=True)
+            assert codes.is_contiguous()
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_pairs_by_their_own_amax_equal_the_verbs(fmt, x, witness, assert_same_bits) -> None:
+    """The amax as the verb gives it, and as a compiler does: in the dtype of `x`, any NaN in it."""
+    expected = witness("scale_from_amax", witness("amax", x), fmt)
+    for amax in (fused.tensor_amax(x), x.abs().max().reshape(1, 1)):
+        rows, row_scale, cols, col_scale = fused.cast_pair(x, fmt.name, amax, amax, *arguments(ScaleRule()))
+        assert_same_bits(row_scale, expected.scale)
+        assert_same_bits(col_scale, expected.scale)
+        assert_same_bits(rows, witness("quantize", x, expected.inv_scale, fmt), nan_codes=True)
+        assert_same_bits(cols, rows.t(), nan_codes=True)
+
+
+@pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+def test_pairs_under_a_given_scale_equal_the_verbs(fmt, x, witness, assert_same_bits) -> None:
+    for value, wanted in ((0.3, (True, True)), (9.0, (True, False)), (2.0**-9, (False, True))):
+        inv_scale, amax = torch.full((1, 1), value), torch.zeros(1, 1)
+        found = fused.cast_pair_given(x, fmt.name, inv_scale, *wanted)
+        for matrix, codes, is_wanted in zip((x, x.t()), found, wanted, strict=True):
+            if is_wanted:
+                assert_same_bits(codes, witness("quantize", matrix, inv_scale, fmt), nan_codes=True)
+                assert codes.is_contiguous()
+            else:
+                assert codes.shape == (0, 0)
+        raising = fused.cast_pair_delayed(x, fmt.name, inv_scale, *wanted, amax)
+        for codes, expected in zip(raising, found, strict=True):
+            assert_same_bits(codes, expected, nan_codes=True)
         assert_same_bits(amax, witness("amax", x), nan_codes=True)
 
 
@@ -138,18 +173,18 @@ def test_a_given_amax_is_raised_and_keeps_what_is_not_finite(assert_same_bits) -
     for shape in ((), (1,), (1, 1)):
         amax = torch.zeros(shape)
         for value, expected in ((-3.0, 3.0), (2.0, 3.0), (-float("inf"), float("inf")), (5.0, float("inf"))):
-            rows, cols = fused.cast_pair_delayed(torch.full((2, 3), value), E4M3, one, one, amax)
+            rows, cols = fused.cast_pair_delayed(torch.full((2, 3), value), E4M3, one, True, True, amax)
             assert amax.item() == expected
             assert (rows.shape, cols.shape) == ((2, 3), (3, 2))
         for value in (float("nan"), 1.0, float("inf")):
-            fused.cast_pair_delayed(torch.full((2, 3), value), E4M3, one, None, amax)
+            fused.cast_pair_delayed(torch.full((2, 3), value), E4M3, one, True, False, amax)
             assert amax.view(torch.int32).item() == 0x7FFFFFFF
     amaxes = torch.zeros(4)  # one buffer of a whole model
     x = drawn((130, 70), torch.bfloat16, special=False)
-    codes = fused.cast_pair_delayed(x, E4M3, one, one, amaxes[2])
+    version = amaxes._version
+    fused.cast_pair_delayed(x, E4M3, one, True, True, amaxes[2])
+    assert amaxes._version > version, "autograd must see that it has changed"
     assert_same_bits(amaxes, torch.stack([torch.zeros(()), torch.zeros(()), f8.amax(x).reshape(()), torch.zeros(())]))
-    for found, expected in zip(codes, fused.cast_pair(x, E4M3, one, one, False), strict=False):
-        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 40), (40, 0)], ids=str)
@@ -160,8 +195,13 @@ def test_nothing_gives_nothing(shape, witness, assert_same_bits) -> None:
     for found, size in zip(fused.row_col_amax(x), shape, strict=True):
         assert_same_bits(found, torch.zeros(size, 1))
     amax = torch.full((), 2.0)
-    rows, cols = fused.cast_pair_delayed(x, E4M3, torch.ones(m, 1), torch.ones(n, 1), amax)
+    rows, cols = fused.cast_pair_delayed(x, E4M3, torch.ones(1, 1), True, True, amax)
     assert (rows.shape, cols.shape, amax.item()) == ((m, n), (n, m), 2.0)
+    for row_amax, col_amax in ((torch.zeros(m, 1), torch.zeros(n, 1)), (torch.zeros(1, 1), torch.zeros(1, 1))):
+        rows, row_scale, cols, col_scale = fused.cast_pair(x, E4M3, row_amax, col_amax, False, 1e-12)
+        assert (rows.shape, cols.shape) == ((m, n), (n, m))
+        assert_same_bits(row_scale, witness("scale_from_amax", row_amax, E4M3FN).scale)
+        assert_same_bits(col_scale, witness("scale_from_amax", col_amax, E4M3FN).scale)
     codes, scale, found = fused.cast_rows(x, E4M3, False, 1e-12)
     assert_same_bits(scale, witness("scale_from_amax", torch.zeros(m, 1), E4M3FN).scale)
     assert (codes.shape, found.shape) == ((m, n), (m, 1))
@@ -194,9 +234,10 @@ def calls(x: torch.Tensor) -> dict[str, tuple[Any, tuple]]:
         "row_amax": (fused.row_amax, (x,)),
         "row_col_amax": (fused.row_col_amax, (x,)),
         "scales": (fused.scales, (rows, E4M3, True, 1e-12, 1)),
-        "cast_pair": (fused.cast_pair, (x, E4M3, rows, cols, False)),
-        "cast_pair with amax": (fused.cast_pair, (x, "float8_e5m2", rows[0], None, True)),
-        "cast_pair_delayed": (fused.cast_pair_delayed, (x, E4M3, rows[:1], rows[:1], torch.ones(1))),
+        "cast_pair": (fused.cast_pair, (x, E4M3, rows, cols, True, 1e-12)),
+        "cast_pair by one amax": (fused.cast_pair, (x, "float8_e5m2", rows[:1].bfloat16(), None, False, 1e-12)),
+        "cast_pair_given": (fused.cast_pair_given, (x, E4M3, rows[:1], True, True)),
+        "cast_pair_delayed": (fused.cast_pair_delayed, (x, E4M3, rows[:1], True, True, torch.ones(1))),
         "cast_rows": (fused.cast_rows, (x, E4M3, True, 1e-12)),
         "cast_blocks": (fused.cast_blocks, (x, E4M3, False, True, True, False, 1e-12)),
         "cast_blocks, squares": (fused.cast_blocks, (x, E4M3, True, True, False, False, 1e-12)),
@@ -245,8 +286,8 @@ class Delayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         one = torch.ones(1, 1)
-        x_codes, xt = fused.cast_pair_delayed(x, E4M3, one, one, amaxes[0])
-        w_codes, wt = fused.cast_pair_delayed(weight, E4M3, one, one, amaxes[1])
+        x_codes, xt = fused.cast_pair_delayed(x, E4M3, one, True, True, amaxes[0])
+        w_codes, wt = fused.cast_pair_delayed(weight, E4M3, one, True, True, amaxes[1])
         ctx.save_for_backward(xt, wt)
         ctx.grad_amax = amaxes[2]  # saved, it would have to stay as it is until the backward pass
         return x_codes.float() @ w_codes.float().t()
@@ -255,7 +296,7 @@ class Delayed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         xt, wt = ctx.saved_tensors
         one = torch.ones(1, 1)
-        codes, transposed = fused.cast_pair_delayed(grad, "float8_e5m2", one, one, ctx.grad_amax)
+        codes, transposed = fused.cast_pair_delayed(grad, "float8_e5m2", one, True, True, ctx.grad_amax)
         return codes.float() @ wt.float().t(), transposed.float() @ xt.float().t(), None, None, None
 
 
@@ -334,25 +375,35 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
             "cast_blocks: x must have 2 dimensions",
         ),
         "a format": (lambda: fused.cast_rows(x, "float16", False, 1e-12), SpecError, "cast_rows: format must be"),
-        "no format": (lambda: fused.cast_pair(x, "fp8", one, None, False), SpecError, "unknown format 'fp8'"),
+        "no format": (lambda: fused.cast_pair_given(x, "fp8", one, True, False), SpecError, "unknown format 'fp8'"),
         "a floor": (lambda: fused.cast_rows(x, E4M3, False, 0.0), SpecError, "amax_floor must be in"),
-        "scales of rows": (
-            lambda: fused.cast_pair(x, E4M3, None, torch.ones(4, 1), False),
+        "amaxes of rows": (
+            lambda: fused.cast_pair(x, E4M3, None, torch.ones(4, 1), False, 1e-12),
             OperandError,
-            r"cast_pair: col_inv_scale must be float32 with one element or of shape \[6, 1\]; got .* \[4, 1\]",
+            r"cast_pair: col_amax must be .* one element or of shape \[6, 1\]; got torch.float32 of shape \[4, 1\]",
         ),
-        "double scales": (
-            lambda: fused.cast_pair_delayed(x, E4M3, one.double(), None, torch.zeros(())),
+        "double amaxes of rows": (
+            lambda: fused.cast_pair(x, E4M3, torch.ones(4, 1).double(), None, False, 1e-12),
             OperandError,
-            "cast_pair_delayed: row_inv_scale must be float32.*got torch.float64",
+            "cast_pair: row_amax must be float32, bfloat16 or float16.*got torch.float64",
         ),
-        "scales elsewhere": (
-            lambda: fused.cast_pair(x, E4M3, one.to("meta"), None, False),
+        "an amax elsewhere": (
+            lambda: fused.cast_pair(x, E4M3, one.to("meta"), None, False, 1e-12),
             OperandError,
-            "row_inv_scale is on meta and x on cpu",
+            "row_amax is on meta and x on cpu",
+        ),
+        "a double scale": (
+            lambda: fused.cast_pair_delayed(x, E4M3, one.double(), True, False, torch.zeros(())),
+            OperandError,
+            "cast_pair_delayed: inv_scale must be one float32; got torch.float64",
+        ),
+        "a scale elsewhere": (
+            lambda: fused.cast_pair_given(x, E4M3, one.to("meta"), True, False),
+            OperandError,
+            "inv_scale is on meta and x on cpu",
         ),
         "two amaxes": (
-            lambda: fused.cast_pair_delayed(x, E4M3, one, None, torch.zeros(2)),
+            lambda: fused.cast_pair_delayed(x, E4M3, one, True, False, torch.zeros(2)),
             OperandError,
             r"cast_pair_delayed: amax must be one float32; got torch.float32 of shape \[2\]",
         ),
@@ -371,13 +422,20 @@ def test_bad_input_is_refused(name) -> None:
         call()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cast_pair_delayed"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_is_refused(name) -> None:
+    """At the call, of any tensor, eager and compiled; not where none would be recorded."""
     operator, arguments = calls(torch.ones(4, 6))[name]
-    arguments = (arguments[0].clone().requires_grad_(), *arguments[1:])
-    (floats, *_) = (y for y in results(operator(*arguments)) if y.grad_fn is not None)
-    with pytest.raises(UnsupportedError, match="casts are not differentiable"):
-        floats.backward(torch.ones_like(floats))
+    for i in (i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)):
+        trained = (*arguments[:i], arguments[i].clone().requires_grad_(), *arguments[i + 1 :])
+        with pytest.raises(UnsupportedError, match="casts are not differentiable"):
+            operator(*trained)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *args: operator(*args), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="casts are not differentiable"):
+        compiled(arguments[0].clone().requires_grad_(), *arguments[1:])
+    with torch.no_grad():
+        assert not any(y.requires_grad for y in results(operator(arguments[0].requires_grad_(), *arguments[1:])))
 
 
 def test_missing_triton_is_said_once(monkeypatch) -> None:

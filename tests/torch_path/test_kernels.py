@@ -131,11 +131,44 @@ def test_scales(rule, fmt: Format, compare) -> None:
 
 @ON_GPU
 @FORMATS
-def test_pairs(fmt: Format, x, compare) -> None:
+@RULES
+def test_pairs(rule, fmt: Format, x, compare) -> None:
+    """By one amax and by one a row, on each side: they fit some rows and make others saturate."""
     m, n = x.shape
-    for rows, cols in ((1, 1), (m, n), (m, 1), (1, None), (None, n)):
-        inv_scales = [None if size is None else torch.linspace(0.3, 9, size).reshape(size, 1) for size in (rows, cols)]
-        compare(fused.cast_pair, x, fmt.name, *inv_scales, rows == 1)
+    for rows, cols in ((1, 1), (m, n), (m, 1), (1, n), (1, None), (None, n)):
+        amaxes = [None if size is None else torch.linspace(40, 1600, size).reshape(size, 1) for size in (rows, cols)]
+        compare(fused.cast_pair, x, fmt.name, *amaxes, *settings(rule))
+
+
+@ON_GPU
+@FORMATS
+@RULES
+def test_pairs_by_their_own_amax(rule, fmt: Format, x, compare) -> None:
+    """As our kernel gives it and as a compiler does, in the dtype of `x`; of all of `x`, and of its finite part."""
+    for values in (x, torch.where(x.isfinite(), x, torch.ones_like(x)), torch.zeros_like(x)):
+        for amax in (fused.tensor_amax(values), values.abs().max().reshape(1, 1)):
+            compare(fused.cast_pair, values, fmt.name, amax, amax, *settings(rule))
+
+
+@ON_GPU
+@FORMATS
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_pairs_by_any_amax(dtype, fmt: Format, compare) -> None:
+    """Powers of two and their neighbours, specials, and 448 and 57344, which are the quotient of 1."""
+    powers = torch.exp2(torch.arange(-24, 16).float())
+    amaxes = torch.cat(
+        [powers, powers * 1.75, powers * (1 + 2**-7), torch.tensor([448.0, 57344.0, 65504.0, *SPECIALS])]
+    )
+    x = torch.linspace(-500, 500, 33).reshape(3, 11)
+    for amax in amaxes.abs().to(dtype):
+        compare(fused.cast_pair, x, fmt.name, amax.reshape(1, 1), amax.reshape(1, 1), False, 1e-12)
+
+
+@ON_GPU
+@FORMATS
+def test_pairs_under_a_given_scale(fmt: Format, x, compare) -> None:
+    for value, wanted in ((0.3, (True, True)), (9.0, (True, False)), (2.0**-9, (False, True))):
+        compare(fused.cast_pair_given, x, fmt.name, torch.full((1, 1), value), *wanted)
 
 
 @ON_GPU
@@ -144,8 +177,8 @@ def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
     finite = torch.where(x.isfinite(), x, torch.ones_like(x))
     for start, values in ((0.0, finite), (1e9, finite), (float("nan"), finite), (2.0, x)):
         amax, expected = torch.full((1,), start, device=DEVICE), torch.full((1,), start)
-        found = kernels(fused.cast_pair_delayed, values, E4M3FN.name, one, one, amax)
-        wanted = fused.cast_pair_delayed(values, E4M3FN.name, one, one, expected)
+        found = kernels(fused.cast_pair_delayed, values, E4M3FN.name, one, True, True, amax)
+        wanted = fused.cast_pair_delayed(values, E4M3FN.name, one, True, True, expected)
         assert_same_bits(amax.cpu(), expected)
         for codes, expected_codes in zip(found, wanted, strict=True):
             assert_same_bits(codes, expected_codes, nan_codes=True)
@@ -233,9 +266,12 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
     from f8emu.torch import block_kernels, kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    rule = {"QUOTIENT": fmt.max, "FLOOR": 2.0**-40, "AT_FLOOR": 2.0**49, "POWER_OF_TWO": True}
+    rule: dict[str, Any] = {"QUOTIENT": fmt.max, "FLOOR": 2.0**-40, "AT_FLOOR": 2.0**49, "POWER_OF_TWO": True}
+    dtypes = (("x", "*bf16"), ("amax", "*i32"), ("row_source", "*bf16"))
+    pair = {"LIMIT": fmt.max, "ROWS": True, "COLS": True, "BM": 128, "BN": 64}
     cases: list[tuple[Any, dict[str, Any]]] = [
         (kernels.cast_rows_kernel, {**rule, "BM": 2, "BN": 4096}),
+        (kernels.cast_pair_kernel, {**rule, **pair, "ROW_VECTOR": False, "COL_VECTOR": False}),
         (block_kernels.cast_vectors_kernel, {**rule, "ROWS": True, "COLS": True, "STRIP": 64}),
     ]
     for kernel, constants in cases:
@@ -243,7 +279,7 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
         signature = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(constants, "constexpr")
         signature |= {name: "i32" for name in ("M", "N", "tiles_m", "tiles_n") if name in signature}
         signature |= {name: f"*{kernels.DTYPES[fmt.name]}" for name in signature if name.endswith("codes")}
-        signature |= {name: kind for name, kind in (("x", "*bf16"), ("amax", "*i32")) if name in signature}
+        signature |= {name: kind for name, kind in dtypes if name in signature}
         at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(fn=kernel, signature=signature, constexprs=at)
         code = compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -263,7 +299,7 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
 def test_every_16_bit_input_is_converted_as_on_the_cpu(dtype, fmt: Format, compare) -> None:
     x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
     for inv_scale in (1.0, 0.75, 2.0**-9, 2.0**20):
-        compare(fused.cast_pair, x, fmt.name, torch.full((1, 1), inv_scale), torch.full((1, 1), inv_scale), True)
+        compare(fused.cast_pair_given, x, fmt.name, torch.full((1, 1), inv_scale), True, True)
 
 
 @pytest.mark.gpu
@@ -274,7 +310,7 @@ def test_float32_near_every_tie_is_converted_as_on_the_cpu(fmt: Format, compare)
     ties = ((codes[1:] + codes[:-1]) / 2).float()
     near = [torch.nextafter(ties, torch.full((), end)) for end in (0.0, float("inf"))]
     x = torch.stack([ties, *near, codes[1:].float()])
-    compare(fused.cast_pair, torch.cat([x, -x]), fmt.name, torch.ones(1, 1), torch.ones(1, 1), False)
+    compare(fused.cast_pair_given, torch.cat([x, -x]), fmt.name, torch.ones(1, 1), True, True)
 
 
 @pytest.mark.gpu
@@ -298,12 +334,15 @@ def test_more_than_2_to_the_31_elements(assert_same_bits) -> None:
     assert amax.item() == 1000.0
     inv_scale, _ = fused.scales(amax, E4M3FN.name, False, 1e-12, 0)
     raised = torch.zeros((), device="cuda")
-    rows, cols = fused.cast_pair_delayed(x, E4M3FN.name, inv_scale, inv_scale, raised)
+    rows, cols = fused.cast_pair_delayed(x, E4M3FN.name, inv_scale, True, True, raised)
     assert raised.item() == 1000.0
     tail = f8.quantize(x[-300:], inv_scale, E4M3FN)
     assert_same_bits(rows[-300:], tail)
     assert_same_bits(cols[:, -300:], tail.t())
-    del rows, cols
+    row_codes, _, col_codes, _ = fused.cast_pair(x, E4M3FN.name, amax, amax, False, 1e-12)
+    assert_same_bits(row_codes[-300:], tail)
+    assert_same_bits(col_codes[:, -300:], tail.t())
+    del rows, cols, row_codes, col_codes
     row_amax, col_amax = fused.row_col_amax(x)
     assert_same_bits(row_amax[-300:], fused.row_amax(x[-300:]))
     assert col_amax[-1].item() == 1000.0

@@ -92,11 +92,21 @@ def test_fake_tensors_are_checked_like_real_ones() -> None:
 
 
 def test_a_backward_through_a_gemm_is_refused() -> None:
+    """At the call, of a scale as of a bias, eager and compiled; not where no gradient would be recorded."""
     a, b = codes(1, 32, 64), codes(2, 48, 64).t()
-    scale = torch.ones((), requires_grad=True)
-    out = f8.scaled_mm(a, b, scale, torch.ones(()), out_dtype=torch.float32)
-    with pytest.raises(UnsupportedError, match=r"not differentiable.*linear layer"):
-        out.sum().backward()
+    one, bias = torch.ones(()), torch.zeros(48, dtype=BF16)
+
+    def multiply(scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return f8.scaled_mm(a, b, scale, one, bias=bias, out_dtype=BF16)
+
+    compiled = torch.compile(multiply, backend="aot_eager", fullgraph=True)
+    for scale, addend in ((one.clone().requires_grad_(), bias), (one, bias.clone().requires_grad_())):
+        with pytest.raises(UnsupportedError, match=r"scaled_mm: .*not differentiable.*linear layer"):
+            multiply(scale, addend)
+        with pytest.raises(RuntimeError, match="not differentiable"):
+            compiled(scale, addend)
+        with torch.no_grad():
+            assert not multiply(scale, addend).requires_grad
 
 
 def quantize_and_multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
