@@ -20,6 +20,7 @@ from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
 from f8emu.torch.checkpoint import SAVED_OPS
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
 TINY = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--hidden", "128", "--rounds", "1", "--steps", "1"]
 
 
@@ -196,7 +197,6 @@ def test_a_planted_difference_of_a_layer_is_found(part: str, tmp_path: Path, mon
     assert differing[part] > 0 and differing["output"] == 0
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # imported by Inductor
 def test_casts(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--rows", "40", "--cols", "136", "--dtypes", "bfloat16"]
     assert casts.main([*options, "--json", str(tmp_path / "casts.json")]) == 0
@@ -302,6 +302,7 @@ def test_a_workload_describes_its_model(builder: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao")
 def test_tensorwise_equals_torchao() -> None:
     pytest.importorskip("torchao")
     for entry in equal_to_torchao([(256, 512, 384), (48, 64, 80)], torch.device("cuda")):

@@ -202,19 +202,23 @@ def cast_pair_kernel(
     """
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
-    values = load_tile(x, rows, cols, M, N)
+    # 1. The inverse scales, before anything waits for the tile.
     if ROWS:
         if ROW_VECTOR:
-            scaled = values * tl.load(row_source + rows, mask=rows < M, other=0.0)[:, None]
+            row_inv = tl.load(row_source + rows, mask=rows < M, other=0.0)[:, None]
         else:
-            scaled = values * _inv_scale_of_one(row_source, row_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-        store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+            row_inv = _inv_scale_of_one(row_source, row_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     if COLS:
         if COL_VECTOR:
-            scaled = values * tl.load(col_source + cols, mask=cols < N, other=0.0)[None, :]
+            col_inv = tl.load(col_source + cols, mask=cols < N, other=0.0)[None, :]
         else:
-            scaled = values * _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-        store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+            col_inv = _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    # 2. The codes, converted for each side: stored both ways, those of float32 are shuffled by Triton 3.6 on the H200.
+    values = load_tile(x, rows, cols, M, N)
+    if ROWS:
+        store_tile(row_codes, _clamp(values * row_inv, LIMIT).to(DTYPE), rows, cols, M, N)
+    if COLS:
+        store_tile(col_codes, tl.trans(_clamp(values * col_inv, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
