@@ -157,6 +157,7 @@ class Float8Backward(torch.autograd.Function):
             _, w = cast_both(weight, None, recipe.grad_input.b, basis, recipe.scale_rule)
             assert w is not None, "it was asked for"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
+            g = w = None  # their memory is free for the other product
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
             d_weight = d_weight.to(weight.dtype)
