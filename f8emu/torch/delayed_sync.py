@@ -5,6 +5,7 @@ The update is a handful of kernels, whatever the number of layers.
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
-from f8emu.torch.delayed import TENSORS, DelayedBuffers, reciprocal
-from f8emu.torch.scale import scale_from_amax
+from f8emu.torch import fused
+from f8emu.torch.delayed import TENSORS, DelayedBuffers
 
 _UPDATES_BETWEEN_READS = 64
 """On an accelerator the counts of skipped amaxes are read this often: reading waits for the device."""
@@ -98,11 +99,14 @@ def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
     history = torch.cat([newest.unsqueeze(2), old[:, :, :-1]], dim=2)
     reference = newest if delayed.reduction is AmaxHistoryReduction.MOST_RECENT else history.amax(dim=2)
     # 3. The scales of the next step, where there was a usable amax.
-    columns = [
-        scale_from_amax(column, format or E4M3FN, recipe.scale_rule, margin=delayed.margin).inv_scale
-        for column, format in zip(reference.unbind(1), formats, strict=True)
-    ]
-    inv_scale = torch.where(is_usable, torch.stack(columns, dim=1), torch.stack([b.inv_scale for b in group]))
+    rule = (recipe.scale_rule.power_of_two, recipe.scale_rule.amax_floor, delayed.margin)
+    widths = [(format or E4M3FN, len(list(same))) for format, same in groupby(formats)]
+    columns = reference.split([width for _, width in widths], dim=1)
+    found = [fused.scales(x, format.name, *rule) for x, (format, _) in zip(columns, widths, strict=True)]
+    inv_scale, scale = (
+        torch.where(is_usable, torch.cat(new, dim=1), torch.stack([getattr(b, name) for b in group]))
+        for name, new in zip(("inv_scale", "scale"), zip(*found, strict=True), strict=True)
+    )
     initialized = is_usable | torch.stack([buffers.initialized for buffers in group])
     was_skipped = ~is_usable
     for i, format in enumerate(formats):
@@ -113,7 +117,7 @@ def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
     for name, values in (
         ("amax_history", history),
         ("inv_scale", inv_scale),
-        ("scale", reciprocal(inv_scale)),
+        ("scale", scale),
         ("initialized", initialized),
         ("skipped", skipped),
     ):
