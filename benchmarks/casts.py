@@ -20,7 +20,8 @@ from benchmarks.timing import alone, copy_bandwidth
 from f8emu.spec import E4M3FN, Granularity, ScaleRule
 from f8emu.torch import fused, twins
 
-SHAPES = ((8192, 4096), (8192, 14336))
+ROWS = 8192
+COLS = (4096, 14336)
 """Activations of Llama-3 8B's feed-forward block, 8,192 tokens."""
 DTYPES = ("bfloat16", "float32")
 _RULE = ScaleRule()
@@ -119,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records; exit status 1 if an operator's bits differ from plain torch, eager."""
     given = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m benchmarks.casts", description="The fused casts, the compiler's.")
-    parser.add_argument("--rows", type=int, help="of the matrices (default 8192)")
-    parser.add_argument("--cols", type=int, nargs="+", help="of the matrices (default 4096 14336)")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of the matrices (default %(default)s)")
+    parser.add_argument("--cols", type=int, nargs="+", default=COLS, help="of the matrices (default %(default)s)")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="where to record")
@@ -131,10 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = facts("benchmarks.casts", given, device)
     report |= {"copy_bytes_per_second": round(bandwidth), "casts": []}
     say(f"{report['device']}, copy {bandwidth / 1e12:.3f} TB/s, torch {report['versions']['torch']}")
-    shapes = [(arguments.rows or 8192, n) for n in arguments.cols or [n for _, n in SHAPES]]
     for dtype in arguments.dtypes:
-        for shape in shapes:
-            x = torch.randn(shape, device=device).to(getattr(torch, dtype))
+        for n in arguments.cols:
+            x = torch.randn(arguments.rows, n, device=device).to(getattr(torch, dtype))
             for name, pair in casts(x).items():
                 report["casts"].append(measure(name, pair, x, bandwidth))
     rows = [

@@ -3,8 +3,9 @@
     python -m benchmarks.sizes --json OUT
 
 Eager, timed in two ways: steps back to back as training runs them, where small layers wait for the host, and as CUDA
-graphs, where they do not. Of the first follow the thresholds of `f8emu.torch.filter_small_layers`: of all (in_features,
-out_features) on the grid from which on, upwards in both, no size was slower than bfloat16, the one with most sizes.
+graphs, where they do not. Of both follow the thresholds of `f8emu.torch.filter_small_layers`: among the pairs of a
+least number of features, in and out, and of parameters from which on no size was slower than bfloat16, the one that
+leaves out fewest sizes.
 """
 
 import argparse
@@ -28,13 +29,14 @@ Size = tuple[int, int]
 
 
 def smallest(speeds: Mapping[Size, float]) -> Size | None:
-    """The threshold that leaves out fewest sizes, none of them slower than bfloat16; None where there is none."""
-    corners = [(k, n) for k, n in speeds if all(speed >= 1 for size, speed in speeds.items() if _covers((k, n), size))]
-    return max(corners, key=lambda corner: sum(_covers(corner, size) for size in speeds), default=None)
-
-
-def _covers(corner: Size, size: Size) -> bool:
-    return corner[0] <= size[0] and corner[1] <= size[1]
+    """(features, parameters): the threshold that leaves out fewest sizes; None where there is none."""
+    covered = {
+        (features, parameters): [size for size in speeds if min(size) >= features and size[0] * size[1] >= parameters]
+        for features in sorted({min(size) for size in speeds})
+        for parameters in sorted({k * n for k, n in speeds})
+    }
+    found = {pair: len(of) for pair, of in covered.items() if of and all(speeds[size] >= 1 for size in of)}
+    return max(found, key=lambda pair: (found[pair], pair), default=None)  # of equals, the one that claims least
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for name in others:
             found = report.get("smallest", {}).get(timing, {}).get(name)
-            say(f"{timing}, {name}: " + (f"faster from K={found[0]}, N={found[1]} on" if found else "no threshold"))
+            say(f"{timing}, {name}: " + (f"from {found[0]} features, {found[1]} parameters on" if found else "never"))
     return int(any("failed" in e for point in report["points"] for timing in timings for e in point[timing]))
 
 

@@ -139,16 +139,16 @@ def test_sizes(tmp_path: Path) -> None:
     report = _report(out)
     assert [(point["k"], point["n"]) for point in report["points"]] == [(64, 64), (64, 128), (128, 64), (128, 128)]
     assert all(entry["speed"] > 0 for point in report["points"] for entry in point["back to back"])
-    assert report["smallest"] == {"back to back": {"bf16": [64, 64], "f8emu/tensorwise": None}}
+    assert report["smallest"] == {"back to back": {"bf16": [64, 64 * 64], "f8emu/tensorwise": None}}
     out.unlink()
     sizes.main([*tiny, "--sizes", "64", "--subjects", "bf16", "--seconds", "1e-9"])
     assert not out.exists(), "stopped in time"
 
 
 def test_the_smallest_size_that_is_faster() -> None:
-    grid = {(k, n): 0.5 if k == 1 or (k, n) == (2, 1) else 1.5 for k in (1, 2, 3) for n in (1, 2, 3)}
-    assert sizes.smallest(grid) == (2, 2)
-    assert sizes.smallest(grid | {(3, 3): 0.9}) is None
+    grid = {(k, n): 1.5 if min(k, n) > 1 and k * n >= 6 else 0.5 for k in (1, 2, 3, 9) for n in (1, 2, 3, 9)}
+    assert sizes.smallest(grid) == (2, 6)
+    assert sizes.smallest(grid | {(9, 9): 0.9}) is None
     assert sizes.smallest({(1, 1): 1.0}) == (1, 1)
 
 

@@ -14,18 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
 from f8emu.torch.casts import Basis, Operand, cast_both, cast_rows_first, find_basis, find_given, format_name
+from f8emu.torch.operands import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.scaled_mm import mm, scaled_mm
-
-SIZE_MULTIPLE = 16
-"""What the tensor core asks of a GEMM's summed dimension and of its N."""
-_VECTOR_MULTIPLE = 4
-"""What it asks of M where `a` has 1x128 scales."""
 
 
 class Plan(NamedTuple):
@@ -112,7 +109,7 @@ class _Output(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, product: Tensor) -> Tensor:
-        return product.view_as(product)
+        return product.detach()  # no view, which nobody could change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -142,7 +139,8 @@ class Float8Backward(torch.autograd.Function):
         return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Cast grad_output and weight, multiply twice."""
         (grad_output,) = grads
         kept, kept_scale, weight, w_amax, w_inv_scale, w_scale = ctx.saved_tensors
@@ -183,7 +181,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
         product = mm(filled_a, filled_b.t(), out_dtype=dtype, engine=engine)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
-    fill_m = -m % _VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    fill_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
     filled_a, filled_b = _filled(a.codes, fill_m, fill_k), _filled(b.codes, fill_n, fill_k)
     product = scaled_mm(
         filled_a,

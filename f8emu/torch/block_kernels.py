@@ -14,7 +14,8 @@ Exactness and conventions are those of `kernels`; every scale is of the block's 
 import triton
 import triton.language as tl
 
-from f8emu.torch.kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal, store_tile
+from f8emu.torch.kernels import store_tile
+from f8emu.torch.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
 
 _BLOCK = tl.constexpr(128)
 
@@ -139,7 +140,7 @@ def cast_squares_kernel(
         tl.store(col_scale + tile_n * tiles_m + tile_m, reciprocal(inv))
     for start in tl.static_range(0, _BLOCK, STRIP):
         strip = tile_n * _BLOCK + start + tl.arange(0, STRIP)
-        # Converted for each: codes of float32 that are stored both ways, Triton 3.6 shuffles on the H200.
+        # Two conversions (see `kernels`): the store of the row codes, between two loads of the tile, keeps them apart.
         if ROWS:
             store_tile(row_codes, (load_tile(x, rows, strip, M, N) * inv).to(DTYPE), rows, strip, M, N)
         if COLS:

@@ -42,10 +42,12 @@ def empty_codes(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, c
     )
 
 
-def empty_blocks(x: Tensor, fmt: str, square: bool, rows: bool, cols: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_blocks(
+    x: Tensor, format: Format, square: bool, rows: bool, cols: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the rows, then of the columns, of `cast_blocks`; its arguments checked."""
     require_values("cast_blocks", x, ndim=2)
-    format, (m, n) = named_format("cast_blocks", fmt), x.shape
+    m, n = x.shape
     result: list[Tensor] = []
     for wanted, shape in ((rows, (m, n)), (cols, (n, m))):
         blocks = block_granularity(square).scale_shape(*shape) if wanted else (0, 0)
@@ -84,9 +86,9 @@ def named_format(call: str, fmt: str) -> Format:
 
 
 @cache
-def scale_rule(power_of_two: bool, amax_floor: float) -> ScaleRule:
-    """The rule that an operator's arguments stand for."""
-    return ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+def named_rule(call: str, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Format, ScaleRule]:
+    """The format and the rule that an operator's arguments stand for."""
+    return float8_format(call, fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
 
 
 def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:

@@ -15,6 +15,7 @@ from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.trace import Scales
 from f8emu.torch.autograd import Delayed
+from f8emu.torch.scale import reciprocal
 
 TENSORS: tuple[str, str, str] = ("input", "weight", "grad_output")
 """The tensors of a layer that have a state, in this order in every buffer."""
@@ -186,9 +187,3 @@ class DelayedBuffers(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the hook, which belongs to a parameter: a copy watches its own."""
         return self.__dict__ | {"_watch": None, "_seen": None}
-
-
-def reciprocal(inv_scale: Tensor) -> Tensor:
-    """`float32(1 / inv_scale)`, correctly rounded: a float64 quotient of two tensors, rounded again (NUMERICS 6)."""
-    inverse = inv_scale.double()
-    return (torch.ones_like(inverse) / inverse).float()

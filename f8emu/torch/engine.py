@@ -23,6 +23,12 @@ class Engine(Enum):
 _NAMES = tuple(engine.value for engine in Engine)
 
 
+def check_engine(call: str, engine: str) -> None:
+    """Raise OperandError for an unknown engine."""
+    if engine not in _NAMES:
+        raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
+
+
 def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
     """HARDWARE or EMULATED, for tensors on `device`.
 
@@ -33,8 +39,7 @@ def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
         OperandError: an unknown engine.
         UnsupportedError: the hardware is asked for where there is none.
     """
-    if engine not in _NAMES:
-        raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
+    check_engine(call, engine)
     if engine == Engine.EMULATED.value:
         return Engine.EMULATED
     if has_float8_hardware(device):

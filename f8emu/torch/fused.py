@@ -11,8 +11,8 @@ Exactness: kernels and twins give the same bits, those of the verbs `amax`, `sca
 scale equals any NaN. The operators are opaque to a compiler, so that an amax is that of the values as they are stored
 and a division the one written here (NUMERICS 6), eager and compiled alike.
 
-Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format or a floor out of range,
-UnsupportedError where a gradient would be recorded.
+Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format, a floor or a margin
+out of range, UnsupportedError where a gradient would be recorded.
 
 The kernels run on a CUDA device of compute capability 8.9 or newer with Triton. Without Triton the twins run there too,
 which is said once, by a warning that names the remedy.
@@ -33,14 +33,15 @@ from f8emu.torch.cast_operands import (
     empty_codes,
     empty_side,
     named_format,
+    named_rule,
     new_codes,
     new_floats,
     new_zeros,
-    scale_rule,
 )
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.engine import has_float8_hardware
 from f8emu.torch.library import fake, operator
+from f8emu.torch.scale import require_margin
 
 
 @cache
@@ -61,13 +62,9 @@ def _launches() -> ModuleType | None:
     return launch
 
 
-def _is_device_fused(device: torch.device) -> bool:
-    return has_float8_hardware(device)
-
-
 def _kernels_for(x: Tensor) -> ModuleType | None:
     """What launches kernels on `x`; None where the twins run."""
-    return _launches() if x.numel() > 0 and _is_device_fused(x.device) else None
+    return _launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
 
 
 @operator()
@@ -125,7 +122,8 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     """(inv_scale, scale) of every amax, of any shape and high-precision dtype, as `scale_from_amax`."""
     require_values("scales", amax, name="amax")
-    format, rule = named_format("scales", fmt), scale_rule(power_of_two, amax_floor)
+    require_margin("scales", margin)
+    format, rule = named_rule("scales", fmt, power_of_two, amax_floor)
     if (launch := _kernels_for(amax)) is None:
         return twins.scales(amax.float(), format, rule, margin)
     inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
@@ -136,6 +134,8 @@ def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin
 @fake(scales)
 def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     require_values("scales", amax, name="amax")
+    require_margin("scales", margin)
+    named_rule("scales", fmt, power_of_two, amax_floor)
     return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
 
 
@@ -152,7 +152,7 @@ def cast_pair(
     """
     require_values("cast_pair", x, ndim=2)
     m, n = x.shape
-    format, rule = named_format("cast_pair", fmt), scale_rule(power_of_two, amax_floor)
+    format, rule = named_rule("cast_pair", fmt, power_of_two, amax_floor)
     row = empty_side("cast_pair", "row_amax", x, format, row_amax, m, n)
     col = empty_side("cast_pair", "col_amax", x, format, col_amax, n, m)
     if (launch := _kernels_for(x)) is None:
@@ -172,7 +172,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     require_values("cast_pair", x, ndim=2)
     m, n = x.shape
-    format = named_format("cast_pair", fmt)
+    format, _ = named_rule("cast_pair", fmt, power_of_two, amax_floor)
     return (
         *empty_side("cast_pair", "row_amax", x, format, row_amax, m, n),
         *empty_side("cast_pair", "col_amax", x, format, col_amax, n, m),
@@ -201,7 +201,6 @@ def cast_pair_delayed(
     change until then, and other passes would change it.
     """
     check_one_float("cast_pair_delayed", "amax", amax, x)
-    torch.autograd.graph.increment_version(amax)
     return _cast_pair_given("cast_pair_delayed", x, fmt, inv_scale, rows, cols, amax)
 
 
@@ -215,7 +214,7 @@ def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tens
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
     require_values("cast_rows", x, ndim=2)
-    format, rule = named_format("cast_rows", fmt), scale_rule(power_of_two, amax_floor)
+    format, rule = named_rule("cast_rows", fmt, power_of_two, amax_floor)
     if (launch := _kernels_for(x)) is None:
         return twins.cast_rows(x, format, rule)
     codes, scale, amax = new_codes(x, format, *x.shape), new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
@@ -226,8 +225,8 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
 @fake(cast_rows)
 def _(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     require_values("cast_rows", x, ndim=2)
-    codes = new_codes(x, named_format("cast_rows", fmt), *x.shape)
-    return codes, new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
+    format, _ = named_rule("cast_rows", fmt, power_of_two, amax_floor)
+    return new_codes(x, format, *x.shape), new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
 
 
 @operator()
@@ -239,8 +238,8 @@ def cast_blocks(
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
     """
-    out = empty_blocks(x, fmt, square, rows, cols)
-    format, rule = named_format("cast_blocks", fmt), scale_rule(power_of_two, amax_floor)
+    format, rule = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
+    out = empty_blocks(x, format, square, rows, cols)
     if (launch := _kernels_for(x)) is None:
         row = twins.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
         col = twins.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
@@ -255,13 +254,16 @@ def cast_blocks(
 def _(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return empty_blocks(x, fmt, square, rows, cols)
+    format, _ = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
+    return empty_blocks(x, format, square, rows, cols)
 
 
 def _cast_pair_given(
     call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     row, col = empty_codes(call, x, fmt, inv_scale, rows, cols)
+    if amax is not None:
+        torch.autograd.graph.increment_version(amax)
     format = named_format(call, fmt)
     if (launch := _kernels_for(x)) is None:
         if amax is not None:

@@ -93,11 +93,13 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """`torch.mm` of bfloat16 matrices [BF16-1]; a float16 output is the float32 one, rounded.
 
     A matrix whose rows or columns are not 16 bytes apart is copied: for it the library takes a kernel of other rules.
+    Autocast, which would cast the operands to its own dtype, is off.
     """
     a, b = _readable(a), _readable(b)
-    if out_dtype is torch.bfloat16:
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+    with torch.autocast(a.device.type, enabled=False):
+        if out_dtype is torch.bfloat16:
+            return torch.mm(a, b)
+        return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
 
 
 def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:

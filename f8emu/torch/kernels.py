@@ -2,17 +2,17 @@
 
 A linear layer needs every tensor twice, as `[rows, K]` of one GEMM and, transposed, of another; the tensor core takes
 float8 operands only with the summed dimension contiguous, so the transpose is written out. One tile of the matrix is
-in registers while its codes are stored both ways. The launches, with their tile sizes, are in `launch`.
+in registers while its codes are stored both ways.
 
-Exactness: the bits of `twins`, on these grounds.
-- A maximum of magnitudes is an integer maximum of their bit patterns, so that NaN wins, then infinity.
-- Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
+Exactness: the bits of `twins`, on the grounds of `scale_kernels`, whose conventions hold here too, and on these.
 - A scale is applied as one float32 product. The conversion rounds to the nearest, ties to even; NaN becomes 0x7f.
 - Nothing relies on what the conversion does beyond the largest value of the format. Where the scale comes from
   outside, the product is clamped first, by selects, which keep NaN. Where it comes from the elements' own amax,
   `abs(value) * inv_scale <= max * (1 + 2^-22)`, which rounds to max.
-
-Offsets are 64-bit. Integer buffers of amaxes hold bit patterns of float32.
+- Codes that are stored both ways are converted twice. From one conversion of a float32 tile, Triton 3.6 (torch 2.11)
+  shuffles them on the H200. Where both ways have the same inverse scale the compiler would merge the two conversions,
+  did not the store of the row codes stand between two loads of what they begin with. On a GPU,
+  tests/torch_path/test_kernels.py::test_pairs_under_a_given_scale and ::test_blocks see it.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -21,20 +21,10 @@ import triton
 import triton.language as tl
 
 from f8emu.spec.formats import E4M3FN, E5M2
+from f8emu.torch.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
 
 DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 """Format name -> Triton's dtype."""
-
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INFINITY = tl.constexpr(0x7F800000)
-_NAN = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def load_tile(x, rows, cols, M, N):
-    """The elements at `rows` x `cols` of `x` [M, N]; zeros outside, which change no amax."""
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    return tl.load(x + rows[:, None] * N + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -45,117 +35,10 @@ def store_tile(codes, tile, rows, cols, M, N):
 
 
 @triton.jit
-def magnitudes(values):
-    """Bit patterns of float32 without their sign: ordered as the magnitudes, infinity and NaN above them."""
-    return values.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
-def one_nan(bits):
-    """The maximum of magnitudes with every NaN as the canonical one [SPEC-1]."""
-    return tl.where(bits > _INFINITY, _NAN, bits)
-
-
-@triton.jit
 def _clamp(values, LIMIT: tl.constexpr):
     # A comparison with NaN is false, so both selects let it through.
     values = tl.where(values > LIMIT, LIMIT, values)
     return tl.where(values < -LIMIT, -LIMIT, values)
-
-
-@triton.jit
-def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """`ScaleRule`: `FLOOR` is the largest float32 not above the rule's floor, `AT_FLOOR` the float32 quotient there."""
-    amax = bits.to(tl.float32, bitcast=True)
-    inv = tl.div_rn(tl.zeros_like(amax) + QUOTIENT, amax)
-    inv = tl.where(amax <= FLOOR, AT_FLOOR, inv)
-    if POWER_OF_TWO:
-        cut = (inv.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True)
-        inv = tl.where(inv == inv, cut, inv)  # NaN stays NaN
-    return inv
-
-
-@triton.jit
-def reciprocal(values):
-    """`1 / values`, correctly rounded."""
-    return tl.div_rn(tl.zeros_like(values) + 1.0, values)
-
-
-@triton.jit
-def tensor_amax_kernel(x, amax, count, BLOCK: tl.constexpr):
-    """`amax` (bits, zero before) of the `count` elements at `x`."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    tl.atomic_max(amax, one_nan(tl.max(magnitudes(values), 0)), sem="relaxed")
-
-
-@triton.jit
-def row_amax_kernel(x, row_amax, M, N, TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """`row_amax` [M] (bits) of `x` [M, N]."""
-    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    cols = tl.arange(0, BN).to(tl.int64)
-    best = tl.zeros((BM,), tl.int32)
-    for _ in range(0, TILES_N):
-        best = tl.maximum(best, tl.max(magnitudes(load_tile(x, rows, cols, M, N)), 1))
-        cols += BN
-    tl.store(row_amax + rows, one_nan(best), mask=rows < M)
-
-
-@triton.jit(do_not_specialize=["tiles_n"])
-def row_col_amax_kernel(x, row_amax, col_amax, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
-    """`row_amax` [M] and `col_amax` [N] (bits, zero before) of `x` [M, N]."""
-    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
-    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
-    bits = magnitudes(load_tile(x, rows, cols, M, N))
-    tl.atomic_max(row_amax + rows, one_nan(tl.max(bits, 1)), mask=rows < M, sem="relaxed")
-    tl.atomic_max(col_amax + cols, one_nan(tl.max(bits, 0)), mask=cols < N, sem="relaxed")
-
-
-@triton.jit
-def _scale_block(
-    amax,
-    inv_scale,
-    scale,
-    count,
-    block,
-    QUOTIENT: tl.constexpr,
-    FLOOR: tl.constexpr,
-    AT_FLOOR: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < count
-    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
-    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    tl.store(inv_scale + offsets, inv, mask=inside)
-    tl.store(scale + offsets, reciprocal(inv), mask=inside)
-
-
-@triton.jit
-def scales_kernel(
-    row_amax,
-    row_inv_scale,
-    row_scale,
-    col_amax,
-    col_inv_scale,
-    col_scale,
-    M,
-    N,
-    QUOTIENT: tl.constexpr,
-    FLOOR: tl.constexpr,
-    AT_FLOOR: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """inv_scales and scales of `M` amaxes and of `N` others."""
-    block, row_blocks = tl.program_id(0), tl.cdiv(M, BLOCK)
-    if block < row_blocks:
-        _scale_block(row_amax, row_inv_scale, row_scale, M, block, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK)
-    else:
-        _scale_block(
-            col_amax, col_inv_scale, col_scale, N, block - row_blocks, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK
-        )
 
 
 @triton.jit
@@ -213,7 +96,7 @@ def cast_pair_kernel(
             col_inv = tl.load(col_source + cols, mask=cols < N, other=0.0)[None, :]
         else:
             col_inv = _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    # 2. The codes, converted for each side: stored both ways, those of float32 are shuffled by Triton 3.6 on the H200.
+    # 2. The codes, in two conversions (see above): no compiler knows whether the two inverse scales are equal.
     values = load_tile(x, rows, cols, M, N)
     if ROWS:
         store_tile(row_codes, _clamp(values * row_inv, LIMIT).to(DTYPE), rows, cols, M, N)
@@ -248,7 +131,7 @@ def cast_pair_given_kernel(
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
         tl.atomic_max(amax, one_nan(tl.max(tl.max(magnitudes(values), 1), 0)), sem="relaxed")
-    # Loaded, and so converted, for each: codes of float32 that are stored both ways, Triton 3.6 shuffles on the H200.
+    # Two conversions (see above): the store of the row codes, between the two loads of inv_scale, keeps them apart.
     if ROWS:
         scaled = values * tl.load(inv_scale)
         store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)

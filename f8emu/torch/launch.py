@@ -13,7 +13,7 @@ from torch import Tensor
 
 from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import ScaleRule
-from f8emu.torch import block_kernels, kernels
+from f8emu.torch import block_kernels, kernels, scale_kernels
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -42,7 +42,7 @@ SQUARES_WARPS = 8
 def tensor_amax(x: Tensor, amax: Tensor) -> None:
     """`amax` raised to that of `x`."""
     _run(
-        kernels.tensor_amax_kernel,
+        scale_kernels.tensor_amax_kernel,
         _blocks(x.numel(), AMAX_BLOCK),
         (x, _bits(amax), x.numel()),
         BLOCK=AMAX_BLOCK,
@@ -54,7 +54,7 @@ def row_amax(x: Tensor, amax: Tensor) -> None:
     """`amax` [M, 1] of the rows."""
     (m, n), (bm, bn) = x.shape, ROW_AMAX_TILE
     constants = {"TILES_N": _blocks(n, bn), "BM": bm, "BN": bn}
-    _run(kernels.row_amax_kernel, _blocks(m, bm), (x, _bits(amax), m, n), **constants, num_warps=ROW_AMAX_WARPS)
+    _run(scale_kernels.row_amax_kernel, _blocks(m, bm), (x, _bits(amax), m, n), **constants, num_warps=ROW_AMAX_WARPS)
 
 
 def row_col_amax(x: Tensor, row_amax: Tensor, col_amax: Tensor) -> None:
@@ -62,14 +62,21 @@ def row_col_amax(x: Tensor, row_amax: Tensor, col_amax: Tensor) -> None:
     (m, n), (bm, bn) = x.shape, ROW_COL_AMAX_TILE
     tiles_n = _blocks(n, bn)
     arguments = (x, _bits(row_amax), _bits(col_amax), m, n, tiles_n)
-    _run(kernels.row_col_amax_kernel, _blocks(m, bm) * tiles_n, arguments, BM=bm, BN=bn, num_warps=ROW_COL_AMAX_WARPS)
+    _run(
+        scale_kernels.row_col_amax_kernel,
+        _blocks(m, bm) * tiles_n,
+        arguments,
+        BM=bm,
+        BN=bn,
+        num_warps=ROW_COL_AMAX_WARPS,
+    )
 
 
 def scales(vectors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format, rule: ScaleRule, margin: int = 0) -> None:
     """(amax, inv_scale, scale), once or twice: the latter two of every amax, in one launch."""
     sizes = [amax.numel() for amax, _, _ in vectors]
     _run(
-        kernels.scales_kernel,
+        scale_kernels.scales_kernel,
         sum(_blocks(size, SCALES_BLOCK) for size in sizes),
         (*vectors[0], *vectors[-1], sizes[0], sum(sizes[1:])),
         **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor, margin),
@@ -93,9 +100,13 @@ def cast_pair(
     is_row_vector, is_col_vector = (side is not None and side[0].numel() > 1 for side in (rows, cols))
     vectors: list[tuple[Tensor, Tensor, Tensor]] = []
     if is_row_vector:
-        vectors.append((row_source, row_source := torch.empty_like(row_scale), row_scale))
+        row_inv_scale = torch.empty_like(row_scale)
+        vectors.append((row_source, row_inv_scale, row_scale))
+        row_source = row_inv_scale
     if is_col_vector:
-        vectors.append((col_source, col_source := torch.empty_like(col_scale), col_scale))
+        col_inv_scale = torch.empty_like(col_scale)
+        vectors.append((col_source, col_inv_scale, col_scale))
+        col_source = col_inv_scale
     if vectors:
         scales(vectors, fmt, rule)
     _run(

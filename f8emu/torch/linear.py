@@ -16,7 +16,7 @@ from f8emu.spec.trace import DelayedState, GemmTrace, LinearTrace, OperandTrace,
 from f8emu.torch.bias import add_bias
 from f8emu.torch.cast import quantize
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.scale import amax, scale_from_amax
+from f8emu.torch.scale import amax, reciprocal, scale_from_amax
 from f8emu.torch.scaled_mm import mm, scaled_mm
 
 _IS_TRANSPOSED = {
@@ -183,8 +183,7 @@ def _checked(
 
 def _delayed_scales(own: Scales, state: DelayedState) -> Scales:
     inv_scale = torch.where(state.initialized, state.inv_scale, own.inv_scale.reshape(())).reshape(1, 1)
-    inverse = inv_scale.double()
-    return Scales(inv_scale=inv_scale, scale=(torch.ones_like(inverse) / inverse).float())
+    return Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
 
 
 def _scale_of_rows(operand: OperandTrace, granularity: Granularity) -> Tensor:

@@ -14,7 +14,7 @@ from f8emu.torch.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.bias import add_bias
 from f8emu.torch.delayed import DelayedBuffers
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.engine import Engine
+from f8emu.torch.engine import check_engine
 from f8emu.torch.shared_input import find_operands, keep_operands
 
 _METADATA_KEY = "f8emu_delayed"
@@ -66,15 +66,19 @@ class Float8Linear(nn.Linear):
                 f"Float8Linear.from_float: module must be an nn.Linear and of no subclass; got {type(module).__name__}"
                 "; a subclass computes something of its own"
             )
+        if "forward" in module.__dict__:
+            raise OperandError(
+                "Float8Linear.from_float: module must have the forward of nn.Linear; got one of its own, which would "
+                "go on computing in high precision; convert the model before a library replaces it"
+            )
         layer = cls.__new__(cls)
         layer.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        layer._compiled_call_impl = None  # of layer.compile(): it would run nn.Linear's forward
         layer._set_recipe(recipe, engine)
         return layer
 
     def _set_recipe(self, recipe: Recipe | str, engine: str) -> None:
-        known = [e.value for e in Engine]
-        if engine not in known:
-            raise OperandError(f"Float8Linear: engine must be one of {', '.join(known)}; got {engine!r}")
+        check_engine("Float8Linear", engine)
         self.recipe = resolve_recipe("Float8Linear", recipe)
         self.engine = engine
         self.delayed = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)

@@ -13,9 +13,9 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES, Granularity
 from f8emu.torch.dtypes import FLOAT8_DTYPES, HIGH_PRECISION_DTYPES
 
-_SIZE_MULTIPLE = 16
+SIZE_MULTIPLE = 16
 """Elements; the tensor core's operands are read in pieces of 16 bytes."""
-_VECTOR_MULTIPLE = 4
+VECTOR_MULTIPLE = 4
 """Of the rows that have 1x128 scales: a column of scales is read 16 bytes at a time."""
 
 
@@ -54,9 +54,9 @@ def check_scaled_mm(
         raise UnsupportedError(
             f"{call}: the hardware takes block scales for float8_e4m3fn only; cast both operands to it, or scale by row"
         )
-    if pair[0] is Granularity.BLOCKWISE_1X128 and m % _VECTOR_MULTIPLE:
+    if pair[0] is Granularity.BLOCKWISE_1X128 and m % VECTOR_MULTIPLE:
         raise OperandError(
-            f"{call}: with 1x128 scales of a, M must be a multiple of {_VECTOR_MULTIPLE}; got {m}; pad a and scale_a"
+            f"{call}: with 1x128 scales of a, M must be a multiple of {VECTOR_MULTIPLE}; got {m}; pad a and scale_a"
         )
     if is_blockwise and use_fast_accum:
         raise UnsupportedError(f"{call}: blockwise scales have no fast accumulation; pass use_fast_accum=False")
@@ -151,9 +151,9 @@ def _check_matrices(call: str, a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, 
             f"{call}: empty operands, [M, K] = {list(a.shape)} and [K, N] = {list(b.shape)}; skip the GEMM: its result "
             "is empty, or zeros where only K is 0"
         )
-    if k % _SIZE_MULTIPLE or n % _SIZE_MULTIPLE:
+    if k % SIZE_MULTIPLE or n % SIZE_MULTIPLE:
         raise OperandError(
-            f"{call}: K and N must be multiples of {_SIZE_MULTIPLE}; got K = {k}, N = {n}; pad the operands with zeros"
+            f"{call}: K and N must be multiples of {SIZE_MULTIPLE}; got K = {k}, N = {n}; pad the operands with zeros"
         )
     _check_devices(call, a, b=b)
     return m, k, n

@@ -73,15 +73,25 @@ def scale_from_amax(
     target = float8_format("scale_from_amax", format)
     if amax.dtype is not torch.float32:
         raise OperandError(f"scale_from_amax: amax must be float32, as amax() gives it; got {amax.dtype}")
-    if not 0 <= margin <= MAX_MARGIN:
-        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
+    require_margin("scale_from_amax", margin)
     floored = amax.detach().double().clamp(min=rule.amax_floor)  # NaN stays NaN
     inv_scale = (torch.full_like(floored, target.max * 2.0**-margin) / floored).float()
     if rule.power_of_two:
         cut = (inv_scale.view(torch.int32) & _FRACTION_CLEARED).view(torch.float32)
         inv_scale = torch.where(inv_scale.isnan(), inv_scale, cut)
+    return Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
+
+
+def reciprocal(inv_scale: Tensor) -> Tensor:
+    """`float32(1 / inv_scale)`, correctly rounded: a float64 quotient of two tensors, rounded again (NUMERICS 6)."""
     inverse = inv_scale.double()
-    return Scales(inv_scale=inv_scale, scale=(torch.ones_like(inverse) / inverse).float())
+    return (torch.ones_like(inverse) / inverse).float()
+
+
+def require_margin(call: str, margin: int) -> None:
+    """Raise SpecError for a margin out of range."""
+    if not 0 <= margin <= MAX_MARGIN:
+        raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}")
 
 
 def initial_delayed_state(delayed: DelayedScaling, *, device: torch.device | str | None = None) -> DelayedState:

@@ -1,8 +1,10 @@
 """Conversion of models: what is converted, what is not and why, and what stays shared."""
 
-import copy
+import dataclasses
+import json
 import logging
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,20 @@ import torch
 from torch import nn
 
 import f8emu.torch as f8
-from f8emu.spec import DELAYED, RECIPES, ROWWISE, TENSORWISE, OperandError, SpecError, UnsupportedError
+from f8emu.spec import (
+    DELAYED,
+    RECIPES,
+    ROWWISE,
+    TENSORWISE,
+    OperandError,
+    ScaleRule,
+    SpecError,
+    UnsupportedError,
+)
 from f8emu.torch import convert
 from f8emu.torch.convert import Outcome
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 class Model(nn.Module):
@@ -93,6 +106,19 @@ def test_layers_that_compute_something_of_their_own_stay() -> None:
     with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: 5 type"):
         f8.convert_to_float8_training(model)
     assert all(after is before for after, before in zip(model, layers, strict=True))
+
+
+def test_a_layer_whose_forward_was_replaced_stays() -> None:
+    """It would go on computing in high precision. One that was compiled is converted: nothing runs its old code."""
+    replaced, compiled = (nn.Linear(32, 32) for _ in range(2))
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    compiled.compile(backend="eager")
+    model = f8.convert_to_float8_training(nn.Sequential(replaced, compiled))
+    assert outcomes(f8.plan_conversion(model)) == {"0": "type", "1": "already"}
+    with pytest.raises(OperandError, match="must have the forward of nn"):
+        f8.Float8Linear.from_float(replaced)
+    x = torch.randn(16, 32)
+    assert not torch.equal(model.get_submodule("1")(x), nn.functional.linear(x, compiled.weight, compiled.bias))
 
 
 def test_padded_sizes_train(assert_same_bits: Any) -> None:
@@ -187,13 +213,24 @@ def test_configurations() -> None:
     assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
 
 
-def test_the_filter_of_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = nn.Linear(32, 512), nn.Linear(512, 512)
-    monkeypatch.setitem(convert.SMALLEST_LAYERS, TENSORWISE, None)
-    assert f8.filter_small_layers()(small, "small"), "no threshold is known"
-    monkeypatch.setitem(convert.SMALLEST_LAYERS, TENSORWISE, convert.SmallestLayer(256, 256))
-    is_large = f8.filter_small_layers("tensorwise")
-    assert not is_large(small, "small") and is_large(large, "large")
-    model = nn.Sequential(small, copy.deepcopy(large))
+@pytest.mark.parametrize("in_cuda_graph", [False, True])
+def test_the_filter_of_small_layers(in_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "SMALLEST_LAYERS_IN_CUDA_GRAPHS" if in_cuda_graph else "SMALLEST_LAYERS"
+    monkeypatch.setitem(getattr(convert, name), TENSORWISE, convert.SmallestLayer(features=64, parameters=64 * 256))
+    is_large = f8.filter_small_layers("tensorwise", in_cuda_graph=in_cuda_graph)
+    model = nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 64), nn.Linear(64, 128), nn.Linear(128, 128))
     report = f8.plan_conversion(model, module_filter_fn=is_large)
-    assert report.names(Outcome.CONVERTED) == ("1",) and report.names(Outcome.FILTER) == ("0",)
+    assert report.names(Outcome.CONVERTED) == ("1", "3") and report.names(Outcome.FILTER) == ("0", "2")
+    another = dataclasses.replace(TENSORWISE, name="mine", scale_rule=ScaleRule(power_of_two=True))
+    assert f8.filter_small_layers(another)(model[0], "0"), "no threshold is known"
+
+
+def test_the_thresholds_are_those_that_were_measured() -> None:
+    recorded = json.loads((RESULTS / "sizes-h200.json").read_text())["smallest"]
+    for timing, table in (
+        ("back to back", convert.SMALLEST_LAYERS),
+        ("CUDA graph", convert.SMALLEST_LAYERS_IN_CUDA_GRAPHS),
+    ):
+        assert {recipe.name: list(smallest) for recipe, smallest in table.items()} == {
+            name: recorded[timing][f"f8emu/{name}"] for name in RECIPES
+        }

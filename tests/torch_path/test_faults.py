@@ -25,7 +25,7 @@ from f8emu.spec import (
     Recipe,
     UnsupportedError,
 )
-from f8emu.torch import ops
+from f8emu.torch import hardware, ops
 from f8emu.torch.delayed import TENSORS
 from f8emu.torch.engine import Engine, has_float8_hardware, resolve_engine
 
@@ -288,7 +288,7 @@ def test_an_update_takes_as_many_operations_for_a_large_model() -> None:
     assert counts[0] == counts[1]
 
 
-# Hardware without float8.
+# Hardware without float8, and autocast.
 
 
 @pytest.fixture(autouse=True)
@@ -331,6 +331,15 @@ def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: p
         assert type(model[0]) is nn.Linear, "nothing has changed"
         f8.convert_to_float8_training(model, engine="auto")
     assert isinstance(model[0], f8.Float8Linear)
+
+
+def test_autocast_leaves_the_gemm_in_high_precision_alone() -> None:
+    """It would cast the operands to its own dtype; a backward pass may run inside of it."""
+    a, b = (draw(16, 16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    expected = hardware.mm(a, b, out_dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        found = hardware.mm(a, b, out_dtype=torch.bfloat16)
+    assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
 
 
 def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -356,8 +356,9 @@ def test_amaxes_are_raised_in_a_compiled_forward_and_backward(checkpointed, pend
 # Bad input and missing parts.
 
 
-def bad_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
-    x, one = torch.zeros(4, 6), torch.ones(1, 1)
+def bad_calls(device: str) -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+    x, one = torch.zeros(4, 6, device=device), torch.ones(1, 1, device=device)
+    elsewhere = "meta" if device == "cpu" else "cpu"
     return {
         "a double": (
             lambda: fused.row_amax(x.double()),
@@ -376,34 +377,69 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
         ),
         "a format": (lambda: fused.cast_rows(x, "float16", False, 1e-12), SpecError, "cast_rows: format must be"),
         "no format": (lambda: fused.cast_pair_given(x, "fp8", one, True, False), SpecError, "unknown format 'fp8'"),
+        "a format of pairs": (
+            lambda: fused.cast_pair(x, "float32", one, None, False, 1e-12),
+            SpecError,
+            "cast_pair: format must be",
+        ),
+        "a format of blocks": (
+            lambda: fused.cast_blocks(x, "float32", True, True, False, False, 1e-12),
+            SpecError,
+            "cast_blocks: format must be",
+        ),
+        "a format of scales": (
+            lambda: fused.scales(one, "float16", False, 1e-12, 0),
+            SpecError,
+            "scales: format must be",
+        ),
         "a floor": (lambda: fused.cast_rows(x, E4M3, False, 0.0), SpecError, "amax_floor must be in"),
+        "a floor of pairs": (
+            lambda: fused.cast_pair(x, E4M3, one, None, False, 1.0),
+            SpecError,
+            "amax_floor must be in.*got 1.0",
+        ),
+        "a floor of blocks": (
+            lambda: fused.cast_blocks(x, E4M3, True, True, False, False, -1.0),
+            SpecError,
+            "amax_floor must be in.*got -1.0",
+        ),
+        "a floor of scales": (
+            lambda: fused.scales(one, E4M3, False, float("nan"), 0),
+            SpecError,
+            "amax_floor must be in.*got nan",
+        ),
+        "a margin": (
+            lambda: fused.scales(one, E4M3, False, 1e-12, 7),
+            SpecError,
+            r"scales: margin must be in 0\.\.6; got 7",
+        ),
         "amaxes of rows": (
-            lambda: fused.cast_pair(x, E4M3, None, torch.ones(4, 1), False, 1e-12),
+            lambda: fused.cast_pair(x, E4M3, None, x[:, :1], False, 1e-12),
             OperandError,
             r"cast_pair: col_amax must be .* one element or of shape \[6, 1\]; got torch.float32 of shape \[4, 1\]",
         ),
         "double amaxes of rows": (
-            lambda: fused.cast_pair(x, E4M3, torch.ones(4, 1).double(), None, False, 1e-12),
+            lambda: fused.cast_pair(x, E4M3, x[:, :1].double(), None, False, 1e-12),
             OperandError,
             "cast_pair: row_amax must be float32, bfloat16 or float16.*got torch.float64",
         ),
         "an amax elsewhere": (
-            lambda: fused.cast_pair(x, E4M3, one.to("meta"), None, False, 1e-12),
+            lambda: fused.cast_pair(x, E4M3, torch.ones(1, 1, device=elsewhere), None, False, 1e-12),
             OperandError,
-            "row_amax is on meta and x on cpu",
+            f"row_amax is on {elsewhere} and x on {device}",
         ),
         "a double scale": (
-            lambda: fused.cast_pair_delayed(x, E4M3, one.double(), True, False, torch.zeros(())),
+            lambda: fused.cast_pair_delayed(x, E4M3, one.double(), True, False, torch.zeros((), device=device)),
             OperandError,
             "cast_pair_delayed: inv_scale must be one float32; got torch.float64",
         ),
         "a scale elsewhere": (
-            lambda: fused.cast_pair_given(x, E4M3, one.to("meta"), True, False),
+            lambda: fused.cast_pair_given(x, E4M3, torch.ones(1, 1, device=elsewhere), True, False),
             OperandError,
-            "inv_scale is on meta and x on cpu",
+            f"inv_scale is on {elsewhere} and x on {device}",
         ),
         "two amaxes": (
-            lambda: fused.cast_pair_delayed(x, E4M3, one, True, False, torch.zeros(2)),
+            lambda: fused.cast_pair_delayed(x, E4M3, one, True, False, torch.zeros(2, device=device)),
             OperandError,
             r"cast_pair_delayed: amax must be one float32; got torch.float32 of shape \[2\]",
         ),
@@ -415,11 +451,21 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
     }
 
 
-@pytest.mark.parametrize("name", bad_calls())
-def test_bad_input_is_refused(name) -> None:
-    call, error, message = bad_calls()[name]
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", bad_calls("cpu"))
+def test_bad_input_is_refused(name, device) -> None:
+    """With data and without: a fake implementation checks what the operator does."""
+    call, error, message = bad_calls(device)[name]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_refused_cast_does_not_touch_the_amax() -> None:
+    x, one, amax = torch.zeros(4, 6), torch.ones(1, 1), torch.zeros(1)
+    for bad in ((x.double(), E4M3, one), (x, "float16", one), (x, E4M3, one.double())):
+        with pytest.raises((OperandError, SpecError)):
+            fused.cast_pair_delayed(*bad, True, True, amax)
+    assert amax._version == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -440,10 +486,15 @@ def test_a_gradient_is_refused(name) -> None:
 
 def test_missing_triton_is_said_once(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    for module in ("launch", "kernels", "block_kernels"):  # an import finds them in sys.modules and in their package
+    for module in (
+        "launch",
+        "scale_kernels",
+        "kernels",
+        "block_kernels",
+    ):  # an import finds them in sys.modules and in their package
         monkeypatch.delitem(sys.modules, f"f8emu.torch.{module}", raising=False)
         monkeypatch.delattr(f8, module, raising=False)
-    monkeypatch.setattr(fused, "_is_device_fused", lambda device: True)
+    monkeypatch.setattr(fused, "has_float8_hardware", lambda device: True)
     fused._launches.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="Triton is not installed.*same bits.*pip install triton"):

@@ -57,7 +57,7 @@ def kernels(monkeypatch) -> Iterator[Callable[..., tuple[torch.Tensor, ...]]]:
         import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
         monkeypatch.setattr(interpreter, "_convert_float", convert)
-        monkeypatch.setattr(fused, "_is_device_fused", lambda device: runs_kernels)
+        monkeypatch.setattr(fused, "has_float8_hardware", lambda device: runs_kernels)
     runs_kernels = False
 
     def call(operator: Any, *args: Any) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,132 @@
+"""Triton kernels that find amaxes and scales, and their steps, which the kernels of the casts take too.
+
+Exactness: the bits of `twins`, on these grounds.
+- A maximum of magnitudes is an integer maximum of their bit patterns, so that NaN wins, then infinity.
+- Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
+
+In every kernel offsets are 64-bit, and integer buffers of amaxes hold bit patterns of float32. The launches, with their
+tile sizes, are in `launch`.
+"""
+
+# pyright: reportMissingImports=false
+# (Triton is optional.)
+import triton
+import triton.language as tl
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_INFINITY = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def load_tile(x, rows, cols, M, N):
+    """The elements at `rows` x `cols` of `x` [M, N]; zeros outside, which change no amax."""
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    return tl.load(x + rows[:, None] * N + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def magnitudes(values):
+    """Bit patterns of float32 without their sign: ordered as the magnitudes, infinity and NaN above them."""
+    return values.to(tl.int32, bitcast=True) & _MAGNITUDE
+
+
+@triton.jit
+def one_nan(bits):
+    """The maximum of magnitudes with every NaN as the canonical one [SPEC-1]."""
+    return tl.where(bits > _INFINITY, _NAN, bits)
+
+
+@triton.jit
+def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """`ScaleRule`: `FLOOR` is the largest float32 not above the rule's floor, `AT_FLOOR` the float32 quotient there."""
+    amax = bits.to(tl.float32, bitcast=True)
+    inv = tl.div_rn(tl.zeros_like(amax) + QUOTIENT, amax)
+    inv = tl.where(amax <= FLOOR, AT_FLOOR, inv)
+    if POWER_OF_TWO:
+        cut = (inv.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True)
+        inv = tl.where(inv == inv, cut, inv)  # NaN stays NaN
+    return inv
+
+
+@triton.jit
+def reciprocal(values):
+    """`1 / values`, correctly rounded."""
+    return tl.div_rn(tl.zeros_like(values) + 1.0, values)
+
+
+@triton.jit
+def tensor_amax_kernel(x, amax, count, BLOCK: tl.constexpr):
+    """`amax` (bits, zero before) of the `count` elements at `x`."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
+    tl.atomic_max(amax, one_nan(tl.max(magnitudes(values), 0)), sem="relaxed")
+
+
+@triton.jit
+def row_amax_kernel(x, row_amax, M, N, TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """`row_amax` [M] (bits) of `x` [M, N]."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = tl.arange(0, BN).to(tl.int64)
+    best = tl.zeros((BM,), tl.int32)
+    for _ in range(0, TILES_N):
+        best = tl.maximum(best, tl.max(magnitudes(load_tile(x, rows, cols, M, N)), 1))
+        cols += BN
+    tl.store(row_amax + rows, one_nan(best), mask=rows < M)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def row_col_amax_kernel(x, row_amax, col_amax, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+    """`row_amax` [M] and `col_amax` [N] (bits, zero before) of `x` [M, N]."""
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    bits = magnitudes(load_tile(x, rows, cols, M, N))
+    tl.atomic_max(row_amax + rows, one_nan(tl.max(bits, 1)), mask=rows < M, sem="relaxed")
+    tl.atomic_max(col_amax + cols, one_nan(tl.max(bits, 0)), mask=cols < N, sem="relaxed")
+
+
+@triton.jit
+def _scale_block(
+    amax,
+    inv_scale,
+    scale,
+    count,
+    block,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.store(inv_scale + offsets, inv, mask=inside)
+    tl.store(scale + offsets, reciprocal(inv), mask=inside)
+
+
+@triton.jit
+def scales_kernel(
+    row_amax,
+    row_inv_scale,
+    row_scale,
+    col_amax,
+    col_inv_scale,
+    col_scale,
+    M,
+    N,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """inv_scales and scales of `M` amaxes and of `N` others."""
+    block, row_blocks = tl.program_id(0), tl.cdiv(M, BLOCK)
+    if block < row_blocks:
+        _scale_block(row_amax, row_inv_scale, row_scale, M, block, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK)
+    else:
+        _scale_block(
+            col_amax, col_inv_scale, col_scale, N, block - row_blocks, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK
+        )
