@@ -26,7 +26,7 @@ verify: $(STAMP)
 	$(BIN)/f8emu verify $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
 
 check: lint types contracts
 

@@ -182,9 +182,9 @@ SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = {
 """Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, steps of one layer back to back."""
 SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
     TENSORWISE: SmallestLayer(1024, 4194304),
-    ROWWISE: SmallestLayer(2048, 4194304),
+    ROWWISE: SmallestLayer(1024, 8388608),
     ROWWISE_WITH_GW_HP: SmallestLayer(1024, 4194304),
-    DELAYED: SmallestLayer(1024, 4194304),
+    DELAYED: SmallestLayer(512, 4194304),
     BLOCKWISE: SmallestLayer(1024, 8388608),
 }
 """The same in CUDA graphs, where the host does not count."""

@@ -120,7 +120,8 @@ def test_recipe_tensors_have_the_case_dtype() -> None:
     m, n, k = case.shape
     shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n), "bias": (n,)}
     assert {name: x.shape for name, x in case.tensors().items()} == shapes
-    assert {x.dtype.name for x in case.tensors().values()} == {"float16"}
+    dtypes = dict.fromkeys(shapes, "float16") | {"bias": "float32"}  # which a layer rounds
+    assert {name: x.dtype.name for name, x in case.tensors().items()} == dtypes
 
 
 def test_layers_are_those_of_llama() -> None:
