@@ -70,15 +70,15 @@ class LayerCase:
         self.to_numpy = torch_arrays("benchmarks.layers").store
         self.layer = Float8Linear(k, n, True, dtype=weight_dtype, recipe=recipe)
         with torch.no_grad():
-            self.layer.weight.copy_(_spread(1, n, k) / 8)
-            self.layer.bias.copy_(_spread(2, n))
+            self.layer.weight.copy_(spread(1, n, k) / 8)
+            self.layer.bias.copy_(spread(2, n))
         states = None
         if recipe.delayed is not None:
             states = {tensor: reference.initial_delayed_state(recipe.delayed) for tensor in _TENSORS}
         self.steps: list[Step] = []
         for step in range(STEPS):
-            x = _spread(3 + 2 * step, m, k).bfloat16()
-            grad_output = (_spread(4 + 2 * step, m, n) / 64).bfloat16()
+            x = spread(3 + 2 * step, m, k).bfloat16()
+            grad_output = (spread(4 + 2 * step, m, n) / 64).bfloat16()
             arrays = [self.to_numpy(t.detach()) for t in (x, self.layer.weight, grad_output, self.layer.bias)]
             trace = reference.linear(recipe, *arrays, delayed_state=states)
             self.steps.append(Step(x.to(device), grad_output.to(device), trace))
@@ -183,7 +183,7 @@ def _plain(layer: Float8Linear) -> torch.nn.Linear:
     return plain
 
 
-def _spread(seed: int, *shape: int) -> Tensor:
+def spread(seed: int, *shape: int) -> Tensor:
     """Float32 on the CPU, each element of another magnitude."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 6, shape, generator=generator))

@@ -22,6 +22,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
 from f8emu.torch.casts import Basis, Operand, cast_both, cast_rows_first, find_basis, find_given, format_name
 from f8emu.torch.operands import SIZE_MULTIPLE, VECTOR_MULTIPLE
+from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.scaled_mm import mm, scaled_mm
 
 
@@ -240,10 +241,8 @@ def _filled(codes: Tensor, rows: int, cols: int) -> Tensor:
 
 def _filled_scale(operand: Operand, granularity: Granularity, rows: int) -> Tensor:
     """The operand's scale at the GEMM's granularity, with `rows` of zeros where rows have their own."""
-    scale = operand.scale
-    assert scale is not None, "a float8 operand has a scale"
-    if granularity is Granularity.ROWWISE and scale.shape[0] != operand.codes.shape[0]:
-        scale = scale.expand(operand.codes.shape[0], 1).contiguous()  # one for all rows is repeated for each
+    assert operand.scale is not None, "a float8 operand has a scale"
+    scale = scale_of_rows(operand.scale, operand.codes, granularity)
     has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)
     return pad(scale, (0, 0, 0, rows)) if rows and has_own else scale
 

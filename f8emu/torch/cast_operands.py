@@ -16,19 +16,23 @@ from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, float8_format, require_val
 _CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in FLOAT8_OPERANDS}
 
 
-def empty_side(
-    call: str, name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int
-) -> tuple[Tensor, Tensor]:
-    """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
-    if amax is None:
-        return new_codes(x, format, 0, 0), new_floats(x, 0, 0)
-    if amax.dtype not in HIGH_PRECISION_DTYPES or (amax.numel() != 1 and tuple(amax.shape) != (rows, 1)):
-        raise OperandError(
-            f"{call}: {name} must be float32, bfloat16 or float16, with one element or of shape [{rows}, 1]; got "
-            f"{amax.dtype} of shape {list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
-        )
-    _check_device(call, name, amax, x)
-    return new_codes(x, format, rows, k), new_floats(x, *amax.shape)
+def empty_pair(
+    x: Tensor, format: Format, row_amax: Tensor | None, col_amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of the rows, then of the columns, of `cast_pair`; its arguments checked."""
+    require_values("cast_pair", x, ndim=2)
+    m, n = x.shape
+    return (
+        *_empty_side("row_amax", x, format, row_amax, m, n),
+        *_empty_side("col_amax", x, format, col_amax, n, m),
+    )
+
+
+def empty_rows(x: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and amaxes of `cast_rows`, its argument checked."""
+    require_values("cast_rows", x, ndim=2)
+    m, n = x.shape
+    return new_codes(x, format, m, n), new_floats(x, m, 1), new_floats(x, m, 1)
 
 
 def empty_codes(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
@@ -104,3 +108,16 @@ def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
 def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
         raise OperandError(f"{call}: {name} is on {value.device} and x on {x.device}; move one to the other's device")
+
+
+def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
+    if amax is None:
+        return new_codes(x, format, 0, 0), new_floats(x, 0, 0)
+    if amax.dtype not in HIGH_PRECISION_DTYPES or (amax.numel() != 1 and tuple(amax.shape) != (rows, 1)):
+        raise OperandError(
+            f"cast_pair: {name} must be float32, bfloat16 or float16, with one element or of shape [{rows}, 1]; got "
+            f"{amax.dtype} of shape {list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
+        )
+    _check_device("cast_pair", name, amax, x)
+    return new_codes(x, format, rows, k), new_floats(x, *amax.shape)

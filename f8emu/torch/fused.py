@@ -31,10 +31,10 @@ from f8emu.torch.cast_operands import (
     check_one_float,
     empty_blocks,
     empty_codes,
-    empty_side,
+    empty_pair,
+    empty_rows,
     named_format,
     named_rule,
-    new_codes,
     new_floats,
     new_zeros,
 )
@@ -150,33 +150,25 @@ def cast_pair(
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
     """
-    require_values("cast_pair", x, ndim=2)
-    m, n = x.shape
     format, rule = named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    row = empty_side("cast_pair", "row_amax", x, format, row_amax, m, n)
-    col = empty_side("cast_pair", "col_amax", x, format, col_amax, n, m)
+    out = empty_pair(x, format, row_amax, col_amax)
     if (launch := _kernels_for(x)) is None:
         return (
-            *(row if row_amax is None else twins.cast_rows_by(x, format, row_amax.float(), rule)),
-            *(col if col_amax is None else twins.cast_rows_by(x.t(), format, col_amax.float(), rule)),
+            *(out[:2] if row_amax is None else twins.cast_rows_by(x, format, row_amax.float(), rule)),
+            *(out[2:] if col_amax is None else twins.cast_rows_by(x.t(), format, col_amax.float(), rule)),
         )
-    rows = None if row_amax is None else (row_amax.contiguous(), *row)
-    cols = None if col_amax is None else (col_amax.contiguous(), *col)
+    rows = None if row_amax is None else (row_amax.contiguous(), *out[:2])
+    cols = None if col_amax is None else (col_amax.contiguous(), *out[2:])
     launch.cast_pair(x.contiguous(), format, rule, rows, cols)
-    return *row, *col
+    return out
 
 
 @fake(cast_pair)
 def _(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    require_values("cast_pair", x, ndim=2)
-    m, n = x.shape
     format, _ = named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    return (
-        *empty_side("cast_pair", "row_amax", x, format, row_amax, m, n),
-        *empty_side("cast_pair", "col_amax", x, format, col_amax, n, m),
-    )
+    return empty_pair(x, format, row_amax, col_amax)
 
 
 @operator()
@@ -213,20 +205,18 @@ def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tens
 @operator()
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
-    require_values("cast_rows", x, ndim=2)
     format, rule = named_rule("cast_rows", fmt, power_of_two, amax_floor)
+    out = empty_rows(x, format)
     if (launch := _kernels_for(x)) is None:
         return twins.cast_rows(x, format, rule)
-    codes, scale, amax = new_codes(x, format, *x.shape), new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
-    launch.cast_rows(x.contiguous(), format, rule, codes, scale, amax)
-    return codes, scale, amax
+    launch.cast_rows(x.contiguous(), format, rule, *out)
+    return out
 
 
 @fake(cast_rows)
 def _(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
-    require_values("cast_rows", x, ndim=2)
     format, _ = named_rule("cast_rows", fmt, power_of_two, amax_floor)
-    return new_codes(x, format, *x.shape), new_floats(x, x.shape[0], 1), new_floats(x, x.shape[0], 1)
+    return empty_rows(x, format)
 
 
 @operator()

@@ -79,7 +79,7 @@ def scales(vectors: Sequence[tuple[Tensor, Tensor, Tensor]], fmt: Format, rule: 
         scale_kernels.scales_kernel,
         sum(_blocks(size, SCALES_BLOCK) for size in sizes),
         (*vectors[0], *vectors[-1], sizes[0], sum(sizes[1:])),
-        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor, margin),
+        **_rule_constants(fmt, rule, margin),
         BLOCK=SCALES_BLOCK,
     )
 
@@ -113,7 +113,7 @@ def cast_pair(
         kernels.cast_pair_kernel,
         _blocks(m, bm) * tiles_n,
         (x, row_source, row_codes, row_scale, col_source, col_codes, col_scale, m, n, tiles_n),
-        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor),
+        **_rule_constants(fmt, rule),
         **_codes_constants(fmt.name),
         ROWS=rows is not None,
         COLS=cols is not None,
@@ -150,7 +150,7 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule, codes: Tensor, scale: Ten
     """Codes, scales [M, 1] and amaxes [M, 1] of the rows, by their own amax."""
     m, n = x.shape
     constants = {
-        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor),
+        **_rule_constants(fmt, rule),
         "DTYPE": kernels.DTYPES[fmt.name],
     }
     if n > ROWS_LONGEST:
@@ -190,7 +190,7 @@ def cast_blocks(
     m, n = x.shape
     tiles_m, tiles_n = _blocks(m, BLOCK), _blocks(n, BLOCK)
     constants = {
-        **_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor),
+        **_rule_constants(fmt, rule),
         "DTYPE": kernels.DTYPES[fmt.name],
         "ROWS": rows is not None,
         "COLS": cols is not None,
@@ -218,11 +218,15 @@ def _run(kernel: Any, programs: int, arguments: tuple[Tensor | int, ...], **cons
             kernel[(programs,)](*arguments, **constants)
 
 
+def _rule_constants(fmt: Format, rule: ScaleRule, margin: int = 0) -> dict[str, float | bool]:
+    return _cached_rule_constants(fmt.name, rule.power_of_two, rule.amax_floor, margin)
+
+
 # The next two are asked for in every launch. Their arguments are plain values, which are quickly found in a cache.
 
 
 @cache
-def _rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int = 0) -> dict[str, float | bool]:
+def _cached_rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> dict[str, float | bool]:
     """The scale rule as the kernels' constants: `FLOOR` is the largest float32 not above the rule's floor."""
     below = _float32(amax_floor)
     if below > amax_floor:

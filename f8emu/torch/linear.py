@@ -11,12 +11,12 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import OPERANDS, Cast, Gemm, Recipe
-from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.scaling import DelayedScaling, ScaleRule
 from f8emu.spec.trace import DelayedState, GemmTrace, LinearTrace, OperandTrace, Scales
 from f8emu.torch.bias import add_bias
 from f8emu.torch.cast import quantize
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.scale import amax, reciprocal, scale_from_amax
+from f8emu.torch.scale import amax, reciprocal, scale_from_amax, scale_of_rows
 from f8emu.torch.scaled_mm import mm, scaled_mm
 
 _IS_TRANSPOSED = {
@@ -78,8 +78,8 @@ def gemm(a: OperandTrace, b: OperandTrace, spec: Gemm, *, out_dtype: torch.dtype
     return scaled_mm(
         a.codes,
         b.codes.t(),
-        _scale_of_rows(a, granularity_a),
-        _scale_of_rows(b, granularity_b).t(),
+        scale_of_rows(a.scale, a.codes, granularity_a),
+        scale_of_rows(b.scale, b.codes, granularity_b).t(),
         out_dtype=out_dtype,
         use_fast_accum=spec.use_fast_accum,
         engine=engine,
@@ -184,10 +184,3 @@ def _checked(
 def _delayed_scales(own: Scales, state: DelayedState) -> Scales:
     inv_scale = torch.where(state.initialized, state.inv_scale, own.inv_scale.reshape(())).reshape(1, 1)
     return Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
-
-
-def _scale_of_rows(operand: OperandTrace, granularity: Granularity) -> Tensor:
-    """The operand's scale at the GEMM's granularity: one for all rows is repeated for each."""
-    if granularity is Granularity.ROWWISE and operand.scale.shape[0] != operand.codes.shape[0]:
-        return operand.scale.expand(operand.codes.shape[0], 1).contiguous()
-    return operand.scale

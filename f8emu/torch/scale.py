@@ -174,6 +174,13 @@ def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Gr
     return scale
 
 
+def scale_of_rows(scale: Tensor, codes: Tensor, granularity: Granularity) -> Tensor:
+    """The scale of an operand at its GEMM's granularity: beside rowwise, one for all rows is repeated for each."""
+    if granularity is Granularity.ROWWISE and scale.shape[0] != codes.shape[0]:
+        return scale.expand(codes.shape[0], 1).contiguous()
+    return scale
+
+
 def canonical_nan(values: Tensor) -> Tensor:
     """The float32 values with every NaN as the canonical one."""
     return torch.where(values.isnan(), _FLOAT32_NAN, values.view(torch.int32)).view(torch.float32)

@@ -12,7 +12,7 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from benchmarks.layer_checks import SHAPES, WEIGHT_DTYPES, LayerCase
+from benchmarks.layer_checks import SHAPES, WEIGHT_DTYPES, LayerCase, spread
 from benchmarks.models import FeedForward
 from benchmarks.subjects import MODES
 from f8emu.spec import (
@@ -36,12 +36,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = pytest.mark.parametrize("pair", SCALED_GEMM_GRANULARITIES, ids=lambda p: f"{p[0].value}-{p[1].value}")
 GRANULARITIES = pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
-
-
-def spread(seed: int, *shape: int) -> torch.Tensor:
-    """Float32 on the CPU, each element of another magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 6, shape, generator=generator))
 
 
 def gemm_operands(pair: tuple[Granularity, Granularity], m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
