@@ -18,7 +18,8 @@ from torch import Tensor
 from benchmarks.report import draw, facts, say, write_json
 from benchmarks.timing import alone, copy_bandwidth
 from f8emu.spec import E4M3FN, Granularity, ScaleRule
-from f8emu.torch import fused, twins
+from f8emu.torch.fused import eager
+from f8emu.torch.fused import operators as fused
 
 ROWS = 8192
 COLS = (4096, 14336)
@@ -48,33 +49,33 @@ def casts(x: Tensor) -> dict[str, Pair]:
 
     def both(x: Tensor, of_rows: Tensor, of_cols: Tensor) -> Results:
         return (
-            *twins.cast_rows_by(x, E4M3FN, of_rows, _RULE),
-            *twins.cast_rows_by(x.t(), E4M3FN, of_cols, _RULE),
+            *eager.cast_rows_by(x, E4M3FN, of_rows, _RULE),
+            *eager.cast_rows_by(x.t(), E4M3FN, of_cols, _RULE),
         )
 
     def given(x: Tensor) -> Results:
-        return twins.cast_by(x, E4M3FN, inv_scale), twins.cast_by(x.t(), E4M3FN, inv_scale)
+        return eager.cast_by(x, E4M3FN, inv_scale), eager.cast_by(x.t(), E4M3FN, inv_scale)
 
     def blocks(x: Tensor, granularity: Granularity) -> Results:
-        return twins.cast_blocks(x, E4M3FN, granularity, _RULE)
+        return eager.cast_blocks(x, E4M3FN, granularity, _RULE)
 
     vectors, squares = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
     return {
-        "amax": Pair(lambda: (fused.tensor_amax(x),), lambda x: (twins.tensor_amax(x),)),
-        "row amaxes": Pair(lambda: (fused.row_amax(x),), lambda x: (twins.row_amax(x),)),
-        "row and column amaxes": Pair(lambda: fused.row_col_amax(x), twins.row_col_amax),
+        "amax": Pair(lambda: (fused.tensor_amax(x),), lambda x: (eager.tensor_amax(x),)),
+        "row amaxes": Pair(lambda: (fused.row_amax(x),), lambda x: (eager.row_amax(x),)),
+        "row and column amaxes": Pair(lambda: fused.row_col_amax(x), eager.row_col_amax),
         "tensorwise, both ways": Pair(
             lambda: fused.cast_pair(x, _NAME, one, one, *_SETTINGS), lambda x: both(x, one, one)
         ),
         "delayed, both ways and amax": Pair(
             lambda: (*fused.cast_pair_delayed(x, _NAME, inv_scale, True, True, state), state),
-            lambda x: (*given(x), twins.tensor_amax(x)),
+            lambda x: (*given(x), eager.tensor_amax(x)),
         ),
         "rowwise, both ways": Pair(
             lambda: fused.cast_pair(x, _NAME, rows, cols, *_SETTINGS), lambda x: both(x, rows, cols)
         ),
         "rowwise, amax and cast of rows": Pair(
-            lambda: fused.cast_rows(x, _NAME, *_SETTINGS), lambda x: twins.cast_rows(x, E4M3FN, _RULE)
+            lambda: fused.cast_rows(x, _NAME, *_SETTINGS), lambda x: eager.cast_rows(x, E4M3FN, _RULE)
         ),
         "1x128, both ways": Pair(
             lambda: fused.cast_blocks(x, _NAME, False, True, True, *_SETTINGS),

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_mm as library_scaled_mm
 from benchmarks.timing import Step, alone
 from f8emu.spec import Gemm, Granularity
 from f8emu.torch import scaled_mm
-from f8emu.torch.hardware import block_scales
+from f8emu.torch.gemm.hardware import block_scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ import f8ref.numpy as reference
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.compare import different
 from f8emu.spec import DelayedState, GemmTrace, LinearTrace, Recipe
-from f8emu.torch import Float8Linear, emulation, hardware, sync_float8_amax_and_scale_history
+from f8emu.torch import Float8Linear, sync_float8_amax_and_scale_history
+from f8emu.torch.gemm import emulation, hardware
 
 Shape = tuple[int, int, int]
 """Of a layer: tokens M, out_features N, in_features K."""

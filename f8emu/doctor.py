@@ -52,7 +52,7 @@ class Diagnosis:
     """Package, or driver -> version, or `not installed`."""
     devices: list[Device]
     engines: dict[str, str]
-    """Device of the operands -> what computes `f8emu.torch.scaled_mm` there with `engine="auto"`."""
+    """Device of the operands -> what computes `f8emu.torch.gemm.scaled_mm` there with `engine="auto"`."""
     probes: list[Probe]
     problems: list[str]
     """What could not be measured, and why."""
@@ -120,7 +120,7 @@ def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[
 
 def _torch_devices() -> list[Device]:
     torch = interop.require_torch("doctor")
-    from f8emu.torch.engine import has_float8_hardware
+    from f8emu.torch.gemm.engine import has_float8_hardware
 
     found = [Device(library="torch", kind="cpu", name=torch.backends.cpu.get_cpu_capability())]
     if torch.cuda.is_available():
@@ -146,7 +146,7 @@ def _jax_devices() -> list[Device]:
 def _engine(device: str) -> str:
     import torch
 
-    from f8emu.torch.engine import Engine, resolve_engine
+    from f8emu.torch.gemm.engine import Engine, resolve_engine
 
     if resolve_engine("doctor", torch.device(device), Engine.AUTO.value) is Engine.EMULATED:
         return f"emulated by f8ref.jax on {interop.jax_device(device).device_kind}"

@@ -1,8 +1,8 @@
 """The one module that sees both frameworks: torch tensors <-> JAX arrays by DLPack. All imports are inside functions.
 
 Zero-copy is shared memory, and a JAX array is assumed immutable. So an exported tensor must not be written before
-the computation that reads it is done, and an imported array must not be used by JAX afterwards. `f8emu.torch.emulation`
-keeps both promises for its callers: it waits for the result, and drops it on the JAX side.
+the computation that reads it is done, and an imported array must not be used by JAX afterwards.
+`f8emu.torch.gemm.emulation` keeps both promises for its callers: it waits for the result, and drops it on the JAX side.
 """
 
 import functools

@@ -18,7 +18,7 @@ from benchmarks.gemms import Shape
 from benchmarks.subjects import SUBJECTS, converted
 from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
-from f8emu.torch.checkpoint import SAVED_OPS
+from f8emu.torch.training.checkpoint import SAVED_OPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
 TINY = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--hidden", "128", "--rounds", "1", "--steps", "1"]
@@ -176,7 +176,7 @@ def test_layers_against_the_oracle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["codes", "scales", "grad_weight"])
 def test_a_planted_difference_of_a_layer_is_found(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from f8emu.torch import autograd
+    from f8emu.torch.training import autograd
 
     gemm = autograd.gemm
 

@@ -52,7 +52,7 @@ class CudaLauncher:
         self.arrays = torch_arrays("record")
         import torch
 
-        from f8emu.torch.engine import has_float8_hardware
+        from f8emu.torch.gemm.engine import has_float8_hardware
 
         if not has_float8_hardware(torch.device("cuda")):
             raise UnsupportedError(

@@ -190,7 +190,7 @@ def _f8ref_jax() -> Subject:
 def _torch() -> Subject:
     call = "f8emu verify torch"
     framework = torch_arrays(call)
-    implementation, engine = (importlib.import_module(name) for name in ("f8emu.torch", "f8emu.torch.engine"))
+    implementation, engine = (importlib.import_module(name) for name in ("f8emu.torch", "f8emu.torch.gemm.engine"))
     device = "cuda" if framework.on_gpu else "cpu"
     on_hardware = framework.on_gpu and engine.has_float8_hardware(framework.load(np.zeros(1, np.float32)).device)
     verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in VERBS}

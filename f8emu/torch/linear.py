@@ -16,8 +16,8 @@ from f8emu.spec.trace import DelayedState, GemmTrace, LinearTrace, OperandTrace,
 from f8emu.torch.bias import add_bias
 from f8emu.torch.cast import quantize
 from f8emu.torch.dtypes import require_values
+from f8emu.torch.gemm.scaled_mm import mm, scaled_mm
 from f8emu.torch.scale import amax, reciprocal, scale_from_amax, scale_of_rows
-from f8emu.torch.scaled_mm import mm, scaled_mm
 
 _IS_TRANSPOSED = {
     ("output", "input"): False,

@@ -1,4 +1,4 @@
-"""From a tensor to its scales: amax, the scale rule, and the state of delayed scaling.
+"""From a tensor to its scales: amax and the scale rule.
 
 No host synchronisation anywhere, so that the pieces run under `torch.compile` and CUDA graphs. All functions are
 without gradient: a scale is a constant of the backward pass.
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import MAX_MARGIN, AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
-from f8emu.spec.trace import DelayedState, Scales
+from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule
+from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values
 
 _FLOAT32_NAN = 0x7FFFFFFF
@@ -92,57 +92,6 @@ def require_margin(call: str, margin: int) -> None:
     """Raise SpecError for a margin out of range."""
     if not 0 <= margin <= MAX_MARGIN:
         raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}")
-
-
-def initial_delayed_state(delayed: DelayedScaling, *, device: torch.device | str | None = None) -> DelayedState:
-    """The state of a tensor before its first step: an empty history, inv_scale 1, not initialized."""
-    return DelayedState(
-        amax_history=torch.zeros(delayed.history_length, dtype=torch.float32, device=device),
-        inv_scale=torch.ones((), dtype=torch.float32, device=device),
-        initialized=torch.zeros((), dtype=torch.bool, device=device),
-    )
-
-
-def update_delayed_state(
-    state: DelayedState,
-    amax: Tensor,
-    format: Format | str | torch.dtype,
-    rule: ScaleRule,
-    delayed: DelayedScaling,
-) -> DelayedState:
-    """The state after a step whose casts had the maximum `amax`, as `DelayedScaling` defines it; a new state.
-
-    Shapes:
-        amax float32 with one element.
-
-    Exactness: that of `scale_from_amax`.
-
-    Raises:
-        OperandError: wrong dtype or shape.
-        SpecError: unknown format.
-    """
-    require_tensor("update_delayed_state", "amax", amax)
-    if amax.numel() != 1 or amax.dtype is not torch.float32:
-        raise OperandError(
-            f"update_delayed_state: amax must be one float32; got {amax.dtype} of shape {list(amax.shape)}; "
-            "take amax(x), or the maximum of those of all casts since the last update"
-        )
-    if tuple(state.amax_history.shape) != (delayed.history_length,):
-        raise OperandError(
-            f"update_delayed_state: the state's amax_history must have shape [{delayed.history_length}]; got "
-            f"{list(state.amax_history.shape)}; the state is of another recipe, start with initial_delayed_state"
-        )
-    amax = amax.detach().reshape(())
-    is_usable = amax.isfinite() & (amax > 0)
-    newest = torch.where(is_usable, amax, torch.zeros_like(amax))
-    history = torch.cat([newest.reshape(1), state.amax_history[:-1]])
-    reference = newest if delayed.reduction is AmaxHistoryReduction.MOST_RECENT else history.amax()
-    inv_scale = scale_from_amax(reference, format, rule, margin=delayed.margin).inv_scale
-    return DelayedState(
-        amax_history=history,
-        inv_scale=torch.where(is_usable, inv_scale, state.inv_scale),
-        initialized=state.initialized | is_usable,
-    )
 
 
 def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Granularity) -> Tensor:

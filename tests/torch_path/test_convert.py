@@ -22,8 +22,8 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch import convert
-from f8emu.torch.convert import Outcome
+from f8emu.torch.training import convert
+from f8emu.torch.training.convert import Outcome
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -25,9 +25,11 @@ from f8emu.spec import (
     Recipe,
     UnsupportedError,
 )
-from f8emu.torch import hardware, ops
-from f8emu.torch.delayed import TENSORS
-from f8emu.torch.engine import Engine, has_float8_hardware, resolve_engine
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.gemm import hardware
+from f8emu.torch.gemm import operators as gemm_operators
+from f8emu.torch.gemm.engine import Engine, resolve_engine
+from f8emu.torch.training.delayed import TENSORS
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
@@ -360,7 +362,9 @@ def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPat
     tensors, layer = drawn(BF16), layer_of(RECIPES[name], BF16)
     expected = passes(layer, tensors)
     gpu = pretend_a_gpu(monkeypatch, (8, 0))
-    monkeypatch.setattr(ops, "resolve_engine", lambda call, device, engine: resolve_engine(call, gpu, engine))
+    monkeypatch.setattr(
+        gemm_operators, "resolve_engine", lambda call, device, engine: resolve_engine(call, gpu, engine)
+    )
     for ours, theirs in zip(passes(layer, tensors), expected, strict=True):
         assert_same_bits(ours, theirs)
     layer.engine = "hardware"

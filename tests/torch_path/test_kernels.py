@@ -1,4 +1,4 @@
-"""The Triton kernels against their twins, bit for bit: on a GPU, and on any machine in Triton's interpreter.
+"""The Triton kernels against plain eager torch, bit for bit: on a GPU, and on any machine in Triton's interpreter.
 
 The interpreter must be chosen before Triton is imported, so the same tests run a second time in a process of their own,
 with TRITON_INTERPRET=1. It is exact but for conversions: those to float8 are not rounded to the nearest even, and
@@ -21,7 +21,7 @@ import torch
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
-from f8emu.torch import fused
+from f8emu.torch.fused import operators as fused
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -195,7 +195,7 @@ def test_rows(rule, fmt: Format, x, compare) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_long_rows(dtype, compare, monkeypatch) -> None:
     if INTERPRETED:
-        from f8emu.torch import launch
+        from f8emu.torch.fused import launch
 
         monkeypatch.setattr(launch, "ROWS_LONGEST", 64)
         monkeypatch.setattr(launch, "LONG_ROWS_BLOCK", 64)
@@ -214,7 +214,7 @@ def test_blocks(square, rule, x, compare, monkeypatch) -> None:
 
     Each combination is a kernel to compile, a third of a second.
     """
-    from f8emu.torch import launch
+    from f8emu.torch.fused import launch
 
     name = "SQUARES_STRIP" if square else "VECTORS_STRIP"
     in_use = getattr(launch, name)
@@ -265,7 +265,8 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource, compile  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch import block_kernels, kernels
+    from f8emu.torch.fused import block_kernels
+    from f8emu.torch.fused import cast_kernels as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     rule: dict[str, Any] = {"QUOTIENT": fmt.max, "FLOOR": 2.0**-40, "AT_FLOOR": 2.0**49, "POWER_OF_TWO": True}

@@ -37,9 +37,9 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch import autograd
-from f8emu.torch.autograd import Operand
-from f8emu.torch.delayed import DelayedBuffers
+from f8emu.torch.training import autograd
+from f8emu.torch.training.autograd import Operand
+from f8emu.torch.training.delayed import DelayedBuffers
 
 SHAPES = {
     "one_row": (1, 16, 32),

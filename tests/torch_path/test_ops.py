@@ -19,7 +19,7 @@ from f8emu.spec import (
     UnsupportedError,
     recipe_by_name,
 )
-from f8emu.torch import ops
+from f8emu.torch.gemm import operators as gemm_operators
 
 # Loading the compiler warns about torch's own old code.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -39,16 +39,16 @@ def gemm_arguments() -> dict[str, tuple[Any, tuple]]:
     high = torch.randn(32, 64).bfloat16()
     bias = torch.zeros(48, dtype=BF16)
     return {
-        "scaled_mm": (ops.scaled_mm, (a, b, *scales, None, BF16, True, "auto", None, None, None)),
+        "scaled_mm": (gemm_operators.scaled_mm, (a, b, *scales, None, BF16, True, "auto", None, None, None)),
         "scaled_mm, all given": (
-            ops.scaled_mm,
+            gemm_operators.scaled_mm,
             (a, b, *scales, bias, BF16, False, "emulated", "rowwise", "rowwise", 2),
         ),
         "scaled_grouped_mm": (
-            ops.scaled_grouped_mm,
+            gemm_operators.scaled_grouped_mm,
             (a, codes(3, 2, 48, 64).mT, torch.rand(32), torch.rand(2, 48), offs, BF16, False, "auto"),
         ),
-        "mm": (ops.mm, (high, high.t(), torch.float32, "auto", None)),
+        "mm": (gemm_operators.mm, (high, high.t(), torch.float32, "auto", None)),
     }
 
 

@@ -1,14 +1,12 @@
 """Which engine computes a GEMM: the tensor core of the device, or the emulation of Hopper's."""
 
 from enum import Enum
-from functools import cache
 
 import torch
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.torch import emulation
-
-_FLOAT8_CAPABILITY = (8, 9)
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.gemm import emulation
 
 
 class Engine(Enum):
@@ -50,14 +48,6 @@ def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
             f"got {device}; move the tensors to one, or pass engine='emulated' for Hopper's bits on any device"
         )
     return Engine.EMULATED
-
-
-@cache
-def has_float8_hardware(device: torch.device) -> bool:
-    """Whether `torch._scaled_mm` runs on the tensor cores of `device`."""
-    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
 
 
 def engine_of(device: torch.device | str, engine: str = "auto") -> str:

@@ -1,8 +1,8 @@
 """The two operands that a linear layer makes of one matrix.
 
 A matrix `x` [M, N] is an operand of two GEMMs: of one as it is, summed over N ("rows"), and of another transposed,
-summed over M ("cols"). What decides their scales (`Basis`) is their amaxes, found in a reading of `x` before, or, under
-delayed scaling, scales of earlier steps. The operators of `fused` then make both operands from one reading.
+summed over M ("cols"). Their scales come from a `ScaleSource`: their amaxes, found in a reading of `x` before, or,
+under delayed scaling, the scales of earlier steps. The operators of `fused` then make both operands in one reading.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
-from f8emu.torch import fused
+from f8emu.torch.fused import operators as fused
 
 # The code below compares granularities and asks them nothing: torch 2.11 traces no methods of an enum.
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
@@ -28,7 +28,7 @@ class Operand(NamedTuple):
     """Float32 of `Granularity.scale_shape`; None in high precision."""
 
 
-class Basis(NamedTuple):
+class ScaleSource(NamedTuple):
     """What decides the scales of both operands of a matrix.
 
     Nothing does of an operand in high precision, of one that is not asked for, and of a blockwise one, whose amaxes are
@@ -43,7 +43,7 @@ class Basis(NamedTuple):
     """Each [1, 1]: the scales of both operands, instead of amaxes."""
 
 
-def find_basis(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_produced: bool = False) -> Basis:
+def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_produced: bool = False) -> ScaleSource:
     """The amaxes of `x` for both operands, found in one pass.
 
     Where `x` was just computed (`is_produced`), a compiler finds its amax in the kernel that computes it, which costs
@@ -63,19 +63,21 @@ def find_basis(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_produced: 
             of_tensor = x.abs().max().reshape(1, 1)
         else:
             of_tensor = fused.tensor_amax(x)
-    return Basis(
+    return ScaleSource(
         of_tensor if row_kind is Granularity.TENSORWISE else of_rows if row_kind is Granularity.ROWWISE else None,
         of_tensor if col_kind is Granularity.TENSORWISE else of_cols,
     )
 
 
-def find_given(x: Tensor, fmt: str, rule: ScaleRule, margin: int) -> Basis:
+def given_source(x: Tensor, fmt: str, rule: ScaleRule, margin: int) -> ScaleSource:
     """The scales of the first step of delayed scaling: those of the amax of `x`."""
-    return Basis(given=Scales(*fused.scales(fused.tensor_amax(x), fmt, rule.power_of_two, rule.amax_floor, margin)))
+    return ScaleSource(
+        given=Scales(*fused.scales(fused.tensor_amax(x), fmt, rule.power_of_two, rule.amax_floor, margin))
+    )
 
 
 def cast_both(
-    x: Tensor, rows: Cast | None, cols: Cast | None, basis: Basis, rule: ScaleRule, amax: Tensor | None = None
+    x: Tensor, rows: Cast | None, cols: Cast | None, source: ScaleSource, rule: ScaleRule, amax: Tensor | None = None
 ) -> tuple[Operand | None, Operand | None]:
     """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
 
@@ -89,8 +91,8 @@ def cast_both(
     name = format_name(rows, cols)
     if name is None:
         return row_operand, col_operand
-    if basis.given is not None:
-        inv_scale, scale = basis.given
+    if source.given is not None:
+        inv_scale, scale = source.given
         wanted = (row_kind is not None, col_kind is not None)
         if amax is None:
             row_codes, col_codes = fused.cast_pair_given(x, name, inv_scale, *wanted)
@@ -106,8 +108,8 @@ def cast_both(
             found = fused.cast_blocks(x, name, kind is Granularity.BLOCKWISE_128X128, *wanted, *settings)
             row_operand = Operand(found[0], found[1]) if wanted[0] else row_operand
             col_operand = Operand(found[2], found[3]) if wanted[1] else col_operand
-    by_row = None if rows is None else basis.rows
-    by_col = None if cols is None else basis.cols
+    by_row = None if rows is None else source.rows
+    by_col = None if cols is None else source.cols
     if by_row is not None or by_col is not None:
         found = fused.cast_pair(x, name, by_row, by_col, *settings)
         row_operand = row_operand if by_row is None else Operand(found[0], found[1])
@@ -115,23 +117,23 @@ def cast_both(
     return row_operand, col_operand
 
 
-def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, Basis]:
-    """The operand `rows`, and the basis on which `cols` is cast later.
+def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
+    """The operand `rows`, and the source on which `cols` is cast later.
 
     A rowwise operand beside a tensorwise one is found, scaled and cast in a single reading: the tensor's amax is the
     largest of its rows'.
     """
     col_kind = _granularity(cols)
     if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
-        basis = find_basis(x, rows, cols)
-        operand, _ = cast_both(x, rows, None, basis, rule)
+        source = find_source(x, rows, cols)
+        operand, _ = cast_both(x, rows, None, source, rule)
         assert operand is not None, "rows were asked for"
-        return operand, Basis(cols=basis.cols)
+        return operand, ScaleSource(cols=source.cols)
     name = format_name(rows)
     assert name is not None, "rowwise is float8"
     codes, scale, of_rows = fused.cast_rows(x, name, rule.power_of_two, rule.amax_floor)
     of_tensor = fused.tensor_amax(of_rows) if col_kind is Granularity.TENSORWISE else None
-    return Operand(codes, scale), Basis(cols=of_tensor)
+    return Operand(codes, scale), ScaleSource(cols=of_tensor)
 
 
 def format_name(*casts: Cast | None) -> str | None:

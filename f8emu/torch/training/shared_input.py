@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from f8emu.torch.autograd import InputOperands, Plan
+from f8emu.torch.training.autograd import InputOperands, Plan
 
 
 class _Last(threading.local):

@@ -14,8 +14,8 @@ Exactness and conventions are those of `kernels`; every scale is of the block's 
 import triton
 import triton.language as tl
 
-from f8emu.torch.kernels import store_tile
-from f8emu.torch.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
+from f8emu.torch.fused.cast_kernels import store_tile
+from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
 
 _BLOCK = tl.constexpr(128)
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.torch.device import require_hopper
 from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
-from f8emu.torch.engine import Engine, resolve_engine
-from f8emu.torch.hardware import require_hopper
-from f8emu.torch.module import Float8Linear, resolve_recipe
-from f8emu.torch.operands import SIZE_MULTIPLE
+from f8emu.torch.gemm.checks import SIZE_MULTIPLE
+from f8emu.torch.gemm.engine import Engine, resolve_engine
+from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(layer, its name) -> whether to convert it."""

@@ -1,4 +1,4 @@
-"""Fused casts as torch.library operators: on a GPU the Triton kernels of `kernels`, elsewhere the torch of `twins`.
+"""Fused casts as torch.library operators: on a GPU Triton kernels, elsewhere the plain torch of `eager`.
 
 A linear layer needs each matrix `x` [M, N] as two operands: `x` itself, summed over N ("rows"), and `x^T`, summed over
 M ("cols"), both row-major. Each operator reads `x` once and writes what was asked for; what was not asked for is an
@@ -7,14 +7,14 @@ empty tensor. An `x` that is not contiguous is copied first.
 Shapes: `row_*` belong to `x` [M, N] and `col_*` to `x^T` [N, M]; a scale or amax has the `Granularity.scale_shape` of
 its operand. All are contiguous, but for 1x128 scales, whose transposes are: the GEMM wants those [EPI-5].
 
-Exactness: kernels and twins give the same bits, those of the verbs `amax`, `scale_from_amax` and `quantize`; a NaN
-scale equals any NaN. The operators are opaque to a compiler, so that an amax is that of the values as they are stored
-and a division the one written here (NUMERICS 6), eager and compiled alike.
+Exactness: the kernels and `eager` give the same bits, those of the verbs `amax`, `scale_from_amax` and `quantize`; a
+NaN scale equals any NaN. The operators are opaque to a compiler, so that an amax is that of the values as they are
+stored and a division the one written here (NUMERICS 6), eager and compiled alike.
 
 Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format, a floor or a margin
 out of range, UnsupportedError where a gradient would be recorded.
 
-The kernels run on a CUDA device of compute capability 8.9 or newer with Triton. Without Triton the twins run there too,
+The kernels run on a CUDA device of compute capability 8.9 or newer with Triton. Without Triton `eager` runs there too,
 which is said once, by a warning that names the remedy.
 """
 
@@ -25,8 +25,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from f8emu.torch import twins
-from f8emu.torch.cast_operands import (
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.dtypes import require_values
+from f8emu.torch.fused import eager
+from f8emu.torch.fused.arguments import (
     block_granularity,
     check_one_float,
     empty_blocks,
@@ -38,8 +40,6 @@ from f8emu.torch.cast_operands import (
     new_floats,
     new_zeros,
 )
-from f8emu.torch.dtypes import require_values
-from f8emu.torch.engine import has_float8_hardware
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import require_margin
 
@@ -48,7 +48,7 @@ from f8emu.torch.scale import require_margin
 def _launches() -> ModuleType | None:
     """The kernels' launches; None, said once, where Triton is not installed."""
     try:
-        from f8emu.torch import launch
+        from f8emu.torch.fused import launch
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -63,7 +63,7 @@ def _launches() -> ModuleType | None:
 
 
 def _kernels_for(x: Tensor) -> ModuleType | None:
-    """What launches kernels on `x`; None where the twins run."""
+    """What launches kernels on `x`; None where `eager` runs."""
     return _launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
 
 
@@ -72,7 +72,7 @@ def tensor_amax(x: Tensor) -> Tensor:
     """Largest magnitude of `x` of any shape, [1, 1]."""
     require_values("tensor_amax", x)
     if (launch := _kernels_for(x)) is None:
-        return twins.tensor_amax(x)
+        return eager.tensor_amax(x)
     amax = new_zeros(x, 1, 1)
     launch.tensor_amax(x.contiguous(), amax)
     return amax
@@ -89,7 +89,7 @@ def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of `x` [M, N], [M, 1]."""
     require_values("row_amax", x, ndim=2)
     if (launch := _kernels_for(x)) is None:
-        return twins.row_amax(x)
+        return eager.row_amax(x)
     amax = new_floats(x, x.shape[0], 1)
     launch.row_amax(x.contiguous(), amax)
     return amax
@@ -106,7 +106,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of the rows of `x` [M, N], [M, 1], and of its columns, [N, 1], in one pass."""
     require_values("row_col_amax", x, ndim=2)
     if (launch := _kernels_for(x)) is None:
-        return twins.row_col_amax(x)
+        return eager.row_col_amax(x)
     rows, cols = new_zeros(x, x.shape[0], 1), new_zeros(x, x.shape[1], 1)
     launch.row_col_amax(x.contiguous(), rows, cols)
     return rows, cols
@@ -125,7 +125,7 @@ def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin
     require_margin("scales", margin)
     format, rule = named_rule("scales", fmt, power_of_two, amax_floor)
     if (launch := _kernels_for(amax)) is None:
-        return twins.scales(amax.float(), format, rule, margin)
+        return eager.scales(amax.float(), format, rule, margin)
     inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
     launch.scales([(amax.contiguous(), inv_scale, scale)], format, rule, margin)
     return inv_scale, scale
@@ -154,8 +154,8 @@ def cast_pair(
     out = empty_pair(x, format, row_amax, col_amax)
     if (launch := _kernels_for(x)) is None:
         return (
-            *(out[:2] if row_amax is None else twins.cast_rows_by(x, format, row_amax.float(), rule)),
-            *(out[2:] if col_amax is None else twins.cast_rows_by(x.t(), format, col_amax.float(), rule)),
+            *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax.float(), rule)),
+            *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax.float(), rule)),
         )
     rows = None if row_amax is None else (row_amax.contiguous(), *out[:2])
     cols = None if col_amax is None else (col_amax.contiguous(), *out[2:])
@@ -208,7 +208,7 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
     format, rule = named_rule("cast_rows", fmt, power_of_two, amax_floor)
     out = empty_rows(x, format)
     if (launch := _kernels_for(x)) is None:
-        return twins.cast_rows(x, format, rule)
+        return eager.cast_rows(x, format, rule)
     launch.cast_rows(x.contiguous(), format, rule, *out)
     return out
 
@@ -231,8 +231,8 @@ def cast_blocks(
     format, rule = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
     out = empty_blocks(x, format, square, rows, cols)
     if (launch := _kernels_for(x)) is None:
-        row = twins.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
-        col = twins.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
+        row = eager.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
+        col = eager.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
         return *row, *col
     launch.cast_blocks(
         x.contiguous(), format, rule, out[:2] if rows else None, out[2:] if cols else None, is_square=square
@@ -257,9 +257,9 @@ def _cast_pair_given(
     format = named_format(call, fmt)
     if (launch := _kernels_for(x)) is None:
         if amax is not None:
-            twins.raise_amax(amax, x)
-        row = twins.cast_by(x, format, inv_scale) if rows else row
-        col = twins.cast_by(x.t(), format, inv_scale) if cols else col
+            eager.raise_amax(amax, x)
+        row = eager.cast_by(x, format, inv_scale) if rows else row
+        col = eager.cast_by(x.t(), format, inv_scale) if cols else col
         return row, col
     launch.cast_pair_given(x.contiguous(), format, inv_scale, row if rows else None, col if cols else None, amax)
     return row, col

@@ -20,10 +20,18 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
-from f8emu.torch.casts import Basis, Operand, cast_both, cast_rows_first, find_basis, find_given, format_name
-from f8emu.torch.operands import SIZE_MULTIPLE, VECTOR_MULTIPLE
+from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
+from f8emu.torch.gemm.scaled_mm import mm, scaled_mm
 from f8emu.torch.scale import scale_of_rows
-from f8emu.torch.scaled_mm import mm, scaled_mm
+from f8emu.torch.training.operands import (
+    Operand,
+    ScaleSource,
+    cast_both,
+    cast_rows_first,
+    find_source,
+    format_name,
+    given_source,
+)
 
 
 class Plan(NamedTuple):
@@ -88,16 +96,16 @@ def float8_matmul(
         x = cast_input(input, plan, of_input) if shared is None else shared
         rows, cols = recipe.output.b, recipe.grad_input.b
         if of_weight is None:
-            w, basis = cast_rows_first(weight, rows, cols, recipe.scale_rule)
+            w, source = cast_rows_first(weight, rows, cols, recipe.scale_rule)
         else:
-            basis = _delayed_basis(weight, rows, cols, recipe, of_weight)
-            w, _ = cast_both(weight, rows, None, basis, recipe.scale_rule, of_weight.amax)
+            source = _delayed_source(weight, rows, cols, recipe, of_weight)
+            w, _ = cast_both(weight, rows, None, source, recipe.scale_rule, of_weight.amax)
             assert w is not None, "it was asked for"
     # 2. That is saved before the product is computed: where activation checkpointing computes a region again, it stops
     #    once everything is saved again, and the region's last product is not computed a second time.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
-    given = (None, None) if basis.given is None else basis.given
-    place = Float8Backward.apply(input, weight, kept, kept_scale, basis.cols, *given, plan, of_grad_output)
+    given = (None, None) if source.given is None else source.given
+    place = Float8Backward.apply(input, weight, kept, kept_scale, source.cols, *given, plan, of_grad_output)
     # 3. output. Outside of any autograd function: within one, torch 2.11 compiles a checkpointed region to keep it.
     with torch.no_grad():
         product = gemm(x.output, w, recipe.output, input.dtype, plan.engine)
@@ -152,8 +160,8 @@ class Float8Backward(torch.autograd.Function):
         g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output)
         d_input = d_weight = None
         if g is not None:
-            basis = Basis(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
-            _, w = cast_both(weight, None, recipe.grad_input.b, basis, recipe.scale_rule)
+            source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
+            _, w = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
             assert w is not None, "it was asked for"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
             g = w = None  # their memory is free for the other product
@@ -204,22 +212,22 @@ def _cast_produced(
     """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
     if delayed is not None:
-        basis = _delayed_basis(x, rows, cols, recipe, delayed)
-        return cast_both(x, rows, cols, basis, rule, delayed.amax)
+        source = _delayed_source(x, rows, cols, recipe, delayed)
+        return cast_both(x, rows, cols, source, rule, delayed.amax)
     is_single = cols is None or cols.format is None
     if is_single and rows is not None and rows.format is not None and rows.granularity is Granularity.ROWWISE:
         operand, _ = cast_rows_first(x, rows, cols, rule)
-        _, transposed = cast_both(x, None, cols, Basis(), rule)
+        _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
         return operand, transposed
-    return cast_both(x, rows, cols, find_basis(x, rows, cols, is_produced=True), rule)
+    return cast_both(x, rows, cols, find_source(x, rows, cols, is_produced=True), rule)
 
 
-def _delayed_basis(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> Basis:
+def _delayed_source(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> ScaleSource:
     if delayed.scales is not None:
-        return Basis(given=delayed.scales)
+        return ScaleSource(given=delayed.scales)
     assert recipe.delayed is not None, "only such a recipe has delayed scales"
     name = format_name(rows, cols)
-    return Basis() if name is None else find_given(x, name, recipe.scale_rule, recipe.delayed.margin)
+    return ScaleSource() if name is None else given_source(x, name, recipe.scale_rule, recipe.delayed.margin)
 
 
 def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:

@@ -6,8 +6,8 @@ from torch import Tensor
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
-from f8emu.torch import ops
 from f8emu.torch.dtypes import output_dtype, require_tensor
+from f8emu.torch.gemm import operators as gemm_operators
 
 
 def scaled_mm(
@@ -67,7 +67,7 @@ def scaled_mm(
             "scaled_mm: out_dtype=None asks for float8 output, the dtype of a, as torch._scaled_mm does; it is not "
             "modelled; pass out_dtype=torch.bfloat16, torch.float16 or torch.float32"
         )
-    return ops.scaled_mm(
+    return gemm_operators.scaled_mm(
         a,
         b,
         scale_a,
@@ -109,7 +109,7 @@ def scaled_grouped_mm(
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("offs", offs)):
         require_tensor("scaled_grouped_mm", name, x)
     dtype = output_dtype("scaled_grouped_mm", out_dtype)
-    return ops.scaled_grouped_mm(a, b, scale_a, scale_b, offs, dtype, use_fast_accum, engine)
+    return gemm_operators.scaled_grouped_mm(a, b, scale_a, scale_b, offs, dtype, use_fast_accum, engine)
 
 
 def mm(
@@ -134,7 +134,7 @@ def mm(
     """
     require_tensor("mm", "a", a)
     require_tensor("mm", "b", b)
-    return ops.mm(a, b, output_dtype("mm", out_dtype), engine, split_k)
+    return gemm_operators.mm(a, b, output_dtype("mm", out_dtype), engine, split_k)
 
 
 def _granularity_name(granularity: Granularity | str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The plain torch twins of the fused casts: what the kernels compute, said with the verbs.
+"""The fused casts in plain eager torch: what the kernels compute, in terms of the verbs.
 
 They run where the kernels do not: on a CPU, on a GPU without float8, without Triton, and for empty tensors. What was
 not asked for is an empty tensor.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import ScaleRule
-from f8emu.torch import block_kernels, kernels, scale_kernels
+from f8emu.torch.fused import block_kernels, cast_kernels, scale_kernels
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -110,7 +110,7 @@ def cast_pair(
     if vectors:
         scales(vectors, fmt, rule)
     _run(
-        kernels.cast_pair_kernel,
+        cast_kernels.cast_pair_kernel,
         _blocks(m, bm) * tiles_n,
         (x, row_source, row_codes, row_scale, col_source, col_codes, col_scale, m, n, tiles_n),
         **_rule_constants(fmt, rule),
@@ -133,7 +133,7 @@ def cast_pair_given(
     tiles_n = _blocks(n, bn)
     codes = (x if rows is None else rows, x if cols is None else cols)
     _run(
-        kernels.cast_pair_given_kernel,
+        cast_kernels.cast_pair_given_kernel,
         _blocks(m, bm) * tiles_n,
         (x, inv_scale, *codes, x if amax is None else _bits(amax), m, n, tiles_n),
         **_codes_constants(fmt.name),
@@ -151,11 +151,11 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule, codes: Tensor, scale: Ten
     m, n = x.shape
     constants = {
         **_rule_constants(fmt, rule),
-        "DTYPE": kernels.DTYPES[fmt.name],
+        "DTYPE": cast_kernels.DTYPES[fmt.name],
     }
     if n > ROWS_LONGEST:
         _run(
-            kernels.cast_long_rows_kernel,
+            cast_kernels.cast_long_rows_kernel,
             m,
             (x, codes, scale, _bits(amax), n),
             **constants,
@@ -167,7 +167,7 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule, codes: Tensor, scale: Ten
     bn = 1 << (n - 1).bit_length()
     bm = max(1, ROWS_ELEMENTS // bn)
     _run(
-        kernels.cast_rows_kernel,
+        cast_kernels.cast_rows_kernel,
         _blocks(m, bm),
         (x, codes, scale, _bits(amax), m, n),
         **constants,
@@ -191,7 +191,7 @@ def cast_blocks(
     tiles_m, tiles_n = _blocks(m, BLOCK), _blocks(n, BLOCK)
     constants = {
         **_rule_constants(fmt, rule),
-        "DTYPE": kernels.DTYPES[fmt.name],
+        "DTYPE": cast_kernels.DTYPES[fmt.name],
         "ROWS": rows is not None,
         "COLS": cols is not None,
     }
@@ -242,7 +242,7 @@ def _cached_rule_constants(fmt: str, power_of_two: bool, amax_floor: float, marg
 
 @cache
 def _codes_constants(fmt: str) -> dict[str, Any]:
-    return {"LIMIT": format_by_name(fmt).max, "DTYPE": kernels.DTYPES[fmt]}
+    return {"LIMIT": format_by_name(fmt).max, "DTYPE": cast_kernels.DTYPES[fmt]}
 
 
 def _float32(value: float) -> float:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
-from f8emu.torch import emulation, hardware
-from f8emu.torch.engine import Engine, resolve_engine
+from f8emu.torch.gemm import emulation, hardware
+from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
+from f8emu.torch.gemm.engine import Engine, resolve_engine
 from f8emu.torch.library import fake, operator
-from f8emu.torch.operands import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware asks for."""
@@ -38,7 +38,7 @@ def scaled_mm(
     granularity_b: str | None,
     split_k: int | None,
 ) -> Tensor:
-    """`f8emu.torch.scaled_mm`, its granularities as names."""
+    """`f8emu.torch.gemm.scaled_mm`, its granularities as names."""
     granularities = check_scaled_mm(
         a,
         b,

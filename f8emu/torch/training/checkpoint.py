@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from f8emu.torch import fused, ops
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.gemm import operators as gemm_operators
 
-_MODULES = (fused, ops)
+_MODULES = (fused, gemm_operators)
 """They define the operators."""
 
 GEMM_OPS: tuple[torch._ops.OpOverload, ...] = (

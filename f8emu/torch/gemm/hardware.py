@@ -1,7 +1,7 @@
 """The GEMMs on the tensor cores: torch's own operators, given what they want.
 
-Operands have passed `f8emu.torch.operands`. What torch asks beyond that, alignment and the layouts of block scales, is
-arranged here by copying.
+Operands have passed `f8emu.torch.gemm.checks`. What torch asks beyond that, alignment and the layouts of block scales,
+is arranged here by copying.
 """
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as functional_scaled_mm
 
-from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.device import require_hopper
 
 _ALIGNMENT = 16
 """Bytes, of pointers and leading dimensions of operands."""
@@ -139,13 +139,3 @@ def _readable(x: Tensor) -> Tensor:
     """A bfloat16 matrix of any layout, itself or a row-major copy that the tensor core can read."""
     is_canonical = 1 in x.stride() and all(s == 1 or s * x.element_size() % _ALIGNMENT == 0 for s in x.stride())
     return x if is_canonical and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def require_hopper(call: str, device: torch.device) -> None:
-    """Raise UnsupportedError unless `device` is a Hopper GPU."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
-        raise UnsupportedError(
-            f"{call}: torch has it for Hopper only, compute capability 9.0; {torch.cuda.get_device_name(device)} has "
-            f"{major}.{minor}; pass engine='emulated'"
-        )

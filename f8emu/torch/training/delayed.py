@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.trace import Scales
-from f8emu.torch.autograd import Delayed
 from f8emu.torch.scale import reciprocal
+from f8emu.torch.training.autograd import Delayed
 
 TENSORS: tuple[str, str, str] = ("input", "weight", "grad_output")
 """The tensors of a layer that have a state, in this order in every buffer."""

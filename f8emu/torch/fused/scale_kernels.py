@@ -1,6 +1,6 @@
 """Triton kernels that find amaxes and scales, and their steps, which the kernels of the casts take too.
 
-Exactness: the bits of `twins`, on these grounds.
+Exactness: the bits of `eager`, on these grounds.
 - A maximum of magnitudes is an integer maximum of their bit patterns, so that NaN wins, then infinity.
 - Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
 

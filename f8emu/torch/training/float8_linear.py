@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
-from f8emu.torch.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.bias import add_bias
-from f8emu.torch.delayed import DelayedBuffers
 from f8emu.torch.dtypes import require_values
-from f8emu.torch.engine import check_engine
-from f8emu.torch.shared_input import find_operands, keep_operands
+from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
+from f8emu.torch.training.delayed import DelayedBuffers
+from f8emu.torch.training.shared_input import find_operands, keep_operands
 
 _METADATA_KEY = "f8emu_delayed"
 """Where the metadata of a state dict holds the state of delayed scaling of a layer."""

@@ -4,7 +4,7 @@ A linear layer needs every tensor twice, as `[rows, K]` of one GEMM and, transpo
 float8 operands only with the summed dimension contiguous, so the transpose is written out. One tile of the matrix is
 in registers while its codes are stored both ways.
 
-Exactness: the bits of `twins`, on the grounds of `scale_kernels`, whose conventions hold here too, and on these.
+Exactness: the bits of `eager`, on the grounds of `scale_kernels`, whose conventions hold here too, and on these.
 - A scale is applied as one float32 product. The conversion rounds to the nearest, ties to even; NaN becomes 0x7f.
 - Nothing relies on what the conversion does beyond the largest value of the format. Where the scale comes from
   outside, the product is clamped first, by selects, which keep NaN. Where it comes from the elements' own amax,
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.torch.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
+from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
 
 DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 """Format name -> Triton's dtype."""

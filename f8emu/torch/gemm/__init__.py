@@ -1,0 +1,1 @@
+"""The GEMMs: what a caller may ask for, and the two engines that compute it."""

@@ -1,0 +1,1 @@
+"""Float8Linear and what surrounds it: autograd, delayed scaling, checkpointing, conversion."""
