@@ -29,7 +29,7 @@ import torch
 import f8emu.torch
 import f8ref.jax
 from f8emu import interop
-from f8emu.conformance.report import versions
+from f8emu.environment import versions
 
 SIZES = (512, 1024, 2048, 4096)
 BASELINE = "torch.mm float32"

@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
 from f8emu.conformance.record import tracked
-from f8emu.conformance.report import versions
+from f8emu.environment import versions
 from f8emu.spec import FLOAT8_OPERANDS, FLOAT32, Overflow, ScaleRule
 
 INPUTS = 1 << FLOAT32.bits

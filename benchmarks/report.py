@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from f8emu.conformance.report import versions
+from f8emu.environment import versions
 
 _console = Console()
 

@@ -13,7 +13,7 @@ import numpy as np
 from f8emu.conformance.arrays import Framework, torch_arrays
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.layouts import store_scales
-from f8emu.conformance.report import versions
+from f8emu.environment import versions
 from f8emu.spec import Granularity, UnsupportedError
 
 if TYPE_CHECKING:

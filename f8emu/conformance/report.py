@@ -3,17 +3,13 @@
 rich draws the table and the progress bar; it is imported where it is used, because the suite runs without it.
 """
 
-import platform
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from f8emu import __version__
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
+from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -139,33 +135,6 @@ def _mismatch_json(mismatch: Mismatch) -> dict[str, Any]:
         "expected": mismatch.expected,
         "error": mismatch.error,
     }
-
-
-def versions() -> dict[str, str | None]:
-    """What is installed; None is not."""
-    found: dict[str, str | None] = {"f8emu": __version__, "python": platform.python_version()}
-    for package in ("numpy", "ml_dtypes", "jax", "jaxlib", "torch"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        answer = []
-    found["driver"] = answer[0] if answer else None
-    return found
-
-
-def devices() -> dict[str, list[str]]:
-    """Devices that the loaded frameworks see; a framework that no subject needed is not loaded for it."""
-    found = {"cpu": [platform.processor() or platform.machine()]}
-    if torch := sys.modules.get("torch"):
-        found["torch"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"]
-    if jax := sys.modules.get("jax"):
-        found["jax"] = [device.device_kind for device in jax.devices()]
-    return found
 
 
 @contextmanager

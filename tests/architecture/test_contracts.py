@@ -17,6 +17,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/spec/formats.py", "import f8emu.interop"),
         ("f8emu/interop.py", "import f8emu.torch"),
         ("f8emu/torch/cast.py", "import f8emu.conformance"),
+        ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.report"),
         ("f8emu/homeless.py", ""),
     ],
     "root": [
@@ -40,12 +41,12 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     "torch": [
         ("f8emu/torch/cast.py", "import jax.numpy as jnp"),
         ("f8emu/torch/scale.py", "from f8emu import interop"),
-        ("f8emu/torch/emulation.py", "import jax"),
-        ("f8emu/torch/scaled_mm.py", "import f8ref.jax"),
+        ("f8emu/torch/gemm/emulation.py", "import jax"),
+        ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.jax"),
     ],
     "interop": [("f8emu/interop.py", "import f8ref.jax")],
     "reference-is-for-the-suite": [
-        ("f8emu/torch/scaled_mm.py", "import f8ref.numpy"),
+        ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.numpy"),
         ("f8emu/cli.py", "from f8ref.jax import cast"),
     ],
     "cli": [("f8emu/cli.py", "import torch")],

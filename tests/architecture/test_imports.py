@@ -37,6 +37,7 @@ NEVER = {
     "f8ref.exact": ARRAYS | {"f8ref.numpy", "f8ref.jax"},
     "f8ref.numpy": FRAMEWORKS | {"f8ref.exact", "f8ref.jax"},
     "f8ref.jax": {"torch", "f8ref.exact", "f8ref.numpy"},
+    "f8emu.environment": ARRAYS | {"f8ref"},
     "f8emu.interop": ARRAYS | {"f8ref"},
     "f8emu.torch": {"jax", "jaxlib", "f8ref"},
     "f8emu.conformance": FRAMEWORKS,
@@ -44,7 +45,7 @@ NEVER = {
     "f8emu.cli": FRAMEWORKS,
 }
 # Packages whose modules need nothing but the standard library.
-STANDARD_LIBRARY_ONLY = ("f8emu", "f8emu.spec", "f8ref.exact")
+STANDARD_LIBRARY_ONLY = ("f8emu", "f8emu.spec", "f8emu.environment", "f8ref.exact")
 # Packages that cannot be imported without an extra.
 NEEDS = {"f8ref.jax": "jax", "f8emu.torch": "torch"}
 

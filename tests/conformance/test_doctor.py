@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from f8emu import doctor
-from f8emu.doctor_probe import Probe
-from f8emu.doctor_torch import probe_torch
+from f8emu.doctor import diagnosis as measured
+from f8emu.doctor.probe import Probe
+from f8emu.doctor.torch_probes import probe_torch
 
 
 @pytest.fixture(scope="module")
 def diagnosis() -> doctor.Diagnosis:
-    return doctor.diagnose()
+    return measured.diagnose()
 
 
 def _probe(probes: list[Probe], start: str) -> Probe:
@@ -61,8 +62,8 @@ def test_a_probe_measures_and_a_fault_is_told(monkeypatch: pytest.MonkeyPatch) -
         torch.set_flush_denormal(False)
     after = _probe(flushed, "subnormal")
     assert before.agrees and not after.agrees
-    monkeypatch.setattr(doctor, "probe_torch", lambda device: flushed)
-    monkeypatch.setattr(doctor, "probe_jax", lambda platform: [])
+    monkeypatch.setattr(measured, "probe_torch", lambda device: flushed)
+    monkeypatch.setattr(measured, "probe_jax", lambda platform: [])
     out = io.StringIO()
     assert doctor.run(stream=out) == 1
     assert "FAULT torch cpu: subnormal" in out.getvalue()
@@ -70,7 +71,7 @@ def test_a_probe_measures_and_a_fault_is_told(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(("absent", "present"), [("torch", "jax"), ("jax", "torch")])
 def test_a_missing_library_is_reported(absent: str, present: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, f"probe_{present}", lambda device: [])
+    monkeypatch.setattr(measured, f"probe_{present}", lambda device: [])
     monkeypatch.setitem(sys.modules, absent, None)  # as an import of what is not installed
     out = io.StringIO()
     assert doctor.run(stream=out) == 0
@@ -82,16 +83,16 @@ def test_a_probe_that_breaks_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(device: str) -> list[Probe]:
         raise RuntimeError("driver too old\nmore")
 
-    monkeypatch.setattr(doctor, "probe_torch", broken)
-    monkeypatch.setattr(doctor, "probe_jax", lambda platform: [])
-    found = doctor.diagnose()
+    monkeypatch.setattr(measured, "probe_torch", broken)
+    monkeypatch.setattr(measured, "probe_jax", lambda platform: [])
+    found = measured.diagnose()
     assert "torch cpu: RuntimeError: driver too old" in found.problems
 
 
 @pytest.fixture
 def quick(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> doctor.Diagnosis:
     """The module's diagnosis, not made again."""
-    monkeypatch.setattr(doctor, "diagnose", lambda: diagnosis)
+    monkeypatch.setattr(measured, "diagnose", lambda: diagnosis)
     return diagnosis
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.doctor_probe import Probe, below_powers_of_two, coded, counted, powers_of_two, significands
+from f8emu.doctor.probe import Probe, below_powers_of_two, coded, counted, powers_of_two, significands
 from f8emu.spec.formats import E4M3FN, E5M2
 
 _INTEGERS = "computes on the integer bits, which XLA leaves alone"

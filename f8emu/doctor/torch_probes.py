@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from f8emu.doctor_probe import Probe, below_powers_of_two, coded, counted, powers_of_two, significands
+from f8emu.doctor.probe import Probe, below_powers_of_two, coded, counted, powers_of_two, significands
 from f8emu.spec.formats import E4M3FN, E5M2
 
 if TYPE_CHECKING:

@@ -1,0 +1,28 @@
+"""`f8emu doctor`: what torch, JAX and the GPU of this machine do on the known traps, and which engine would run.
+
+`diagnosis` measures, with the probes of `torch_probes` and `jax_probes`; `report` writes what was found.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TextIO
+
+from f8emu.doctor import diagnosis, report
+from f8emu.doctor.diagnosis import Device as Device
+from f8emu.doctor.diagnosis import Diagnosis as Diagnosis
+from f8emu.doctor.probe import Probe as Probe
+
+
+def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
+    """Diagnoses this machine and writes the result to `stream` (standard output), as text or as JSON.
+
+    Gives the exit status: 1 where something deviates that f8emu relies on, otherwise 0.
+    """
+    out: TextIO = sys.stdout if stream is None else stream
+    found = diagnosis.diagnose()
+    if as_json:
+        out.write(json.dumps(asdict(found), indent=1) + "\n")
+    else:
+        report.write(found, out)
+    return 1 if found.faults else 0
