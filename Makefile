@@ -45,7 +45,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 exhaustive: $(STAMP)
-	$(BIN)/python -m benchmarks.exhaustive $(ARGS)
+	$(BIN)/python -m benchmarks.proofs.exhaustive $(ARGS)
 
 install: $(STAMP)
 

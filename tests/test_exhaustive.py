@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exhaustive import INPUTS, SIGNIFICANDS, Task, main, run_task, tasks
-from benchmarks.exhaustive_checks import (
+from benchmarks.proofs.exhaustive import INPUTS, SIGNIFICANDS, Task, main, run_task, tasks
+from benchmarks.proofs.exhaustive_checks import (
     BACKENDS,
     DEFAULT_BACKENDS,
     F32,

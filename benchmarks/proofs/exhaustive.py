@@ -1,7 +1,7 @@
 """Every float32 input of a float8 cast, and every amax significand of a scale, in every backend.
 
-    python -m benchmarks.exhaustive                    all, recorded in benchmarks/results/exhaustive-cast.json
-    python -m benchmarks.exhaustive --fraction 0.0001  a strided part, recorded nowhere unless --json says where
+    python -m benchmarks.proofs.exhaustive                    all, recorded in benchmarks/results/exhaustive-cast.json
+    python -m benchmarks.proofs.exhaustive --fraction 0.0001  a strided part, recorded nowhere unless --json says where
 
 What must come out is proved in `exhaustive_checks`, by exact fractions and integers. Exit status 1 on any difference.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
+from benchmarks.proofs.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
 from f8emu.conformance.record import tracked
 from f8emu.environment import versions
 from f8emu.spec import FLOAT8_OPERANDS, FLOAT32, Overflow, ScaleRule
@@ -33,7 +33,7 @@ INPUTS = 1 << FLOAT32.bits
 SIGNIFICANDS = 1 << FLOAT32.fraction_bits
 CHUNK = 1 << 20
 """Inputs a task: large enough that calls cost nothing, small enough to stay in cache."""
-RECORDED = Path(__file__).parent / "results" / "exhaustive-cast.json"
+RECORDED = Path(__file__).parents[1] / "results" / "exhaustive-cast.json"
 RULES = (ScaleRule(), ScaleRule(power_of_two=True))
 _SUMMARY = "Every float32 input of a float8 cast, and every amax significand of a scale, in every backend."
 _ONE = FLOAT32.bias << FLOAT32.fraction_bits
@@ -124,7 +124,7 @@ def machine() -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a line for each backend, format and policy, and gives the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.exhaustive", description=_SUMMARY)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.exhaustive", description=_SUMMARY)
     parser.add_argument("--fraction", type=float, default=1.0, help="part of the inputs, taken with an odd stride")
     parser.add_argument("--backends", nargs="+", choices=tuple(BACKENDS), default=DEFAULT_BACKENDS)
     parser.add_argument("--workers", type=int, default=2, help="processes, one core each (default 2)")
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.json or (RECORDED if is_whole else None)
     if path is not None:
         report = {
-            "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.exhaustive", *given]),
+            "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks.proofs.exhaustive", *given]),
             "exhaustive": stride == 1,
             "stride": stride,
             "workers": arguments.workers,

@@ -1,6 +1,6 @@
 """How much of the recorded hardware each rule explains: one is altered at a time, and the recording replayed.
 
-    python -m benchmarks.evidence     all recorded cases, written to benchmarks/results/evidence.json
+    python -m benchmarks.proofs.evidence     all recorded cases, written to benchmarks/results/evidence.json
 
 An alteration that changes no recorded output would mean that nothing recorded supports the rule; it is listed with 0,
 and the exit status is then 1.
@@ -29,7 +29,7 @@ from f8emu.spec import HOPPER_BF16, HOPPER_FP8, HOPPER_FP8_FAST
 from f8ref.numpy.accumulate import Operand
 from f8ref.numpy.codec import Unpacked
 
-RECORDED = Path(__file__).parent / "results" / "evidence.json"
+RECORDED = Path(__file__).parents[1] / "results" / "evidence.json"
 _VERBS = {name: getattr(f8, name) for name in ("scaled_mm", "scaled_grouped_mm", "mm")}
 
 Patch = tuple[Any, str, Any]
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         print(f"{row['cases']:4d} cases {row['outputs']:8d} outputs change: {row['rules']:16} {row['alteration']}")
     record = {
-        "command": shlex.join(["python", "-m", "benchmarks.evidence", *(arguments or sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", "benchmarks.proofs.evidence", *(arguments or sys.argv[1:])]),
         "golden": f"{len(golden.cases)} cases recorded on {golden.device}",
         "machine": platform.processor() or platform.machine(),
         "numpy": np.__version__,
