@@ -58,4 +58,4 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find f8emu reference tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find f8emu reference tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

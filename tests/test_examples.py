@@ -1,0 +1,74 @@
+"""The examples run, print what their docstrings promise, and use public names alone."""
+
+import ast
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import f8ref.numpy as f8
+from f8emu import E4M3FN, RECIPES, cli
+from f8emu.conformance import shipped_golden, write_golden
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PUBLIC = {"f8emu", "f8emu.torch"}
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines that the program prints."""
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return capsys.readouterr().out.splitlines()
+
+
+def test_examples_import_public_names_alone() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("f8"):
+                assert node.module in PUBLIC, f"{path.name}: {node.module}"
+                public = vars(import_module(node.module))
+                assert {alias.name for alias in node.names} <= public.keys(), path.name
+
+
+def test_gemm_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    _, *lines = run("gemm_bits", capsys)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 1024, generator=generator).numpy() for rows in (64, 96))
+    scales = [f8.scale_from_amax(f8.amax(array), E4M3FN) for array in (x, weight)]
+    a, b = (f8.quantize(array, s.inv_scale, E4M3FN) for array, s in zip((x, weight), scales, strict=True))
+    for line, fast in zip(lines, (True, False), strict=True):
+        y = f8.scaled_mm(a, b.T, scales[0].scale, scales[1].scale, out_dtype="float32", use_fast_accum=fast)
+        assert f"use_fast_accum={fast}" in line
+        assert " ".join(f"{bits:08x}" for bits in y.view("uint32")[0, :4]) in line
+
+
+def test_train_tiny(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("train_tiny", capsys)
+    losses = {words[0]: (float(words[2]), float(words[4])) for words in map(str.split, lines) if words[1] == "loss"}
+    assert list(losses) == ["float32", "rowwise", "delayed"]
+    for recipe, (first, last) in losses.items():
+        assert last < first, recipe
+
+
+def test_compare_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    title, *rows = run("compare_recipes", capsys)
+    assert title.split() == ["recipe", "output", "grad_input", "grad_weight"]
+    assert [row.split()[0] for row in rows] == ["bfloat16", *RECIPES]
+    assert all(len(row.split()) == 7 for row in rows)
+
+
+@pytest.mark.parametrize(("function", "status"), [("scaled_mm", 0), ("float32_mm", 1)])
+def test_own_kernel(function: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bias, rowwise scales, E5M2 of every bit pattern, 16 x 16 x 16; an example that is wrong must be found."""
+    golden = shipped_golden()
+    few = tmp_path / "few.safetensors"
+    write_golden(few, [golden.cases[i] for i in (1, 8, 52, 68)], golden.metadata)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    sys.modules.pop("own_kernel", None)
+    command = ["verify", f"own_kernel:{function}", "--arrays", "numpy", "--stage", "golden", "--golden", str(few)]
+    result = CliRunner().invoke(cli.build_app(), command)
+    assert result.exit_code == status, result.output
