@@ -35,4 +35,5 @@ from f8emu.torch.training.delayed import DelayedScalingError as DelayedScalingEr
 from f8emu.torch.training.delayed_sync import delayed_state_dict as delayed_state_dict
 from f8emu.torch.training.delayed_sync import load_delayed_state_dict as load_delayed_state_dict
 from f8emu.torch.training.delayed_sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
+from f8emu.torch.training.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.training.float8_linear import Float8Linear as Float8Linear

@@ -36,8 +36,8 @@ SURFACE = {
     "f8ref.jax": VERBS,
     "f8emu.torch": VERBS
     + """
-        ConversionEntry ConversionReport DelayedScalingError Float8Linear Outcome convert_to_float8_training
-        delayed_state_dict engine_of filter_small_layers float8_checkpoint_policy load_delayed_state_dict
+        ConversionEntry ConversionReport DelayedScalingError Float8FeedForward Float8Linear Outcome
+        convert_to_float8_training delayed_state_dict engine_of filter_small_layers float8_checkpoint_policy load_delayed_state_dict
         plan_conversion swap_linear_with_float8_linear sync_float8_amax_and_scale_history
     """,
 }

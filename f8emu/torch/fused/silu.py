@@ -1,0 +1,275 @@
+"""The casts of a gated feed-forward block, fused with what stands before them, as torch.library operators.
+
+With `gate` and `up` [M, N], both bfloat16, the block's last layer has the input `hidden = silu(gate) * up`. Forward,
+its codes are written from one reading of both. Backward, the codes of `grad_gate` and `grad_up`, both ways, and those
+of `hidden^T` are written from one reading of `grad_hidden`, `gate` and `up`. That takes scales which are found without
+reading a whole tensor: those of delayed scaling, and those of 1x128 blocks.
+
+Exactness: the codes, scales and amaxes that `operators` give for the bfloat16 tensors of eager torch,
+
+    silu    = aten::silu(gate)        grad_up   = grad_hidden * silu
+    hidden  = silu * up               grad_gate = aten::silu_backward(grad_hidden * up, gate)
+
+They are computed so where the kernels do not run; the kernels repeat the arithmetic of aten's CUDA kernels (see
+`silu_kernels`). A CPU and a GPU agree on `hidden` and `grad_up`. On `grad_gate` they may differ, rarely, by one
+rounding to bfloat16, as eager torch does: their `exp` differs in the last bit of float32. Given the bfloat16 tensors,
+codes and scales are those of `f8ref.numpy`.
+
+Raises: as `operators`; OperandError also for another dtype than bfloat16 and for shapes or devices that differ.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import Format
+from f8emu.torch.dtypes import require_values
+from f8emu.torch.fused import operators
+from f8emu.torch.fused.arguments import check_one_float, empty_blocks, named_format, named_rule, new_codes
+from f8emu.torch.library import fake, operator
+
+_Wanted = tuple[bool, bool, bool, bool]
+"""rows, gate_cols, up_cols, hidden_cols."""
+
+
+@operator(mutates_args={"amax"})
+def hidden_delayed(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
+    """Codes of `hidden` [M, N] under one inv_scale, [1, 1]; `amax` is raised to that of `hidden`."""
+    codes = _empty_hidden(gate, up, fmt, inv_scale, amax)
+    if (launch := _launches_for(gate)) is None:
+        return operators.cast_pair_delayed(silu(gate) * up, fmt, inv_scale, True, False, amax)[0]
+    torch.autograd.graph.increment_version(amax)
+    format = named_format("hidden_delayed", fmt)
+    launch.hidden_given(gate.contiguous(), up.contiguous(), format, inv_scale, codes, amax)
+    return codes
+
+
+@fake(hidden_delayed)
+def _(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
+    return _empty_hidden(gate, up, fmt, inv_scale, amax)
+
+
+@operator()
+def hidden_blocks(gate: Tensor, up: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor]:
+    """Codes of `hidden` [M, N] and their scales, in 1x128 blocks."""
+    format, rule = named_rule("hidden_blocks", fmt, power_of_two, amax_floor)
+    codes, scale = _empty_hidden_blocks(gate, up, format)
+    if (launch := _launches_for(gate)) is None:
+        found = operators.cast_blocks(silu(gate) * up, fmt, False, True, False, power_of_two, amax_floor)
+        return found[0], found[1]
+    launch.hidden_vectors(gate.contiguous(), up.contiguous(), format, rule, codes, scale)
+    return codes, scale
+
+
+@fake(hidden_blocks)
+def _(gate: Tensor, up: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor]:
+    format, _ = named_rule("hidden_blocks", fmt, power_of_two, amax_floor)
+    return _empty_hidden_blocks(gate, up, format)
+
+
+@operator(mutates_args={"gate_amax", "up_amax"})
+def gradients_delayed(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    hidden_fmt: str,
+    gate_inv_scale: Tensor,
+    up_inv_scale: Tensor,
+    hidden_inv_scale: Tensor,
+    rows: bool,
+    gate_cols: bool,
+    up_cols: bool,
+    hidden_cols: bool,
+    gate_amax: Tensor,
+    up_amax: Tensor,
+) -> list[Tensor]:
+    """Codes of the gradients in `fmt`, both ways, and of `hidden^T` in `hidden_fmt`, each under its inv_scale, [1, 1].
+
+    The amax of a gradient of which codes are asked for is raised.
+
+    Args:
+        grad_hidden: [M, N], bfloat16, as `gate` and `up`.
+        gate: the output of the layer below silu.
+        up: the output of the layer beside it.
+        fmt: the gradients' format.
+        hidden_fmt: that of `hidden`.
+        gate_inv_scale: of `grad_gate`.
+        up_inv_scale: of `grad_up`.
+        hidden_inv_scale: of `hidden`.
+        rows: ask for `grad_gate` and `grad_up` [M, N].
+        gate_cols: ask for `grad_gate^T` [N, M].
+        up_cols: ask for `grad_up^T` [N, M].
+        hidden_cols: ask for `hidden^T` [N, M].
+        gate_amax: raised to that of `grad_gate`.
+        up_amax: raised to that of `grad_up`.
+
+    Returns:
+        Codes: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`; empty if not asked for.
+    """
+    wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
+    codes = _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
+    if (launch := _launches_for(gate)) is None:
+        activated = silu(gate)
+        if rows or gate_cols:
+            grad_gate = _grad_gate(grad_hidden, gate, up)
+            codes[0:2] = operators.cast_pair_delayed(grad_gate, fmt, gate_inv_scale, rows, gate_cols, gate_amax)
+        if rows or up_cols:
+            grad_up = grad_hidden * activated
+            codes[2:4] = operators.cast_pair_delayed(grad_up, fmt, up_inv_scale, rows, up_cols, up_amax)
+        if hidden_cols:
+            codes[4] = operators.cast_pair_given(activated * up, hidden_fmt, hidden_inv_scale, False, True)[1]
+        return codes
+    torch.autograd.graph.increment_version((gate_amax, up_amax))
+    formats = (named_format("gradients_delayed", fmt), named_format("gradients_delayed", hidden_fmt))
+    tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
+    launch.gradients_given(*tensors, formats, inv_scales, codes, (gate_amax, up_amax), wanted)
+    return codes
+
+
+@fake(gradients_delayed)
+def _(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    hidden_fmt: str,
+    gate_inv_scale: Tensor,
+    up_inv_scale: Tensor,
+    hidden_inv_scale: Tensor,
+    rows: bool,
+    gate_cols: bool,
+    up_cols: bool,
+    hidden_cols: bool,
+    gate_amax: Tensor,
+    up_amax: Tensor,
+) -> list[Tensor]:
+    wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
+    return _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
+
+
+@operator()
+def gradients_blocks(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    rows: bool,
+    gate_cols: bool,
+    up_cols: bool,
+    hidden_cols: bool,
+    power_of_two: bool,
+    amax_floor: float,
+) -> list[Tensor]:
+    """Codes and scales of both gradients, both ways, and of `hidden^T`, in 1x128 blocks; asked for as above.
+
+    Returns:
+        Codes, then scale: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`.
+    """
+    wanted = (rows, gate_cols, up_cols, hidden_cols)
+    format, rule = named_rule("gradients_blocks", fmt, power_of_two, amax_floor)
+    out = _empty_gradient_blocks((grad_hidden, gate, up), format, wanted)
+    if (launch := _launches_for(gate)) is None:
+        activated, settings = silu(gate), (power_of_two, amax_floor)
+        if rows or gate_cols:
+            grad_gate = _grad_gate(grad_hidden, gate, up)
+            out[0:4] = operators.cast_blocks(grad_gate, fmt, False, rows, gate_cols, *settings)
+        if rows or up_cols:
+            out[4:8] = operators.cast_blocks(grad_hidden * activated, fmt, False, rows, up_cols, *settings)
+        if hidden_cols:
+            out[8:10] = operators.cast_blocks(activated * up, fmt, False, False, True, *settings)[2:]
+        return out
+    tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
+    launch.gradients_vectors(*tensors, format, rule, out, wanted)
+    return out
+
+
+@fake(gradients_blocks)
+def _(
+    grad_hidden: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    rows: bool,
+    gate_cols: bool,
+    up_cols: bool,
+    hidden_cols: bool,
+    power_of_two: bool,
+    amax_floor: float,
+) -> list[Tensor]:
+    format, _ = named_rule("gradients_blocks", fmt, power_of_two, amax_floor)
+    return _empty_gradient_blocks((grad_hidden, gate, up), format, (rows, gate_cols, up_cols, hidden_cols))
+
+
+def _launches_for(x: Tensor) -> ModuleType | None:
+    """What launches the kernels on `x`; None where `operators` would not launch theirs."""
+    if operators._kernels_for(x) is None:
+        return None
+    from f8emu.torch.fused import silu_launch
+
+    return silu_launch
+
+
+def _grad_gate(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.ops.aten.silu_backward(grad_hidden * up, gate)
+
+
+def _empty_hidden(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
+    call = "hidden_delayed"
+    _check(call, gate=gate, up=up)
+    check_one_float(call, "inv_scale", inv_scale, gate)
+    check_one_float(call, "amax", amax, gate)
+    return new_codes(gate, named_format(call, fmt), *gate.shape)
+
+
+def _empty_hidden_blocks(gate: Tensor, up: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    _check("hidden_blocks", gate=gate, up=up)
+    return empty_blocks(gate, format, False, True, False)[:2]
+
+
+def _empty_gradients(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    fmts: tuple[str, str],
+    inv_scales: tuple[Tensor, Tensor, Tensor],
+    amaxes: tuple[Tensor, Tensor],
+    wanted: _Wanted,
+) -> list[Tensor]:
+    call, (grad_hidden, gate, up) = "gradients_delayed", tensors
+    _check(call, grad_hidden=grad_hidden, gate=gate, up=up)
+    for name, value in zip(("gate", "up", "hidden"), inv_scales, strict=True):
+        check_one_float(call, f"{name}_inv_scale", value, gate)
+    for name, value in zip(("gate", "up"), amaxes, strict=True):
+        check_one_float(call, f"{name}_amax", value, gate)
+    m, n = gate.shape
+    rows, gate_cols, up_cols, hidden_cols = wanted
+    of_gradients, of_hidden = (named_format(call, fmt) for fmt in fmts)
+    shapes = ((rows, (m, n)), (gate_cols, (n, m)), (rows, (m, n)), (up_cols, (n, m)))
+    codes = [new_codes(gate, of_gradients, *(shape if is_wanted else (0, 0))) for is_wanted, shape in shapes]
+    return [*codes, new_codes(gate, of_hidden, *((n, m) if hidden_cols else (0, 0)))]
+
+
+def _empty_gradient_blocks(tensors: tuple[Tensor, Tensor, Tensor], format: Format, wanted: _Wanted) -> list[Tensor]:
+    grad_hidden, gate, up = tensors
+    _check("gradients_blocks", grad_hidden=grad_hidden, gate=gate, up=up)
+    rows, gate_cols, up_cols, hidden_cols = wanted
+    return [
+        *empty_blocks(gate, format, False, rows, gate_cols),
+        *empty_blocks(gate, format, False, rows, up_cols),
+        *empty_blocks(gate, format, False, False, hidden_cols)[2:],
+    ]
+
+
+def _check(call: str, **tensors: Tensor) -> None:
+    """Check that all are bfloat16 matrices of the shape and device of `gate`."""
+    gate = tensors["gate"]
+    for name, x in tensors.items():
+        require_values(call, x, ndim=2, name=name)
+        if x.dtype is not torch.bfloat16 or x.shape != gate.shape or x.device != gate.device:
+            raise OperandError(
+                f"{call}: {name} must be bfloat16, of the shape and on the device of gate; got {x.dtype} of shape "
+                f"{list(x.shape)} on {x.device}, and gate of shape {list(gate.shape)} on {gate.device}; in other "
+                "dtypes compute silu(gate) * up and cast that"
+            )

@@ -1,0 +1,381 @@
+"""Triton kernels of a gated feed-forward block: what stands before a cast, computed where it is cast.
+
+With `gate` and `up` [M, N] in bfloat16, `hidden = silu(gate) * up` is the input of the block's last layer. The forward
+kernels read both and write the codes of `hidden`. The backward kernels read both and `grad_hidden`, and write the codes
+of `grad_gate` and `grad_up` both ways, and those of `hidden^T`, which the forward pass need not keep. None of the three
+is ever written in bfloat16.
+
+Exactness: the values that are cast are those of eager torch, each product rounded to bfloat16 as a tensor would be.
+
+    sigmoid   = 1 / (1 + exp(-gate))                                             float32
+    silu      = bf16(gate * sigmoid)
+    hidden    = bf16(silu * up)
+    grad_up   = bf16(grad_hidden * silu)
+    grad_gate = bf16(bf16(grad_hidden * up) * sigmoid * fma(gate, 1 - sigmoid, 1))
+
+- `exp` is libdevice's, which torch's kernels call too.
+- Torch divides `gate` by `1 + exp(-gate)`. The product with the reciprocal is the same bfloat16 for every gate
+  (tests/torch_path/test_feed_forward.py::test_silu_is_a_product).
+- nvcc contracts torch's `1 + x * (1 - sigmoid)` to one fma; here it is written as one.
+- The reciprocal is rounded correctly, by the steps of `rcp.rn` for numbers that are neither tiny nor huge, without its
+  branch: 5 instructions, where `div_rn` takes 13 and stalls. On a GPU, test_feed_forward.py::test_every_gate sees it.
+
+Amaxes, scales and codes are as in `scale_kernels` and `cast_kernels`, whose conventions hold here too.
+"""
+
+# pyright: reportMissingImports=false, reportOperatorIssue=false
+# (Triton is optional, and its libdevice says that it gives nothing.)
+import triton
+import triton.language as tl
+from triton.language.extra.libdevice import exp
+
+from f8emu.torch.fused.cast_kernels import _clamp, store_tile
+from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
+
+_BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _rounded(values):
+    return values.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def approximate_reciprocal(values):
+    """`1 / values` to the last bit or two; infinity gives 0."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sigmoid_of(gate):
+    """`1 / (1 + exp(-gate))`; as a fourth of it, the largest divisors have reciprocals that are not subnormal."""
+    divisor = (1.0 + exp(-gate)) * 0.25
+    near = approximate_reciprocal(divisor)
+    nearest = tl.fma(near, tl.fma(-divisor, near, 1.0), near)
+    return tl.where(near == 0.0, 0.0, nearest) * 0.25  # of infinity, the remainder is NaN
+
+
+@triton.jit
+def silu_of(gate, sigmoid):
+    """`gate * sigmoid`, as a bfloat16."""
+    return _rounded(gate * sigmoid)
+
+
+@triton.jit
+def hidden_of(silu, up):
+    """`silu * up`, as a bfloat16."""
+    return _rounded(silu * up)
+
+
+@triton.jit
+def grad_up_of(grad_hidden, silu):
+    """The gradient of `up`, as a bfloat16."""
+    return _rounded(grad_hidden * silu)
+
+
+@triton.jit
+def grad_gate_of(grad_hidden, gate, sigmoid, up):
+    """The gradient of `gate`, as a bfloat16."""
+    return _rounded(_rounded(grad_hidden * up) * sigmoid * tl.fma(gate, 1.0 - sigmoid, 1.0))
+
+
+@triton.jit
+def _raise_amax(amax, values):
+    tl.atomic_max(amax, one_nan(tl.max(tl.max(magnitudes(values), 1), 0)), sem="relaxed")
+
+
+@triton.jit
+def _cast_given(
+    values,
+    inv_scale,
+    row_codes,
+    col_codes,
+    rows,
+    cols,
+    M,
+    N,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """A tile under one inv_scale: two conversions, kept apart as in `cast_pair_given_kernel`."""
+    if ROWS:
+        scaled = values * tl.load(inv_scale)
+        store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+    if COLS:
+        scaled = values * tl.load(inv_scale)
+        store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+
+
+@triton.jit
+def _to_inv_scales(
+    amax, inside, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """The amaxes at these pointers become inverse scales."""
+    bits = one_nan(tl.load(amax, mask=inside, other=0.0).to(tl.int32, bitcast=True))
+    tl.store(amax, inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO), mask=inside)
+
+
+@triton.jit
+def _to_scales(inv_scale, inside):
+    """The inverse scales at these pointers become scales."""
+    tl.store(inv_scale, reciprocal(tl.load(inv_scale, mask=inside, other=1.0)), mask=inside)
+
+
+@triton.jit
+def _store_amaxes(amax, bits, inside):
+    tl.store(amax, bits.to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _cast_strip(
+    values,
+    row_codes,
+    row_inv_scale,
+    col_codes,
+    col_inv_scale,
+    rows,
+    strip,
+    M,
+    N,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Both codes of `values` [128, STRIP], the inverse scales being at the pointers."""
+    if ROWS:
+        inv = tl.load(row_inv_scale, mask=rows < M, other=0.0)
+        store_tile(row_codes, (values * inv[:, None]).to(DTYPE), rows, strip, M, N)
+    if COLS:
+        inv = tl.load(col_inv_scale, mask=strip < N, other=0.0)
+        store_tile(col_codes, tl.trans((values * inv[None, :]).to(DTYPE)), strip, rows, N, M)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def hidden_given_kernel(
+    gate,
+    up,
+    inv_scale,
+    codes,
+    amax,
+    M,
+    N,
+    tiles_n,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`codes` [M, N] of `hidden` under one inv_scale; `amax` (bits) is raised to that of `hidden`."""
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    gates = load_tile(gate, rows, cols, M, N)
+    values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
+    _raise_amax(amax, values)
+    _cast_given(values, inv_scale, codes, codes, rows, cols, M, N, LIMIT, DTYPE, True, False)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def hidden_vectors_kernel(
+    gate,
+    up,
+    codes,
+    scale,
+    M,
+    N,
+    tiles_n,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """`codes` [M, N] and `scale` [ceil(N / 128), M] of `hidden` in vectors of 128 along its rows."""
+    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
+    tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
+    rows = tile_m * BM + tl.arange(0, BM)
+    cols = tile_n * _BLOCK + tl.arange(0, _BLOCK)
+    gates = load_tile(gate, rows, cols, M, N)
+    values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
+    bits = one_nan(tl.max(magnitudes(values), 1))
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.store(scale + tile_n * M + rows, reciprocal(inv), mask=rows < M)
+    store_tile(codes, (values * inv[:, None]).to(DTYPE), rows, cols, M, N)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def gradients_given_kernel(
+    grad_hidden,
+    gate,
+    up,
+    gate_inv_scale,
+    up_inv_scale,
+    hidden_inv_scale,
+    gate_amax,
+    up_amax,
+    gate_row_codes,
+    gate_col_codes,
+    up_row_codes,
+    up_col_codes,
+    hidden_col_codes,
+    M,
+    N,
+    tiles_n,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HIDDEN_LIMIT: tl.constexpr,
+    HIDDEN_DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATE_COLS: tl.constexpr,
+    UP_COLS: tl.constexpr,
+    HIDDEN_COLS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Codes of `grad_gate`, `grad_up` [M, N], their transposes and `hidden^T` [N, M], each under its inv_scale.
+
+    The amaxes of the two gradients are raised. The three are computed one after the other; of one only `silu` stays for
+    the next, and the rest is loaded again, from the L1 cache: that way few registers are held.
+    """
+    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    gates = load_tile(gate, rows, cols, M, N)
+    sigmoid = sigmoid_of(gates)
+    silu = silu_of(gates, sigmoid)
+    if ROWS or GATE_COLS:
+        values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
+        _raise_amax(gate_amax, values)
+        _cast_given(
+            values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, GATE_COLS
+        )
+    if ROWS or UP_COLS:
+        values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
+        _raise_amax(up_amax, values)
+        _cast_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
+    if HIDDEN_COLS:
+        values = hidden_of(silu, load_tile(up, rows, cols, M, N))
+        _cast_given(
+            values, hidden_inv_scale, hidden_col_codes, hidden_col_codes, rows, cols, M, N,
+            HIDDEN_LIMIT, HIDDEN_DTYPE, False, True,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def gradients_vectors_kernel(
+    grad_hidden,
+    gate,
+    up,
+    gate_row_codes,
+    gate_row_scale,
+    gate_col_codes,
+    gate_col_scale,
+    up_row_codes,
+    up_row_scale,
+    up_col_codes,
+    up_col_scale,
+    hidden_col_codes,
+    hidden_col_scale,
+    M,
+    N,
+    tiles_n,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATE_COLS: tl.constexpr,
+    UP_COLS: tl.constexpr,
+    HIDDEN_COLS: tl.constexpr,
+    AMAX_STRIP: tl.constexpr,
+    CODES_STRIP: tl.constexpr,
+):
+    """`gradients_given_kernel` in 1x128 vectors: a program has one 128 x 128 tile, with whole vectors both ways.
+
+    It goes over the tile twice, as `cast_vectors_kernel`, and computes all values twice: to hold them takes too many
+    registers. The buffers of the scales hold first the amaxes, then the inverse scales, and at last the scales.
+    """
+    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
+    tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
+    rows = tile_m * _BLOCK + tl.arange(0, _BLOCK)
+    cols = tile_n * _BLOCK + tl.arange(0, _BLOCK)
+    row_at, col_at = tile_n * M + rows, tile_m * N + cols
+    # 1. The amaxes.
+    gate_best = tl.zeros((AMAX_STRIP, _BLOCK), tl.int32)
+    up_best = tl.zeros((AMAX_STRIP, _BLOCK), tl.int32)
+    hidden_best = tl.zeros((AMAX_STRIP, _BLOCK), tl.int32)
+    for start in range(0, _BLOCK, AMAX_STRIP):
+        strip = tile_m * _BLOCK + start + tl.arange(0, AMAX_STRIP)
+        gates, ups = load_tile(gate, strip, cols, M, N), load_tile(up, strip, cols, M, N)
+        sigmoid = sigmoid_of(gates)
+        silu = silu_of(gates, sigmoid)
+        if ROWS or GATE_COLS or UP_COLS:
+            grads = load_tile(grad_hidden, strip, cols, M, N)
+            gate_bits = magnitudes(grad_gate_of(grads, gates, sigmoid, ups))
+            up_bits = magnitudes(grad_up_of(grads, silu))
+            if ROWS:
+                _store_amaxes(gate_row_scale + tile_n * M + strip, tl.max(gate_bits, 1), strip < M)
+                _store_amaxes(up_row_scale + tile_n * M + strip, tl.max(up_bits, 1), strip < M)
+            gate_best = tl.maximum(gate_best, gate_bits)
+            up_best = tl.maximum(up_best, up_bits)
+        if HIDDEN_COLS:
+            hidden_best = tl.maximum(hidden_best, magnitudes(hidden_of(silu, ups)))
+    if GATE_COLS:
+        _store_amaxes(gate_col_scale + col_at, tl.max(gate_best, 0), cols < N)
+    if UP_COLS:
+        _store_amaxes(up_col_scale + col_at, tl.max(up_best, 0), cols < N)
+    if HIDDEN_COLS:
+        _store_amaxes(hidden_col_scale + col_at, tl.max(hidden_best, 0), cols < N)
+    # 2. The inverse scales; the barriers let threads see what the others have stored.
+    tl.debug_barrier()
+    if ROWS:
+        _to_inv_scales(gate_row_scale + row_at, rows < M, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+        _to_inv_scales(up_row_scale + row_at, rows < M, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    if GATE_COLS:
+        _to_inv_scales(gate_col_scale + col_at, cols < N, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    if UP_COLS:
+        _to_inv_scales(up_col_scale + col_at, cols < N, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    if HIDDEN_COLS:
+        _to_inv_scales(hidden_col_scale + col_at, cols < N, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.debug_barrier()
+    # 3. The codes.
+    for start in range(0, _BLOCK, CODES_STRIP):
+        strip = tile_n * _BLOCK + start + tl.arange(0, CODES_STRIP)
+        strip_at = tile_m * N + strip
+        gates, ups = load_tile(gate, rows, strip, M, N), load_tile(up, rows, strip, M, N)
+        sigmoid = sigmoid_of(gates)
+        silu = silu_of(gates, sigmoid)
+        if ROWS or GATE_COLS or UP_COLS:
+            grads = load_tile(grad_hidden, rows, strip, M, N)
+            values = grad_gate_of(grads, gates, sigmoid, ups)
+            row_inv_scale, col_inv_scale = gate_row_scale + row_at, gate_col_scale + strip_at
+            _cast_strip(
+                values, gate_row_codes, row_inv_scale, gate_col_codes, col_inv_scale,
+                rows, strip, M, N, DTYPE, ROWS, GATE_COLS,
+            )  # fmt: skip
+            values = grad_up_of(grads, silu)
+            row_inv_scale, col_inv_scale = up_row_scale + row_at, up_col_scale + strip_at
+            _cast_strip(
+                values, up_row_codes, row_inv_scale, up_col_codes, col_inv_scale,
+                rows, strip, M, N, DTYPE, ROWS, UP_COLS,
+            )  # fmt: skip
+        if HIDDEN_COLS:
+            values, at = hidden_of(silu, ups), hidden_col_scale + strip_at
+            _cast_strip(
+                values, hidden_col_codes, at, hidden_col_codes, at, rows, strip, M, N, DTYPE, False, True
+            )  # fmt: skip
+    # 4. The scales.
+    tl.debug_barrier()
+    if ROWS:
+        _to_scales(gate_row_scale + row_at, rows < M)
+        _to_scales(up_row_scale + row_at, rows < M)
+    if GATE_COLS:
+        _to_scales(gate_col_scale + col_at, cols < N)
+    if UP_COLS:
+        _to_scales(up_col_scale + col_at, cols < N)
+    if HIDDEN_COLS:
+        _to_scales(hidden_col_scale + col_at, cols < N)
