@@ -1,10 +1,11 @@
-"""What must be equal bit for bit, eager, on one device.
+"""What must be equal bit for bit, on one device.
 
-f8emu's tensorwise recipe and torchao's Float8Linear; a model with and without activation checkpointing.
+f8emu's tensorwise recipe and torchao's Float8Linear; a model with and without activation checkpointing, eager; layers
+compiled and eager.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.checkpointing import checkpointed
-from benchmarks.subjects import AbsentError, converted
+from benchmarks.subjects import AbsentError, compiled, converted
 from benchmarks.workloads import Workload
 from f8emu.torch import delayed_state_dict, sync_float8_amax_and_scale_history
 
@@ -38,8 +39,10 @@ def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.devic
         grad_output = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-3
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.float32):
             ours, theirs = (
-                _pass(converted(f"{library}/tensorwise", copy.deepcopy(model)), x, grad_output)
-                for library in ("f8emu", "torchao")
+                _pass(layer, layer, x, grad_output)
+                for layer in (
+                    converted(f"{library}/tensorwise", copy.deepcopy(model)) for library in ("f8emu", "torchao")
+                )
             )
         differing = {part: _differing(a, b) for part, a, b in zip(PARTS, ours, theirs, strict=False)}
         entry = {"tokens": tokens, "k": k, "n": n, "bias": has_bias, "parameters": str(dtype).removeprefix("torch.")}
@@ -59,13 +62,32 @@ def equal_to_no_checkpointing(
         model = workload.build().to(torch.bfloat16)
     plain = converted(subject, model)
     other = copy.deepcopy(plain)
-    x, grad_output = workload.input(device), workload.grad_output(device)
+    call = checkpointed(subject, other, checkpointing)
+    return _differing_in_two_steps(plain, other, call, workload.input(device), workload.grad_output(device))
+
+
+def equal_compiled(subject: str, tokens: int, dim: int, hidden: int, device: torch.device) -> dict[str, int]:
+    """How many numbers of each part differ between two layers, dim -> hidden -> dim, and the same compiled; two steps.
+
+    Between the layers is nothing that the compiler could round otherwise.
+    """
+    with device:
+        model = nn.Sequential(nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)).to(torch.bfloat16)
+    plain = converted(subject, model)
+    other = copy.deepcopy(plain)
+    x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
+    grad_output = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16) * 1e-3
+    return _differing_in_two_steps(plain, other, compiled(subject, other), x, grad_output)
+
+
+def _differing_in_two_steps(
+    plain: nn.Module, other: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, grad_output: Tensor
+) -> dict[str, int]:
+    """How many numbers differ between `plain` and `call`, which runs `other`."""
     found: dict[str, int] = dict.fromkeys(CHECKPOINTED_PARTS, 0)
     for _ in range(2):
         with sdpa_kernel(SDPBackend.MATH):
-            expected, observed = (
-                _pass(model, x, grad_output) for model in (plain, checkpointed(subject, other, checkpointing))
-            )
+            expected, observed = (_pass(model, run, x, grad_output) for model, run in ((plain, plain), (other, call)))
         for i, (a, b) in enumerate(zip(observed, expected, strict=True)):
             found[CHECKPOINTED_PARTS[min(i, 2)]] += _differing(a, b)
         states = (delayed_state_dict(model) for model in (plain, other))
@@ -81,9 +103,9 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a.view(bits) != b.view(bits)).sum())
 
 
-def _pass(model: nn.Module, x: Tensor, grad_output: Tensor) -> list[Tensor]:
+def _pass(model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, grad_output: Tensor) -> list[Tensor]:
     own = x.clone().requires_grad_()
-    output = model(own)
+    output = call(own)
     output.backward(grad_output)
     grads = [own.grad, *(p.grad for p in model.parameters())]
     return [output.detach(), *(g for g in grads if g is not None)]

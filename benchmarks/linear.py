@@ -3,6 +3,7 @@
     python -m benchmarks.linear --json OUT                  a linear layer, a feed-forward and a transformer block
     python -m benchmarks.linear --workloads feed_forward    one of them
     python -m benchmarks.linear --checkpointing full        the same, computed again in the backward pass
+    python -m benchmarks.linear --kernels f8emu/delayed     and the kernels of a step
 
 Subjects take turns, a few steps each, for several rounds, so that all see the same clocks and temperature; the figure
 is the median over rounds. Steps run back to back as training runs them. Exit status 1 if f8emu fails somewhere, or
@@ -21,6 +22,7 @@ import torch
 from benchmarks import workloads
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.equality import equal_to_no_checkpointing, equal_to_torchao
+from benchmarks.kernels import draw_kernels
 from benchmarks.measure import forget, measure
 from benchmarks.report import draw, facts, figure, say, write_json
 from benchmarks.subjects import MODES, SUBJECTS, AbsentError
@@ -72,10 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             steps=arguments.steps,
             floor=floor if is_plain else None,  # it is the floor of computing everything once
             checkpointing=checkpointing,
+            profiled=arguments.kernels,
         )
         report["workloads"].append(entry)
         report["gemms"] = _gemm_entries(floor)
         _draw(workload, entry["subjects"], checkpointing)
+        for timed in (e for e in entry["subjects"] if "kernels" in e):
+            _draw_kernels(timed)
         if arguments.json:
             write_json(arguments.json, report)
         forget()
@@ -173,11 +178,21 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: 
             say(f"{e['subject']} {e['mode']}: something was compiled while it was timed: do not use its figures")
 
 
+def _draw_kernels(timed: dict[str, Any]) -> None:
+    """The kernels of a step, under the step's time and the parts of its floor."""
+    floor = "".join(f", {part} {figure(timed, f'{part}_ms', '.3f')} ms" for part in ("gemms", "attention", "bytes"))
+    title = f"{timed['subject']} {timed['mode']}: a step of {timed['ms']:.3f} ms"
+    draw_kernels(f"{title}; floor: {figure(timed, 'floor_ms', '.3f')} ms{floor}", timed["kernels"])
+
+
 def _status(report: dict[str, Any]) -> int:
     equality = report["equal_to_torchao"]
     differs = not isinstance(equality, str) and any(any(e["numbers_differing"].values()) for e in equality)
     failed = any(
-        "failed" in e and not e["subject"].startswith("torchao/") for w in report["workloads"] for e in w["subjects"]
+        "failed" in e or not e["is_finite"]
+        for w in report["workloads"]
+        for e in w["subjects"]
+        if not e["subject"].startswith("torchao/")
     )
     compared = [e for w in report["workloads"] for e in w.get("equal_to_no_checkpointing", [])]
     is_altered = any("failed" in e or any(e["numbers_differing"].values()) for e in compared)
@@ -189,6 +204,9 @@ def _parser() -> argparse.ArgumentParser:
     kinds = ("linear", "feed_forward", "block")
     parser.add_argument("--workloads", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument(
+        "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list the kernels of a step"
+    )
     parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["none"], help="default none")
     parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="default both")
     parser.add_argument("--tokens", type=int, default=8192)

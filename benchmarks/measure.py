@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels import kernels
 from benchmarks.report import say
 from benchmarks.subjects import BASELINE, AbsentError, Subject, make_subject, recipe_of
-from benchmarks.timing import back_to_back, captured, excluding, kept_bytes, median, peak_bytes
+from benchmarks.timing import Timed, back_to_back, captured, excluding, kept_bytes, median, peak_bytes
 from benchmarks.workloads import Floor, Workload
 
 WARMUP = 5
@@ -26,10 +27,12 @@ def measure(
     floor: Floor | None = None,
     is_graph: bool = False,
     checkpointing: str = "none",
+    profiled: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """One entry for each (subject, mode): figures, or why there are none.
 
     With `is_graph` the step is a CUDA graph of the forward and backward pass, without the sync of delayed scales.
+    Subjects in `profiled` have their kernels listed.
     """
     model = workload.build().to(device, torch.bfloat16)
     x, grad_output = workload.input(device), workload.grad_output(device)
@@ -56,7 +59,10 @@ def measure(
     before = _graphs_compiled()
     times: dict[str, list[float]] = {subject.label: [] for subject, _, _ in ready}
     enqueue: dict[str, list[float]] = {label: [] for label in times}
-    outside: dict[str, list[float]] = {label: [] for label in times}
+    outside: dict[str, list[Timed]] = {label: [] for label in times}
+    # A full collection walks through the compiled code of all subjects, in the turn of one.
+    gc.collect()
+    gc.freeze()
     for _ in range(rounds):
         for subject, _, step in ready:
             timed = back_to_back(step, steps, device)
@@ -66,15 +72,24 @@ def measure(
                 outside[subject.label].append(excluding(subject.pass_, subject.sync, steps, device))
             if not is_graph:
                 subject.free()
-    for subject, entry, _ in ready:
+    gc.unfreeze()
+    for subject, entry, step in ready:
         of = times[subject.label]
         entry |= {"ms": median(of), "ms_min": min(of), "ms_max": max(of), "enqueue_ms": median(enqueue[subject.label])}
         if outside[subject.label]:
-            entry["ms_sync_outside"] = median(outside[subject.label])
+            entry["ms_sync_outside"] = median([timed.ms for timed in outside[subject.label]])
+            entry["enqueue_ms_sync_outside"] = median([timed.enqueue_ms for timed in outside[subject.label]])
         if not is_graph:
             entry["peak_bytes"] = peak_bytes(subject.step, device)
             subject.free()
             entry["kept_bytes"] = kept_bytes(subject.forward, device)
+        entry["is_finite"] = all(
+            bool(tensor.isfinite().all()) for tensor in (subject.gradients if is_graph else subject.results())
+        )
+        if subject.name in profiled:
+            entry["kernels"] = kernels(step, device)
+        if not is_graph:
+            subject.free()
         if floor is not None:
             entry |= floor(workload, recipe_of(subject.name))
             entry["fraction_of_floor"] = entry["floor_ms"] / entry["ms"]

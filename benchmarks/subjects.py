@@ -2,7 +2,7 @@
 
 import copy
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,26 +40,41 @@ def recipe_of(subject: str) -> Recipe | None:
     return None if subject == BASELINE else RECIPES[subject.partition("/")[2]]
 
 
-def converted(subject: str, model: nn.Module) -> nn.Module:
-    """The model under the subject's recipe, in place."""
+def is_delayed(subject: str) -> bool:
+    """Whether its scales are updated once a step."""
+    recipe = recipe_of(subject)
+    return recipe is not None and recipe.delayed is not None
+
+
+def converted(subject: str, model: nn.Module, *, left_out: Sequence[str] = ()) -> nn.Module:
+    """The model under the subject's recipe, in place, but for layers with a name of `left_out`."""
+
+    def is_wanted(_: nn.Module, name: str) -> bool:
+        return not set(left_out) & set(name.split("."))
+
     library, _, name = subject.partition("/")
     if subject == BASELINE:
         return model
     if library == "f8emu":
-        model = convert_to_float8_training(model, config=RECIPES[name])
+        model = convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=is_wanted)
     else:
         torchao = torchao_float8()
         config = torchao.Float8LinearConfig.from_recipe_name(name)
-        model = torchao.convert_to_float8_training(model, config=config)
-    left = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+        model = torchao.convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
+    left = [name for name, module in model.named_modules() if type(module) is nn.Linear and is_wanted(module, name)]
     assert not left, f"{subject}: {', '.join(left)} not converted; its figures would be bfloat16's"
     return model
 
 
+def compile_options(subject: str) -> dict[str, Any]:
+    """For these sizes alone. torchao's rowwise recipes get the option that torchtitan gives them."""
+    options = {"emulate_precision_casts": True} if subject.startswith("torchao/rowwise") else None
+    return {"dynamic": False, "options": options}
+
+
 def compiled(subject: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """One graph, for these sizes alone. torchao's rowwise recipes get the option that torchtitan gives them."""
-    options: Any = {"emulate_precision_casts": True} if subject.startswith("torchao/rowwise") else None
-    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+    """The model as one graph."""
+    return torch.compile(model, fullgraph=True, **compile_options(subject))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,8 +94,7 @@ class Subject:
 
     @property
     def is_delayed(self) -> bool:
-        recipe = recipe_of(self.name)
-        return recipe is not None and recipe.delayed is not None
+        return is_delayed(self.name)
 
     def free(self) -> None:
         """Drops the gradients."""
@@ -95,10 +109,23 @@ class Subject:
         """
         return self.call(self.x.view_as(self.x))
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        """Those of the last pass."""
+        found = (self.x.grad, *(p.grad for p in self.model.parameters()))
+        return [grad for grad in found if grad is not None]
+
     def pass_(self) -> None:
         """Forward and backward, into fresh gradients."""
         self.free()
         self.forward().backward(self.grad_output)
+
+    def results(self) -> list[Tensor]:
+        """Output and gradients of one more pass."""
+        self.free()
+        output = self.forward()
+        output.backward(self.grad_output)
+        return [output.detach(), *self.gradients]
 
     def sync(self) -> None:
         """The update of delayed scales, once a step; nothing for other recipes."""

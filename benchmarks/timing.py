@@ -44,26 +44,25 @@ def back_to_back(step: Step, steps: int, device: torch.device) -> Timed:
     return Timed(ms, ms)
 
 
-def excluding(step: Step, between: Step, steps: int, device: torch.device) -> float:
-    """Milliseconds a step, where `between` runs after every step and is not counted; nothing waits for either."""
+def excluding(step: Step, between: Step, steps: int, device: torch.device) -> Timed:
+    """As `back_to_back`, where `between` runs after every step and is not counted; nothing waits for either."""
     step()
     between()
-    total = 0.0
+    enqueue = 0.0
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for _ in range(steps):
         if device.type == "cuda":
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            step()
-            pair[1].record()
-            events.append(pair)
-        else:
-            start = time.perf_counter()
-            step()
-            total += 1e3 * (time.perf_counter() - start)
+            events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            events[-1][0].record()
+        start = time.perf_counter()
+        step()
+        enqueue += 1e3 * (time.perf_counter() - start)
+        if device.type == "cuda":
+            events[-1][1].record()
         between()
     synchronize(device)
-    return (total + sum(begin.elapsed_time(end) for begin, end in events)) / steps
+    total = sum(begin.elapsed_time(end) for begin, end in events) if events else enqueue
+    return Timed(total / steps, enqueue / steps)
 
 
 def alone(call: Step, device: torch.device) -> float:

@@ -11,7 +11,7 @@ Bytes are counted by one rule for all, an estimate from below and no proof:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -171,6 +171,19 @@ def feed_forward(tokens: int, dim: int, hidden: int) -> Workload:
             Layer(input="h", n=dim, k=hidden),
         ),
         moved=tokens * (10 * dim + 8 * hidden),
+    )
+
+
+def feed_forwards(tokens: int, dim: int, hidden: int, blocks: int) -> Workload:
+    """Feed-forward blocks, one after the other."""
+    one = feed_forward(tokens, dim, hidden)
+    return replace(
+        one,
+        name="feed_forwards",
+        title=f"{blocks} feed-forward blocks, {dim} -> {hidden} -> {dim}",
+        build=lambda: nn.Sequential(*(FeedForward(dim, hidden) for _ in range(blocks))),
+        layers=tuple(replace(layer, input=f"{layer.input}{i}") for i in range(blocks) for layer in one.layers),
+        moved=blocks * one.moved,
     )
 
 

@@ -2,20 +2,27 @@
 
 import json
 import math
+import sys
+import tomllib
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import casts, layers, linear, matmul, sizes, train, workloads
+from benchmarks import casts, host, huggingface, layers, linear, matmul, sizes, train, workloads
 from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.gemms import Shape
+from benchmarks.models import TransformerBlock
 from benchmarks.subjects import SUBJECTS, converted
+from benchmarks.torchtitan import __main__ as titan
+from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
 from f8emu.torch.training.checkpoint import SAVED_OPS
@@ -65,10 +72,15 @@ def test_linear_times_blocks(tmp_path: Path) -> None:
     subjects = ["bf16", "f8emu/tensorwise"]
     names = ["feed_forward", "block"]
     given = [*TINY, "--workloads", *names, "--subjects", *subjects, "--mode", "eager", "--json", str(out)]
-    assert linear.main(given) == 0
+    assert linear.main([*given, "--kernels", subjects[1]]) == 0
     report = _report(out)
     assert [timed["name"] for timed in report["workloads"]] == names
-    block = report["workloads"][1]["subjects"][0]
+    block, ours = report["workloads"][1]["subjects"]
+    assert "kernels" not in block
+    times = [kernel["us"] for kernel in ours["kernels"]]
+    assert times == sorted(times, reverse=True)
+    (silu,) = (kernel for kernel in ours["kernels"] if kernel["name"] == "aten::silu")
+    assert silu["calls"] == 1, "of one step"
     assert block["attention_ms"] > 0
     assert all(gemm["ms"] > 0 for gemm in report["gemms"])
 
@@ -143,6 +155,119 @@ def test_sizes(tmp_path: Path) -> None:
     out.unlink()
     sizes.main([*tiny, "--sizes", "64", "--subjects", "bf16", "--seconds", "1e-9"])
     assert not out.exists(), "stopped in time"
+
+
+def test_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, subjects = tmp_path / "host.json", ["bf16", "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed"]
+    given = ["--device", "cpu", "--tiny", "--modes", "eager", "graph", "--json", str(out)]
+    assert host.main([*given, "--subjects", *subjects]) == 0
+    assert "mode graph: left out" in capsys.readouterr().out
+    (measured,) = _report(out)["measured"]
+    assert measured["mode"] == "eager"
+    bf16, torchao, ours, delayed = measured["subjects"]
+    assert "ms" in torchao or "failed" in torchao or "torchao is not installed" in torchao["absent"]
+    for suffix, entry in (("", ours), ("", delayed), ("_sync_outside", delayed)):
+        added = (entry[f"enqueue_ms{suffix}"] - bf16["enqueue_ms"]) / 3
+        assert entry[f"host_ms_added_a_layer{suffix}"] == pytest.approx(added)
+    assert all(entry["is_finite"] and entry["speed"] > 0 for entry in (bf16, ours, delayed))
+
+
+def test_a_compiled_layer_with_other_bits_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = 0.0
+    monkeypatch.setattr("benchmarks.subjects.compiled", lambda subject, model: model)
+    monkeypatch.setattr("benchmarks.equality.compiled", lambda subject, model: lambda x: model(x) * (1 + planted))
+    out = tmp_path / "host.json"
+    given = ["--device", "cpu", "--tiny", "--modes", "compiled", "--subjects", "f8emu/delayed", "--json", str(out)]
+    assert host.main(given) == 0
+    planted = 1.0
+    assert host.main(given) == 1
+    (entry,) = _report(out)["compiled_against_eager"]
+    assert all(entry["numbers_differing"].values()), entry
+
+
+def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Llama(torch.nn.Module):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            dim, heads = config["hidden_size"], (config["num_attention_heads"], config["num_key_value_heads"])
+            self.model = torch.nn.Module()
+            self.model.embedding = torch.nn.Embedding(config["vocab_size"], dim)
+            self.model.layers = torch.nn.ModuleList(
+                TransformerBlock(dim, config["intermediate_size"], *heads, 64)
+                for _ in range(config["num_hidden_layers"])
+            )
+            self.lm_head = torch.nn.Linear(dim, config["vocab_size"])
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            x = self.model.get_submodule("embedding")(input_ids)
+            for layer in self.model.get_submodule("layers").children():
+                x = layer(x)
+            logits = self.lm_head(x).flatten(0, 1).float()
+            return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits, labels.flatten()))
+
+    stub = SimpleNamespace(LlamaConfig=dict, LlamaForCausalLM=Llama, __version__="stub")
+    monkeypatch.setitem(sys.modules, "transformers", stub)
+    out, subjects = tmp_path / "huggingface.json", ["bf16", "f8emu/tensorwise", "f8emu/delayed"]
+    given = ["--device", "cpu", "--tiny", "--mode", "eager", "--json", str(out), "--subjects", *subjects]
+    assert huggingface.main(given) == 0
+    report = _report(out)
+    assert report["versions"]["transformers"] == "stub"
+    first = report["subjects"][0]["losses"]
+    for entry in report["subjects"]:
+        assert entry["tokens_per_second"] > 0 and entry["speed"] > 0
+        assert len(entry["losses"]) == huggingface.WARMUP + 1
+        assert entry["losses"][-1] < entry["losses"][0]
+        assert entry["losses"][0] == pytest.approx(first[0], abs=0.05)
+        assert (entry["losses"] == first) == (entry["subject"] == "bf16"), "no layer was converted"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit, match="needs the package transformers"):
+        huggingface.main(given)
+
+
+def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names: list[str] = [
+        "throughput(tps)",
+        "time_metrics/end_to_end(s)",
+        "mfu(%)",
+        "loss_metrics/global_avg_loss",
+        "grad_norm",
+    ]
+    names += ["memory/max_active(GiB)", "memory/max_reserved(GiB)", "memory/num_alloc_retries"]
+
+    def run(command: Sequence[str], log: Path, site: Path, limit: float) -> str | None:
+        log.write_text("what it said\n")
+        if "rowwise" in command:
+            return "exit status 1"
+        config = tomllib.loads(Path(command[command.index("--job.config_file") + 1]).read_text())
+        assert config["model"]["name"] == "llama3_synthetic"
+        speed = 3.0 if "f8emu" in command else 2.0
+        steps = [dict.fromkeys(names, speed * value) for value in (9.0, 1.0, 3.0)]
+        found = worker.summary(steps, last=int(command[command.index("--last") + 1]))
+        result = Path(command[command.index("--result") + 1])
+        result.write_text(json.dumps(found | {"device": "cpu", "versions": {"torchtitan": "0.2.2"}}))
+        return None
+
+    monkeypatch.setattr(titan, "run", run)
+    out = tmp_path / "titan.json"
+    given = ["--device", "cpu", "--tiny", "--gpus", "2", "--json", str(out), "--variants", "bf16", "f8emu/delayed"]
+    assert titan.main(given) == 0
+    report = _report(out)
+    assert report["device"] == "cpu x 2" and report["versions"]["torchtitan"] == "0.2.2"
+    ours = report["variants"][1]
+    assert ours["tokens_per_second_per_gpu"] == 6.0, "the median of the last two, without the first"
+    assert (ours["speed"], ours["peak_reserved_gib"], ours["memory"]) == (1.5, 27.0, 1.5)
+    assert titan.main([*given, "f8emu/rowwise"]) == 1
+    assert "what it said" in capsys.readouterr().out
+    assert tomllib.loads(Path(titan.__file__).with_name("llama3_8b.toml").read_text())["model"]["flavor"] == "8B"
+
+
+def test_torchtitan_is_stopped_in_time(tmp_path: Path) -> None:
+    code = "import os, sys, time; print(os.environ['NCCL_NVLS_ENABLE'], sys.path[1]); time.sleep(float(sys.argv[1]))"
+    log, site = tmp_path / "log", tmp_path / "site"
+    assert titan.run([sys.executable, "-c", code, "0"], log, site, 60) is None
+    assert log.read_text().split() == ["0", str(site)]
+    assert titan.run([sys.executable, "-c", code, "60"], log, site, 0.5) == "stopped after 0 seconds"
+    assert titan.run([sys.executable, "-c", "raise SystemExit(3)"], log, site, 60) == "exit status 3"
 
 
 def test_the_smallest_size_that_is_faster() -> None:

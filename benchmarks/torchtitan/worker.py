@@ -1,0 +1,79 @@
+"""One variant, on every rank: torchtitan's own Trainer; rank 0 writes the result.
+
+torchrun --nproc-per-node 4 -m benchmarks.torchtitan.worker --layers 32 --result FILE -- TORCHTITAN'S OPTIONS
+"""
+
+import argparse
+import importlib
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import package_version, write_json
+from benchmarks.torchtitan.stand_ins import cpu_as_accelerator, datasets_if_broken, sums_that_gloo_has
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains, and writes figures of the last steps."""
+    cut = list(argv).index("--")
+    parser = argparse.ArgumentParser(prog="benchmarks.torchtitan.worker")
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--last", type=int, required=True, help="figures are medians of that many steps, the last")
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--result", type=Path, required=True)
+    arguments = parser.parse_args(argv[:cut])
+    datasets_if_broken()
+    if arguments.device == "cpu":
+        cpu_as_accelerator()
+        sums_that_gloo_has()
+    recorder = importlib.import_module("benchmarks.torchtitan.synthetic").register(arguments.layers)
+    importlib.import_module("torchtitan.tools.logging").init_logger()
+    config = importlib.import_module("torchtitan.config").ConfigManager().parse_args(list(argv[cut + 1 :]))
+    trainer = importlib.import_module("torchtitan.train").Trainer(config)
+    try:
+        trainer.train()
+        if os.environ["RANK"] == "0":
+            found = summary(recorder.steps, arguments.last)
+            (model,) = trainer.model_parts
+            kinds = Counter(type(module).__name__ for module in model.modules())
+            found["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
+            found["parameters"] = sum(p.numel() for p in model.parameters())
+            found["device"] = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
+            found["versions"] = {name: package_version(name) for name in ("torchtitan", "torchao", "triton")}
+            write_json(arguments.result, found)
+    finally:
+        trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+def summary(steps: Sequence[dict[str, float]], last: int) -> dict[str, Any]:
+    """Medians over the last steps of what torchtitan measured, most memory over all, and the losses."""
+    counted = steps[-last:]
+
+    def median(name: str) -> float:
+        return statistics.median(step[name] for step in counted)
+
+    tokens = [step["throughput(tps)"] for step in counted]
+    return {
+        "tokens_per_second_per_gpu": statistics.median(tokens),
+        "tokens_per_second_per_gpu_min": min(tokens),
+        "tokens_per_second_per_gpu_max": max(tokens),
+        "step_ms": 1e3 * median("time_metrics/end_to_end(s)"),
+        "steps_counted": len(counted),
+        "mfu_percent": median("mfu(%)"),
+        "peak_active_gib": max(step["memory/max_active(GiB)"] for step in steps),
+        "peak_reserved_gib": max(step["memory/max_reserved(GiB)"] for step in steps),
+        "alloc_retries": max(step["memory/num_alloc_retries"] for step in steps),
+        "losses": [round(step["loss_metrics/global_avg_loss"], 4) for step in steps],
+        "grad_norms": [round(step["grad_norm"], 4) for step in steps],
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
