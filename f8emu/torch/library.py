@@ -1,8 +1,8 @@
-"""Operators of torch that cost one step from the dispatcher into Python.
+"""Operators of torch that plain eager code calls as the functions they are.
 
-`torch.library.custom_op` takes two, for autograd and for the device, and a third for the version counter of what it
-writes to: more than some of our kernels take. Here the autograd step is a question: a call whose result would have a
-gradient is refused at once. The counter is left to the operators that write.
+The way through torch's dispatcher takes longer than some of our kernels. It is taken only where somebody watches it: a
+compiler that traces, a dispatch mode (selective checkpointing, a flop counter), fake or meta tensors, functorch. A call
+whose result would have a gradient is refused. A function that writes to an argument raises its version counter itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from f8emu.spec.errors import UnsupportedError
 
@@ -18,11 +18,47 @@ _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")
 """The operators live as long as this."""
 
 Implementation = Callable[..., Any]
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def is_watched(x: Tensor) -> bool:
+    """Whether an operator on `x` has to go through the dispatcher."""
+    return (
+        torch.compiler.is_compiling()
+        or has_dispatch_mode()
+        or type(x) not in _PLAIN
+        or x.is_meta
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a `TorchDispatchMode` is active: of a user, of a checkpoint, or of a compiler that traces."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+class Operator:
+    """`f8emu::<name>`; its first argument is a tensor."""
+
+    __slots__ = ("function", "name", "overload")
+
+    def __init__(self, function: Implementation, overload: torch._ops.OpOverload) -> None:
+        self.name = overload._schema.name.removeprefix("f8emu::")
+        self.function = function
+        self.overload = overload
+
+    def __call__(self, x: Tensor, *args: Any) -> Any:
+        """Straight to the function, or through the dispatcher where that is watched."""
+        if is_watched(x):
+            return self.overload(x, *args)
+        if torch.is_grad_enabled():
+            refuse_gradient(self.name, x, *args)
+        return self.function(x, *args)
 
 
 def operator(
-    *, schema: str | None = None, mutates_args: Iterable[str] = (), tags: Sequence[torch.Tag] = ()
-) -> Callable[[Implementation], torch._ops.OpOverload]:
+    *, schema: str | None = None, mutates_args: Iterable[str] = (), tags: Sequence[torch.Tag] = (), opaque: bool = True
+) -> Callable[[Implementation], Operator]:
     """A decorator: the function becomes the operator `f8emu::<its name>`, for every device, without a gradient.
 
     Args:
@@ -30,37 +66,43 @@ def operator(
         mutates_args: names of the tensors that it writes to, each passed to `torch.autograd.graph.increment_version`
             by the function itself.
         tags: of the operator.
+        opaque: a tracer sees one node, by its `fake`; otherwise what the function calls.
     """
 
-    def define(function: Implementation) -> torch._ops.OpOverload:
+    def define(function: Implementation) -> Operator:
         name = function.__name__
         signature = torch.library.infer_schema(function, mutates_args=mutates_args) if schema is None else schema
         _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        _LIBRARY.impl(name, _without_gradient(name, function), "CompositeExplicitAutograd")
-        return getattr(torch.ops.f8emu, name).default
+        key = "CompositeExplicitAutograd" if opaque else "CompositeImplicitAutograd"
+        _LIBRARY.impl(name, _without_gradient(name, function), key)
+        return Operator(function, getattr(torch.ops.f8emu, name).default)
 
     return define
 
 
-def fake(operator: torch._ops.OpOverload) -> Callable[[Implementation], Implementation]:
+def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
     """A decorator: the function stands for `operator` where tensors have no data."""
 
     def register(function: Implementation) -> Implementation:
-        refusing = _without_gradient(operator._schema.name.removeprefix("f8emu::"), function)
-        torch.library.register_fake(operator, refusing, lib=_LIBRARY)
+        torch.library.register_fake(operator.overload, _without_gradient(operator.name, function), lib=_LIBRARY)
         return function
 
     return register
 
 
+def refuse_gradient(name: str, *args: Any) -> None:
+    """Raise UnsupportedError where the result of a call would have a gradient."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+        raise UnsupportedError(
+            f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "
+            "meaning; differentiate the linear layer around them, or call under torch.no_grad()"
+        )
+
+
 def _without_gradient(name: str, function: Implementation) -> Implementation:
     @wraps(function)
     def call(*args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            raise UnsupportedError(
-                f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "
-                "meaning; differentiate the linear layer around them, or call under torch.no_grad()"
-            )
+        refuse_gradient(name, *args)
         return function(*args)
 
     return call

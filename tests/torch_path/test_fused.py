@@ -230,9 +230,9 @@ def calls(x: torch.Tensor) -> dict[str, tuple[Any, tuple]]:
     """A name -> an operator and the arguments of one call; `x` is the first, if at all there."""
     rows, cols = torch.rand(x.shape[0], 1), torch.rand(x.shape[1], 1)
     return {
-        "tensor_amax": (fused.tensor_amax, (x,)),
+        "reduce_tensor": (fused.reduce_tensor, (x,)),
         "row_amax": (fused.row_amax, (x,)),
-        "row_col_amax": (fused.row_col_amax, (x,)),
+        "reduce_rows_and_cols": (fused.reduce_rows_and_cols, (x,)),
         "scales": (fused.scales, (rows, E4M3, True, 1e-12, 1)),
         "cast_pair": (fused.cast_pair, (x, E4M3, rows, cols, True, 1e-12)),
         "cast_pair by one amax": (fused.cast_pair, (x, "float8_e5m2", rows[:1].bfloat16(), None, False, 1e-12)),
@@ -260,7 +260,7 @@ def test_opcheck(name) -> None:
     """Torch's own check of an operator: schema, aliasing, the fake implementation, autograd, dynamic shapes."""
     for shape in ((130, 70), (1, 300)):
         operator, arguments = calls(drawn(shape, torch.bfloat16, special=False))[name]
-        torch.library.opcheck(operator, arguments)
+        torch.library.opcheck(operator.overload, arguments)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -34,7 +34,7 @@ def _scales(
     bits = one_nan(tl.load(inv_scale, mask=inside, other=0.0).to(tl.int32, bitcast=True))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     tl.store(inv_scale, inv, mask=inside)
-    tl.store(scale, reciprocal(inv), mask=inside)
+    tl.store(scale, reciprocal(inv, POWER_OF_TWO), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tiles_m", "tiles_n"])
@@ -135,9 +135,9 @@ def cast_squares_kernel(
     bits = one_nan(tl.max(tl.max(best, 1), 0))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     if ROWS:
-        tl.store(row_scale + tile_m * tiles_n + tile_n, reciprocal(inv))
+        tl.store(row_scale + tile_m * tiles_n + tile_n, reciprocal(inv, POWER_OF_TWO))
     if COLS:
-        tl.store(col_scale + tile_n * tiles_m + tile_m, reciprocal(inv))
+        tl.store(col_scale + tile_n * tiles_m + tile_m, reciprocal(inv, POWER_OF_TWO))
     for start in tl.static_range(0, _BLOCK, STRIP):
         strip = tile_n * _BLOCK + start + tl.arange(0, STRIP)
         # Two conversions (see `kernels`): the store of the row codes, between two loads of the tile, keeps them apart.

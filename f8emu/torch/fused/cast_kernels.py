@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
+from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, raise_amax, reciprocal
 
 DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 """Format name -> Triton's dtype."""
@@ -49,8 +49,28 @@ def _inv_scale_of_one(
     bits = tl.load(amax).to(tl.float32).to(tl.int32, bitcast=True)
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     if tl.program_id(0) == 0:
-        tl.store(scale, reciprocal(inv))
+        tl.store(scale, reciprocal(inv, POWER_OF_TWO))
     return inv
+
+
+@triton.jit
+def _inv_scales_of_vector(
+    source,
+    scale,
+    at,
+    size,
+    is_first,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """The inv_scales at `at`: with powers of two of the amaxes there, whose scales the first programs write."""
+    values = tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
+    if POWER_OF_TWO:
+        values = inv_scale_of(values.to(tl.int32, bitcast=True), QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+        tl.store(scale + at, reciprocal(values, POWER_OF_TWO), mask=(at < size) & is_first)
+    return values
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
@@ -80,20 +100,26 @@ def cast_pair_kernel(
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each by its own source.
 
-    A source is one amax, whose scale is written too, or inv_scales (a vector), one a row of codes: in every program a
-    division for each would take longer than another kernel before this one.
+    A source is one amax, or a vector of one value a row of codes: amaxes for scales that are powers of two, otherwise
+    inv_scales, since a division for each in every program would take longer than another kernel before this one. The
+    scales of amaxes are written too.
     """
-    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
-    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+    cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     # 1. The inverse scales, before anything waits for the tile.
     if ROWS:
         if ROW_VECTOR:
-            row_inv = tl.load(row_source + rows, mask=rows < M, other=0.0)[:, None]
+            row_inv = _inv_scales_of_vector(
+                row_source, row_scale, rows, M, tile_n == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+            )[:, None]
         else:
             row_inv = _inv_scale_of_one(row_source, row_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     if COLS:
         if COL_VECTOR:
-            col_inv = tl.load(col_source + cols, mask=cols < N, other=0.0)[None, :]
+            col_inv = _inv_scales_of_vector(
+                col_source, col_scale, cols, N, tile_m == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+            )[None, :]
         else:
             col_inv = _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     # 2. The codes, in two conversions (see above): no compiler knows whether the two inverse scales are equal.
@@ -124,13 +150,13 @@ def cast_pair_given_kernel(
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N] under one inv_scale.
 
-    With `AMAX`, `amax` (bits) is raised to that of `x` in the same pass.
+    With `AMAX`, `amax` is raised to that of `x` in the same pass.
     """
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
-        tl.atomic_max(amax, one_nan(tl.max(tl.max(magnitudes(values), 1), 0)), sem="relaxed")
+        raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
     # Two conversions (see above): the store of the row codes, between the two loads of inv_scale, keeps them apart.
     if ROWS:
         scaled = values * tl.load(inv_scale)
@@ -156,14 +182,14 @@ def cast_rows_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """`codes` [M, N], `scale` [M] and `amax` [M] (bits) of `x` [M, N], whose rows fit into `BN`: read once."""
+    """`codes` [M, N], `scale` [M] and `amax` [M] of `x` [M, N], whose rows fit into `BN`: read once."""
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     cols = tl.arange(0, BN)
     values = load_tile(x, rows, cols, M, N)
     bits = one_nan(tl.max(magnitudes(values), 1))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    tl.store(amax + rows, bits, mask=rows < M)
-    tl.store(scale + rows, reciprocal(inv), mask=rows < M)
+    tl.store(amax + rows, bits.to(tl.float32, bitcast=True), mask=rows < M)
+    tl.store(scale + rows, reciprocal(inv, POWER_OF_TWO), mask=rows < M)
     store_tile(codes, (values * inv[:, None]).to(DTYPE), rows, cols, M, N)
 
 
@@ -192,8 +218,8 @@ def cast_long_rows_kernel(
         cols += BN
     bits = one_nan(tl.max(best, 0))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    tl.store(amax + row, bits)
-    tl.store(scale + row, reciprocal(inv))
+    tl.store(amax + row, bits.to(tl.float32, bitcast=True))
+    tl.store(scale + row, reciprocal(inv, POWER_OF_TWO))
     cols = tl.arange(0, BN).to(tl.int64)
     for _ in range(0, TILES_N):
         values = tl.load(x + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)

@@ -8,8 +8,8 @@ Shapes: `row_*` belong to `x` [M, N] and `col_*` to `x^T` [N, M]; a scale or ama
 its operand. All are contiguous, but for 1x128 scales, whose transposes are: the GEMM wants those [EPI-5].
 
 Exactness: the kernels and `eager` give the same bits, those of the verbs `amax`, `scale_from_amax` and `quantize`; a
-NaN scale equals any NaN. The operators are opaque to a compiler, so that an amax is that of the values as they are
-stored and a division the one written here (NUMERICS 6), eager and compiled alike.
+NaN scale equals any NaN. A compiler sees one operator and launches its kernel (`inductor`): an amax is that of the
+values as they are stored, a division the one written here (NUMERICS 6), eager and compiled alike.
 
 Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format, a floor or a margin
 out of range, UnsupportedError where a gradient would be recorded.
@@ -18,9 +18,12 @@ The kernels run on a CUDA device of compute capability 8.9 or newer with Triton.
 which is said once, by a warning that names the remedy.
 """
 
+import sys
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +43,13 @@ from f8emu.torch.fused.arguments import (
     new_floats,
     new_zeros,
 )
-from f8emu.torch.library import fake, operator
+from f8emu.torch.library import Implementation, Operator, fake, operator
 from f8emu.torch.scale import require_margin
+from f8emu.torch.stand_in import seen_as_max
 
 
 @cache
-def _launches() -> ModuleType | None:
+def launches() -> ModuleType | None:
     """The kernels' launches; None, said once, where Triton is not installed."""
     try:
         from f8emu.torch.fused import launch
@@ -62,23 +66,47 @@ def _launches() -> ModuleType | None:
     return launch
 
 
+def _fake(operator: Operator) -> Callable[[Implementation], Implementation]:
+    """`fake`; where a compiler traces, it is told what to make of the casts before it asks."""
+
+    def register(function: Implementation) -> Implementation:
+        @wraps(function)
+        def prepared(*args: Any) -> Any:
+            if "torch._functorch.partitioners" in sys.modules:
+                from f8emu.torch.fused import inductor
+
+                inductor.install()
+            return function(*args)
+
+        fake(operator)(prepared)
+        return function
+
+    return register
+
+
 def _kernels_for(x: Tensor) -> ModuleType | None:
     """What launches kernels on `x`; None where `eager` runs."""
-    return _launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
+    return launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
+
+
+@operator(opaque=False)
+def tensor_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of `x` of any shape, [1, 1]."""
+    return seen_as_max(x, lambda: reduce_tensor(x))
 
 
 @operator()
-def tensor_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of `x` of any shape, [1, 1]."""
+def reduce_tensor(x: Tensor) -> Tensor:
+    """What `tensor_amax` computes."""
     require_values("tensor_amax", x)
     if (launch := _kernels_for(x)) is None:
         return eager.tensor_amax(x)
     amax = new_zeros(x, 1, 1)
-    launch.tensor_amax(x.contiguous(), amax)
+    launch.tensor_amax(x.numel())(x.contiguous(), amax)
     return amax
 
 
-@fake(tensor_amax)
+@_fake(reduce_tensor)
 def _(x: Tensor) -> Tensor:
     require_values("tensor_amax", x)
     return new_floats(x, 1, 1)
@@ -91,31 +119,43 @@ def row_amax(x: Tensor) -> Tensor:
     if (launch := _kernels_for(x)) is None:
         return eager.row_amax(x)
     amax = new_floats(x, x.shape[0], 1)
-    launch.row_amax(x.contiguous(), amax)
+    launch.row_amax(*x.shape)(x.contiguous(), amax)
     return amax
 
 
-@fake(row_amax)
+@_fake(row_amax)
 def _(x: Tensor) -> Tensor:
     require_values("row_amax", x, ndim=2)
     return new_floats(x, x.shape[0], 1)
 
 
-@operator()
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of the rows of `x` [M, N], [M, 1], and of its columns, [N, 1], in one pass."""
+    rows, cols = row_col_amaxes(x).split_with_sizes(x.shape)
+    return rows.unsqueeze(1), cols.unsqueeze(1)
+
+
+@operator(opaque=False)
+def row_col_amaxes(x: Tensor) -> Tensor:
+    """Largest magnitudes of the rows of `x` [M, N], and behind them those of its columns: [M + N]."""
+    return seen_as_max(x, lambda: reduce_rows_and_cols(x))
+
+
+@operator()
+def reduce_rows_and_cols(x: Tensor) -> Tensor:
+    """What `row_col_amaxes` computes."""
     require_values("row_col_amax", x, ndim=2)
     if (launch := _kernels_for(x)) is None:
-        return eager.row_col_amax(x)
-    rows, cols = new_zeros(x, x.shape[0], 1), new_zeros(x, x.shape[1], 1)
-    launch.row_col_amax(x.contiguous(), rows, cols)
-    return rows, cols
+        return torch.cat(eager.row_col_amax(x)).flatten()
+    amaxes = new_zeros(x, x.shape[0] + x.shape[1])
+    launch.row_col_amax(*x.shape)(x.contiguous(), amaxes)
+    return amaxes
 
 
-@fake(row_col_amax)
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
+@_fake(reduce_rows_and_cols)
+def _(x: Tensor) -> Tensor:
     require_values("row_col_amax", x, ndim=2)
-    return new_floats(x, x.shape[0], 1), new_floats(x, x.shape[1], 1)
+    return new_floats(x, x.shape[0] + x.shape[1])
 
 
 @operator()
@@ -127,11 +167,12 @@ def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin
     if (launch := _kernels_for(amax)) is None:
         return eager.scales(amax.float(), format, rule, margin)
     inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
-    launch.scales([(amax.contiguous(), inv_scale, scale)], format, rule, margin)
+    one = (amax.contiguous(), inv_scale, scale)
+    launch.scales(fmt, power_of_two, amax_floor, margin, amax.numel())(*one, *one)
     return inv_scale, scale
 
 
-@fake(scales)
+@_fake(scales)
 def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     require_values("scales", amax, name="amax")
     require_margin("scales", margin)
@@ -157,13 +198,24 @@ def cast_pair(
             *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax.float(), rule)),
             *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax.float(), rule)),
         )
-    rows = None if row_amax is None else (row_amax.contiguous(), *out[:2])
-    cols = None if col_amax is None else (col_amax.contiguous(), *out[2:])
-    launch.cast_pair(x.contiguous(), format, rule, rows, cols)
+    sources = [None if amax is None else amax.contiguous() for amax in (row_amax, col_amax)]
+    are_vectors = [None if source is None else source.numel() > 1 for source in sources]
+    if not power_of_two:  # a kernel before this one divides for the scales of vectors
+        settings = (fmt, power_of_two, amax_floor, 0)
+        for i, is_vector in enumerate(are_vectors):
+            if is_vector:
+                amax, inv_scale = sources[i], new_floats(x, *out[2 * i + 1].shape)
+                assert amax is not None, "a vector is there"
+                one = (amax, inv_scale, out[2 * i + 1])
+                launch.scales(*settings, amax.numel())(*one, *one)
+                sources[i] = inv_scale
+    row_source, col_source = (x if source is None else source for source in sources)
+    plan = launch.cast_pair(*x.shape, fmt, power_of_two, amax_floor, *are_vectors)
+    plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])
     return out
 
 
-@fake(cast_pair)
+@_fake(cast_pair)
 def _(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -177,7 +229,7 @@ def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bo
     return _cast_pair_given("cast_pair_given", x, fmt, inv_scale, rows, cols, None)
 
 
-@fake(cast_pair_given)
+@_fake(cast_pair_given)
 def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     return empty_codes("cast_pair_given", x, fmt, inv_scale, rows, cols)
 
@@ -188,15 +240,15 @@ def cast_pair_delayed(
 ) -> tuple[Tensor, Tensor]:
     """`cast_pair_given`, and `amax` (float32, one element, at least 0 or NaN) is raised to that of `x`.
 
-    In the same pass, and as integers, so that a NaN stays. For the backward pass of an autograd function, `amax` should
-    be a tensor of its own (not part of a larger one) and an attribute of `ctx`: what `save_for_backward` keeps may not
-    change until then, and other passes would change it.
+    Updated in the same pass by an integer maximum, which keeps NaN. For the backward pass of an autograd function,
+    `amax` should be a tensor of its own (not part of a larger one) and an attribute of `ctx`: what `save_for_backward`
+    keeps may not change until then, and other passes would change it.
     """
     check_one_float("cast_pair_delayed", "amax", amax, x)
     return _cast_pair_given("cast_pair_delayed", x, fmt, inv_scale, rows, cols, amax)
 
 
-@fake(cast_pair_delayed)
+@_fake(cast_pair_delayed)
 def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor) -> tuple[Tensor, Tensor]:
     check_one_float("cast_pair_delayed", "amax", amax, x)
     return empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
@@ -209,11 +261,11 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
     out = empty_rows(x, format)
     if (launch := _kernels_for(x)) is None:
         return eager.cast_rows(x, format, rule)
-    launch.cast_rows(x.contiguous(), format, rule, *out)
+    launch.cast_rows(*x.shape, fmt, power_of_two, amax_floor)(x.contiguous(), *out)
     return out
 
 
-@fake(cast_rows)
+@_fake(cast_rows)
 def _(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     format, _ = named_rule("cast_rows", fmt, power_of_two, amax_floor)
     return empty_rows(x, format)
@@ -234,13 +286,16 @@ def cast_blocks(
         row = eager.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
         col = eager.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
         return *row, *col
-    launch.cast_blocks(
-        x.contiguous(), format, rule, out[:2] if rows else None, out[2:] if cols else None, is_square=square
-    )
+    settings = (*x.shape, fmt, power_of_two, amax_floor, rows, cols)
+    if square:
+        launch.cast_squares(*settings)(x.contiguous(), *out)
+    else:
+        inv_scales = [new_floats(x, *reversed(scale.shape)) for scale in (out[1], out[3])]
+        launch.cast_vectors(*settings)(x.contiguous(), *out[:2], inv_scales[0], *out[2:], inv_scales[1])
     return out
 
 
-@fake(cast_blocks)
+@_fake(cast_blocks)
 def _(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -254,12 +309,13 @@ def _cast_pair_given(
     row, col = empty_codes(call, x, fmt, inv_scale, rows, cols)
     if amax is not None:
         torch.autograd.graph.increment_version(amax)
-    format = named_format(call, fmt)
     if (launch := _kernels_for(x)) is None:
+        format = named_format(call, fmt)
         if amax is not None:
             eager.raise_amax(amax, x)
         row = eager.cast_by(x, format, inv_scale) if rows else row
         col = eager.cast_by(x.t(), format, inv_scale) if cols else col
         return row, col
-    launch.cast_pair_given(x.contiguous(), format, inv_scale, row if rows else None, col if cols else None, amax)
+    plan = launch.cast_pair_given(*x.shape, fmt, rows, cols, amax is not None)
+    plan(x.contiguous(), inv_scale, row, col, inv_scale if amax is None else amax)
     return row, col

@@ -4,8 +4,8 @@ Exactness: the bits of `eager`, on these grounds.
 - A maximum of magnitudes is an integer maximum of their bit patterns, so that NaN wins, then infinity.
 - Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
 
-In every kernel offsets are 64-bit, and integer buffers of amaxes hold bit patterns of float32. The launches, with their
-tile sizes, are in `launch`.
+In every kernel offsets are 64-bit. An amax is raised by an atomic maximum of the bit patterns of float32, as int32. The
+launches, with their tile sizes, are in `launch`.
 """
 
 # pyright: reportMissingImports=false
@@ -16,6 +16,7 @@ import triton.language as tl
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _INFINITY = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FFFFFFF)
+_FRACTION = tl.constexpr(0x007FFFFF)
 
 
 @triton.jit
@@ -41,48 +42,66 @@ def one_nan(bits):
 def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """`ScaleRule`: `FLOOR` is the largest float32 not above the rule's floor, `AT_FLOOR` the float32 quotient there."""
     amax = bits.to(tl.float32, bitcast=True)
-    inv = tl.div_rn(tl.zeros_like(amax) + QUOTIENT, amax)
-    inv = tl.where(amax <= FLOOR, AT_FLOOR, inv)
     if POWER_OF_TWO:
-        cut = (inv.to(tl.int32, bitcast=True) & _INFINITY).to(tl.float32, bitcast=True)
-        inv = tl.where(inv == inv, cut, inv)  # NaN stays NaN
-    return inv
+        # The exponent of the quotient, without a division: one less where the amax has the larger fraction. The
+        # quotient of two significands is never so close below 1 that rounding would make it 1.
+        quotient = (tl.zeros_like(amax) + QUOTIENT).to(tl.int32, bitcast=True)
+        is_less = ((bits & _FRACTION) > (quotient & _FRACTION)).to(tl.int32)
+        exponent = (quotient >> 23) - (bits >> 23) - is_less + 127
+        inv = (exponent << 23).to(tl.float32, bitcast=True)
+        at_floor = (tl.zeros_like(amax) + AT_FLOOR).to(tl.int32, bitcast=True) & _INFINITY
+        inv = tl.where(amax <= FLOOR, at_floor.to(tl.float32, bitcast=True), inv)
+        inv = tl.where(amax == float("inf"), 0.0, inv)
+        return tl.where(amax == amax, inv, amax)  # NaN stays NaN
+    inv = tl.div_rn(tl.zeros_like(amax) + QUOTIENT, amax)
+    return tl.where(amax <= FLOOR, AT_FLOOR, inv)
 
 
 @triton.jit
-def reciprocal(values):
-    """`1 / values`, correctly rounded."""
+def reciprocal(values, POWER_OF_TWO: tl.constexpr):
+    """`1 / values`, correctly rounded; of powers of two, zero and NaN without a division."""
+    if POWER_OF_TWO:
+        bits = values.to(tl.int32, bitcast=True)
+        inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+        inverse = tl.where(bits == 0, float("inf"), inverse)
+        return tl.where(values == values, inverse, values)  # NaN stays NaN
     return tl.div_rn(tl.zeros_like(values) + 1.0, values)
 
 
 @triton.jit
+def raise_amax(amax, bits, mask):
+    """`amax`, float32 of at least 0 or NaN, becomes the maximum of itself and `bits`, as integers: NaN wins."""
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), one_nan(bits), mask=mask, sem="relaxed")
+
+
+@triton.jit
 def tensor_amax_kernel(x, amax, count, BLOCK: tl.constexpr):
-    """`amax` (bits, zero before) of the `count` elements at `x`."""
+    """`amax` (zero before) of the `count` elements at `x`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    tl.atomic_max(amax, one_nan(tl.max(magnitudes(values), 0)), sem="relaxed")
+    raise_amax(amax, tl.max(magnitudes(values), 0), None)
 
 
 @triton.jit
 def row_amax_kernel(x, row_amax, M, N, TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """`row_amax` [M] (bits) of `x` [M, N]."""
+    """`row_amax` [M] of `x` [M, N]."""
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     cols = tl.arange(0, BN).to(tl.int64)
     best = tl.zeros((BM,), tl.int32)
     for _ in range(0, TILES_N):
         best = tl.maximum(best, tl.max(magnitudes(load_tile(x, rows, cols, M, N)), 1))
         cols += BN
-    tl.store(row_amax + rows, one_nan(best), mask=rows < M)
+    tl.store(row_amax + rows, one_nan(best).to(tl.float32, bitcast=True), mask=rows < M)
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
-def row_col_amax_kernel(x, row_amax, col_amax, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
-    """`row_amax` [M] and `col_amax` [N] (bits, zero before) of `x` [M, N]."""
+def row_col_amax_kernel(x, amaxes, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+    """`amaxes` [M + N] (zero before) of the rows of `x` [M, N] and then of its columns."""
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     bits = magnitudes(load_tile(x, rows, cols, M, N))
-    tl.atomic_max(row_amax + rows, one_nan(tl.max(bits, 1)), mask=rows < M, sem="relaxed")
-    tl.atomic_max(col_amax + cols, one_nan(tl.max(bits, 0)), mask=cols < N, sem="relaxed")
+    raise_amax(amaxes + rows, tl.max(bits, 1), rows < M)
+    raise_amax(amaxes + M + cols, tl.max(bits, 0), cols < N)
 
 
 @triton.jit
@@ -103,7 +122,7 @@ def _scale_block(
     bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     tl.store(inv_scale + offsets, inv, mask=inside)
-    tl.store(scale + offsets, reciprocal(inv), mask=inside)
+    tl.store(scale + offsets, reciprocal(inv, POWER_OF_TWO), mask=inside)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_mm as functional_scaled_mm
 
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.device import require_hopper
+from f8emu.torch.library import has_dispatch_mode
 
 _ALIGNMENT = 16
 """Bytes, of pointers and leading dimensions of operands."""
@@ -113,7 +114,7 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
     """
     rows, blocks = scale.shape
     if granularity is Granularity.BLOCKWISE_1X128:
-        if scale.stride() == (1, rows) and scale.data_ptr() % _ALIGNMENT == 0:
+        if scale.stride() == (1, rows) and _starts_aligned(scale):
             return scale
         return torch.empty_strided((rows, blocks), (1, rows), dtype=scale.dtype, device=scale.device).copy_(scale)
     padded = -(-blocks // 4) * 4
@@ -126,16 +127,26 @@ def _aligned(x: Tensor) -> Tensor:
     """A row-major float8 matrix, or a stack of them, itself or copied to where the tensor core can read it."""
     # The stride of a dimension of size 1 is never read, but the library checks it.
     is_canonical = x.shape[-2] > 1 or x.stride(-2) == x.shape[-1]
-    is_aligned = x.data_ptr() % _ALIGNMENT == 0 and all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
+    is_aligned = _starts_aligned(x) and all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
     return x if is_canonical and is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _aligned_scale(scale: Tensor) -> Tensor:
     """The scale, or a copy where it is a part of a larger tensor: the library wants 16 bytes of alignment here too."""
-    return scale.clone() if scale.data_ptr() % _ALIGNMENT else scale
+    return scale if _starts_aligned(scale) else scale.clone()
 
 
 def _readable(x: Tensor) -> Tensor:
     """A bfloat16 matrix of any layout, itself or a row-major copy that the tensor core can read."""
     is_canonical = 1 in x.stride() and all(s == 1 or s * x.element_size() % _ALIGNMENT == 0 for s in x.stride())
-    return x if is_canonical and x.data_ptr() % _ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
+    return x if is_canonical and _starts_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _starts_aligned(x: Tensor) -> bool:
+    """Whether the first element lies at a multiple of 16 bytes: in a graph being traced, by its offset.
+
+    Storages begin at such multiples, and compiled code copies inputs that do not lie where the traced ones did.
+    """
+    if has_dispatch_mode():
+        return x.storage_offset() * x.element_size() % _ALIGNMENT == 0
+    return x.data_ptr() % _ALIGNMENT == 0

@@ -1,20 +1,25 @@
 """The GEMMs as torch operators: `f8emu::scaled_mm`, `f8emu::scaled_grouped_mm` and `f8emu::mm`.
 
-Each is one `torch.library` operator with a fake implementation, so that `torch.compile`, `torch.export` and meta
-tensors see a single node. It checks its operands by the hardware's rules (`operands`), then runs on the tensor cores
-(`hardware`) or in the emulation of Hopper's (`emulation`).
+An operator checks its operands by the hardware's rules (`checks`), and chooses the engine: the tensor cores
+(`hardware`) or the emulation of Hopper's (`emulation`). In a graph that is being traced both are done once, and what
+is left is `aten._scaled_mm` itself, or one opaque operator where a compiler would not keep the bits of the GEMM:
+emulated, blockwise, in bfloat16, and where Inductor is to tune GEMMs. Dispatch modes see `aten.mm`.
 """
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.torch.gemm.engine import Engine, resolve_engine
-from f8emu.torch.library import fake, operator
+from f8emu.torch.library import fake, has_dispatch_mode, operator
+from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware asks for."""
@@ -23,7 +28,7 @@ _TAGS = (torch.Tag.needs_exact_strides,)
 @operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
     "bool use_fast_accum, str engine, str? granularity_a, str? granularity_b, int? split_k) -> Tensor",
-    tags=_TAGS,
+    opaque=False,
 )
 def scaled_mm(
     a: Tensor,
@@ -38,8 +43,8 @@ def scaled_mm(
     granularity_b: str | None,
     split_k: int | None,
 ) -> Tensor:
-    """`f8emu.torch.gemm.scaled_mm`, its granularities as names."""
-    granularities = check_scaled_mm(
+    """`f8emu.torch.scaled_mm`, its granularities as names."""
+    pair = check_scaled_mm(
         a,
         b,
         scale_a,
@@ -51,11 +56,40 @@ def scaled_mm(
         granularity_b=granularity_b,
         split_k=split_k,
     )
-    options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    if resolve_engine("scaled_mm", a.device, engine) is Engine.HARDWARE:
+    found = resolve_engine("scaled_mm", a.device, engine)
+    if found is Engine.HARDWARE:
         _refuse_split_k("scaled_mm", split_k)
-        return hardware.scaled_mm(a, b, scale_a, scale_b, granularities, **options)
-    return emulation.scaled_mm(a, b, scale_a, scale_b, granularities, **options, split_k=split_k or 1)
+        if not (pair[0].is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
+            options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+            return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options))
+    settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k or 1)
+    return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(a, b, scale_a, scale_b, bias, *settings))
+
+
+@operator(
+    schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
+    "bool use_fast_accum, str engine, str granularity_a, str granularity_b, int split_k) -> Tensor",
+    tags=_TAGS,
+)
+def run_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    engine: str,
+    granularity_a: str,
+    granularity_b: str,
+    split_k: int,
+) -> Tensor:
+    """A `scaled_mm` that has been checked, on the engine that was chosen."""
+    pair = Granularity(granularity_a), Granularity(granularity_b)
+    options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    if engine == Engine.HARDWARE.value:
+        return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
+    return emulation.scaled_mm(a, b, scale_a, scale_b, pair, **options, split_k=split_k)
 
 
 @operator(
@@ -83,42 +117,28 @@ def scaled_grouped_mm(
     return emulation.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
 
 
-@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor", tags=_TAGS)
+@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor", opaque=False)
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
     """`f8emu.torch.mm`."""
     check_mm(a, b, out_dtype=out_dtype, split_k=split_k)
-    if resolve_engine("mm", a.device, engine) is Engine.HARDWARE:
+    found = resolve_engine("mm", a.device, engine)
+    if found is Engine.HARDWARE:
         _refuse_split_k("mm", split_k)
+    return seen_as_mm(a, b, out_dtype, lambda: run_mm(a, b, out_dtype, found.value, split_k or 1))
+
+
+@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int split_k) -> Tensor", tags=_TAGS)
+def run_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int) -> Tensor:
+    """An `mm` that has been checked, on the engine that was chosen."""
+    if engine == Engine.HARDWARE.value:
         return hardware.mm(a, b, out_dtype=out_dtype)
-    return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k or 1)
+    return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k)
 
 
-@fake(scaled_mm)
+@fake(run_scaled_mm)
 def _(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    engine: str,
-    granularity_a: str | None,
-    granularity_b: str | None,
-    split_k: int | None,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out_dtype: torch.dtype, *_: Any
 ) -> Tensor:
-    check_scaled_mm(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        granularity_a=granularity_a,
-        granularity_b=granularity_b,
-        split_k=split_k,
-    )
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -137,10 +157,20 @@ def _(
     return a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
 
 
-@fake(mm)
-def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
-    check_mm(a, b, out_dtype=out_dtype, split_k=split_k)
+@fake(run_mm)
+def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, *_: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+@register_flop_formula([torch.ops.f8emu.run_scaled_mm, torch.ops.f8emu.run_mm])
+def _flops(a_shape: list[int], b_shape: list[int], *_: Any, **__: Any) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+def _tunes_gemms() -> bool:
+    """Whether Inductor is asked to replace the library's GEMMs by kernels of its own, whose bits are others."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and (config.max_autotune or config.max_autotune_gemm)
 
 
 def _refuse_split_k(call: str, split_k: int | None) -> None:

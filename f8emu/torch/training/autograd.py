@@ -219,7 +219,7 @@ def _cast_produced(
         operand, _ = cast_rows_first(x, rows, cols, rule)
         _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
         return operand, transposed
-    return cast_both(x, rows, cols, find_source(x, rows, cols, is_produced=True), rule)
+    return cast_both(x, rows, cols, find_source(x, rows, cols), rule)
 
 
 def _delayed_source(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> ScaleSource:

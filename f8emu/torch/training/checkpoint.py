@@ -10,21 +10,13 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.gemm import operators as gemm_operators
 
-_MODULES = (fused, gemm_operators)
-"""They define the operators."""
-
-GEMM_OPS: tuple[torch._ops.OpOverload, ...] = (
-    torch.ops.f8emu.scaled_mm.default,
-    torch.ops.f8emu.mm.default,
-)
-"""The GEMMs: dear, and their results are small beside what it costs to compute them again."""
+GEMM_OPS: tuple[torch._ops.OpOverload, ...] = (torch.ops.aten.mm.default,)
+"""The GEMMs, as dispatch modes see them: expensive to recompute relative to the memory that they take."""
 SCALE_OPS: tuple[torch._ops.OpOverload, ...] = (
-    torch.ops.f8emu.tensor_amax.default,
-    torch.ops.f8emu.row_amax.default,
-    torch.ops.f8emu.row_col_amax.default,
-    torch.ops.f8emu.scales.default,
+    torch.ops.aten.max.default,
+    fused.row_amax.overload,
+    fused.scales.overload,
 )
 """Amaxes and scales: each reads a whole tensor and gives a few numbers. Casts are not here: float8 copies are what
 checkpointing is to save, and to make them again is one reading."""

@@ -43,12 +43,11 @@ class ScaleSource(NamedTuple):
     """Each [1, 1]: the scales of both operands, instead of amaxes."""
 
 
-def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_produced: bool = False) -> ScaleSource:
+def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
     """The amaxes of `x` for both operands, found in one pass.
 
-    Where `x` was just computed (`is_produced`), a compiler finds its amax in the kernel that computes it, which costs
-    nothing; otherwise our kernel is the faster. `fused.cast_pair`, which takes it, is opaque, so the compiler rounds it
-    to the dtype of `x`, and it is the amax of the rounded values: rounding is monotonic.
+    A compiler takes the amax of a tensor along in the kernel that computes it. The cast reads it in the dtype of `x`,
+    so it is the amax of the rounded values: rounding is monotonic.
     """
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
@@ -59,7 +58,7 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_produced:
     if row_kind is Granularity.TENSORWISE or col_kind is Granularity.TENSORWISE:
         if of_rows is not None:
             of_tensor = fused.tensor_amax(of_rows)
-        elif is_produced and torch.compiler.is_compiling() and x.numel() > 0:
+        elif torch.compiler.is_compiling() and x.numel() > 0:
             of_tensor = x.abs().max().reshape(1, 1)
         else:
             of_tensor = fused.tensor_amax(x)

@@ -1,0 +1,243 @@
+"""What torch.compile makes of the fused casts: kernels that Inductor launches, recomputed where that saves memory.
+
+Inductor would call the operators through Python. The lowerings here put the same plans into its code instead: it
+allocates the results, plans their memory and launches the kernels. A result that nobody reads is not computed: where
+the two operands of a cast are used in different passes, each pass computes its own.
+
+The partitioner keeps what its list of cheap operators does not name. The casts are put on that list: where the input is
+kept anyway, or cheap to compute again, the backward pass recomputes its codes instead of keeping them.
+
+Both hooks are internal to torch (2.11 to 2.13). For sizes that are not known when compiling the operators run as they
+are: the same bits, more host time.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.dtypes import FLOAT8_DTYPES
+from f8emu.torch.fused import operators
+from f8emu.torch.fused.arguments import block_granularity
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT8_DTYPES}
+_CASTS = (operators.cast_pair, operators.cast_pair_given, operators.cast_rows, operators.cast_blocks)
+"""Functional and cheap: one reading of a matrix."""
+
+
+def install() -> None:
+    """Hook the casts into those parts of the compiler that are loaded."""
+    if "torch._functorch.partitioners" in sys.modules:
+        _allow_recomputation()
+    if "torch._inductor.lowering" in sys.modules:
+        _register_lowerings()
+
+
+@cache
+def _allow_recomputation() -> None:
+    from torch._functorch import partitioners
+
+    default = partitioners.get_default_op_list
+
+    @wraps(default)
+    def with_casts() -> Any:
+        types = default()
+        types.recomputable_ops.update(operator.overload.overloadpacket for operator in _CASTS)
+        return types
+
+    partitioners.get_default_op_list = with_casts
+
+
+@cache
+def _register_lowerings() -> None:
+    from torch._inductor import lowering
+
+    for operator, lower in (
+        (operators.reduce_rows_and_cols, _reduce_rows_and_cols),
+        (operators.row_amax, _row_amax),
+        (operators.cast_pair, _cast_pair),
+        (operators.cast_pair_given, _cast_pair_given),
+        (operators.cast_pair_delayed, _cast_pair_given),
+        (operators.cast_rows, _cast_rows),
+        (operators.cast_blocks, _cast_blocks),
+    ):
+        lowering.add_needs_realized_inputs(operator.overload)
+        lowering.register_lowering(operator.overload, type_promotion_kind=None)(_lowering(operator.overload, lower))
+
+
+def _lowering(overload: torch._ops.OpOverload, lower: Callable[..., Any]) -> Callable[..., Any]:
+    """`lower`, where kernels run and sizes are known; elsewhere the operator itself."""
+    from torch._inductor.lowering import fallback_handler
+
+    fallback = fallback_handler(overload, add_to_fallback_set=False)
+
+    @wraps(lower)
+    def lowered(x: Any, *args: Any) -> Any:
+        sizes = [_known(size) for size in x.get_size()]
+        if None in sizes or 0 in sizes or not has_float8_hardware(x.get_device()) or operators.launches() is None:
+            return fallback(x, *args)
+        return lower(_contiguous(x), sizes, *args)
+
+    return lowered
+
+
+def _reduce_rows_and_cols(x: Any, sizes: list[int]) -> Any:
+    from torch._inductor.lowering import lowerings
+
+    m, n = sizes
+    amaxes = lowerings[torch.ops.aten.full.default]([m + n], 0.0, dtype=torch.float32, device=x.get_device())
+    amaxes.realize()
+    _launch(_plans().row_col_amax(m, n), x, amaxes)
+    return amaxes
+
+
+def _row_amax(x: Any, sizes: list[int]) -> Any:
+    m, n = sizes
+    amax = _empty(x, torch.float32, m, 1)
+    _launch(_plans().row_amax(m, n), x, amax)
+    return amax
+
+
+def _cast_pair(
+    x: Any, sizes: list[int], fmt: str, row_amax: Any, col_amax: Any, power_of_two: bool, amax_floor: float
+) -> list[Any]:
+    m, n = sizes
+    used = _used()
+    out: list[Any] = []
+    tensors = [x]
+    kinds: list[bool | None] = []
+    for side, (amax, rows, k) in enumerate(((row_amax, m, n), (col_amax, n, m))):
+        if amax is None or not used & {2 * side, 2 * side + 1}:
+            out += [_empty(x, _DTYPES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
+            tensors += [x, x, x]
+            kinds.append(None)
+            continue
+        count = 1 if _known(amax.get_numel()) == 1 else rows
+        scale = _empty(x, torch.float32, count, 1)
+        if count > 1 and not power_of_two:
+            inv_scale = _empty(x, torch.float32, count, 1)
+            one = (amax, inv_scale, scale)
+            _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, count), *one, *one)
+            amax = inv_scale
+        out += [_empty(x, _DTYPES[fmt], rows, k), scale]
+        tensors += [amax, *out[-2:]]
+        kinds.append(count > 1)
+    if kinds != [None, None]:
+        _launch(_plans().cast_pair(m, n, fmt, power_of_two, amax_floor, *kinds), *tensors)
+    return out
+
+
+def _cast_pair_given(
+    x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool, amax: Any = None
+) -> list[Any]:
+    m, n = sizes
+    used = _used()
+    wanted = rows and 0 in used, cols and 1 in used
+    out = [
+        _empty(x, _DTYPES[fmt], *(shape if side else (0, 0)))
+        for side, shape in zip(wanted, ((m, n), (n, m)), strict=True)
+    ]
+    if any(wanted) or amax is not None:
+        codes = [codes if side else x for side, codes in zip(wanted, out, strict=True)]
+        plan = _plans().cast_pair_given(m, n, fmt, *wanted, amax is not None)
+        _launch(plan, x, inv_scale, *codes, inv_scale if amax is None else amax)
+    return out
+
+
+def _cast_rows(x: Any, sizes: list[int], fmt: str, power_of_two: bool, amax_floor: float) -> list[Any]:
+    m, n = sizes
+    out = [_empty(x, _DTYPES[fmt], m, n), _empty(x, torch.float32, m, 1), _empty(x, torch.float32, m, 1)]
+    _launch(_plans().cast_rows(m, n, fmt, power_of_two, amax_floor), x, *out)
+    return out
+
+
+def _cast_blocks(
+    x: Any, sizes: list[int], fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
+) -> list[Any]:
+    m, n = sizes
+    used = _used()
+    wanted = bool(rows and used & {0, 1}), bool(cols and used & {2, 3})
+    plans = _plans()
+    out: list[Any] = []
+    tensors = [x]
+    for is_wanted, shape in zip(wanted, ((m, n), (n, m)), strict=True):
+        if not is_wanted:
+            out += [_empty(x, _DTYPES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
+            tensors += [x, x] if square else [x, x, x]
+            continue
+        blocks = block_granularity(square).scale_shape(*shape)
+        strides = (blocks[1], 1) if square else (1, blocks[0])
+        out += [_empty(x, _DTYPES[fmt], *shape), _empty(x, torch.float32, *blocks, strides=strides)]
+        tensors += out[-2:] if square else [*out[-2:], _empty(x, torch.float32, *blocks)]
+    if any(wanted):
+        cast = plans.cast_squares if square else plans.cast_vectors
+        _launch(cast(m, n, fmt, power_of_two, amax_floor, *wanted), *tensors)
+    return out
+
+
+def _launch(plan: Any, *tensors: Any) -> None:
+    """The kernel of a plan as a node of Inductor's."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+    from torch._inductor import ir
+
+    kernel = _with_warps(plan.kernel, plan.warps)
+    names = plan.kernel.arg_names
+    arguments = dict(zip(names, (*tensors, *plan.sizes), strict=False)) | plan.constants
+    assert set(arguments) == set(names), "a plan fills all arguments of its kernel"
+    ir.UserDefinedTritonKernel(
+        kernel_idx=kernel_side_table.add_kernel(kernel),
+        grid=[(plan.programs, 1, 1)],
+        tma_descriptor_metadata={},
+        kernel_args=arguments,
+    )
+
+
+@cache
+def _with_warps(kernel: Any, warps: int) -> Any:
+    import triton
+
+    return triton.autotune(configs=[triton.Config({}, num_warps=warps)], key=[])(kernel)
+
+
+def _plans() -> Any:
+    plans = operators.launches()
+    assert plans is not None, "asked before"
+    return plans
+
+
+def _used() -> set[int]:
+    """Which results of the node that is being lowered have a reader."""
+    from torch._inductor.virtualized import V
+
+    results: set[int] = set()
+    for user in V.graph.current_node.users:
+        index = user.args[1]
+        assert isinstance(index, int), "only getitem reads a node of several results"
+        if user.users:
+            results.add(index)
+    return results
+
+
+def _empty(x: Any, dtype: torch.dtype, *shape: int, strides: tuple[int, ...] | None = None) -> Any:
+    from torch._inductor.lowering import lowerings
+
+    strides = (max(shape[1], 1), 1) if strides is None else strides
+    empty = lowerings[torch.ops.aten.empty_strided.default]
+    return empty(list(shape), list(strides), dtype=dtype, device=x.get_device())
+
+
+def _contiguous(x: Any) -> Any:
+    from torch._inductor import ir
+
+    return ir.ExternKernel.require_contiguous(x)
+
+
+def _known(size: Any) -> int | None:
+    """A size as an int; None where it is not known when compiling."""
+    try:
+        return int(size)
+    except TypeError:  # a sympy expression with symbols
+        return None

@@ -1,0 +1,53 @@
+"""What a dispatch mode sees of our GEMMs and amaxes: `aten.mm` and `aten.max`.
+
+Policies of selective checkpointing, flop counters and profilers know these operators and not ours. So where a dispatch
+mode is active, `aten.mm` is called on tensors without data that stand in for the operands; behind all modes the call
+arrives here, and what is really computed runs in its place.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8emu.torch.library import has_dispatch_mode
+
+_Run = Callable[[], Tensor]
+
+
+class _StandIn(Tensor):
+    """Shape, dtype and device of a tensor, and what to run when an operator is called on it."""
+
+    run: _Run
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, run: _Run) -> "_StandIn":
+        found = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore[reportAttributeAccessIssue]
+        found.run = run
+        return found
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self = args[0]
+        if func is torch.ops.aten.detach.default:  # modes that keep what they have seen
+            return cls(tuple(self.shape), self.dtype, self.device, self.run)
+        assert func in (torch.ops.aten.mm.default, torch.ops.aten.max.default), f"{func} on a stand-in"
+        return self.run()
+
+
+def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run) -> Tensor:
+    """`run()`, a product of a [M, K] and b [K, N] of dtype, which dispatch modes see as `aten.mm`."""
+    if not has_dispatch_mode():
+        return run()
+    (m, k), n = a.shape, b.shape[1]
+    return torch.mm(_StandIn((m, k), dtype, a.device, run), _StandIn((k, n), dtype, a.device, run))
+
+
+def seen_as_max(x: Tensor, run: _Run) -> Tensor:
+    """`run()`, the amaxes of x, which dispatch modes see as `aten.max`."""
+    if not has_dispatch_mode():
+        return run()
+    return torch.max(_StandIn(tuple(x.shape), x.dtype, x.device, run))
