@@ -9,12 +9,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.f8emu-installed
 
+# Some of every room, all of what is cheap. Patterns are the shell's: all of tests/oracle/test_numpy_* but test_numpy_vs_jax.
+QUICK := tests/spec tests/architecture/test_contracts.py tests/architecture/test_public_surface.py \
+	$(addprefix tests/oracle/test_,exact_[as]*.py exact_vs_numpy.py numpy_[!v]*.py jax_cast.py) \
+	$(addprefix tests/conformance/test_,arrays.py cases.py compare.py doctor.py golden.py verify.py) \
+	$(addprefix tests/torch_path/test_,cast.py operands.py) \
+	$(addprefix tests/test_examples.py::test_,gemm_bits train_tiny own_kernel)
+
 .DEFAULT_GOAL := help
-.PHONY: help verify test check lint types contracts format exhaustive install clean
+.PHONY: help verify test quick check lint types contracts format exhaustive install clean
 
 help:
 	@echo 'make verify      prove that numpy, JAX and torch give the recorded bits of a Hopper GPU (ARGS=... is passed on)'
 	@echo 'make test        the tests (ARGS=... is passed to pytest)'
+	@echo 'make quick       a part of the tests that touches every room; under a minute on two cores'
 	@echo 'make check       ruff, pyright, import-linter (lint, types, contracts)'
 	@echo 'make format      let ruff format the code and sort the imports'
 	@echo 'make exhaustive  all 2^32 float32 inputs of the casts; minutes'
@@ -27,6 +35,9 @@ verify: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(QUICK) $(ARGS)
 
 check: lint types contracts
 
