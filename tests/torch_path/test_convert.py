@@ -226,11 +226,14 @@ def test_the_filter_of_small_layers(in_cuda_graph: bool, monkeypatch: pytest.Mon
 
 
 def test_the_thresholds_are_those_that_were_measured() -> None:
+    """Of every recipe in the record; a recipe that was not measured yet has none."""
     recorded = json.loads((RESULTS / "sizes-h200.json").read_text())["smallest"]
     for timing, table in (
         ("back to back", convert.SMALLEST_LAYERS),
         ("CUDA graph", convert.SMALLEST_LAYERS_IN_CUDA_GRAPHS),
     ):
         assert {recipe.name: list(smallest) for recipe, smallest in table.items()} == {
-            name: recorded[timing][f"f8emu/{name}"] for name in RECIPES
+            subject.partition("/")[2]: smallest
+            for subject, smallest in recorded[timing].items()
+            if subject.startswith("f8emu/")
         }
