@@ -17,7 +17,7 @@ from torch import Tensor
 import f8ref.numpy as reference
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.compare import different
-from f8emu.spec import DelayedState, GemmTrace, LinearTrace, Recipe
+from f8emu.spec import TENSORS, DelayedState, GemmTrace, LinearTrace, Recipe
 from f8emu.torch import Float8Linear, sync_float8_amax_and_scale_history
 from f8emu.torch.gemm import emulation, hardware
 
@@ -28,7 +28,6 @@ SHAPES: tuple[Shape, ...] = ((1, 16, 32), (19, 32, 48), (21, 20, 37), (150, 144,
 WEIGHT_DTYPES = (torch.bfloat16, torch.float32)
 STEPS = 2
 PARTS = ("codes", "scales", "output", "grad_input", "grad_weight")
-_TENSORS = ("input", "weight", "grad_output")
 
 
 class Executed(NamedTuple):
@@ -75,7 +74,7 @@ class LayerCase:
             self.layer.bias.copy_(spread(2, n))
         states = None
         if recipe.delayed is not None:
-            states = {tensor: reference.initial_delayed_state(recipe.delayed) for tensor in _TENSORS}
+            states = {tensor: reference.initial_delayed_state(recipe.delayed) for tensor in TENSORS}
         self.steps: list[Step] = []
         for step in range(STEPS):
             x = spread(3 + 2 * step, m, k).bfloat16()
@@ -169,7 +168,7 @@ def _updated(recipe: Recipe, states: dict[str, DelayedState], trace: LinearTrace
     assert recipe.delayed is not None
     assert trace.grad_input is not None
     updated: dict[str, DelayedState] = {}
-    for tensor, of in zip(_TENSORS, (trace.output.a, trace.output.b, trace.grad_input.a), strict=True):
+    for tensor, of in zip(TENSORS, (trace.output.a, trace.output.b, trace.grad_input.a), strict=True):
         (format,) = {cast.format for _, _, cast in recipe.casts(tensor)}
         assert format is not None
         state = reference.update_delayed_state(states[tensor], of.amax, format, recipe.scale_rule, recipe.delayed)

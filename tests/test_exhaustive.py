@@ -23,7 +23,7 @@ from benchmarks.proofs.exhaustive_checks import (
     exact_steps,
     is_rounded_quotient,
 )
-from f8emu.spec import E4M3FN, E5M2, FLOAT8_OPERANDS, Format, Overflow, ScaleRule
+from f8emu.spec import E4M3FN, E5M2, HOPPER, Format, Overflow, ScaleRule
 
 STRIDE = 65_537 * 13
 """5,041 inputs; odd, so that all low bits occur."""
@@ -57,7 +57,7 @@ def test_the_tasks_cover_every_input_once() -> None:
 
 
 @pytest.mark.parametrize("overflow", Overflow)
-@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("fmt", HOPPER.operand_formats, ids=str)
 def test_exact_steps_agree_with_ml_dtypes(fmt: Format, overflow: Overflow) -> None:
     """At every step and beside it; ml_dtypes is no part of the proof."""
     bits = _bits_around_steps(fmt, overflow)
@@ -121,7 +121,7 @@ class RoundedUp(NumpyBackend):
         return (inv_scale * np.float32(2), scale / np.float32(2)) if rule.power_of_two else (inv_scale, scale)
 
 
-@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("fmt", HOPPER.operand_formats, ids=str)
 @pytest.mark.parametrize("planted", [HalfAway, MostNan])
 def test_a_planted_cast_is_found(planted: type[Backend], fmt: Format) -> None:
     bits = _bits_around_steps(fmt, Overflow.SATURATE)
@@ -132,7 +132,7 @@ def test_a_planted_cast_is_found(planted: type[Backend], fmt: Format) -> None:
         assert tally.differences == tally.other_nan_codes
 
 
-@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("fmt", HOPPER.operand_formats, ids=str)
 @pytest.mark.parametrize(
     ("planted", "rule"), [(Reciprocal, ScaleRule()), (RoundedUp, ScaleRule(power_of_two=True))], ids=["div", "pow2"]
 )

@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.proofs.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
 from f8emu.conformance.record import tracked
 from f8emu.environment import versions
-from f8emu.spec import FLOAT8_OPERANDS, FLOAT32, Overflow, ScaleRule
+from f8emu.spec import FLOAT32, HOPPER, Overflow, ScaleRule
 
 INPUTS = 1 << FLOAT32.bits
 SIGNIFICANDS = 1 << FLOAT32.fraction_bits
@@ -69,7 +69,7 @@ def run_task(task: Task, backends: dict[str, Backend]) -> list[Tally]:
     bits = task.bits()
     tallies: list[Tally] = []
     for name, backend in backends.items():
-        for fmt in FLOAT8_OPERANDS:
+        for fmt in HOPPER.operand_formats:
             if task.is_cast:
                 tallies += [check_cast(name, backend, bits, fmt, overflow) for overflow in Overflow]
             else:

@@ -20,7 +20,7 @@ from f8emu.spec import (
     E4M3FN,
     E5M2,
     E8M0FNU,
-    FLOAT8_OPERANDS,
+    FLOAT8,
     FLOAT16,
     FLOAT32,
     HIGH_PRECISION,
@@ -37,10 +37,10 @@ from f8emu.spec import (
 
 # 1 Formats and casts
 
-DECODED: tuple[Format, ...] = (E4M3FN, E5M2, E8M0FNU, BFLOAT16, FLOAT16)
+DECODED: tuple[Format, ...] = (*FLOAT8, E8M0FNU, BFLOAT16, FLOAT16)
 """Formats of which every code is decoded."""
 
-CASTS: tuple[tuple[Format, Format, Overflow], ...] = tuple(product(HIGH_PRECISION, FLOAT8_OPERANDS, Overflow))
+CASTS: tuple[tuple[Format, Format, Overflow], ...] = tuple(product(HIGH_PRECISION, FLOAT8, Overflow))
 """(source, float8 format, overflow policy)."""
 
 

@@ -11,23 +11,20 @@ from f8emu.conformance.gemm import GemmCase, Mode, Sample
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
-    E5M2,
     FLOAT32,
     HIGH_PRECISION,
-    SCALED_GEMM_GRANULARITIES,
+    HOPPER,
     Format,
     Granularity,
 )
 
 CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "specials")
 BF16_DISTRIBUTIONS = ("normal", "gradient", "blocks", "cancellation", "outlier", "specials")
-OPERAND_PAIRS: tuple[tuple[Format, Format], ...] = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
-"""Formats of a and b; float8_e5m2 on both sides does not exist on Hopper."""
 
 GEMM_SHAPES: dict[tuple[Format, Format], tuple[tuple[int, int, int], ...]] = {
-    OPERAND_PAIRS[0]: ((16, 48, 544), (5, 7, 401)),
-    OPERAND_PAIRS[1]: ((48, 16, 176),),
-    OPERAND_PAIRS[2]: ((16, 32, 80),),
+    HOPPER.format_pairs[0]: ((16, 48, 544), (5, 7, 401)),
+    HOPPER.format_pairs[1]: ((48, 16, 176),),
+    HOPPER.format_pairs[2]: ((16, 32, 80),),
 }
 """M, N, K: tails of a step (32), of a promotion (128), of everything. Few: to a compiler each is a program."""
 BLOCKWISE_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 384), (131, 37, 330))
@@ -35,8 +32,8 @@ SPLITS: tuple[tuple[int, int, bool], ...] = ((2, 512, True), (3, 1024, False), (
 """[CHAIN-3] (slices, K, fast): whole and rounded lengths, a last slice that is shorter, one that is empty."""
 BF16_SHAPES: tuple[tuple[int, int, int, int], ...] = ((16, 32, 208, 1), (5, 7, 77, 1), (16, 16, 528, 3))
 """M, N, K, slices."""
-ALIGNED = 16
-"""The library takes multiples of this (blockwise: of 128)."""
+ALIGNED = HOPPER.size_multiple
+"""The library takes multiples of this, blockwise of 128."""
 
 
 def is_aligned(case: GemmCase) -> bool:
@@ -92,7 +89,7 @@ def scaled_case(
 
 def _dense() -> Iterator[GemmCase]:
     granularities = (Granularity.TENSORWISE, Granularity.ROWWISE)
-    table = product(CODE_DISTRIBUTIONS, OPERAND_PAIRS, granularities, (True, False))
+    table = product(CODE_DISTRIBUTIONS, HOPPER.format_pairs, granularities, (True, False))
     for i, (distribution, formats, granularity, fast) in enumerate(table):
         for shape in GEMM_SHAPES[formats]:
             chain = "fast" if fast else "promoted"
@@ -110,17 +107,19 @@ def _dense() -> Iterator[GemmCase]:
 
 
 def _blockwise() -> Iterator[GemmCase]:
-    pairs = [pair for pair in SCALED_GEMM_GRANULARITIES if pair[0].is_blockwise]
+    pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
     for i, (pair, shape) in enumerate(product(pairs, BLOCKWISE_SHAPES)):
         name = f"{pair[0].value} x {pair[1].value} {'x'.join(map(str, shape))}"
-        yield scaled_case(name, pair, OPERAND_PAIRS[0], shape, "normal", out_dtype=HIGH_PRECISION[i % 2])
+        yield scaled_case(name, pair, HOPPER.format_pairs[0], shape, "normal", out_dtype=HIGH_PRECISION[i % 2])
 
 
 def _split() -> Iterator[GemmCase]:
     pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
     for slices, k, fast in SPLITS:
         name = f"split-K {slices} of {k} {'fast' if fast else 'promoted'}"
-        yield scaled_case(name, pair, OPERAND_PAIRS[0], (16, 16, k), "normal", use_fast_accum=fast, split_k=slices)
+        yield scaled_case(
+            name, pair, HOPPER.format_pairs[0], (16, 16, k), "normal", use_fast_accum=fast, split_k=slices
+        )
 
 
 def _grouped() -> Iterator[GemmCase]:

@@ -20,7 +20,7 @@ import numpy as np
 from f8emu.conformance.container import REMEDY, decode_container, write_container
 from f8emu.conformance.gemm import GemmCase, Mode, Sample
 from f8emu.conformance.layouts import load_scales, slices_of_k, store_scales
-from f8emu.spec import BFLOAT16, FLOAT8_OPERANDS, HIGH_PRECISION, Format, GoldenFileError, Granularity
+from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, Format, GoldenFileError, Granularity
 
 SHIPPED = "h200_golden.safetensors"
 
@@ -181,7 +181,7 @@ class _Reader:
 
     def case(self, index: int) -> GoldenCase:
         mode: Mode = self.choice("mode", {mode.value: mode for mode in Mode})
-        operands = {f.name: f for f in ((BFLOAT16,) if mode is Mode.BF16 else FLOAT8_OPERANDS)}
+        operands = {f.name: f for f in ((BFLOAT16,) if mode is Mode.BF16 else HOPPER.operand_formats)}
         a_format: Format = self.choice("a_dtype", operands)
         b_format: Format = self.choice("b_dtype", operands)
         out_format: Format = self.choice("out_dtype", {f.name: f for f in HIGH_PRECISION})

@@ -7,10 +7,18 @@ import numpy as np
 from f8emu.conformance.cases import RecipeCase
 from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.conformance.subject import Subject
-from f8emu.spec import GEMM_NAMES, OPERANDS, DelayedState, GemmTrace, Granularity, LinearTrace, OperandTrace, Recipe
-
-TRANSPOSED = {("grad_input", "b"), ("grad_weight", "a"), ("grad_weight", "b")}
-"""Operands [rows, summed dimension] that are the transpose of the tensor they come from."""
+from f8emu.spec import (
+    GEMM_NAMES,
+    OPERANDS,
+    TENSORS,
+    TRANSPOSED,
+    DelayedState,
+    GemmTrace,
+    Granularity,
+    LinearTrace,
+    OperandTrace,
+    Recipe,
+)
 
 
 def run_linear(case: RecipeCase, subject: Subject) -> dict[str, np.ndarray]:
@@ -27,7 +35,7 @@ def _states(case: RecipeCase, subject: Subject) -> dict[str, DelayedState]:
     recipe, delayed = case.recipe, case.recipe.delayed
     assert delayed is not None
     states: dict[str, DelayedState] = {}
-    for tensor in ("input", "weight", "grad_output"):
+    for tensor in TENSORS:
         fmt = next(cast.format for _, _, cast in recipe.casts(tensor))
         state = subject.verbs["initial_delayed_state"](delayed)
         for amax in case.amaxes:
@@ -73,7 +81,7 @@ def _source(gemm: str, side: str) -> str:
 
 def _operand(tensors: dict[str, np.ndarray], gemm: str, side: str) -> np.ndarray:
     tensor = tensors[_source(gemm, side)]
-    return tensor.T if (gemm, side) in TRANSPOSED else tensor
+    return tensor.T if TRANSPOSED[gemm]["ab".index(side)] else tensor
 
 
 def _vector(tensors: dict[str, np.ndarray], recipe: Recipe, gemm: str, side: str, row: int) -> str:

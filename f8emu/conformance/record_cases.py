@@ -12,11 +12,9 @@ import numpy as np
 
 from f8emu.conformance.distributions import CODES, VALUES, dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode, Sample
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, Granularity
-from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
 
-PAIRS = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
-"""Formats of a and b that the hardware multiplies."""
+PAIRS = HOPPER.format_pairs
 REFUSED_PAIR = (E5M2, E5M2)
 SHAPES = ((64, 96, 512), (48, 80, 1040), (16, 16, 16), (32, 64, 4096), (32, 16, 144))
 """M, N, K. 1040, 16 and 144 end with half a step of 32; 144 ends so after the restart at 128 [ACC-1], [CHAIN-2]."""
@@ -189,7 +187,7 @@ def _special_rows(fmt: Format) -> np.ndarray:
 
 def _blockwise(draw: _Draw) -> Iterator[PlannedCase]:
     """[EPI-5] The three kinds; other formats, fast accumulation and a bias are tried on the first shape."""
-    for granularity_a, granularity_b in SCALED_GEMM_GRANULARITIES:
+    for granularity_a, granularity_b in HOPPER.granularity_pairs:
         if not granularity_a.is_blockwise:
             continue
         kinds = f"{_library_name(granularity_a)} {_library_name(granularity_b)}"

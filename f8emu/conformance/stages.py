@@ -34,7 +34,7 @@ from f8emu.conformance.golden import GoldenFile
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.recipe_trace import describe_linear, run_linear
 from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.spec import FLOAT8_OPERANDS, HIGH_PRECISION, DelayedScaling, Format, Granularity, ScaleRule
+from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +90,14 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             describe=lambda part, index, x=x: abbreviated(x, "x"),
         )
     for i, (distribution, shape, granularity) in enumerate(quantize_inputs()):
-        x, target = values(distribution, shape, HIGH_PRECISION[i % 3]), FLOAT8_OPERANDS[i // 2 % 2]
+        x, target = values(distribution, shape, HIGH_PRECISION[i % 3]), HOPPER.operand_formats[i // 2 % 2]
         factors = inv_scales(x, granularity, target)
         yield Case(
             id=f"quantize {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value} to {target}",
             run=partial(_quantize, x, factors, target, granularity),
             describe=partial(_describe_quantize, x, factors, granularity),
         )
-    for (rule, margin), target in product(SCALE_RULES, FLOAT8_OPERANDS):
+    for (rule, margin), target in product(SCALE_RULES, HOPPER.operand_formats):
         amax = amax_corners()
         power = " power of two" if rule.power_of_two else ""
         yield Case(

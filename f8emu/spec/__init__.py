@@ -1,10 +1,9 @@
 """The one recipe spec: frozen, hashable data that every backend reads. No array code, standard library only."""
 
-from f8emu.spec.accumulation import ACCUMULATION_MODELS as ACCUMULATION_MODELS
-from f8emu.spec.accumulation import HOPPER_BF16 as HOPPER_BF16
-from f8emu.spec.accumulation import HOPPER_FP8 as HOPPER_FP8
-from f8emu.spec.accumulation import HOPPER_FP8_FAST as HOPPER_FP8_FAST
-from f8emu.spec.accumulation import AccumulationModel as AccumulationModel
+from f8emu.spec.chip import CHIPS as CHIPS
+from f8emu.spec.chip import HOPPER as HOPPER
+from f8emu.spec.chip import AccumulationModel as AccumulationModel
+from f8emu.spec.chip import Chip as Chip
 from f8emu.spec.errors import F8Error as F8Error
 from f8emu.spec.errors import GoldenFileError as GoldenFileError
 from f8emu.spec.errors import MissingExtraError as MissingExtraError
@@ -13,9 +12,11 @@ from f8emu.spec.errors import SpecError as SpecError
 from f8emu.spec.errors import UnsupportedError as UnsupportedError
 from f8emu.spec.formats import BFLOAT16 as BFLOAT16
 from f8emu.spec.formats import E4M3FN as E4M3FN
+from f8emu.spec.formats import E4M3FNUZ as E4M3FNUZ
 from f8emu.spec.formats import E5M2 as E5M2
+from f8emu.spec.formats import E5M2FNUZ as E5M2FNUZ
 from f8emu.spec.formats import E8M0FNU as E8M0FNU
-from f8emu.spec.formats import FLOAT8_OPERANDS as FLOAT8_OPERANDS
+from f8emu.spec.formats import FLOAT8 as FLOAT8
 from f8emu.spec.formats import FLOAT16 as FLOAT16
 from f8emu.spec.formats import FLOAT32 as FLOAT32
 from f8emu.spec.formats import FORMATS as FORMATS
@@ -23,7 +24,9 @@ from f8emu.spec.formats import HIGH_PRECISION as HIGH_PRECISION
 from f8emu.spec.formats import Format as Format
 from f8emu.spec.formats import Overflow as Overflow
 from f8emu.spec.formats import Specials as Specials
+from f8emu.spec.formats import float8_format as float8_format
 from f8emu.spec.formats import format_by_name as format_by_name
+from f8emu.spec.formats import output_format as output_format
 from f8emu.spec.recipe import BLOCKWISE as BLOCKWISE
 from f8emu.spec.recipe import DELAYED as DELAYED
 from f8emu.spec.recipe import GEMM_NAMES as GEMM_NAMES
@@ -33,18 +36,20 @@ from f8emu.spec.recipe import RECIPE_ALIASES as RECIPE_ALIASES
 from f8emu.spec.recipe import RECIPES as RECIPES
 from f8emu.spec.recipe import ROWWISE as ROWWISE
 from f8emu.spec.recipe import ROWWISE_WITH_GW_HP as ROWWISE_WITH_GW_HP
+from f8emu.spec.recipe import TENSORS as TENSORS
 from f8emu.spec.recipe import TENSORWISE as TENSORWISE
+from f8emu.spec.recipe import TRANSPOSED as TRANSPOSED
 from f8emu.spec.recipe import Cast as Cast
 from f8emu.spec.recipe import Gemm as Gemm
 from f8emu.spec.recipe import Recipe as Recipe
 from f8emu.spec.recipe import recipe_by_name as recipe_by_name
 from f8emu.spec.scaling import MAX_MARGIN as MAX_MARGIN
 from f8emu.spec.scaling import MIN_AMAX_FLOOR as MIN_AMAX_FLOOR
-from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES as SCALED_GEMM_GRANULARITIES
 from f8emu.spec.scaling import AmaxHistoryReduction as AmaxHistoryReduction
 from f8emu.spec.scaling import DelayedScaling as DelayedScaling
 from f8emu.spec.scaling import Granularity as Granularity
 from f8emu.spec.scaling import ScaleRule as ScaleRule
+from f8emu.spec.scaling import granularity_by_name as granularity_by_name
 from f8emu.spec.serialize import recipe_from_dict as recipe_from_dict
 from f8emu.spec.serialize import recipe_from_json as recipe_from_json
 from f8emu.spec.serialize import recipe_from_toml as recipe_from_toml

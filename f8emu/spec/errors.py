@@ -9,7 +9,7 @@ class F8Error(Exception):
 
 
 class SpecError(F8Error, ValueError):
-    """A recipe, format or option that does not exist or contradicts itself."""
+    """A recipe, format, granularity or option that does not exist or contradicts itself."""
 
 
 class OperandError(F8Error, ValueError):
@@ -17,7 +17,7 @@ class OperandError(F8Error, ValueError):
 
 
 class UnsupportedError(F8Error, NotImplementedError):
-    """A valid request that this engine, device or installed version cannot honour."""
+    """A valid request that this chip, engine, device or installed version cannot honour."""
 
 
 class GoldenFileError(F8Error, ValueError):

@@ -4,14 +4,14 @@ A format describes how a bit pattern (`code`) maps to a real number (`value`). I
 only: the algorithms that use them live in `f8ref` and in the production paths, each written on its own.
 
 Sources: OCP 8-bit Floating Point Specification (OFP8) revision 1.0, tables 1 and 2 (E4M3, E5M2); OCP
-Microscaling Formats (MX) version 1.0, section 5.4.1 (E8M0); IEEE 754-2019, table 3.5 (binary16, binary32).
-Names are those of ml_dtypes.
+Microscaling Formats (MX) version 1.0, section 5.4.1 (E8M0); IEEE 754-2019, table 3.5 (binary16, binary32); Noune et
+al., "8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915 (FNUZ). Names are those of ml_dtypes.
 """
 
 from dataclasses import dataclass
 from enum import Enum
 
-from f8emu.spec.errors import SpecError
+from f8emu.spec.errors import SpecError, UnsupportedError
 
 
 class Specials(Enum):
@@ -21,6 +21,8 @@ class Specials(Enum):
     """The largest exponent field holds infinity (fraction 0) and NaN (any other fraction)."""
     NAN_ALL_ONES = "nan_all_ones"
     """No infinity; only the code whose exponent and fraction bits are all ones is NaN."""
+    NAN_NEGATIVE_ZERO = "nan_negative_zero"
+    """No infinity and no -0: the code that would be -0 is the only NaN (FNUZ: finite, NaN, unsigned zero)."""
 
 
 class Overflow(Enum):
@@ -63,6 +65,11 @@ class Format:
         return self.specials is Specials.IEEE
 
     @property
+    def has_negative_zero(self) -> bool:
+        """Whether zero keeps a sign; without one, what rounds to zero from below is +0."""
+        return self.signed and self.specials is not Specials.NAN_NEGATIVE_ZERO
+
+    @property
     def sign_mask(self) -> int:
         return (1 << (self.bits - 1)) if self.signed else 0
 
@@ -82,8 +89,11 @@ class Format:
 
     @property
     def nan_code(self) -> int:
-        """The one NaN code that f8emu emits: sign 0, all other bits one, as the tensor core does [SPEC-1]."""
-        return self.magnitude_mask
+        """The one NaN code that f8emu emits: sign 0, all other bits one, as the tensor core does [SPEC-1].
+
+        In a format with NAN_NEGATIVE_ZERO there is no other than the sign alone.
+        """
+        return self.sign_mask if self.specials is Specials.NAN_NEGATIVE_ZERO else self.magnitude_mask
 
     @property
     def infinity_code(self) -> int | None:
@@ -92,8 +102,14 @@ class Format:
 
     @property
     def max_code(self) -> int:
-        """Code of the largest finite value."""
-        return (self.magnitude_mask ^ self.fraction_mask if self.has_infinity else self.magnitude_mask) - 1
+        """Code of the largest finite value; every smaller code without a sign is finite too."""
+        match self.specials:
+            case Specials.IEEE:
+                return (self.magnitude_mask ^ self.fraction_mask) - 1
+            case Specials.NAN_ALL_ONES:
+                return self.magnitude_mask - 1
+            case Specials.NAN_NEGATIVE_ZERO:
+                return self.magnitude_mask
 
     @property
     def max_exponent(self) -> int:
@@ -118,6 +134,10 @@ class Format:
 
 E4M3FN = Format(name="float8_e4m3fn", exponent_bits=4, fraction_bits=3, bias=7, specials=Specials.NAN_ALL_ONES)
 E5M2 = Format(name="float8_e5m2", exponent_bits=5, fraction_bits=2, bias=15)
+E4M3FNUZ = Format(name="float8_e4m3fnuz", exponent_bits=4, fraction_bits=3, bias=8, specials=Specials.NAN_NEGATIVE_ZERO)
+E5M2FNUZ = Format(
+    name="float8_e5m2fnuz", exponent_bits=5, fraction_bits=2, bias=16, specials=Specials.NAN_NEGATIVE_ZERO
+)
 E8M0FNU = Format(
     name="float8_e8m0fnu",
     exponent_bits=8,
@@ -131,13 +151,14 @@ FLOAT16 = Format(name="float16", exponent_bits=5, fraction_bits=10, bias=15)
 BFLOAT16 = Format(name="bfloat16", exponent_bits=8, fraction_bits=7, bias=127)
 FLOAT32 = Format(name="float32", exponent_bits=8, fraction_bits=23, bias=127)
 
-FORMATS: dict[str, Format] = {f.name: f for f in (E4M3FN, E5M2, E8M0FNU, FLOAT16, BFLOAT16, FLOAT32)}
-"""Every known format by name."""
-
-FLOAT8_OPERANDS: tuple[Format, ...] = (E4M3FN, E5M2)
-"""Formats that a Hopper tensor core multiplies."""
+FLOAT8: tuple[Format, ...] = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)
+"""What a cast gives. Which of them a chip multiplies is the chip's data. E8M0FNU is for scales of Microscaling formats:
+it has no sign and no zero, so a cast to it would need rules of its own."""
 HIGH_PRECISION: tuple[Format, ...] = (FLOAT32, BFLOAT16, FLOAT16)
 """Formats that a cast to float8 takes and a scaled GEMM gives; float64 is refused everywhere."""
+
+FORMATS: dict[str, Format] = {f.name: f for f in (*FLOAT8, E8M0FNU, FLOAT16, BFLOAT16, FLOAT32)}
+"""Every known format by name."""
 
 
 def format_by_name(name: str) -> Format:
@@ -151,3 +172,31 @@ def format_by_name(name: str) -> Format:
     except KeyError:
         known = ", ".join(FORMATS)
         raise SpecError(f"format_by_name: unknown format {name!r}; known formats are: {known}") from None
+
+
+def float8_format(call: str, format: Format | str) -> Format:
+    """The format, given itself or by name, that `call` casts to.
+
+    Raises:
+        SpecError: no such format, or none of FLOAT8.
+    """
+    found = format_by_name(format) if isinstance(format, str) else format
+    if found not in FLOAT8:
+        known = ", ".join(f.name for f in FLOAT8)
+        why = "; it holds scales: it has no sign and no zero" if found == E8M0FNU else ""
+        raise SpecError(f"{call}: format must be one of {known}; got {found}{why}")
+    return found
+
+
+def output_format(call: str, out_dtype: Format | str) -> Format:
+    """The format, given itself or by name, of the output of a GEMM.
+
+    Raises:
+        SpecError: no such format.
+        UnsupportedError: one that no GEMM gives.
+    """
+    found = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
+    if found not in HIGH_PRECISION:
+        known = ", ".join(f.name for f in HIGH_PRECISION)
+        raise UnsupportedError(f"{call}: out_dtype must be one of {known}; got {found}; quantize the output instead")
+    return found

@@ -18,9 +18,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from f8emu.spec.chip import CHIPS
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import E4M3FN, E5M2, FLOAT8_OPERANDS, Format
-from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES, DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.formats import E4M3FN, E5M2, Format
+from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
+
+_OPERAND_FORMATS = tuple(dict.fromkeys(format for chip in CHIPS.values() for format in chip.operand_formats))
+"""Formats that some chip multiplies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +35,8 @@ class Cast:
     granularity: Granularity = Granularity.TENSORWISE
 
     def __post_init__(self) -> None:
-        if self.format is not None and self.format not in FLOAT8_OPERANDS:
-            known = " or ".join(f.name for f in FLOAT8_OPERANDS)
+        if self.format is not None and self.format not in _OPERAND_FORMATS:
+            known = " or ".join(f.name for f in _OPERAND_FORMATS)
             raise SpecError(
                 f"Cast: format must be the Format {known}, or None for high precision; "
                 f"got the {type(self.format).__name__} {self.format}"
@@ -69,28 +73,14 @@ class Gemm:
                 f"Gemm: both operands must be float8 or both high precision; got {a} and {b}. "
                 "No matrix unit multiplies the two kinds; set format=None for both, or for neither"
             )
-        if a.format == E5M2 and b.format == E5M2:
-            raise SpecError("Gemm: float8_e5m2 x float8_e5m2 does not exist on Hopper; make one operand float8_e4m3fn")
-        if a.is_high_precision:
+        if a.format is None or b.format is None:
             if self.use_fast_accum:
                 raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
             return
-        if self.scaled_gemm_granularities not in SCALED_GEMM_GRANULARITIES:
-            known = "; ".join(f"{x.value} x {y.value}" for x, y in SCALED_GEMM_GRANULARITIES)
-            raise SpecError(
-                f"Gemm: no scaled GEMM takes {a.granularity.value} x {b.granularity.value}; possible are {known}, "
-                "and rowwise with tensorwise"
-            )
-        if a.granularity.is_blockwise or b.granularity.is_blockwise:
-            if self.use_fast_accum:
-                raise SpecError(
-                    "Gemm: blockwise scaling has no fast accumulation, the library refuses it; use_fast_accum=False"
-                )
-            if E5M2 in (a.format, b.format):
-                raise SpecError(
-                    "Gemm: blockwise scaling takes float8_e4m3fn only, the library refuses float8_e5m2 beside block "
-                    "scales; make both operands float8_e4m3fn"
-                )
+        formats, granularities = (a.format, b.format), self.scaled_gemm_granularities
+        refusals = [c.refusal(formats, granularities, use_fast_accum=self.use_fast_accum) for c in CHIPS.values()]
+        if all(refusals):
+            raise SpecError("Gemm: " + ". ".join(str(refusal) for refusal in refusals))
 
     @property
     def is_high_precision(self) -> bool:
@@ -108,12 +98,22 @@ class Gemm:
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
 """The three GEMMs of a linear layer, in the order in which they run."""
 
+TENSORS = ("input", "weight", "grad_output")
+"""The tensors that are cast."""
+
 OPERANDS: dict[str, tuple[str, str]] = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
 """GEMM -> the tensors that its operands a and b come from."""
+
+TRANSPOSED: dict[str, tuple[bool, bool]] = {
+    "output": (False, False),
+    "grad_input": (False, True),
+    "grad_weight": (True, True),
+}
+"""GEMM -> whether its operands a and b, seen as `[rows, summed dimension]`, are the transposes of their tensors."""
 
 _DIMENSIONS: dict[str, tuple[str, str, str, str]] = {
     "output": ("[M, N]", "input [M, K]", "weight [N, K]^T", "K"),
@@ -141,7 +141,7 @@ class Recipe:
     """None is dynamic scaling: every cast uses its own amax."""
 
     def __post_init__(self) -> None:
-        for tensor in ("input", "weight", "grad_output"):
+        for tensor in TENSORS:
             formats = {c.format for _, _, c in self.casts(tensor) if c.format is not None}
             if len(formats) > 1:
                 names = " and ".join(sorted(f.name for f in formats))

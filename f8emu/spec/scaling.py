@@ -58,15 +58,23 @@ _BLOCKS: dict[Granularity, tuple[int | None, int | None]] = {
     Granularity.BLOCKWISE_128X128: (128, 128),
 }
 
-SCALED_GEMM_GRANULARITIES: tuple[tuple[Granularity, Granularity], ...] = (
-    (Granularity.TENSORWISE, Granularity.TENSORWISE),
-    (Granularity.ROWWISE, Granularity.ROWWISE),
-    (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
-    (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
-    (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
-)
-"""Pairs (a, b) that a scaled GEMM takes. A recipe may also pair rowwise with tensorwise: the one scale is
-then repeated for every row, and the GEMM is rowwise."""
+
+_GRANULARITIES: dict[str, Granularity] = {granularity.value: granularity for granularity in Granularity}
+
+
+def granularity_by_name(call: str, granularity: Granularity | str) -> Granularity:
+    """The granularity, given itself or by name, that `call` scales at.
+
+    Raises:
+        SpecError: no such granularity; the message lists the known ones.
+    """
+    if isinstance(granularity, Granularity):
+        return granularity
+    found = _GRANULARITIES.get(granularity)
+    if found is None:
+        known = ", ".join(_GRANULARITIES)
+        raise SpecError(f"{call}: granularity must be one of {known}; got {granularity!r}")
+    return found
 
 
 MIN_AMAX_FLOOR = 2.0**-110

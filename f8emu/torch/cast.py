@@ -10,7 +10,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format, Overflow
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.torch.dtypes import FLOAT8_DTYPES, float8_format, require_tensor, require_values
 from f8emu.torch.scale import canonical_nan, spread_scale
 
@@ -38,8 +38,8 @@ def decode(x: Tensor) -> Tensor:
 def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = Overflow.SATURATE) -> Tensor:
     """Values rounded to the nearest float8, ties to even.
 
-    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` in float8_e5m2
-    and NaN in float8_e4m3fn. NaN becomes the canonical code 0x7f under both.
+    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` where the format
+    has it, else NaN. NaN becomes `format.nan_code` under both.
 
     Shapes:
         float32, bfloat16 or float16 of any shape -> the float8 dtype, same shape.
@@ -59,7 +59,7 @@ def quantize(
     x: Tensor,
     inv_scale: Tensor,
     format: Format | str | torch.dtype,
-    granularity: Granularity = Granularity.TENSORWISE,
+    granularity: Granularity | str = Granularity.TENSORWISE,
 ) -> Tensor:
     """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product an element.
 
@@ -70,16 +70,17 @@ def quantize(
 
     Raises:
         OperandError: wrong dtype, or scales of another shape.
-        SpecError: unknown format.
+        SpecError: unknown format or granularity.
     """
     require_values("quantize", x, ndim=2)
     target = float8_format("quantize", format)
+    granularity = granularity_by_name("quantize", granularity)
     factor = spread_scale("quantize", "inv_scale", inv_scale, x, granularity)
     # float() first: a bfloat16 tensor times a 0-dimensional float32 one would be a bfloat16 product.
     return _encode(x.detach().float() * factor, target, Overflow.SATURATE)
 
 
-def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity = Granularity.TENSORWISE) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> Tensor:
     """`decode(codes) * scale`.
 
     Shapes:
@@ -89,11 +90,13 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity = Granular
 
     Raises:
         OperandError: wrong dtype, or scales of another shape.
+        SpecError: unknown granularity.
     """
     require_tensor("dequantize", "codes", codes)
+    granularity = granularity_by_name("dequantize", granularity)
     if codes.dtype not in FLOAT8_DTYPES or codes.ndim != 2:
         raise OperandError(
-            f"dequantize: codes must be float8_e4m3fn or float8_e5m2 of shape [rows, K]; got {codes.dtype} of shape "
+            f"dequantize: codes must be of a float8 dtype and of shape [rows, K]; got {codes.dtype} of shape "
             f"{list(codes.shape)}"
         )
     return canonical_nan(decode(codes) * spread_scale("dequantize", "scale", scale, codes, granularity))

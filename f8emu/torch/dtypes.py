@@ -4,29 +4,47 @@ from typing import Any
 
 import torch
 
-from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.formats import E4M3FN, E5M2, FLOAT8_OPERANDS, Format, format_by_name
+from f8emu.spec import formats
+from f8emu.spec.chip import HOPPER
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.formats import FLOAT8, Format, format_by_name
 
-FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""What a tensor core multiplies."""
+CHIP = HOPPER
+"""The chip whose GEMMs run or are emulated."""
+
+FLOAT8_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in FLOAT8)
+"""What a cast gives."""
+OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in CHIP.operand_formats)
+"""What the tensor core multiplies."""
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a cast takes and a GEMM gives."""
 
 
 def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
-    """The float8 operand format that a caller named.
+    """The float8 format, given itself, by name or as a dtype, that `call` casts to.
 
     Raises:
-        SpecError: no format has that name, or it is not one of a float8 operand.
+        SpecError: no format has that name, or it is none of FLOAT8.
     """
     if isinstance(format, torch.dtype):
-        format = E5M2 if format is torch.float8_e5m2 else E4M3FN if format is torch.float8_e4m3fn else str(format)
+        format = str(format)
     if isinstance(format, str):
-        format = format_by_name(format.removeprefix("torch."))
-    if format not in FLOAT8_OPERANDS:
-        known = " or ".join(f.name for f in FLOAT8_OPERANDS)
-        raise SpecError(f"{call}: format must be {known}; got {format.name}")
-    return format
+        format = format.removeprefix("torch.")
+    return formats.float8_format(call, format)
+
+
+def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
+    """As `float8_format`, of an operand of a GEMM.
+
+    Raises:
+        SpecError: no format has that name, or it is none of FLOAT8.
+        UnsupportedError: the chip does not multiply it.
+    """
+    found = float8_format(call, format)
+    if found not in CHIP.operand_formats:
+        known = " or ".join(f.name for f in CHIP.operand_formats)
+        raise UnsupportedError(f"{call}: {CHIP.name} multiplies {known}; got {found}; cast to one of these")
+    return found
 
 
 def output_dtype(call: str, out_dtype: Format | str | torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule
+from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name
 from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values
 
@@ -19,7 +19,7 @@ _FRACTION_CLEARED = -0x800000
 """0xFF800000 as int32: sign and exponent bits of a float32."""
 
 
-def amax(x: Tensor, granularity: Granularity = Granularity.TENSORWISE) -> Tensor:
+def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> Tensor:
     """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
 
     Shapes:
@@ -29,8 +29,10 @@ def amax(x: Tensor, granularity: Granularity = Granularity.TENSORWISE) -> Tensor
 
     Raises:
         OperandError: wrong dtype or rank.
+        SpecError: unknown granularity.
     """
     require_values("amax", x, ndim=2)
+    granularity = granularity_by_name("amax", granularity)
     rows, k = x.shape
     shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it
     if rows == 0 or k == 0:

@@ -14,18 +14,18 @@ from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
 from f8emu.spec import (
     E4M3FN,
     E5M2,
-    FLOAT8_OPERANDS,
+    FLOAT8,
     FLOAT16,
     FLOAT32,
     HIGH_PRECISION,
+    HOPPER,
     RECIPES,
-    SCALED_GEMM_GRANULARITIES,
     Format,
     Granularity,
 )
 
 
-@pytest.mark.parametrize("fmt", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("fmt", FLOAT8, ids=str)
 def test_float32_boundaries_hold_every_midpoint_and_its_neighbours(fmt: Format) -> None:
     x = cases.float32_boundaries(fmt)
     found = set(codes_of(x).tolist())
@@ -41,7 +41,7 @@ def test_float32_boundaries_hold_every_midpoint_and_its_neighbours(fmt: Format) 
 
 
 def test_casts_cover_every_source_format_and_policy() -> None:
-    assert len(cases.CASTS) == len(set(cases.CASTS)) == 3 * 2 * 2
+    assert len(cases.CASTS) == len(set(cases.CASTS)) == 3 * 4 * 2
     assert all(cases.cast_inputs(s, t).size == 65_536 for s, t, _ in cases.CASTS if s != FLOAT32)
 
 
@@ -53,7 +53,7 @@ def test_values_are_seeded(name: str, fmt: Format) -> None:
         assert np.isfinite(x).all()
 
 
-@pytest.mark.parametrize(("name", "fmt"), list(product(CODES, FLOAT8_OPERANDS)), ids=str)
+@pytest.mark.parametrize(("name", "fmt"), list(product(CODES, HOPPER.operand_formats)), ids=str)
 def test_codes_are_seeded_and_finite_but_for_specials(name: str, fmt: Format) -> None:
     x, again = (draw_codes(name, (40, 300), fmt, 1) for _ in range(2))
     assert x.dtype == dtype_of(fmt) and x.tobytes() == again.tobytes()
@@ -91,7 +91,7 @@ def test_generated_gemms_cover_the_options() -> None:
     assert len({case.id for case in table}) == len(table)
     assert {case.mode for case in table} == set(Mode)
     assert {case.out_dtype for case in table} == set(HIGH_PRECISION)
-    assert {(case.granularity_a, case.granularity_b) for case in table} == set(SCALED_GEMM_GRANULARITIES)
+    assert {(case.granularity_a, case.granularity_b) for case in table} == set(HOPPER.granularity_pairs)
     pairs = Counter((case.a.dtype.name, case.b.dtype.name) for case in table)
     assert pairs[E5M2.name, E4M3FN.name] and pairs[E4M3FN.name, E5M2.name] and not pairs[E5M2.name, E5M2.name]
     dense = [case for case in table if case.mode in (Mode.TENSORWISE, Mode.ROWWISE)]

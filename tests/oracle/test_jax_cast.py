@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from f8emu.spec import E4M3FN, E5M2, FLOAT8_OPERANDS, FORMATS, Format, OperandError, Overflow, SpecError
+from f8emu.spec import E4M3FN, E5M2, FLOAT8, FORMATS, Format, OperandError, Overflow, SpecError
 from f8ref.jax import cast, decode
 
-DECODABLE = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float16", "bfloat16"]
+DECODABLE = [*(f.name for f in FLOAT8), "float8_e8m0fnu", "float16", "bfloat16"]
 
 
 def all_codes(name: str) -> npt.NDArray[np.generic]:
@@ -39,7 +39,7 @@ def test_decode_of_every_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("overflow", list(Overflow))
-@pytest.mark.parametrize("format", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("format", FLOAT8, ids=str)
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
 def test_cast_of_every_input(source: str, format: Format, overflow: Overflow) -> None:
     x = all_codes(source)
@@ -59,7 +59,7 @@ def boundaries(format: Format) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("overflow", list(Overflow))
-@pytest.mark.parametrize("format", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("format", FLOAT8, ids=str)
 def test_cast_of_float32(format: Format, overflow: Overflow) -> None:
     rng = np.random.default_rng(30)
     anything = rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint32).view(np.float32)

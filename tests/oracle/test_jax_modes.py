@@ -15,7 +15,7 @@ from f8emu.spec import (
     DELAYED,
     E4M3FN,
     E5M2,
-    HOPPER_FP8,
+    HOPPER,
     DelayedState,
     Granularity,
     OperandError,
@@ -98,7 +98,7 @@ def test_operation_by_operation() -> None:
     total = jnp.asarray([[0.0, 0.75, -3.0], [1e-9, 7.0, -1e4]], jnp.float32)
     x, y = softfloat.bits(X[:2, :3]), softfloat.bits(SCALE_A[:2])
     calls: list[Callable[[], Any]] = [
-        lambda: float8_step(HOPPER_FP8, total, a, b),
+        lambda: float8_step(HOPPER.float8, total, a, b),
         lambda: softfloat.multiply(x, y),
     ]
     compiled = [leaves(jax.jit(call)()) for call in calls]

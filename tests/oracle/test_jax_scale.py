@@ -9,7 +9,7 @@ import pytest
 from f8emu.spec import (
     E4M3FN,
     E5M2,
-    FLOAT8_OPERANDS,
+    HOPPER,
     MAX_MARGIN,
     MIN_AMAX_FLOOR,
     AmaxHistoryReduction,
@@ -74,7 +74,7 @@ def test_amax_of_little() -> None:
     assert bits(amax(jnp.asarray([[1.0, -np.inf]], jnp.float32))).tolist() == [[0x7F800000]]
 
 
-@pytest.mark.parametrize("format", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("format", HOPPER.operand_formats, ids=str)
 def test_every_mantissa_of_amax(format: Format) -> None:
     a = np.arange(1 << 23, dtype=np.uint32) + np.uint32(0x3F800000)
     inv_scale, scale = scale_from_amax(jnp.asarray(a.view(np.float32)), format)

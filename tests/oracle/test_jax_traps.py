@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT8_OPERANDS, FLOAT16, FLOAT32, Format, Granularity, ScaleRule
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity, ScaleRule
 from f8ref.jax import amax, decode, dequantize, quantize, scale_from_amax, scaled_mm
 from f8ref.jax.epilogue import finish
 
@@ -107,7 +107,7 @@ def test_one_rounding_to_a_subnormal_or_infinite_output(acc: F32, out_dtype: For
         assert np.array_equal(observed.view(np.uint16), expected.view(np.uint16))
 
 
-@pytest.mark.parametrize("format", FLOAT8_OPERANDS, ids=str)
+@pytest.mark.parametrize("format", HOPPER.operand_formats, ids=str)
 def test_division_by_reciprocal(format: Format) -> None:
     x = np.random.default_rng(53).uniform(0.1, 100, 1 << 14).astype(np.float32)
     expected = (format.max / x.astype(np.float64)).astype(np.float32)

@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 import f8ref.numpy as f8
-from f8emu.spec import E4M3FN, E5M2, Format, OperandError, Overflow, SpecError
+from f8emu.spec import E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT8, Format, OperandError, Overflow, SpecError
 
-FORMATS = pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
+FORMATS = pytest.mark.parametrize("format", FLOAT8, ids=str)
 POLICIES = pytest.mark.parametrize("overflow", Overflow, ids=lambda overflow: overflow.value)
 DTYPES_16 = pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 
@@ -42,7 +42,8 @@ def nearest_codes(x: NDArray[np.float32], format: Format, overflow: Overflow) ->
     code = np.where(below % 2 == 0, below, above)
     beyond = {Overflow.SATURATE: format.max_code, Overflow.NONFINITE: format.infinity_code or format.nan_code}[overflow]
     code = np.where(code > format.max_code, beyond, code)
-    code = np.where(np.isnan(x) | (code == format.nan_code), format.nan_code, code | np.signbit(x) * 0x80)
+    is_signed = np.signbit(x) & (True if format.has_negative_zero else code != 0)
+    code = np.where(np.isnan(x) | (code == format.nan_code), format.nan_code, code | is_signed * 0x80)
     return code.astype(np.uint8)
 
 
@@ -130,6 +131,14 @@ def test_drawn_float32(format: Format, overflow: Overflow) -> None:
         (E4M3FN, -(2.0**-10), 0x80, 0x80),
         (E4M3FN, 1.5 * 2.0**-9, 0x02, 0x02),
         (E5M2, -0.0, 0x80, 0x80),
+        # FNUZ: 248 is halfway between 240, which is odd, and a missing 256; there is one zero, and NaN is its negative.
+        (E4M3FNUZ, np.nextafter(np.float32(248), np.float32(0)), 0x7F, 0x7F),
+        (E4M3FNUZ, 248.0, 0x7F, 0x80),
+        (E4M3FNUZ, -np.inf, 0xFF, 0x80),
+        (E4M3FNUZ, -0.0, 0x00, 0x00),
+        (E4M3FNUZ, -(2.0**-11), 0x00, 0x00),
+        (E5M2FNUZ, -61440.0, 0xFF, 0x80),
+        (E5M2FNUZ, np.nan, 0x80, 0x80),
     ],
 )
 def test_overflow_ties_and_signs(format: Format, x: float, saturated: int, nonfinite: int) -> None:

@@ -18,12 +18,11 @@ from f8emu.spec import (
     DELAYED,
     E4M3FN,
     E5M2,
-    FLOAT8_OPERANDS,
     FORMATS,
+    HOPPER,
     MAX_MARGIN,
     MIN_AMAX_FLOOR,
     RECIPES,
-    SCALED_GEMM_GRANULARITIES,
     TENSORWISE,
     AmaxHistoryReduction,
     DelayedScaling,
@@ -110,7 +109,7 @@ def test_scaled_mm(formats: tuple[Format, Format], use_fast_accum: bool) -> None
 
 
 @pytest.mark.parametrize(
-    "pair", [p for p in SCALED_GEMM_GRANULARITIES if p[0].is_blockwise], ids=lambda p: f"{p[0].value}-{p[1].value}"
+    "pair", [p for p in HOPPER.granularity_pairs if p[0].is_blockwise], ids=lambda p: f"{p[0].value}-{p[1].value}"
 )
 def test_blockwise(pair: tuple[Granularity, Granularity]) -> None:
     rng = np.random.default_rng(81)
@@ -173,14 +172,14 @@ def test_elementwise_verbs(dtype: str) -> None:
     rng = np.random.default_rng(85)
     x = high_precision(rng, (150, 140), dtype)
     plain = np.nan_to_num(x.astype(np.float32), nan=1.0, posinf=2.0, neginf=3.0).astype(dtype)
-    for format, granularity in itertools.product(FLOAT8_OPERANDS, Granularity):
+    for format, granularity in itertools.product(HOPPER.operand_formats, Granularity):
         inv_scale = drawn_scales(rng, granularity.scale_shape(150, 140))
         assert agree(lambda f8, v=x, s=inv_scale, g=granularity, f=format: f8.quantize(v, s, f, g))
         codes = drawn_codes(rng, (150, 140), format, "specials")
         assert agree(lambda f8, c=codes, s=inv_scale, g=granularity: f8.dequantize(c, s, g))
         assert agree(lambda f8, g=granularity: f8.amax(x, g))
         assert agree(lambda f8, g=granularity: f8.amax(plain, g))
-    for format, overflow in itertools.product(FLOAT8_OPERANDS, Overflow):
+    for format, overflow in itertools.product(HOPPER.operand_formats, Overflow):
         assert agree(lambda f8, f=format, o=overflow: f8.cast(x, f, overflow=o))
     if dtype != "float32":
         assert agree(lambda f8: f8.decode(x))
@@ -191,7 +190,9 @@ def test_scale_from_amax() -> None:
     amax = rng.integers(0, 0x7F800002, 1 << 16).astype(np.uint32).view(np.float32)
     amax[:4] = 0, np.inf, np.nan, 1e-45
     rules = [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=0.3), ScaleRule(amax_floor=MIN_AMAX_FLOOR)]
-    for format, (rule, margin) in itertools.product(FLOAT8_OPERANDS, zip(rules, (0, 1, 2, MAX_MARGIN), strict=True)):
+    for format, (rule, margin) in itertools.product(
+        HOPPER.operand_formats, zip(rules, (0, 1, 2, MAX_MARGIN), strict=True)
+    ):
         assert agree(lambda f8, f=format, r=rule, m=margin: f8.scale_from_amax(amax, f, r, margin=m))
 
 

@@ -11,9 +11,11 @@ import pytest
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
+    E4M3FNUZ,
     E5M2,
+    E5M2FNUZ,
     E8M0FNU,
-    FLOAT8_OPERANDS,
+    FLOAT8,
     FLOAT16,
     FLOAT32,
     FORMATS,
@@ -21,10 +23,15 @@ from f8emu.spec import (
     Format,
     Overflow,
     SpecError,
+    Specials,
+    UnsupportedError,
+    float8_format,
     format_by_name,
+    output_format,
 )
 
-# OFP8 1.0 tables 1 and 2 (E4M3, E5M2), MX 1.0 section 5.4.1 (E8M0), IEEE 754-2019 table 3.5 (binary16, binary32).
+# OFP8 1.0 tables 1 and 2 (E4M3, E5M2), arXiv 2206.02915 (FNUZ), MX 1.0 section 5.4.1 (E8M0), IEEE 754-2019 table 3.5
+# (binary16, binary32).
 # bfloat16 is the upper half of binary32. Codes are written as the documents do: sign, exponent, fraction.
 DOCUMENTS: dict[str, dict[str, object]] = {
     "float8_e4m3fn": {
@@ -60,6 +67,42 @@ DOCUMENTS: dict[str, dict[str, object]] = {
         "sign_mask": 0b1_00000_00,
         "magnitude_mask": 0b0_11111_11,
         "fraction_mask": 0b0_00000_11,
+    },
+    "float8_e4m3fnuz": {
+        "bits": 8,
+        "exponent_bits": 4,
+        "fraction_bits": 3,
+        "bias": 8,
+        "min_exponent": -7,
+        "max_exponent": 7,
+        "max": 240.0,
+        "smallest_normal": 0.0078125,
+        "smallest_subnormal": 0.0009765625,
+        "max_code": 0b0_1111_111,
+        "nan_code": 0b1_0000_000,
+        "infinity_code": None,
+        "sign_mask": 0b1_0000_000,
+        "magnitude_mask": 0b0_1111_111,
+        "fraction_mask": 0b0_0000_111,
+        "has_negative_zero": False,
+    },
+    "float8_e5m2fnuz": {
+        "bits": 8,
+        "exponent_bits": 5,
+        "fraction_bits": 2,
+        "bias": 16,
+        "min_exponent": -15,
+        "max_exponent": 15,
+        "max": 57344.0,
+        "smallest_normal": 0.000030517578125,
+        "smallest_subnormal": 0.00000762939453125,
+        "max_code": 0b0_11111_11,
+        "nan_code": 0b1_00000_00,
+        "infinity_code": None,
+        "sign_mask": 0b1_00000_00,
+        "magnitude_mask": 0b0_11111_11,
+        "fraction_mask": 0b0_00000_11,
+        "has_negative_zero": False,
     },
     "float8_e8m0fnu": {
         "bits": 8,
@@ -135,6 +178,8 @@ DOCUMENTS: dict[str, dict[str, object]] = {
 COUNTS = {
     "float8_e4m3fn": {"nan": 2, "zero": 2, "subnormal": 14, "normal": 238},
     "float8_e5m2": {"nan": 6, "inf": 2, "zero": 2, "subnormal": 6, "normal": 240},
+    "float8_e4m3fnuz": {"nan": 1, "zero": 1, "subnormal": 14, "normal": 240},
+    "float8_e5m2fnuz": {"nan": 1, "zero": 1, "subnormal": 6, "normal": 248},
     "float8_e8m0fnu": {"nan": 1, "normal": 255},
     "float16": {"nan": 2046, "inf": 2, "zero": 2, "subnormal": 2046, "normal": 61440},
     "bfloat16": {"nan": 254, "inf": 2, "zero": 2, "subnormal": 254, "normal": 65024},
@@ -145,11 +190,16 @@ def by_definition(format: Format, code: int) -> tuple[str, Fraction | None]:
     """Kind and value of a code, straight from the docstrings of `Format` and `Specials`."""
     magnitude = code & format.magnitude_mask
     field, fraction = magnitude >> format.fraction_bits, magnitude & format.fraction_mask
-    if format.has_infinity:
-        if field == (1 << format.exponent_bits) - 1:
-            return ("nan", None) if fraction else ("inf", None)
-    elif magnitude == format.magnitude_mask:
-        return "nan", None
+    match format.specials:
+        case Specials.IEEE:
+            if field == (1 << format.exponent_bits) - 1:
+                return ("nan", None) if fraction else ("inf", None)
+        case Specials.NAN_ALL_ONES:
+            if magnitude == format.magnitude_mask:
+                return "nan", None
+        case Specials.NAN_NEGATIVE_ZERO:
+            if code == format.sign_mask:
+                return "nan", None
     if field == 0 and format.has_subnormals:
         kind, significand, exponent = "subnormal" if fraction else "zero", fraction, 1 - format.bias
     else:
@@ -206,11 +256,12 @@ def test_named_codes_have_the_values_they_name(name: str) -> None:
         assert by_definition(format, format.infinity_code) == ("inf", None)
         assert format.max_code == format.infinity_code - 1
     else:
-        assert format.max_code == format.nan_code - 1
+        beyond = (format.max_code + 1) & format.magnitude_mask
+        assert beyond == format.nan_code & format.magnitude_mask
 
 
 def test_families() -> None:
-    assert FLOAT8_OPERANDS == (E4M3FN, E5M2)
+    assert FLOAT8 == (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)
     assert HIGH_PRECISION == (FLOAT32, BFLOAT16, FLOAT16)
     assert not E8M0FNU.signed
     assert {member.value for member in Overflow} == {"saturate", "nonfinite"}
@@ -227,8 +278,24 @@ def test_unknown_format_lists_the_known(name: str) -> None:
         format_by_name(name)
     assert str(caught.value) == (
         f"format_by_name: unknown format {name!r}; known formats are: "
-        "float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, bfloat16, float32"
+        "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz, float8_e8m0fnu, float16, bfloat16, float32"
     )
+
+
+def test_what_a_cast_and_a_gemm_give() -> None:
+    assert float8_format("cast", "float8_e4m3fnuz") is E4M3FNUZ
+    assert float8_format("cast", E5M2) is E5M2
+    assert output_format("mm", "float16") is FLOAT16
+    with pytest.raises(SpecError, match=r"cast: format must be one of float8_e4m3fn, .*; got float16$"):
+        float8_format("cast", FLOAT16)
+    with pytest.raises(SpecError, match=r"got float8_e8m0fnu; it holds scales: it has no sign and no zero$"):
+        float8_format("cast", "float8_e8m0fnu")
+    with pytest.raises(
+        UnsupportedError, match="mm: out_dtype must be one of float32, bfloat16, float16; got float8_e5m2"
+    ):
+        output_format("mm", E5M2)
+    with pytest.raises(SpecError, match="unknown format"):
+        output_format("mm", "float64")
 
 
 def test_formats_are_immutable_values() -> None:

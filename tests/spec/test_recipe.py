@@ -204,7 +204,8 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "E5M2 x E5M2": (
         lambda: Gemm(a=Cast(format=E5M2), b=Cast(format=E5M2)),
-        "Gemm: float8_e5m2 x float8_e5m2 does not exist on Hopper; make one operand float8_e4m3fn",
+        "Gemm: Hopper multiplies float8_e4m3fn x float8_e4m3fn, float8_e5m2 x float8_e4m3fn, "
+        "float8_e4m3fn x float8_e5m2; got float8_e5m2 x float8_e5m2; cast to one of these",
     ),
     "fast accumulation in high precision": (
         lambda: Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST, use_fast_accum=True),
@@ -212,30 +213,30 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "tensorwise beside blocks": (
         lambda: Gemm(a=e4m3(), b=e4m3(SQUARE)),
-        "Gemm: no scaled GEMM takes tensorwise x blockwise_128x128; possible are tensorwise x tensorwise; "
-        "rowwise x rowwise; blockwise_1x128 x blockwise_1x128; blockwise_1x128 x blockwise_128x128; "
-        "blockwise_128x128 x blockwise_1x128, and rowwise with tensorwise",
+        "Gemm: Hopper takes scales tensorwise x tensorwise, rowwise x rowwise, blockwise_1x128 x blockwise_1x128, "
+        "blockwise_1x128 x blockwise_128x128, blockwise_128x128 x blockwise_1x128; "
+        "got tensorwise x blockwise_128x128; to use a tensorwise scale beside rowwise ones, repeat it for every row",
     ),
     "rows beside blocks": (
         lambda: Gemm(a=e4m3(VECTOR), b=e4m3(Granularity.ROWWISE)),
-        "no scaled GEMM takes blockwise_1x128 x rowwise",
+        "got blockwise_1x128 x rowwise",
     ),
     "two squares": (
         lambda: Gemm(a=e4m3(SQUARE), b=e4m3(SQUARE)),
-        "no scaled GEMM takes blockwise_128x128 x blockwise_128x128",
+        "got blockwise_128x128 x blockwise_128x128",
     ),
     "fast accumulation of blocks": (
         lambda: Gemm(a=e4m3(VECTOR), b=e4m3(SQUARE), use_fast_accum=True),
-        "Gemm: blockwise scaling has no fast accumulation, the library refuses it; use_fast_accum=False",
+        "Gemm: Hopper has no fast accumulation beside block scales; pass use_fast_accum=False",
     ),
     "E5M2 blocks": (
         lambda: Gemm(a=Cast(format=E5M2, granularity=VECTOR), b=e4m3(SQUARE)),
-        "Gemm: blockwise scaling takes float8_e4m3fn only, the library refuses float8_e5m2 beside block scales; "
-        "make both operands float8_e4m3fn",
+        "Gemm: Hopper takes block scales of float8_e4m3fn x float8_e4m3fn; got float8_e5m2 x float8_e4m3fn; "
+        "cast to one of these, or scale by row",
     ),
     "beside E5M2 blocks": (
         lambda: Gemm(a=e4m3(VECTOR), b=Cast(format=E5M2, granularity=VECTOR)),
-        "Gemm: blockwise scaling takes float8_e4m3fn only",
+        "Gemm: Hopper takes block scales of float8_e4m3fn x float8_e4m3fn; got float8_e4m3fn x float8_e5m2",
     ),
     "one tensor in two formats": (
         lambda: dataclasses.replace(TENSORWISE, output=Gemm(a=Cast(format=E5M2), b=e4m3())),

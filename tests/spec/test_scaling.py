@@ -8,9 +8,9 @@ from f8emu.spec import (
     E4M3FN,
     E5M2,
     FLOAT32,
+    HOPPER,
     MAX_MARGIN,
     MIN_AMAX_FLOOR,
-    SCALED_GEMM_GRANULARITIES,
     AmaxHistoryReduction,
     DelayedScaling,
     Granularity,
@@ -82,7 +82,7 @@ def test_scale_shape_counts_the_groups(granularity: Granularity, rows: int, k: i
 
 def test_pairs_of_a_scaled_gemm() -> None:
     """NUMERICS 4: EPI-1, EPI-2, and the three of EPI-5; two 128x128 operands are not among them."""
-    assert SCALED_GEMM_GRANULARITIES == ((T, T), (R, R), (V, V), (V, S), (S, V))
+    assert HOPPER.granularity_pairs == ((T, T), (R, R), (V, V), (V, S), (S, V))
 
 
 def test_scale_rule_defaults_are_those_of_torchao() -> None:

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from f8emu.spec import (
     E4M3FN,
     E5M2,
-    FLOAT8_OPERANDS,
     HIGH_PRECISION_CAST,
+    HOPPER,
     MAX_MARGIN,
     MIN_AMAX_FLOOR,
     RECIPES,
-    SCALED_GEMM_GRANULARITIES,
     TENSORWISE,
     AmaxHistoryReduction,
     Cast,
@@ -33,7 +32,7 @@ from f8emu.spec import (
 )
 
 T, R = Granularity.TENSORWISE, Granularity.ROWWISE
-PAIRS = (*SCALED_GEMM_GRANULARITIES, (T, R), (R, T))
+PAIRS = (*HOPPER.granularity_pairs, (T, R), (R, T))
 
 DELAYED_TOML = """\
 schema = 1
@@ -88,7 +87,7 @@ def gemms(draw: st.DrawFn, a: Format, b: Format, pairs: tuple[tuple[Granularity,
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     """Any recipe that the spec allows."""
-    input, weight, grad_output = draw(st.tuples(*[st.sampled_from(FLOAT8_OPERANDS)] * 3))
+    input, weight, grad_output = draw(st.tuples(*[st.sampled_from(HOPPER.operand_formats)] * 3))
     delayed = draw(
         st.none()
         | st.builds(
@@ -273,7 +272,7 @@ MALFORMED: dict[str, tuple[str, str, str]] = {
     "impossible GEMM": (
         'float8_e4m3fn", granularity = "tensorwise" }\nuse_fast_accum = false',
         'float8_e5m2", granularity = "tensorwise" }\nuse_fast_accum = false',
-        "recipe: grad_input: Gemm: float8_e5m2 x float8_e5m2 does not exist on Hopper",
+        "recipe: grad_input: Gemm: Hopper multiplies float8_e4m3fn x float8_e4m3fn, ",
     ),
     "impossible recipe": (
         "float8_e4m3fn",

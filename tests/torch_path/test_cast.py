@@ -10,9 +10,8 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import E4M3FN, E5M2, E8M0FNU, Format, Granularity, OperandError, Overflow, SpecError
+from f8emu.spec import E4M3FN, E5M2, E8M0FNU, FLOAT8, Format, Granularity, OperandError, Overflow, SpecError
 
-FLOAT8 = (E4M3FN, E5M2)
 ALL_16_BIT = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
 
 
@@ -159,7 +158,7 @@ def test_other_bad_input_is_refused() -> None:
     one = torch.ones(1, 1)
     with pytest.raises(OperandError, match=r"must be a torch.Tensor; got ndarray"):
         f8.cast(np.zeros(4, np.float32), E4M3FN)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"format must be float8_e4m3fn or float8_e5m2; got float16"):
+    with pytest.raises(SpecError, match=r"format must be one of float8_e4m3fn, .*; got float16"):
         f8.cast(x, "float16")
     with pytest.raises(SpecError, match=r"unknown format 'float8'; known formats"):
         f8.cast(x, "float8")
@@ -169,7 +168,7 @@ def test_other_bad_input_is_refused() -> None:
         f8.quantize(x, one, E4M3FN, Granularity.ROWWISE)
     with pytest.raises(OperandError, match=r"inv_scale must be float32 .*got torch.float64"):
         f8.quantize(x, one.double(), E4M3FN)
-    with pytest.raises(OperandError, match=r"codes must be float8_e4m3fn or float8_e5m2 .*; got torch.uint8"):
+    with pytest.raises(OperandError, match=r"codes must be of a float8 dtype .*; got torch.uint8"):
         f8.dequantize(x.to(torch.uint8), one)
     with pytest.raises(OperandError, match=r"decode: x must be one of float8_e4m3fn.*got torch.float32"):
         f8.decode(x)

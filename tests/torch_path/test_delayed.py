@@ -23,6 +23,7 @@ from f8emu.spec import (
     DELAYED,
     E4M3FN,
     E5M2,
+    TENSORS,
     AmaxHistoryReduction,
     Cast,
     DelayedScaling,
@@ -32,7 +33,7 @@ from f8emu.spec import (
     Recipe,
     ScaleRule,
 )
-from f8emu.torch.training.delayed import TENSORS, DelayedBuffers
+from f8emu.torch.training.delayed import DelayedBuffers
 
 BF16 = torch.bfloat16
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))

@@ -19,6 +19,7 @@ from f8emu.spec import (
     E4M3FN,
     E5M2,
     RECIPES,
+    TENSORS,
     AmaxHistoryReduction,
     DelayedScaling,
     DelayedState,
@@ -29,7 +30,6 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.engine import Engine, resolve_engine
-from f8emu.torch.training.delayed import TENSORS
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))

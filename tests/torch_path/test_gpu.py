@@ -20,8 +20,8 @@ from f8emu.spec import (
     E5M2,
     E8M0FNU,
     GEMM_NAMES,
+    HOPPER,
     RECIPES,
-    SCALED_GEMM_GRANULARITIES,
     Granularity,
     OperandError,
     Overflow,
@@ -34,7 +34,7 @@ from f8emu.torch.gemm import hardware
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PAIRS = pytest.mark.parametrize("pair", SCALED_GEMM_GRANULARITIES, ids=lambda p: f"{p[0].value}-{p[1].value}")
+PAIRS = pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda p: f"{p[0].value}-{p[1].value}")
 GRANULARITIES = pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
 
 
@@ -382,7 +382,7 @@ def test_the_report_names_the_hardware() -> None:
 
 
 def test_the_hardware_chooses_its_own_split() -> None:
-    args = [on_gpu(x) for x in gemm_operands(SCALED_GEMM_GRANULARITIES[0], 64, 64, 256)]
+    args = [on_gpu(x) for x in gemm_operands(HOPPER.granularity_pairs[0], 64, 64, 256)]
     with pytest.raises(UnsupportedError, match=r"scaled_mm: on the hardware the library's heuristic decides"):
         f8.scaled_mm(*args, out_dtype=torch.bfloat16, split_k=2)
     high = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda")

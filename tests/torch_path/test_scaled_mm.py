@@ -9,11 +9,11 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import E4M3FN, E5M2, SCALED_GEMM_GRANULARITIES, Format, Granularity, OperandError
+from f8emu.spec import E4M3FN, E5M2, HOPPER, Format, Granularity, OperandError
 
 OUTPUTS = [torch.float32, torch.bfloat16, torch.float16]
 M, N, K = 48, 32, 288  # two full promotion intervals of 128 and a quarter
-PAIRS = pytest.mark.parametrize("pair", SCALED_GEMM_GRANULARITIES, ids=lambda p: f"{p[0].value}-{p[1].value}")
+PAIRS = pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda p: f"{p[0].value}-{p[1].value}")
 
 
 def random_codes(seed: int, rows: int, k: int, format: Format = E4M3FN) -> torch.Tensor:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import FLOAT8_OPERANDS, Format
+from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, float8_format, require_values
+from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, operand_format, require_values
 
-_CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in FLOAT8_OPERANDS}
+_CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
 
 
 def empty_pair(
@@ -85,14 +85,14 @@ def new_codes(x: Tensor, format: Format, *shape: int) -> Tensor:
 
 @cache
 def named_format(call: str, fmt: str) -> Format:
-    """`float8_format` of a name."""
-    return float8_format(call, fmt)
+    """`operand_format` of a name."""
+    return operand_format(call, fmt)
 
 
 @cache
 def named_rule(call: str, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Format, ScaleRule]:
     """The format and the rule that an operator's arguments stand for."""
-    return float8_format(call, fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+    return operand_format(call, fmt), ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
 
 
 def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:

@@ -9,14 +9,16 @@ except that of `offs`, and so hold for fake tensors too.
 import torch
 from torch import Tensor
 
-from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES, Granularity
-from f8emu.torch.dtypes import FLOAT8_DTYPES, HIGH_PRECISION_DTYPES
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import FORMATS
+from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, OPERAND_DTYPES
 
-SIZE_MULTIPLE = 16
-"""Elements; the tensor core's operands are read in pieces of 16 bytes."""
-VECTOR_MULTIPLE = 4
-"""Of the rows that have 1x128 scales: a column of scales is read 16 bytes at a time."""
+SIZE_MULTIPLE = CHIP.size_multiple
+"""Of K and N."""
+VECTOR_MULTIPLE = CHIP.vector_multiple
+"""Of the rows of an `a` with 1x128 scales."""
+_FORMATS = {dtype: FORMATS[str(dtype).removeprefix("torch.")] for dtype in OPERAND_DTYPES}
 
 
 def check_scaled_mm(
@@ -36,35 +38,29 @@ def check_scaled_mm(
 
     Raises:
         OperandError: wrong dtype, shape, size, layout or device.
-        UnsupportedError: what the hardware has no GEMM for, or what is not modelled.
+        SpecError: an unknown granularity, or a `split_k` below 1.
+        UnsupportedError: what the chip has no GEMM for, or what is not modelled.
     """
     call = "scaled_mm"
-    m, k, n = _check_matrices(call, a, b, FLOAT8_DTYPES)
+    m, k, n = _check_matrices(call, a, b, OPERAND_DTYPES)
     _check_float8_layout(call, a, b, k)
-    if a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2:
-        raise UnsupportedError(
-            f"{call}: the hardware multiplies no float8_e5m2 by float8_e5m2; cast one operand to float8_e4m3fn"
-        )
+    _check_split_k(call, split_k)
     _check_scale_dtypes(call, a, scale_a, scale_b)
     pair = _granularities(call, m, k, n, scale_a, scale_b, granularity_a, granularity_b)
     if pair[0] is Granularity.ROWWISE and not (scale_a.is_contiguous() and scale_b.is_contiguous()):
         raise OperandError(f"{call}: rowwise scales must be contiguous; call scale.contiguous() first")
-    is_blockwise = pair[0].is_blockwise
-    if is_blockwise and torch.float8_e5m2 in (a.dtype, b.dtype):
-        raise UnsupportedError(
-            f"{call}: the hardware takes block scales for float8_e4m3fn only; cast both operands to it, or scale by row"
-        )
+    formats = _FORMATS[a.dtype], _FORMATS[b.dtype]
+    refusal = CHIP.refusal(formats, pair, use_fast_accum=use_fast_accum, split_k=split_k or 1)
+    if refusal is not None:
+        raise UnsupportedError(f"{call}: {refusal}")
     if pair[0] is Granularity.BLOCKWISE_1X128 and m % VECTOR_MULTIPLE:
         raise OperandError(
             f"{call}: with 1x128 scales of a, M must be a multiple of {VECTOR_MULTIPLE}; got {m}; pad a and scale_a"
         )
-    if is_blockwise and use_fast_accum:
-        raise UnsupportedError(f"{call}: blockwise scales have no fast accumulation; pass use_fast_accum=False")
-    if is_blockwise and bias is not None:
+    if pair[0].is_blockwise and bias is not None:
         raise UnsupportedError(f"{call}: a bias beside blockwise scales is not modelled; add it to the result instead")
     _check_output(call, out_dtype, HIGH_PRECISION_DTYPES)
     _check_bias(call, a, n, bias, out_dtype)
-    _check_split_k(call, split_k, is_blockwise=is_blockwise)
     return pair
 
 
@@ -122,11 +118,12 @@ def check_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int | Non
 
     Raises:
         OperandError: wrong dtype, shape, size or device.
+        SpecError: a `split_k` below 1.
         UnsupportedError: an output type that no GEMM gives.
     """
     _check_matrices("mm", a, b, (torch.bfloat16,))
     _check_output("mm", out_dtype, HIGH_PRECISION_DTYPES)
-    _check_split_k("mm", split_k, is_blockwise=False)
+    _check_split_k("mm", split_k)
 
 
 def _check_matrices(call: str, a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int, int]:
@@ -198,9 +195,10 @@ def _granularities(
     granularity_a: str | None,
     granularity_b: str | None,
 ) -> tuple[Granularity, Granularity]:
+    given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in (granularity_a, granularity_b))
     expected = []
-    for pair in SCALED_GEMM_GRANULARITIES:
-        if granularity_a not in (None, pair[0].value) or granularity_b not in (None, pair[1].value):
+    for pair in CHIP.granularity_pairs:
+        if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
             continue
         rows, columns = pair[1].scale_shape(n, k)  # of b seen as [N, K]; its scales are passed transposed
         shapes = (pair[0].scale_shape(m, k), (columns, rows))
@@ -211,11 +209,8 @@ def _granularities(
         if fits:
             return pair
         expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {pair[0].value} x {pair[1].value}")
-    if not expected:
-        known = "; ".join(f"{x.value} x {y.value}" for x, y in SCALED_GEMM_GRANULARITIES)
-        raise UnsupportedError(
-            f"{call}: no scaled GEMM takes granularities {granularity_a} x {granularity_b}; possible are {known}"
-        )
+    if given_a is not None and given_b is not None and not expected:
+        raise UnsupportedError(f"{call}: {CHIP.refusal(CHIP.format_pairs[0], (given_a, given_b))}")
     raise OperandError(
         f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
         f"{list(scale_a.shape)} and {list(scale_b.shape)}; scales of b are those of its transpose [N, K], transposed"
@@ -246,10 +241,6 @@ def _check_bias(call: str, a: Tensor, n: int, bias: Tensor | None, out_dtype: to
     _check_devices(call, a, bias=bias)
 
 
-def _check_split_k(call: str, split_k: int | None, *, is_blockwise: bool) -> None:
-    if split_k is None:
-        return
-    if split_k < 1:
-        raise OperandError(f"{call}: split_k must be at least 1; got {split_k}")
-    if is_blockwise and split_k != 1:
-        raise UnsupportedError(f"{call}: blockwise scales have no split-K; pass split_k=None")
+def _check_split_k(call: str, split_k: int | None) -> None:
+    if split_k is not None and split_k < 1:
+        raise SpecError(f"{call}: split_k must be at least 1, which is no split; got {split_k}")

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from f8emu.spec.errors import F8Error, OperandError
-from f8emu.spec.recipe import Recipe
+from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.trace import Scales
 from f8emu.torch.scale import reciprocal
 from f8emu.torch.training.autograd import Delayed
-
-TENSORS: tuple[str, str, str] = ("input", "weight", "grad_output")
-"""The tensors of a layer that have a state, in this order in every buffer."""
 
 
 class DelayedScalingError(F8Error, RuntimeError):
@@ -26,7 +23,7 @@ class DelayedScalingError(F8Error, RuntimeError):
 
 
 class DelayedBuffers(nn.Module):
-    """The state of one layer: three `DelayedState`, each field stacked, and what the step under way has seen.
+    """The state of one layer: three `DelayedState`, each field stacked by TENSORS, and what the step under way has seen.
 
     Its buffers follow the layer from device to device, stay float32 whatever the layer becomes, and are in no state
     dict: a layer writes them into the state dict's metadata, so that its keys stay those of `nn.Linear`.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import E4M3FN, Format
-from f8emu.spec.recipe import Recipe
+from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.training.delayed import TENSORS, DelayedBuffers
+from f8emu.torch.training.delayed import DelayedBuffers
 
 _UPDATES_BETWEEN_READS = 64
 """On an accelerator the counts of skipped amaxes are read this often: reading waits for the device."""

@@ -3,48 +3,50 @@
 Python integers and `fractions.Fraction` only, so that nothing rounds unless a line says so, and one line says so:
 `encode`. Read the files in this order:
 
-- `number`: what a code means (`decode`), how a number becomes a code (`encode`, `cast`), exact sums and products;
-- `accumulation`: the tensor core [OP-1, OP-2, ACC-1..5, SPEC-1] and the chaining of its steps along K [CHAIN-1..3];
-- `gemm`: one output of a scaled GEMM [EPI-1..6] and of the bfloat16 matmul [BF16-1, BF16-2];
-- `scaling`: amax, scales, quantisation and the state of delayed scaling.
+- `number`: exact numbers, their sums and products;
+- `cast`: what a code means (`decode`), how a number becomes a code (`encode`), and the casts made of the two;
+- `accumulate`: the tensor core [OP-1, OP-2, ACC-1..5, SPEC-1] and the chaining of its steps along K [CHAIN-1..3];
+- `scaled_mm`: one output of a scaled GEMM [EPI-1..6] and of the bfloat16 matmul [BF16-1, BF16-2];
+- `scale` and `delayed_state`: amax, the scale rule, and the state of delayed scaling.
 
 Arguments and results are codes (bit patterns as integers) beside their `Format`; float32 factors such as scales are
-float32 codes. The rule ids are those of `reference/README.md`, which names the recorded H200 cases behind each.
+float32 codes. The rule ids are those of `reference/NUMERICS.md`; `reference/README.md` names the recorded
+H200 cases behind each.
 """
 
-from f8ref.exact.accumulation import Product as Product
-from f8ref.exact.accumulation import accumulate as accumulate
-from f8ref.exact.accumulation import accumulate_split as accumulate_split
-from f8ref.exact.accumulation import chain as chain
-from f8ref.exact.accumulation import product as product
-from f8ref.exact.accumulation import promote as promote
-from f8ref.exact.accumulation import raw_exponent as raw_exponent
-from f8ref.exact.accumulation import tensor_core_step as tensor_core_step
-from f8ref.exact.gemm import blockwise as blockwise
-from f8ref.exact.gemm import group_of_row as group_of_row
-from f8ref.exact.gemm import mm_dot as mm_dot
-from f8ref.exact.gemm import output_code as output_code
-from f8ref.exact.gemm import rowwise as rowwise
-from f8ref.exact.gemm import scaled_dot as scaled_dot
-from f8ref.exact.gemm import tensorwise as tensorwise
+from f8ref.exact.accumulate import Product as Product
+from f8ref.exact.accumulate import accumulate as accumulate
+from f8ref.exact.accumulate import accumulate_split as accumulate_split
+from f8ref.exact.accumulate import chain as chain
+from f8ref.exact.accumulate import product as product
+from f8ref.exact.accumulate import promote as promote
+from f8ref.exact.accumulate import raw_exponent as raw_exponent
+from f8ref.exact.accumulate import tensor_core_step as tensor_core_step
+from f8ref.exact.cast import cast as cast
+from f8ref.exact.cast import decode as decode
+from f8ref.exact.cast import dequantize as dequantize
+from f8ref.exact.cast import encode as encode
+from f8ref.exact.cast import float32 as float32
+from f8ref.exact.cast import quantize as quantize
+from f8ref.exact.cast import round_to as round_to
+from f8ref.exact.delayed_state import initial_delayed_state as initial_delayed_state
+from f8ref.exact.delayed_state import update_delayed_state as update_delayed_state
 from f8ref.exact.number import NAN as NAN
 from f8ref.exact.number import ZERO as ZERO
 from f8ref.exact.number import Kind as Kind
 from f8ref.exact.number import Number as Number
 from f8ref.exact.number import add as add
-from f8ref.exact.number import cast as cast
-from f8ref.exact.number import decode as decode
-from f8ref.exact.number import encode as encode
 from f8ref.exact.number import exponent_of as exponent_of
 from f8ref.exact.number import finite as finite
-from f8ref.exact.number import float32 as float32
 from f8ref.exact.number import infinity as infinity
 from f8ref.exact.number import multiply as multiply
 from f8ref.exact.number import power_of_two as power_of_two
-from f8ref.exact.number import round_to as round_to
-from f8ref.exact.scaling import amax as amax
-from f8ref.exact.scaling import dequantize as dequantize
-from f8ref.exact.scaling import initial_delayed_state as initial_delayed_state
-from f8ref.exact.scaling import quantize as quantize
-from f8ref.exact.scaling import scale_from_amax as scale_from_amax
-from f8ref.exact.scaling import update_delayed_state as update_delayed_state
+from f8ref.exact.scale import amax as amax
+from f8ref.exact.scale import scale_from_amax as scale_from_amax
+from f8ref.exact.scaled_mm import blockwise as blockwise
+from f8ref.exact.scaled_mm import group_of_row as group_of_row
+from f8ref.exact.scaled_mm import mm_dot as mm_dot
+from f8ref.exact.scaled_mm import output_code as output_code
+from f8ref.exact.scaled_mm import rowwise as rowwise
+from f8ref.exact.scaled_mm import scaled_dot as scaled_dot
+from f8ref.exact.scaled_mm import tensorwise as tensorwise

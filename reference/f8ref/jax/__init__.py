@@ -1,4 +1,4 @@
-"""The jit-able oracle: float8 as a Hopper GPU has it, and the engine of emulation on a CPU.
+"""The jit-able oracle: float8 as a GPU has it, and the engine of emulation on a CPU.
 
 Every verb gives the same bits eagerly and inside a user's `jax.jit`, on CPU and GPU, with x64 on and off. Formats,
 granularities, rules, output formats and flags are static. Nothing depends on what XLA does to floats (NUMERICS 6):
@@ -6,13 +6,13 @@ wherever a rule is an IEEE operation that XLA might change, it runs on integers,
 """
 
 from f8ref.jax.cast import cast as cast
-from f8ref.jax.codec import decode as decode
-from f8ref.jax.delayed import initial_delayed_state as initial_delayed_state
-from f8ref.jax.delayed import update_delayed_state as update_delayed_state
+from f8ref.jax.cast import decode as decode
+from f8ref.jax.cast import dequantize as dequantize
+from f8ref.jax.cast import quantize as quantize
+from f8ref.jax.delayed_state import initial_delayed_state as initial_delayed_state
+from f8ref.jax.delayed_state import update_delayed_state as update_delayed_state
 from f8ref.jax.linear import linear as linear
 from f8ref.jax.scale import amax as amax
-from f8ref.jax.scale import dequantize as dequantize
-from f8ref.jax.scale import quantize as quantize
 from f8ref.jax.scale import scale_from_amax as scale_from_amax
 from f8ref.jax.scaled_mm import mm as mm
 from f8ref.jax.scaled_mm import scaled_grouped_mm as scaled_grouped_mm

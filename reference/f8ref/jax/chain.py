@@ -1,7 +1,7 @@
 """How steps are chained along K on one tile of the product: NUMERICS 3, and the blockwise chain of [EPI-5].
 
-K is walked in blocks of 128 (64 for bfloat16): the stretch after which a partial is promoted, and the unit of a split-K
-slice. The codes of a block are taken apart once and then used by all of its steps.
+K is walked in blocks, on Hopper of 128 for float8 and 64 for bfloat16: the stretch after which a partial is promoted,
+or the unit of a split-K slice. The codes of a block are taken apart once and then used by all of its steps.
 """
 
 import math
@@ -26,12 +26,19 @@ class Chain(NamedTuple):
     b_format: Format
     k: int
     split_k: int = 1
+    scale_block_k: int | None = None
+    """K that shares a block scale."""
+
+    @property
+    def unit_k(self) -> int:
+        """K of a whole block: what shares a scale, or is promoted, or the unit of a split-K slice."""
+        return self.scale_block_k or self.model.promote_k or self.model.split_k_multiple
 
     @property
     def block_k(self) -> int:
-        """K of one block; less than the model's unit where K is."""
+        """K of one block; less than a whole one where K is."""
         steps = max(1, math.ceil(self.k / self.model.step_k))
-        return min(self.model.split_k_multiple, steps * self.model.step_k)
+        return min(self.unit_k, steps * self.model.step_k)
 
     @property
     def blocks(self) -> int:
@@ -45,7 +52,8 @@ class Chain(NamedTuple):
     @property
     def blocks_per_slice(self) -> int:
         """[CHAIN-3], [BF16-2] A slice is `ceil(K / S)` long, rounded up to whole blocks."""
-        return max(1, math.ceil(math.ceil(self.k / self.split_k) / self.model.split_k_multiple))
+        multiple = self.model.split_k_multiple
+        return max(1, math.ceil(math.ceil(self.k / self.split_k) / multiple) * (multiple // self.unit_k))
 
 
 def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:

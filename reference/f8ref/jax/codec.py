@@ -1,9 +1,4 @@
-"""Between codes and float32 bit patterns, for any format of the spec: integer arithmetic only.
-
-`decode` is the public verb; `float32_bits` and `round_to_code` are what the rest of f8ref.jax is built from.
-"""
-
-import functools
+"""Between codes and float32 bit patterns, for any format of the spec: integer arithmetic only."""
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +6,6 @@ from jax import lax
 
 from f8emu.spec import FLOAT32, FORMATS, HIGH_PRECISION, Format, OperandError, Overflow, Specials
 from f8ref.jax import softfloat
-
-DECODABLE = tuple(f.name for f in FORMATS.values() if f is not FLOAT32)
-
-
-def decode(x: jax.Array) -> jax.Array:
-    """The float32 value of every element: `(-1)^sign * significand * 2^(exponent - fraction_bits)` [OP-1].
-
-    NaN becomes 0x7fffffff; an infinity stays one.
-
-    Shapes: any.
-    Exactness: exact; every finite value of these formats is a float32.
-
-    Raises:
-        OperandError: the dtype is none of float8_e4m3fn, float8_e5m2, float8_e8m0fnu, float16, bfloat16.
-    """
-    format = dtype_format(x, "decode", "x", DECODABLE)
-    return _decode(jnp.asarray(x), format)
-
-
-@functools.partial(jax.jit, static_argnames="format")
-def _decode(x: jax.Array, format: Format) -> jax.Array:
-    return softfloat.from_bits(float32_bits(codes(x, format), format))
 
 
 def dtype_format(x: object, call: str, name: str, allowed: tuple[str, ...]) -> Format:
@@ -94,12 +67,16 @@ def float32_bits(code: jax.Array, format: Format) -> jax.Array:
 
 def is_nan(code: jax.Array, format: Format) -> jax.Array:
     """Whether each code is NaN."""
+    if format.specials is Specials.NAN_NEGATIVE_ZERO:
+        return code == format.nan_code
     largest = format.infinity_code if format.infinity_code is not None else format.max_code
     return (code & format.magnitude_mask) > largest
 
 
 def is_finite(code: jax.Array, format: Format) -> jax.Array:
     """Whether each code is a finite number."""
+    if format.specials is Specials.NAN_NEGATIVE_ZERO:
+        return ~is_nan(code, format)
     return (code & format.magnitude_mask) <= format.max_code
 
 
@@ -130,12 +107,17 @@ def round_to_code(bits: jax.Array, format: Format, overflow: Overflow) -> jax.Ar
     field = (jnp.maximum(field, 1) - 1).astype(jnp.uint32)
     code = (field << format.fraction_bits) + rounded
 
-    # 4. Overflow and specials.
-    beyond = format.max_code
-    if overflow is Overflow.NONFINITE:
-        beyond = format.nan_code if format.infinity_code is None else format.infinity_code
-    code = sign | jnp.where(code > format.max_code, jnp.uint32(beyond), code)
+    # 4. Overflow.
     nan = magnitude > softfloat.INFINITY
-    if overflow is Overflow.NONFINITE and format.specials is Specials.NAN_ALL_ONES:
-        nan = nan | ((code & format.magnitude_mask) == format.nan_code)
-    return jnp.where(nan, jnp.uint32(format.nan_code), code)
+    if overflow is Overflow.SATURATE:
+        code = jnp.minimum(code, format.max_code)
+    elif format.infinity_code is not None:
+        code = jnp.minimum(code, format.infinity_code)
+    else:
+        nan = nan | (code > format.max_code)
+
+    # 5. The sign, which NaN does not keep, nor a zero that has none.
+    signed = sign | code
+    if not format.has_negative_zero:
+        signed = jnp.where(code == 0, jnp.uint32(0), signed)
+    return jnp.where(nan, jnp.uint32(format.nan_code), signed)

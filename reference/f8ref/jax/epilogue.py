@@ -4,22 +4,9 @@ import functools
 
 import jax
 
-from f8emu.spec import FORMATS, HIGH_PRECISION, Format, Overflow, SpecError, format_by_name
+from f8emu.spec import FORMATS, Format, Overflow
 from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
-
-
-def output_format(call: str, out_dtype: Format | str) -> Format:
-    """The format of a GEMM's output.
-
-    Raises:
-        SpecError: unknown, or not a high precision format.
-    """
-    found = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
-    if found not in HIGH_PRECISION:
-        known = ", ".join(f.name for f in HIGH_PRECISION)
-        raise SpecError(f"{call}: out_dtype must be one of {known}; got {found}. Cast the output if float8 is wanted")
-    return found
 
 
 @functools.partial(jax.jit, static_argnames="out")

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 
 from f8emu.spec import (
     BFLOAT16,
+    HOPPER,
     OPERANDS,
+    TRANSPOSED,
     Cast,
+    Chip,
     DelayedState,
     Format,
     Gemm,
@@ -22,16 +25,10 @@ from f8emu.spec import (
     Recipe,
 )
 from f8ref.jax import softfloat
+from f8ref.jax.cast import quantize
 from f8ref.jax.codec import codes, float32_bits, high_precision_format, round_to_code, typed
-from f8ref.jax.scale import amax, quantize, reciprocal, scale_from_amax
+from f8ref.jax.scale import amax, reciprocal, scale_from_amax
 from f8ref.jax.scaled_mm import mm, scaled_mm
-
-_TRANSPOSED = {
-    "output": (False, False),
-    "grad_input": (False, True),
-    "grad_weight": (True, True),
-}
-"""GEMM -> whether its operands a and b are the transposes of the tensors, to be `[rows, summed dimension]`."""
 
 
 def linear(
@@ -42,6 +39,7 @@ def linear(
     bias: jax.Array | None = None,
     *,
     delayed_state: Mapping[str, DelayedState] | None = None,
+    chip: Chip = HOPPER,
 ) -> LinearTrace:
     """Forward, and with `grad_output` backward, of `input @ weight^T + bias` as the recipe's kernels compute it.
 
@@ -63,7 +61,7 @@ def linear(
     states = _require_states(recipe, tensors, delayed_state)
 
     def gemm(name: str) -> GemmTrace:
-        return _gemm(name, recipe, tensors, states, dtype)
+        return _gemm(name, recipe, tensors, states, dtype, chip)
 
     output = gemm("output")
     result = output.product if bias is None else _add_bias(output.product, jnp.asarray(bias), dtype)
@@ -78,13 +76,14 @@ def _gemm(
     tensors: Mapping[str, jax.Array],
     states: Mapping[str, DelayedState],
     dtype: Format,
+    chip: Chip,
 ) -> GemmTrace:
     gemm = recipe.gemms[name]
     a, b = (
         _operand(recipe, cast, tensors[source].T if transposed else tensors[source], states.get(source))
-        for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), _TRANSPOSED[name], strict=True)
+        for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), TRANSPOSED[name], strict=True)
     )
-    return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype))
+    return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype, chip))
 
 
 def _operand(recipe: Recipe, cast: Cast, x: jax.Array, state: DelayedState | None) -> OperandTrace:
@@ -103,9 +102,9 @@ def _operand(recipe: Recipe, cast: Cast, x: jax.Array, state: DelayedState | Non
     )
 
 
-def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format) -> jax.Array:
+def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, chip: Chip) -> jax.Array:
     if gemm.is_high_precision:
-        return mm(a.codes, b.codes.T, out_dtype=dtype)
+        return mm(a.codes, b.codes.T, out_dtype=dtype, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = a.scale, b.scale
     if granularity_a is Granularity.ROWWISE:  # one scale beside rowwise ones is repeated
@@ -120,6 +119,7 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format) -> jax
         granularity_b=granularity_b,
         out_dtype=dtype,
         use_fast_accum=gemm.use_fast_accum,
+        chip=chip,
     )
 
 

@@ -1,4 +1,4 @@
-"""Scales of an operand `[rows, K]`: amax, the scale rule, quantise and dequantise."""
+"""Scales of an operand `[rows, K]`: amax and the scale rule."""
 
 import functools
 import struct
@@ -7,23 +7,22 @@ import jax
 import jax.numpy as jnp
 
 from f8emu.spec import (
-    FLOAT8_OPERANDS,
     FLOAT32,
     MAX_MARGIN,
     Format,
     Granularity,
     OperandError,
-    Overflow,
     ScaleRule,
     Scales,
     SpecError,
+    float8_format,
+    granularity_by_name,
 )
 from f8ref.jax import softfloat
-from f8ref.jax.cast import float8_format
-from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format, round_to_code, typed
+from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format
 
 
-def amax(x: jax.Array, granularity: Granularity = Granularity.TENSORWISE) -> jax.Array:
+def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
     """Largest magnitude of each group of elements that share a scale; NaN where the group holds one, 0 for no elements.
 
     Shapes: x [rows, K] -> `granularity.scale_shape(rows, K)`, float32.
@@ -32,10 +31,12 @@ def amax(x: jax.Array, granularity: Granularity = Granularity.TENSORWISE) -> jax
 
     Raises:
         OperandError: x is not a matrix of float32, bfloat16 or float16.
+        SpecError: an unknown granularity.
     """
+    granularity = granularity_by_name("amax", granularity)
     source = high_precision_format(x, "amax", "x")
     require_matrix(x, "amax", "x")
-    return _amax(jnp.asarray(x), source, Granularity(granularity))
+    return _amax(jnp.asarray(x), source, granularity)
 
 
 def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
@@ -49,43 +50,13 @@ def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = Sca
 
     Raises:
         OperandError: amax is not float32.
-        SpecError: margin is not in 0..MAX_MARGIN, or format is no float8 operand.
+        SpecError: margin is not in 0..MAX_MARGIN, or format is none of FLOAT8.
     """
-    target = float8_format(format, "scale_from_amax")
+    target = float8_format("scale_from_amax", format)
     dtype_format(amax, "scale_from_amax", "amax", (FLOAT32.name,))
     if not 0 <= margin <= MAX_MARGIN:
         raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
     return _scale_from_amax(jnp.asarray(amax), target, rule, margin)
-
-
-def quantize(
-    x: jax.Array, inv_scale: jax.Array, format: Format | str, granularity: Granularity = Granularity.TENSORWISE
-) -> jax.Array:
-    """Codes of `cast(float32(x) * inv_scale)`, saturating; NaN stays NaN.
-
-    Shapes: x [rows, K], inv_scale `granularity.scale_shape(rows, K)` -> [rows, K], of the format's dtype.
-    Exactness: one float32 product rounded to nearest even, subnormals included, then one rounding to the format.
-
-    Raises:
-        OperandError: wrong dtype or shape.
-    """
-    target = float8_format(format, "quantize")
-    source = high_precision_format(x, "quantize", "x")
-    require_scales(inv_scale, x, granularity, "quantize", "inv_scale", "x")
-    return _quantize(jnp.asarray(x), jnp.asarray(inv_scale), source, target, Granularity(granularity))
-
-
-def dequantize(codes: jax.Array, scale: jax.Array, granularity: Granularity = Granularity.TENSORWISE) -> jax.Array:
-    """`decode(codes) * scale`, one float32 product rounded to nearest even, subnormals included.
-
-    Shapes: codes [rows, K], scale `granularity.scale_shape(rows, K)` -> [rows, K], float32.
-
-    Raises:
-        OperandError: wrong dtype or shape.
-    """
-    source = dtype_format(codes, "dequantize", "codes", tuple(f.name for f in FLOAT8_OPERANDS))
-    require_scales(scale, codes, granularity, "dequantize", "scale", "codes")
-    return _dequantize(jnp.asarray(codes), jnp.asarray(scale), source, Granularity(granularity))
 
 
 @jax.jit
@@ -105,11 +76,11 @@ def require_scales(scale: jax.Array, x: jax.Array, granularity: Granularity, cal
     """Refuse scales that are not float32 of the shape that the granularity gives for `x`."""
     rows, k = require_matrix(x, call, of)
     dtype_format(scale, call, name, (FLOAT32.name,))
-    expected = Granularity(granularity).scale_shape(rows, k)
-    is_one = Granularity(granularity) is Granularity.TENSORWISE and scale.size == 1
+    expected = granularity.scale_shape(rows, k)
+    is_one = granularity is Granularity.TENSORWISE and scale.size == 1
     if tuple(scale.shape) != expected and not is_one:
         raise OperandError(
-            f"{call}: {name} must have shape {expected} for {Granularity(granularity).value} and {of} of shape "
+            f"{call}: {name} must have shape {expected} for {granularity.value} and {of} of shape "
             f"{(rows, k)}; got {tuple(scale.shape)}. amax with the same granularity gives that shape"
         )
 
@@ -168,20 +139,3 @@ def _first_float32_from(value: float) -> int:
     code = _float32_bits(value)
     (rounded,) = struct.unpack("<f", code.to_bytes(4, "little"))
     return code if rounded >= value else code + 1
-
-
-@functools.partial(jax.jit, static_argnames=("source", "target", "granularity"))
-def _quantize(
-    x: jax.Array, inv_scale: jax.Array, source: Format, target: Format, granularity: Granularity
-) -> jax.Array:
-    rows, k = x.shape
-    factor = softfloat.bits(spread(inv_scale, granularity, rows, k))
-    product = softfloat.multiply(float32_bits(codes(x, source), source), factor)
-    return typed(round_to_code(product, target, Overflow.SATURATE), target)
-
-
-@functools.partial(jax.jit, static_argnames=("source", "granularity"))
-def _dequantize(x: jax.Array, scale: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
-    rows, k = x.shape
-    factor = softfloat.bits(spread(scale, granularity, rows, k))
-    return softfloat.from_bits(softfloat.multiply(float32_bits(codes(x, source), source), factor))

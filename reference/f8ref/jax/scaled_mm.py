@@ -1,29 +1,25 @@
-"""The GEMMs of a Hopper GPU, float8 with scales and bfloat16: operands are checked here, and the parts put together."""
+"""The GEMMs of a chip, float8 with scales and bfloat16: operands are checked here, and the parts put together."""
 
 import jax
 import jax.numpy as jnp
 
 from f8emu.spec import (
     BFLOAT16,
-    E4M3FN,
-    E5M2,
-    FLOAT8_OPERANDS,
     FLOAT32,
-    HOPPER_BF16,
-    HOPPER_FP8,
-    HOPPER_FP8_FAST,
-    SCALED_GEMM_GRANULARITIES,
+    HOPPER,
+    Chip,
     Format,
     Granularity,
     OperandError,
     SpecError,
+    UnsupportedError,
+    granularity_by_name,
+    output_format,
 )
 from f8ref.jax.chain import Chain
 from f8ref.jax.codec import dtype_format, high_precision_format
-from f8ref.jax.epilogue import finish, output_format, product
+from f8ref.jax.epilogue import finish, product
 from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators
-
-_FLOAT8_NAMES = tuple(f.name for f in FLOAT8_OPERANDS)
 
 
 def scaled_mm(
@@ -32,14 +28,15 @@ def scaled_mm(
     scale_a: jax.Array,
     scale_b: jax.Array,
     *,
-    granularity_a: Granularity = Granularity.TENSORWISE,
-    granularity_b: Granularity = Granularity.TENSORWISE,
+    granularity_a: Granularity | str = Granularity.TENSORWISE,
+    granularity_b: Granularity | str = Granularity.TENSORWISE,
     bias: jax.Array | None = None,
     out_dtype: Format | str = "bfloat16",
     use_fast_accum: bool = False,
     split_k: int = 1,
+    chip: Chip = HOPPER,
 ) -> jax.Array:
-    """`a @ b` of float8 codes with their scales, as a Hopper tensor core and its epilogue compute it.
+    """`a @ b` of float8 codes with their scales, as the tensor core and its epilogue compute it.
 
     With `acc` the accumulator of [ACC-1..5], chained as [CHAIN-1] (`use_fast_accum`) or [CHAIN-2], in `split_k`
     slices [CHAIN-3]: `acc * (scale_a * scale_b)` tensorwise [EPI-1], `(acc * scale_b) * scale_a` rowwise [EPI-2], fused
@@ -51,27 +48,23 @@ def scaled_mm(
     the arrays being static.
 
     Raises:
-        OperandError: an operand with a wrong dtype or shape; E5M2 x E5M2.
-        SpecError: granularities, output format or options that no GEMM has.
+        OperandError: an operand with a wrong dtype or shape.
+        SpecError: an unknown granularity or output format, or a `split_k` below 1.
+        UnsupportedError: formats, granularities, options or an output format that the chip has no GEMM for.
     """
     call = "scaled_mm"
-    a_format = dtype_format(a, call, "a", _FLOAT8_NAMES)
-    b_format = dtype_format(b, call, "b", _FLOAT8_NAMES)
-    _require_pair(call, a_format, b_format)
+    formats = _formats(call, a, b, chip)
     m, n, k = _extents(call, a, b)
-    pair = (Granularity(granularity_a), Granularity(granularity_b))
-    if pair not in SCALED_GEMM_GRANULARITIES:
-        known = "; ".join(f"{x.value} x {y.value}" for x, y in SCALED_GEMM_GRANULARITIES)
-        raise SpecError(f"{call}: no GEMM takes {pair[0].value} x {pair[1].value} scales; possible are {known}")
-    if pair[0].is_blockwise and (use_fast_accum or split_k != 1):
-        raise SpecError(
-            f"{call}: blockwise scales need use_fast_accum=False and split_k=1; got {use_fast_accum} and {split_k}. "
-            "The library has no other kernels"
-        )
+    pair = (granularity_by_name(call, granularity_a), granularity_by_name(call, granularity_b))
+    slices = _slices(call, split_k)
+    _require_gemm(call, chip.refusal(formats, pair, use_fast_accum=use_fast_accum, split_k=slices))
     _require_scale(call, "scale_a", scale_a, pair[0], pair[0].scale_shape(m, k))
     _require_scale(call, "scale_b", scale_b, pair[1], pair[1].scale_shape(n, k)[::-1])
     out = output_format(call, out_dtype)
-    chain = Chain(HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8, a_format, b_format, k, _slices(call, split_k))
+    if pair[0].is_blockwise:
+        chain = Chain(chip.block_scaled, *formats, k, scale_block_k=pair[0].block[1])
+    else:
+        chain = Chain(chip.float8_model(use_fast_accum=use_fast_accum), *formats, k, slices)
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
     addend = _bias(call, bias, n)
     if pair[0].is_blockwise:
@@ -93,6 +86,7 @@ def scaled_grouped_mm(
     *,
     out_dtype: Format | str = "bfloat16",
     use_fast_accum: bool = False,
+    chip: Chip = HOPPER,
 ) -> jax.Array:
     """One rowwise GEMM for each group of rows of `a`, with its own matrix of `b` [EPI-6].
 
@@ -103,12 +97,12 @@ def scaled_grouped_mm(
 
     Raises:
         OperandError: an operand with a wrong dtype or shape.
-        SpecError: an output format that no GEMM has.
+        SpecError: an unknown output format.
+        UnsupportedError: formats or an output format that the chip has no GEMM for.
     """
     call = "scaled_grouped_mm"
-    a_format = dtype_format(a, call, "a", _FLOAT8_NAMES)
-    b_format = dtype_format(b, call, "b", _FLOAT8_NAMES)
-    _require_pair(call, a_format, b_format)
+    formats = _formats(call, a, b, chip)
+    _require_gemm(call, chip.refusal(formats, (Granularity.ROWWISE, Granularity.ROWWISE)))
     dtype_format(scale_a, call, "scale_a", (FLOAT32.name,))
     dtype_format(scale_b, call, "scale_b", (FLOAT32.name,))
     if str(getattr(offs, "dtype", None)) != "int32":
@@ -119,7 +113,7 @@ def scaled_grouped_mm(
             f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [G, K, N], [total_M], [G, N] and [G]; "
             f"got {', '.join(map(str, shapes))}. A 2-d b has no groups: that is scaled_mm"
         )
-    chain = Chain(HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8, a_format, b_format, a.shape[1])
+    chain = Chain(chip.float8_model(use_fast_accum=use_fast_accum), *formats, a.shape[1])
     out = output_format(call, out_dtype)
     a, b, scale_a, scale_b, offs = map(jnp.asarray, (a, b, scale_a, scale_b, offs))
     if b.shape[0] == 0:
@@ -133,8 +127,15 @@ def scaled_grouped_mm(
     return finish(totals, (scale_b_row, scale_a_row), None, out)
 
 
-def mm(a: jax.Array, b: jax.Array, *, out_dtype: Format | str = "bfloat16", split_k: int = 1) -> jax.Array:
-    """`a @ b` of bfloat16 values, as a Hopper tensor core computes it [BF16-1], in `split_k` slices [BF16-2].
+def mm(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    out_dtype: Format | str = "bfloat16",
+    split_k: int = 1,
+    chip: Chip = HOPPER,
+) -> jax.Array:
+    """`a @ b` of bfloat16 values, as the tensor core computes it [BF16-1], in `split_k` slices [BF16-2].
 
     Shapes: a [M, K], b [K, N], of any extents -> [M, N].
     Exactness: every bit of the recorded H200 outputs. These hold neither float32 subnormals nor overflow; there, by
@@ -142,12 +143,13 @@ def mm(a: jax.Array, b: jax.Array, *, out_dtype: Format | str = "bfloat16", spli
 
     Raises:
         OperandError: an operand that is not a bfloat16 matrix, or extents that do not fit.
-        SpecError: an output format or split_k that no GEMM has.
+        SpecError: an unknown output format, or a `split_k` below 1.
+        UnsupportedError: an output format that no GEMM gives.
     """
     dtype_format(a, "mm", "a", (BFLOAT16.name,))
     dtype_format(b, "mm", "b", (BFLOAT16.name,))
     _, _, k = _extents("mm", a, b)
-    chain = Chain(HOPPER_BF16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
+    chain = Chain(chip.bfloat16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
     return finish(accumulators(jnp.asarray(a), jnp.asarray(b), chain), (), None, output_format("mm", out_dtype))
 
 
@@ -169,9 +171,14 @@ def _extents(call: str, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
     return a.shape[0], b.shape[1], a.shape[1]
 
 
-def _require_pair(call: str, a: Format, b: Format) -> None:
-    if a == b == E5M2:
-        raise OperandError(f"{call}: {E5M2} x {E5M2} does not exist on Hopper; make one operand {E4M3FN}")
+def _formats(call: str, a: jax.Array, b: jax.Array, chip: Chip) -> tuple[Format, Format]:
+    names = tuple(f.name for f in chip.operand_formats)
+    return dtype_format(a, call, "a", names), dtype_format(b, call, "b", names)
+
+
+def _require_gemm(call: str, refusal: str | None) -> None:
+    if refusal is not None:
+        raise UnsupportedError(f"{call}: {refusal}")
 
 
 def _grouped_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

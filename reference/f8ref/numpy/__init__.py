@@ -1,14 +1,14 @@
 """The oracle: every verb of f8emu in readable, vectorised numpy, by integer arithmetic on bit patterns."""
 
 from f8ref.numpy.cast import cast as cast
-from f8ref.numpy.codec import decode as decode
-from f8ref.numpy.delayed import initial_delayed_state as initial_delayed_state
-from f8ref.numpy.delayed import update_delayed_state as update_delayed_state
-from f8ref.numpy.grouped import scaled_grouped_mm as scaled_grouped_mm
+from f8ref.numpy.cast import decode as decode
+from f8ref.numpy.cast import dequantize as dequantize
+from f8ref.numpy.cast import quantize as quantize
+from f8ref.numpy.delayed_state import initial_delayed_state as initial_delayed_state
+from f8ref.numpy.delayed_state import update_delayed_state as update_delayed_state
 from f8ref.numpy.linear import linear as linear
-from f8ref.numpy.matmul import mm as mm
-from f8ref.numpy.matmul import scaled_mm as scaled_mm
 from f8ref.numpy.scale import amax as amax
-from f8ref.numpy.scale import dequantize as dequantize
-from f8ref.numpy.scale import quantize as quantize
 from f8ref.numpy.scale import scale_from_amax as scale_from_amax
+from f8ref.numpy.scaled_mm import mm as mm
+from f8ref.numpy.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
+from f8ref.numpy.scaled_mm import scaled_mm as scaled_mm

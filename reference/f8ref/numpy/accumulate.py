@@ -1,7 +1,7 @@
 """The tensor core: one step, the chain of steps, promotion to float32, and split-K.
 
 An accumulator is a float32 number, also where the hardware keeps fewer significant bits of it. The numbers of a
-model are data, `f8emu.spec.AccumulationModel`; the rule ids are explained in `reference/README.md`.
+model are data, `f8emu.spec.AccumulationModel`; the rule ids are explained in `reference/NUMERICS.md`.
 
 Shape suffixes: operands are [K, M] and [K, N] here, K first, so that a step reduces over the first dimension.
 """

@@ -1,4 +1,4 @@
-"""Bit patterns and what they mean: dtypes, unpacking into integers, and decoding to float32.
+"""Bit patterns and what they mean: dtypes, unpacking into integers, and the table of float32 values.
 
 Everything here is integer arithmetic on codes; ml_dtypes supplies dtypes and nothing else.
 """
@@ -13,14 +13,15 @@ from numpy.typing import ArrayLike, NDArray
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
+    E4M3FNUZ,
     E5M2,
+    E5M2FNUZ,
     E8M0FNU,
     FLOAT16,
     FLOAT32,
     Format,
     OperandError,
-    SpecError,
-    format_by_name,
+    Specials,
 )
 
 Array = NDArray[Any]
@@ -28,6 +29,8 @@ Array = NDArray[Any]
 _DTYPES: dict[Format, np.dtype[Any]] = {
     E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
     E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    E4M3FNUZ: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    E5M2FNUZ: np.dtype(ml_dtypes.float8_e5m2fnuz),
     E8M0FNU: np.dtype(ml_dtypes.float8_e8m0fnu),
     FLOAT16: np.dtype(np.float16),
     BFLOAT16: np.dtype(ml_dtypes.bfloat16),
@@ -53,19 +56,6 @@ class Unpacked(NamedTuple):
     """Of the format; a subnormal keeps the raw minimum. ABSENT where the significand is 0."""
     nonfinite: Array | None
     """Float32: infinities and NaN as they are, finite numbers as their sign (-1, 0, 1); None if all are finite."""
-
-
-def resolve_format(format: Format | str, allowed: tuple[Format, ...], call: str) -> Format:
-    """The format itself, or the one with this name, if `allowed` has it.
-
-    Raises:
-        SpecError: an unknown format, or one that `call` does not take.
-    """
-    found = format_by_name(format) if isinstance(format, str) else format
-    if found not in allowed:
-        known = ", ".join(f.name for f in allowed)
-        raise SpecError(f"{call} must be one of {known}; got {found}; choose one of these")
-    return found
 
 
 def typed_array(x: ArrayLike, allowed: tuple[Format, ...], call: str) -> tuple[Array, Format]:
@@ -111,7 +101,10 @@ def unpack(codes: Array, format: Format, word: type[np.signedinteger[Any]] = np.
 
     # 3. Infinity and NaN leave the integers and go beside them.
     nonfinite = None
-    special = magnitude > format.max_code
+    if format.specials is Specials.NAN_NEGATIVE_ZERO:
+        special = codes == format.nan_code
+    else:
+        special = magnitude > format.max_code
     if special.any():
         infinite = magnitude == format.infinity_code
         nonfinite = np.sign(significand).astype(np.float32)
@@ -123,21 +116,8 @@ def unpack(codes: Array, format: Format, word: type[np.signedinteger[Any]] = np.
     return Unpacked(significand, np.where(significand == 0, word(ABSENT), exponent), nonfinite)
 
 
-def decode(x: ArrayLike) -> NDArray[np.float32]:
-    """The float32 value of every code of a float8, bfloat16 or float16 array.
-
-    Shapes: any; the result has the shape of `x`.
-    Exactness: exact, subnormals and signed zeros included; every NaN code gives 0x7fffffff.
-
-    Raises:
-        OperandError: another dtype.
-    """
-    array, format = typed_array(x, (E4M3FN, E5M2, E8M0FNU, BFLOAT16, FLOAT16), "decode: x")
-    return np.asarray(_decode_table(format)[codes_of(array, format)])
-
-
 @lru_cache
-def _decode_table(format: Format) -> NDArray[np.float32]:
+def decode_table(format: Format) -> NDArray[np.float32]:
     """Code -> float32, of a format of at most 16 bits."""
     codes = np.arange(1 << format.bits, dtype=np.uint32)
     significand, exponent, nonfinite = unpack(codes, format)
@@ -162,4 +142,4 @@ def as_float32(x: ArrayLike, call: str) -> NDArray[np.float32]:
         OperandError: another dtype; float64 among them, since it would be rounded twice.
     """
     array, format = typed_array(x, (FLOAT32, BFLOAT16, FLOAT16), call)
-    return array if format == FLOAT32 else decode(array)
+    return array if format == FLOAT32 else np.asarray(decode_table(format)[codes_of(array, format)])

@@ -13,7 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from f8emu.spec import (
     BFLOAT16,
     HIGH_PRECISION,
+    HOPPER,
+    OPERANDS,
+    TENSORS,
+    TRANSPOSED,
     Cast,
+    Chip,
     DelayedState,
     Format,
     Gemm,
@@ -25,10 +30,10 @@ from f8emu.spec import (
     Recipe,
     Scales,
 )
-from f8ref.numpy.cast import convert
+from f8ref.numpy.cast import convert, quantize
 from f8ref.numpy.codec import Array, as_float32, canonical_nan, typed_array
-from f8ref.numpy.matmul import mm, scaled_mm
-from f8ref.numpy.scale import amax, quantize, scale_from_amax
+from f8ref.numpy.scale import amax, scale_from_amax
+from f8ref.numpy.scaled_mm import mm, scaled_mm
 
 DelayedStates = Mapping[str, DelayedState]
 
@@ -41,6 +46,7 @@ def linear(
     bias: ArrayLike | None = None,
     *,
     delayed_state: DelayedStates | None = None,
+    chip: Chip = HOPPER,
 ) -> LinearTrace:
     """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
 
@@ -63,18 +69,18 @@ def linear(
     _check_shapes(tensors)
     states = _delayed_states(recipe, delayed_state, tensors)
 
-    def gemm(gemm: Gemm, a: str, b: str, *, transpose_a: bool = False, transpose_b: bool = False) -> GemmTrace:
-        operand_a = tensors[a].T if transpose_a else tensors[a]
-        operand_b = tensors[b].T if transpose_b else tensors[b]
-        trace_a = _operand(operand_a, gemm.a, recipe, states.get(a))
-        trace_b = _operand(operand_b, gemm.b, recipe, states.get(b))
-        return GemmTrace(trace_a, trace_b, _product(trace_a, trace_b, gemm, out_format))
+    def gemm(name: str) -> GemmTrace:
+        spec = recipe.gemms[name]
+        a, b = (
+            _operand(tensors[source].T if is_transposed else tensors[source], cast, recipe, states.get(source))
+            for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
+        )
+        return GemmTrace(a, b, _product(a, b, spec, out_format, chip))
 
-    output = gemm(recipe.output, "input", "weight")
+    output = gemm("output")
     grad_input = grad_weight = None
     if grad_output is not None:
-        grad_input = gemm(recipe.grad_input, "grad_output", "weight", transpose_b=True)
-        grad_weight = gemm(recipe.grad_weight, "grad_output", "input", transpose_a=True, transpose_b=True)
+        grad_input, grad_weight = gemm("grad_input"), gemm("grad_weight")
     return LinearTrace(output, grad_input, grad_weight, _add_bias(output.product, bias, out_format))
 
 
@@ -99,10 +105,10 @@ def _scales_of_state(state: DelayedState) -> Scales:
         return Scales(inv_scale, canonical_nan(np.float32(1) / inv_scale))
 
 
-def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format) -> Array:
+def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, chip: Chip) -> Array:
     """`a @ b^T` on the matrix unit that the recipe chose."""
     if gemm.is_high_precision:
-        return mm(a.codes, b.codes.T, out_dtype=out_format)
+        return mm(a.codes, b.codes.T, out_dtype=out_format, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = (
         # Beside rowwise, the one scale of a tensorwise operand is that of every row.
@@ -118,6 +124,7 @@ def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format) -
         granularity_b=granularity_b,
         out_dtype=out_format,
         use_fast_accum=gemm.use_fast_accum,
+        chip=chip,
     )
 
 
@@ -136,7 +143,7 @@ def _add_bias(product: Array, bias: ArrayLike | None, out_format: Format) -> Arr
 
 
 def _check_shapes(tensors: Mapping[str, Array]) -> None:
-    input, weight, grad_output = (tensors.get(name) for name in ("input", "weight", "grad_output"))
+    input, weight, grad_output = (tensors.get(name) for name in TENSORS)
     assert input is not None and weight is not None
     if input.ndim != 2 or weight.ndim != 2 or input.shape[1] != weight.shape[1]:
         raise OperandError(

@@ -1,4 +1,4 @@
-"""From values to scales and back: amax, the scale rule, quantise and dequantise.
+"""From values to scales: amax and the scale rule.
 
 Operands are seen as `[rows, K]`, K being the dimension that a GEMM sums over. `inv_scale` is multiplied while
 quantising, `scale` decodes.
@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
-    FLOAT8_OPERANDS,
     FLOAT32,
     MAX_MARGIN,
     Format,
@@ -17,12 +16,13 @@ from f8emu.spec import (
     ScaleRule,
     Scales,
     SpecError,
+    float8_format,
+    granularity_by_name,
 )
-from f8ref.numpy.cast import cast
-from f8ref.numpy.codec import NAN, Array, as_float32, canonical_nan, codes_of, decode, resolve_format, typed_array
+from f8ref.numpy.codec import NAN, Array, as_float32, canonical_nan, codes_of, typed_array
 
 
-def amax(x: ArrayLike, granularity: Granularity = Granularity.TENSORWISE) -> NDArray[np.float32]:
+def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) -> NDArray[np.float32]:
     """The largest magnitude of every group of elements that share a scale.
 
     NaN of either sign makes the amax of its group NaN; infinity is larger than all numbers; an empty group has 0.
@@ -32,8 +32,10 @@ def amax(x: ArrayLike, granularity: Granularity = Granularity.TENSORWISE) -> NDA
 
     Raises:
         OperandError: `x` is not a matrix, or not float32, bfloat16 or float16.
+        SpecError: an unknown granularity.
     """
-    values = as_float32(_matrix(x, "amax: x"), "amax: x")
+    granularity = granularity_by_name("amax", granularity)
+    values = as_float32(as_matrix(x, "amax: x"), "amax: x")
     magnitude = codes_of(values, FLOAT32) & np.uint32(FLOAT32.magnitude_mask)
     # Pad with zeros to whole blocks, then see the matrix as [block rows, row, block columns, column].
     groups = granularity.scale_shape(*values.shape)
@@ -57,9 +59,9 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
 
     Raises:
         OperandError: `amax` is not float32.
-        SpecError: a format that no GEMM takes, or a margin outside of 0 to MAX_MARGIN.
+        SpecError: a format that no cast gives, or a margin outside of 0 to MAX_MARGIN.
     """
-    target = resolve_format(format, FLOAT8_OPERANDS, "scale_from_amax: format")
+    target = float8_format("scale_from_amax", format)
     values, _ = typed_array(amax, (FLOAT32,), "scale_from_amax: amax")
     if not 0 <= margin <= MAX_MARGIN:
         raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}; it counts powers of two")
@@ -72,41 +74,6 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
             inv_scale = np.where(np.isnan(inv_scale), NAN, exponent.view(np.float32))
         scale = np.float32(1) / inv_scale
     return Scales(canonical_nan(inv_scale), canonical_nan(scale))
-
-
-def quantize(
-    x: ArrayLike, inv_scale: ArrayLike, format: Format | str, granularity: Granularity = Granularity.TENSORWISE
-) -> Array:
-    """`cast(float32(x) * inv_scale)`, saturating, with the factor of each element's group.
-
-    Shapes: `x` [rows, K]; `inv_scale` is `granularity.scale_shape(rows, K)`; the result [rows, K], of `format`.
-    Exactness: one float32 product, rounded nearest-even (infinity times 0 is NaN), then the exact cast.
-
-    Raises:
-        OperandError: wrong dtype or shape.
-        SpecError: a format that no GEMM takes.
-    """
-    values = as_float32(_matrix(x, "quantize: x"), "quantize: x")
-    factors = expand_scale(inv_scale, granularity, values.shape, "quantize: inv_scale")
-    with np.errstate(over="ignore", invalid="ignore"):
-        return cast(values * factors, format)
-
-
-def dequantize(
-    codes: ArrayLike, scale: ArrayLike, granularity: Granularity = Granularity.TENSORWISE
-) -> NDArray[np.float32]:
-    """`decode(codes) * scale`, with the scale of each element's group.
-
-    Shapes: `codes` [rows, K] of a float8 dtype; `scale` is `granularity.scale_shape(rows, K)`; the result is [rows, K].
-    Exactness: one float32 product, rounded nearest-even.
-
-    Raises:
-        OperandError: wrong dtype or shape.
-    """
-    array, _ = typed_array(_matrix(codes, "dequantize: codes"), FLOAT8_OPERANDS, "dequantize: codes")
-    factors = expand_scale(scale, granularity, array.shape, "dequantize: scale")
-    with np.errstate(over="ignore", invalid="ignore"):
-        return canonical_nan(decode(array) * factors)
 
 
 def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
@@ -141,7 +108,12 @@ def _block(granularity: Granularity, rows: int, k: int) -> tuple[int, int]:
     return (rows if block_rows is None else block_rows, k if block_k is None else block_k)
 
 
-def _matrix(x: ArrayLike, call: str) -> Array:
+def as_matrix(x: ArrayLike, call: str) -> Array:
+    """`x` as an array.
+
+    Raises:
+        OperandError: it has not two dimensions.
+    """
     array = np.asarray(x)
     if array.ndim != 2:
         raise OperandError(f"{call} must be a matrix [rows, K]; got shape {array.shape}; reshape it")

@@ -204,7 +204,6 @@ def test_bad_operands() -> None:
         ("b must have dtype float8_e4m3fn, float8_e5m2; got bfloat16", {"b": b.astype(BF16)}),
         ("a must be [M, K] and b [K, N]; got (4, 256) and (6, 256); transpose b?", {"b": b.T}),
         ("a must be [M, K] and b [K, N]; got (256,)", {"a": a[0]}),
-        ("float8_e5m2 x float8_e5m2 does not exist", {"a": a.astype(E5M2), "b": b.astype(E5M2)}),
         ("scale_a must have shape (1, 1) for tensorwise; got (4, 1)", {"scale_a": np.ones((4, 1), np.float32)}),
         ("scale_b must have dtype float32; got float64", {"scale_b": np.ones(1)}),
         (
@@ -238,19 +237,8 @@ def test_bad_operands() -> None:
 
 def test_bad_options() -> None:
     a, b = np.zeros((4, 128), E4M3), np.zeros((128, 6), E4M3)
-    vectors: dict[str, Any] = {"granularity_a": VECTORS, "granularity_b": VECTORS}
-    refused: list[tuple[str, dict[str, Any]]] = [
-        ("got tensorwise x rowwise; repeat a tensorwise scale", {"granularity_b": ROWWISE}),
-        ("got blockwise_128x128 x blockwise_128x128", {"granularity_a": SQUARES, "granularity_b": SQUARES}),
-        ("got use_fast_accum=True, split_k=1; leave both out", vectors | {"use_fast_accum": True}),
-        ("got use_fast_accum=False, split_k=2; leave both out", vectors | {"split_k": 2}),
-        ("split_k must be at least 1; got 0", {"split_k": 0}),
-        ("out_dtype must be one of float32, bfloat16, float16; got float8_e5m2", {"out_dtype": "float8_e5m2"}),
-        ("unknown format 'float64'", {"out_dtype": "float64"}),
-    ]
-    for message, changes in refused:
-        with pytest.raises(SpecError, match=re.escape(message)):
-            f8.scaled_mm(a, b, ONE, ONE, **changes)
+    with pytest.raises(SpecError, match="unknown format 'float64'"):
+        f8.scaled_mm(a, b, ONE, ONE, out_dtype="float64")
     with pytest.raises(SpecError, match="mm: split_k must be at least 1; got -1"):
         f8.mm(a.astype(BF16), b.astype(BF16), split_k=-1)
 

@@ -1,37 +1,38 @@
-"""Whole GEMMs of a Hopper GPU: the tensor core's accumulator, then scales, bias and output type.
+"""Whole GEMMs of a chip: the tensor core's accumulator, then scales, bias and output type.
 
 Shape suffixes: M rows of `a`, N columns of `b`, K summed, G groups, B blocks of 128 along K.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
     BFLOAT16,
-    E5M2,
-    FLOAT8_OPERANDS,
     FLOAT32,
-    HIGH_PRECISION,
-    HOPPER_BF16,
-    HOPPER_FP8,
-    HOPPER_FP8_FAST,
-    SCALED_GEMM_GRANULARITIES,
+    HOPPER,
     AccumulationModel,
+    Chip,
     Format,
     Granularity,
     OperandError,
     SpecError,
+    UnsupportedError,
+    granularity_by_name,
+    output_format,
 )
-from f8ref.numpy.accumulate import Operand, accumulate, operand, partials
+from f8ref.numpy.accumulate import Operand, accumulate, chain, operand
 from f8ref.numpy.cast import convert
-from f8ref.numpy.codec import Array, as_float32, resolve_format, typed_array
+from f8ref.numpy.codec import Array, as_float32, typed_array
 from f8ref.numpy.float32 import fma
 
 _TILE = 2048
 """Outputs computed at a time: the terms of their step, 32 times as many, stay in cache."""
 _TILE_N = 256
+_BLOCK_K = 128
+"""K that shares one scale in both blockwise granularities."""
 
 
 def scaled_mm(
@@ -40,12 +41,13 @@ def scaled_mm(
     scale_a: ArrayLike,
     scale_b: ArrayLike,
     *,
-    granularity_a: Granularity = Granularity.TENSORWISE,
-    granularity_b: Granularity = Granularity.TENSORWISE,
+    granularity_a: Granularity | str = Granularity.TENSORWISE,
+    granularity_b: Granularity | str = Granularity.TENSORWISE,
     bias: ArrayLike | None = None,
     out_dtype: Format | str = "bfloat16",
     use_fast_accum: bool = False,
     split_k: int = 1,
+    chip: Chip = HOPPER,
 ) -> Array:
     """`(a * scale_a) @ (b * scale_b) + bias` of float8 operands, with the bits of `torch._scaled_mm` on an H200.
 
@@ -61,49 +63,127 @@ def scaled_mm(
     Exactness: all recorded cases of an H200, every bit; NaN is all ones.
 
     Raises:
-        OperandError: operands or scales of the wrong dtype or shape, or E5M2 x E5M2.
-        SpecError: granularities that no GEMM pairs, blockwise with fast accumulation or split-K, unknown `out_dtype`.
+        OperandError: operands or scales of the wrong dtype or shape.
+        SpecError: an unknown granularity or `out_dtype`, or a `split_k` below 1.
+        UnsupportedError: formats, granularities, options or an `out_dtype` that the chip has no GEMM for.
     """
     call = "scaled_mm"
-    a_MK, b_NK, format_a, format_b = _float8_operands(a, b, call)
-    out_format = resolve_format(out_dtype, HIGH_PRECISION, f"{call}: out_dtype")
-    _check_options(granularity_a, granularity_b, use_fast_accum, split_k)
+    a_MK, format_a = typed_array(a, chip.operand_formats, f"{call}: a")
+    b_KN, format_b = typed_array(b, chip.operand_formats, f"{call}: b")
+    _check_inner(a_MK, b_KN, call)
+    _check_split(split_k, call)
+    out_format = output_format(call, out_dtype)
+    granularities = granularity_by_name(call, granularity_a), granularity_by_name(call, granularity_b)
+    refusal = chip.refusal((format_a, format_b), granularities, use_fast_accum=use_fast_accum, split_k=split_k)
+    if refusal is not None:
+        raise UnsupportedError(f"{call}: {refusal}")
+    b_NK = b_KN.T
     m, k = a_MK.shape
     n = b_NK.shape[0]
-    scale_a = _scale(scale_a, granularity_a, (m, k), f"{call}: scale_a")
-    scale_b = _scale(scale_b, granularity_b, (n, k), f"{call}: scale_b", transposed=True)
-    bias = None if bias is None else _bias(bias, n, f"{call}: bias")
+    factor_a = _scale(scale_a, granularities[0], (m, k), f"{call}: scale_a")
+    factor_b = _scale(scale_b, granularities[1], (n, k), f"{call}: scale_b", transposed=True)
+    addend = None if bias is None else _bias(bias, n, f"{call}: bias")
 
-    model = HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8
+    is_blockwise = granularities[0].is_blockwise
+    model = chip.block_scaled if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum)
     a_KM, b_KN = operand(a_MK, format_a, model), operand(b_NK, format_b, model)
     with np.errstate(over="ignore", invalid="ignore"):
-        if granularity_a.is_blockwise:
-            result = _blockwise(a_KM, b_KN, scale_a, scale_b, (granularity_a, granularity_b), model)
-        elif granularity_a is Granularity.ROWWISE:
-            result = (_accumulated(a_KM, b_KN, model, split_k) * scale_b) * scale_a  # [EPI-2]
+        if is_blockwise:
+            result = _blockwise(a_KM, b_KN, factor_a, factor_b, granularities, model)
+        elif granularities[0] is Granularity.ROWWISE:
+            result = (_accumulated(a_KM, b_KN, model, split_k) * factor_b) * factor_a  # [EPI-2]
         else:
-            result = _accumulated(a_KM, b_KN, model, split_k) * (scale_a * scale_b)  # [EPI-1]
-        if bias is not None:
-            result = result + bias  # [EPI-3]
+            result = _accumulated(a_KM, b_KN, model, split_k) * (factor_a * factor_b)  # [EPI-1]
+        if addend is not None:
+            result = result + addend  # [EPI-3]
     return convert(result, out_format)  # [EPI-4]
 
 
-def mm(a: ArrayLike, b: ArrayLike, *, out_dtype: Format | str = "bfloat16", split_k: int = 1) -> Array:
-    """The bfloat16 matmul `a @ b` of an H200 [BF16-1], [BF16-2].
+def scaled_grouped_mm(
+    a: ArrayLike,
+    b: ArrayLike,
+    scale_a: ArrayLike,
+    scale_b: ArrayLike,
+    offs: ArrayLike,
+    *,
+    out_dtype: Format | str = "bfloat16",
+    use_fast_accum: bool = False,
+    chip: Chip = HOPPER,
+) -> Array:
+    """A rowwise `scaled_mm` of every group of rows of `a` with the group's own `b` [EPI-6].
+
+    Group g has the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; a group may be empty.
+
+    Shapes: `a` [M, K], `b` [G, K, N], `scale_a` [M], `scale_b` [G, N], `offs` [G]; result [M, N].
+    Exactness: that of a rowwise `scaled_mm`.
+
+    Raises:
+        OperandError: wrong dtypes or shapes, or offsets that do not rise to M.
+        SpecError: an unknown `out_dtype`.
+        UnsupportedError: formats or an `out_dtype` that the chip has no GEMM for.
+    """
+    call = "scaled_grouped_mm"
+    a_MK, b_GKN, ends_G = np.asarray(a), np.asarray(b), np.asarray(offs)
+    scale_a_M, scale_b_GN = np.asarray(scale_a), np.asarray(scale_b)
+    out_format = output_format(call, out_dtype)
+    if a_MK.ndim != 2 or b_GKN.ndim != 3 or a_MK.shape[1] != b_GKN.shape[1]:
+        raise OperandError(
+            f"{call}: a must be [M, K] and b [G, K, N]; got {a_MK.shape} and {b_GKN.shape}; swap the last axes of b?"
+        )
+    m, (groups, _, n) = a_MK.shape[0], b_GKN.shape
+    shapes = {"scale_a": (scale_a_M, (m,)), "scale_b": (scale_b_GN, (groups, n)), "offs": (ends_G, (groups,))}
+    for name, (array, shape) in shapes.items():
+        if array.shape != shape:
+            raise OperandError(f"{call}: {name} must have shape {shape}; got {array.shape}; reshape it")
+    if ends_G.dtype != np.int32:
+        raise OperandError(f"{call}: offs must have dtype int32; got {ends_G.dtype}; convert it")
+    bounds = [0, *ends_G.tolist()]
+    if bounds != sorted(bounds) or bounds[-1] != m:
+        raise OperandError(
+            f"{call}: offs must rise to the {m} rows of a; got {ends_G.tolist()}; give the end of each group's rows"
+        )
+
+    products = [
+        scaled_mm(
+            a_MK[start:stop],
+            b_GKN[group],
+            scale_a_M[start:stop, None],
+            scale_b_GN[group, None, :],
+            granularity_a=Granularity.ROWWISE,
+            granularity_b=Granularity.ROWWISE,
+            out_dtype=out_format,
+            use_fast_accum=use_fast_accum,
+            chip=chip,
+        )
+        for group, (start, stop) in enumerate(pairwise(bounds))
+    ]
+    return np.concatenate([convert(np.zeros((0, n), np.float32), out_format), *products])
+
+
+def mm(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    out_dtype: Format | str = "bfloat16",
+    split_k: int = 1,
+    chip: Chip = HOPPER,
+) -> Array:
+    """The bfloat16 matmul `a @ b` [BF16-1], [BF16-2].
 
     Shapes: `a` [M, K], `b` [K, N], result [M, N].
-    Exactness: all recorded cases, every bit; NaN is all ones.
+    Exactness: all recorded cases of an H200, every bit; NaN is all ones.
 
     Raises:
         OperandError: operands that are not bfloat16, or shapes that do not fit.
         SpecError: an unknown `out_dtype`, or a `split_k` below 1.
+        UnsupportedError: an `out_dtype` that no GEMM gives.
     """
     a_MK, _ = typed_array(a, (BFLOAT16,), "mm: a")
     b_KN, _ = typed_array(b, (BFLOAT16,), "mm: b")
     _check_inner(a_MK, b_KN, "mm")
     _check_split(split_k, "mm")
-    out_format = resolve_format(out_dtype, HIGH_PRECISION, "mm: out_dtype")
-    model = HOPPER_BF16
+    out_format = output_format("mm", out_dtype)
+    model = chip.bfloat16
     accumulated = _accumulated(operand(a_MK, BFLOAT16, model), operand(b_KN.T, BFLOAT16, model), model, split_k)
     return convert(accumulated, out_format)
 
@@ -121,7 +201,9 @@ def _blockwise(
 
     def tile(rows: slice, columns: slice) -> NDArray[np.float32]:
         total = np.zeros((a.part(rows=rows).rows, b.part(rows=columns).rows), np.float32)
-        for block, partial in enumerate(partials(a.part(rows=rows), b.part(rows=columns), model)):
+        for block, k in enumerate(range(0, a.k, _BLOCK_K)):
+            part = slice(k, k + _BLOCK_K)
+            partial = chain(a.part(k=part, rows=rows), b.part(k=part, rows=columns), model)
             factor_a, factor_b = scale_a_MB[rows, block, None], scale_b_BN[block, None, columns]
             if both_vectors:
                 total = fma(partial * factor_a, factor_b, total)
@@ -178,18 +260,6 @@ def _bias(bias: ArrayLike, n: int, call: str) -> NDArray[np.float32]:
     return values
 
 
-def _float8_operands(a: ArrayLike, b: ArrayLike, call: str) -> tuple[Array, Array, Format, Format]:
-    """`a` [M, K], `b` transposed to [N, K], and their formats."""
-    a_MK, format_a = typed_array(a, FLOAT8_OPERANDS, f"{call}: a")
-    b_KN, format_b = typed_array(b, FLOAT8_OPERANDS, f"{call}: b")
-    _check_inner(a_MK, b_KN, call)
-    if format_a == E5M2 and format_b == E5M2:
-        raise OperandError(
-            f"{call}: float8_e5m2 x float8_e5m2 does not exist on Hopper; make one operand float8_e4m3fn"
-        )
-    return a_MK, b_KN.T, format_a, format_b
-
-
 def _check_inner(a_MK: Array, b_KN: Array, call: str) -> None:
     if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
         raise OperandError(f"{call}: a must be [M, K] and b [K, N]; got {a_MK.shape} and {b_KN.shape}; transpose b?")
@@ -198,18 +268,3 @@ def _check_inner(a_MK: Array, b_KN: Array, call: str) -> None:
 def _check_split(split_k: int, call: str) -> None:
     if split_k < 1:
         raise SpecError(f"{call}: split_k must be at least 1; got {split_k}; 1 is no split")
-
-
-def _check_options(granularity_a: Granularity, granularity_b: Granularity, use_fast_accum: bool, split_k: int) -> None:
-    if (granularity_a, granularity_b) not in SCALED_GEMM_GRANULARITIES:
-        known = "; ".join(f"{x.value} x {y.value}" for x, y in SCALED_GEMM_GRANULARITIES)
-        raise SpecError(
-            f"scaled_mm: granularities must be one of {known}; got {granularity_a.value} x {granularity_b.value}; "
-            "repeat a tensorwise scale for every row to use it beside rowwise"
-        )
-    _check_split(split_k, "scaled_mm")
-    if granularity_a.is_blockwise and (use_fast_accum or split_k != 1):
-        raise SpecError(
-            "scaled_mm: blockwise scaling has neither fast accumulation nor split-K; "
-            f"got use_fast_accum={use_fast_accum}, split_k={split_k}; leave both out"
-        )

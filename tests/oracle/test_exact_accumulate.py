@@ -1,4 +1,4 @@
-"""f8ref.exact.accumulation: dot products built by hand, each of which separates a rule from the rules it is not.
+"""f8ref.exact.accumulate: dot products built by hand, each of which separates a rule from the rules it is not.
 
 In the derivations `[e]` is a product's raw exponent, the unit of a float8 step is 2^(e_max - 13), and E4M3 x E4M3 is
 meant where no format is named.
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, HOPPER_BF16, HOPPER_FP8, HOPPER_FP8_FAST, AccumulationModel, Format
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, HOPPER, AccumulationModel, Format
 from f8ref.exact import (
     NAN,
     ZERO,
@@ -28,7 +28,7 @@ from f8ref.exact import (
     tensor_core_step,
 )
 
-FAST, SLOW = HOPPER_FP8_FAST, HOPPER_FP8
+FAST, SLOW = HOPPER.float8_fast, HOPPER.float8
 INF = infinity()
 Pair = tuple[float | Number, float | Number]
 
@@ -300,7 +300,7 @@ def test_spec_1(pairs: list[Pair], result: Number, far: int) -> None:
 
 
 def bf16(positions: dict[int, Pair], length: int) -> Number:
-    return accumulate(at(positions, length, BFLOAT16), HOPPER_BF16)
+    return accumulate(at(positions, length, BFLOAT16), HOPPER.bfloat16)
 
 
 def test_bf16_1_alignment_keeps_25_fraction_bits() -> None:
@@ -334,7 +334,7 @@ def test_bf16_2_slices_are_multiples_of_64() -> None:
     """
     for k, value in ((80, 8), (127, 8), (128, 16)):
         pairs = at({0: (2.0**13, 2.0**13), k: (12, 1)}, 160, BFLOAT16)
-        assert accumulate_split(pairs, HOPPER_BF16, 2).value == (1 << 26) + value
+        assert accumulate_split(pairs, HOPPER.bfloat16, 2).value == (1 << 26) + value
 
 
 def test_bf16_results_below_the_normal_range() -> None:

@@ -1,4 +1,4 @@
-"""f8ref.exact.number: codes, the one rounding, exact arithmetic; against literals and against ml_dtypes and numpy."""
+"""f8ref.exact.cast and number: codes, the one rounding, exact arithmetic; against literals, ml_dtypes and numpy."""
 
 import math
 import struct
@@ -8,7 +8,20 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, E8M0FNU, FLOAT16, FLOAT32, Format, OperandError, Overflow
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    E8M0FNU,
+    FLOAT8,
+    FLOAT16,
+    FLOAT32,
+    Format,
+    Overflow,
+    SpecError,
+)
 from f8ref.exact import (
     NAN,
     ZERO,
@@ -31,6 +44,8 @@ MINUS_ZERO = Number(Kind.FINITE, negative=True)
 DTYPES = {
     E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
     E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    E4M3FNUZ: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    E5M2FNUZ: np.dtype(ml_dtypes.float8_e5m2fnuz),
     E8M0FNU: np.dtype(ml_dtypes.float8_e8m0fnu),
     BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     FLOAT16: np.dtype(np.float16),
@@ -83,6 +98,10 @@ def test_decode_literals(format: Format, code: int, value: Fraction | int) -> No
         (E5M2, 0x7C, infinity()),
         (E5M2, 0xFC, infinity(negative=True)),
         *((E5M2, code, NAN) for code in (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
+        (E4M3FNUZ, 0x80, NAN),
+        (E4M3FNUZ, 0xFF, finite(-240)),
+        (E5M2FNUZ, 0x80, NAN),
+        (E5M2FNUZ, 0x7F, finite(57344)),
         (E8M0FNU, 0xFF, NAN),
         (FLOAT32, 0x80000000, MINUS_ZERO),
         (FLOAT32, 0xFF800000, infinity(negative=True)),
@@ -132,13 +151,14 @@ def test_encode_is_the_inverse_of_decode(format: Format) -> None:
         assert encode(number, format) == (format.nan_code if number.is_nan else code)
 
 
-def test_nan_code_is_all_ones() -> None:
-    codes = {format: encode(NAN, format) for format in (E4M3FN, E5M2, FLOAT16, BFLOAT16, FLOAT32)}
-    assert codes == {E4M3FN: 0x7F, E5M2: 0x7F, FLOAT16: 0x7FFF, BFLOAT16: 0x7FFF, FLOAT32: 0x7FFFFFFF}
+def test_nan_code_is_all_ones_or_the_sign_alone() -> None:
+    codes = {format: encode(NAN, format) for format in (*FLOAT8, FLOAT16, BFLOAT16, FLOAT32)}
+    of_float8 = {E4M3FN: 0x7F, E5M2: 0x7F, E4M3FNUZ: 0x80, E5M2FNUZ: 0x80}
+    assert codes == of_float8 | {FLOAT16: 0x7FFF, BFLOAT16: 0x7FFF, FLOAT32: 0x7FFFFFFF}
 
 
 def test_encode_refuses_a_scale_format() -> None:
-    with pytest.raises(OperandError, match="float8_e8m0fnu"):
+    with pytest.raises(SpecError, match="float8_e8m0fnu"):
         encode(finite(1), E8M0FNU)
 
 
@@ -178,6 +198,21 @@ ROUNDING: dict[Format, list[tuple[Fraction | int, int, str]]] = {
         (Fraction(7, 1 << 17), 0x04, "tie of the largest subnormal 3 and the smallest normal 4 * 2^-16"),
         (61440 - TINY, 0x7B, "just below 57344 + 4096, the tie of 57344 and what would be 65536"),
     ],
+    E4M3FNUZ: [
+        (17, 0x60, "tie of 16 (code 0x60) and 18 (0x61): the even code"),
+        (
+            Fraction(1, 2048),
+            0x00,
+            "2^-11, tie of 0 and the smallest subnormal 2^-10: from below too it is the one zero",
+        ),
+        (TINY, 0x00, "far below the smallest subnormal: zero, which has no sign"),
+        (248 - TINY, 0x7F, "just below 240 + 8, the tie of 240 and what would be 256"),
+    ],
+    E5M2FNUZ: [
+        (Fraction(9, 8), 0x40, "tie of 1 (0x40) and 1.25 (0x41)"),
+        (TINY, 0x00, "zero, which has no sign"),
+        (61440 - TINY, 0x7F, "just below 57344 + 4096, the tie of 57344 and what would be 65536"),
+    ],
     FLOAT16: [
         (2049, 0x6800, "tie of 2048 and 2050"),
         (65520 - TINY, 0x7BFF, "just below the tie of 65504 and 65536"),
@@ -206,7 +241,8 @@ ROUNDING: dict[Format, list[tuple[Fraction | int, int, str]]] = {
 def test_rounding(format: Format, value: Fraction, code: int, overflow: Overflow) -> None:
     number = finite(value)
     assert encode(number, format, overflow) == code
-    assert encode(multiply(number, finite(-1)), format, overflow) == code | 1 << (format.bits - 1)
+    has_sign = code != 0 or format not in (E4M3FNUZ, E5M2FNUZ)
+    assert encode(multiply(number, finite(-1)), format, overflow) == code | has_sign << (format.bits - 1)
 
 
 # (format, value, code under SATURATE, code under NONFINITE)
@@ -223,6 +259,12 @@ OVERFLOWS = [
     (E5M2, infinity(), 0x7B, 0x7C),
     (E5M2, infinity(negative=True), 0xFB, 0xFC),
     (E5M2, NAN, 0x7F, 0x7F),
+    (E4M3FNUZ, finite(248), 0x7F, 0x80),  # the tie's even neighbour is beyond the largest finite value
+    (E4M3FNUZ, finite(-248), 0xFF, 0x80),
+    (E4M3FNUZ, infinity(negative=True), 0xFF, 0x80),
+    (E4M3FNUZ, NAN, 0x80, 0x80),
+    (E5M2FNUZ, finite(61440), 0x7F, 0x80),
+    (E5M2FNUZ, infinity(), 0x7F, 0x80),
     (FLOAT16, finite(65520), 0x7BFF, 0x7C00),
     (BFLOAT16, finite((1 << 128) - (1 << 119)), 0x7F7F, 0x7F80),
     (FLOAT32, finite((1 << 128) - (1 << 103)), 0x7F7FFFFF, 0x7F800000),
@@ -236,7 +278,7 @@ def test_overflow(format: Format, number: Number, saturated: int, nonfinite: int
 
 
 @pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
-@pytest.mark.parametrize("to_format", [E4M3FN, E5M2], ids=str)
+@pytest.mark.parametrize("to_format", FLOAT8, ids=str)
 @pytest.mark.parametrize("from_format", [BFLOAT16, FLOAT16], ids=str)
 def test_cast_of_every_16_bit_code_against_ml_dtypes(
     from_format: Format, to_format: Format, overflow: Overflow
@@ -248,7 +290,7 @@ def test_cast_of_every_16_bit_code_against_ml_dtypes(
         values = np.clip(values, -to_format.max, to_format.max)
     with np.errstate(over="ignore", invalid="ignore"):
         typed = values.astype(DTYPES[to_format])
-    witness = np.where(np.isnan(typed.astype(np.float32)), 0x7F, typed.view(np.uint8))
+    witness = np.where(np.isnan(typed.astype(np.float32)), to_format.nan_code, typed.view(np.uint8))
     for code, expected in zip(codes.tolist(), witness.tolist(), strict=True):
         assert cast(code, from_format, to_format, overflow) == expected, hex(code)
 

@@ -6,15 +6,16 @@ kernels is the one place where a product is not rounded before it is added [EPI-
 
 from collections.abc import Sequence
 
-from f8emu.spec.accumulation import HOPPER_BF16, HOPPER_FP8, HOPPER_FP8_FAST
-from f8emu.spec.errors import OperandError
-from f8emu.spec.formats import BFLOAT16, E5M2, FLOAT8_OPERANDS, FLOAT32, Format, Overflow
-from f8emu.spec.scaling import SCALED_GEMM_GRANULARITIES, Granularity
-from f8ref.exact.accumulation import Product, accumulate_split, chain, product
-from f8ref.exact.number import ZERO, Number, add, decode, encode, float32, multiply
+from f8emu.spec.chip import HOPPER, AccumulationModel, Chip
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.formats import BFLOAT16, FLOAT32, Format, Overflow
+from f8emu.spec.scaling import Granularity
+from f8ref.exact.accumulate import Product, accumulate_split, chain, product
+from f8ref.exact.cast import decode, encode, float32
+from f8ref.exact.number import ZERO, Number, add, multiply
 
 BLOCK_K = 128
-"""K that shares one scale in both blockwise granularities; a partial of [CHAIN-2] is as long."""
+"""K that shares one scale in both blockwise granularities."""
 
 
 def scaled_dot(
@@ -31,6 +32,7 @@ def scaled_dot(
     out_format: Format = BFLOAT16,
     use_fast_accum: bool = False,
     split_k: int = 1,
+    chip: Chip = HOPPER,
 ) -> int:
     """Output [m, n] of a scaled GEMM, from row m of a and column n of b.
 
@@ -41,17 +43,18 @@ def scaled_dot(
     Exactness: the bits of cuBLAS on an H200, by the recorded cases that `reference/README.md` lists.
 
     Raises:
-        OperandError: formats, granularities or lengths that no kernel takes.
+        OperandError: a format that the chip does not multiply, or lengths that do not fit.
+        SpecError: `split_k` below 1.
+        UnsupportedError: formats, granularities or options that the chip does not pair.
     """
-    pair = (granularity_a, granularity_b)
     formats = (a_format, b_format)
     blocks = -(-len(a_codes) // BLOCK_K) if granularity_a.is_blockwise else 1
-    if not set(formats) <= set(FLOAT8_OPERANDS) or formats == (E5M2, E5M2):
-        raise OperandError(
-            f"scaled_dot: float8_e4m3fn operands, or one of the two float8_e5m2, expected; got {a_format} x {b_format}"
-        )
-    if pair not in SCALED_GEMM_GRANULARITIES:
-        raise OperandError(f"scaled_dot: granularities must be a pair of SCALED_GEMM_GRANULARITIES; got {pair}")
+    if not set(formats) <= set(chip.operand_formats):
+        known = " or ".join(f.name for f in chip.operand_formats)
+        raise OperandError(f"scaled_dot: codes of {known} expected; got {a_format} and {b_format}")
+    refusal = chip.refusal(formats, (granularity_a, granularity_b), use_fast_accum=use_fast_accum, split_k=split_k)
+    if refusal is not None:
+        raise UnsupportedError(f"scaled_dot: {refusal}")
     if len(a_codes) != len(b_codes):
         raise OperandError(f"scaled_dot: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
     if len(scale_a) != blocks or len(scale_b) != blocks:
@@ -59,18 +62,15 @@ def scaled_dot(
             f"scaled_dot: {granularity_a.value} x {granularity_b.value} with K = {len(a_codes)} takes {blocks} "
             f"scale(s) for each operand; got {len(scale_a)} and {len(scale_b)}"
         )
-    if granularity_a.is_blockwise and (use_fast_accum or split_k != 1):
-        raise OperandError(
-            "scaled_dot: blockwise has neither fast accumulation nor split-K; leave both at their defaults"
-        )
 
     products = [product(a, b, a_format, b_format) for a, b in zip(a_codes, b_codes, strict=True)]
     scales_a = [decode(code, FLOAT32) for code in scale_a]
     scales_b = [decode(code, FLOAT32) for code in scale_b]
     if granularity_a.is_blockwise:
-        result = blockwise(products, scales_a, scales_b, both_vectors=granularity_a is granularity_b)
+        both_vectors = granularity_a is granularity_b
+        result = blockwise(products, scales_a, scales_b, chip.block_scaled, both_vectors=both_vectors)
     else:
-        accumulator = accumulate_split(products, HOPPER_FP8_FAST if use_fast_accum else HOPPER_FP8, split_k)
+        accumulator = accumulate_split(products, chip.float8_model(use_fast_accum=use_fast_accum), split_k)
         epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else rowwise
         result = epilogue(accumulator, scales_a[0], scales_b[0])
     return output_code(result, None if bias is None else decode(bias, FLOAT32), out_format)
@@ -87,7 +87,12 @@ def rowwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
 
 
 def blockwise(
-    products: Sequence[Product], scales_a: Sequence[Number], scales_b: Sequence[Number], *, both_vectors: bool
+    products: Sequence[Product],
+    scales_a: Sequence[Number],
+    scales_b: Sequence[Number],
+    model: AccumulationModel,
+    *,
+    both_vectors: bool,
 ) -> Number:
     """[EPI-5] One chain from zero for each 128 of K, fused into a float32 total.
 
@@ -96,7 +101,7 @@ def blockwise(
     """
     total = ZERO
     for block, (scale_a, scale_b) in enumerate(zip(scales_a, scales_b, strict=True)):
-        partial = chain(products[block * BLOCK_K : (block + 1) * BLOCK_K], HOPPER_FP8)
+        partial = chain(products[block * BLOCK_K : (block + 1) * BLOCK_K], model)
         if both_vectors:
             scaled = multiply(float32(multiply(partial, scale_a)), scale_b)
         else:
@@ -117,15 +122,23 @@ def group_of_row(row: int, offs: Sequence[int]) -> int:
     return sum(row >= end for end in offs)
 
 
-def mm_dot(a_codes: Sequence[int], b_codes: Sequence[int], *, out_format: Format = BFLOAT16, split_k: int = 1) -> int:
+def mm_dot(
+    a_codes: Sequence[int],
+    b_codes: Sequence[int],
+    *,
+    out_format: Format = BFLOAT16,
+    split_k: int = 1,
+    chip: Chip = HOPPER,
+) -> int:
     """Output [m, n] of the bfloat16 matmul, from the bfloat16 codes of row m of a and column n of b.
 
-    [BF16-1] One chain by `HOPPER_BF16` (steps of 16, 25 and 23 fraction bits), [BF16-2] or split-K, then one rounding.
+    [BF16-1] One chain by `chip.bfloat16`, [BF16-2] or split-K, then one rounding.
 
     Raises:
         OperandError: different lengths.
+        SpecError: `split_k` below 1.
     """
     if len(a_codes) != len(b_codes):
         raise OperandError(f"mm_dot: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
     products = [product(a, b, BFLOAT16, BFLOAT16) for a, b in zip(a_codes, b_codes, strict=True)]
-    return output_code(accumulate_split(products, HOPPER_BF16, split_k), None, out_format)
+    return output_code(accumulate_split(products, chip.bfloat16, split_k), None, out_format)

@@ -13,9 +13,9 @@ from f8emu.spec import (
     Format,
     OperandError,
     ScaleRule,
+    float8_format,
 )
 from f8ref.jax import softfloat
-from f8ref.jax.cast import float8_format
 from f8ref.jax.codec import dtype_format
 from f8ref.jax.scale import scale_from_amax
 
@@ -40,7 +40,7 @@ def update_delayed_state(
     Raises:
         OperandError: amax is not one float32, or the history has another length.
     """
-    target = float8_format(format, "update_delayed_state")
+    target = float8_format("update_delayed_state", format)
     dtype_format(amax, "update_delayed_state", "amax", (FLOAT32.name,))
     length = tuple(state.amax_history.shape)
     if amax.size != 1 or length != (delayed.history_length,):

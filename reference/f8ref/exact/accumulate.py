@@ -1,6 +1,6 @@
 """The tensor core: products, one accumulation step, and how steps are chained along K.
 
-The numbers (32 products a step, 13 fraction bits, ...) are in `f8emu.spec.accumulation`; this is the algorithm. For
+The numbers (32 products a step, 13 fraction bits, ...) are in `f8emu.spec.chip`; this is the algorithm. For
 float8 on Hopper, with `e` the largest exponent of a step:
 
     product     [OP-2]   |----|......|          sig_a * sig_b at 2^(exp_a + exp_b), exact
@@ -16,18 +16,17 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from f8emu.spec.accumulation import AccumulationModel
-from f8emu.spec.errors import OperandError
+from f8emu.spec.chip import AccumulationModel
+from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import FLOAT32, Format
+from f8ref.exact.cast import decode, float32
 from f8ref.exact.number import (
     NAN,
     ZERO,
     Number,
     add,
-    decode,
     exponent_of,
     finite,
-    float32,
     infinity,
     multiply,
     power_of_two,
@@ -137,10 +136,10 @@ def accumulate_split(products: Sequence[Product], model: AccumulationModel, spli
     up leaves nothing for it, it is zero. [BF16-2] is this with its own multiple.
 
     Raises:
-        OperandError: `split_k` below 1.
+        SpecError: `split_k` below 1.
     """
     if split_k < 1:
-        raise OperandError(f"accumulate_split: split_k must be at least 1 (no split); got {split_k}")
+        raise SpecError(f"accumulate_split: split_k must be at least 1 (no split); got {split_k}")
     if split_k == 1:
         return accumulate(products, model)
     length = -(-len(products) // split_k)

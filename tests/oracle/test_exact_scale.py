@@ -1,4 +1,4 @@
-"""f8ref.exact.scaling: amax, scales, quantisation, delayed scaling; literals, and IEEE double division as witness."""
+"""f8ref.exact: amax, scales, quantisation, delayed scaling; literals, and IEEE double division as witness."""
 
 import random
 import struct

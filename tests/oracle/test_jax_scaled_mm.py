@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, HOPPER_BF16, HOPPER_FP8, Granularity, OperandError, SpecError
+from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Granularity, OperandError, SpecError
 from f8ref.jax import mm, scaled_grouped_mm, scaled_mm, tiles
 from f8ref.jax.chain import Chain
 
@@ -66,9 +66,9 @@ def test_promotion_and_split_k_are_sums_of_parts() -> None:
 
 
 def test_extents_of_a_chain() -> None:
-    chain = Chain(HOPPER_FP8, E4M3FN, E4M3FN, 8192, 3)
+    chain = Chain(HOPPER.float8, E4M3FN, E4M3FN, 8192, 3)
     assert (chain.block_k, chain.blocks, chain.padded_k, chain.blocks_per_slice) == (128, 64, 8192, 22)
-    short = Chain(HOPPER_BF16, BFLOAT16, BFLOAT16, 33, 2)
+    short = Chain(HOPPER.bfloat16, BFLOAT16, BFLOAT16, 33, 2)
     assert (short.block_k, short.blocks, short.padded_k, short.blocks_per_slice) == (48, 1, 48, 1)
 
 
@@ -175,26 +175,14 @@ def test_refusals() -> None:
     a, b = drawn(rng, (4, 32)), drawn(rng, (32, 8))
     row_a, row_b = jnp.ones((4, 1), jnp.float32), jnp.ones((1, 8), jnp.float32)
     rowwise = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
-    vector, square = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
     refusals: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (OperandError, "a must be an array of float8", (a.astype(jnp.float32), b, ONE, ONE), {}),
         (OperandError, "float64", (np.ones((4, 32)), b, ONE, ONE), {}),
-        (OperandError, "does not exist", (a.astype(jnp.float8_e5m2), b.astype(jnp.float8_e5m2), ONE, ONE), {}),
         (OperandError, "Transpose b", (a, b.T, ONE, ONE), {}),
         (OperandError, r"scale_a must have shape \(4, 1\) for rowwise; got \(1, 1\)", (a, b, ONE, row_b), rowwise),
         (OperandError, r"scale_b must have shape \(1, 8\)", (a, b, row_a, row_b.T), rowwise),
         (OperandError, "float32; got an array of bfloat16", (a, b, ONE.astype(jnp.bfloat16), ONE), {}),
         (OperandError, r"bias must have shape \(8,\)", (a, b, ONE, ONE), {"bias": jnp.ones(4)}),
-        (SpecError, "no GEMM takes rowwise x tensorwise", (a, b, row_a, ONE), {"granularity_a": Granularity.ROWWISE}),
-        (SpecError, "no GEMM takes", (a, b, ONE, ONE), {"granularity_a": square, "granularity_b": square}),
-        (
-            SpecError,
-            "use_fast_accum=False",
-            (a, b, row_a, row_b),
-            {"granularity_a": vector, "granularity_b": vector, "use_fast_accum": True},
-        ),
-        (SpecError, "split_k", (a, b, ONE, ONE), {"split_k": 0}),
-        (SpecError, "out_dtype must be one of float32, bfloat16, float16", (a, b, ONE, ONE), {"out_dtype": E5M2}),
         (SpecError, "unknown format", (a, b, ONE, ONE), {"out_dtype": "float64"}),
     ]
     for error, text, operands, options in refusals:

@@ -1,0 +1,115 @@
+"""Codes and the numbers they mean: decode, the one rounding, and the casts made of the two."""
+
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import FLOAT32, Format, Overflow, Specials
+from f8ref.exact.number import NAN, Kind, Number, exponent_of, infinity, multiply, power_of_two
+
+
+def decode(code: int, format: Format) -> Number:
+    """The number that a code means, exactly.
+
+    `(-1)^sign * significand * 2^(exponent - fraction_bits)`. A code with exponent field 0 has no hidden bit and
+    keeps the exponent of field 1 (E8M0FNU has no such codes).
+    """
+    assert 0 <= code < 1 << format.bits, f"{code:#x} is not a code of {format}"
+    negative = bool(code & format.sign_mask)
+    magnitude_code = code & format.magnitude_mask
+    field = magnitude_code >> format.fraction_bits
+    fraction = magnitude_code & format.fraction_mask
+
+    # 1 Infinities and NaN.
+    match format.specials:
+        case Specials.NAN_ALL_ONES:
+            if magnitude_code == format.magnitude_mask:
+                return NAN
+        case Specials.NAN_NEGATIVE_ZERO:
+            if code == format.sign_mask:
+                return NAN
+        case Specials.IEEE:
+            if field == (1 << format.exponent_bits) - 1:
+                return infinity(negative) if fraction == 0 else NAN
+
+    # 2 The hidden bit and the exponent.
+    if field == 0 and format.has_subnormals:
+        significand, exponent = fraction, 1 - format.bias
+    else:
+        significand, exponent = (1 << format.fraction_bits) | fraction, field - format.bias
+    return Number(Kind.FINITE, negative, significand * power_of_two(exponent - format.fraction_bits))
+
+
+def encode(number: Number, format: Format, overflow: Overflow = Overflow.NONFINITE) -> int:
+    """The code of `format` nearest to a number, ties to even: every rounding to nearest of f8ref.exact is here.
+
+    The sign is kept, by zeros and by what rounds to zero too, unless the format has no -0. NaN gives the one NaN code
+    of the format. A magnitude that rounds beyond the largest finite value, and an infinity, are treated as `overflow`
+    says; where that gives a NaN it is the one NaN code.
+
+    Raises:
+        SpecError: the format has neither sign nor zero (E8M0FNU).
+    """
+    if not (format.signed and format.has_subnormals):
+        raise SpecError(f"encode: a format with a sign and a zero expected; got {format}, which holds scales")
+    if number.is_nan:
+        return format.nan_code
+    sign = format.sign_mask if number.negative else 0
+    if number.is_infinite:
+        return _overflow_code(sign, format, overflow)
+    if number.is_zero:
+        return sign if format.has_negative_zero else 0
+
+    # 1 The format's values near the number are the multiples of `spacing`; below the smallest normal the spacing
+    #   stays what it is there (gradual underflow).
+    exponent = max(exponent_of(number.magnitude), format.min_exponent)
+    spacing = power_of_two(exponent - format.fraction_bits)
+
+    # 2 The nearest multiple. `round` of a Fraction is to nearest, ties to even.
+    count = round(number.magnitude / spacing)
+
+    # 3 The codes of positive values are consecutive. At the smallest exponent the code is `count` itself: subnormals
+    #   up to 2^fraction_bits - 1, then the hidden bit turns up as exponent field 1. Each further exponent begins
+    #   2^fraction_bits codes later, so a count rounded up to 2^(fraction_bits + 1) is the next exponent's first code.
+    code = count + ((exponent - format.min_exponent) << format.fraction_bits)
+
+    # 4 What is left of a small magnitude may be nothing.
+    if code == 0:
+        return sign if format.has_negative_zero else 0
+
+    # 5 Overflow is judged after rounding: 464 rounds to 448 in E4M3FN, 61440 beyond 57344 in E5M2.
+    return sign | code if code <= format.max_code else _overflow_code(sign, format, overflow)
+
+
+def _overflow_code(sign: int, format: Format, overflow: Overflow) -> int:
+    match overflow:
+        case Overflow.SATURATE:
+            return sign | format.max_code
+        case Overflow.NONFINITE:
+            return format.nan_code if format.infinity_code is None else sign | format.infinity_code
+
+
+def round_to(number: Number, format: Format) -> Number:
+    """The number of `format` nearest to a number, ties to even; infinity (NaN where there is none) beyond its range."""
+    return decode(encode(number, format), format)
+
+
+def float32(number: Number) -> Number:
+    """The nearest float32, ties to even."""
+    return round_to(number, FLOAT32)
+
+
+def cast(code: int, from_format: Format, to_format: Format, overflow: Overflow = Overflow.SATURATE) -> int:
+    """The code of `to_format` nearest to what a code of `from_format` means."""
+    return encode(decode(code, from_format), to_format, overflow)
+
+
+def quantize(code: int, from_format: Format, inv_scale: int, to_format: Format) -> int:
+    """`cast(float32(x * inv_scale))`, saturating: one float32 rounding, then one to the format."""
+    return encode(_scaled(code, from_format, inv_scale), to_format, Overflow.SATURATE)
+
+
+def dequantize(code: int, format: Format, scale: int) -> int:
+    """`float32(decode(code) * scale)`, as a float32 code."""
+    return encode(_scaled(code, format, scale), FLOAT32)
+
+
+def _scaled(code: int, format: Format, factor: int) -> Number:
+    return float32(multiply(decode(code, format), decode(factor, FLOAT32)))

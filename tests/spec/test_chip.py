@@ -1,0 +1,89 @@
+"""What a chip multiplies and how it adds, against the literals of the measured rules (reference/NUMERICS.md)."""
+
+import pytest
+
+from f8emu.spec import CHIPS, E4M3FN, E4M3FNUZ, E5M2, HOPPER, AccumulationModel, Format, Granularity
+
+T, R = Granularity.TENSORWISE, Granularity.ROWWISE
+V, S = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+
+# step [ACC-1], aligned bits [ACC-3], result bits [ACC-5], promotion [CHAIN-2], slice multiple [CHAIN-3] [BF16-2]
+MEASURED = {
+    "float8": (32, 13, 13, 128, 128),
+    "float8_fast": (32, 13, 13, None, 128),
+    "block_scaled": (32, 13, 13, None, 128),
+    "bfloat16": (16, 25, 23, None, 64),
+}
+MODELS = [(chip.name, name, getattr(chip, name)) for chip in CHIPS.values() for name in MEASURED]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_model_of_hopper_equals_the_measured_rule(name: str) -> None:
+    model = getattr(HOPPER, name)
+    assert MEASURED[name] == (
+        model.step_k,
+        model.aligned_fraction_bits,
+        model.result_fraction_bits,
+        model.promote_k,
+        model.split_k_multiple,
+    )
+
+
+@pytest.mark.parametrize(("chip", "name", "model"), MODELS, ids=lambda x: x if isinstance(x, str) else "")
+def test_steps_tile_what_they_are_chained_over(chip: str, name: str, model: AccumulationModel) -> None:
+    """A promotion never ends inside a step, a split-K slice never inside a promotion."""
+    assert (model.promote_k or model.step_k) % model.step_k == 0
+    assert model.split_k_multiple % (model.promote_k or model.step_k) == 0
+
+
+def test_what_hopper_multiplies() -> None:
+    assert HOPPER.capability_major == 9
+    assert HOPPER.operand_formats == (E4M3FN, E5M2)
+    assert HOPPER.format_pairs == ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
+    assert HOPPER.granularity_pairs == ((T, T), (R, R), (V, V), (V, S), (S, V))
+    assert (HOPPER.size_multiple, HOPPER.vector_multiple) == (16, 4)
+    assert HOPPER.float8_model(use_fast_accum=True) is HOPPER.float8_fast
+    assert HOPPER.float8_model(use_fast_accum=False) is HOPPER.float8
+
+
+def test_every_scaled_gemm_that_hopper_has_and_no_other() -> None:
+    """[EPI-5], SPEC-1's last sentence: one list of refusals, asked for every combination."""
+    taken = {
+        (a.name, b.name, x, y, fast, split_k)
+        for a in (E4M3FN, E5M2, E4M3FNUZ)
+        for b in (E4M3FN, E5M2, E4M3FNUZ)
+        for x in Granularity
+        for y in Granularity
+        for fast in (True, False)
+        for split_k in (1, 2)
+        if HOPPER.refusal((a, b), (x, y), use_fast_accum=fast, split_k=split_k) is None
+    }
+    e4m3, e5m2 = E4M3FN.name, E5M2.name
+    assert taken == {
+        (a, b, x, x, fast, split_k)
+        for a, b in ((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2))
+        for x in (T, R)
+        for fast in (True, False)
+        for split_k in (1, 2)
+    } | {(e4m3, e4m3, x, y, False, 1) for x, y in ((V, V), (V, S), (S, V))}
+
+
+@pytest.mark.parametrize(
+    ("formats", "granularities", "options", "text"),
+    [
+        ((E5M2, E5M2), (T, T), {}, "got float8_e5m2 x float8_e5m2; cast to one of these"),
+        ((E4M3FN, E4M3FN), (T, R), {}, "got tensorwise x rowwise; to use a tensorwise scale"),
+        ((E4M3FN, E5M2), (V, V), {}, "block scales of float8_e4m3fn x float8_e4m3fn; got float8_e4m3fn x float8_e5m2"),
+        ((E4M3FN, E4M3FN), (V, S), {"use_fast_accum": True}, "no fast accumulation beside block scales"),
+        ((E4M3FN, E4M3FN), (V, S), {"split_k": 3}, "no split-K beside block scales; got split_k=3"),
+    ],
+    ids=["pair", "granularities", "blocks of E5M2", "fast blocks", "split blocks"],
+)
+def test_a_refusal_says_what_there_is_and_what_was_asked_for(
+    formats: tuple[Format, Format],
+    granularities: tuple[Granularity, Granularity],
+    options: dict[str, int],
+    text: str,
+) -> None:
+    refusal = HOPPER.refusal(formats, granularities, **options)  # pyright: ignore[reportArgumentType] (a bool is an int)
+    assert refusal is not None and text in refusal and refusal.startswith("Hopper ")
