@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _draw(workload, mode, entries)
             if arguments.json:
                 write_json(arguments.json, report)
-            forget()
+        forget()  # not after each mode: the graphs replay what was compiled before
     return _status(report)
 
 
