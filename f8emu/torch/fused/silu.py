@@ -42,8 +42,7 @@ def hidden_delayed(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: 
     if (launch := _launches_for(gate)) is None:
         return operators.cast_pair_delayed(silu(gate) * up, fmt, inv_scale, True, False, amax)[0]
     torch.autograd.graph.increment_version(amax)
-    format = named_format("hidden_delayed", fmt)
-    launch.hidden_given(gate.contiguous(), up.contiguous(), format, inv_scale, codes, amax)
+    launch.hidden_given(*gate.shape, fmt)(gate.contiguous(), up.contiguous(), inv_scale, codes, amax)
     return codes
 
 
@@ -55,12 +54,13 @@ def _(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Te
 @operator()
 def hidden_blocks(gate: Tensor, up: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor]:
     """Codes of `hidden` [M, N] and their scales, in 1x128 blocks."""
-    format, rule = named_rule("hidden_blocks", fmt, power_of_two, amax_floor)
+    format, _ = named_rule("hidden_blocks", fmt, power_of_two, amax_floor)
     codes, scale = _empty_hidden_blocks(gate, up, format)
     if (launch := _launches_for(gate)) is None:
         found = operators.cast_blocks(silu(gate) * up, fmt, False, True, False, power_of_two, amax_floor)
         return found[0], found[1]
-    launch.hidden_vectors(gate.contiguous(), up.contiguous(), format, rule, codes, scale)
+    plan = launch.hidden_vectors(*gate.shape, fmt, power_of_two, amax_floor)
+    plan(gate.contiguous(), up.contiguous(), codes, scale)
     return codes, scale
 
 
@@ -86,7 +86,7 @@ def gradients_delayed(
     hidden_cols: bool,
     gate_amax: Tensor,
     up_amax: Tensor,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Codes of the gradients in `fmt`, both ways, and of `hidden^T` in `hidden_fmt`, each under its inv_scale, [1, 1].
 
     The amax of a gradient of which codes are asked for is raised.
@@ -122,12 +122,12 @@ def gradients_delayed(
             codes[2:4] = operators.cast_pair_delayed(grad_up, fmt, up_inv_scale, rows, up_cols, up_amax)
         if hidden_cols:
             codes[4] = operators.cast_pair_given(activated * up, hidden_fmt, hidden_inv_scale, False, True)[1]
-        return codes
+        return _five(codes)
     torch.autograd.graph.increment_version((gate_amax, up_amax))
-    formats = (named_format("gradients_delayed", fmt), named_format("gradients_delayed", hidden_fmt))
     tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
-    launch.gradients_given(*tensors, formats, inv_scales, codes, (gate_amax, up_amax), wanted)
-    return codes
+    plan = launch.gradients_given(*gate.shape, fmt, hidden_fmt, *wanted)
+    plan(*tensors, *inv_scales, gate_amax, up_amax, *codes)
+    return _five(codes)
 
 
 @fake(gradients_delayed)
@@ -146,9 +146,9 @@ def _(
     hidden_cols: bool,
     gate_amax: Tensor,
     up_amax: Tensor,
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
-    return _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
+    return _five(_empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted))
 
 
 @operator()
@@ -170,7 +170,7 @@ def gradients_blocks(
         Codes, then scale: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`.
     """
     wanted = (rows, gate_cols, up_cols, hidden_cols)
-    format, rule = named_rule("gradients_blocks", fmt, power_of_two, amax_floor)
+    format, _ = named_rule("gradients_blocks", fmt, power_of_two, amax_floor)
     out = _empty_gradient_blocks((grad_hidden, gate, up), format, wanted)
     if (launch := _launches_for(gate)) is None:
         activated, settings = silu(gate), (power_of_two, amax_floor)
@@ -183,7 +183,7 @@ def gradients_blocks(
             out[8:10] = operators.cast_blocks(activated * up, fmt, False, False, True, *settings)[2:]
         return out
     tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
-    launch.gradients_vectors(*tensors, format, rule, out, wanted)
+    launch.gradients_vectors(*gate.shape, fmt, power_of_two, amax_floor, *wanted)(*tensors, *out)
     return out
 
 
@@ -215,6 +215,12 @@ def _launches_for(x: Tensor) -> ModuleType | None:
 
 def _grad_gate(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(grad_hidden * up, gate)
+
+
+def _five(codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    # torch functionalizes no operator that writes to an argument and gives a list.
+    first, second, third, fourth, fifth = codes
+    return first, second, third, fourth, fifth
 
 
 def _empty_hidden(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.language.extra.libdevice import exp
 
 from f8emu.torch.fused.cast_kernels import _clamp, store_tile
-from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
+from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, raise_amax, reciprocal
 
 _BLOCK = tl.constexpr(128)
 
@@ -82,11 +82,6 @@ def grad_gate_of(grad_hidden, gate, sigmoid, up):
 
 
 @triton.jit
-def _raise_amax(amax, values):
-    tl.atomic_max(amax, one_nan(tl.max(tl.max(magnitudes(values), 1), 0)), sem="relaxed")
-
-
-@triton.jit
 def _cast_given(
     values,
     inv_scale,
@@ -120,9 +115,9 @@ def _to_inv_scales(
 
 
 @triton.jit
-def _to_scales(inv_scale, inside):
+def _to_scales(inv_scale, inside, POWER_OF_TWO: tl.constexpr):
     """The inverse scales at these pointers become scales."""
-    tl.store(inv_scale, reciprocal(tl.load(inv_scale, mask=inside, other=1.0)), mask=inside)
+    tl.store(inv_scale, reciprocal(tl.load(inv_scale, mask=inside, other=1.0), POWER_OF_TWO), mask=inside)
 
 
 @triton.jit
@@ -169,12 +164,12 @@ def hidden_given_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """`codes` [M, N] of `hidden` under one inv_scale; `amax` (bits) is raised to that of `hidden`."""
+    """`codes` [M, N] of `hidden` under one inv_scale; `amax` is raised to that of `hidden`."""
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     gates = load_tile(gate, rows, cols, M, N)
     values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
-    _raise_amax(amax, values)
+    raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
     _cast_given(values, inv_scale, codes, codes, rows, cols, M, N, LIMIT, DTYPE, True, False)
 
 
@@ -203,7 +198,7 @@ def hidden_vectors_kernel(
     values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
     bits = one_nan(tl.max(magnitudes(values), 1))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    tl.store(scale + tile_n * M + rows, reciprocal(inv), mask=rows < M)
+    tl.store(scale + tile_n * M + rows, reciprocal(inv, POWER_OF_TWO), mask=rows < M)
     store_tile(codes, (values * inv[:, None]).to(DTYPE), rows, cols, M, N)
 
 
@@ -248,13 +243,13 @@ def gradients_given_kernel(
     silu = silu_of(gates, sigmoid)
     if ROWS or GATE_COLS:
         values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
-        _raise_amax(gate_amax, values)
+        raise_amax(gate_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
         _cast_given(
             values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, GATE_COLS
         )
     if ROWS or UP_COLS:
         values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
-        _raise_amax(up_amax, values)
+        raise_amax(up_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
         _cast_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
     if HIDDEN_COLS:
         values = hidden_of(silu, load_tile(up, rows, cols, M, N))
@@ -371,11 +366,11 @@ def gradients_vectors_kernel(
     # 4. The scales.
     tl.debug_barrier()
     if ROWS:
-        _to_scales(gate_row_scale + row_at, rows < M)
-        _to_scales(up_row_scale + row_at, rows < M)
+        _to_scales(gate_row_scale + row_at, rows < M, POWER_OF_TWO)
+        _to_scales(up_row_scale + row_at, rows < M, POWER_OF_TWO)
     if GATE_COLS:
-        _to_scales(gate_col_scale + col_at, cols < N)
+        _to_scales(gate_col_scale + col_at, cols < N, POWER_OF_TWO)
     if UP_COLS:
-        _to_scales(up_col_scale + col_at, cols < N)
+        _to_scales(up_col_scale + col_at, cols < N, POWER_OF_TWO)
     if HIDDEN_COLS:
-        _to_scales(hidden_col_scale + col_at, cols < N)
+        _to_scales(hidden_col_scale + col_at, cols < N, POWER_OF_TWO)

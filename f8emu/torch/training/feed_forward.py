@@ -120,9 +120,9 @@ class Float8FeedForward(nn.Module):
                 f"{list(input.shape)}"
             )
         require_values("Float8FeedForward", input, name="input")
-        # Under autocast each layer brings the input to its dtype, and their gradients are added in the input's own.
-        x1 = input.to(dtype).reshape(-1, w1.in_features)
-        x3 = x1 if input.dtype is dtype else input.to(dtype).reshape(-1, w3.in_features)
+        # Two tensors, as the layers have: their gradients are added in the input's own dtype, which under autocast may
+        # be another, and Dynamo traces no autograd function that is given one tensor twice.
+        x1, x3 = (input.to(dtype).reshape(-1, w1.in_features) for _ in range(2))
         output = _feed_forward(x1, x3, _Layers(w1, w2, w3))
         if w2.bias is not None:
             output = add_bias(output, w2.bias)
