@@ -5,7 +5,6 @@ GEMMs are in `gemm_cases`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -13,10 +12,9 @@ import numpy as np
 
 from f8emu.conformance.distributions import draw, dtype_of, rng
 from f8emu.conformance.gemm import GemmCase, Sample
-from f8emu.conformance.gemm_cases import ALIGNED, scaled_case
+from f8emu.conformance.gemm_cases import scaled_case
 from f8emu.spec import (
     BFLOAT16,
-    DELAYED,
     E4M3FN,
     E5M2,
     E8M0FNU,
@@ -25,13 +23,11 @@ from f8emu.spec import (
     FLOAT32,
     HIGH_PRECISION,
     MAX_MARGIN,
-    RECIPES,
     AmaxHistoryReduction,
     DelayedScaling,
     Format,
     Granularity,
     Overflow,
-    Recipe,
     ScaleRule,
 )
 
@@ -156,86 +152,7 @@ DELAYED_AMAXES: tuple[float, ...] = (
 """Rises and falls, so that the order of the history shows; unusable first, so that the initial state shows."""
 
 
-# 3 Recipes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeCase:
-    """A linear layer, forward and backward, under a recipe."""
-
-    recipe: Recipe
-    dtype: Format
-    shape: tuple[int, int, int]
-    """M, N, K."""
-    distribution: str
-    with_bias: bool
-    amaxes: tuple[float, ...] = ()
-    """Under delayed scaling: the amax of each earlier step; none is the first step."""
-
-    @property
-    def id(self) -> str:
-        steps = f" step {1 + len(self.amaxes)}" if self.recipe.delayed else ""
-        return f"{self.recipe.name} {self.dtype.name} {'x'.join(map(str, self.shape))} {self.distribution}{steps}"
-
-    @property
-    def is_aligned(self) -> bool:
-        """Whether the hardware's library takes all three GEMMs."""
-        blockwise = any(cast.granularity.is_blockwise for _, _, cast in self.recipe.casts())
-        return all(n % (128 if blockwise else ALIGNED) == 0 for n in self.shape)
-
-    def tensors(self) -> dict[str, np.ndarray]:
-        """The tensors input [M, K], weight [N, K], grad_output [M, N], and a bias [N], float32, where there is one."""
-        m, n, k = self.shape
-        found = {
-            "input": draw(self.distribution, (m, k), self.dtype, self.id + "input"),
-            "weight": draw(self.distribution, (n, k), self.dtype, self.id + "weight"),
-            "grad_output": draw("gradient", (m, n), self.dtype, self.id + "grad_output"),
-        }
-        if self.with_bias:
-            found["bias"] = draw("normal", (1, n), FLOAT32, self.id + "bias")[0]
-        return found
-
-
-RECIPE_SHAPE = (144, 160, 176)
-"""M, N, K: tails of 32 and of 128 in all three sums."""
-ODD_SHAPE = (33, 50, 70)
-"""One that only the emulators take; put to them in float32, whose products show every bit of the accumulator."""
-BLOCKWISE_RECIPE_SHAPE = (128, 128, 256)
-BLOCKWISE_ODD_SHAPE = (130, 37, 200)
-RECIPE_DISTRIBUTIONS = ("blocks", "normal", "outlier", "gradient", "specials", "cancellation", "subnormals")
-
-DELAYED_MOST_RECENT = replace(
-    DELAYED,
-    name="delayed most_recent",
-    delayed=DelayedScaling(history_length=3, reduction=AmaxHistoryReduction.MOST_RECENT, margin=2),
-)
-"""The fields of delayed scaling that no named recipe sets."""
-
-
-@cache
-def recipe_cases() -> tuple[RecipeCase, ...]:
-    """All named recipes with all dtypes; delayed scaling at its first and at a later step."""
-    found: list[RecipeCase] = []
-    for recipe, dtype in product((*RECIPES.values(), DELAYED_MOST_RECENT), HIGH_PRECISION):
-        blockwise = recipe.output.a.granularity.is_blockwise
-        regular, odd = (BLOCKWISE_RECIPE_SHAPE, BLOCKWISE_ODD_SHAPE) if blockwise else (RECIPE_SHAPE, ODD_SHAPE)
-        for shape in (regular, odd) if dtype == FLOAT32 else (regular,):
-            for amaxes in ((), (3.0, 0.0, 0.01)) if recipe.delayed else ((),):
-                i = len(found)
-                found.append(
-                    RecipeCase(
-                        recipe=recipe,
-                        dtype=dtype,
-                        shape=shape,
-                        distribution=RECIPE_DISTRIBUTIONS[i % len(RECIPE_DISTRIBUTIONS)],
-                        with_bias=i % 2 == 0,
-                        amaxes=amaxes,
-                    )
-                )
-    return tuple(found)
-
-
-# 4 Layers of real models
+# 3 Layers of real models
 
 
 TOKENS = 8192
@@ -254,7 +171,7 @@ SAMPLED = 24
 """Rows and columns that are checked of each."""
 
 
-def layer_cases() -> Iterator[GemmCase]:
+def live_cases() -> Iterator[GemmCase]:
     """The three GEMMs of every layer for 8192 tokens, tensorwise and rowwise, in both chainings, sampled.
 
     Formats are those of the recipes: gradients float8_e5m2 tensorwise, float8_e4m3fn rowwise.

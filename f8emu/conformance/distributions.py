@@ -77,6 +77,11 @@ def _subnormals(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
     return x
 
 
+def _integers(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
+    """Small integers times one power of two: float32 adds thousands of them without rounding, in any order."""
+    return r.integers(-15, 16, shape) * 2.0**-10
+
+
 def _specials(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
     """NaN in one row, infinity in another, rows of +0, -0 and float32 subnormals, normal values elsewhere."""
     x = r.standard_normal(shape)
@@ -95,6 +100,7 @@ VALUES: dict[str, Callable[[tuple[int, int], np.random.Generator], np.ndarray]] 
     "blocks": _blocks,
     "cancellation": _cancellation,
     "subnormals": _subnormals,
+    "integers": _integers,
     "specials": _specials,
 }
 """Distributions of values by name."""

@@ -21,9 +21,8 @@ from f8emu.conformance.cases import (
     amax_inputs,
     cast_inputs,
     inv_scales,
-    layer_cases,
+    live_cases,
     quantize_inputs,
-    recipe_cases,
     values,
 )
 from f8emu.conformance.check import Case, Parts
@@ -31,8 +30,10 @@ from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.golden import GoldenFile
+from f8emu.conformance.layer import LayerCase, LayerMode
+from f8emu.conformance.layer_cases import layer_cases
+from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
-from f8emu.conformance.recipe_trace import describe_linear, run_linear
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
@@ -159,10 +160,10 @@ def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             yield _gemm_case(gemm, f"{gemm.id} {_options(gemm)}")
 
 
-def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     if not subject.runs_full_size:
         raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
-    for gemm in layer_cases():
+    for gemm in live_cases():
         yield _gemm_case(gemm, gemm.id)
 
 
@@ -214,13 +215,22 @@ def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None
     return scale[:, column // (gemm.granularity_b.block[0] or 1)]
 
 
-# 4 Recipes
+# 4 Layers
 
 
-def _recipes(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-    for case in recipe_cases():
-        if subject.takes_any_size or case.is_aligned:
-            yield Case(id=case.id, run=partial(run_linear, case), describe=partial(describe_linear, case))
+def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    """Of a subject that trains the layer itself, eager and compiled; of another the verb that computes one."""
+    if subject.train is None and "linear" not in subject.verbs:
+        raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
+    for case in layer_cases(full_size=subject.runs_full_size):
+        if (case.mode is LayerMode.TRACE) == (subject.train is None):
+            yield Case(id=case.id, run=partial(_run_layer, case), describe=partial(describe_layer, case))
+
+
+def _run_layer(case: LayerCase, subject: Subject) -> Parts:
+    if case.mode is LayerMode.TRACE:
+        return trace_parts(case, subject.verbs)
+    return layer_parts(case, subject.verbs) if subject.train is None else subject.train(case)
 
 
 _VALUES = ("decode", "cast")
@@ -233,8 +243,8 @@ STAGES: dict[str, Stage] = {
         Stage(name="scales", title="scales", needs=_SCALES, cases=_scales, judge=value_oracle),
         Stage(name="golden", title="recorded GEMMs", needs=("scaled_mm",), cases=_golden, judge=None),
         Stage(name="gemms", title="generated GEMMs", needs=("scaled_mm",), cases=_gemms, judge=gemm_oracle),
-        Stage(name="recipes", title="layers under recipes", needs=("linear",), cases=_recipes, judge=gemm_oracle),
-        Stage(name="live", title="Llama-3 GEMMs on the GPU", needs=("scaled_mm",), cases=_layers, judge=gemm_oracle),
+        Stage(name="layers", title="layers, forward and backward", needs=(), cases=_layers, judge=gemm_oracle),
+        Stage(name="live", title="Llama-3 GEMMs on the GPU", needs=("scaled_mm",), cases=_live, judge=gemm_oracle),
     )
 }
 """Name -> stage, in the order in which they run."""

@@ -5,7 +5,7 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,8 @@ import numpy as np
 from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
+from f8emu.conformance.layer import LayerCase
+from f8emu.conformance.torch_layer import train
 from f8emu.spec import Format, Granularity, SpecError
 
 VERBS = (
@@ -47,8 +49,10 @@ class Subject:
     """What computes: `f8ref.numpy, numpy 2.4.6`, `torch._scaled_mm on NVIDIA H200`, ..."""
     verbs: Verbs
     """Of `VERBS` those that it has."""
+    train: Callable[[LayerCase], Mapping[str, np.ndarray]] | None = None
+    """Runs the layer that people train, and gives its parts."""
     takes_any_size: bool = True
-    """False: M, N and K must be multiples of 16, as for the hardware's library."""
+    """False: M, N and K of a GEMM must be multiples of 16, as for the hardware's library."""
     runs_full_size: bool = False
     """True: a sampled GEMM is run at its full size, on which the library's choice of kernel depends."""
     is_thread_safe: bool = False
@@ -193,11 +197,13 @@ def _torch() -> Subject:
     implementation, engine = (importlib.import_module(name) for name in ("f8emu.torch", "f8emu.torch.gemm.engine"))
     device = "cuda" if framework.on_gpu else "cpu"
     on_hardware = framework.on_gpu and engine.has_float8_hardware(framework.load(np.zeros(1, np.float32)).device)
-    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in VERBS}
+    names = [verb for verb in VERBS if verb != "linear"]  # its layer is Float8Linear, and that trains
+    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in names}
     return Subject(
         name="torch",
         engine=f"torch {framework.version}, {engine.engine_of(device)}",
         verbs=without_split_k(verbs) if on_hardware else verbs,
+        train=partial(train, framework),
         takes_any_size=False,
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,

@@ -7,15 +7,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from f8emu.conformance import cases
+from f8emu.conformance import cases, load_subject
 from f8emu.conformance.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
 from f8emu.conformance.gemm import Mode
 from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
+from f8emu.conformance.layer import LayerMode, Place, place_of
+from f8emu.conformance.layer_cases import layer_cases
+from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
+from f8emu.conformance.torch_layer import padded
 from f8emu.spec import (
     E4M3FN,
     E5M2,
     FLOAT8,
-    FLOAT16,
     FLOAT32,
     HIGH_PRECISION,
     HOPPER,
@@ -103,29 +106,62 @@ def test_generated_gemms_cover_the_options() -> None:
     assert 0 < sum(aligned.values()) < len(table)
 
 
-def test_recipes_meet_every_dtype_and_shape() -> None:
-    table = cases.recipe_cases()
+def test_layers_meet_every_recipe_dtype_and_mode() -> None:
+    table = layer_cases(full_size=True)
     assert len({case.id for case in table}) == len(table)
-    met = {(case.recipe.name, case.dtype) for case in table}
-    assert met >= set(product(RECIPES, HIGH_PRECISION))
+    modes = Counter((case.recipe.name, case.mode) for case in layer_cases())
     for name in RECIPES:
         mine = [case for case in table if case.recipe.name == name]
-        assert {case.is_aligned for case in mine} == {True, False}
         assert {case.with_bias for case in mine} == {True, False}
-    assert {len(case.amaxes) for case in table if case.recipe.delayed} == {0, 3}
+        assert any(all(size % 16 == 0 for size in case.shape) for case in mine)
+        assert any(all(size % 16 for size in case.shape) for case in mine)
+        assert modes[name, LayerMode.COMPILED] >= 2
+        for mode in (LayerMode.TRACE, LayerMode.EAGER):
+            assert {case.dtype for case in mine if case.mode is mode} == set(HIGH_PRECISION)
+    traced = {case.name for case in table if case.mode is LayerMode.TRACE}
+    assert traced < {case.name for case in table if case.mode is LayerMode.EAGER}
 
 
-def test_recipe_tensors_have_the_case_dtype() -> None:
-    case = next(c for c in cases.recipe_cases() if c.dtype == FLOAT16 and c.with_bias)
-    m, n, k = case.shape
+def test_gemms_of_a_layer_are_told_apart_by_their_sizes() -> None:
+    """In compiled code the order of the calls is the compiler's."""
+    for case in layer_cases(full_size=True):
+        places = range(1, case.layers + 1)
+        forward = [case.gemm_sizes(layer)["output"] for layer in places]
+        backward = [case.gemm_sizes(layer)[gemm] for layer in places for gemm in case.gemms[1:]]
+        for sizes in (forward, backward):
+            assert len({padded(size) for size in sizes}) == len(sizes), case.id
+
+
+def test_tensors_of_a_layer() -> None:
+    case = next(c for c in layer_cases() if c.layers == 2 and c.passes == 2)
+    place = Place(layer=2)
+    m, n, k = case.sizes(2)
     shapes = {"input": (m, k), "weight": (n, k), "grad_output": (m, n), "bias": (n,)}
-    assert {name: x.shape for name, x in case.tensors().items()} == shapes
-    dtypes = dict.fromkeys(shapes, "float16") | {"bias": "float32"}  # which a layer rounds
-    assert {name: x.dtype.name for name, x in case.tensors().items()} == dtypes
+    found = case.tensors(place)
+    assert {name: x.shape for name, x in found.items()} == shapes
+    dtypes = {"input": "bfloat16", "weight": "float32", "grad_output": "bfloat16", "bias": "float32"}
+    assert {name: x.dtype.name for name, x in found.items()} == dtypes
+    first, second = case.tensors(Place()), case.tensors(Place(turn=2))
+    assert np.array_equal(first["input"], found["input"]) and not np.array_equal(first["input"], second["input"])
+    assert np.array_equal(first["weight"], second["weight"])
+    assert place_of(case.part(Place(1, 2, 2), "output.a.codes")) == (Place(1, 2, 2), "output.a.codes")
+
+
+def test_a_difference_of_a_layer_is_explained() -> None:
+    """Every part has an explanation at every place that can differ, whatever the shape."""
+    reference = load_subject("f8ref.numpy")
+    for case in layer_cases():
+        if max(case.shape) < 100:
+            parts = (trace_parts if case.mode is LayerMode.TRACE else layer_parts)(case, reference.verbs)
+            for part, array in parts.items():
+                last = tuple(size - 1 for size in array.shape)
+                said = describe_layer(case, part, last)
+                assert said or array.ndim == 0, (case.id, part)
+                assert not said.endswith("(0)"), (case.id, part)
 
 
 def test_layers_are_those_of_llama() -> None:
-    table = list(cases.layer_cases())
+    table = list(cases.live_cases())
     assert len(table) == 8 * 3 * 2 * 2
     for case in table:
         assert case.sample is not None

@@ -200,7 +200,7 @@ def test_without_a_framework_the_default_subjects_name_the_extra(package: str, e
 
 def test_without_frameworks_numpy_is_still_verified(few: Path) -> None:
     """The recorded GEMMs need no second implementation; a layer's only other oracle would be JAX."""
-    arguments = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden", "--stage", "recipes")
+    arguments = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden", "--stage", "layers")
     result = python(MAIN, *arguments, blocked=("jax", "torch", "safetensors"))
     assert result.returncode == 0, result.stderr
     assert "4/4" in result.stdout

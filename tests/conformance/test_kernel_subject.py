@@ -84,7 +84,7 @@ def test_right_kernel(kernels: Any, few: Path, tmp_path: Path) -> None:
         "scales": "not offered",
         "golden": "equal",
         "gemms": "equal",
-        "recipes": "not offered",
+        "layers": "not offered",
         "live": "not offered",
     }
     assert (stages["golden"]["cases_total"], stages["golden"]["cases_not_offered"]) == (5, 4)

@@ -12,14 +12,13 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from benchmarks.layer_checks import SHAPES, WEIGHT_DTYPES, LayerCase, spread
 from benchmarks.models import FeedForward
-from benchmarks.subjects import MODES
+from f8emu.conformance import load_subject, verify
+from f8emu.conformance.report import mismatch_lines
 from f8emu.spec import (
     E4M3FN,
     E5M2,
     E8M0FNU,
-    GEMM_NAMES,
     HOPPER,
     RECIPES,
     Granularity,
@@ -36,6 +35,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda p: f"{p[0].value}-{p[1].value}")
 GRANULARITIES = pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
+
+
+def spread(seed: int, *shape: int) -> torch.Tensor:
+    """Float32 on the CPU, each element of another magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-9, 6, shape, generator=generator))
 
 
 def gemm_operands(pair: tuple[Granularity, Granularity], m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
@@ -232,16 +237,11 @@ def test_the_emulation_on_the_gpu_equals_the_tensor_cores(pair, assert_same_bits
     assert_same_bits(out, f8.scaled_mm(*args, out_dtype=torch.float32, engine="hardware"))
 
 
-@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_converted_layer_equals_the_oracle(name, shape, weight_dtype) -> None:
-    """Every code, scale, output and gradient, eager and compiled, over two steps."""
-    case = LayerCase(RECIPES[name], shape, weight_dtype, torch.device("cuda"))
-    for mode in MODES:
-        counts = case.check(mode, "hardware")
-        assert all(counts.compared.values())
-        assert not any(counts.differing.values()), (mode, counts)
+def test_converted_layers_equal_the_oracle() -> None:
+    """Every code, scale, product and gradient, eager and compiled: the stage of the suite, with its larger shapes."""
+    result = verify([load_subject("torch")], stages=["layers"])
+    assert result.subjects[0].stages[0].cases_total > 150
+    assert result.is_equal, list(mismatch_lines(result, 5))
 
 
 def test_a_compiled_amax_is_that_of_the_rounded_values(assert_same_bits) -> None:
@@ -388,23 +388,3 @@ def test_the_hardware_chooses_its_own_split() -> None:
     high = torch.zeros(64, 64, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(UnsupportedError, match=r"mm: on the hardware the library's heuristic decides"):
         f8.mm(high, high, split_k=1)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("mode", "dtype"), [*(("eager", d) for d in FLOATS), ("compiled", torch.bfloat16)], ids=str)
-def test_a_linear_layer_equals_the_oracle(mode, name, dtype, to_numpy, assert_same_bits) -> None:
-    recipe = RECIPES[name]
-    drawn = {"input": spread(1, 256, 384), "weight": spread(2, 128, 384), "grad_output": spread(3, 256, 128)}
-    tensors: dict[str, Any] = {k: v.to(dtype) for k, v in drawn.items()}
-    states = recipe.delayed and {k: f8.initial_delayed_state(recipe.delayed, device="cuda") for k in tensors}
-    numpy_states = recipe.delayed and {k: reference.initial_delayed_state(recipe.delayed) for k in tensors}
-
-    def products(tensors: dict[str, Any]) -> list[torch.Tensor]:
-        trace = f8.linear(recipe, **tensors, delayed_state=states)
-        return [getattr(trace, gemm).product for gemm in GEMM_NAMES]
-
-    run = products if mode == "eager" else torch.compile(products, fullgraph=True)
-    observed = run({k: v.cuda() for k, v in tensors.items()})
-    expected = reference.linear(recipe, **{k: to_numpy(v) for k, v in tensors.items()}, delayed_state=numpy_states)
-    for product, gemm in zip(observed, GEMM_NAMES, strict=True):
-        assert_same_bits(product, getattr(expected, gemm).product)

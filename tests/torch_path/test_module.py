@@ -22,32 +22,18 @@ import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import (
     DELAYED,
-    E4M3FN,
-    OPERANDS,
     RECIPES,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
     TENSORWISE,
-    Cast,
     DelayedState,
-    Gemm,
-    Granularity,
     OperandError,
     Recipe,
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch.training import autograd
-from f8emu.torch.training.autograd import Operand
 from f8emu.torch.training.delayed import DelayedBuffers
 
-SHAPES = {
-    "one_row": (1, 16, 32),
-    "odd_batch": (19, 32, 48),
-    "padded": (21, 20, 37),
-    "blocks_cut_short": (150, 144, 272),
-}
-"""[M, N, K]."""
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
 
@@ -90,20 +76,6 @@ def passes(layer: Any, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor, 
     return output.detach(), x.grad, layer.weight.grad.clone()
 
 
-class Recorder:
-    """The operands of every GEMM that a layer ran."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.operands: list[tuple[Operand, Operand]] = []
-        gemm = autograd.gemm
-
-        def record(a: Operand, b: Operand, *rest: Any) -> Tensor:
-            self.operands.append((a, b))
-            return gemm(a, b, *rest)
-
-        monkeypatch.setattr(autograd, "gemm", record)
-
-
 @pytest.fixture
 def oracle(to_numpy: Any) -> Any:
     """The trace of f8ref.numpy for a layer's tensors."""
@@ -129,76 +101,6 @@ def oracle(to_numpy: Any) -> Any:
         )
 
     return trace
-
-
-def weight_gradient(product: Any, like: Tensor, to_numpy: Any) -> np.ndarray:
-    """grad_weight's product in the dtype of the weight."""
-    return np.asarray(product).astype(np.float32).astype(to_numpy(like).dtype)
-
-
-@pytest.mark.parametrize("weight_dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", RECIPES)
-def test_everything_equals_the_oracle(
-    name: str,
-    shape: str,
-    weight_dtype: torch.dtype,
-    oracle: Any,
-    to_numpy: Any,
-    assert_same_bits: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    recipe, (m, n, k) = RECIPES[name], SHAPES[shape]
-    layer = layer_of(recipe, n, k, weight_dtype)
-    x, grad_output = draw(m, k, seed=3, dtype=BF16), draw(m, n, seed=4, dtype=BF16) / 64
-    recorder = Recorder(monkeypatch)
-    output, grad_input, grad_weight = passes(layer, x, grad_output)
-    expected = oracle(layer, x, grad_output, layer.bias)
-    for operands, gemm in zip(recorder.operands, OPERANDS, strict=True):
-        for ours, theirs in zip(operands, (getattr(expected, gemm).a, getattr(expected, gemm).b), strict=True):
-            assert_same_bits(ours.codes.contiguous(), theirs.codes)
-            assert (ours.scale is None) == (theirs.scale is None)
-            if ours.scale is not None:
-                assert_same_bits(ours.scale, theirs.scale)
-    assert_same_bits(output, expected.result)
-    assert_same_bits(grad_input, expected.grad_input.product)
-    assert_same_bits(grad_weight, weight_gradient(expected.grad_weight.product, grad_weight, to_numpy))
-
-
-@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-def test_other_dtypes_equal_the_oracle(
-    name: str, dtype: torch.dtype, oracle: Any, to_numpy: Any, assert_same_bits: Any
-) -> None:
-    layer = layer_of(RECIPES[name], 32, 48, dtype)
-    x, grad_output = draw(19, 48, seed=3, dtype=dtype), draw(19, 32, seed=4, dtype=dtype) / 64
-    output, grad_input, grad_weight = passes(layer, x, grad_output)
-    expected = oracle(layer, x, grad_output, layer.bias)
-    assert_same_bits(output, expected.result)
-    assert_same_bits(grad_input, expected.grad_input.product)
-    assert_same_bits(grad_weight, expected.grad_weight.product)
-
-
-def test_recipes_that_mix_granularities_equal_the_oracle(oracle: Any, assert_same_bits: Any) -> None:
-    """What no named recipe does: one matrix in two granularities, or in float8 in one of its GEMMs only."""
-    tensor, row = Cast(format=E4M3FN), Cast(format=E4M3FN, granularity=Granularity.ROWWISE)
-    vector = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_1X128)
-    square = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_128X128)
-    high, rows = Gemm(a=Cast(format=None), b=Cast(format=None)), Gemm(a=row, b=row)
-    recipes = [
-        Recipe(name="a", output=Gemm(a=tensor, b=row), grad_input=Gemm(a=row, b=tensor), grad_weight=rows),
-        Recipe(name="b", output=Gemm(a=vector, b=square), grad_input=Gemm(a=tensor, b=tensor), grad_weight=high),
-        Recipe(name="c", output=high, grad_input=high, grad_weight=Gemm(a=tensor, b=row)),
-        Recipe(name="d", output=Gemm(a=square, b=vector), grad_input=high, grad_weight=Gemm(a=vector, b=vector)),
-    ]
-    for recipe in recipes:
-        layer = layer_of(recipe, 32, 48, BF16)
-        x, grad_output = draw(19, 48, seed=3, dtype=BF16), draw(19, 32, seed=4, dtype=BF16)
-        observed = passes(layer, x, grad_output)
-        expected = oracle(layer, x, grad_output, layer.bias)
-        wanted = (expected.result, expected.grad_input.product, expected.grad_weight.product)
-        for ours, theirs in zip(observed, wanted, strict=True):
-            assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import f8emu.torch as f8
 from f8emu.spec import (
     E4M3FN,
-    GEMM_NAMES,
     DelayedScaling,
     Granularity,
     OperandError,
     Overflow,
     ScaleRule,
     UnsupportedError,
-    recipe_by_name,
 )
 from f8emu.torch.gemm import operators as gemm_operators
 
@@ -199,15 +197,3 @@ def test_bad_input_of_compiled_code_names_the_remedy() -> None:
 
     with pytest.raises(RuntimeError, match=r"multiples of 16; got K = 24.*pad the operands"):
         torch.compile(multiply, backend="eager", fullgraph=True)(codes(1, 16, 24))
-
-
-def test_a_linear_layer_under_a_recipe_is_one_graph(assert_same_bits) -> None:
-    recipe = recipe_by_name("rowwise_with_gw_hp")
-    x, w, g = torch.randn(32, 64).bfloat16(), torch.randn(48, 64), torch.randn(32, 48).bfloat16()
-
-    def products(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
-        return [getattr(f8.linear(recipe, x, w, g), gemm).product for gemm in GEMM_NAMES]
-
-    compiled = torch.compile(products, backend="aot_eager", fullgraph=True)
-    for observed, expected in zip(compiled(x, w, g), products(x, w, g), strict=True):
-        assert_same_bits(observed, expected)

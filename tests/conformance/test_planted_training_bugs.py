@@ -1,0 +1,226 @@
+"""The suite tests itself where people train: bugs planted into f8emu.torch, each caught at the stage of layers.
+
+Each says which part of a layer must be the first that differs, so that a report leads to the mistake.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from f8emu.conformance import Status, load_subject, stages, verify
+from f8emu.conformance.layer import LayerCase, LayerMode
+from f8emu.conformance.layer_cases import COMPILED, ODD, REGULAR, SITUATIONS, layer_cases
+from f8emu.conformance.report import mismatch_lines
+from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+import f8emu.torch.training.delayed_sync as delayed_sync  # noqa: E402
+from f8emu.torch.gemm import emulation, hardware  # noqa: E402
+from f8emu.torch.training import autograd, float8_linear, operands  # noqa: E402
+
+Planted = Iterator[Any]
+"""Patches."""
+
+
+def patched_gemm(bug: Callable[..., Any]) -> Planted:
+    """`bug(gemm, a, b, spec, dtype, engine)` instead of the layer's gemm."""
+    gemm = autograd.gemm
+    yield patch.object(autograd, "gemm", lambda *args: bug(gemm, *args))
+
+
+def patched_casts(bug: Callable[..., Any]) -> Planted:
+    """`bug(cast_both, *args)` instead of every cast."""
+    cast_both = operands.cast_both
+    for module in (operands, autograd):
+        yield patch.object(module, "cast_both", lambda *args: bug(cast_both, *args))
+
+
+def is_grad_weight(spec: Any) -> bool:
+    return any(spec is recipe.grad_weight for recipe in RECIPES.values())
+
+
+def is_grad_input(spec: Any) -> bool:
+    return any(spec is recipe.grad_input for recipe in RECIPES.values())
+
+
+def zeroed(cast_both: Any, *args: Any) -> Any:
+    return tuple(
+        x and x._replace(codes=torch.zeros_like(x.codes.view(torch.uint8)).view(x.codes.dtype))
+        for x in cast_both(*args)
+    )
+
+
+def casts_zeroed() -> Planted:
+    yield from patched_casts(zeroed)
+
+
+def grad_weight_tripled() -> Planted:
+    yield from patched_gemm(
+        lambda gemm, a, b, spec, *rest: gemm(a, b, spec, *rest) * (3 if is_grad_weight(spec) else 1)
+    )
+
+
+def scales_swapped() -> Planted:
+    yield from patched_gemm(lambda gemm, a, b, *rest: gemm(a._replace(scale=b.scale), b._replace(scale=a.scale), *rest))
+
+
+def stale_input() -> Planted:
+    """The operands of the first input serve all later ones."""
+    kept: dict[Any, Any] = {}
+    yield patch.object(float8_linear, "keep_operands", lambda input, dtype, plan, x: kept.setdefault(plan, x))
+    yield patch.object(float8_linear, "find_operands", lambda input, dtype, plan: kept.get(plan))
+
+
+def tail_dropped() -> Planted:
+    def whole(x: Any) -> Any:
+        return x._replace(codes=x.codes[:, : x.codes.shape[1] // 16 * 16])
+
+    yield from patched_gemm(lambda gemm, a, b, *rest: gemm(whole(a), whole(b), *rest))
+
+
+def padding_not_zero() -> Planted:
+    """K is padded with what a buffer happens to hold: zeros in one operand hide it, so the products stay right."""
+    filled = autograd._filled
+
+    def dirty(codes: Any, rows: int, cols: int) -> Any:
+        found = filled(codes, rows, cols)
+        found.view(torch.uint8)[:, codes.shape[1] :] = 0x38 if codes.shape[0] == ODD[0] else 0
+        return found
+
+    yield patch.object(autograd, "_filled", dirty)
+
+
+def other_accumulation() -> Planted:
+    def flipped(gemm: Any, a: Any, b: Any, spec: Any, *rest: Any) -> Any:
+        other = replace(spec, use_fast_accum=not spec.use_fast_accum) if is_grad_input(spec) else spec
+        return gemm(a, b, other, *rest)
+
+    yield from patched_gemm(flipped)
+
+
+def engine_ignores_fast_accum() -> Planted:
+    for module in (emulation, hardware):
+        run = module.scaled_mm
+        yield patch.object(module, "scaled_mm", lambda *a, _run=run, **o: _run(*a, **o | {"use_fast_accum": True}))
+
+
+def bias_twice() -> Planted:
+    add_bias = float8_linear.add_bias
+    yield patch.object(float8_linear, "add_bias", lambda output, bias: add_bias(add_bias(output, bias), bias))
+
+
+def gradient_rounded() -> Planted:
+    def rounded(gemm: Any, a: Any, b: Any, spec: Any, dtype: Any, engine: str) -> Any:
+        product = gemm(a, b, spec, dtype, engine)
+        return product.bfloat16().to(dtype) if is_grad_weight(spec) else product
+
+    yield from patched_gemm(rounded)
+
+
+def weight_rounded() -> Planted:
+    """A float32 weight is brought to the dtype of the input before it is cast."""
+    cast_rows_first = autograd.cast_rows_first
+    yield patch.object(autograd, "cast_rows_first", lambda x, *rest: cast_rows_first(x.bfloat16(), *rest))
+
+
+def amax_not_raised() -> Planted:
+    def lost(cast_both: Any, x: Any, rows: Any, cols: Any, source: Any, rule: Any, amax: Any = None) -> Any:
+        return cast_both(x, rows, cols, source, rule, None if amax is None else amax.clone())
+
+    yield from patched_casts(lost)
+
+
+def update_skipped() -> Planted:
+    def skipped(group: Any, recipe: Recipe) -> None:
+        for buffers in group:
+            buffers.updates += 1
+
+    yield patch.object(delayed_sync, "_update", skipped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bug:
+    """What is planted, the case that must show it, and the first part that must differ."""
+
+    plant: Callable[[], Planted]
+    first: str
+    recipe: Recipe = TENSORWISE
+    fields: dict[str, Any]
+    mode: LayerMode = LayerMode.EAGER
+
+
+BATCH, AUTOCAST, LONG = (SITUATIONS[name] for name in ("batch", "autocast", "long"))
+WIDE = {"shape": REGULAR, "dtype": FLOAT32, "weight_dtype": FLOAT32}
+BUGS = {
+    "casts zeroed": Bug(plant=casts_zeroed, fields=BATCH, first="output.a.codes"),
+    "grad_weight tripled": Bug(plant=grad_weight_tripled, fields=BATCH, first="weight.grad"),
+    "scales swapped": Bug(plant=scales_swapped, fields=BATCH, first="output.a.scale"),
+    "stale shared input": Bug(plant=stale_input, fields=LONG, first="step 1 pass 2 output.a.scale"),
+    "padded tail dropped": Bug(plant=tail_dropped, fields=BATCH, first="output.a.codes"),
+    "padding not zero": Bug(plant=padding_not_zero, fields=BATCH, first="output.a.padding"),
+    "other accumulation in grad_input": Bug(plant=other_accumulation, fields=WIDE, first="grad_input.product"),
+    "fast accumulation everywhere": Bug(plant=engine_ignores_fast_accum, fields=WIDE, first="grad_input.product"),
+    "bias twice": Bug(plant=bias_twice, fields=BATCH, first="result"),
+    "grad_weight rounded to bfloat16": Bug(plant=gradient_rounded, fields=WIDE, first="weight.grad"),
+    "weight rounded before its cast": Bug(plant=weight_rounded, fields=AUTOCAST, first="output.b.scale"),
+    "delayed amax not raised": Bug(
+        plant=amax_not_raised, recipe=DELAYED, fields=LONG, first="step 1 delayed.input.amax_history"
+    ),
+    "delayed update skipped": Bug(
+        plant=update_skipped, recipe=DELAYED, fields=LONG, first="step 1 delayed.input.amax_history"
+    ),
+    "casts zeroed, compiled": Bug(
+        plant=casts_zeroed, fields=COMPILED[1], first="output.a.codes", mode=LayerMode.COMPILED
+    ),
+    "grad_weight tripled, compiled": Bug(
+        plant=grad_weight_tripled, fields=COMPILED[1], first="weight.grad", mode=LayerMode.COMPILED
+    ),
+}
+
+
+def chosen(bug: Bug) -> LayerCase:
+    """The one case of the table that the bug is shown to."""
+    fields = {"shape": ODD, "dtype": BFLOAT16, "weight_dtype": BFLOAT16} | bug.fields
+    (case, *_) = (
+        case
+        for case in layer_cases()
+        if case.recipe is bug.recipe
+        and case.mode is bug.mode
+        and all(getattr(case, name) == value for name, value in fields.items())
+    )
+    return case
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_in_the_training_path_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = BUGS[name]
+    case = chosen(bug)
+    monkeypatch.setattr(stages, "layer_cases", lambda full_size: (case,))
+    torch.compiler.reset()
+    try:
+        with ExitStack() as stack:
+            for planted in bug.plant():
+                stack.enter_context(planted)
+            result = verify([load_subject("torch")], stages=["layers"])
+    finally:
+        torch.compiler.reset()
+    (stage,) = result.subjects[0].stages
+    assert stage.status is Status.DIFFERENT
+    assert list(stage.first_differences) == [bug.first]
+    line = list(mismatch_lines(result, 1))[1]
+    assert line.startswith(f"{bug.recipe.name} ") and f" {bug.mode.value}: {bug.first}" in line
+    assert "expected" in line
+
+
+def test_without_a_bug_the_same_cases_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it is the bug that the suite catches. The compiled ones are run in tests/torch_path/test_layers.py."""
+    shown = {chosen(bug) for bug in BUGS.values() if bug.mode is LayerMode.EAGER}
+    monkeypatch.setattr(stages, "layer_cases", lambda full_size: tuple(shown))
+    result = verify([load_subject("torch")], stages=["layers"])
+    assert result.is_equal, list(mismatch_lines(result, 5))
