@@ -5,7 +5,7 @@
     f8emu verify own_kernel:float32_mm --arrays numpy    # NOT EQUAL: the tensor core does not add in float32
 
 `--arrays torch` (the default) and `--arrays jax` give the kernel tensors of those, on the GPU where there is one.
-`NotImplementedError` means that the kernel does not offer a case. The rules in brackets: reference/README.md.
+`NotImplementedError` means that the kernel does not offer a case. The rules in brackets: reference/NUMERICS.md.
 """
 
 import ml_dtypes

@@ -1,0 +1,49 @@
+"""What the repository cites is there: files named in documents, the sections and rule ids of NUMERICS."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUMERICS = (ROOT / "reference" / "NUMERICS.md").read_text()
+FOLDERS = ("f8emu", "reference", "tests", "benchmarks", "examples")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))})
+IDS = set(re.findall(r"^\[([A-Z0-9]+-\d)\]", NUMERICS, re.MULTILINE))
+
+
+def cited_files(text: str) -> set[str]:
+    """Paths in backticks that begin with a folder of the repository, and the targets of relative links."""
+    paths = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+)`", text)
+    return {*paths, *re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_that_a_document_cites_are_there(path: Path) -> None:
+    missing = {f for f in cited_files(path.read_text()) if not ((ROOT / f).exists() or (path.parent / f).exists())}
+    assert not missing
+
+
+def test_sources_cite_what_is_there() -> None:
+    sections = set(re.findall(r"^## (\d+) ", NUMERICS, re.MULTILINE))
+    assert sections == {str(i) for i in range(1, 12)}
+    for path in SOURCES:
+        text = path.read_text()
+        # "NUMERICS 3, and", "NUMERICS 2 and 5": the numbers directly after the word.
+        for first, second in re.findall(r"NUMERICS (\d+)(?: and (\d+))?", text):
+            assert {first, second} - {""} <= sections, path
+        rules = set(re.findall(r"\[((?:OP|ACC|CHAIN|EPI|SPEC|BF16)-\d)\]", text))
+        assert rules <= IDS, path
+        missing = {
+            f for f in re.findall(r"`?((?:reference|benchmarks)/[\w/-]+\.(?:md|json))", text) if not (ROOT / f).exists()
+        }
+        assert not missing, path
+
+
+def test_the_search_finds_something() -> None:
+    assert len(IDS) == 19 and "ACC-2" in IDS
+    assert cited_files("see `f8emu/spec/none.py`, [x](nowhere.md) and [y](https://a.b)") == {
+        "f8emu/spec/none.py",
+        "nowhere.md",
+    }
