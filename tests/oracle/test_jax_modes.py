@@ -111,7 +111,7 @@ def test_operands_of_numpy() -> None:
     assert leaves(call(*map(np.asarray, operands))) == leaves(call(*operands))
 
 
-def layer(recipe: Recipe) -> tuple[dict[str, jax.Array], dict[str, DelayedState] | None]:
+def layer(recipe: Recipe) -> tuple[dict[str, Any], dict[str, DelayedState] | None]:
     rng = np.random.default_rng(71)
     tensors = {"input": (32, 32), "weight": (32, 32), "grad_output": (32, 32), "bias": (32,)}
     arrays = {name: jnp.asarray(rng.standard_normal(shape).astype("bfloat16")) for name, shape in tensors.items()}
