@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.torch.dtypes import CHIP
 
 _FLOAT8_CAPABILITY = (8, 9)
 
@@ -20,8 +21,8 @@ def has_float8_hardware(device: torch.device) -> bool:
 def require_hopper(call: str, device: torch.device) -> None:
     """Raise UnsupportedError unless `device` is a Hopper GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major != 9:
+    if major != CHIP.capability_major:
         raise UnsupportedError(
-            f"{call}: torch has it for Hopper only, compute capability 9.0; {torch.cuda.get_device_name(device)} has "
-            f"{major}.{minor}; pass engine='emulated'"
+            f"{call}: torch has it for {CHIP.name} only, compute capability {CHIP.capability_major}.0; "
+            f"{torch.cuda.get_device_name(device)} has {major}.{minor}; pass engine='emulated'"
         )
