@@ -358,6 +358,21 @@ def test_equals_three_layers(name: str, sizes: tuple[int, int], fusions: list[in
 
 
 @NOT_INTERPRETED
+def test_every_tensor_has_its_own_scale(fusions: list[int], assert_same_steps: Any) -> None:
+    """Scales that differ by powers of 1.5: of one input, w1 and w3 find the same, which hides a mistake."""
+    pair = pair_of("delayed")
+    assert_same_steps(pair, 21, 32, steps=1)
+    for block in pair:
+        for i, name in enumerate(("w1", "w2", "w3")):
+            buffers = dict(block.get_submodule(f"{name}.delayed").named_buffers())
+            factors = torch.tensor([1.5 ** (3 * i + j - 4) for j in range(3)])
+            buffers["inv_scale"].mul_(factors)
+            buffers["scale"].copy_(1 / buffers["inv_scale"])
+    assert_same_steps(pair, 21, 32, steps=1)
+    assert len(fusions) == 1
+
+
+@NOT_INTERPRETED
 @pytest.mark.filterwarnings("ignore:sync_float8_amax_and_scale_history:RuntimeWarning")
 @pytest.mark.parametrize("name", FUSED)
 def test_frozen_weights(name: str, fusions: list[int], assert_same_steps: Any) -> None:
