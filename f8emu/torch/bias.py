@@ -41,4 +41,4 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0].to(ctx.dtype), None
+        return rounded(grads[0], ctx.dtype), None  # the sum over rows is rounded first, compiled too

@@ -11,6 +11,7 @@ Both hooks are internal to torch (2.11 to 2.13). For sizes that are not known wh
 are: the same bits, more host time.
 """
 
+import re
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
@@ -26,6 +27,7 @@ from f8emu.torch.fused.arguments import block_granularity
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT8_DTYPES}
 _CASTS = (operators.cast_pair, operators.cast_pair_given, operators.cast_rows, operators.cast_blocks)
 """Functional and cheap: one reading of a matrix."""
+_REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operators.row_amax, operators.scales)
 
 
 def install() -> None:
@@ -45,7 +47,11 @@ def _allow_recomputation() -> None:
     @wraps(default)
     def with_casts() -> Any:
         types = default()
-        types.recomputable_ops.update(operator.overload.overloadpacket for operator in _CASTS)
+        casts, reductions = ([operator.overload.overloadpacket for operator in of] for of in (_CASTS, _REDUCTIONS))
+        types.recomputable_ops.update(casts)
+        # The partitioner recomputes no node whose results are read by others than fusible ones, nor one that reads a
+        # tensor after one that is not fusible has read it.
+        types.fusible_ops.update([*casts, *reductions])
         return types
 
     partitioners.get_default_op_list = with_casts
@@ -181,18 +187,55 @@ def _cast_blocks(
 def _launch(plan: Any, *tensors: Any) -> None:
     """The kernel of a plan as a node of Inductor's."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-    from torch._inductor import ir
 
     kernel = _with_warps(plan.kernel, plan.warps)
     names = plan.kernel.arg_names
     arguments = dict(zip(names, (*tensors, *plan.sizes), strict=False)) | plan.constants
     assert set(arguments) == set(names), "a plan fills all arguments of its kernel"
-    ir.UserDefinedTritonKernel(
+    node = _planned_kernel()(
         kernel_idx=kernel_side_table.add_kernel(kernel),
         grid=[(plan.programs, 1, 1)],
         tma_descriptor_metadata={},
         kernel_args=arguments,
     )
+    node.plan = plan
+
+
+@cache
+def _planned_kernel() -> Any:
+    """Inductor's node of a kernel, which calls the plan: that takes half the host time of Inductor's own launch."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    class PlannedKernel(ir.UserDefinedTritonKernel):
+        plan: Any
+
+        def can_fuse_epilogue(self) -> bool:
+            return False
+
+        def codegen(self, wrapper: Any) -> None:
+            if V.graph.cpp_wrapper:  # ahead of time, without Python
+                super().codegen(wrapper)
+                return
+            name = "f8emu_" + re.sub(r"\W+", "_", self.plan.name)
+            wrapper.add_import_once("from f8emu.torch.fused import launch as f8emu_launch")
+            wrapper.add_import_once(f"{name} = f8emu_launch.{self.plan.name}")
+            tensors = [x for x in self.ordered_kwargs_for_cpp_kernel if isinstance(self.kwargs[x], ir.IRNode)]
+            self.codegen_comment(wrapper, name)
+            wrapper.writeline(f"{name}({', '.join(_pointer_to(self.get_kwargs_value(x)) for x in tensors)})")
+
+    return PlannedKernel
+
+
+def _pointer_to(x: Any) -> str:
+    """A tensor with the memory of `x`, whatever its shape: without a view where it begins where its base does."""
+    from torch._inductor import ir
+
+    if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and not isinstance(x.data, ir.ReinterpretView):
+        base = x.data
+        if base.get_dtype() == x.get_dtype():
+            return base.codegen_reference()
+    return x.codegen_reference()
 
 
 @cache

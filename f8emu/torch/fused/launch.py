@@ -1,13 +1,14 @@
 """The launches of the Triton kernels: grids, tile sizes and warps. Importing this module needs Triton.
 
 A plan says how a kernel is launched on matrices of one size, whatever the tensors. Plans are made once for each
-signature; eager code calls them, and `inductor` writes them into compiled code. A plan takes the tensors in the order of its
-kernel's arguments, all contiguous and allocated by the caller. Where a kernel does not use one, any tensor stands in: a
-pointer that is never followed.
+signature; eager code calls them, and `inductor` writes them into compiled code. A plan takes the tensors in the order
+of its kernel's arguments, all contiguous and allocated by the caller. Where a kernel does not use one, any tensor
+stands in: a pointer that is never followed.
 """
 
 import struct
-from functools import cache, lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache, wraps
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ SQUARES_WARPS = 8
 class Plan:
     """One launch of one kernel, but for its tensors."""
 
-    __slots__ = ("_runners", "constants", "kernel", "programs", "sizes", "warps")
+    __slots__ = ("_launches", "constants", "kernel", "name", "programs", "sizes", "warps")
 
     def __init__(
         self, kernel: Any, programs: int, sizes: tuple[int, ...], constants: dict[str, Any], warps: int
@@ -56,31 +57,81 @@ class Plan:
         self.constants = constants
         """The `tl.constexpr` arguments, in the order of the kernel's."""
         self.warps = warps
-        self._runners: dict[Any, Any] = {}
+        self.name = ""
+        """The expression that gives this plan, in terms of this module."""
+        self._launches: dict[Any, _Launch] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the device of the tensors, which need not be torch's current one."""
-        index = tensors[0].device.index
-        if index is None or index == torch.cuda.current_device():
+        x = tensors[0]
+        if not x.is_cuda:  # in Triton's interpreter
+            self._first_launch(tensors)
+            return
+        index = x.get_device()
+        if index == torch.cuda.current_device():
             self._launch(index, tensors)
         else:
             with torch.cuda.device(index):
                 self._launch(index, tensors)
 
-    def _launch(self, index: int | None, tensors: tuple[Tensor, ...]) -> None:
-        # Triton looks the compiled kernel up by all of its arguments, which takes longer than the launch. All that it
-        # looks at and a plan does not fix: dtypes, and whether a pointer is a multiple of 16.
-        key = (index, *[(x.dtype, not x.data_ptr() % 16) for x in tensors])
-        runner = self._runners.get(key)
-        if runner is not None:
-            runner(*tensors, *self.sizes, *self.constants.values())
-            return
-        compiled = self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, num_warps=self.warps)
-        if compiled is not None:  # Triton's interpreter compiles nothing
-            self._runners[key] = compiled[(self.programs, 1, 1)]
+    def _launch(self, index: int, tensors: tuple[Tensor, ...]) -> None:
+        # Triton looks the compiled kernel up by all of its arguments, which takes longer than the launch. The key is
+        # what it looks at and a plan does not fix: dtypes, and whether a pointer is a multiple of 16.
+        pointers = [x.data_ptr() for x in tensors]
+        key = (index, *[x.dtype for x in tensors], *[pointer & 15 == 0 for pointer in pointers])
+        launch = self._launches.get(key)
+        if launch is None:
+            self._launches[key] = _launch_of(self._first_launch(tensors), self)
+        else:
+            launch(index, pointers)
+
+    def _first_launch(self, tensors: tuple[Tensor, ...]) -> Any:
+        return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, num_warps=self.warps)
 
 
-_plan = lru_cache(maxsize=4096)
+_Launch = Callable[[int, list[int]], None]
+
+
+def _launch_of(compiled: Any, plan: Plan) -> _Launch:
+    """What launches a compiled kernel on pointers: torch's launcher for Inductor's kernels, or else Triton's own.
+
+    The first takes the kernel's arguments without constants, whose types it is told by a letter each, and without the
+    hooks that Triton calls around a launch.
+    """
+    metadata, programs = compiled.metadata, plan.programs
+    scratch = [getattr(metadata, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    fast = getattr(getattr(torch._C, "_StaticCudaLauncher", None), "_launch_kernel", None)
+    is_special = metadata.num_ctas != 1 or any(scratch) or getattr(metadata, "launch_cooperative_grid", False)
+    if fast is None or is_special or getattr(metadata, "launch_pdl", False):
+        runner = compiled[(programs, 1, 1)]
+        rest = (*plan.sizes, *plan.constants.values())
+        return lambda index, pointers: runner(*pointers, *rest)
+    kinds = list(compiled.src.signature.values())[len(plan.kernel.arg_names) - len(plan.sizes) - len(plan.constants) :]
+    letters = {"i32": "i", "i64": "l"}  # an integer that is 1 is a constant, as all behind the integers are
+    taken = [(size, letters[kind]) for size, kind in zip(plan.sizes, kinds, strict=False) if kind != "constexpr"]
+    nones = (None,) * sum(size is not None for size in scratch)
+    sizes = (*[size for size, _ in taken], *nones)
+    count = len(plan.kernel.arg_names) - len(plan.sizes) - len(plan.constants)
+    types = "O" * count + "".join(letter for _, letter in taken) + "O" * len(nones)
+    function, warps, shared = compiled.function, metadata.num_warps, metadata.shared
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def launch(index: int, pointers: list[int]) -> None:
+        fast(function, programs, 1, 1, warps, shared, types, (*pointers, *sizes), stream_of(index))
+
+    return launch
+
+
+def _plan(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    """A decorator: plans are made once for each signature, and know how."""
+
+    @lru_cache(maxsize=4096)
+    def made(*args: Any) -> Plan:
+        plan = make(*args)
+        plan.name = f"{make.__name__}({', '.join(map(repr, args))})"
+        return plan
+
+    return wraps(make)(made)
 
 
 @_plan

@@ -40,8 +40,6 @@ def scaled_mm(
     a = _aligned(a)
     b = _aligned(b.t()).t()
     if not granularities[0].is_blockwise:
-        if granularities[0] is Granularity.TENSORWISE:
-            scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,

@@ -23,7 +23,7 @@ class DelayedScalingError(F8Error, RuntimeError):
 
 
 class DelayedBuffers(nn.Module):
-    """The state of one layer: three `DelayedState`, each field stacked by TENSORS, and what the step under way has seen.
+    """The state of one layer: a `DelayedState` for each of TENSORS, stacked, and what the step under way has seen.
 
     Its buffers follow the layer from device to device, stay float32 whatever the layer becomes, and are in no state
     dict: a layer writes them into the state dict's metadata, so that its keys stay those of `nn.Linear`.
@@ -33,8 +33,6 @@ class DelayedBuffers(nn.Module):
     """[3, history_length]."""
     inv_scale: Tensor
     """[3]."""
-    scale: Tensor
-    """[3], `1 / inv_scale`."""
     initialized: Tensor
     """[3] bool."""
     skipped: Tensor
@@ -43,6 +41,10 @@ class DelayedBuffers(nn.Module):
     """[1, 1], as the next two: each is raised in place by a cast, so each is a buffer of its own."""
     amax_weight: Tensor
     amax_grad_output: Tensor
+    scale_input: Tensor
+    """[1, 1], `1 / inv_scale`, as the next two: a GEMM wants a scale at a multiple of 16 bytes."""
+    scale_weight: Tensor
+    scale_grad_output: Tensor
 
     def __init__(self, recipe: Recipe, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -51,10 +53,9 @@ class DelayedBuffers(nn.Module):
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "amax_history": ((3, recipe.delayed.history_length), torch.float32),
             "inv_scale": ((3,), torch.float32),
-            "scale": ((3,), torch.float32),
             "initialized": ((3,), torch.bool),
             "skipped": ((3,), torch.int64),
-            **{f"amax_{tensor}": ((1, 1), torch.float32) for tensor in TENSORS},
+            **{f"{name}_{tensor}": ((1, 1), torch.float32) for name in ("amax", "scale") for tensor in TENSORS},
         }
         for name, (shape, dtype) in shapes.items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device), persistent=False)
@@ -71,7 +72,8 @@ class DelayedBuffers(nn.Module):
             for buffer in self.buffers():
                 buffer.zero_()
             self.inv_scale.fill_(1)
-            self.scale.fill_(1)
+            for scale in self.scales:
+                scale.fill_(1)
         self.is_initialized = (False, False, False)
         self.has_reported = False
         self._seen = None
@@ -83,12 +85,17 @@ class DelayedBuffers(nn.Module):
     def _of(self, i: int, amax: Tensor) -> Delayed:
         if not self.is_initialized[i]:
             return Delayed(None, amax)
-        return Delayed(Scales(self.inv_scale[i].reshape(1, 1), self.scale[i].reshape(1, 1)), amax)
+        return Delayed(Scales(self.inv_scale[i : i + 1], self.scales[i]), amax)
 
     @property
     def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
         """The buffers that the casts raise."""
         return self.amax_input, self.amax_weight, self.amax_grad_output
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What decodes the casts of the step under way."""
+        return self.scale_input, self.scale_weight, self.scale_grad_output
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the state, and the amaxes of a step under way."""
@@ -119,7 +126,8 @@ class DelayedBuffers(nn.Module):
                 getattr(self, name).copy_(state[name])
             for mine, found in zip(self.amaxes, state["amax"], strict=True):
                 mine.copy_(found.reshape(1, 1))
-            self.scale.copy_(reciprocal(self.inv_scale))
+            for scale, found in zip(self.scales, reciprocal(self.inv_scale), strict=True):
+                scale.copy_(found)
         self.has_reported = False
         self._seen = None
         self.read_initialized()

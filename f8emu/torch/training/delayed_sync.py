@@ -34,7 +34,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
     """
     groups: dict[tuple[Recipe, torch.device], list[DelayedBuffers]] = {}
     for _, buffers in _states(nn.ModuleList(fp8_layers) if fp8_layers is not None else model):
-        groups.setdefault((buffers.recipe, buffers.scale.device), []).append(buffers)
+        groups.setdefault((buffers.recipe, buffers.inv_scale.device), []).append(buffers)
     for (recipe, _), group in groups.items():
         _update(group, recipe)
 
@@ -103,10 +103,10 @@ def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
     widths = [(format or E4M3FN, len(list(same))) for format, same in groupby(formats)]
     columns = reference.split([width for _, width in widths], dim=1)
     found = [fused.scales(x, format.name, *rule) for x, (format, _) in zip(columns, widths, strict=True)]
-    inv_scale, scale = (
-        torch.where(is_usable, torch.cat(new, dim=1), torch.stack([getattr(b, name) for b in group]))
-        for name, new in zip(("inv_scale", "scale"), zip(*found, strict=True), strict=True)
-    )
+    new_inv_scale, new_scale = (torch.cat(new, dim=1) for new in zip(*found, strict=True))
+    old_scale = torch.cat([scale for buffers in group for scale in buffers.scales]).view(len(group), 3)
+    inv_scale = torch.where(is_usable, new_inv_scale, torch.stack([buffers.inv_scale for buffers in group]))
+    scale = torch.where(is_usable, new_scale, old_scale).view(-1, 1, 1)
     initialized = is_usable | torch.stack([buffers.initialized for buffers in group])
     was_skipped = ~is_usable
     for i, format in enumerate(formats):
@@ -117,11 +117,11 @@ def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
     for name, values in (
         ("amax_history", history),
         ("inv_scale", inv_scale),
-        ("scale", scale),
         ("initialized", initialized),
         ("skipped", skipped),
     ):
         torch._foreach_copy_([getattr(buffers, name) for buffers in group], list(values.unbind(0)))  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_copy_([scale for buffers in group for scale in buffers.scales], list(scale.unbind(0)))  # pyright: ignore[reportPrivateImportUsage]
     torch._foreach_zero_([amax for buffers in group for amax in buffers.amaxes])  # pyright: ignore[reportPrivateImportUsage]
     for buffers in group:
         buffers.updates += 1

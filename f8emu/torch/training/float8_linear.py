@@ -167,7 +167,7 @@ class Float8Linear(nn.Linear):
         self._watch_weight()  # load_state_dict(assign=True) has put another parameter there
         if self.delayed is None:
             return
-        if self.delayed.scale.device != self.weight.device:  # and perhaps on another device
+        if self.delayed.inv_scale.device != self.weight.device:  # and perhaps on another device
             self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:
