@@ -7,6 +7,7 @@ and the exit status is then 1.
 """
 
 import argparse
+import importlib
 import json
 import platform
 import shlex
@@ -22,7 +23,6 @@ import numpy as np
 
 import f8ref.numpy as f8
 import f8ref.numpy.accumulate as accumulate_module
-import f8ref.numpy.scaled_mm as scaled_mm_module
 from f8emu.conformance.compare import different
 from f8emu.conformance.golden import GoldenFile, shipped_golden
 from f8emu.conformance.record import tracked
@@ -30,6 +30,8 @@ from f8emu.spec import HOPPER
 from f8ref.numpy.accumulate import Operand
 from f8ref.numpy.codec import Unpacked
 
+scaled_mm_module = importlib.import_module("f8ref.numpy.scaled_mm")
+"""As an attribute of `f8ref.numpy` the name is the verb."""
 RECORDED = Path(__file__).parents[1] / "results" / "evidence.json"
 _VERBS = {name: getattr(f8, name) for name in ("scaled_mm", "scaled_grouped_mm", "mm")}
 _CHIP = HOPPER
@@ -87,7 +89,7 @@ def _two_roundings(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
 
 
 _operand, _accumulate = scaled_mm_module.operand, scaled_mm_module.accumulate
-_ALTERATIONS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
+ALTERATIONS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "OP-1 subnormal operands normalised": ("OP-1", lambda: [(scaled_mm_module, "operand", _normalized_operand)]),
     "steps of 16": ("ACC-1", lambda: _models(step_k=16)),
     "steps of 64": ("ACC-1", lambda: _models(step_k=64)),
@@ -145,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     golden = shipped_golden()
     rows = [{"rules": "", "alteration": "none", "patches": []}]
-    rows += [{"rules": rules, "alteration": name, "patches": make()} for name, (rules, make) in _ALTERATIONS.items()]
+    rows += [{"rules": rules, "alteration": name, "patches": make()} for name, (rules, make) in ALTERATIONS.items()]
     for row in tracked(rows, "replaying", len(rows)):
         with altered(row.pop("patches")):
             row["cases"], row["outputs"] = changed(golden)
