@@ -1,7 +1,11 @@
 """A layer of f8emu.torch as people train it: converted, run forward and backward, eager or compiled.
 
-There is no second path to look into: the operands of a GEMM are taken where its engine is entered, by a tap on the
-function that computes it, and gradients where autograd leaves them. torch is imported when a layer is run.
+There is no second path to look into. Operands and product of a GEMM are taken where its engine is entered, by taps on
+the functions that compute it (`TAPS`), behind the compiler; gradients and the state of delayed scaling are read where
+training leaves them. An amax or inv_scale stays inside of a kernel, so it is no part of such a layer.
+
+Compiled code calls GEMMs in the order of its compiler, so they are told apart by their sizes: `padded`. Taps are on
+functions of the whole process, so one case runs at a time. torch is imported when a layer is run.
 """
 
 import importlib
