@@ -181,7 +181,7 @@ def test_scale_shapes_and_bad_input() -> None:
         f8.scale_from_amax(np.ones(1), E4M3FN)
     with pytest.raises(SpecError, match=re.escape("margin must be in 0..6; got 7")):
         f8.scale_from_amax(f32(1), E4M3FN, margin=7)
-    with pytest.raises(SpecError, match="format must be one of float8_e4m3fn, float8_e5m2; got float8_e8m0fnu"):
+    with pytest.raises(SpecError, match=r"format must be one of float8_e4m3fn, .*; got float8_e8m0fnu"):
         f8.scale_from_amax(f32(1), "float8_e8m0fnu")
 
 
@@ -242,5 +242,5 @@ def test_bad_operands() -> None:
         f8.quantize(x, np.ones(4, np.float32), E4M3FN, ROWWISE)
     with pytest.raises(OperandError, match="inv_scale must have dtype float32; got float64"):
         f8.quantize(x, np.ones((1, 1)), E4M3FN)
-    with pytest.raises(OperandError, match="dequantize: codes must have dtype float8_e4m3fn, float8_e5m2; got float32"):
+    with pytest.raises(OperandError, match=r"dequantize: codes must have dtype float8_e4m3fn, .*; got float32"):
         f8.dequantize(x, f32(1))
