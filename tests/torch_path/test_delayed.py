@@ -87,7 +87,10 @@ def assert_equal_states(model: nn.Module, other: nn.Module) -> None:
     for key in one:
         assert torch.equal(one[key], two[key]), key
     for mine, theirs in zip(buffers_of(model), buffers_of(other), strict=True):
-        assert torch.equal(torch.cat(mine.scales), torch.cat(theirs.scales)) and mine.is_initialized == theirs.is_initialized
+        assert (
+            torch.equal(torch.cat(mine.scales), torch.cat(theirs.scales))
+            and mine.is_initialized == theirs.is_initialized
+        )
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,19 @@ def gemm_arguments() -> dict[str, tuple[Any, tuple]]:
     high = torch.randn(32, 64).bfloat16()
     bias = torch.zeros(48, dtype=BF16)
     return {
-        "scaled_mm": (gemm_operators.scaled_mm, (a, b, *scales, None, BF16, True, "auto", None, None, None)),
-        "scaled_mm, all given": (
-            gemm_operators.scaled_mm,
+        "run_scaled_mm": (
+            gemm_operators.run_scaled_mm,
+            (a, b, *scales, None, BF16, True, "emulated", "rowwise", "rowwise", 1),
+        ),
+        "run_scaled_mm, all given": (
+            gemm_operators.run_scaled_mm,
             (a, b, *scales, bias, BF16, False, "emulated", "rowwise", "rowwise", 2),
         ),
         "scaled_grouped_mm": (
             gemm_operators.scaled_grouped_mm,
             (a, codes(3, 2, 48, 64).mT, torch.rand(32), torch.rand(2, 48), offs, BF16, False, "auto"),
         ),
-        "mm": (gemm_operators.mm, (high, high.t(), torch.float32, "auto", None)),
+        "run_mm": (gemm_operators.run_mm, (high, high.t(), torch.float32, "emulated", 1)),
     }
 
 
@@ -65,7 +68,7 @@ def test_opcheck(name, monkeypatch) -> None:
 
     monkeypatch.setattr(torch, "allclose", compare)
     operator, arguments = gemm_arguments()[name]
-    torch.library.opcheck(operator, arguments)
+    torch.library.opcheck(operator.overload, arguments)
 
 
 @pytest.mark.parametrize("name", gemm_arguments())

@@ -35,7 +35,8 @@ def store_tile(codes, tile, rows, cols, M, N):
 
 
 @triton.jit
-def _clamp(values, LIMIT: tl.constexpr):
+def clamp(values, LIMIT: tl.constexpr):
+    """`values` within +-`LIMIT`, NaN as it is."""
     # A comparison with NaN is false, so both selects let it through.
     values = tl.where(values > LIMIT, LIMIT, values)
     return tl.where(values < -LIMIT, -LIMIT, values)
@@ -125,9 +126,9 @@ def cast_pair_kernel(
     # 2. The codes, in two conversions (see above): no compiler knows whether the two inverse scales are equal.
     values = load_tile(x, rows, cols, M, N)
     if ROWS:
-        store_tile(row_codes, _clamp(values * row_inv, LIMIT).to(DTYPE), rows, cols, M, N)
+        store_tile(row_codes, clamp(values * row_inv, LIMIT).to(DTYPE), rows, cols, M, N)
     if COLS:
-        store_tile(col_codes, tl.trans(_clamp(values * col_inv, LIMIT).to(DTYPE)), cols, rows, N, M)
+        store_tile(col_codes, tl.trans(clamp(values * col_inv, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
@@ -160,10 +161,10 @@ def cast_pair_given_kernel(
     # Two conversions (see above): the store of the row codes, between the two loads of inv_scale, keeps them apart.
     if ROWS:
         scaled = values * tl.load(inv_scale)
-        store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+        store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
     if COLS:
         scaled = values * tl.load(inv_scale)
-        store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+        store_tile(col_codes, tl.trans(clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 
 @triton.jit

@@ -138,24 +138,24 @@ def _plan(make: Callable[..., Plan]) -> Callable[..., Plan]:
 def tensor_amax(count: int) -> Plan:
     """Tensors x, amax: `amax` is raised to that of the `count` elements of `x`."""
     kernel = scale_kernels.tensor_amax_kernel
-    return Plan(kernel, _blocks(count, AMAX_BLOCK), (count,), {"BLOCK": AMAX_BLOCK}, AMAX_WARPS)
+    return Plan(kernel, blocks(count, AMAX_BLOCK), (count,), {"BLOCK": AMAX_BLOCK}, AMAX_WARPS)
 
 
 @_plan
 def row_amax(m: int, n: int) -> Plan:
     """Tensors x [m, n], amax: the amaxes of the rows."""
     bm, bn = ROW_AMAX_TILE
-    constants = {"TILES_N": _blocks(n, bn), "BM": bm, "BN": bn}
-    return Plan(scale_kernels.row_amax_kernel, _blocks(m, bm), (m, n), constants, ROW_AMAX_WARPS)
+    constants = {"TILES_N": blocks(n, bn), "BM": bm, "BN": bn}
+    return Plan(scale_kernels.row_amax_kernel, blocks(m, bm), (m, n), constants, ROW_AMAX_WARPS)
 
 
 @_plan
 def row_col_amax(m: int, n: int) -> Plan:
     """Tensors x [m, n], amaxes [m + n]: raised to those of the rows, then of the columns."""
     bm, bn = ROW_COL_AMAX_TILE
-    tiles_n = _blocks(n, bn)
+    tiles_n = blocks(n, bn)
     kernel = scale_kernels.row_col_amax_kernel
-    return Plan(kernel, _blocks(m, bm) * tiles_n, (m, n, tiles_n), {"BM": bm, "BN": bn}, ROW_COL_AMAX_WARPS)
+    return Plan(kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), {"BM": bm, "BN": bn}, ROW_COL_AMAX_WARPS)
 
 
 @_plan
@@ -163,9 +163,9 @@ def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, first: 
     """Tensors amax, inv_scale, scale of `first` elements, and the same of `second`."""
     return Plan(
         scale_kernels.scales_kernel,
-        _blocks(first, SCALES_BLOCK) + _blocks(second, SCALES_BLOCK),
+        blocks(first, SCALES_BLOCK) + blocks(second, SCALES_BLOCK),
         (first, second),
-        {**_rule_constants(fmt, power_of_two, amax_floor, margin), "BLOCK": SCALES_BLOCK},
+        {**rule_constants(fmt, power_of_two, amax_floor, margin), "BLOCK": SCALES_BLOCK},
         SCALES_WARPS,
     )
 
@@ -180,10 +180,10 @@ def cast_pair(
     are powers of two, otherwise of inv_scales.
     """
     bm, bn = CAST_TILE
-    tiles_n = _blocks(n, bn)
+    tiles_n = blocks(n, bn)
     constants = {
-        **_rule_constants(fmt, power_of_two, amax_floor),
-        **_codes_constants(fmt),
+        **rule_constants(fmt, power_of_two, amax_floor),
+        **codes_constants(fmt),
         "ROWS": rows is not None,
         "COLS": cols is not None,
         "ROW_VECTOR": bool(rows),
@@ -191,36 +191,36 @@ def cast_pair(
         "BM": bm,
         "BN": bn,
     }
-    return Plan(cast_kernels.cast_pair_kernel, _blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
+    return Plan(cast_kernels.cast_pair_kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
 
 
 @_plan
 def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> Plan:
     """Tensors x [m, n], inv_scale, row codes, column codes, amax: with `amax` it is raised to that of `x`."""
     bm, bn = CAST_TILE
-    tiles_n = _blocks(n, bn)
-    constants = {**_codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax, "BM": bm, "BN": bn}
-    return Plan(cast_kernels.cast_pair_given_kernel, _blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
+    tiles_n = blocks(n, bn)
+    constants = {**codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax, "BM": bm, "BN": bn}
+    return Plan(cast_kernels.cast_pair_given_kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
 
 
 @_plan
 def cast_rows(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -> Plan:
     """Tensors x [m, n], codes, scale and amax of the rows, each by its own amax."""
-    constants = _rule_constants(fmt, power_of_two, amax_floor) | {"DTYPE": _codes_constants(fmt)["DTYPE"]}
+    constants = rule_constants(fmt, power_of_two, amax_floor) | {"DTYPE": codes_constants(fmt)["DTYPE"]}
     if n > ROWS_LONGEST:
-        constants = {"TILES_N": _blocks(n, LONG_ROWS_BLOCK), **constants, "BN": LONG_ROWS_BLOCK}
+        constants = {"TILES_N": blocks(n, LONG_ROWS_BLOCK), **constants, "BN": LONG_ROWS_BLOCK}
         return Plan(cast_kernels.cast_long_rows_kernel, m, (n,), constants, LONG_ROWS_WARPS)
     bn = 1 << (n - 1).bit_length()
     bm = max(1, ROWS_ELEMENTS // bn)
     warps = bm * bn // ROWS_ELEMENTS_PER_WARP
-    return Plan(cast_kernels.cast_rows_kernel, _blocks(m, bm), (m, n), {**constants, "BM": bm, "BN": bn}, warps)
+    return Plan(cast_kernels.cast_rows_kernel, blocks(m, bm), (m, n), {**constants, "BM": bm, "BN": bn}, warps)
 
 
 @_plan
 def cast_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: bool, cols: bool) -> Plan:
     """Tensors x [m, n], row codes, scale and inv_scale, column codes, scale and inv_scale: in vectors of 128."""
     constants = _block_constants(fmt, power_of_two, amax_floor, rows, cols) | {"STRIP": VECTORS_STRIP}
-    tiles_m, tiles_n = _blocks(m, BLOCK), _blocks(n, BLOCK)
+    tiles_m, tiles_n = blocks(m, BLOCK), blocks(n, BLOCK)
     sizes = (m, n, tiles_m, tiles_n)
     return Plan(block_kernels.cast_vectors_kernel, tiles_m * tiles_n, sizes, constants, VECTORS_WARPS)
 
@@ -229,13 +229,13 @@ def cast_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float
 def cast_squares(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: bool, cols: bool) -> Plan:
     """Tensors x [m, n], row codes and scale, column codes and scale: in squares of 128 by 128."""
     constants = _block_constants(fmt, power_of_two, amax_floor, rows, cols) | {"STRIP": SQUARES_STRIP}
-    tiles_m, tiles_n = _blocks(m, BLOCK), _blocks(n, BLOCK)
+    tiles_m, tiles_n = blocks(m, BLOCK), blocks(n, BLOCK)
     sizes = (m, n, tiles_m, tiles_n)
     return Plan(block_kernels.cast_squares_kernel, tiles_m * tiles_n, sizes, constants, SQUARES_WARPS)
 
 
 @cache
-def _rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int = 0) -> dict[str, Any]:
+def rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int = 0) -> dict[str, Any]:
     """The scale rule as the kernels' constants: `FLOOR` is the largest float32 not above the rule's floor."""
     below = _float32(amax_floor)
     if below > amax_floor:
@@ -249,13 +249,14 @@ def _rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int
     }
 
 
-def _codes_constants(fmt: str) -> dict[str, Any]:
+def codes_constants(fmt: str) -> dict[str, Any]:
+    """The format of codes as the kernels' constants."""
     return {"LIMIT": format_by_name(fmt).max, "DTYPE": cast_kernels.DTYPES[fmt]}
 
 
 def _block_constants(fmt: str, power_of_two: bool, amax_floor: float, rows: bool, cols: bool) -> dict[str, Any]:
-    rule = _rule_constants(fmt, power_of_two, amax_floor)
-    return {**rule, "DTYPE": _codes_constants(fmt)["DTYPE"], "ROWS": rows, "COLS": cols}
+    rule = rule_constants(fmt, power_of_two, amax_floor)
+    return {**rule, "DTYPE": codes_constants(fmt)["DTYPE"], "ROWS": rows, "COLS": cols}
 
 
 def _float32(value: float) -> float:
@@ -263,5 +264,6 @@ def _float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
-def _blocks(size: int, block: int) -> int:
+def blocks(size: int, block: int) -> int:
+    """How many blocks cover `size`."""
     return -(-size // block)

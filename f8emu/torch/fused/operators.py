@@ -84,7 +84,7 @@ def _fake(operator: Operator) -> Callable[[Implementation], Implementation]:
     return register
 
 
-def _kernels_for(x: Tensor) -> ModuleType | None:
+def kernels_for(x: Tensor) -> ModuleType | None:
     """What launches kernels on `x`; None where `eager` runs."""
     return launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
 
@@ -99,7 +99,7 @@ def tensor_amax(x: Tensor) -> Tensor:
 def reduce_tensor(x: Tensor) -> Tensor:
     """What `tensor_amax` computes."""
     require_values("tensor_amax", x)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         return eager.tensor_amax(x)
     amax = new_zeros(x, 1, 1)
     launch.tensor_amax(x.numel())(x.contiguous(), amax)
@@ -116,7 +116,7 @@ def _(x: Tensor) -> Tensor:
 def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of `x` [M, N], [M, 1]."""
     require_values("row_amax", x, ndim=2)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         return eager.row_amax(x)
     amax = new_floats(x, x.shape[0], 1)
     launch.row_amax(*x.shape)(x.contiguous(), amax)
@@ -145,7 +145,7 @@ def row_col_amaxes(x: Tensor) -> Tensor:
 def reduce_rows_and_cols(x: Tensor) -> Tensor:
     """What `row_col_amaxes` computes."""
     require_values("row_col_amax", x, ndim=2)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         return torch.cat(eager.row_col_amax(x)).flatten()
     amaxes = new_zeros(x, x.shape[0] + x.shape[1])
     launch.row_col_amax(*x.shape)(x.contiguous(), amaxes)
@@ -164,7 +164,7 @@ def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin
     require_values("scales", amax, name="amax")
     require_margin("scales", margin)
     format, rule = named_rule("scales", fmt, power_of_two, amax_floor)
-    if (launch := _kernels_for(amax)) is None:
+    if (launch := kernels_for(amax)) is None:
         return eager.scales(amax.float(), format, rule, margin)
     inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
     one = (amax.contiguous(), inv_scale, scale)
@@ -193,7 +193,7 @@ def cast_pair(
     """
     format, rule = named_rule("cast_pair", fmt, power_of_two, amax_floor)
     out = empty_pair(x, format, row_amax, col_amax)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         return (
             *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax.float(), rule)),
             *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax.float(), rule)),
@@ -259,7 +259,7 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
     format, rule = named_rule("cast_rows", fmt, power_of_two, amax_floor)
     out = empty_rows(x, format)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         return eager.cast_rows(x, format, rule)
     launch.cast_rows(*x.shape, fmt, power_of_two, amax_floor)(x.contiguous(), *out)
     return out
@@ -282,7 +282,7 @@ def cast_blocks(
     """
     format, rule = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
     out = empty_blocks(x, format, square, rows, cols)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         row = eager.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
         col = eager.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
         return *row, *col
@@ -309,7 +309,7 @@ def _cast_pair_given(
     row, col = empty_codes(call, x, fmt, inv_scale, rows, cols)
     if amax is not None:
         torch.autograd.graph.increment_version(amax)
-    if (launch := _kernels_for(x)) is None:
+    if (launch := kernels_for(x)) is None:
         format = named_format(call, fmt)
         if amax is not None:
             eager.raise_amax(amax, x)

@@ -206,7 +206,7 @@ def _(
 
 def _launches_for(x: Tensor) -> ModuleType | None:
     """What launches the kernels on `x`; None where `operators` would not launch theirs."""
-    if operators._kernels_for(x) is None:
+    if operators.kernels_for(x) is None:
         return None
     from f8emu.torch.fused import silu_launch
 

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.libdevice import exp
 
-from f8emu.torch.fused.cast_kernels import _clamp, store_tile
+from f8emu.torch.fused.cast_kernels import clamp, store_tile
 from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, raise_amax, reciprocal
 
 _BLOCK = tl.constexpr(128)
@@ -99,10 +99,10 @@ def _cast_given(
     """A tile under one inv_scale: two conversions, kept apart as in `cast_pair_given_kernel`."""
     if ROWS:
         scaled = values * tl.load(inv_scale)
-        store_tile(row_codes, _clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+        store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
     if COLS:
         scaled = values * tl.load(inv_scale)
-        store_tile(col_codes, tl.trans(_clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+        store_tile(col_codes, tl.trans(clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from f8emu.torch.fused import silu_kernels
-from f8emu.torch.fused.launch import BLOCK, Plan, _blocks, _codes_constants, _rule_constants
+from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, rule_constants
 
 # Not measured yet. Chosen so that ptxas spills nothing and leaves at least 16 warps on a multiprocessor.
 HIDDEN_TILE = (16, 256)
@@ -23,22 +23,22 @@ _plan = lru_cache(maxsize=4096)
 def hidden_given(m: int, n: int, fmt: str) -> Plan:
     """Tensors gate, up [m, n], inv_scale, codes, amax, which is raised to that of `hidden`."""
     bm, bn = HIDDEN_TILE
-    tiles_n = _blocks(n, bn)
-    constants = {**_codes_constants(fmt), "BM": bm, "BN": bn}
+    tiles_n = blocks(n, bn)
+    constants = {**codes_constants(fmt), "BM": bm, "BN": bn}
     sizes = (m, n, tiles_n)
-    return Plan(silu_kernels.hidden_given_kernel, _blocks(m, bm) * tiles_n, sizes, constants, HIDDEN_WARPS)
+    return Plan(silu_kernels.hidden_given_kernel, blocks(m, bm) * tiles_n, sizes, constants, HIDDEN_WARPS)
 
 
 @_plan
 def hidden_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -> Plan:
     """Tensors gate, up [m, n], codes, scale."""
-    tiles_n = _blocks(n, BLOCK)
+    tiles_n = blocks(n, BLOCK)
     constants = {
-        **_rule_constants(fmt, power_of_two, amax_floor),
-        "DTYPE": _codes_constants(fmt)["DTYPE"],
+        **rule_constants(fmt, power_of_two, amax_floor),
+        "DTYPE": codes_constants(fmt)["DTYPE"],
         "BM": HIDDEN_VECTORS_ROWS,
     }
-    programs, sizes = _blocks(m, HIDDEN_VECTORS_ROWS) * tiles_n, (m, n, tiles_n)
+    programs, sizes = blocks(m, HIDDEN_VECTORS_ROWS) * tiles_n, (m, n, tiles_n)
     return Plan(silu_kernels.hidden_vectors_kernel, programs, sizes, constants, HIDDEN_VECTORS_WARPS)
 
 
@@ -48,10 +48,10 @@ def gradients_given(
 ) -> Plan:
     """Tensors grad_hidden, gate, up [m, n], 3 inv_scales, 2 amaxes, 5 codes, as in `silu.gradients_delayed`."""
     bm, bn = GRADIENTS_TILE
-    tiles_n = _blocks(n, bn)
-    of_hidden = _codes_constants(hidden_fmt)
+    tiles_n = blocks(n, bn)
+    of_hidden = codes_constants(hidden_fmt)
     constants = {
-        **_codes_constants(fmt),
+        **codes_constants(fmt),
         "HIDDEN_LIMIT": of_hidden["LIMIT"],
         "HIDDEN_DTYPE": of_hidden["DTYPE"],
         **_wanted(rows, gate_cols, up_cols, hidden_cols),
@@ -59,7 +59,7 @@ def gradients_given(
         "BN": bn,
     }
     sizes = (m, n, tiles_n)
-    return Plan(silu_kernels.gradients_given_kernel, _blocks(m, bm) * tiles_n, sizes, constants, GRADIENTS_WARPS)
+    return Plan(silu_kernels.gradients_given_kernel, blocks(m, bm) * tiles_n, sizes, constants, GRADIENTS_WARPS)
 
 
 @_plan
@@ -75,15 +75,15 @@ def gradients_vectors(
     hidden_cols: bool,
 ) -> Plan:
     """Tensors grad_hidden, gate, up [m, n], and the ten of `silu.gradients_blocks`."""
-    tiles_n = _blocks(n, BLOCK)
+    tiles_n = blocks(n, BLOCK)
     constants = {
-        **_rule_constants(fmt, power_of_two, amax_floor),
-        "DTYPE": _codes_constants(fmt)["DTYPE"],
+        **rule_constants(fmt, power_of_two, amax_floor),
+        "DTYPE": codes_constants(fmt)["DTYPE"],
         **_wanted(rows, gate_cols, up_cols, hidden_cols),
         "AMAX_STRIP": GRADIENTS_VECTORS_STRIPS[0],
         "CODES_STRIP": GRADIENTS_VECTORS_STRIPS[1],
     }
-    programs, sizes = _blocks(m, BLOCK) * tiles_n, (m, n, tiles_n)
+    programs, sizes = blocks(m, BLOCK) * tiles_n, (m, n, tiles_n)
     return Plan(silu_kernels.gradients_vectors_kernel, programs, sizes, constants, GRADIENTS_VECTORS_WARPS)
 
 

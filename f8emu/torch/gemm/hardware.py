@@ -39,7 +39,7 @@ def scaled_mm(
     """
     a = _aligned(a)
     b = _aligned(b.t()).t()
-    if not granularities[0].is_blockwise:
+    if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,

@@ -23,6 +23,9 @@ from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware asks for."""
+_CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine]] = {}
+"""Signature of a `scaled_mm` -> its granularities and its engine; the oldest go first."""
+_MOST_CHECKED = 4096
 
 
 @operator(
@@ -44,23 +47,27 @@ def scaled_mm(
     split_k: int | None,
 ) -> Tensor:
     """`f8emu.torch.scaled_mm`, its granularities as names."""
-    pair = check_scaled_mm(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        granularity_a=granularity_a,
-        granularity_b=granularity_b,
-        split_k=split_k,
-    )
-    found = resolve_engine("scaled_mm", a.device, engine)
+    options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    # 1. Checks and choice of engine: once for each signature, but in a trace, whose sizes may be symbols.
+    others = (granularity_a, granularity_b, split_k)
+    signature = None if has_dispatch_mode() else (engine, *options.values(), *others, a, b, scale_a, scale_b)
+    known = None if signature is None else _CHECKED.get(signature := tuple(map(_signature, signature)))
+    if known is None:
+        pair = check_scaled_mm(
+            a, b, scale_a, scale_b, **options, granularity_a=granularity_a, granularity_b=granularity_b, split_k=split_k
+        )
+        found = resolve_engine("scaled_mm", a.device, engine)
+        if found is Engine.HARDWARE:
+            _refuse_split_k("scaled_mm", split_k)
+        known = pair, found
+        if signature is not None:
+            _CHECKED[signature] = known
+            if len(_CHECKED) > _MOST_CHECKED:
+                del _CHECKED[next(iter(_CHECKED))]
+    pair, found = known
+    # 2. The product.
     if found is Engine.HARDWARE:
-        _refuse_split_k("scaled_mm", split_k)
         if not (pair[0].is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
-            options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
             return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options))
     settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k or 1)
     return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(a, b, scale_a, scale_b, bias, *settings))
@@ -165,6 +172,11 @@ def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, *_: Any) -> Tensor:
 @register_flop_formula([torch.ops.f8emu.run_scaled_mm, torch.ops.f8emu.run_mm])
 def _flops(a_shape: list[int], b_shape: list[int], *_: Any, **__: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+def _signature(x: Any) -> Any:
+    """All of an argument that a check looks at."""
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
 def _tunes_gemms() -> bool:

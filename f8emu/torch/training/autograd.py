@@ -20,8 +20,8 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
+from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
-from f8emu.torch.gemm.scaled_mm import mm, scaled_mm
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.operands import (
     Operand,
@@ -105,20 +105,29 @@ def float8_matmul(
     #    once everything is saved again, and the region's last product is not computed a second time.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
-    place = Float8Backward.apply(input, weight, kept, kept_scale, source.cols, *given, plan, of_grad_output)
-    # 3. output. Outside of any autograd function: within one, torch 2.11 compiles a checkpointed region to keep it.
-    with torch.no_grad():
-        product = gemm(x.output, w, recipe.output, input.dtype, plan.engine)
-    output: Tensor = _Output.apply(place, product)
+    #    Outside of any autograd function: within one, torch 2.11 compiles a checkpointed region to keep it. Where
+    #    nothing is computed again, one autograd function will do.
+    is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
+    product = None if is_recomputed else _product(x.output, w, plan, input.dtype)
+    saved = (kept, kept_scale, source.cols, *given)
+    output: Tensor = Float8Backward.apply(input, weight, *saved, plan, of_grad_output, product)
+    # 3. output.
+    if product is None:
+        output = Output.apply(output, _product(x.output, w, plan, input.dtype))
     return output
 
 
-class _Output(torch.autograd.Function):
+@torch.no_grad()
+def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype) -> Tensor:
+    return gemm(x, w, plan.recipe.output, dtype, plan.engine)
+
+
+class Output(torch.autograd.Function):
     """A product at the `place` that stands for it in the graph."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, product: Tensor) -> Tensor:
-        return product.detach()  # no view, which nobody could change in place
+        return product.detach()  # not a view, so it can be modified in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,7 +135,7 @@ class _Output(torch.autograd.Function):
 
 
 class Float8Backward(torch.autograd.Function):
-    """`grad_input` and `grad_weight` of a product that is computed elsewhere; forward, only its place in the graph."""
+    """`grad_input` and `grad_weight` of a product; one that is computed later has its place in the graph from here."""
 
     @staticmethod
     def forward(
@@ -140,11 +149,14 @@ class Float8Backward(torch.autograd.Function):
         w_scale: Tensor | None,
         plan: Plan,
         of_grad_output: Delayed | None,
+        product: Tensor | None,
     ) -> Tensor:
         """Keep what the backward pass needs."""
         ctx.save_for_backward(kept, kept_scale, weight, w_amax, w_inv_scale, w_scale)
         # The amax of grad_output is written in the backward pass, so it is not a saved tensor.
         ctx.plan, ctx.dtype, ctx.of_grad_output = plan, input.dtype, of_grad_output
+        if product is not None:
+            return product.detach()  # not a view, so it can be modified in place
         return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
 
     @staticmethod
@@ -168,7 +180,7 @@ class Float8Backward(torch.autograd.Function):
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
             d_weight = d_weight.to(weight.dtype)
-        return d_input, d_weight, *(None,) * 7
+        return d_input, d_weight, *(None,) * 8
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
@@ -187,21 +199,23 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
     fill_k, fill_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
     if spec.a.format is None:
         filled_a, filled_b = _filled(a.codes, 0, fill_k), _filled(b.codes, fill_n, fill_k)
-        product = mm(filled_a, filled_b.t(), out_dtype=dtype, engine=engine)
+        product = gemm_operators.mm(filled_a, filled_b.t(), dtype, engine, None)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
     fill_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
     filled_a, filled_b = _filled(a.codes, fill_m, fill_k), _filled(b.codes, fill_n, fill_k)
-    product = scaled_mm(
+    product = gemm_operators.scaled_mm(
         filled_a,
         filled_b.t(),
         _filled_scale(a, granularity_a, fill_m),
         _filled_scale(b, granularity_b, fill_n).t(),
-        out_dtype=dtype,
-        use_fast_accum=spec.use_fast_accum,
-        engine=engine,
-        granularity_a=granularity_a,
-        granularity_b=granularity_b,
+        None,
+        dtype,
+        spec.use_fast_accum,
+        engine,
+        granularity_a.value,
+        granularity_b.value,
+        None,
     )
     return _first_of(product, m, n)
 
@@ -261,3 +275,12 @@ def _first_of(product: Tensor, m: int, n: int) -> Tensor:
     A view of the first rows would do, but compiled on CUDA (torch 2.11) a gradient that is one came out as zeros.
     """
     return product if product.shape == (m, n) else product[:m, :n].clone(memory_format=torch.contiguous_format)
+
+
+def checkpointed_region() -> Any:
+    """The activation checkpoint that this call is in, or None.
+
+    It computes the same again: so it shares no casts with what is outside of it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if hooks is None else hooks[0]

@@ -23,7 +23,7 @@ from f8emu.spec.trace import Scales
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import silu as fused
-from f8emu.torch.training.autograd import Delayed, _Output, gemm
+from f8emu.torch.training.autograd import Delayed, Output, gemm
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.operands import Operand, ScaleSource, cast_both
 
@@ -167,7 +167,7 @@ def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
     # 3. output.
     with torch.no_grad():
         product = _product(_cast_hidden(gate, up, recipe, of_inputs[1]), w2, of_weights[1], settings)
-    output: Tensor = _Output.apply(place, product)
+    output: Tensor = Output.apply(place, product)
     return output
 
 

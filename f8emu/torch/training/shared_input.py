@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from f8emu.torch.training.autograd import InputOperands, Plan
+from f8emu.torch.training.autograd import InputOperands, Plan, checkpointed_region
 
 
 class _Last(threading.local):
@@ -35,7 +35,7 @@ def find_operands(input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperand
     """The operands that another layer made of this very tensor, unchanged, under the same plan."""
     if _last.input is None or _last.input() is not input:
         return None
-    region = _region()
+    region = checkpointed_region()
     is_same_region = _last.region is None if region is None else _last.region is not None and _last.region() is region
     return _last.operands if is_same_region and _last.key == (input._version, dtype, plan) else None
 
@@ -44,18 +44,9 @@ def keep_operands(input: Tensor, dtype: torch.dtype, plan: Plan, operands: Input
     """Keep them for the next layer."""
     if input.grad_fn is None:
         return
-    region = _region()
+    region = checkpointed_region()
     # The tensor may go in another thread, whose slot is not this one: then the slot here has a dead reference.
     _last.input = weakref.ref(input, _last.clear)
     _last.key = (input._version, dtype, plan)
     _last.region = None if region is None else weakref.ref(region)
     _last.operands = operands
-
-
-def _region() -> Any:
-    """The activation checkpoint that this call is in, or None.
-
-    A checkpointed region must do the same casts when it is computed again, so it shares with nothing outside.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    return None if hooks is None else hooks[0]
