@@ -21,15 +21,15 @@ Implementation = Callable[..., Any]
 _PLAIN = (Tensor, nn.Parameter)
 
 
+_modes = torch._C._len_torch_dispatch_stack
+_functorch = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_watched(x: Tensor) -> bool:
     """Whether an operator on `x` has to go through the dispatcher."""
-    return (
-        torch.compiler.is_compiling()
-        or has_dispatch_mode()
-        or type(x) not in _PLAIN
-        or x.is_meta
-        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-    )
+    if torch.compiler.is_compiling():
+        return True
+    return _modes() > 0 or type(x) not in _PLAIN or x.is_meta or _functorch() is not None
 
 
 def has_dispatch_mode() -> bool:
@@ -57,7 +57,12 @@ class Operator:
 
 
 def operator(
-    *, schema: str | None = None, mutates_args: Iterable[str] = (), tags: Sequence[torch.Tag] = (), opaque: bool = True
+    *,
+    schema: str | None = None,
+    mutates_args: Iterable[str] = (),
+    tags: Sequence[torch.Tag] = (),
+    opaque: bool = True,
+    plain: Implementation | None = None,
 ) -> Callable[[Implementation], Operator]:
     """A decorator: the function becomes the operator `f8emu::<its name>`, for every device, without a gradient.
 
@@ -67,6 +72,7 @@ def operator(
             by the function itself.
         tags: of the operator.
         opaque: a tracer sees one node, by its `fake`; otherwise what the function calls.
+        plain: what plain eager code calls instead, with the same result.
     """
 
     def define(function: Implementation) -> Operator:
@@ -75,7 +81,7 @@ def operator(
         _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
         key = "CompositeExplicitAutograd" if opaque else "CompositeImplicitAutograd"
         _LIBRARY.impl(name, _without_gradient(name, function), key)
-        return Operator(function, getattr(torch.ops.f8emu, name).default)
+        return Operator(function if plain is None else plain, getattr(torch.ops.f8emu, name).default)
 
     return define
 

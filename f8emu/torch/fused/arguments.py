@@ -12,6 +12,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, operand_format, require_values
+from f8emu.torch.library import is_watched
 
 _CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
 
@@ -41,8 +42,8 @@ def empty_codes(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, c
     check_one_float(call, "inv_scale", inv_scale, x)
     format, (m, n) = named_format(call, fmt), x.shape
     return (
-        new_codes(x, format, m, n) if rows else new_codes(x, format, 0, 0),
-        new_codes(x, format, n, m) if cols else new_codes(x, format, 0, 0),
+        new_codes(x, format, m, n) if rows else _absent(x, _CODES[format.name]),
+        new_codes(x, format, n, m) if cols else _absent(x, _CODES[format.name]),
     )
 
 
@@ -105,6 +106,17 @@ def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
     _check_device(call, name, value, x)
 
 
+def _absent(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What stands for a result that was not asked for."""
+    return x.new_empty((0, 0), dtype=dtype) if is_watched(x) else _nothing(x.device, dtype)
+
+
+@cache
+def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # autograd takes no tensor that was made in it
+        return torch.empty((0, 0), dtype=dtype, device=device)
+
+
 def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
         raise OperandError(f"{call}: {name} is on {value.device} and x on {x.device}; move one to the other's device")
@@ -113,7 +125,7 @@ def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
 def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int) -> tuple[Tensor, Tensor]:
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
-        return new_codes(x, format, 0, 0), new_floats(x, 0, 0)
+        return _absent(x, _CODES[format.name]), _absent(x, torch.float32)
     if amax.dtype not in HIGH_PRECISION_DTYPES or (amax.numel() != 1 and tuple(amax.shape) != (rows, 1)):
         raise OperandError(
             f"cast_pair: {name} must be float32, bfloat16 or float16, with one element or of shape [{rows}, 1]; got "

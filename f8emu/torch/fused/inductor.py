@@ -25,8 +25,8 @@ from f8emu.torch.fused import operators
 from f8emu.torch.fused.arguments import block_granularity
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT8_DTYPES}
-_CASTS = (operators.cast_pair, operators.cast_pair_given, operators.cast_rows, operators.cast_blocks)
-"""Functional and cheap: one reading of a matrix."""
+_CASTS = (operators.cast_pair, operators.cast_pair_given, operators.cast_blocks)
+"""Those that a backward pass may need again: functional and cheap, one reading of a matrix."""
 _REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operators.row_amax, operators.scales)
 
 

@@ -89,12 +89,6 @@ def kernels_for(x: Tensor) -> ModuleType | None:
     return launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
 
 
-@operator(opaque=False)
-def tensor_amax(x: Tensor) -> Tensor:
-    """Largest magnitude of `x` of any shape, [1, 1]."""
-    return seen_as_max(x, lambda: reduce_tensor(x))
-
-
 @operator()
 def reduce_tensor(x: Tensor) -> Tensor:
     """What `tensor_amax` computes."""
@@ -110,6 +104,12 @@ def reduce_tensor(x: Tensor) -> Tensor:
 def _(x: Tensor) -> Tensor:
     require_values("tensor_amax", x)
     return new_floats(x, 1, 1)
+
+
+@operator(opaque=False, plain=reduce_tensor.function)
+def tensor_amax(x: Tensor) -> Tensor:
+    """Largest magnitude of `x` of any shape, [1, 1]."""
+    return seen_as_max(x, lambda: reduce_tensor(x))
 
 
 @operator()
@@ -135,12 +135,6 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     return amaxes[:m].unsqueeze(1), amaxes[m:].unsqueeze(1)
 
 
-@operator(opaque=False)
-def row_col_amaxes(x: Tensor) -> Tensor:
-    """Largest magnitudes of the rows of `x` [M, N], and behind them those of its columns: [M + N]."""
-    return seen_as_max(x, lambda: reduce_rows_and_cols(x))
-
-
 @operator()
 def reduce_rows_and_cols(x: Tensor) -> Tensor:
     """What `row_col_amaxes` computes."""
@@ -156,6 +150,12 @@ def reduce_rows_and_cols(x: Tensor) -> Tensor:
 def _(x: Tensor) -> Tensor:
     require_values("row_col_amax", x, ndim=2)
     return new_floats(x, x.shape[0] + x.shape[1])
+
+
+@operator(opaque=False, plain=reduce_rows_and_cols.function)
+def row_col_amaxes(x: Tensor) -> Tensor:
+    """Largest magnitudes of the rows of `x` [M, N], and behind them those of its columns: [M + N]."""
+    return seen_as_max(x, lambda: reduce_rows_and_cols(x))
 
 
 @operator()
@@ -180,6 +180,16 @@ def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
     return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
 
 
+_PAIRS: dict[Any, tuple[Any, torch.dtype, tuple[torch.Size, ...]]] = {}
+"""Signature of a `cast_pair` of contiguous tensors -> its plan, the dtype of codes and the shapes of its results."""
+_MOST_PAIRS = 4096
+
+
+def _signature(x: Tensor | None) -> Any:
+    """All of an argument that a check looks at."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
+
+
 @operator()
 def cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
@@ -191,7 +201,18 @@ def cast_pair(
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
     """
-    format, rule = named_rule("cast_pair", fmt, power_of_two, amax_floor)
+    settings = (fmt, power_of_two, amax_floor)
+    signature = (_signature(x), _signature(row_amax), _signature(col_amax), settings)
+    known = _PAIRS.get(signature)
+    if known is not None:  # checked before, and planned
+        plan, dtype, shapes = known
+        codes, scale, col_codes, col_scale = (
+            x.new_empty(shape, dtype=torch.float32 if i % 2 else dtype) for i, shape in enumerate(shapes)
+        )
+        row_source = x if row_amax is None else row_amax
+        plan(x, row_source, codes, scale, x if col_amax is None else col_amax, col_codes, col_scale)
+        return codes, scale, col_codes, col_scale
+    format, rule = named_rule("cast_pair", *settings)
     out = empty_pair(x, format, row_amax, col_amax)
     if (launch := kernels_for(x)) is None:
         return (
@@ -200,17 +221,22 @@ def cast_pair(
         )
     sources = [None if amax is None else amax.contiguous() for amax in (row_amax, col_amax)]
     are_vectors = [None if source is None else source.numel() > 1 for source in sources]
+    plan = launch.cast_pair(*x.shape, *settings, *are_vectors)
+    is_direct = all(y is None or y.is_contiguous() for y in (x, row_amax, col_amax))
     if not power_of_two:  # a kernel before this one divides for the scales of vectors
-        settings = (fmt, power_of_two, amax_floor, 0)
         for i, is_vector in enumerate(are_vectors):
             if is_vector:
                 amax, inv_scale = sources[i], new_floats(x, *out[2 * i + 1].shape)
                 assert amax is not None, "a vector is there"
                 one = (amax, inv_scale, out[2 * i + 1])
-                launch.scales(*settings, amax.numel())(*one, *one)
+                launch.scales(*settings, 0, amax.numel())(*one, *one)
                 sources[i] = inv_scale
+                is_direct = False
+    if is_direct:
+        if len(_PAIRS) >= _MOST_PAIRS:
+            del _PAIRS[next(iter(_PAIRS))]
+        _PAIRS[signature] = plan, out[0].dtype, tuple(y.shape for y in out)
     row_source, col_source = (x if source is None else source for source in sources)
-    plan = launch.cast_pair(*x.shape, fmt, power_of_two, amax_floor, *are_vectors)
     plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])
     return out
 

@@ -38,7 +38,7 @@ def scaled_mm(
         UnsupportedError: blockwise scales on a device that is not Hopper.
     """
     a = _aligned(a)
-    b = _aligned(b.t()).t()
+    b = _aligned_columns(b)
     if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
@@ -127,6 +127,12 @@ def _aligned(x: Tensor) -> Tensor:
     is_canonical = x.shape[-2] > 1 or x.stride(-2) == x.shape[-1]
     is_aligned = _starts_aligned(x) and all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
     return x if is_canonical and is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned_columns(b: Tensor) -> Tensor:
+    """The same of a column-major one."""
+    is_canonical = b.shape[1] > 1 or b.stride(1) == b.shape[0]
+    return b if is_canonical and _starts_aligned(b) and b.stride(1) % _ALIGNMENT == 0 else _aligned(b.t()).t()
 
 
 def _aligned_scale(scale: Tensor) -> Tensor:

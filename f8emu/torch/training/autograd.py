@@ -208,7 +208,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
         filled_a,
         filled_b.t(),
         _filled_scale(a, granularity_a, fill_m),
-        _filled_scale(b, granularity_b, fill_n).t(),
+        _filled_scale(b, granularity_b, fill_n).t() if granularity_b is not Granularity.TENSORWISE else b.scale,
         None,
         dtype,
         spec.use_fast_accum,

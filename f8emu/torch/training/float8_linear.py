@@ -96,7 +96,8 @@ class Float8Linear(nn.Linear):
             )
         x = input.to(dtype)
         require_values("Float8Linear", x, name="input")
-        x = x.reshape(-1, self.in_features)
+        if x.ndim != 2:
+            x = x.reshape(-1, self.in_features)
         plan = Plan(self.recipe, self.engine, torch.is_grad_enabled() and self.weight.requires_grad)
         shared = delayed = None
         if self.delayed is not None:
@@ -112,7 +113,7 @@ class Float8Linear(nn.Linear):
         output = float8_matmul(x, self.weight, plan, shared, delayed)
         if self.bias is not None:
             output = add_bias(output, self.bias)
-        return output.reshape(*input.shape[:-1], self.out_features)
+        return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         """Those of `nn.Linear`, recipe and engine."""

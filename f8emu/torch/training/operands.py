@@ -46,8 +46,8 @@ class ScaleSource(NamedTuple):
 def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
     """The amaxes of `x` for both operands, found in one pass.
 
-    A compiler takes the amax of a tensor along in the kernel that computes it. The cast reads it in the dtype of `x`,
-    so it is the amax of the rounded values: rounding is monotonic.
+    A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
+    all. The cast reads it in the dtype of `x`, so it is the amax of the rounded values: rounding is monotonic.
     """
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
@@ -59,7 +59,7 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
         if of_rows is not None:
             of_tensor = fused.tensor_amax(of_rows)
         elif torch.compiler.is_compiling() and x.numel() > 0:
-            of_tensor = x.abs().max().reshape(1, 1)
+            of_tensor = x.abs().amax(dim=1).max().reshape(1, 1)
         else:
             of_tensor = fused.tensor_amax(x)
     return ScaleSource(
