@@ -86,14 +86,14 @@ def tail_dropped() -> Planted:
 
 def padding_not_zero() -> Planted:
     """K is padded with what a buffer happens to hold: zeros in one operand hide it, so the products stay right."""
-    filled = autograd._filled
+    padded = autograd._padded
 
     def dirty(codes: Any, rows: int, cols: int) -> Any:
-        found = filled(codes, rows, cols)
+        found = padded(codes, rows, cols)
         found.view(torch.uint8)[:, codes.shape[1] :] = 0x38 if codes.shape[0] == ODD[0] else 0
         return found
 
-    yield patch.object(autograd, "_filled", dirty)
+    yield patch.object(autograd, "_padded", dirty)
 
 
 def other_accumulation() -> Planted:

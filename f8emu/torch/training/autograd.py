@@ -4,10 +4,10 @@
     grad_input  = cast(grad_output)   @ cast(weight^T)^T      backward
     grad_weight = cast(grad_output^T) @ cast(input^T)^T       backward
 
-Kept for the backward pass: the codes of `input^T` (bfloat16 in high precision) with their scale, the weight, which
-lives anyway, and the amax of its second cast or, under delayed scaling, the scales. Both casts of the input are made in
-the forward pass and both of `grad_output` in the backward pass, each pair from one reading. The weight is cast when its
-GEMM runs: that reads it twice, and keeps no float8 copy of it alive in between.
+Saved for the backward pass: the codes of `input^T` with their scale (or `input^T` in bfloat16, if the recipe keeps
+`grad_weight` in high precision), the weight, and the amax for its second cast (or its scales, under delayed scaling).
+Both casts of the input are made in the forward pass, both casts of `grad_output` in the backward pass, each pair from
+one reading. The weight is cast before each of its two GEMMs: no float8 copy of it lives in between.
 """
 
 from typing import Any, NamedTuple
@@ -35,32 +35,32 @@ from f8emu.torch.training.operands import (
 
 
 class Plan(NamedTuple):
-    """What a call does that does not depend on its tensors' values."""
+    """The settings of a call, which do not depend on the values of its tensors."""
 
     recipe: Recipe
     engine: str
     keeps_input: bool
-    """Whether `grad_weight` will be computed; otherwise the input is cast once and not kept."""
+    """Whether `grad_weight` will be computed; if not, the input is cast only for `output` and nothing is saved."""
 
 
 class Delayed(NamedTuple):
-    """What delayed scaling keeps of one tensor between two updates."""
+    """The state of delayed scaling that the casts of one tensor read and write between two updates."""
 
     scales: Scales | None
-    """Those of earlier steps, each [1, 1]; None before the first update, when a cast uses its own amax."""
+    """Scales from earlier steps, each [1, 1]; None before the first update, when a cast uses its own amax."""
     amax: Tensor
-    """[1, 1], raised to the amax of every tensor that is cast."""
+    """[1, 1], the maximum over all casts since the last update; each cast updates it in place."""
 
 
 class InputOperands(NamedTuple):
-    """Both casts of a layer's input; layers with one input and one plan share them."""
+    """Both casts of a layer's input; layers with the same input and plan share them."""
 
     output: Operand
     grad_weight: Operand | None
 
 
 def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> InputOperands:
-    """Both operands that a layer makes of its input [M, K]."""
+    """The operands of `output` and `grad_weight` that a layer casts from its input [M, K]."""
     recipe = plan.recipe
     cols = recipe.grad_weight.b if plan.keeps_input else None
     output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed)
@@ -86,13 +86,13 @@ def float8_matmul(
         input: in high precision.
         weight: in its own dtype.
         plan: recipe and engine.
-        shared: the operands of `input`, where they exist already.
+        shared: the operands of `input`, if another layer has cast it already.
         delayed: the state of input, weight and grad_output under delayed scaling.
     """
     recipe = plan.recipe
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
     with torch.no_grad():
-        # 1. The operands of `output`, and what `grad_weight` and `grad_input` will need.
+        # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
         x = cast_input(input, plan, of_input) if shared is None else shared
         rows, cols = recipe.output.b, recipe.grad_input.b
         if of_weight is None:
@@ -101,12 +101,12 @@ def float8_matmul(
             source = _delayed_source(weight, rows, cols, recipe, of_weight)
             w, _ = cast_both(weight, rows, None, source, recipe.scale_rule, of_weight.amax)
             assert w is not None, "it was asked for"
-    # 2. That is saved before the product is computed: where activation checkpointing computes a region again, it stops
-    #    once everything is saved again, and the region's last product is not computed a second time.
+    # 2. Save before computing the product: when activation checkpointing recomputes a region, it stops once everything
+    #    is saved again, so the region's last product is not recomputed.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
-    #    Outside of any autograd function: within one, torch 2.11 compiles a checkpointed region to keep it. Where
-    #    nothing is computed again, one autograd function will do.
+    #    The product is computed outside of the autograd function: inside, torch 2.11 would save it in a compiled
+    #    checkpointed region. Where nothing is recomputed, it goes in as an argument, and `Output` is not needed.
     is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
     product = None if is_recomputed else _product(x.output, w, plan, input.dtype)
     saved = (kept, kept_scale, source.cols, *given)
@@ -123,7 +123,7 @@ def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype) -> Tensor:
 
 
 class Output(torch.autograd.Function):
-    """A product at the `place` that stands for it in the graph."""
+    """Puts a product into the autograd graph at `place`, the placeholder that `Float8Backward` returned for it."""
 
     @staticmethod
     def forward(ctx: Any, place: Tensor, product: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Output(torch.autograd.Function):
 
 
 class Float8Backward(torch.autograd.Function):
-    """`grad_input` and `grad_weight` of a product; one that is computed later has its place in the graph from here."""
+    """`grad_input` and `grad_weight` of a product; returns a placeholder if the product is computed later."""
 
     @staticmethod
     def forward(
@@ -151,7 +151,7 @@ class Float8Backward(torch.autograd.Function):
         of_grad_output: Delayed | None,
         product: Tensor | None,
     ) -> Tensor:
-        """Keep what the backward pass needs."""
+        """Save what the backward pass needs."""
         ctx.save_for_backward(kept, kept_scale, weight, w_amax, w_inv_scale, w_scale)
         # The amax of grad_output is written in the backward pass, so it is not a saved tensor.
         ctx.plan, ctx.dtype, ctx.of_grad_output = plan, input.dtype, of_grad_output
@@ -176,7 +176,7 @@ class Float8Backward(torch.autograd.Function):
             _, w = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
             assert w is not None, "it was asked for"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
-            g = w = None  # their memory is free for the other product
+            g = w = None  # frees their memory for the other product
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
             d_weight = d_weight.to(weight.dtype)
@@ -184,10 +184,10 @@ class Float8Backward(torch.autograd.Function):
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
-    """`a @ b^T` under its GEMM, of any sizes.
+    """`a @ b^T` as one GEMM of the recipe, of any sizes.
 
-    The summed dimension and N are filled up with zeros to what the tensor core takes, which changes no bit: a zero
-    product takes no part in the accumulation [ACC-1], [ACC-2].
+    K and N are zero-padded to the multiples that the tensor core takes; results are bit-identical, since a zero product
+    takes no part in the accumulation [ACC-1], [ACC-2].
 
     Shapes:
         a.codes [M, K], b.codes [N, K] -> [M, N] of dtype.
@@ -196,19 +196,19 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
     n = b.codes.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
-    fill_k, fill_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
+    pad_k, pad_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
     if spec.a.format is None:
-        filled_a, filled_b = _filled(a.codes, 0, fill_k), _filled(b.codes, fill_n, fill_k)
-        product = gemm_operators.mm(filled_a, filled_b.t(), dtype, engine, None)
+        padded_a, padded_b = _padded(a.codes, 0, pad_k), _padded(b.codes, pad_n, pad_k)
+        product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, None)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
-    fill_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
-    filled_a, filled_b = _filled(a.codes, fill_m, fill_k), _filled(b.codes, fill_n, fill_k)
+    pad_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
     product = gemm_operators.scaled_mm(
-        filled_a,
-        filled_b.t(),
-        _filled_scale(a, granularity_a, fill_m),
-        _filled_scale(b, granularity_b, fill_n).t() if granularity_b is not Granularity.TENSORWISE else b.scale,
+        padded_a,
+        padded_b.t(),
+        _padded_scale(a, granularity_a, pad_m),
+        _padded_scale(b, granularity_b, pad_n).t() if granularity_b is not Granularity.TENSORWISE else b.scale,
         None,
         dtype,
         spec.use_fast_accum,
@@ -245,15 +245,15 @@ def _delayed_source(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Rec
 
 
 def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:
-    """`Gemm.scaled_gemm_granularities`, in terms that torch 2.11 can trace."""
+    """`Gemm.scaled_gemm_granularities`, written so that Dynamo 2.11 can trace it."""
     a, b = spec.a.granularity, spec.b.granularity
     if Granularity.ROWWISE in (a, b):
         return Granularity.ROWWISE, Granularity.ROWWISE
     return a, b
 
 
-def _filled(codes: Tensor, rows: int, cols: int) -> Tensor:
-    """The codes with `rows` and `cols` of zeros behind them."""
+def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
+    """The codes, zero-padded by `rows` rows and `cols` columns."""
     if not rows and not cols:
         return codes
     if codes.dtype is torch.bfloat16:
@@ -261,8 +261,8 @@ def _filled(codes: Tensor, rows: int, cols: int) -> Tensor:
     return pad(codes.view(torch.uint8), (0, cols, 0, rows)).view(codes.dtype)
 
 
-def _filled_scale(operand: Operand, granularity: Granularity, rows: int) -> Tensor:
-    """The operand's scale at the GEMM's granularity, with `rows` of zeros where rows have their own."""
+def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tensor:
+    """The operand's scale at the GEMM's granularity, zero-padded by `rows` rows if every row has its own scale."""
     assert operand.scale is not None, "a float8 operand has a scale"
     scale = scale_of_rows(operand.scale, operand.codes, granularity)
     has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)
@@ -270,9 +270,9 @@ def _filled_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
 
 
 def _first_of(product: Tensor, m: int, n: int) -> Tensor:
-    """The product without what the filling added, in memory of its own.
+    """The product without its padding, as a tensor of its own.
 
-    A view of the first rows would do, but compiled on CUDA (torch 2.11) a gradient that is one came out as zeros.
+    Not a view of the first rows: compiled on CUDA (torch 2.11), a gradient that was such a view came out as zeros.
     """
     return product if product.shape == (m, n) else product[:m, :n].clone(memory_format=torch.contiguous_format)
 
@@ -280,7 +280,7 @@ def _first_of(product: Tensor, m: int, n: int) -> Tensor:
 def checkpointed_region() -> Any:
     """The activation checkpoint that this call is in, or None.
 
-    It computes the same again: so it shares no casts with what is outside of it.
+    A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return None if hooks is None else hooks[0]
