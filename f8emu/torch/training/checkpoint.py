@@ -12,14 +12,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from f8emu.torch.fused import operators as fused
 
 GEMM_OPS: tuple[torch._ops.OpOverload, ...] = (torch.ops.aten.mm.default,)
-"""The GEMMs, as dispatch modes see them: expensive to recompute relative to the memory that they take."""
+"""The GEMMs, as dispatch modes see them: expensive to recompute relative to the memory they take."""
 SCALE_OPS: tuple[torch._ops.OpOverload, ...] = (
     torch.ops.aten.max.default,
     fused.row_amax.overload,
     fused.scales.overload,
 )
-"""Amaxes and scales: each reads a whole tensor and gives a few numbers. Casts are not here: float8 copies are what
-checkpointing is to save, and to make them again is one reading."""
+"""Amaxes and scales: each reads a whole tensor and gives a few numbers. Casts are left out: their float8 results take
+memory that checkpointing is meant to free, and recomputing them takes one pass over the tensor."""
 SAVED_OPS = GEMM_OPS + SCALE_OPS
 
 

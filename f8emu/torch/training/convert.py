@@ -1,6 +1,6 @@
 """Convert a model to float8 training: `nn.Linear` layers become `Float8Linear`, in place, and a report says which.
 
-What a layer does not allow is said here, at conversion, and not in the middle of training.
+A layer that cannot be converted is reported here, at conversion, and not in the middle of training.
 """
 
 import logging
@@ -28,17 +28,17 @@ _log = logging.getLogger("f8emu")
 
 
 class Outcome(Enum):
-    """What becomes of a layer."""
+    """What a conversion does with a layer."""
 
     CONVERTED = "converted"
     FILTER = "filter"
-    """Left alone, as the filter said."""
+    """Left alone: the filter excludes it."""
     SIZE = "size"
-    """In or out features are no multiple of 16, and `pad` was not asked for: converting it is an error."""
+    """in_features or out_features is not a multiple of 16 and `pad` is off: the conversion raises an error."""
     TYPE = "type"
-    """Left alone: a subclass of nn.Linear, another `forward`, or weights that are not float32, bfloat16 or float16."""
+    """Left alone: a subclass of nn.Linear, a replaced `forward`, or a weight not in float32, bfloat16 or float16."""
     ALREADY = "already"
-    """A Float8Linear already."""
+    """Left alone: it is a Float8Linear already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,28 +80,28 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
 
-    A module or parameter that is there twice stays one. What was converted is logged, at INFO, on the logger "f8emu". A
-    module that reads its layers' weights itself goes on computing with them in high precision, as torch's own
-    nn.TransformerEncoderLayer does in evaluation.
+    Shared modules and parameters stay shared. The report is logged at INFO on the logger "f8emu". A module that reads
+    its layers' weights directly, as torch's nn.TransformerEncoderLayer does in evaluation, still computes with them in
+    high precision.
 
     Args:
-        module: the model; a linear layer itself is given back converted.
+        module: the model, or a single linear layer, whose converted copy is returned.
         config: the recipe, or its name.
-        module_filter_fn: (layer, its name) -> whether to convert it; all are without it.
-        engine: as for `scaled_mm`; "hardware" is checked at once where the model is on an accelerator, else at the
+        module_filter_fn: (layer, its name) -> whether to convert it; None converts all.
+        engine: as for `scaled_mm`; "hardware" is checked at once if the model is on an accelerator, otherwise at the
             first call, so that a model can be converted before it moves.
-        pad: take sizes that are no multiples of 16 as well: their GEMMs are filled up with zeros, which changes no bit
-            and costs copies.
+        pad: also convert layers whose sizes are not multiples of 16: their GEMMs are zero-padded; results are
+            bit-identical, the copies cost time.
 
     Returns:
-        `module`, converted in place.
+        `module`, converted in place; for a single linear layer, the new one.
 
     Raises:
         SpecError: no such recipe.
-        OperandError: sizes that are no multiples of 16, or a model that was converted under another recipe; nothing has
-            changed then.
-        UnsupportedError: `engine="hardware"` on a device without it, or a recipe with block scales on a GPU that has
-            float8 and is not Hopper.
+        OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
+            the model is unchanged.
+        UnsupportedError: `engine="hardware"` on a device without float8, or a recipe with block scales on a GPU that
+            has float8 but is not Hopper.
     """
     report = plan_conversion(module, config=config, module_filter_fn=module_filter_fn, pad=pad)
     recipe = report.recipe
@@ -164,10 +164,10 @@ def swap_linear_with_float8_linear(
 
 
 class SmallestLayer(NamedTuple):
-    """From here on, upwards in both, float8 is not slower than bfloat16."""
+    """Layers at least this large in both fields are not slower in float8 than in bfloat16."""
 
     features: int
-    """Of in_features and out_features the smaller."""
+    """The smaller of in_features and out_features."""
     parameters: int
     """in_features * out_features."""
 
@@ -179,7 +179,7 @@ SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = {
     DELAYED: SmallestLayer(4096, 33554432),
     BLOCKWISE: SmallestLayer(2048, 29360128),
 }
-"""Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, steps of one layer back to back."""
+"""Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, forward and backward of one layer back to back."""
 SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
     TENSORWISE: SmallestLayer(1024, 4194304),
     ROWWISE: SmallestLayer(1024, 8388608),
@@ -187,20 +187,20 @@ SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
     DELAYED: SmallestLayer(512, 4194304),
     BLOCKWISE: SmallestLayer(1024, 8388608),
 }
-"""The same in CUDA graphs, where the host does not count."""
+"""The same in CUDA graphs, where host time does not count."""
 
 
 def filter_small_layers(config: Recipe | str = "tensorwise", *, in_cuda_graph: bool = False) -> ModuleFilter:
-    """A `module_filter_fn` that leaves alone the layers for which float8 under this recipe loses time.
+    """A `module_filter_fn` that excludes layers which are slower in float8 under this recipe than in bfloat16.
 
-    The thresholds were measured on one H200 with 8,192 tokens, one layer at a time; fewer tokens raise them. Small
-    layers are limited by the host, unless they run in a CUDA graph (`torch.compile(mode="reduce-overhead")`) or among
-    layers so large that the host is ahead: for these are the thresholds of `in_cuda_graph`. Under a recipe that was not
-    measured, all pass.
+    The thresholds were measured on one H200 with 8,192 tokens, one layer at a time; with fewer tokens they would be
+    higher. Small layers wait for the host, unless they run in a CUDA graph (`torch.compile(mode="reduce-overhead")`) or
+    between layers so large that the host runs ahead: use `in_cuda_graph` for both. Under a recipe that was not
+    measured, the filter excludes no layer.
 
     Args:
         config: the recipe, or its name.
-        in_cuda_graph: leave out only what is slower on the GPU itself.
+        in_cuda_graph: count GPU time only, not host time.
     """
     table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
     smallest = table.get(resolve_recipe("filter_small_layers", config))
@@ -248,7 +248,7 @@ def _check_sizes(report: ConversionReport) -> None:
         raise OperandError(
             f"convert_to_float8_training: in_features and out_features must be multiples of {SIZE_MULTIPLE}; got "
             f"[out, in] of {', '.join(odd)}; leave these layers out with module_filter_fn, or pass pad=True, which "
-            "fills up their GEMMs with zeros"
+            "zero-pads their GEMMs"
         )
 
 

@@ -1,7 +1,7 @@
 """The state of delayed scaling of one layer.
 
-Between two updates every cast keeps the maximum of the amaxes that it saw (gradient accumulation); the update
-(`delayed_sync`) rolls the histories and sets the scales of the next step, by the rule of `f8emu.spec.DelayedScaling`.
+Between two updates each tensor keeps the maximum of the amaxes of all its casts (gradient accumulation). The update
+(`delayed_sync`) shifts the histories and sets the scales of the next step, by the rule of `f8emu.spec.DelayedScaling`.
 """
 
 import weakref
@@ -19,14 +19,14 @@ from f8emu.torch.training.autograd import Delayed
 
 
 class DelayedScalingError(F8Error, RuntimeError):
-    """A step was taken without an update."""
+    """The optimizer took a step, and the scales were not updated."""
 
 
 class DelayedBuffers(nn.Module):
-    """The state of one layer: a `DelayedState` for each of TENSORS, stacked, and what the step under way has seen.
+    """The state of one layer: the `DelayedState` of each of TENSORS, stacked, and the amaxes of the current step.
 
-    Its buffers follow the layer from device to device, stay float32 whatever the layer becomes, and are in no state
-    dict: a layer writes them into the state dict's metadata, so that its keys stay those of `nn.Linear`.
+    Its buffers follow the layer from device to device, stay float32 when the layer's dtype changes, and are not entries
+    of the state dict: the layer writes them into its metadata, so that the keys stay those of `nn.Linear`.
     """
 
     amax_history: Tensor
@@ -36,13 +36,13 @@ class DelayedBuffers(nn.Module):
     initialized: Tensor
     """[3] bool."""
     skipped: Tensor
-    """[3] int64: updates that found an amax of zero or none that is finite."""
+    """[3] int64: the number of updates whose amax was zero or not finite."""
     amax_input: Tensor
-    """[1, 1], as the next two: each is raised in place by a cast, so each is a buffer of its own."""
+    """[1, 1], as the next two: the maximum since the last update. Separate buffers: a cast updates one in place."""
     amax_weight: Tensor
     amax_grad_output: Tensor
     scale_input: Tensor
-    """[1, 1], `1 / inv_scale`, as the next two: a GEMM wants a scale at a multiple of 16 bytes."""
+    """[1, 1], `1 / inv_scale`, as the next two. Separate buffers: a GEMM needs its scale aligned to 16 bytes."""
     scale_weight: Tensor
     scale_grad_output: Tensor
 
@@ -79,7 +79,7 @@ class DelayedBuffers(nn.Module):
         self._seen = None
 
     def of_tensors(self) -> tuple[Delayed, Delayed, Delayed]:
-        """What the casts of a call use and write."""
+        """What the casts of a call read and update: of input, weight and grad_output."""
         return self._of(0, self.amax_input), self._of(1, self.amax_weight), self._of(2, self.amax_grad_output)
 
     def _of(self, i: int, amax: Tensor) -> Delayed:
@@ -89,16 +89,16 @@ class DelayedBuffers(nn.Module):
 
     @property
     def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The buffers that the casts raise."""
+        """The amax buffers, which the casts update."""
         return self.amax_input, self.amax_weight, self.amax_grad_output
 
     @property
     def scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What decodes the casts of the step under way."""
+        """The scales that decode the codes of the current step."""
         return self.scale_input, self.scale_weight, self.scale_grad_output
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the state, and the amaxes of a step under way."""
+        """What a checkpoint holds: the state, and the amaxes of the current step."""
         return {
             "amax_history": self.amax_history,
             "inv_scale": self.inv_scale,
@@ -108,10 +108,10 @@ class DelayedBuffers(nn.Module):
         }
 
     def load(self, call: str, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave.
+        """Load what `state` returned.
 
         Raises:
-            OperandError: the state of another recipe, or not a state.
+            OperandError: the state of another recipe, or a missing or malformed entry.
         """
         for name, mine in self.state().items():
             found = state.get(name)
@@ -133,15 +133,15 @@ class DelayedBuffers(nn.Module):
         self.read_initialized()
 
     def read_initialized(self) -> None:
-        """Bring the flag that steers the casts up to the buffer: waits for the device."""
+        """Copy the buffer `initialized` into the host's flags, which the casts go by; waits for the device."""
         if not self.initialized.is_meta:
             first, second, third = self.initialized.tolist()
             self.is_initialized = (first, second, third)
 
     def watch(self, weight: nn.Parameter) -> None:
-        """Notice, whenever a gradient of `weight` is complete, that the optimizer stepped without an update.
+        """Register a hook on `weight` that calls `check_step` whenever its gradient is complete.
 
-        The hook runs outside of compiled code. It is on the parameter, so it is put there again for another parameter.
+        The hook runs outside of compiled code. It belongs to the parameter, so a new parameter needs a new hook.
         """
         if self._watch is not None:
             if self._watch[0]() is weight:
@@ -159,7 +159,7 @@ class DelayedBuffers(nn.Module):
         self._watch = (weakref.ref(weight), weight.register_post_accumulate_grad_hook(check))
 
     def check_step(self, weight: Tensor) -> None:
-        """Raise DelayedScalingError where `weight` changed since the last backward pass and the state did not."""
+        """Raise DelayedScalingError if `weight` changed since the last backward pass and its scales did not."""
         now = (weight._version, self.updates)
         if self._seen is not None and now[0] != self._seen[0] and now[1] == self._seen[1]:
             raise DelayedScalingError(
@@ -171,11 +171,11 @@ class DelayedBuffers(nn.Module):
         self._seen = now
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow to another device, never to another dtype; memory that was not copied (`to_empty`) is reset."""
+        """Move to another device, never to another dtype; reset if the values were not copied (`to_empty`)."""
         is_lost = False
         for name, buffer in self._buffers.items():
             assert buffer is not None, "all are there"
-            # As integers, which conversions of a module leave alone.
+            # As integers: `Module.to(dtype)` converts floating-point buffers only.
             viewed = buffer.view(torch.int32) if buffer.dtype is torch.float32 else buffer
             moved = fn(viewed)
             if moved is viewed:
@@ -190,5 +190,5 @@ class DelayedBuffers(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hook, which belongs to a parameter: a copy watches its own."""
+        """Without the hook: it belongs to the parameter, and a copy of the layer watches its own."""
         return self.__dict__ | {"_watch": None, "_seen": None}

@@ -1,6 +1,6 @@
 """Delayed scaling of a whole model: the update once a step, and its state for checkpoints.
 
-The update is a handful of kernels, whatever the number of layers.
+The update launches a few kernels, independent of the number of layers.
 """
 
 import warnings
@@ -18,19 +18,19 @@ from f8emu.torch.fused import operators as fused
 from f8emu.torch.training.delayed import DelayedBuffers
 
 _UPDATES_BETWEEN_READS = 64
-"""On an accelerator the counts of skipped amaxes are read this often: reading waits for the device."""
+"""On an accelerator, the counts of skipped amaxes are read once in this many updates: reading waits for the device."""
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
     """Update the state of delayed scaling in all layers of `model`, once a step, after the backward pass.
 
-    An amax that is zero or not finite leaves the scale as it is; it is counted, and reported once by a warning.
+    An amax that is zero or not finite leaves the scale unchanged; such updates are counted, and one warning is given.
 
     Exactness: every state is that of `f8ref.numpy.update_delayed_state`.
 
     Args:
         model: the converted model; nothing happens where no layer has delayed scaling.
-        fp8_layers: its layers, to save the search for them.
+        fp8_layers: its float8 layers; None searches `model` for them.
     """
     groups: dict[tuple[Recipe, torch.device], list[DelayedBuffers]] = {}
     for _, buffers in _states(nn.ModuleList(fp8_layers) if fp8_layers is not None else model):
@@ -43,7 +43,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state of delayed scaling of all layers, for checkpoint formats that drop the metadata of a state dict.
 
     Returns:
-        "layer.field" -> a copy of it.
+        "layer.field" -> a copy of that buffer.
     """
     return {
         f"{fqn}.{name}" if fqn else name: value.detach().clone()
@@ -53,10 +53,10 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Take over what `delayed_state_dict` gave; call it after `load_state_dict`, which resets the state.
+    """Load what `delayed_state_dict` returned; call it after `load_state_dict`, which resets the state.
 
     Raises:
-        OperandError: missing or unknown keys, or the state of another recipe; no layer has changed then.
+        OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
     """
     states = dict(_states(model))
     wanted = {f"{fqn}.{name}" if fqn else name for fqn, buffers in states.items() for name in buffers.state()}
@@ -87,18 +87,18 @@ def _formats(recipe: Recipe) -> tuple[Format | None, ...]:
 
 @torch.no_grad()
 def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
-    """One update of layers with one recipe on one device; below, everything is [layers, 3] or [layers, 3, history]."""
+    """Update layers of one recipe on one device; the tensors below are [layers, 3] or [layers, 3, history_length]."""
     delayed, formats = recipe.delayed, _formats(recipe)
     assert delayed is not None, "only such a recipe has a state"
     # 1. Usable amaxes.
     amax = torch.cat([amax for buffers in group for amax in buffers.amaxes]).view(len(group), 3)
     is_usable = amax.isfinite() & (amax > 0)
-    # 2. The histories move by one.
+    # 2. Shift the histories by one.
     newest = torch.where(is_usable, amax, torch.zeros_like(amax))
     old = torch.stack([buffers.amax_history for buffers in group])
     history = torch.cat([newest.unsqueeze(2), old[:, :, :-1]], dim=2)
     reference = newest if delayed.reduction is AmaxHistoryReduction.MOST_RECENT else history.amax(dim=2)
-    # 3. The scales of the next step, where there was a usable amax.
+    # 3. The scales of the next step; a tensor without a usable amax keeps its scale.
     rule = (recipe.scale_rule.power_of_two, recipe.scale_rule.amax_floor, delayed.margin)
     widths = [(format or E4M3FN, len(list(same))) for format, same in groupby(formats)]
     columns = reference.split([width for _, width in widths], dim=1)
@@ -113,7 +113,7 @@ def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
         if format is None:
             was_skipped[:, i] = False
     skipped = torch.stack([buffers.skipped for buffers in group]) + was_skipped
-    # 4. Back into the buffers, and a new step begins.
+    # 4. Write everything back to the buffers and reset the amaxes.
     for name, values in (
         ("amax_history", history),
         ("inv_scale", inv_scale),
@@ -131,7 +131,7 @@ def _update(group: list[DelayedBuffers], recipe: Recipe) -> None:
 def _read(
     group: list[DelayedBuffers], formats: tuple[Format | None, ...], initialized: Tensor, skipped: Tensor
 ) -> None:
-    """What the host must know: whether the casts can use the scales, and whether amaxes were skipped."""
+    """Read what the host must know: whether the casts can use the scales, and whether amaxes were skipped."""
     wanted = [format is not None for format in formats]
     is_waiting = any(
         is_cast and not known for b in group for is_cast, known in zip(wanted, b.is_initialized, strict=True)

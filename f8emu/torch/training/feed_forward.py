@@ -1,11 +1,11 @@
-"""Float8FeedForward: Llama's feed-forward block, whose casts are fused with what stands before them.
+"""Float8FeedForward: Llama's feed-forward block, with SiLU and product fused into the casts.
 
     output = w2(hidden)        hidden = silu(gate) * up        gate = w1(input)        up = w3(input)
 
-Under a recipe whose scales are found without reading a whole tensor (delayed, blockwise), one kernel reads `gate` and
-`up` and writes the codes of `hidden`; in the backward pass, one kernel reads `grad_hidden`, `gate` and `up` and writes
-the codes of `grad_gate`, `grad_up` and `hidden^T`, both ways where both are needed. Of the three, none is written in
-bfloat16, and kept for the backward pass are `gate`, `up` and the codes of `input^T`.
+Under a recipe whose scales need no amax of a whole tensor (delayed, blockwise), one kernel reads `gate` and `up` and
+writes the codes of `hidden`. In the backward pass, one kernel reads `grad_hidden`, `gate` and `up` and writes the codes
+of `grad_gate`, `grad_up` (each also transposed, if needed) and `hidden^T`. None of these three is written in bfloat16.
+Saved for the backward pass: `gate`, `up` and the codes of `input^T`.
 """
 
 import copy
@@ -34,19 +34,22 @@ LLAMA_NAMES = ("w1", "w2", "w3")
 class Float8FeedForward(nn.Module):
     """`w2(silu(w1(input)) * w3(input))` with three `Float8Linear`.
 
-    Under delayed and blockwise recipes the casts between the layers are fused (see the module's docstring); in every
-    other case, the three layers and `silu` are called one after the other. So they are in other dtypes than bfloat16,
-    until every delayed scale is known, where w1 or w3 has a bias or one of the layers has hooks or is replaced, where
-    they differ in recipe or engine, and where of input and weights only that of w2 gets a gradient.
+    Under delayed and blockwise recipes the casts between the layers are fused (see the module's docstring). Otherwise
+    the three layers and `silu` are called one after the other. That is also the case
+    - in dtypes other than bfloat16,
+    - under delayed scaling until all scales are known,
+    - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
+    - if the layers differ in recipe or engine,
+    - if, of the input and the three weights, only the weight of w2 requires a gradient.
 
-    Parameters and state dict are those of the three layers, under the names that are given.
+    Parameters and state dict are those of the three layers, under the names in `names`.
 
     Shapes:
         input [..., dim] -> [..., dim], in the dtype of input.
 
-    Exactness: every output, gradient and state of delayed scaling is that of three `Float8Linear` with
-    `torch.nn.functional.silu` in eager torch; on a GPU too, where the kernels repeat aten's arithmetic (see
-    `fused.silu`). The input's gradient is the sum of two, which autograd adds.
+    Exactness: every output, gradient and state of delayed scaling equals that of three `Float8Linear` and
+    `torch.nn.functional.silu` in eager torch, on a GPU too, where the kernels repeat aten's arithmetic (see
+    `fused.silu`). Autograd adds the two gradients of the input.
 
     Raises:
         OperandError: an input of another dtype or size.
@@ -81,10 +84,10 @@ class Float8FeedForward(nn.Module):
         engine: str = "auto",
         names: tuple[str, str, str] = LLAMA_NAMES,
     ) -> Self:
-        """A block with the layers, hooks and mode of `module`, which stays as it is.
+        """A block with the layers, hooks and mode of `module`, which is not changed.
 
-        That `module` computes this block cannot be seen; what is checked are its layers and that it has no parameters,
-        buffers or activation besides.
+        Whether `module` computes this function cannot be checked. Checked are its layers, and that it has no other
+        parameters, buffers or activations.
 
         Args:
             module: a feed-forward block, such as torchtitan's FeedForward or Hugging Face's LlamaMLP.
@@ -93,13 +96,13 @@ class Float8FeedForward(nn.Module):
             names: what `module` calls w1, w2 and w3; ("gate_proj", "down_proj", "up_proj") in Hugging Face's.
 
         Raises:
-            OperandError: another kind of block.
+            OperandError: a block with other layers, parameters or buffers, or a replaced forward.
             SpecError: no such recipe.
         """
         _check_block(module, names)
         block = cls.__new__(cls)
         block.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
-        block._compiled_call_impl = None  # of module.compile(): it would run the module's forward
+        block._compiled_call_impl = None  # set by module.compile(); it would run the module's forward
         block.names = names
         for name in names:
             layer = Float8Linear.from_float(module.get_submodule(name), recipe=recipe, engine=engine)  # pyright: ignore[reportArgumentType]
@@ -120,8 +123,8 @@ class Float8FeedForward(nn.Module):
                 f"{list(input.shape)}"
             )
         require_values("Float8FeedForward", input, name="input")
-        # Two tensors, as the layers have: their gradients are added in the input's own dtype, which under autocast may
-        # be another, and Dynamo traces no autograd function that is given one tensor twice.
+        # Two tensors, as in separate layers: their gradients are added in the input's own dtype, which may differ under
+        # autocast. Also, Dynamo cannot trace an autograd function that takes one tensor twice.
         x1, x3 = (input.to(dtype).reshape(-1, w1.in_features) for _ in range(2))
         output = _feed_forward(x1, x3, _Layers(w1, w2, w3))
         if w2.bias is not None:
@@ -136,13 +139,13 @@ class _Layers(NamedTuple):
 
 
 class _Settings(NamedTuple):
-    """What the passes need beside tensors that autograd knows."""
+    """What forward and backward need besides the tensors that autograd tracks."""
 
     recipe: Recipe
     engine: str
     dtype: torch.dtype
     of_gradients: tuple[Delayed | None, ...]
-    """The state of grad_output of w1, w2, w3. The backward pass raises their amaxes, so they are not saved tensors."""
+    """State of grad_output of w1, w2, w3. Not saved tensors: the backward pass updates their amaxes in place."""
 
 
 def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
@@ -153,7 +156,7 @@ def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
     keep1, _, keep3 = (torch.is_grad_enabled() and layer.weight.requires_grad for layer in layers)
     settings = _Settings(recipe, engine, dtype, of_gradients)
     with torch.no_grad():
-        # 1. gate and up. Under delayed scaling each layer has its own scale of the input; otherwise they share a cast.
+        # 1. gate and up. Under delayed scaling w1 and w3 scale the input separately; otherwise they share a cast.
         is_shared = recipe.delayed is None
         a1, kept1 = _cast_input(x1, recipe, keep1 or (is_shared and keep3), of_inputs[0])
         a3, kept3 = (a1, None) if is_shared else _cast_input(x1, recipe, keep3, of_inputs[2])
@@ -172,13 +175,13 @@ def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
 
 
 class _FeedForwardBackward(torch.autograd.Function):
-    """The gradients of the block, whose output is computed elsewhere; forward, only its place in the graph."""
+    """The gradients of the block. Its forward returns a placeholder; the output is computed outside."""
 
     @staticmethod
     def forward(
         ctx: Any, x1: Tensor, x3: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, settings: _Settings, *kept: Tensor | None
     ) -> Tensor:
-        """Keep what the backward pass needs."""
+        """Save what the backward pass needs."""
         ctx.save_for_backward(w1, w2, w3, *kept)
         ctx.settings, ctx.arguments = settings, 6 + len(kept)
         return x1.new_empty(1, 1).expand(x1.shape[0], w2.shape[0])
@@ -186,7 +189,7 @@ class _FeedForwardBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Cast grad_output, multiply; cast the gradients of gate and up, multiply."""
+        """Cast grad_output, compute grad_hidden; cast the gradients of gate and up, compute the other products."""
         w1, w2, w3, gate, up, *flat = ctx.saved_tensors
         pairs = [
             None if second is None else (first, second) for first, second in zip(flat[::2], flat[1::2], strict=True)
@@ -211,7 +214,7 @@ class _FeedForwardBackward(torch.autograd.Function):
         g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
             grad_hidden, gate, up, wanted, None if of_hidden is None else Scales(*of_hidden), settings
         )
-        g = grad_hidden = gate = up = None  # their memory is free for the products
+        g = grad_hidden = gate = up = None  # frees their memory for the products
         # 2. The products.
         d_x1 = _grad_input(g1, w1, of_w1, settings) if wants1 else None
         d_x3 = _grad_input(g3, w3, of_w3, settings) if wants3 else None
@@ -222,7 +225,7 @@ class _FeedForwardBackward(torch.autograd.Function):
 
 
 def _cast_input(x: Tensor, recipe: Recipe, keep: bool, state: Delayed | None) -> tuple[Operand, Operand | None]:
-    """The operand of `output` and, to `keep`, that of `grad_weight`."""
+    """The operand of `output` and, with `keep`, that of `grad_weight`."""
     cols = recipe.grad_weight.b if keep else None
     source, amax = (_source(None), None) if state is None else (_source(state.scales), state.amax)
     rows, kept = cast_both(x, recipe.output.a, cols, source, recipe.scale_rule, amax)
@@ -247,7 +250,7 @@ def _cast_gradients(
     of_hidden: Scales | None,
     settings: _Settings,
 ) -> tuple[Operand, Operand, Operand, Operand, Operand]:
-    """Those of grad_gate, of grad_gate^T, of grad_up, of grad_up^T, of hidden^T; meaningless where not wanted."""
+    """Operands: grad_gate, grad_gate^T, grad_up, grad_up^T, hidden^T; those not `wanted` hold nothing of use."""
     recipe, (of_gate, _, of_up) = settings.recipe, settings.of_gradients
     fmt, rule = _format(recipe.grad_weight.a), recipe.scale_rule
     if of_hidden is None or of_gate is None or of_up is None:
@@ -289,12 +292,12 @@ def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings)
 
 
 def _source(scales: Scales | None) -> ScaleSource:
-    """Given scales, or, of blocks, none: their cast finds them."""
+    """The given scales; none for block scales, which the cast itself finds."""
     return ScaleSource(given=scales)
 
 
 def _states(layers: _Layers) -> tuple[tuple[Delayed | None, ...], ...]:
-    """Of w1, w2, w3: the state of their inputs; of their weights; of their output gradients."""
+    """Three tuples over w1, w2, w3: the states of their inputs, of their weights, of their grad_output."""
     found: list[tuple[Delayed | None, ...]] = []
     for layer in layers:
         if layer.delayed is None:
@@ -313,11 +316,11 @@ def _format(cast: Cast) -> str:
 
 
 def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w3: nn.Module) -> bool:
-    """Whether the block computes what `Float8FeedForward` says, in bfloat16 and by scales that need no reading."""
+    """Whether the fused block gives what `Float8FeedForward` promises; the cases are listed there."""
     if dtype is not torch.bfloat16:
         return False
     for layer in (w1, w2, w3):
-        # What a subclass, a replaced forward or a hook does is not known here.
+        # What a subclass, a replaced forward or a hook computes is unknown here.
         if type(layer) is not Float8Linear or "forward" in layer.__dict__ or _has_hooks(layer):
             return False
         if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):

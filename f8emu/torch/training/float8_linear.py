@@ -18,17 +18,18 @@ from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.shared_input import find_operands, keep_operands
 
 _METADATA_KEY = "f8emu_delayed"
-"""Where the metadata of a state dict holds the state of delayed scaling of a layer."""
+"""The key of a layer's state of delayed scaling in the metadata of a state dict."""
 
 
 class Float8Linear(nn.Linear):
-    """`input @ weight^T + bias`, the three GEMMs of forward and backward under a float8 recipe.
+    """`input @ weight^T + bias`, with the three GEMMs of forward and backward under a float8 recipe.
 
     Parameters and state dict are those of `nn.Linear`. The bias is rounded to the dtype of the input and added to the
-    rounded product. Under autocast the input is brought to autocast's dtype first; the weight is cast to float8 from
-    its own. Sizes that are not multiples of 16 are filled up with zeros, which changes no bit.
+    rounded product. Under autocast the input is converted to autocast's dtype first; the weight is cast to float8 from
+    its own dtype. Sizes that are not multiples of 16 are zero-padded; results are bit-identical.
 
-    The state of delayed scaling travels in the metadata of the state dict; loading one that has none starts anew.
+    The state of delayed scaling is stored in the metadata of the state dict; loading a state dict without it resets
+    delayed scaling.
 
     Shapes:
         input [..., in_features] -> [..., out_features], in the dtype of input.
@@ -60,7 +61,7 @@ class Float8Linear(nn.Linear):
 
     @classmethod
     def from_float(cls, module: nn.Linear, *, recipe: Recipe | str = TENSORWISE, engine: str = "auto") -> Self:
-        """A layer with the parameters, hooks and mode of `module`, which stays as it is."""
+        """A layer with the parameters, hooks and mode of `module`, which is not changed."""
         if type(module) is not nn.Linear:
             raise OperandError(
                 f"Float8Linear.from_float: module must be an nn.Linear and of no subclass; got {type(module).__name__}"
@@ -73,7 +74,7 @@ class Float8Linear(nn.Linear):
             )
         layer = cls.__new__(cls)
         layer.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
-        layer._compiled_call_impl = None  # of layer.compile(): it would run nn.Linear's forward
+        layer._compiled_call_impl = None  # set by layer.compile(); it would run nn.Linear's forward
         layer._set_recipe(recipe, engine)
         return layer
 
@@ -116,18 +117,18 @@ class Float8Linear(nn.Linear):
         return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Those of `nn.Linear`, recipe and engine."""
+        """As `nn.Linear`, with recipe and engine."""
         return f"{super().extra_repr()}, recipe={self.recipe.name}, engine={self.engine}"
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear`; delayed scaling starts anew."""
+        """As `nn.Linear`; also resets delayed scaling."""
         super().reset_parameters()
         if (delayed := self._modules.get("delayed")) is not None:
             assert isinstance(delayed, DelayedBuffers), "nothing else goes there"
             delayed.reset()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module`; another weight is watched for forgotten updates, too."""
+        """As `nn.Module`; a new weight is watched for forgotten scale updates too."""
         super().register_parameter(name, param)
         if name == "weight":
             self._watch_weight()
@@ -165,10 +166,10 @@ class Float8Linear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._watch_weight()  # load_state_dict(assign=True) has put another parameter there
+        self._watch_weight()  # load_state_dict(assign=True) replaces the parameter
         if self.delayed is None:
             return
-        if self.delayed.inv_scale.device != self.weight.device:  # and perhaps on another device
+        if self.delayed.inv_scale.device != self.weight.device:  # the new parameter may be on another device
             self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:

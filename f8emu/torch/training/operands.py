@@ -1,8 +1,8 @@
 """The two operands that a linear layer makes of one matrix.
 
-A matrix `x` [M, N] is an operand of two GEMMs: of one as it is, summed over N ("rows"), and of another transposed,
-summed over M ("cols"). Their scales come from a `ScaleSource`: their amaxes, found in a reading of `x` before, or,
-under delayed scaling, the scales of earlier steps. The operators of `fused` then make both operands in one reading.
+A matrix `x` [M, N] is an operand of two GEMMs: of one as it is, with K = N ("rows"), and of another transposed, with
+K = M ("cols"). Their scales come from a `ScaleSource`: amaxes, found in a previous pass over `x`, or, under delayed
+scaling, the scales of earlier steps. The operators of `fused` then cast both operands in one pass.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,11 @@ from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
 
-# The code below compares granularities and asks them nothing: torch 2.11 traces no methods of an enum.
+# The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
+_ELEMENTS_OF_A_PROGRAM = 8192
+"""Of a cast, about."""
+_MOST_READ_AGAIN = 4 << 20
+"""Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 
 
@@ -23,32 +27,27 @@ class Operand(NamedTuple):
     """One operand of a GEMM."""
 
     codes: Tensor
-    """[rows, summed dimension], row-major; in high precision bfloat16, of any layout."""
+    """[rows, K], row-major; in high precision bfloat16 of any layout."""
     scale: Tensor | None
     """Float32 of `Granularity.scale_shape`; None in high precision."""
 
 
 class ScaleSource(NamedTuple):
-    """What decides the scales of both operands of a matrix.
+    """Where the scales of both operands of a matrix come from.
 
-    Nothing does of an operand in high precision, of one that is not asked for, and of a blockwise one, whose amaxes are
-    found in its cast.
+    None for operands that are high-precision, not requested, or blockwise (amax found in the cast).
     """
 
     rows: Tensor | None = None
-    """The amax of `x` [1, 1] or those of its rows [M, 1]."""
+    """The amax of `x` [1, 1] or of each of its rows [M, 1]."""
     cols: Tensor | None = None
-    """The amax of `x` [1, 1] or those of its columns [N, 1]."""
+    """The amax of `x` [1, 1] or of each of its columns [N, 1]."""
     given: Scales | None = None
-    """Each [1, 1]: the scales of both operands, instead of amaxes."""
+    """The scales of both operands, each [1, 1], instead of amaxes."""
 
 
 def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
-    """The amaxes of `x` for both operands, found in one pass.
-
-    A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
-    all. The cast reads it in the dtype of `x`, so it is the amax of the rounded values: rounding is monotonic.
-    """
+    """The amaxes of `x` for both operands, found in one pass."""
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
     if col_kind is Granularity.ROWWISE:
@@ -59,7 +58,7 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
         if of_rows is not None:
             of_tensor = fused.tensor_amax(of_rows)
         elif torch.compiler.is_compiling() and x.numel() > 0:
-            of_tensor = x.abs().amax(dim=1).max().reshape(1, 1)
+            of_tensor = _amax_in_compiled_code(x)
         else:
             of_tensor = fused.tensor_amax(x)
     return ScaleSource(
@@ -68,8 +67,22 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
     )
 
 
+def _amax_in_compiled_code(x: Tensor) -> Tensor:
+    """The amax of `x` [1, 1], or amaxes of which it is the largest [1, M].
+
+    A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
+    all. The largest is found by every program of the cast, where that reads less than a launch would cost. The cast
+    reads them in the dtype of `x`, so they are those of the rounded values: rounding is monotonic.
+    """
+    m, n = x.shape
+    of_rows = x.abs().amax(dim=1)
+    if m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN:
+        return of_rows.reshape(1, m)
+    return of_rows.max().reshape(1, 1)
+
+
 def given_source(x: Tensor, fmt: str, rule: ScaleRule, margin: int) -> ScaleSource:
-    """The scales of the first step of delayed scaling: those of the amax of `x`."""
+    """The scales of the first step of delayed scaling, from the amax of `x` itself."""
     return ScaleSource(
         given=Scales(*fused.scales(fused.tensor_amax(x), fmt, rule.power_of_two, rule.amax_floor, margin))
     )
@@ -80,7 +93,7 @@ def cast_both(
 ) -> tuple[Operand | None, Operand | None]:
     """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
 
-    `amax`, [1, 1], is raised to that of `x`; only beside scales that are given.
+    With given scales, `amax` [1, 1] is updated to the maximum of itself and the amax of `x`.
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
@@ -117,10 +130,10 @@ def cast_both(
 
 
 def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
-    """The operand `rows`, and the source on which `cols` is cast later.
+    """The operand `rows`, and the source for casting `cols` later.
 
-    A rowwise operand beside a tensorwise one is found, scaled and cast in a single reading: the tensor's amax is the
-    largest of its rows'.
+    If `rows` is rowwise and `cols` is not, amax, scale and codes take a single pass over `x`. A tensorwise amax for
+    `cols` is then the maximum of the row amaxes.
     """
     col_kind = _granularity(cols)
     if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
@@ -136,7 +149,7 @@ def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -
 
 
 def format_name(*casts: Cast | None) -> str | None:
-    """The one float8 format of a matrix; None where it is in high precision only."""
+    """The float8 format of a matrix, which all its casts share; None if all are in high precision."""
     for cast in casts:
         if cast is not None and cast.format is not None:
             return cast.format.name
@@ -148,5 +161,5 @@ def _is_high_precision(cast: Cast | None) -> bool:
 
 
 def _granularity(cast: Cast | None) -> Granularity | None:
-    """None for what has no scale."""
+    """The granularity of a cast; None if it has no scale."""
     return None if cast is None or cast.format is None else cast.granularity

@@ -1,9 +1,8 @@
-"""One input of several layers (q, k, v; w1, w3) is cast once.
+"""Layers with the same input (q, k, v; w1, w3) share its casts.
 
-The operands of the last input are kept until another is cast, or until that input is gone. Only of one that autograd
-computed: such a tensor is new in every step, whereas a buffer that is filled again, by numpy or by a CUDA graph that is
-replayed, is the same tensor with the same version. In compiled code nothing is kept: there the compiler merges equal
-casts.
+The operands of the last input are cached until another input is cast or the tensor is freed. Only tensors with a
+`grad_fn` are cached: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
+the same tensor with the same version. In compiled code nothing is cached: there the compiler merges equal casts.
 """
 
 import threading
@@ -17,7 +16,7 @@ from f8emu.torch.training.autograd import InputOperands, Plan, checkpointed_regi
 
 
 class _Last(threading.local):
-    """The last input of this thread; at most one, so that no float8 copy outlives its use for long."""
+    """The cache of this thread: one input at most, so that float8 copies are freed soon."""
 
     input: Any = None
     key: Any = None
@@ -32,7 +31,7 @@ _last = _Last()
 
 
 def find_operands(input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
-    """The operands that another layer made of this very tensor, unchanged, under the same plan."""
+    """The operands that another layer cast from this very tensor, unmodified since, under the same plan."""
     if _last.input is None or _last.input() is not input:
         return None
     region = checkpointed_region()
@@ -41,11 +40,11 @@ def find_operands(input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperand
 
 
 def keep_operands(input: Tensor, dtype: torch.dtype, plan: Plan, operands: InputOperands) -> None:
-    """Keep them for the next layer."""
+    """Cache the operands for the next layer."""
     if input.grad_fn is None:
         return
     region = checkpointed_region()
-    # The tensor may go in another thread, whose slot is not this one: then the slot here has a dead reference.
+    # If another thread frees the tensor, that thread's cache is cleared; here the reference is dead and never matches.
     _last.input = weakref.ref(input, _last.clear)
     _last.key = (input._version, dtype, plan)
     _last.region = None if region is None else weakref.ref(region)
