@@ -23,7 +23,7 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in another dtype.
 
-    An operator of its own: a compiler leaves out an ordinary rounding between two operations that it fuses.
+    A custom operator: a compiler drops an ordinary rounding between two operations that it fuses.
     """
     return x.to(dtype)
 
@@ -41,4 +41,4 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return rounded(grads[0], ctx.dtype), None  # the sum over rows is rounded first, compiled too
+        return rounded(grads[0], ctx.dtype), None  # rounds the sum over rows, eager and compiled

@@ -1,8 +1,7 @@
-"""Between high precision values and float8 codes: decode, cast, quantize, dequantize.
+"""Conversions between high-precision values and float8 codes: decode, cast, quantize, dequantize.
 
-Plain torch operations, so that a compiler can fuse them with what stands around them. The overflow of a cast is decided
-here and never left to torch: `.to(float8_e4m3fn)` gives NaN up to version 2.12 and saturates from 2.13 on.
-All functions are without gradient.
+Plain torch operations, so that a compiler can fuse them with their neighbours. Overflow is handled here and never left
+to torch: `.to(float8_e4m3fn)` gives NaN up to torch 2.12 and saturates from 2.13 on. No function here has a gradient.
 """
 
 import torch
@@ -38,14 +37,14 @@ def decode(x: Tensor) -> Tensor:
 def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = Overflow.SATURATE) -> Tensor:
     """Values rounded to the nearest float8, ties to even.
 
-    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` where the format
-    has it, else NaN. NaN becomes `format.nan_code` under both.
+    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
+    has it, otherwise NaN. NaN becomes `format.nan_code` under both.
 
     Shapes:
         float32, bfloat16 or float16 of any shape -> the float8 dtype, same shape.
 
-    Exactness: bit-exact to `f8ref.numpy.cast`: all 65,536 bfloat16 and float16 inputs in every test run, on whatever
-    torch version runs it.
+    Exactness: bit-exact to `f8ref.numpy.cast`: every test run compares all 65,536 bfloat16 and float16
+    inputs, on the installed torch version.
 
     Raises:
         OperandError: wrong dtype (float64 would be rounded twice).
@@ -61,7 +60,7 @@ def quantize(
     format: Format | str | torch.dtype,
     granularity: Granularity | str = Granularity.TENSORWISE,
 ) -> Tensor:
-    """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product an element.
+    """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
 
     Shapes:
         x [rows, K], inv_scale float32 `granularity.scale_shape(rows, K)` -> float8 [rows, K] in x's layout.
@@ -76,7 +75,7 @@ def quantize(
     target = float8_format("quantize", format)
     granularity = granularity_by_name("quantize", granularity)
     factor = spread_scale("quantize", "inv_scale", inv_scale, x, granularity)
-    # float() first: a bfloat16 tensor times a 0-dimensional float32 one would be a bfloat16 product.
+    # float() first: a bfloat16 tensor times a 0-dimensional float32 tensor is a bfloat16 product.
     return _encode(x.detach().float() * factor, target, Overflow.SATURATE)
 
 
@@ -86,7 +85,7 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity | str = Gr
     Shapes:
         codes float8 [rows, K], scale float32 `granularity.scale_shape(rows, K)` -> float32 [rows, K].
 
-    Exactness: one rounded float32 product an element; NaN is 0x7fffffff.
+    Exactness: one rounded float32 product per element; NaN is 0x7fffffff.
 
     Raises:
         OperandError: wrong dtype, or scales of another shape.
@@ -104,10 +103,10 @@ def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity | str = Gr
 
 def _encode(values: Tensor, format: Format, overflow: Overflow) -> Tensor:
     dtype = getattr(torch, format.name)
-    # 1. Within +-max every torch version rounds alike. The clamp keeps NaN, whose code is set last.
+    # 1. Within +-max all torch versions round alike. The clamp keeps NaN, whose code is set in step 3.
     codes = values.clamp(-format.max, format.max).to(dtype).view(torch.uint8)
-    # 2. Beyond: half a unit in the last place above max is where rounding would leave the format, and the tie itself
-    #    goes to the even code, which is max or the one behind it.
+    # 2. Overflow: values more than half a unit in the last place above max round beyond it. The tie itself goes to the
+    #    even code: max, or the one after it.
     if overflow is Overflow.NONFINITE:
         tie = format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
         magnitude = values.abs()
@@ -116,6 +115,6 @@ def _encode(values: Tensor, format: Format, overflow: Overflow) -> Tensor:
             codes = torch.where(is_beyond, format.nan_code, codes)
         else:
             codes = torch.where(is_beyond, format.infinity_code | (codes & format.sign_mask), codes)
-    # 3. One NaN code: torch's own depends on the sign and on the device.
+    # 3. One NaN code: torch's would depend on the sign and on the device.
     codes = torch.where(values.isnan(), format.nan_code, codes)
     return codes.view(dtype)

@@ -1,4 +1,4 @@
-"""The state of delayed scaling of one tensor: its start and its update, as pure functions.
+"""The state of delayed scaling of one tensor: initial state and update, as pure functions.
 
 No host synchronisation, so that both run under `torch.compile` and in CUDA graphs.
 """
@@ -30,7 +30,7 @@ def update_delayed_state(
     rule: ScaleRule,
     delayed: DelayedScaling,
 ) -> DelayedState:
-    """The state after a step whose casts had the maximum `amax`, as `DelayedScaling` defines it; a new state.
+    """A new state, after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
 
     Shapes:
         amax float32 with one element.

@@ -1,4 +1,4 @@
-"""Formats of the spec <-> dtypes of torch, and the first checks of an argument."""
+"""The spec's formats as torch dtypes and back, and basic checks of arguments."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ CHIP = HOPPER
 """The chip whose GEMMs run or are emulated."""
 
 FLOAT8_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in FLOAT8)
-"""What a cast gives."""
+"""The results of a cast."""
 OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in CHIP.operand_formats)
 """What the tensor core multiplies."""
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What a cast takes and a GEMM gives."""
+"""The inputs of a cast and the outputs of a GEMM."""
 
 
 def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
-    """The float8 format, given itself, by name or as a dtype, that `call` casts to.
+    """The float8 format that `call` casts to; `format` is a Format, its name or its dtype.
 
     Raises:
         SpecError: no format has that name, or it is none of FLOAT8.
@@ -34,7 +34,7 @@ def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
 
 
 def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
-    """As `float8_format`, of an operand of a GEMM.
+    """As `float8_format`, for the operand of a GEMM.
 
     Raises:
         SpecError: no format has that name, or it is none of FLOAT8.
@@ -48,7 +48,7 @@ def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
 
 
 def output_dtype(call: str, out_dtype: Format | str | torch.dtype) -> torch.dtype:
-    """The torch dtype of a GEMM's output; which of them a GEMM can give is checked with its operands.
+    """The torch dtype of a GEMM's output; whether the GEMM supports it is checked with the operands.
 
     Raises:
         SpecError: no format has that name.

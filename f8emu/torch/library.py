@@ -1,8 +1,8 @@
-"""Operators of torch that plain eager code calls as the functions they are.
+"""Torch operators that plain eager code calls directly, as Python functions.
 
-The way through torch's dispatcher takes longer than some of our kernels. It is taken only where somebody watches it: a
-compiler that traces, a dispatch mode (selective checkpointing, a flop counter), fake or meta tensors, functorch. A call
-whose result would have a gradient is refused. A function that writes to an argument raises its version counter itself.
+Torch's dispatcher takes longer than some of our kernels. A call goes through it only if something watches: a compiler
+that traces, a dispatch mode (selective checkpointing, a flop counter), fake or meta tensors, functorch. A call whose
+result would need a gradient is refused. A function that writes to an argument increments its version counter itself.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")
-"""The operators live as long as this."""
+"""The operators are registered as long as this object lives."""
 
 Implementation = Callable[..., Any]
 _PLAIN = (Tensor, nn.Parameter)
@@ -26,14 +26,14 @@ _functorch = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[repor
 
 
 def is_watched(x: Tensor) -> bool:
-    """Whether an operator on `x` has to go through the dispatcher."""
+    """Whether an operator called on `x` must go through the dispatcher."""
     if torch.compiler.is_compiling():
         return True
     return _modes() > 0 or type(x) not in _PLAIN or x.is_meta or _functorch() is not None
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a `TorchDispatchMode` is active: of a user, of a checkpoint, or of a compiler that traces."""
+    """Whether a `TorchDispatchMode` is active: a user's, a checkpoint's, or that of a compiler that traces."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -48,7 +48,7 @@ class Operator:
         self.overload = overload
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
-        """Straight to the function, or through the dispatcher where that is watched."""
+        """Call the function directly, or through the dispatcher if something watches."""
         if is_watched(x):
             return self.overload(x, *args)
         if torch.is_grad_enabled():
@@ -71,8 +71,8 @@ def operator(
         mutates_args: names of the tensors that it writes to, each passed to `torch.autograd.graph.increment_version`
             by the function itself.
         tags: of the operator.
-        opaque: a tracer sees one node, by its `fake`; otherwise what the function calls.
-        plain: what plain eager code calls instead, with the same result.
+        opaque: whether a tracer sees one node, described by its `fake`; otherwise it traces into the function.
+        plain: a function with the same result that plain eager code calls instead; None calls the decorated one.
     """
 
     def define(function: Implementation) -> Operator:
@@ -87,7 +87,7 @@ def operator(
 
 
 def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
-    """A decorator: the function stands for `operator` where tensors have no data."""
+    """A decorator: the function runs in place of `operator` on tensors without data (fake, meta)."""
 
     def register(function: Implementation) -> Implementation:
         torch.library.register_fake(operator.overload, _without_gradient(operator.name, function), lib=_LIBRARY)
@@ -97,7 +97,7 @@ def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
 
 
 def refuse_gradient(name: str, *args: Any) -> None:
-    """Raise UnsupportedError where the result of a call would have a gradient."""
+    """Raise UnsupportedError if the result of the call would need a gradient."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
         raise UnsupportedError(
             f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "

@@ -1,7 +1,7 @@
 """From a tensor to its scales: amax and the scale rule.
 
-No host synchronisation anywhere, so that the pieces run under `torch.compile` and CUDA graphs. All functions are
-without gradient: a scale is a constant of the backward pass.
+No host synchronisation, so that all functions run under `torch.compile` and in CUDA graphs. No function has a gradient:
+the backward pass treats scales as constants.
 """
 
 import torch
@@ -16,7 +16,7 @@ from f8emu.torch.dtypes import float8_format, require_tensor, require_values
 _FLOAT32_NAN = 0x7FFFFFFF
 """The one NaN that f8emu emits [SPEC-1]."""
 _FRACTION_CLEARED = -0x800000
-"""0xFF800000 as int32: sign and exponent bits of a float32."""
+"""0xFF800000 as int32, a mask: the sign and exponent bits of a float32."""
 
 
 def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> Tensor:
@@ -25,7 +25,7 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
     Shapes:
         x [rows, K], float32, bfloat16 or float16 -> float32 `granularity.scale_shape(rows, K)`.
 
-    Exactness: exact, the maximum does not round.
+    Exactness: exact, a maximum does not round.
 
     Raises:
         OperandError: wrong dtype or rank.
@@ -62,10 +62,10 @@ def scale_from_amax(
     Shapes:
         amax float32, any shape -> two float32 tensors of that shape.
 
-    Exactness: both quotients are correctly rounded. They are float64 quotients of two tensors, rounded once more: a
-    float64 quotient of float32 numbers is never so close to the middle of two float32 that this matters. A Python
-    number over a tensor would be a reciprocal times the number in eager torch, and a float32 division is
-    approximate in compiled code on a GPU.
+    Exactness: both quotients are correctly rounded. They are float64 quotients of two tensors, rounded to float32; a
+    float64 quotient of two float32 numbers is never so close to the midpoint of two float32 that the second rounding
+    matters. Alternatives fail: eager torch computes a Python number over a tensor as the number times a
+    reciprocal, and compiled float32 division is approximate on a GPU.
 
     Raises:
         OperandError: wrong dtype.
@@ -85,7 +85,7 @@ def scale_from_amax(
 
 
 def reciprocal(inv_scale: Tensor) -> Tensor:
-    """`float32(1 / inv_scale)`, correctly rounded: a float64 quotient of two tensors, rounded again (NUMERICS 6)."""
+    """`float32(1 / inv_scale)`, correctly rounded: a float64 quotient of tensors, rounded to float32 (NUMERICS 6)."""
     inverse = inv_scale.double()
     return (torch.ones_like(inverse) / inverse).float()
 
@@ -97,7 +97,7 @@ def require_margin(call: str, margin: int) -> None:
 
 
 def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Granularity) -> Tensor:
-    """A scale of `x` [rows, K], repeated so that it broadcasts against `x`.
+    """A scale of `x` [rows, K], expanded so that it broadcasts against `x`.
 
     Raises:
         OperandError: not the float32 scales of `x` at this granularity.
@@ -119,21 +119,21 @@ def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Gr
         return scale.reshape(1, 1)
     for dim, block in enumerate(granularity.block):
         if block is not None and block > 1:
-            # Not repeat_interleave and a cut: torch 2.13 compiles that for the CPU to wrong scales in the last block.
+            # Not repeat_interleave and a slice: compiled for the CPU by torch 2.13, the last block gets wrong scales.
             group = torch.arange(x.shape[dim], device=x.device) // block
             scale = scale.index_select(dim, group)
     return scale
 
 
 def scale_of_rows(scale: Tensor, codes: Tensor, granularity: Granularity) -> Tensor:
-    """The scale of an operand at its GEMM's granularity: beside rowwise, one for all rows is repeated for each."""
+    """The scale at the GEMM's granularity: paired with a rowwise operand, a tensorwise scale is expanded per row."""
     if granularity is Granularity.ROWWISE and scale.shape[0] != codes.shape[0]:
         return scale.expand(codes.shape[0], 1).contiguous()
     return scale
 
 
 def canonical_nan(values: Tensor) -> Tensor:
-    """The float32 values with every NaN as the canonical one."""
+    """The float32 values, with every NaN replaced by the canonical NaN."""
     return torch.where(values.isnan(), _FLOAT32_NAN, values.view(torch.int32)).view(torch.float32)
 
 

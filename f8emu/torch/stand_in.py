@@ -1,8 +1,8 @@
 """What a dispatch mode sees of our GEMMs and amaxes: `aten.mm` and `aten.max`.
 
-Policies of selective checkpointing, flop counters and profilers know these operators and not ours. So where a dispatch
-mode is active, `aten.mm` is called on tensors without data that stand in for the operands; behind all modes the call
-arrives here, and what is really computed runs in its place.
+Policies of selective checkpointing, flop counters and profilers know these operators, but not ours. So if a dispatch
+mode is active, `aten.mm` is called on stand-ins: tensors without data, with the operands' shapes, dtype and device. When
+all modes have handled the call, it reaches `_StandIn.__torch_dispatch__`, which runs the real computation instead.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _Run = Callable[[], Tensor]
 
 
 class _StandIn(Tensor):
-    """Shape, dtype and device of a tensor, and what to run when an operator is called on it."""
+    """A tensor without data, and the function that runs when an operator is called on it."""
 
     run: _Run
 
@@ -32,7 +32,7 @@ class _StandIn(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self = args[0]
-        if func is torch.ops.aten.detach.default:  # modes that keep what they have seen
+        if func is torch.ops.aten.detach.default:  # called by modes that save results
             return cls(tuple(self.shape), self.dtype, self.device, self.run)
         assert func in (torch.ops.aten.mm.default, torch.ops.aten.max.default), f"{func} on a stand-in"
         return self.run()
