@@ -1,8 +1,8 @@
 """What a dispatch mode sees of our GEMMs and amaxes: `aten.mm` and `aten.max`.
 
 Policies of selective checkpointing, flop counters and profilers know these operators, but not ours. So if a dispatch
-mode is active, `aten.mm` is called on stand-ins: tensors without data, with the operands' shapes, dtype and device. When
-all modes have handled the call, it reaches `_StandIn.__torch_dispatch__`, which runs the real computation instead.
+mode is active, `aten.mm` is called on stand-ins: tensors without data, with the shapes, dtype and device of a GEMM.
+When all modes have handled the call, `_StandIn.__torch_dispatch__` runs the real computation in its place.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""The GEMMs: what a caller may ask for, and the two engines that compute it."""
+"""The GEMMs: checks of their operands, and the two engines that compute them."""

@@ -1,9 +1,9 @@
-"""The rules of the hardware for the operands of a GEMM, checked before either engine runs.
+"""The hardware's rules for the operands of a GEMM, checked before either engine runs.
 
-Both engines refuse the same calls, so that code which was tested where there is no GPU runs where there is one. The
+Both engines refuse the same calls, so that code tested without a GPU also runs on one. The
 rules are those of `torch._scaled_mm`, `torch.nn.functional.scaled_mm` and `torch._scaled_grouped_mm` on CUDA
-(torch 2.11 to 2.13), which torch's own CPU versions do not enforce. All checks read shapes, strides and dtypes only,
-except that of `offs`, and so hold for fake tensors too.
+(torch 2.11 to 2.13), which torch's CPU versions do not enforce. All checks but `check_group_ends` read only
+shapes, strides, dtypes and devices, so they work on fake tensors too.
 """
 
 import torch
@@ -15,9 +15,9 @@ from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, OPERAND_DTYPES
 
 SIZE_MULTIPLE = CHIP.size_multiple
-"""Of K and N."""
+"""K and N must be multiples of this."""
 VECTOR_MULTIPLE = CHIP.vector_multiple
-"""Of the rows of an `a` with 1x128 scales."""
+"""With 1x128 scales of `a`, M must be a multiple of this."""
 _FORMATS = {dtype: FORMATS[str(dtype).removeprefix("torch.")] for dtype in OPERAND_DTYPES}
 
 
@@ -34,12 +34,12 @@ def check_scaled_mm(
     granularity_b: str | None,
     split_k: int | None,
 ) -> tuple[Granularity, Granularity]:
-    """The granularities of a `scaled_mm` that the hardware takes.
+    """Check the operands of a `scaled_mm` and return the granularities of `a` and `b`.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout or device.
         SpecError: an unknown granularity, or a `split_k` below 1.
-        UnsupportedError: what the chip has no GEMM for, or what is not modelled.
+        UnsupportedError: a combination that the chip has no GEMM for, or that is not modelled.
     """
     call = "scaled_mm"
     m, k, n = _check_matrices(call, a, b, OPERAND_DTYPES)
@@ -71,7 +71,7 @@ def check_scaled_grouped_mm(
 
     Raises:
         OperandError: wrong dtype, shape, size, layout or device.
-        UnsupportedError: what the hardware has no GEMM for.
+        UnsupportedError: a combination that the hardware has no GEMM for.
     """
     call = "scaled_grouped_mm"
     if a.ndim != 2 or b.ndim != 3:
@@ -101,10 +101,10 @@ def check_scaled_grouped_mm(
 
 
 def check_group_ends(offs: Tensor, total_m: int) -> None:
-    """Check that `offs` cuts all rows into groups. Reads the values, so only for tensors on the CPU.
+    """Check that `offs` divides all rows into groups. It reads the values, so call it for CPU tensors only.
 
     Raises:
-        OperandError: ends that fall, or leave rows over.
+        OperandError: ends that decrease, or the last of them is not total_M.
     """
     ends = [0, *offs.tolist()]
     if ends != sorted(ends) or ends[-1] != total_m:
@@ -119,7 +119,7 @@ def check_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int | Non
     Raises:
         OperandError: wrong dtype, shape, size or device.
         SpecError: a `split_k` below 1.
-        UnsupportedError: an output type that no GEMM gives.
+        UnsupportedError: an output dtype that no GEMM has.
     """
     _check_matrices("mm", a, b, (torch.bfloat16,))
     _check_output("mm", out_dtype, HIGH_PRECISION_DTYPES)

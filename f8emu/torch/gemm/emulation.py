@@ -1,7 +1,7 @@
-"""The GEMMs without a tensor core: emulated by `f8ref.jax`, which this module alone may import, inside functions.
+"""The GEMMs without a tensor core: emulated by `f8ref.jax`, which only this module may import, inside functions.
 
-Tensors on the CPU are computed on JAX's CPU backend without a copy. Tensors on a GPU are computed there if JAX has a
-CUDA backend, started without taking memory away from torch (`f8emu.interop`); otherwise they travel through the CPU.
+GEMMs of CPU tensors run on JAX's CPU backend without a copy. GEMMs of GPU tensors run on the GPU if JAX has a CUDA
+backend, which is started without reserving memory (`f8emu.interop`); otherwise the tensors travel through the CPU.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int) -> Tensor:
 
 
 def emulator_name(device: torch.device) -> str:
-    """What emulates for tensors on `device`, for reports.
+    """What emulates a GEMM of tensors on `device`, for reports.
 
     Raises:
         MissingExtraError: jax is not installed.
@@ -92,8 +92,8 @@ def _run(verb: str, operands: tuple[Tensor, ...], bias: Tensor | None = None, **
     if bias is not None:
         options["bias"] = interop.to_jax(bias)
     arrays = [interop.to_jax(x) for x in operands]
-    # Constants that the emulator makes belong where its operands are, whatever device the user's JAX prefers. To name
-    # the one that it prefers anyway would compile everything once more.
+    # The emulator's constants must be on the device of its operands, whatever JAX's default device is. Where they are
+    # the same, it is not named: naming JAX's default device would recompile everything.
     place = interop.jax_device(device)
     with contextlib.nullcontext() if place == jax.devices()[0] else jax.default_device(place):
         result = getattr(f8ref.jax, verb)(*arrays, **options)

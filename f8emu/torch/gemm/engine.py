@@ -1,4 +1,4 @@
-"""Which engine computes a GEMM: the tensor core of the device, or the emulation of Hopper's."""
+"""Which engine computes a GEMM: the device's tensor cores, or the emulation of Hopper's."""
 
 from enum import Enum
 
@@ -13,7 +13,7 @@ class Engine(Enum):
     """What computes a GEMM."""
 
     AUTO = "auto"
-    """The hardware where it has float8, otherwise the emulation."""
+    """HARDWARE if the device has float8 tensor cores, otherwise EMULATED."""
     HARDWARE = "hardware"
     EMULATED = "emulated"
 
@@ -30,12 +30,12 @@ def check_engine(call: str, engine: str) -> None:
 def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
     """HARDWARE or EMULATED, for tensors on `device`.
 
-    The hardware is a CUDA device of compute capability 8.9 or newer. Only Hopper's (9.0) was measured: another
-    generation's bits are its own, and only `engine="emulated"` gives Hopper's there.
+    Hardware means a CUDA device of compute capability 8.9 or newer. Only Hopper (9.0) was measured: other generations
+    may give other bits, and there only `engine="emulated"` gives Hopper's.
 
     Raises:
         OperandError: an unknown engine.
-        UnsupportedError: the hardware is asked for where there is none.
+        UnsupportedError: "hardware" on a device without float8 tensor cores.
     """
     check_engine(call, engine)
     if engine == Engine.EMULATED.value:
@@ -51,12 +51,12 @@ def resolve_engine(call: str, device: torch.device, engine: str) -> Engine:
 
 
 def engine_of(device: torch.device | str, engine: str = "auto") -> str:
-    """What computes a GEMM for tensors on `device`, for reports: never takes the emulation for the hardware.
+    """What computes a GEMM of tensors on `device`, for reports; tells emulation and hardware apart.
 
     Raises:
         OperandError: an unknown engine.
-        UnsupportedError: the hardware is asked for where there is none.
-        MissingExtraError: the emulation without jax.
+        UnsupportedError: "hardware" on a device without float8 tensor cores.
+        MissingExtraError: emulation, but jax is not installed.
     """
     device = torch.device(device)
     if resolve_engine("engine_of", device, engine) is Engine.HARDWARE:

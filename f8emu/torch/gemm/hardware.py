@@ -1,7 +1,7 @@
-"""The GEMMs on the tensor cores: torch's own operators, given what they want.
+"""The GEMMs on the tensor cores, by torch's own operators.
 
-Operands have passed `f8emu.torch.gemm.checks`. What torch asks beyond that, alignment and the layouts of block scales,
-is arranged here by copying.
+Operands have passed `f8emu.torch.gemm.checks`. Torch further requires alignment and certain layouts of block scales;
+where a tensor does not have them, it is copied here.
 """
 
 import torch
@@ -14,7 +14,7 @@ from f8emu.torch.device import require_hopper
 from f8emu.torch.library import has_dispatch_mode
 
 _ALIGNMENT = 16
-"""Bytes, of pointers and leading dimensions of operands."""
+"""In bytes, of pointers and strides of operands."""
 _SCALING_TYPES = {
     Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
     Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
@@ -91,8 +91,8 @@ def scaled_grouped_mm(
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """`torch.mm` of bfloat16 matrices [BF16-1]; a float16 output is the float32 one, rounded.
 
-    A matrix whose rows or columns are not 16 bytes apart is copied: for it the library takes a kernel of other rules.
-    Autocast, which would cast the operands to its own dtype, is off.
+    A matrix that is not aligned to 16 bytes is copied: the library would choose a kernel with other rules for it.
+    Autocast is disabled, because it would convert the operands to its own dtype.
     """
     a, b = _readable(a), _readable(b)
     with torch.autocast(a.device.type, enabled=False):
@@ -122,7 +122,7 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """A row-major float8 matrix, or a stack of them, itself or copied to where the tensor core can read it."""
+    """A row-major float8 matrix, or a stack of them; copied unless it is aligned as the tensor core needs."""
     # The stride of a dimension of size 1 is never read, but the library checks it.
     is_canonical = x.shape[-2] > 1 or x.stride(-2) == x.shape[-1]
     is_aligned = _starts_aligned(x) and all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
@@ -130,26 +130,26 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _aligned_columns(b: Tensor) -> Tensor:
-    """The same of a column-major one."""
+    """As `_aligned`, for a column-major matrix."""
     is_canonical = b.shape[1] > 1 or b.stride(1) == b.shape[0]
     return b if is_canonical and _starts_aligned(b) and b.stride(1) % _ALIGNMENT == 0 else _aligned(b.t()).t()
 
 
 def _aligned_scale(scale: Tensor) -> Tensor:
-    """The scale, or a copy where it is a part of a larger tensor: the library wants 16 bytes of alignment here too."""
+    """The scale; copied unless aligned to 16 bytes, which the library requires here too."""
     return scale if _starts_aligned(scale) else scale.clone()
 
 
 def _readable(x: Tensor) -> Tensor:
-    """A bfloat16 matrix of any layout, itself or a row-major copy that the tensor core can read."""
+    """A bfloat16 matrix of any layout; a row-major copy unless it is aligned as the tensor core needs."""
     is_canonical = 1 in x.stride() and all(s == 1 or s * x.element_size() % _ALIGNMENT == 0 for s in x.stride())
     return x if is_canonical and _starts_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _starts_aligned(x: Tensor) -> bool:
-    """Whether the first element lies at a multiple of 16 bytes: in a graph being traced, by its offset.
+    """Whether the first element is aligned to 16 bytes; while a graph is traced, judged by its storage offset.
 
-    Storages begin at such multiples, and compiled code copies inputs that do not lie where the traced ones did.
+    Storages are aligned, and compiled code copies inputs that are less aligned than the traced ones.
     """
     if has_dispatch_mode():
         return x.storage_offset() * x.element_size() % _ALIGNMENT == 0

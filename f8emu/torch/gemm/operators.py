@@ -1,9 +1,9 @@
 """The GEMMs as torch operators: `f8emu::scaled_mm`, `f8emu::scaled_grouped_mm` and `f8emu::mm`.
 
-An operator checks its operands by the hardware's rules (`checks`), and chooses the engine: the tensor cores
-(`hardware`) or the emulation of Hopper's (`emulation`). In a graph that is being traced both are done once, and what
-is left is `aten._scaled_mm` itself, or one opaque operator where a compiler would not keep the bits of the GEMM:
-emulated, blockwise, in bfloat16, and where Inductor is to tune GEMMs. Dispatch modes see `aten.mm`.
+An operator checks its operands by the hardware's rules (`checks`) and chooses the engine: tensor cores (`hardware`) or
+the emulation of Hopper's (`emulation`). In compiled code both happen once, at trace time, and the graph then holds
+`aten._scaled_mm` itself, or an opaque operator (`run_scaled_mm`, `run_mm`) where a compiler would change the bits of
+the GEMM: emulated, blockwise, in bfloat16, and where Inductor tunes GEMMs. Dispatch modes see `aten.mm`.
 """
 
 import sys
@@ -22,9 +22,9 @@ from f8emu.torch.library import fake, has_dispatch_mode, operator
 from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
-"""A compiler must not change the layouts that the hardware asks for."""
+"""A compiler must not change the layouts that the hardware requires."""
 _CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine]] = {}
-"""Signature of a `scaled_mm` -> its granularities and its engine; the oldest go first."""
+"""Signature of a `scaled_mm` that was checked -> its granularities and engine; the oldest entry is dropped first."""
 _MOST_CHECKED = 4096
 
 
@@ -48,7 +48,7 @@ def scaled_mm(
 ) -> Tensor:
     """`f8emu.torch.scaled_mm`, its granularities as names."""
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    # 1. Checks and choice of engine: once for each signature, but in a trace, whose sizes may be symbols.
+    # 1. Checks and choice of engine: once per signature. Not cached in a trace, whose sizes may be symbols.
     others = (granularity_a, granularity_b, split_k)
     signature = None if has_dispatch_mode() else (engine, *options.values(), *others, a, b, scale_a, scale_b)
     known = None if signature is None else _CHECKED.get(signature := tuple(map(_signature, signature)))
@@ -91,7 +91,7 @@ def run_scaled_mm(
     granularity_b: str,
     split_k: int,
 ) -> Tensor:
-    """A `scaled_mm` that has been checked, on the engine that was chosen."""
+    """A checked `scaled_mm`, on the chosen engine."""
     pair = Granularity(granularity_a), Granularity(granularity_b)
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     if engine == Engine.HARDWARE.value:
@@ -119,7 +119,7 @@ def scaled_grouped_mm(
     options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     if resolve_engine("scaled_grouped_mm", a.device, engine) is Engine.HARDWARE:
         return hardware.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
-    if offs.device.type == "cpu":  # on a GPU the values would have to be waited for
+    if offs.device.type == "cpu":  # on a GPU, reading the values would wait for the device
         check_group_ends(offs, a.shape[0])
     return emulation.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
 
@@ -136,7 +136,7 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int |
 
 @operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int split_k) -> Tensor", tags=_TAGS)
 def run_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int) -> Tensor:
-    """An `mm` that has been checked, on the engine that was chosen."""
+    """A checked `mm`, on the chosen engine."""
     if engine == Engine.HARDWARE.value:
         return hardware.mm(a, b, out_dtype=out_dtype)
     return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k)
@@ -175,12 +175,12 @@ def _flops(a_shape: list[int], b_shape: list[int], *_: Any, **__: Any) -> int:
 
 
 def _signature(x: Any) -> Any:
-    """All of an argument that a check looks at."""
+    """The properties of an argument that the checks depend on."""
     return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
 def _tunes_gemms() -> bool:
-    """Whether Inductor is asked to replace the library's GEMMs by kernels of its own, whose bits are others."""
+    """Whether Inductor may replace the library's GEMMs by its own kernels, which give other bits."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and (config.max_autotune or config.max_autotune_gemm)
 

@@ -26,18 +26,18 @@ def scaled_mm(
 ) -> Tensor:
     """The float8 GEMM of a Hopper tensor core: `out = round(accumulate(a @ b) * scales + bias)`.
 
-    The operands are those of `torch._scaled_mm`. Granularities that are not given follow from the shapes of the scales,
-    in this order: tensorwise (one element each), rowwise, then 1x128 before 128x128. They need to be given only where
-    two fit: a single row with block scales, or K <= 128.
+    The operands are those of `torch._scaled_mm`. Granularities that are not given are inferred from the shapes of the
+    scales; the first that fits is taken: tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them
+    if the shapes fit more than one: a single row with block scales, or K <= 128.
 
     Shapes:
         a [M, K] row-major, b [K, N] column-major, float8, K and N multiples of 16; float32 scales, of `a`: one element,
-        [M, 1], [M, ceil(K / 128)] or [ceil(M / 128), ceil(K / 128)], and of `b` the same seen through its
-        transpose: one element, [1, N], [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of out_dtype
+        [M, 1], [M, ceil(K / 128)] or [ceil(M / 128), ceil(K / 128)], and of `b`, as the transposed scales of
+        `b.t()`: one element, [1, N], [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of out_dtype
         -> [M, N] of out_dtype.
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
-    recorded case. `engine="hardware"`: what the device gives. `split_k` is for the emulation of a split that the
+    recorded case. `engine="hardware"`: the bits of the device. `split_k` is for the emulation of a split that the
     library's heuristic chose [CHAIN-3]; None is 1 there, and the only value on the hardware.
 
     Args:
@@ -45,20 +45,20 @@ def scaled_mm(
         b: right operand.
         scale_a: factors that decode `a`.
         scale_b: factors that decode `b`.
-        bias: added in float32 after the scales [EPI-3].
+        bias: added in float32 after scaling [EPI-3].
         out_dtype: float32, bfloat16 or float16. None asks for the dtype of `a`, as in `torch._scaled_mm`; a float8
-            output is not modelled, so it is refused and not replaced.
+            output is not modelled, so None is refused.
         use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
-        engine: "auto" (the hardware where the tensors are on a CUDA device with float8, otherwise the emulation),
-            "hardware" or "emulated".
-        granularity_a: of `scale_a`, where its shape does not say.
-        granularity_b: of `scale_b`, where its shape does not say.
-        split_k: number of slices of K that the emulation computes apart.
+        engine: "auto" (hardware if the tensors are on a CUDA device with float8, otherwise emulated), "hardware" or
+            "emulated".
+        granularity_a: of `scale_a`, if its shape is ambiguous.
+        granularity_b: of `scale_b`, if its shape is ambiguous.
+        split_k: the number of slices of K that the emulation accumulates separately.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.
-        UnsupportedError: what the hardware or this engine does not do; the message names the way out.
-        MissingExtraError: the emulation without jax.
+        UnsupportedError: what the hardware or the engine does not support; the message names a remedy.
+        MissingExtraError: emulation, but jax is not installed.
     """
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
         require_tensor("scaled_mm", name, x)
@@ -93,7 +93,7 @@ def scaled_grouped_mm(
     use_fast_accum: bool = False,
     engine: str = "auto",
 ) -> Tensor:
-    """The rowwise float8 GEMM of each group of rows with its own matrix [EPI-6], as `torch._scaled_grouped_mm`.
+    """One rowwise float8 GEMM per group of rows, each with its own `b[i]` [EPI-6], as `torch._scaled_grouped_mm`.
 
     Shapes:
         a [total_M, K] row-major, b [groups, K, N] column-major, float8_e4m3fn; scale_a float32 [total_M], scale_b
@@ -120,7 +120,7 @@ def mm(
     engine: str = "auto",
     split_k: int | None = None,
 ) -> Tensor:
-    """The bfloat16 GEMM of a Hopper tensor core [BF16-1], for what a recipe keeps in high precision.
+    """The bfloat16 GEMM of a Hopper tensor core [BF16-1], for GEMMs that a recipe keeps in high precision.
 
     Shapes:
         a [M, K], b [K, N], bfloat16 in any layout, K and N multiples of 16 -> [M, N] of out_dtype.
