@@ -1,16 +1,16 @@
 """Triton kernels of the blockwise casts: amax, scale and codes of 128-blocks in one pass over a matrix.
 
-A program has one 128 x 128 tile, which holds whole blocks of the matrix and of its transpose, and goes over it twice,
-`STRIP` wide: first for the amaxes, then for the codes. The second time the tile comes from the L1 cache; in return few
-registers are held, and many programs overlap. The inverse scales travel from the first pass to the second through
-memory (`row_inv_scale`, `col_inv_scale`, of the scales' shapes): that way a scale is divided for once and not once in
-every thread that uses it, and the compiler is free to transpose the tile before it is converted.
+A program has one 128 x 128 tile, which holds whole blocks of the matrix and of its transpose. It goes over the tile
+twice, in strips of `STRIP`: first for the amaxes, then for the codes. The second pass reads the tile from the L1 cache;
+this takes few registers, so that many programs run at once. The first pass hands the inverse scales to the second
+through memory (`row_inv_scale`, `col_inv_scale`, with the scales' shapes). So there is one division per scale, not one
+in every thread that uses it, and the compiler is free to transpose the tile before it is converted.
 
-Exactness and conventions are those of `kernels`; every scale is of the block's own amax, so that nothing is clamped.
+Exactness and conventions are those of `cast_kernels`; each scale is of the block's own amax, so nothing is clamped.
 """
 
 # pyright: reportMissingImports=false, reportGeneralTypeIssues=false
-# (Triton is optional, and its static loops are unrolled while compiling.)
+# (Triton is optional, and its static loops are unrolled at compile time.)
 import triton
 import triton.language as tl
 
@@ -30,7 +30,7 @@ def _scales(
     AT_FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """The amaxes at the pointers `inv_scale` become inverse scales, and their reciprocals go to `scale`."""
+    """Replace the amaxes at the pointers `inv_scale` by inverse scales; write the scales to `scale`."""
     bits = one_nan(tl.load(inv_scale, mask=inside, other=0.0).to(tl.int32, bitcast=True))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     tl.store(inv_scale, inv, mask=inside)
@@ -62,7 +62,7 @@ def cast_vectors_kernel(
     """1x128: `row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each in vectors of 128 along its own rows.
 
     `row_scale` [ceil(N / 128), M] and `col_scale` [ceil(M / 128), N] are the transposes of `Granularity.scale_shape`:
-    what a program writes is contiguous, and the GEMM wants them so [EPI-5].
+    what a program writes is contiguous, and the GEMM requires this layout [EPI-5].
     """
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
     tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
@@ -70,7 +70,7 @@ def cast_vectors_kernel(
     cols = tile_n * _BLOCK + tl.arange(0, _BLOCK)
     row_at = tile_n * M + rows
     col_at = tile_m * N + cols
-    # 1. The amaxes, left where the inverse scales will be.
+    # 1. The amaxes, stored where the inverse scales will be.
     best = tl.zeros((STRIP, _BLOCK), tl.int32)
     for start in tl.static_range(0, _BLOCK, STRIP):
         strip = tile_m * _BLOCK + start + tl.arange(0, STRIP)
@@ -81,7 +81,7 @@ def cast_vectors_kernel(
             tl.store(row_inv_scale + tile_n * M + strip, amax, mask=strip < M)
     if COLS:
         tl.store(col_inv_scale + col_at, tl.max(best, 0).to(tl.float32, bitcast=True), mask=cols < N)
-    # 2. The scales; the barriers let threads see what the others have stored.
+    # 2. The scales. The barriers make each thread's stores visible to the others.
     tl.debug_barrier()
     if ROWS:
         _scales(row_inv_scale + row_at, row_scale + row_at, rows < M, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
@@ -122,7 +122,7 @@ def cast_squares_kernel(
 ):
     """128x128: `row_codes` [M, N] and, the same codes, `col_codes` [N, M] of `x` [M, N], each with its scales.
 
-    `row_scale` [ceil(M / 128), ceil(N / 128)]; `col_scale` is its transpose. One scale a program needs no memory.
+    `row_scale` [ceil(M / 128), ceil(N / 128)]; `col_scale` is its transpose. A program keeps its scale in a register.
     """
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
     tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
@@ -140,7 +140,8 @@ def cast_squares_kernel(
         tl.store(col_scale + tile_n * tiles_m + tile_m, reciprocal(inv, POWER_OF_TWO))
     for start in tl.static_range(0, _BLOCK, STRIP):
         strip = tile_n * _BLOCK + start + tl.arange(0, STRIP)
-        # Two conversions (see `kernels`): the store of the row codes, between two loads of the tile, keeps them apart.
+        # Two conversions (see `cast_kernels`). The row-code store separates the loads; otherwise the compiler merges
+        # both conversions.
         if ROWS:
             store_tile(row_codes, (load_tile(x, rows, strip, M, N) * inv).to(DTYPE), rows, strip, M, N)
         if COLS:

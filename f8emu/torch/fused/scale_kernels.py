@@ -1,11 +1,11 @@
-"""Triton kernels that find amaxes and scales, and their steps, which the kernels of the casts take too.
+"""Triton kernels that compute amaxes and scales, and the functions they share with the kernels of the casts.
 
-Exactness: the bits of `eager`, on these grounds.
-- A maximum of magnitudes is an integer maximum of their bit patterns, so that NaN wins, then infinity.
+Exactness: the bits of `eager`, for these reasons.
+- A maximum of magnitudes is the integer maximum of their bit patterns: NaN is above infinity, infinity above the rest.
 - Divisions are `div_rn`, correctly rounded: an ordinary `/` of Triton is approximate (NUMERICS 6).
 
-In every kernel offsets are 64-bit. An amax is raised by an atomic maximum of the bit patterns of float32, as int32. The
-launches, with their tile sizes, are in `launch`.
+In every kernel offsets are 64-bit. An amax is updated by an atomic maximum of the float32 bit patterns, as int32.
+Launches and tile sizes are in `launch`.
 """
 
 # pyright: reportMissingImports=false
@@ -21,20 +21,20 @@ _FRACTION = tl.constexpr(0x007FFFFF)
 
 @triton.jit
 def load_tile(x, rows, cols, M, N):
-    """The elements at `rows` x `cols` of `x` [M, N]; zeros outside, which change no amax."""
+    """The elements at `rows` x `cols` of `x` [M, N]; zeros outside, which do not change an amax."""
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     return tl.load(x + rows[:, None] * N + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def magnitudes(values):
-    """Bit patterns of float32 without their sign: ordered as the magnitudes, infinity and NaN above them."""
+    """Float32 bit patterns without the sign: ordered like the magnitudes, with infinity and NaN above them."""
     return values.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
 def one_nan(bits):
-    """The maximum of magnitudes with every NaN as the canonical one [SPEC-1]."""
+    """The maximum of magnitudes, with every NaN replaced by the canonical NaN [SPEC-1]."""
     return tl.where(bits > _INFINITY, _NAN, bits)
 
 
@@ -43,8 +43,8 @@ def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl
     """`ScaleRule`: `FLOOR` is the largest float32 not above the rule's floor, `AT_FLOOR` the float32 quotient there."""
     amax = bits.to(tl.float32, bitcast=True)
     if POWER_OF_TWO:
-        # The exponent of the quotient, without a division: one less where the amax has the larger fraction. The
-        # quotient of two significands is never so close below 1 that rounding would make it 1.
+        # The exponent of the quotient, without a division: the difference of exponents, one less if the amax has the
+        # larger fraction. A quotient below 1 of two significands is never so close to 1 that it would round to 1.
         quotient = (tl.zeros_like(amax) + QUOTIENT).to(tl.int32, bitcast=True)
         is_less = ((bits & _FRACTION) > (quotient & _FRACTION)).to(tl.int32)
         exponent = (quotient >> 23) - (bits >> 23) - is_less + 127
@@ -59,7 +59,7 @@ def inv_scale_of(bits, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl
 
 @triton.jit
 def reciprocal(values, POWER_OF_TWO: tl.constexpr):
-    """`1 / values`, correctly rounded; of powers of two, zero and NaN without a division."""
+    """`1 / values`, correctly rounded; with POWER_OF_TWO, values are powers of two, 0 or NaN: no division."""
     if POWER_OF_TWO:
         bits = values.to(tl.int32, bitcast=True)
         inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
@@ -70,13 +70,13 @@ def reciprocal(values, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def raise_amax(amax, bits, mask):
-    """`amax`, float32 of at least 0 or NaN, becomes the maximum of itself and `bits`, as integers: NaN wins."""
+    """Update `amax` (float32, at least 0 or NaN) to the maximum of itself and `bits`, as integers, which keeps NaN."""
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), one_nan(bits), mask=mask, sem="relaxed")
 
 
 @triton.jit
 def tensor_amax_kernel(x, amax, count, BLOCK: tl.constexpr):
-    """`amax` (zero before) of the `count` elements at `x`."""
+    """`amax` (initially zero) of the `count` elements at `x`."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + offsets, mask=offsets < count, other=0.0).to(tl.float32)
     raise_amax(amax, tl.max(magnitudes(values), 0), None)
@@ -96,7 +96,7 @@ def row_amax_kernel(x, row_amax, M, N, TILES_N: tl.constexpr, BM: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["tiles_n"])
 def row_col_amax_kernel(x, amaxes, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
-    """`amaxes` [M + N] (zero before) of the rows of `x` [M, N] and then of its columns."""
+    """`amaxes` [M + N] (initially zero) of the rows of `x` [M, N], then of its columns."""
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     bits = magnitudes(load_tile(x, rows, cols, M, N))
@@ -141,7 +141,7 @@ def scales_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """inv_scales and scales of `M` amaxes and of `N` others."""
+    """inv_scales and scales of `M` row amaxes and of `N` column amaxes."""
     block, row_blocks = tl.program_id(0), tl.cdiv(M, BLOCK)
     if block < row_blocks:
         _scale_block(row_amax, row_inv_scale, row_scale, M, block, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK)

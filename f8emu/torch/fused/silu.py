@@ -1,21 +1,21 @@
-"""The casts of a gated feed-forward block, fused with what stands before them, as torch.library operators.
+"""The casts of a gated feed-forward block, with SiLU and product fused in, as torch.library operators.
 
 With `gate` and `up` [M, N], both bfloat16, the block's last layer has the input `hidden = silu(gate) * up`. Forward,
-its codes are written from one reading of both. Backward, the codes of `grad_gate` and `grad_up`, both ways, and those
-of `hidden^T` are written from one reading of `grad_hidden`, `gate` and `up`. That takes scales which are found without
-reading a whole tensor: those of delayed scaling, and those of 1x128 blocks.
+one pass over both writes the codes of `hidden`. Backward, one pass over `grad_hidden`, `gate` and `up` writes the codes
+of `grad_gate` and `grad_up`, each also transposed, and of `hidden^T`. This needs scales that do not depend on the amax
+of a whole tensor: those of delayed scaling and of 1x128 blocks.
 
-Exactness: the codes, scales and amaxes that `operators` give for the bfloat16 tensors of eager torch,
+Exactness: the codes, scales and amaxes that `operators` computes from the bfloat16 tensors of eager torch,
 
     silu    = aten::silu(gate)        grad_up   = grad_hidden * silu
     hidden  = silu * up               grad_gate = aten::silu_backward(grad_hidden * up, gate)
 
-They are computed so where the kernels do not run; the kernels repeat the arithmetic of aten's CUDA kernels (see
-`silu_kernels`). A CPU and a GPU agree on `hidden` and `grad_up`. On `grad_gate` they may differ, rarely, by one
-rounding to bfloat16, as eager torch does: their `exp` differs in the last bit of float32. Given the bfloat16 tensors,
-codes and scales are those of `f8ref.numpy`.
+Without kernels, the code below calls these; the kernels repeat the arithmetic of aten's CUDA kernels (see
+`silu_kernels`). CPU and GPU agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding to
+bfloat16, as in eager torch, because their `exp` differs in the last bit of float32. Given the bfloat16 tensors, codes
+and scales are those of `f8ref.numpy`.
 
-Raises: as `operators`; OperandError also for another dtype than bfloat16 and for shapes or devices that differ.
+Raises: as `operators`; OperandError also for dtypes other than bfloat16 and for different shapes or devices.
 """
 
 from types import ModuleType
@@ -32,12 +32,12 @@ from f8emu.torch.fused.arguments import check_one_float, empty_blocks, named_for
 from f8emu.torch.library import fake, operator
 
 _Wanted = tuple[bool, bool, bool, bool]
-"""rows, gate_cols, up_cols, hidden_cols."""
+"""Which codes are requested: rows, gate_cols, up_cols, hidden_cols."""
 
 
 @operator(mutates_args={"amax"})
 def hidden_delayed(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
-    """Codes of `hidden` [M, N] under one inv_scale, [1, 1]; `amax` is raised to that of `hidden`."""
+    """Codes of `hidden` [M, N] under one inv_scale, [1, 1]; `amax` is updated by that of `hidden`."""
     codes = _empty_hidden(gate, up, fmt, inv_scale, amax)
     if (launch := _launches_for(gate)) is None:
         return operators.cast_pair_delayed(silu(gate) * up, fmt, inv_scale, True, False, amax)[0]
@@ -87,28 +87,28 @@ def gradients_delayed(
     gate_amax: Tensor,
     up_amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Codes of the gradients in `fmt`, both ways, and of `hidden^T` in `hidden_fmt`, each under its inv_scale, [1, 1].
+    """Codes of both gradients and their transposes in `fmt` and of `hidden^T` in `hidden_fmt`, by inv_scales [1, 1].
 
-    The amax of a gradient of which codes are asked for is raised.
+    If codes of a gradient are requested, its amax is updated to the maximum of itself and that of the gradient.
 
     Args:
         grad_hidden: [M, N], bfloat16, as `gate` and `up`.
-        gate: the output of the layer below silu.
-        up: the output of the layer beside it.
+        gate: the output of w1, the input of SiLU.
+        up: the output of w3.
         fmt: the gradients' format.
         hidden_fmt: that of `hidden`.
         gate_inv_scale: of `grad_gate`.
         up_inv_scale: of `grad_up`.
         hidden_inv_scale: of `hidden`.
-        rows: ask for `grad_gate` and `grad_up` [M, N].
-        gate_cols: ask for `grad_gate^T` [N, M].
-        up_cols: ask for `grad_up^T` [N, M].
-        hidden_cols: ask for `hidden^T` [N, M].
-        gate_amax: raised to that of `grad_gate`.
-        up_amax: raised to that of `grad_up`.
+        rows: request `grad_gate` and `grad_up` [M, N].
+        gate_cols: request `grad_gate^T` [N, M].
+        up_cols: request `grad_up^T` [N, M].
+        hidden_cols: request `hidden^T` [N, M].
+        gate_amax: updated in place, float32 with one element.
+        up_amax: updated in place, float32 with one element.
 
     Returns:
-        Codes: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`; empty if not asked for.
+        Codes: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`; empty if not requested.
     """
     wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
     codes = _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
@@ -164,7 +164,9 @@ def gradients_blocks(
     power_of_two: bool,
     amax_floor: float,
 ) -> list[Tensor]:
-    """Codes and scales of both gradients, both ways, and of `hidden^T`, in 1x128 blocks; asked for as above.
+    """Codes and scales, in 1x128 blocks, of both gradients and their transposes and of `hidden^T`.
+
+    The arguments are those of `gradients_delayed`.
 
     Returns:
         Codes, then scale: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`.
@@ -205,7 +207,7 @@ def _(
 
 
 def _launches_for(x: Tensor) -> ModuleType | None:
-    """What launches the kernels on `x`; None where `operators` would not launch theirs."""
+    """The module that launches the kernels on `x`; None where `operators` runs plain torch."""
     if operators.kernels_for(x) is None:
         return None
     from f8emu.torch.fused import silu_launch
@@ -218,7 +220,7 @@ def _grad_gate(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _five(codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    # torch functionalizes no operator that writes to an argument and gives a list.
+    # A tuple: torch cannot functionalize an operator that writes to an argument and returns a list.
     first, second, third, fourth, fifth = codes
     return first, second, third, fourth, fifth
 
@@ -269,7 +271,7 @@ def _empty_gradient_blocks(tensors: tuple[Tensor, Tensor, Tensor], format: Forma
 
 
 def _check(call: str, **tensors: Tensor) -> None:
-    """Check that all are bfloat16 matrices of the shape and device of `gate`."""
+    """Check that all tensors are bfloat16 matrices with the shape and device of `gate`."""
     gate = tensors["gate"]
     for name, x in tensors.items():
         require_values(call, x, ndim=2, name=name)

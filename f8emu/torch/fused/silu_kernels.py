@@ -1,9 +1,9 @@
-"""Triton kernels of a gated feed-forward block: what stands before a cast, computed where it is cast.
+"""Triton kernels of a gated feed-forward block: SiLU and product, computed in the kernel that casts them.
 
 With `gate` and `up` [M, N] in bfloat16, `hidden = silu(gate) * up` is the input of the block's last layer. The forward
 kernels read both and write the codes of `hidden`. The backward kernels read both and `grad_hidden`, and write the codes
-of `grad_gate` and `grad_up` both ways, and those of `hidden^T`, which the forward pass need not keep. None of the three
-is ever written in bfloat16.
+of `grad_gate` and `grad_up`, each also transposed, and of `hidden^T`, which the forward pass need not save. None of the
+three is ever written in bfloat16.
 
 Exactness: the values that are cast are those of eager torch, each product rounded to bfloat16 as a tensor would be.
 
@@ -16,15 +16,15 @@ Exactness: the values that are cast are those of eager torch, each product round
 - `exp` is libdevice's, which torch's kernels call too.
 - Torch divides `gate` by `1 + exp(-gate)`. The product with the reciprocal is the same bfloat16 for every gate
   (tests/torch_path/test_feed_forward.py::test_silu_is_a_product).
-- nvcc contracts torch's `1 + x * (1 - sigmoid)` to one fma; here it is written as one.
-- The reciprocal is rounded correctly, by the steps of `rcp.rn` for numbers that are neither tiny nor huge, without its
-  branch: 5 instructions, where `div_rn` takes 13 and stalls. On a GPU, test_feed_forward.py::test_every_gate sees it.
+- nvcc contracts torch's `1 + x * (1 - sigmoid)` to an fma; here it is written as an fma.
+- The reciprocal is correctly rounded, by the steps that `rcp.rn` takes for numbers neither tiny nor huge, without its
+  branch: 5 instructions, where `div_rn` takes 13 and stalls. Tested on a GPU: test_feed_forward.py::test_every_gate.
 
 Amaxes, scales and codes are as in `scale_kernels` and `cast_kernels`, whose conventions hold here too.
 """
 
 # pyright: reportMissingImports=false, reportOperatorIssue=false
-# (Triton is optional, and its libdevice says that it gives nothing.)
+# (Triton is optional, and its libdevice is annotated as returning None.)
 import triton
 import triton.language as tl
 from triton.language.extra.libdevice import exp
@@ -42,7 +42,7 @@ def _rounded(values):
 
 @triton.jit
 def approximate_reciprocal(values):
-    """`1 / values` to the last bit or two; infinity gives 0."""
+    """`1 / values`, correct but for the last bit or two; infinity gives 0."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [values], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -54,30 +54,30 @@ def sigmoid_of(gate):
     divisor = (1.0 + exp(-gate)) * 0.25
     near = approximate_reciprocal(divisor)
     nearest = tl.fma(near, tl.fma(-divisor, near, 1.0), near)
-    return tl.where(near == 0.0, 0.0, nearest) * 0.25  # of infinity, the remainder is NaN
+    return tl.where(near == 0.0, 0.0, nearest) * 0.25  # for an infinite divisor, `nearest` is NaN
 
 
 @triton.jit
 def silu_of(gate, sigmoid):
-    """`gate * sigmoid`, as a bfloat16."""
+    """`gate * sigmoid`, rounded to bfloat16."""
     return _rounded(gate * sigmoid)
 
 
 @triton.jit
 def hidden_of(silu, up):
-    """`silu * up`, as a bfloat16."""
+    """`silu * up`, rounded to bfloat16."""
     return _rounded(silu * up)
 
 
 @triton.jit
 def grad_up_of(grad_hidden, silu):
-    """The gradient of `up`, as a bfloat16."""
+    """The gradient of `up`, rounded to bfloat16."""
     return _rounded(grad_hidden * silu)
 
 
 @triton.jit
 def grad_gate_of(grad_hidden, gate, sigmoid, up):
-    """The gradient of `gate`, as a bfloat16."""
+    """The gradient of `gate`, rounded to bfloat16."""
     return _rounded(_rounded(grad_hidden * up) * sigmoid * tl.fma(gate, 1.0 - sigmoid, 1.0))
 
 
@@ -96,7 +96,7 @@ def _cast_given(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """A tile under one inv_scale: two conversions, kept apart as in `cast_pair_given_kernel`."""
+    """Codes of a tile under one inv_scale, by two separate conversions as in `cast_pair_given_kernel`."""
     if ROWS:
         scaled = values * tl.load(inv_scale)
         store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
@@ -109,14 +109,14 @@ def _cast_given(
 def _to_inv_scales(
     amax, inside, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):
-    """The amaxes at these pointers become inverse scales."""
+    """Replace the amaxes at these pointers by inverse scales."""
     bits = one_nan(tl.load(amax, mask=inside, other=0.0).to(tl.int32, bitcast=True))
     tl.store(amax, inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO), mask=inside)
 
 
 @triton.jit
 def _to_scales(inv_scale, inside, POWER_OF_TWO: tl.constexpr):
-    """The inverse scales at these pointers become scales."""
+    """Replace the inverse scales at these pointers by scales."""
     tl.store(inv_scale, reciprocal(tl.load(inv_scale, mask=inside, other=1.0), POWER_OF_TWO), mask=inside)
 
 
@@ -140,7 +140,7 @@ def _cast_strip(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Both codes of `values` [128, STRIP], the inverse scales being at the pointers."""
+    """Row and column codes of `values` [128, STRIP], by the inverse scales at the pointers."""
     if ROWS:
         inv = tl.load(row_inv_scale, mask=rows < M, other=0.0)
         store_tile(row_codes, (values * inv[:, None]).to(DTYPE), rows, strip, M, N)
@@ -164,7 +164,7 @@ def hidden_given_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """`codes` [M, N] of `hidden` under one inv_scale; `amax` is raised to that of `hidden`."""
+    """`codes` [M, N] of `hidden` under one inv_scale; `amax` becomes the maximum of itself and that of `hidden`."""
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     gates = load_tile(gate, rows, cols, M, N)
@@ -233,8 +233,8 @@ def gradients_given_kernel(
 ):
     """Codes of `grad_gate`, `grad_up` [M, N], their transposes and `hidden^T` [N, M], each under its inv_scale.
 
-    The amaxes of the two gradients are raised. The three are computed one after the other; of one only `silu` stays for
-    the next, and the rest is loaded again, from the L1 cache: that way few registers are held.
+    The amaxes of both gradients are updated. The three tensors are computed one after the other. Between them only
+    `silu` is kept; `grad_hidden` and `up` are loaded again, from the L1 cache: this takes fewer registers.
     """
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
@@ -291,8 +291,8 @@ def gradients_vectors_kernel(
 ):
     """`gradients_given_kernel` in 1x128 vectors: a program has one 128 x 128 tile, with whole vectors both ways.
 
-    It goes over the tile twice, as `cast_vectors_kernel`, and computes all values twice: to hold them takes too many
-    registers. The buffers of the scales hold first the amaxes, then the inverse scales, and at last the scales.
+    Like `cast_vectors_kernel` it goes over the tile twice. It computes all values twice: keeping them would take too
+    many registers. The buffers of the scales hold first the amaxes, then the inverse scales, then the scales.
     """
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
     tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
@@ -325,7 +325,7 @@ def gradients_vectors_kernel(
         _store_amaxes(up_col_scale + col_at, tl.max(up_best, 0), cols < N)
     if HIDDEN_COLS:
         _store_amaxes(hidden_col_scale + col_at, tl.max(hidden_best, 0), cols < N)
-    # 2. The inverse scales; the barriers let threads see what the others have stored.
+    # 2. The inverse scales. The barriers make each thread's stores visible to the others.
     tl.debug_barrier()
     if ROWS:
         _to_inv_scales(gate_row_scale + row_at, rows < M, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)

@@ -5,7 +5,7 @@ from functools import lru_cache
 from f8emu.torch.fused import silu_kernels
 from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, rule_constants
 
-# Not measured yet. Chosen so that ptxas spills nothing and leaves at least 16 warps on a multiprocessor.
+# Not measured yet. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
 HIDDEN_TILE = (16, 256)
 HIDDEN_WARPS = 8
 HIDDEN_VECTORS_ROWS = 32
@@ -13,7 +13,7 @@ HIDDEN_VECTORS_WARPS = 4
 GRADIENTS_TILE = (64, 64)
 GRADIENTS_WARPS = 8
 GRADIENTS_VECTORS_STRIPS = (16, 32)
-"""Rows of a strip for the amaxes, and columns of one for the codes."""
+"""Rows per strip when finding amaxes, and columns per strip when writing codes."""
 GRADIENTS_VECTORS_WARPS = 8
 
 _plan = lru_cache(maxsize=4096)
@@ -21,7 +21,7 @@ _plan = lru_cache(maxsize=4096)
 
 @_plan
 def hidden_given(m: int, n: int, fmt: str) -> Plan:
-    """Tensors gate, up [m, n], inv_scale, codes, amax, which is raised to that of `hidden`."""
+    """Tensors gate, up [m, n], inv_scale, codes, amax; `amax` is updated by that of `hidden`."""
     bm, bn = HIDDEN_TILE
     tiles_n = blocks(n, bn)
     constants = {**codes_constants(fmt), "BM": bm, "BN": bn}
@@ -74,7 +74,7 @@ def gradients_vectors(
     up_cols: bool,
     hidden_cols: bool,
 ) -> Plan:
-    """Tensors grad_hidden, gate, up [m, n], and the ten of `silu.gradients_blocks`."""
+    """Tensors grad_hidden, gate, up [m, n], and the ten results of `silu.gradients_blocks`."""
     tiles_n = blocks(n, BLOCK)
     constants = {
         **rule_constants(fmt, power_of_two, amax_floor),
