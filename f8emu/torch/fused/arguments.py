@@ -1,6 +1,6 @@
-"""What the fused casts take and give: checks of arguments, and results still empty.
+"""The fused casts' arguments and results: checks of the former, allocation of the latter.
 
-Both the operators and their fake implementations call these, which read shapes, dtypes and devices only.
+The operators and their fake implementations both call these functions, which read only shapes, dtypes and devices.
 """
 
 from functools import cache
@@ -62,26 +62,26 @@ def empty_blocks(
 
 
 def block_granularity(square: bool) -> Granularity:
-    """What `square` stands for."""
+    """The granularity that `square` stands for."""
     return Granularity.BLOCKWISE_128X128 if square else Granularity.BLOCKWISE_1X128
 
 
 def new_floats(x: Tensor, *shape: int) -> Tensor:
-    """A float32 tensor where `x` is, for scales or amaxes."""
+    """An uninitialised float32 tensor on the device of `x`, for scales or amaxes."""
     return x.new_empty(shape, dtype=torch.float32)
 
 
 def new_zeros(x: Tensor, *shape: int) -> Tensor:
-    """A float32 tensor where `x` is, for amaxes that are raised."""
+    """A float32 tensor of zeros on the device of `x`, for amaxes that kernels update by a maximum."""
     return x.new_zeros(shape, dtype=torch.float32)
 
 
 def new_codes(x: Tensor, format: Format, *shape: int) -> Tensor:
-    """A tensor where `x` is, for codes."""
+    """An uninitialised tensor on the device of `x`, for codes."""
     return x.new_empty(shape, dtype=_CODES[format.name])
 
 
-# Both are asked for in every call, and take longer to find than a tensor to allocate.
+# Cached: these lookups, made in every call, cost more than an allocation.
 
 
 @cache
@@ -97,7 +97,7 @@ def named_rule(call: str, fmt: str, power_of_two: bool, amax_floor: float) -> tu
 
 
 def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
-    """Check an inv_scale of all of `x`, or an amax that is raised to that of `x`."""
+    """Check that an inv_scale, or an amax to update, is one float32 on the device of `x`."""
     if value.dtype is not torch.float32 or value.numel() != 1:
         raise OperandError(
             f"{call}: {name} must be one float32; got {value.dtype} of shape {list(value.shape)}; convert it with "
@@ -107,13 +107,13 @@ def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
 
 
 def _absent(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What stands for a result that was not asked for."""
+    """The empty tensor that is returned for a result that was not requested."""
     return x.new_empty((0, 0), dtype=dtype) if is_watched(x) else _nothing(x.device, dtype)
 
 
 @cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # autograd takes no tensor that was made in it
+    with torch.inference_mode(False):  # autograd accepts no tensor that was made in inference mode
         return torch.empty((0, 0), dtype=dtype, device=device)
 
 

@@ -1,22 +1,22 @@
 """Triton kernels of the fused casts: each reads a matrix once and writes what its GEMMs need.
 
-A linear layer needs every tensor twice, as `[rows, K]` of one GEMM and, transposed, of another; the tensor core takes
-float8 operands only with the summed dimension contiguous, so the transpose is written out. One tile of the matrix is
-in registers while its codes are stored both ways.
+A linear layer needs every tensor twice: as `[rows, K]` of one GEMM and, transposed, of another. The tensor core takes
+float8 operands only with K contiguous, so the transpose is written to memory. A program holds one tile of the matrix in
+registers while it stores the codes of both.
 
-Exactness: the bits of `eager`, on the grounds of `scale_kernels`, whose conventions hold here too, and on these.
+Exactness: the bits of `eager`, for the reasons in `scale_kernels`, whose conventions hold here too, and for these.
 - A scale is applied as one float32 product. The conversion rounds to the nearest, ties to even; NaN becomes 0x7f.
-- Nothing relies on what the conversion does beyond the largest value of the format. Where the scale comes from
-  outside, the product is clamped first, by selects, which keep NaN. Where it comes from the elements' own amax,
+- Nothing relies on how the conversion treats values beyond the largest of the format. If the scale is an argument, the
+  product is clamped first, by selects, which keep NaN. If it comes from the elements' own amax,
   `abs(value) * inv_scale <= max * (1 + 2^-22)`, which rounds to max.
-- Codes that are stored both ways are converted twice. From one conversion of a float32 tile, Triton 3.6 (torch 2.11)
-  shuffles them on the H200. Where both ways have the same inverse scale the compiler would merge the two conversions,
-  did not the store of the row codes stand between two loads of what they begin with. On a GPU,
-  tests/torch_path/test_kernels.py::test_pairs_under_a_given_scale and ::test_blocks see it.
+- Codes that are stored in both layouts are converted twice: after a single conversion of a float32 tile, Triton 3.6
+  (torch 2.11) permutes the codes on an H200. If both have the same inverse scale, the row-code store separates the
+  loads; otherwise the compiler merges both conversions. Tested on a GPU by
+  tests/torch_path/test_kernels.py::test_pairs_under_a_given_scale and ::test_blocks.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
-# (Triton is optional, and its branches are taken while compiling.)
+# (Triton is optional, and its branches are decided at compile time.)
 import triton
 import triton.language as tl
 
@@ -29,15 +29,15 @@ DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 
 @triton.jit
 def store_tile(codes, tile, rows, cols, M, N):
-    """`codes` [M, N] at `rows` x `cols` = `tile`."""
+    """Store `tile` into `codes` [M, N] at `rows` x `cols`."""
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     tl.store(codes + rows[:, None] * N + cols[None, :], tile, mask=inside)
 
 
 @triton.jit
 def clamp(values, LIMIT: tl.constexpr):
-    """`values` within +-`LIMIT`, NaN as it is."""
-    # A comparison with NaN is false, so both selects let it through.
+    """`values` clamped to +-`LIMIT`; NaN stays NaN."""
+    # Comparisons with NaN are false, so both selects keep it.
     values = tl.where(values > LIMIT, LIMIT, values)
     return tl.where(values < -LIMIT, -LIMIT, values)
 
@@ -66,7 +66,7 @@ def _inv_scales_of_vector(
     AT_FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """The inv_scales at `at`: with powers of two of the amaxes there, whose scales the first programs write."""
+    """The inv_scales at `at`; with POWER_OF_TWO, from the amaxes there, whose scales the first programs write."""
     values = tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
     if POWER_OF_TWO:
         values = inv_scale_of(values.to(tl.int32, bitcast=True), QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
@@ -108,7 +108,7 @@ def cast_pair_kernel(
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
-    # 1. The inverse scales, before anything waits for the tile.
+    # 1. The inverse scales, before the tile is loaded.
     if ROWS:
         if ROW_VECTOR:
             row_inv = _inv_scales_of_vector(
@@ -123,7 +123,7 @@ def cast_pair_kernel(
             )[None, :]
         else:
             col_inv = _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    # 2. The codes, in two conversions (see above): no compiler knows whether the two inverse scales are equal.
+    # 2. The codes, in two conversions (see above), which the compiler cannot merge: the inverse scales may differ.
     values = load_tile(x, rows, cols, M, N)
     if ROWS:
         store_tile(row_codes, clamp(values * row_inv, LIMIT).to(DTYPE), rows, cols, M, N)
@@ -151,14 +151,14 @@ def cast_pair_given_kernel(
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N] under one inv_scale.
 
-    With `AMAX`, `amax` is raised to that of `x` in the same pass.
+    With `AMAX`, `amax` is updated by that of `x` in the same pass.
     """
     rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
         raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-    # Two conversions (see above): the store of the row codes, between the two loads of inv_scale, keeps them apart.
+    # Two conversions (see above). The row-code store separates the loads of inv_scale; otherwise they are merged.
     if ROWS:
         scaled = values * tl.load(inv_scale)
         store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
@@ -183,7 +183,7 @@ def cast_rows_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """`codes` [M, N], `scale` [M] and `amax` [M] of `x` [M, N], whose rows fit into `BN`: read once."""
+    """`codes` [M, N], `scale` [M] and `amax` [M] of `x` [M, N], whose rows fit into `BN`, read once."""
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     cols = tl.arange(0, BN)
     values = load_tile(x, rows, cols, M, N)
@@ -209,7 +209,7 @@ def cast_long_rows_kernel(
     DTYPE: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """`cast_rows_kernel` for a row of any length: the second read of the row finds it in the L2 cache."""
+    """`cast_rows_kernel` for rows of any length: each is read twice, the second time from the L2 cache."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BN).to(tl.int64)
     best = tl.zeros((BN,), tl.int32)

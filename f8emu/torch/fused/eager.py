@@ -1,7 +1,6 @@
-"""The fused casts in plain eager torch: what the kernels compute, in terms of the verbs.
+"""The fused casts in plain torch: what the kernels compute, in terms of the verbs.
 
-They run where the kernels do not: on a CPU, on a GPU without float8, without Triton, and for empty tensors. What was
-not asked for is an empty tensor.
+They run where the kernels do not: on a CPU, on a GPU without float8, without Triton, and for empty tensors.
 """
 
 import torch
@@ -29,19 +28,19 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scales(amax: Tensor, fmt: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
-    """inv_scale and scale of every amax."""
+    """inv_scale and scale for each amax."""
     inv_scale, scale = scale_from_amax(amax, fmt, rule, margin=margin)
     return inv_scale, scale
 
 
 def raise_amax(amax: Tensor, x: Tensor) -> None:
-    """`amax` becomes the maximum of itself and that of `x`, as integers, so that NaN stays."""
+    """Update `amax` to the maximum of itself and the amax of `x`; an integer maximum, which keeps NaN."""
     found = tensor_amax(x).view(torch.int32).reshape(amax.shape)
     amax.copy_(torch.maximum(amax.view(torch.int32), found).view(torch.float32))
 
 
 def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales [M, 1] and amaxes [M, 1] of the rows, by their own amax."""
+    """Codes, scales [M, 1] and amaxes [M, 1] of the rows, each scaled by its own amax."""
     largest = row_amax(x)
     found = scale_from_amax(largest, fmt, rule)
     return _row_major(quantize(x, found.inv_scale, fmt, Granularity.ROWWISE)), found.scale, largest
@@ -54,18 +53,18 @@ def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple
 
 
 def cast_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
-    """The codes of `x` under given inv_scales: one, or one a row."""
+    """The codes of `x` under given inv_scales: one, or one per row."""
     granularity = Granularity.TENSORWISE if inv_scale.numel() == 1 else Granularity.ROWWISE
     return _row_major(quantize(x, inv_scale, fmt, granularity))
 
 
 def cast_blocks(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """Codes and scales; 1x128 scales have their transpose contiguous."""
+    """Codes and scales by block; 1x128 scales are column-major."""
     found = scale_from_amax(amax(x, granularity), fmt, rule)
     codes = _row_major(quantize(x, found.inv_scale, fmt, granularity))
     return codes, _row_major(found.scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else found.scale
 
 
 def _row_major(x: Tensor) -> Tensor:
-    # Contiguous, and with the strides of a new tensor for dimensions of size 1 too, as the kernels' results have.
+    # Strides of a new contiguous tensor, also for dimensions of size 1, as the kernels' results have them.
     return x.contiguous().flatten().view(x.shape)

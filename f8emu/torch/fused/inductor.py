@@ -1,14 +1,14 @@
 """What torch.compile makes of the fused casts: kernels that Inductor launches, recomputed where that saves memory.
 
-Inductor would call the operators through Python. The lowerings here put the same plans into its code instead: it
-allocates the results, plans their memory and launches the kernels. A result that nobody reads is not computed: where
-the two operands of a cast are used in different passes, each pass computes its own.
+By default Inductor calls operators through Python. The lowerings here put the same plans into its code instead:
+Inductor allocates the results, plans their memory and launches the kernels. A result without a reader is not computed:
+if the two operands of a cast are used in different passes, each pass computes its own.
 
-The partitioner keeps what its list of cheap operators does not name. The casts are put on that list: where the input is
-kept anyway, or cheap to compute again, the backward pass recomputes its codes instead of keeping them.
+The partitioner recomputes only operators on its list of cheap ones. Casts are added to that list: if their input is
+saved anyway, or cheap to recompute, the backward pass recomputes the codes instead of saving them.
 
-Both hooks are internal to torch (2.11 to 2.13). For sizes that are not known when compiling the operators run as they
-are: the same bits, more host time.
+Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compile time, the operators are called as they
+are: same bits, more host time.
 """
 
 import re
@@ -31,7 +31,7 @@ _REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operator
 
 
 def install() -> None:
-    """Hook the casts into those parts of the compiler that are loaded."""
+    """Install the hooks in those parts of the compiler that are loaded."""
     if "torch._functorch.partitioners" in sys.modules:
         _allow_recomputation()
     if "torch._inductor.lowering" in sys.modules:
@@ -49,8 +49,8 @@ def _allow_recomputation() -> None:
         types = default()
         casts, reductions = ([operator.overload.overloadpacket for operator in of] for of in (_CASTS, _REDUCTIONS))
         types.recomputable_ops.update(casts)
-        # The partitioner recomputes no node whose results are read by others than fusible ones, nor one that reads a
-        # tensor after one that is not fusible has read it.
+        # The partitioner does not recompute a node whose results are read by operators that are not fusible, nor one
+        # that reads a tensor which such an operator has read before.
         types.fusible_ops.update([*casts, *reductions])
         return types
 
@@ -75,7 +75,7 @@ def _register_lowerings() -> None:
 
 
 def _lowering(overload: torch._ops.OpOverload, lower: Callable[..., Any]) -> Callable[..., Any]:
-    """`lower`, where kernels run and sizes are known; elsewhere the operator itself."""
+    """`lower` if kernels run and sizes are known, otherwise a call of the operator itself."""
     from torch._inductor.lowering import fallback_handler
 
     fallback = fallback_handler(overload, add_to_fallback_set=False)
@@ -185,7 +185,7 @@ def _cast_blocks(
 
 
 def _launch(plan: Any, *tensors: Any) -> None:
-    """The kernel of a plan as a node of Inductor's."""
+    """Add the kernel of a plan to Inductor's graph, as a node."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel = _with_warps(plan.kernel, plan.warps)
@@ -203,7 +203,7 @@ def _launch(plan: Any, *tensors: Any) -> None:
 
 @cache
 def _planned_kernel() -> Any:
-    """Inductor's node of a kernel, which calls the plan: that takes half the host time of Inductor's own launch."""
+    """Inductor's node for a kernel, whose code calls the plan: half the host time of Inductor's own launch."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
@@ -228,7 +228,7 @@ def _planned_kernel() -> Any:
 
 
 def _pointer_to(x: Any) -> str:
-    """A tensor with the memory of `x`, whatever its shape: without a view where it begins where its base does."""
+    """Code for a tensor with the pointer of `x`, of any shape: the base instead of a view that starts where it does."""
     from torch._inductor import ir
 
     if isinstance(x, ir.ReinterpretView) and x.layout.offset == 0 and not isinstance(x.data, ir.ReinterpretView):
@@ -252,7 +252,7 @@ def _plans() -> Any:
 
 
 def _used() -> set[int]:
-    """Which results of the node that is being lowered have a reader."""
+    """The indices of those results of the node being lowered that have a reader."""
     from torch._inductor.virtualized import V
 
     results: set[int] = set()
@@ -279,7 +279,7 @@ def _contiguous(x: Any) -> Any:
 
 
 def _known(size: Any) -> int | None:
-    """A size as an int; None where it is not known when compiling."""
+    """A size as an int; None if it is unknown at compile time."""
     try:
         return int(size)
     except TypeError:  # a sympy expression with symbols

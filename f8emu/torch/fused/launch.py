@@ -1,9 +1,9 @@
 """The launches of the Triton kernels: grids, tile sizes and warps. Importing this module needs Triton.
 
-A plan says how a kernel is launched on matrices of one size, whatever the tensors. Plans are made once for each
-signature; eager code calls them, and `inductor` writes them into compiled code. A plan takes the tensors in the order
-of its kernel's arguments, all contiguous and allocated by the caller. Where a kernel does not use one, any tensor
-stands in: a pointer that is never followed.
+A plan says how a kernel is launched on matrices of one size. Plans are made once per signature; eager code calls them,
+and `inductor` writes calls of them into compiled code. A plan takes the tensors in the order of its kernel's arguments,
+all contiguous and allocated by the caller. For a tensor that the kernel does not use any tensor may be passed: its
+pointer is never dereferenced.
 """
 
 import struct
@@ -29,7 +29,7 @@ SCALES_WARPS = 4
 CAST_TILE = (64, 128)
 CAST_WARPS = 4
 ROWS_ELEMENTS = 8192
-"""Elements that a program of `cast_rows` has in registers, if its rows are not longer."""
+"""Elements that a program of `cast_rows` keeps in registers, unless one row is longer."""
 ROWS_ELEMENTS_PER_WARP = 1024
 ROWS_LONGEST = 16384
 """The longest row that stays in registers."""
@@ -43,7 +43,7 @@ SQUARES_WARPS = 8
 
 
 class Plan:
-    """One launch of one kernel, but for its tensors."""
+    """One launch of a kernel: everything except its tensors."""
 
     __slots__ = ("_launches", "constants", "kernel", "name", "programs", "sizes", "warps")
 
@@ -53,16 +53,16 @@ class Plan:
         self.kernel = kernel
         self.programs = programs
         self.sizes = sizes
-        """The integers behind the tensors."""
+        """The integer arguments, which follow the tensors."""
         self.constants = constants
         """The `tl.constexpr` arguments, in the order of the kernel's."""
         self.warps = warps
         self.name = ""
-        """The expression that gives this plan, in terms of this module."""
+        """The expression that makes this plan, in the names of this module; compiled code contains it."""
         self._launches: dict[Any, _Launch] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Launch on the device of the tensors, which need not be torch's current one."""
+        """Launch on the device of the tensors, even if it is not torch's current device."""
         x = tensors[0]
         if not x.is_cuda:  # in Triton's interpreter
             self._first_launch(tensors)
@@ -75,8 +75,8 @@ class Plan:
                 self._launch(index, tensors)
 
     def _launch(self, index: int, tensors: tuple[Tensor, ...]) -> None:
-        # Triton looks the compiled kernel up by all of its arguments, which takes longer than the launch. The key is
-        # what it looks at and a plan does not fix: dtypes, and whether a pointer is a multiple of 16.
+        # Triton looks the compiled kernel up by all of its arguments, which takes longer than the launch. The key here
+        # is what a plan does not fix: device, dtypes, and whether each pointer is a multiple of 16.
         pointers = [x.data_ptr() for x in tensors]
         key = (index, *[x.dtype for x in tensors], *[pointer & 15 == 0 for pointer in pointers])
         launch = self._launches.get(key)
@@ -93,10 +93,10 @@ _Launch = Callable[[int, list[int]], None]
 
 
 def _launch_of(compiled: Any, plan: Plan) -> _Launch:
-    """What launches a compiled kernel on pointers: torch's launcher for Inductor's kernels, or else Triton's own.
+    """A function that launches a compiled kernel on pointers: by torch's launcher for Inductor's kernels, or Triton's.
 
-    The first takes the kernel's arguments without constants, whose types it is told by a letter each, and without the
-    hooks that Triton calls around a launch.
+    Torch's launcher takes the kernel's arguments without its constants, with one letter per argument for its type. It
+    does not call the hooks that Triton calls around a launch.
     """
     metadata, programs = compiled.metadata, plan.programs
     scratch = [getattr(metadata, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
@@ -107,7 +107,7 @@ def _launch_of(compiled: Any, plan: Plan) -> _Launch:
         rest = (*plan.sizes, *plan.constants.values())
         return lambda index, pointers: runner(*pointers, *rest)
     kinds = list(compiled.src.signature.values())[len(plan.kernel.arg_names) - len(plan.sizes) - len(plan.constants) :]
-    letters = {"i32": "i", "i64": "l"}  # an integer that is 1 is a constant, as all behind the integers are
+    letters = {"i32": "i", "i64": "l"}  # Triton makes an integer that is 1 a constant, like those that follow
     taken = [(size, letters[kind]) for size, kind in zip(plan.sizes, kinds, strict=False) if kind != "constexpr"]
     nones = (None,) * sum(size is not None for size in scratch)
     sizes = (*[size for size, _ in taken], *nones)
@@ -123,7 +123,7 @@ def _launch_of(compiled: Any, plan: Plan) -> _Launch:
 
 
 def _plan(make: Callable[..., Plan]) -> Callable[..., Plan]:
-    """A decorator: plans are made once for each signature, and know how."""
+    """A decorator: makes each plan once per signature, and names it."""
 
     @lru_cache(maxsize=4096)
     def made(*args: Any) -> Plan:
@@ -136,7 +136,7 @@ def _plan(make: Callable[..., Plan]) -> Callable[..., Plan]:
 
 @_plan
 def tensor_amax(count: int) -> Plan:
-    """Tensors x, amax: `amax` is raised to that of the `count` elements of `x`."""
+    """Tensors x, amax: `amax` is updated by the amax of the `count` elements of `x`."""
     kernel = scale_kernels.tensor_amax_kernel
     return Plan(kernel, blocks(count, AMAX_BLOCK), (count,), {"BLOCK": AMAX_BLOCK}, AMAX_WARPS)
 
@@ -151,7 +151,7 @@ def row_amax(m: int, n: int) -> Plan:
 
 @_plan
 def row_col_amax(m: int, n: int) -> Plan:
-    """Tensors x [m, n], amaxes [m + n]: raised to those of the rows, then of the columns."""
+    """Tensors x [m, n], amaxes [m + n]: updated by those of the rows, then of the columns."""
     bm, bn = ROW_COL_AMAX_TILE
     tiles_n = blocks(n, bn)
     kernel = scale_kernels.row_col_amax_kernel
@@ -160,7 +160,7 @@ def row_col_amax(m: int, n: int) -> Plan:
 
 @_plan
 def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, first: int, second: int = 0) -> Plan:
-    """Tensors amax, inv_scale, scale of `first` elements, and the same of `second`."""
+    """Tensors amax, inv_scale, scale of `first` elements, then three more of `second` elements."""
     return Plan(
         scale_kernels.scales_kernel,
         blocks(first, SCALES_BLOCK) + blocks(second, SCALES_BLOCK),
@@ -196,7 +196,7 @@ def cast_pair(
 
 @_plan
 def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> Plan:
-    """Tensors x [m, n], inv_scale, row codes, column codes, amax: with `amax` it is raised to that of `x`."""
+    """Tensors x [m, n], inv_scale, row codes, column codes, amax, which is updated if the argument `amax` is true."""
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
     constants = {**codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax, "BM": bm, "BN": bn}
@@ -236,7 +236,7 @@ def cast_squares(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float
 
 @cache
 def rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int = 0) -> dict[str, Any]:
-    """The scale rule as the kernels' constants: `FLOOR` is the largest float32 not above the rule's floor."""
+    """The scale rule as constants of the kernels: `FLOOR` is the largest float32 not above the rule's floor."""
     below = _float32(amax_floor)
     if below > amax_floor:
         below = _float32(below - below * 2.0**-24)
@@ -265,5 +265,5 @@ def _float32(value: float) -> float:
 
 
 def blocks(size: int, block: int) -> int:
-    """How many blocks cover `size`."""
+    """The number of blocks that cover `size`: ceil(size / block)."""
     return -(-size // block)

@@ -1,21 +1,21 @@
-"""Fused casts as torch.library operators: on a GPU Triton kernels, elsewhere the plain torch of `eager`.
+"""Fused casts as torch.library operators: Triton kernels on a GPU, the plain torch of `eager` elsewhere.
 
-A linear layer needs each matrix `x` [M, N] as two operands: `x` itself, summed over N ("rows"), and `x^T`, summed over
-M ("cols"), both row-major. Each operator reads `x` once and writes what was asked for; what was not asked for is an
-empty tensor. An `x` that is not contiguous is copied first.
+A linear layer needs each matrix `x` [M, N] as two operands: `x` itself, with K = N ("rows"), and `x^T`, with K = M
+("cols"), both row-major. Each operator reads `x` once and writes the results that were requested; the others are empty
+tensors. An `x` that is not contiguous is copied first.
 
 Shapes: `row_*` belong to `x` [M, N] and `col_*` to `x^T` [N, M]; a scale or amax has the `Granularity.scale_shape` of
-its operand. All are contiguous, but for 1x128 scales, whose transposes are: the GEMM wants those [EPI-5].
+its operand. All are contiguous except 1x128 scales, which are column-major, as the GEMM requires [EPI-5].
 
 Exactness: the kernels and `eager` give the same bits, those of the verbs `amax`, `scale_from_amax` and `quantize`; a
-NaN scale equals any NaN. A compiler sees one operator and launches its kernel (`inductor`): an amax is that of the
-values as they are stored, a division the one written here (NUMERICS 6), eager and compiled alike.
+NaN scale equals any NaN. To a compiler each operator is opaque, and its kernel is launched as it is (`inductor`). So an
+amax is that of the values as they are stored, and divisions are not replaced (NUMERICS 6), eager and compiled alike.
 
-Raises: OperandError for a wrong dtype, rank, shape or device, SpecError for an unknown format, a floor or a margin
-out of range, UnsupportedError where a gradient would be recorded.
+Raises: OperandError for a wrong dtype, rank, shape or device; SpecError for an unknown format, or a floor or margin
+out of range; UnsupportedError if a gradient would be recorded.
 
 The kernels run on a CUDA device of compute capability 8.9 or newer with Triton. Without Triton `eager` runs there too,
-which is said once, by a warning that names the remedy.
+and one warning says so.
 """
 
 import sys
@@ -50,7 +50,7 @@ from f8emu.torch.stand_in import seen_as_max
 
 @cache
 def launches() -> ModuleType | None:
-    """The kernels' launches; None, said once, where Triton is not installed."""
+    """The module that launches the kernels; None, with one warning, if Triton is not installed."""
     try:
         from f8emu.torch.fused import launch
     except ModuleNotFoundError as error:
@@ -67,7 +67,7 @@ def launches() -> ModuleType | None:
 
 
 def _fake(operator: Operator) -> Callable[[Implementation], Implementation]:
-    """`fake`; where a compiler traces, it is told what to make of the casts before it asks."""
+    """As `fake`; also installs the hooks of `inductor` before a compiler that traces this call needs them."""
 
     def register(function: Implementation) -> Implementation:
         @wraps(function)
@@ -85,13 +85,13 @@ def _fake(operator: Operator) -> Callable[[Implementation], Implementation]:
 
 
 def kernels_for(x: Tensor) -> ModuleType | None:
-    """What launches kernels on `x`; None where `eager` runs."""
+    """The module that launches kernels on `x`; None where `eager` runs."""
     return launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
 
 
 @operator()
 def reduce_tensor(x: Tensor) -> Tensor:
-    """What `tensor_amax` computes."""
+    """The opaque operator behind `tensor_amax`."""
     require_values("tensor_amax", x)
     if (launch := kernels_for(x)) is None:
         return eager.tensor_amax(x)
@@ -137,7 +137,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator()
 def reduce_rows_and_cols(x: Tensor) -> Tensor:
-    """What `row_col_amaxes` computes."""
+    """The opaque operator behind `row_col_amaxes`."""
     require_values("row_col_amax", x, ndim=2)
     if (launch := kernels_for(x)) is None:
         return torch.cat(eager.row_col_amax(x)).flatten()
@@ -154,13 +154,13 @@ def _(x: Tensor) -> Tensor:
 
 @operator(opaque=False, plain=reduce_rows_and_cols.function)
 def row_col_amaxes(x: Tensor) -> Tensor:
-    """Largest magnitudes of the rows of `x` [M, N], and behind them those of its columns: [M + N]."""
+    """Largest magnitudes of the rows of `x` [M, N], followed by those of its columns: [M + N]."""
     return seen_as_max(x, lambda: reduce_rows_and_cols(x))
 
 
 @operator()
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
-    """(inv_scale, scale) of every amax, of any shape and high-precision dtype, as `scale_from_amax`."""
+    """(inv_scale, scale) for each amax, as `scale_from_amax`; any shape and high-precision dtype."""
     require_values("scales", amax, name="amax")
     require_margin("scales", margin)
     format, rule = named_rule("scales", fmt, power_of_two, amax_floor)
@@ -194,7 +194,7 @@ def _signature(x: Tensor | None) -> Any:
 def cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by its own amaxes; None leaves it out.
+    """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by its own amaxes; None leaves an operand out.
 
     An operand has one amax or one a row, of any high-precision dtype.
 
@@ -251,7 +251,7 @@ def _(
 
 @operator()
 def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
-    """Codes of `x` [M, N] and of `x^T` [N, M], where asked for, under one inv_scale, [1, 1]."""
+    """Codes of `x` [M, N] if `rows`, and of `x^T` [N, M] if `cols`, under one inv_scale, [1, 1]."""
     return _cast_pair_given("cast_pair_given", x, fmt, inv_scale, rows, cols, None)
 
 
@@ -264,11 +264,11 @@ def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[T
 def cast_pair_delayed(
     x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`cast_pair_given`, and `amax` (float32, one element, at least 0 or NaN) is raised to that of `x`.
+    """`cast_pair_given`; also updates `amax` (float32, one element, at least 0 or NaN) by the amax of `x`.
 
-    Updated in the same pass by an integer maximum, which keeps NaN. For the backward pass of an autograd function,
-    `amax` should be a tensor of its own (not part of a larger one) and an attribute of `ctx`: what `save_for_backward`
-    keeps may not change until then, and other passes would change it.
+    `amax` is updated in the same pass by an integer maximum, which keeps NaN. In the backward pass of an autograd
+    function, `amax` should be a separate tensor (not a view) and an attribute of `ctx`: tensors of `save_for_backward`
+    must not change before the backward pass, but casts of other passes change `amax`.
     """
     check_one_float("cast_pair_delayed", "amax", amax, x)
     return _cast_pair_given("cast_pair_delayed", x, fmt, inv_scale, rows, cols, amax)
