@@ -123,7 +123,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "blockwise, bias": (
         BLOCKWISE | {"bias": torch.zeros(48, dtype=BF16)},
         UnsupportedError,
-        "bias beside blockwise scales is not modelled; add it to the result",
+        "bias with blockwise scales is not modelled; add it to the result",
     ),
     "blockwise, M": (
         BLOCKWISE | {"a": zeros(30, 256), "scale_a": torch.ones(30, 2)},

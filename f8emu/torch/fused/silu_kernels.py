@@ -289,7 +289,7 @@ def gradients_vectors_kernel(
     AMAX_STRIP: tl.constexpr,
     CODES_STRIP: tl.constexpr,
 ):
-    """`gradients_given_kernel` in 1x128 vectors: a program has one 128 x 128 tile, with whole vectors both ways.
+    """`gradients_given_kernel` in 1x128 vectors: a program has one 128 x 128 tile, whole vectors in both layouts.
 
     Like `cast_vectors_kernel` it goes over the tile twice. It computes all values twice: keeping them would take too
     many registers. The buffers of the scales hold first the amaxes, then the inverse scales, then the scales.

@@ -58,7 +58,7 @@ def check_scaled_mm(
             f"{call}: with 1x128 scales of a, M must be a multiple of {VECTOR_MULTIPLE}; got {m}; pad a and scale_a"
         )
     if pair[0].is_blockwise and bias is not None:
-        raise UnsupportedError(f"{call}: a bias beside blockwise scales is not modelled; add it to the result instead")
+        raise UnsupportedError(f"{call}: a bias with blockwise scales is not modelled; add it to the result instead")
     _check_output(call, out_dtype, HIGH_PRECISION_DTYPES)
     _check_bias(call, a, n, bias, out_dtype)
     return pair

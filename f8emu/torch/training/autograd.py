@@ -64,7 +64,7 @@ def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> Inp
     recipe = plan.recipe
     cols = recipe.grad_weight.b if plan.keeps_input else None
     output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed)
-    assert output is not None, "it was asked for"
+    assert output is not None, "it was requested"
     return InputOperands(output, grad_weight)
 
 
@@ -100,7 +100,7 @@ def float8_matmul(
         else:
             source = _delayed_source(weight, rows, cols, recipe, of_weight)
             w, _ = cast_both(weight, rows, None, source, recipe.scale_rule, of_weight.amax)
-            assert w is not None, "it was asked for"
+            assert w is not None, "it was requested"
     # 2. Save before computing the product: when activation checkpointing recomputes a region, it stops once everything
     #    is saved again, so the region's last product is not recomputed.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
@@ -174,7 +174,7 @@ class Float8Backward(torch.autograd.Function):
         if g is not None:
             source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
             _, w = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
-            assert w is not None, "it was asked for"
+            assert w is not None, "it was requested"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
             g = w = None  # frees their memory for the other product
         if g_transposed is not None:

@@ -208,7 +208,7 @@ class _FeedForwardBackward(torch.autograd.Function):
             rule,
             None if state is None else state.amax,
         )
-        assert g is not None, "it was asked for"
+        assert g is not None, "it was requested"
         grad_hidden = _grad_input(g, w2, of_w2, settings)
         wanted = (wants1 or wants3, wants_w1, wants_w3, wants_w2)
         g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
@@ -229,7 +229,7 @@ def _cast_input(x: Tensor, recipe: Recipe, keep: bool, state: Delayed | None) ->
     cols = recipe.grad_weight.b if keep else None
     source, amax = (_source(None), None) if state is None else (_source(state.scales), state.amax)
     rows, kept = cast_both(x, recipe.output.a, cols, source, recipe.scale_rule, amax)
-    assert rows is not None, "it was asked for"
+    assert rows is not None, "it was requested"
     return rows, kept
 
 
@@ -271,7 +271,7 @@ def _product(a: Operand, weight: Tensor, state: Delayed | None, settings: _Setti
     recipe = settings.recipe
     source, amax = (_source(None), None) if state is None else (_source(state.scales), state.amax)
     b, _ = cast_both(weight, recipe.output.b, None, source, recipe.scale_rule, amax)
-    assert b is not None, "it was asked for"
+    assert b is not None, "it was requested"
     return gemm(a, b, recipe.output, settings.dtype, settings.engine)
 
 
@@ -280,13 +280,13 @@ def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor] | None
     recipe = settings.recipe
     source = _source(None if scales is None else Scales(*scales))
     _, b = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
-    assert b is not None, "it was asked for"
+    assert b is not None, "it was requested"
     return gemm(a, b, recipe.grad_input, settings.dtype, settings.engine)
 
 
 def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings) -> Tensor:
     """`grad_weight` of one layer, in the dtype of its weight."""
-    assert a is not None and b is not None, "they were asked for"
+    assert a is not None and b is not None, "they were requested"
     product = gemm(a, Operand(*b), settings.recipe.grad_weight, settings.dtype, settings.engine)
     return product.to(weight.dtype)
 
@@ -359,7 +359,7 @@ def _check_block(module: nn.Module, names: tuple[str, str, str]) -> None:
     if missing or others != allowed or own or "forward" in module.__dict__:
         observed = ", ".join([*(f"no {name}" for name in missing), *others, *own]) or "a forward of its own"
         raise OperandError(
-            f"Float8FeedForward.from_float: module must have the layers {', '.join(names)} and nothing besides but an "
+            f"Float8FeedForward.from_float: module must have the layers {', '.join(names)} and nothing else but an "
             f"nn.SiLU; got {observed} in {type(module).__name__}; pass the names of its layers as names=(w1, w2, w3), "
             "and convert a block that computes something else with convert_to_float8_training"
         )

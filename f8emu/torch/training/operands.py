@@ -125,7 +125,7 @@ def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -
     if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
         source = find_source(x, rows, cols)
         operand, _ = cast_both(x, rows, None, source, rule)
-        assert operand is not None, "rows were asked for"
+        assert operand is not None, "rows were requested"
         return operand, ScaleSource(cols=source.cols)
     name = format_name(rows)
     assert name is not None, "rowwise is float8"
