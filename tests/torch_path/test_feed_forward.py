@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError, ScaleRule
+from f8emu.spec.recipe import TENSORS
 from f8emu.torch.fused import operators
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.training import feed_forward
@@ -367,7 +368,8 @@ def test_every_tensor_has_its_own_scale(fusions: list[int], assert_same_steps: A
             buffers = dict(block.get_submodule(f"{name}.delayed").named_buffers())
             factors = torch.tensor([1.5 ** (3 * i + j - 4) for j in range(3)])
             buffers["inv_scale"].mul_(factors)
-            buffers["scale"].copy_(1 / buffers["inv_scale"])
+            for tensor, inv_scale in zip(TENSORS, buffers["inv_scale"], strict=True):
+                buffers[f"scale_{tensor}"].copy_(1 / inv_scale)
     assert_same_steps(pair, 21, 32, steps=1)
     assert len(fusions) == 1
 

@@ -126,10 +126,13 @@ def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows:
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
         return _absent(x, _CODES[format.name]), _absent(x, torch.float32)
-    if amax.dtype not in HIGH_PRECISION_DTYPES or (amax.numel() != 1 and tuple(amax.shape) != (rows, 1)):
+    is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1)
+    if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or tuple(amax.shape) == (rows, 1)):
         raise OperandError(
-            f"cast_pair: {name} must be float32, bfloat16 or float16, with one element or of shape [{rows}, 1]; got "
-            f"{amax.dtype} of shape {list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
+            f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number] or "
+            f"[{rows}, 1]; got {amax.dtype} of shape {list(amax.shape)}; take it from tensor_amax() or row_col_amax() "
+            "of the same x"
         )
     _check_device("cast_pair", name, amax, x)
-    return new_codes(x, format, rows, k), new_floats(x, *amax.shape)
+    scale = new_floats(x, 1, 1) if is_of_all and amax.numel() != 1 else new_floats(x, *amax.shape)
+    return new_codes(x, format, rows, k), scale

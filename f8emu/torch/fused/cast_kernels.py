@@ -43,11 +43,22 @@ def clamp(values, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _inv_scale_of_one(
-    amax, scale, QUOTIENT: tl.constexpr, FLOOR: tl.constexpr, AT_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr
+def _inv_scale_of_all(
+    amax,
+    scale,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
-    """The inv_scale that all programs share, by the one amax, of any dtype; the first program writes its scale."""
-    bits = tl.load(amax).to(tl.float32).to(tl.int32, bitcast=True)
+    """The inv_scale that all programs share, by the largest of `COUNT` amaxes; the first program writes its scale."""
+    if COUNT == 1:
+        bits = tl.load(amax).to(tl.float32).to(tl.int32, bitcast=True)
+    else:
+        at = tl.arange(0, BLOCK)
+        bits = one_nan(tl.max(magnitudes(tl.load(amax + at, mask=at < COUNT, other=0.0).to(tl.float32)), 0))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     if tl.program_id(0) == 0:
         tl.store(scale, reciprocal(inv, POWER_OF_TWO))
@@ -94,35 +105,41 @@ def cast_pair_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    ROW_VECTOR: tl.constexpr,
-    COL_VECTOR: tl.constexpr,
+    ROW_COUNT: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    COL_COUNT: tl.constexpr,
+    COL_BLOCK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each by its own source.
 
-    A source is one amax, or a vector of one value a row of codes: amaxes for scales that are powers of two, otherwise
-    inv_scales, since a division for each in every program would take longer than another kernel before this one. The
-    scales of amaxes are written too.
+    A source is `COUNT` amaxes, of which the largest counts, or (0) a vector of one value a row of codes: an amax where
+    scales are powers of two, otherwise an inv_scale, since a division for each in every program would take longer than
+    another kernel before this one. The scales of amaxes are written too.
     """
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     # 1. The inverse scales, before the tile is loaded.
     if ROWS:
-        if ROW_VECTOR:
+        if ROW_COUNT == 0:
             row_inv = _inv_scales_of_vector(
                 row_source, row_scale, rows, M, tile_n == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
             )[:, None]
         else:
-            row_inv = _inv_scale_of_one(row_source, row_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+            row_inv = _inv_scale_of_all(
+                row_source, row_scale, ROW_COUNT, ROW_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+            )
     if COLS:
-        if COL_VECTOR:
+        if COL_COUNT == 0:
             col_inv = _inv_scales_of_vector(
                 col_source, col_scale, cols, N, tile_m == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
             )[None, :]
         else:
-            col_inv = _inv_scale_of_one(col_source, col_scale, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+            col_inv = _inv_scale_of_all(
+                col_source, col_scale, COL_COUNT, COL_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+            )
     # 2. The codes, in two conversions (see above), which the compiler cannot merge: the inverse scales may differ.
     values = load_tile(x, rows, cols, M, N)
     if ROWS:

@@ -47,7 +47,10 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, 
 
 
 def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `x` by given amaxes: one, or one a row."""
+    """Codes and scales of `x` by given amaxes: one, one a row, or [1, any number], of which the largest counts."""
+    amax = amax.float()
+    if amax.ndim == 2 and amax.shape[0] == 1:
+        amax = row_amax(amax)
     found = scale_from_amax(amax, fmt, rule)
     return cast_by(x, fmt, found.inv_scale), found.scale
 

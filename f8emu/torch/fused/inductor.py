@@ -11,6 +11,7 @@ Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compil
 are: same bits, more host time.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -25,8 +26,9 @@ from f8emu.torch.fused import operators
 from f8emu.torch.fused.arguments import block_granularity
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT8_DTYPES}
-_CASTS = (operators.cast_pair, operators.cast_pair_given, operators.cast_blocks)
-"""Those that a backward pass may need again: functional and cheap, one reading of a matrix."""
+_CASTS = (operators.cast_pair, operators.cast_pair_given)
+"""Those that are worth it: one reading of a matrix. Blockwise casts find their amaxes in a second one, and to make both
+operands at once is so much faster than one after the other (6 % of a step) that their codes are kept."""
 _REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operators.row_amax, operators.scales)
 
 
@@ -114,25 +116,26 @@ def _cast_pair(
     used = _used()
     out: list[Any] = []
     tensors = [x]
-    kinds: list[bool | None] = []
+    counts: list[int | None] = []
     for side, (amax, rows, k) in enumerate(((row_amax, m, n), (col_amax, n, m))):
         if amax is None or not used & {2 * side, 2 * side + 1}:
             out += [_empty(x, _DTYPES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
             tensors += [x, x, x]
-            kinds.append(None)
+            counts.append(None)
             continue
-        count = 1 if _known(amax.get_numel()) == 1 else rows
-        scale = _empty(x, torch.float32, count, 1)
-        if count > 1 and not power_of_two:
-            inv_scale = _empty(x, torch.float32, count, 1)
+        shape = [int(size) for size in amax.get_size()]
+        count = 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
+        scale = _empty(x, torch.float32, 1 if count else rows, 1)
+        if count == 0 and not power_of_two:
+            inv_scale = _empty(x, torch.float32, rows, 1)
             one = (amax, inv_scale, scale)
-            _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, count), *one, *one)
+            _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, rows), *one, *one)
             amax = inv_scale
         out += [_empty(x, _DTYPES[fmt], rows, k), scale]
         tensors += [amax, *out[-2:]]
-        kinds.append(count > 1)
-    if kinds != [None, None]:
-        _launch(_plans().cast_pair(m, n, fmt, power_of_two, amax_floor, *kinds), *tensors)
+        counts.append(count)
+    if counts != [None, None]:
+        _launch(_plans().cast_pair(m, n, fmt, power_of_two, amax_floor, *counts), *tensors)
     return out
 
 

@@ -22,7 +22,7 @@ AMAX_BLOCK = 16384
 AMAX_WARPS = 8
 ROW_AMAX_TILE = (4, 1024)
 ROW_AMAX_WARPS = 8
-ROW_COL_AMAX_TILE = (128, 64)
+ROW_COL_AMAX_TILE = (128, 128)
 ROW_COL_AMAX_WARPS = 4
 SCALES_BLOCK = 256
 SCALES_WARPS = 4
@@ -172,12 +172,12 @@ def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, first: 
 
 @_plan
 def cast_pair(
-    m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: bool | None, cols: bool | None
+    m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: int | None, cols: int | None
 ) -> Plan:
     """Tensors x [m, n], row source, codes and scale, column source, codes and scale.
 
-    `rows` and `cols`: whether the source is a vector; None leaves the operand out. A vector is of amaxes where scales
-    are powers of two, otherwise of inv_scales.
+    `rows` and `cols`: how many amaxes of the tensor the source holds, of which the largest counts; 0 is a vector of one
+    value a row, an amax where scales are powers of two, otherwise an inv_scale; None leaves the operand out.
     """
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
@@ -186,8 +186,10 @@ def cast_pair(
         **codes_constants(fmt),
         "ROWS": rows is not None,
         "COLS": cols is not None,
-        "ROW_VECTOR": bool(rows),
-        "COL_VECTOR": bool(cols),
+        "ROW_COUNT": rows or 0,
+        "ROW_BLOCK": 1 << ((rows or 1) - 1).bit_length(),
+        "COL_COUNT": cols or 0,
+        "COL_BLOCK": 1 << ((cols or 1) - 1).bit_length(),
         "BM": bm,
         "BN": bn,
     }

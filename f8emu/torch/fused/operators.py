@@ -180,6 +180,11 @@ def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
     return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
 
 
+def amax_count(amax: Tensor) -> int:
+    """How many amaxes of a whole tensor there are; 0 for a vector of one a row."""
+    return 0 if amax.ndim == 2 and amax.shape[0] > 1 else amax.numel()
+
+
 _PAIRS: dict[Any, tuple[Any, torch.dtype, tuple[torch.Size, ...]]] = {}
 """Signature of a `cast_pair` of contiguous tensors -> its plan, the dtype of codes and the shapes of its results."""
 _MOST_PAIRS = 4096
@@ -196,7 +201,8 @@ def cast_pair(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by its own amaxes; None leaves an operand out.
 
-    An operand has one amax or one a row, of any high-precision dtype.
+    An operand has one amax, one a row, or amaxes [1, any number] of which the largest is that of all, in any
+    high-precision dtype.
 
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
@@ -216,16 +222,16 @@ def cast_pair(
     out = empty_pair(x, format, row_amax, col_amax)
     if (launch := kernels_for(x)) is None:
         return (
-            *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax.float(), rule)),
-            *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax.float(), rule)),
+            *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax, rule)),
+            *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax, rule)),
         )
     sources = [None if amax is None else amax.contiguous() for amax in (row_amax, col_amax)]
-    are_vectors = [None if source is None else source.numel() > 1 for source in sources]
-    plan = launch.cast_pair(*x.shape, *settings, *are_vectors)
+    counts = [None if source is None else amax_count(source) for source in sources]
+    plan = launch.cast_pair(*x.shape, *settings, *counts)
     is_direct = all(y is None or y.is_contiguous() for y in (x, row_amax, col_amax))
     if not power_of_two:  # a kernel before this one divides for the scales of vectors
-        for i, is_vector in enumerate(are_vectors):
-            if is_vector:
+        for i, count in enumerate(counts):
+            if count == 0:
                 amax, inv_scale = sources[i], new_floats(x, *out[2 * i + 1].shape)
                 assert amax is not None, "a vector is there"
                 one = (amax, inv_scale, out[2 * i + 1])

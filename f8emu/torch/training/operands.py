@@ -16,6 +16,10 @@ from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
+_ELEMENTS_OF_A_PROGRAM = 8192
+"""Of a cast, about."""
+_MOST_READ_AGAIN = 4 << 20
+"""Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 
 
@@ -43,11 +47,7 @@ class ScaleSource(NamedTuple):
 
 
 def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
-    """The amaxes of `x` for both operands, found in one pass.
-
-    A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
-    all. The cast reads it in the dtype of `x`, so it is the amax of the rounded values: rounding is monotonic.
-    """
+    """The amaxes of `x` for both operands, found in one pass."""
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
     if col_kind is Granularity.ROWWISE:
@@ -58,13 +58,27 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
         if of_rows is not None:
             of_tensor = fused.tensor_amax(of_rows)
         elif torch.compiler.is_compiling() and x.numel() > 0:
-            of_tensor = x.abs().amax(dim=1).max().reshape(1, 1)
+            of_tensor = _amax_in_compiled_code(x)
         else:
             of_tensor = fused.tensor_amax(x)
     return ScaleSource(
         of_tensor if row_kind is Granularity.TENSORWISE else of_rows if row_kind is Granularity.ROWWISE else None,
         of_tensor if col_kind is Granularity.TENSORWISE else of_cols,
     )
+
+
+def _amax_in_compiled_code(x: Tensor) -> Tensor:
+    """The amax of `x` [1, 1], or amaxes of which it is the largest [1, M].
+
+    A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
+    all. The largest is found by every program of the cast, where that reads less than a launch would cost. The cast
+    reads them in the dtype of `x`, so they are those of the rounded values: rounding is monotonic.
+    """
+    m, n = x.shape
+    of_rows = x.abs().amax(dim=1)
+    if m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN:
+        return of_rows.reshape(1, m)
+    return of_rows.max().reshape(1, 1)
 
 
 def given_source(x: Tensor, fmt: str, rule: ScaleRule, margin: int) -> ScaleSource:

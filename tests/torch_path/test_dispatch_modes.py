@@ -1,0 +1,156 @@
+"""What others see of converted layers: selective checkpointing, flop counters, the partitioner of a compiler."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import f8emu.torch as f8
+from f8emu.spec import RECIPES
+from f8emu.torch.gemm import emulation
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+ATEN = torch.ops.aten
+BF16 = torch.bfloat16
+PARTITIONED = "aot_eager_decomp_partition"
+"""A backend that runs what Inductor would compile."""
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.w1, self.w2, self.w3 = (nn.Linear(k, n, bias=False) for k, n in ((64, 128), (128, 64), (64, 128)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.w2(silu(self.w1(y)) * self.w3(y))
+
+
+def converted(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return f8.convert_to_float8_training(FeedForward().to(BF16), config=name)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, grad = (torch.randn(32, 64, generator=generator).to(BF16) for _ in range(2))
+    return x.requires_grad_(), grad
+
+
+def step(model: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x, grad = inputs()
+    model.zero_grad()
+    output = run(x)
+    output.backward(grad)
+    grads = [x.grad, *(p.grad for p in model.parameters())]
+    return [output.detach(), *(g.clone() for g in grads if g is not None)]
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The emulated GEMMs that ran."""
+    ran: list[str] = []
+    for verb in ("scaled_mm", "mm"):
+        run = getattr(emulation, verb)
+
+        def counted(*args: Any, verb: str = verb, run: Any = run, **options: Any) -> Tensor:
+            ran.append(verb)
+            return run(*args, **options)
+
+        monkeypatch.setattr(emulation, verb, counted)
+    return ran
+
+
+def every_second_mm(seen: list[Any]) -> Any:
+    """The policy of torchtitan 0.2.2: of `aten.mm` every second one is kept, of `aten.max` all."""
+    count: defaultdict[bool, int] = defaultdict(int)
+
+    def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not ctx.is_recompute:
+            seen.append(func)
+        if func is ATEN.mm.default:
+            assert args[0].shape[1] == args[1].shape[0], "the shapes are those of the operands"
+            count[ctx.is_recompute] += 1
+        is_kept = func is ATEN.max.default or (func is ATEN.mm.default and count[ctx.is_recompute] % 2)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+EAGER_AND_TRACED = [(name, None) for name in RECIPES] + [(name, PARTITIONED) for name in RECIPES if name != "delayed"]
+"""That backend keeps an amax which it then writes to; Inductor does not."""
+
+
+@pytest.mark.parametrize("name, backend", EAGER_AND_TRACED)
+def test_a_policy_that_knows_aten(name: str, backend: str | None, gemms: list[str]) -> None:
+    """It keeps two of three products and every amax, without a word of f8emu; the gradients keep their bits."""
+    model = converted(name)
+    expected = step(model, model)
+    if name == "delayed":  # its casts are by the amaxes of the first step, until the update
+        f8.sync_float8_amax_and_scale_history(model)
+        expected = step(model, model)
+    seen: list[Any] = []
+
+    contexts = partial(every_second_mm, seen)
+
+    def region(x: Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+
+    torch._dynamo.reset()
+    run = region if backend is None else torch.compile(region, backend=backend, fullgraph=True)
+    gemms.clear()
+    found = step(model, run)
+    assert len(gemms) == 3 + 1 + 6, "one product of three is computed again"
+    if backend is None:  # Dynamo makes a list of its own
+        assert seen.count(ATEN.mm.default) == 3
+        if name in ("tensorwise", "rowwise"):
+            assert seen.count(ATEN.max.default) == 5, "two inputs and three weights"
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_flops_are_those_of_bfloat16(name: str) -> None:
+    counts = []
+    for model in (FeedForward().to(BF16), converted(name)):
+        with FlopCounterMode(display=False) as counter:
+            step(model, model)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] == 3 * 3 * 2 * 32 * 64 * 128
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
+def test_codes_are_recomputed_where_their_input_is_kept(name: str) -> None:
+    """What a compiler's partitioner keeps has no code in it, though eager code keeps those of every input."""
+    model = converted(name)
+
+    def kept(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (found.append(x), x)[1], lambda x: x):
+            run(inputs()[0])
+        return [x for x in found if x.element_size() == 1]
+
+    torch._dynamo.reset()
+    assert kept(model)
+    assert not kept(torch.compile(model, backend=PARTITIONED))
+
+
+def test_codes_are_kept_where_that_is_less(gemms: list[str]) -> None:
+    """An input of the graph and a product have two bytes an element, their codes one."""
+    del gemms
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(BF16))
+    kept: list[Tensor] = []
+    torch._dynamo.reset()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        torch.compile(model, backend=PARTITIONED)(inputs()[0])
+    assert [tuple(x.shape) for x in kept if x.element_size() == 1] == [(32, 64)] * 2
