@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         entry: dict[str, Any] = {"subject": name}
         entries.append(entry)
         try:
-            ready.append((_ready(name, config, ids, arguments.mode, entry), entry))
+            ready.append((_ready(name, config, ids, arguments.mode, entry, arguments.recompute_casts), entry))
         except AbsentError as error:
             entry["absent"] = str(error)
         except Exception as error:  # as in `measure`
@@ -129,12 +129,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any("failed" in e or not all(map(math.isfinite, e["losses"])) for e in own))
 
 
-def _ready(name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: dict[str, Any]) -> Training:
+def _ready(
+    name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: dict[str, Any], recompute_casts: bool
+) -> Training:
     """The subject after its warm-up; its peak memory is measured beside what others hold."""
     device = ids.device
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     start = time.perf_counter()
-    training = _training(name, config, ids, mode)
+    training = _training(name, config, ids, mode, recompute_casts)
     entry["losses"] = [training.step().item() for _ in range(WARMUP)]
     entry["warmup_s"] = round(time.perf_counter() - start, 2)
     entry["peak_bytes"] = None
@@ -147,7 +149,7 @@ def _ready(name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: dic
     return training
 
 
-def _training(name: str, config: dict[str, Any], ids: Tensor, mode: str) -> Training:
+def _training(name: str, config: dict[str, Any], ids: Tensor, mode: str, recompute_casts: bool) -> Training:
     """The same weights for every subject.
 
     Raises:
@@ -157,7 +159,7 @@ def _training(name: str, config: dict[str, Any], ids: Tensor, mode: str) -> Trai
     torch.manual_seed(0)
     with ids.device:
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
-    converted(name, model, left_out=("lm_head",))
+    converted(name, model, left_out=("lm_head",), recompute_casts=recompute_casts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if mode == "compiled":
         for layer in model.model.layers:
@@ -209,6 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=int, default=5, help="turns of every subject (default 5)")
     parser.add_argument("--steps", type=int, default=3, help="steps a turn (default 3)")
+    parser.add_argument("--recompute-casts", action="store_true", help="f8emu's option, for less memory")
     parser.add_argument("--tiny", action="store_true", help="two tiny layers, 64 tokens, one step: for tests")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="where to record")

@@ -46,8 +46,13 @@ def is_delayed(subject: str) -> bool:
     return recipe is not None and recipe.delayed is not None
 
 
-def converted(subject: str, model: nn.Module, *, left_out: Sequence[str] = ()) -> nn.Module:
-    """The model under the subject's recipe, in place, but for layers with a name of `left_out`."""
+def converted(
+    subject: str, model: nn.Module, *, left_out: Sequence[str] = (), recompute_casts: bool = False
+) -> nn.Module:
+    """The model under the subject's recipe, in place, but for layers with a name of `left_out`.
+
+    `recompute_casts` is f8emu's option; torchao's casts always are ordinary operations, which a compiler recomputes.
+    """
 
     def is_wanted(_: nn.Module, name: str) -> bool:
         return not set(left_out) & set(name.split("."))
@@ -56,7 +61,8 @@ def converted(subject: str, model: nn.Module, *, left_out: Sequence[str] = ()) -
     if subject == BASELINE:
         return model
     if library == "f8emu":
-        model = convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=is_wanted)
+        options: dict[str, Any] = {"module_filter_fn": is_wanted, "recompute_casts": recompute_casts}
+        model = convert_to_float8_training(model, config=RECIPES[name], **options)
     else:
         torchao = torchao_float8()
         config = torchao.Float8LinearConfig.from_recipe_name(name)

@@ -87,7 +87,7 @@ def test_linear_times_blocks(tmp_path: Path) -> None:
 
 def test_linear_with_checkpointing(tmp_path: Path) -> None:
     out = tmp_path / "linear.json"
-    subjects = ["bf16", "f8emu/tensorwise", "f8emu/delayed"]
+    subjects = ["bf16", "f8emu/delayed"]
     kinds = ["none", "full", "selective"]
     given = [*TINY, "--workloads", "feed_forward", "--subjects", *subjects, "--mode", "eager", "--json", str(out)]
     assert linear.main([*given, "--checkpointing", *kinds]) == 0
@@ -95,7 +95,7 @@ def test_linear_with_checkpointing(tmp_path: Path) -> None:
     assert [timed["checkpointing"] for timed in (plain, *others)] == kinds
     assert "equal_to_no_checkpointing" not in plain
     for timed in others:
-        assert [entry["speed"] > 0 for entry in timed["subjects"]] == [True] * 3
+        assert [entry["speed"] > 0 for entry in timed["subjects"]] == [True] * 2
         assert not any("floor_ms" in entry for entry in timed["subjects"])
         assert [entry["subject"] for entry in timed["equal_to_no_checkpointing"]] == subjects[1:]
         for entry in timed["equal_to_no_checkpointing"]:
@@ -147,9 +147,9 @@ def test_selective_checkpointing_computes_nothing_dear_again(subject: str) -> No
 def test_sizes(tmp_path: Path) -> None:
     out, subjects = tmp_path / "sizes.json", ["bf16", "f8emu/tensorwise"]
     tiny = ["--device", "cpu", "--tokens", "128", "--rounds", "1", "--steps", "1", "--json", str(out)]
-    assert sizes.main([*tiny, "--sizes", "64", "128", "--subjects", *subjects]) == 0
+    assert sizes.main([*tiny, "--sizes", "64", "--subjects", *subjects]) == 0
     report = _report(out)
-    assert [(point["k"], point["n"]) for point in report["points"]] == [(64, 64), (64, 128), (128, 64), (128, 128)]
+    assert [(point["k"], point["n"]) for point in report["points"]] == [(64, 64)]
     assert all(entry["speed"] > 0 for point in report["points"] for entry in point["back to back"])
     assert report["smallest"] == {"back to back": {"bf16": [64, 64 * 64], "f8emu/tensorwise": None}}
     out.unlink()

@@ -37,9 +37,9 @@ class FeedForward(nn.Module):
         return x + self.w2(silu(self.w1(y)) * self.w3(y))
 
 
-def converted(name: str) -> nn.Module:
+def converted(name: str, *, recompute_casts: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return f8.convert_to_float8_training(FeedForward().to(BF16), config=name)
+    return f8.convert_to_float8_training(FeedForward().to(BF16), config=name, recompute_casts=recompute_casts)
 
 
 def inputs() -> tuple[Tensor, Tensor]:
@@ -129,28 +129,30 @@ def test_flops_are_those_of_bfloat16(name: str) -> None:
     assert counts[0] == counts[1] == 3 * 3 * 2 * 32 * 64 * 128
 
 
+def kept_codes(run: Callable[[Tensor], Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of the float8 tensors that a forward pass keeps."""
+    found: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (found.append(x), x)[1], lambda x: x):
+        run(inputs()[0])
+    return [tuple(x.shape) for x in found if x.element_size() == 1]
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
-def test_codes_are_recomputed_where_their_input_is_kept(name: str) -> None:
-    """What a compiler's partitioner keeps has no code in it, though eager code keeps those of every input."""
-    model = converted(name)
-
-    def kept(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        found: list[Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: (found.append(x), x)[1], lambda x: x):
-            run(inputs()[0])
-        return [x for x in found if x.element_size() == 1]
-
+def test_codes_are_recomputed_if_that_is_wanted(name: str) -> None:
+    """Then a compiler's partitioner keeps none of a block whose inputs are kept anyway or cheap to recompute."""
+    model = converted(name, recompute_casts=True)
+    plain = converted(name)
     torch._dynamo.reset()
-    assert kept(model)
-    assert not kept(torch.compile(model, backend=PARTITIONED))
+    compiled, without = (torch.compile(m, backend=PARTITIONED) for m in (model, plain))
+    assert kept_codes(model) and kept_codes(without)
+    assert not kept_codes(compiled)
+    for a, b in zip(step(model, compiled), step(plain, without), strict=True):
+        assert torch.equal(a, b)
 
 
-def test_codes_are_kept_where_that_is_less(gemms: list[str]) -> None:
+def test_codes_are_kept_where_that_is_less() -> None:
     """An input of the graph and a product have two bytes an element, their codes one."""
-    del gemms
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(BF16))
-    kept: list[Tensor] = []
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(BF16)
+    model = f8.convert_to_float8_training(layers, recompute_casts=True)
     torch._dynamo.reset()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
-        torch.compile(model, backend=PARTITIONED)(inputs()[0])
-    assert [tuple(x.shape) for x in kept if x.element_size() == 1] == [(32, 64)] * 2
+    assert kept_codes(torch.compile(model, backend=PARTITIONED)) == [(32, 64)] * 2

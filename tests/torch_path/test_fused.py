@@ -416,7 +416,8 @@ def bad_calls(device: str) -> dict[str, tuple[Callable[[], Any], type[Exception]
         "amaxes of rows": (
             lambda: fused.cast_pair(x, E4M3, None, x[:, :1], False, 1e-12),
             OperandError,
-            r"cast_pair: col_amax must be .* one element, of shape \[1, any number\] or \[6, 1\]; got torch.float32 of shape \[4, 1\]",
+            r"cast_pair: col_amax must be .* one element, of shape \[1, any number\] or \[6, 1\]; got torch.float32 of "
+            r"shape \[4, 1\]",
         ),
         "double amaxes of rows": (
             lambda: fused.cast_pair(x, E4M3, x[:, :1].double(), None, False, 1e-12),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
-RULES = pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)], ids=str)
+_RULES = [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)]
+RULES = pytest.mark.parametrize("rule", _RULES, ids=str)
+CASTS = pytest.mark.parametrize(
+    ("fmt", "rule"),
+    zip((E4M3FN, E5M2), _RULES, strict=True) if INTERPRETED else product((E4M3FN, E5M2), _RULES),
+    ids=str,
+)
+"""Of formats and rules every pair; in the interpreter, which is slow, every one."""
 SPECIALS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-13]
 SHAPES = [(1, 300), (130, 70), (257, 144)]  # tails in both directions, and a multiple of 16
 if not INTERPRETED:
@@ -131,8 +139,7 @@ def test_scales(rule, fmt: Format, compare) -> None:
 
 
 @ON_GPU
-@FORMATS
-@RULES
+@CASTS
 def test_pairs(rule, fmt: Format, x, compare) -> None:
     """By one amax and by one a row, on each side: they fit some rows and make others saturate."""
     m, n = x.shape
@@ -142,14 +149,13 @@ def test_pairs(rule, fmt: Format, x, compare) -> None:
 
 
 @ON_GPU
-@FORMATS
-@RULES
+@CASTS
 def test_pairs_by_their_own_amax(rule, fmt: Format, x, compare) -> None:
-    """As our kernel gives it and as a compiler does, also one a row, in the dtype of `x`; of `x` and its finite part."""
+    """As our kernel gives it and as a compiler does, one or one a row, in the dtype of `x`; of all, and finite."""
     for values in (x, torch.where(x.isfinite(), x, torch.ones_like(x)), torch.zeros_like(x)):
-        rows = values.abs().amax(dim=1).reshape(1, -1)
-        for amax in (fused.tensor_amax(values), values.abs().max().reshape(1, 1), rows):
-            compare(fused.cast_pair, values, fmt.name, amax, amax, *settings(rule))
+        one, of_rows = values.abs().max().reshape(1, 1), values.abs().amax(dim=1).reshape(1, -1)
+        compare(fused.cast_pair, values, fmt.name, fused.tensor_amax(values), one, *settings(rule))
+        compare(fused.cast_pair, values, fmt.name, of_rows, of_rows, *settings(rule))
 
 
 @ON_GPU
@@ -187,8 +193,7 @@ def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
 
 
 @ON_GPU
-@FORMATS
-@RULES
+@CASTS
 def test_rows(rule, fmt: Format, x, compare) -> None:
     compare(fused.cast_rows, x, fmt.name, *settings(rule))
 

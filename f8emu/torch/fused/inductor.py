@@ -1,11 +1,11 @@
-"""What torch.compile makes of the fused casts: kernels that Inductor launches, recomputed where that saves memory.
+"""What torch.compile makes of the fused casts: kernels that Inductor launches, recomputed if that is wanted.
 
 By default Inductor calls operators through Python. The lowerings here put the same plans into its code instead:
 Inductor allocates the results, plans their memory and launches the kernels. A result without a reader is not computed:
 if the two operands of a cast are used in different passes, each pass computes its own.
 
-The partitioner recomputes only operators on its list of cheap ones. Casts are added to that list: if their input is
-saved anyway, or cheap to recompute, the backward pass recomputes the codes instead of saving them.
+The partitioner recomputes only operators on its list of cheap ones. `recomputable_cast_pair` is added to that list: if
+its input is saved anyway, or cheap to recompute, the backward pass recomputes the codes instead of saving them.
 
 Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compile time, the operators are called as they
 are: same bits, more host time.
@@ -26,9 +26,7 @@ from f8emu.torch.fused import operators
 from f8emu.torch.fused.arguments import block_granularity
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT8_DTYPES}
-_CASTS = (operators.cast_pair, operators.cast_pair_given)
-"""Those that are worth it: one reading of a matrix. Blockwise casts find their amaxes in a second one, and to make both
-operands at once is so much faster than one after the other (6 % of a step) that their codes are kept."""
+_CASTS = (operators.recomputable_cast_pair,)
 _REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operators.row_amax, operators.scales)
 
 
@@ -67,6 +65,7 @@ def _register_lowerings() -> None:
         (operators.reduce_rows_and_cols, _reduce_rows_and_cols),
         (operators.row_amax, _row_amax),
         (operators.cast_pair, _cast_pair),
+        (operators.recomputable_cast_pair, _cast_pair),
         (operators.cast_pair_given, _cast_pair_given),
         (operators.cast_pair_delayed, _cast_pair_given),
         (operators.cast_rows, _cast_rows),

@@ -256,6 +256,22 @@ def _(
 
 
 @operator()
+def recomputable_cast_pair(
+    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`cast_pair`, which a compiler may do again in the backward pass instead of keeping its codes."""
+    return cast_pair.function(x, fmt, row_amax, col_amax, power_of_two, amax_floor)
+
+
+@_fake(recomputable_cast_pair)
+def _(
+    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    format, _ = named_rule("cast_pair", fmt, power_of_two, amax_floor)
+    return empty_pair(x, format, row_amax, col_amax)
+
+
+@operator()
 def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     """Codes of `x` [M, N] if `rows`, and of `x^T` [N, M] if `cols`, under one inv_scale, [1, 1]."""
     return _cast_pair_given("cast_pair_given", x, fmt, inv_scale, rows, cols, None)

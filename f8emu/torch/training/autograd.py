@@ -41,6 +41,8 @@ class Plan(NamedTuple):
     engine: str
     keeps_input: bool
     """Whether `grad_weight` will be computed; if not, the input is cast only for `output` and nothing is saved."""
+    recompute_casts: bool = False
+    """Whether compiled code may repeat the cast of the input in the backward pass instead of saving its codes."""
 
 
 class Delayed(NamedTuple):
@@ -63,7 +65,7 @@ def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> Inp
     """The operands of `output` and `grad_weight` that a layer casts from its input [M, K]."""
     recipe = plan.recipe
     cols = recipe.grad_weight.b if plan.keeps_input else None
-    output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed)
+    output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed, plan.recompute_casts)
     assert output is not None, "it was requested"
     return InputOperands(output, grad_weight)
 
@@ -221,7 +223,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
 
 
 def _cast_produced(
-    x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed | None
+    x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed | None, recompute: bool = False
 ) -> tuple[Operand | None, Operand | None]:
     """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
@@ -233,7 +235,7 @@ def _cast_produced(
         operand, _ = cast_rows_first(x, rows, cols, rule)
         _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
         return operand, transposed
-    return cast_both(x, rows, cols, find_source(x, rows, cols), rule)
+    return cast_both(x, rows, cols, find_source(x, rows, cols), rule, recompute=recompute)
 
 
 def _delayed_source(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> ScaleSource:

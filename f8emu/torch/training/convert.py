@@ -77,6 +77,7 @@ def convert_to_float8_training(
     module_filter_fn: ModuleFilter | None = None,
     engine: str = "auto",
     pad: bool = False,
+    recompute_casts: bool = False,
 ) -> nn.Module:
     """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
 
@@ -92,6 +93,9 @@ def convert_to_float8_training(
             first call, so that a model can be converted before it moves.
         pad: also convert layers whose sizes are not multiples of 16: their GEMMs are zero-padded; results are
             bit-identical, the copies cost time.
+        recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
+            if that input is saved anyway or cheap to recompute: less memory, some time, the same bits. (Measured, H200:
+            a Hugging Face Llama from 17.7 to 15.8 GiB, a feed-forward block 5 to 8 % slower.)
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
@@ -107,14 +111,16 @@ def convert_to_float8_training(
     recipe = report.recipe
     layers = dict(_linear_layers(module))
     _check_sizes(report)
-    _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine)
+    _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine, recompute_casts)
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
     for device in {layer.weight.device for layer in chosen.values()}:
         _check_device(recipe, device, engine)
     new: dict[int, Float8Linear] = {}
     for fqn, layer in chosen.items():
         if id(layer) not in new:
-            new[id(layer)] = Float8Linear.from_float(layer, recipe=recipe, engine=engine)
+            new[id(layer)] = Float8Linear.from_float(
+                layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
+            )
         if not fqn:
             module = new[id(layer)]
             continue
@@ -158,9 +164,17 @@ def swap_linear_with_float8_linear(
     module_filter_fn: ModuleFilter | None = None,
     engine: str = "auto",
     pad: bool = False,
+    recompute_casts: bool = False,
 ) -> nn.Module:
     """The older name of `convert_to_float8_training`, which it calls."""
-    return convert_to_float8_training(module, config=config, module_filter_fn=module_filter_fn, engine=engine, pad=pad)
+    return convert_to_float8_training(
+        module,
+        config=config,
+        module_filter_fn=module_filter_fn,
+        engine=engine,
+        pad=pad,
+        recompute_casts=recompute_casts,
+    )
 
 
 class SmallestLayer(NamedTuple):
@@ -252,12 +266,15 @@ def _check_sizes(report: ConversionReport) -> None:
         )
 
 
-def _check_converted(report: ConversionReport, layers: dict[str, nn.Linear], engine: str) -> None:
+def _check_converted(
+    report: ConversionReport, layers: dict[str, nn.Linear], engine: str, recompute_casts: bool
+) -> None:
     for fqn, layer in layers.items():
         assert isinstance(layer, Float8Linear), "only these are converted already"
-        if layer.recipe != report.recipe or layer.engine != engine:
+        if layer.recipe != report.recipe or layer.engine != engine or layer.recompute_casts != recompute_casts:
             raise OperandError(
                 f"convert_to_float8_training: {fqn or 'the module'} is a Float8Linear under recipe "
-                f"{layer.recipe.name!r} and engine {layer.engine!r} already; asked for {report.recipe.name!r} and "
-                f"{engine!r}; convert the model once, from nn.Linear"
+                f"{layer.recipe.name!r}, engine {layer.engine!r} and recompute_casts={layer.recompute_casts} already; "
+                f"asked for {report.recipe.name!r}, {engine!r} and {recompute_casts}; convert the model once, from "
+                "nn.Linear"
             )

@@ -43,6 +43,7 @@ class Float8Linear(nn.Linear):
 
     recipe: Recipe
     engine: str
+    recompute_casts: bool
     delayed: DelayedBuffers | None
 
     def __init__(
@@ -55,12 +56,20 @@ class Float8Linear(nn.Linear):
         *,
         recipe: Recipe | str = TENSORWISE,
         engine: str = "auto",
+        recompute_casts: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_recipe(recipe, engine)
+        self._set_recipe(recipe, engine, recompute_casts)
 
     @classmethod
-    def from_float(cls, module: nn.Linear, *, recipe: Recipe | str = TENSORWISE, engine: str = "auto") -> Self:
+    def from_float(
+        cls,
+        module: nn.Linear,
+        *,
+        recipe: Recipe | str = TENSORWISE,
+        engine: str = "auto",
+        recompute_casts: bool = False,
+    ) -> Self:
         """A layer with the parameters, hooks and mode of `module`, which is not changed."""
         if type(module) is not nn.Linear:
             raise OperandError(
@@ -75,13 +84,14 @@ class Float8Linear(nn.Linear):
         layer = cls.__new__(cls)
         layer.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
         layer._compiled_call_impl = None  # set by layer.compile(); it would run nn.Linear's forward
-        layer._set_recipe(recipe, engine)
+        layer._set_recipe(recipe, engine, recompute_casts)
         return layer
 
-    def _set_recipe(self, recipe: Recipe | str, engine: str) -> None:
+    def _set_recipe(self, recipe: Recipe | str, engine: str, recompute_casts: bool) -> None:
         check_engine("Float8Linear", engine)
         self.recipe = resolve_recipe("Float8Linear", recipe)
         self.engine = engine
+        self.recompute_casts = recompute_casts
         self.delayed = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)
         self._watch_weight()
 
@@ -99,7 +109,8 @@ class Float8Linear(nn.Linear):
         require_values("Float8Linear", x, name="input")
         if x.ndim != 2:
             x = x.reshape(-1, self.in_features)
-        plan = Plan(self.recipe, self.engine, torch.is_grad_enabled() and self.weight.requires_grad)
+        keeps_input = torch.is_grad_enabled() and self.weight.requires_grad
+        plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts)
         shared = delayed = None
         if self.delayed is not None:
             delayed = self.delayed.of_tensors()
@@ -118,7 +129,8 @@ class Float8Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         """As `nn.Linear`, with recipe and engine."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}, engine={self.engine}"
+        recompute = ", recompute_casts=True" if self.recompute_casts else ""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}, engine={self.engine}{recompute}"
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`; also resets delayed scaling."""

@@ -89,11 +89,19 @@ def given_source(x: Tensor, fmt: str, rule: ScaleRule, margin: int) -> ScaleSour
 
 
 def cast_both(
-    x: Tensor, rows: Cast | None, cols: Cast | None, source: ScaleSource, rule: ScaleRule, amax: Tensor | None = None
+    x: Tensor,
+    rows: Cast | None,
+    cols: Cast | None,
+    source: ScaleSource,
+    rule: ScaleRule,
+    amax: Tensor | None = None,
+    *,
+    recompute: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
 
-    With given scales, `amax` [1, 1] is updated to the maximum of itself and the amax of `x`.
+    With given scales, `amax` [1, 1] is updated to the maximum of itself and the amax of `x`. With `recompute`, compiled
+    code may repeat a tensorwise or rowwise cast in the backward pass.
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
@@ -123,7 +131,8 @@ def cast_both(
     by_row = None if rows is None else source.rows
     by_col = None if cols is None else source.cols
     if by_row is not None or by_col is not None:
-        found = fused.cast_pair(x, name, by_row, by_col, *settings)
+        cast_pair = fused.recomputable_cast_pair if recompute else fused.cast_pair
+        found = cast_pair(x, name, by_row, by_col, *settings)
         row_operand = row_operand if by_row is None else Operand(found[0], found[1])
         col_operand = col_operand if by_col is None else Operand(found[2], found[3])
     return row_operand, col_operand
