@@ -98,7 +98,7 @@ def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[
 
 def _torch_devices() -> list[Device]:
     torch = interop.require_torch("doctor")
-    from f8emu.torch.gemm.engine import has_float8_hardware
+    from f8emu.torch.device import has_float8_hardware
 
     found = [Device(library="torch", kind="cpu", name=torch.backends.cpu.get_cpu_capability())]
     if torch.cuda.is_available():

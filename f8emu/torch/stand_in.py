@@ -1,6 +1,6 @@
 """What a dispatch mode sees of our GEMMs and amaxes: `aten.mm` and `aten.max`.
 
-Policies of selective checkpointing, flop counters and profilers know these operators, but not ours. So if a dispatch
+Policies of selective checkpointing and flop counters know these operators, but not ours. So if a dispatch
 mode is active, `aten.mm` is called on stand-ins: tensors without data, with the shapes, dtype and device of a GEMM.
 When all modes have handled the call, `_StandIn.__torch_dispatch__` runs the real computation in its place.
 """
@@ -43,7 +43,8 @@ def seen_as_mm(a: Tensor, b: Tensor, dtype: torch.dtype, run: _Run) -> Tensor:
     if not has_dispatch_mode():
         return run()
     (m, k), n = a.shape, b.shape[1]
-    return torch.mm(_StandIn((m, k), dtype, a.device, run), _StandIn((k, n), dtype, a.device, run))
+    with torch.autocast(a.device.type, enabled=False):  # it would cast the stand-ins
+        return torch.mm(_StandIn((m, k), dtype, a.device, run), _StandIn((k, n), dtype, a.device, run))
 
 
 def seen_as_max(x: Tensor, run: _Run) -> Tensor:

@@ -38,7 +38,7 @@ def patched_casts(bug: Callable[..., Any]) -> Planted:
     """`bug(cast_both, *args)` instead of every cast."""
     cast_both = operands.cast_both
     for module in (operands, autograd):
-        yield patch.object(module, "cast_both", lambda *args: bug(cast_both, *args))
+        yield patch.object(module, "cast_both", lambda *args, **options: bug(cast_both, *args, **options))
 
 
 def is_grad_weight(spec: Any) -> bool:
@@ -49,10 +49,10 @@ def is_grad_input(spec: Any) -> bool:
     return any(spec is recipe.grad_input for recipe in RECIPES.values())
 
 
-def zeroed(cast_both: Any, *args: Any) -> Any:
+def zeroed(cast_both: Any, *args: Any, **options: Any) -> Any:
     return tuple(
         x and x._replace(codes=torch.zeros_like(x.codes.view(torch.uint8)).view(x.codes.dtype))
-        for x in cast_both(*args)
+        for x in cast_both(*args, **options)
     )
 
 
@@ -130,7 +130,7 @@ def weight_rounded() -> Planted:
 
 
 def amax_not_raised() -> Planted:
-    def lost(cast_both: Any, x: Any, rows: Any, cols: Any, source: Any, rule: Any, amax: Any = None) -> Any:
+    def lost(cast_both: Any, x: Any, rows: Any, cols: Any, source: Any, rule: Any, amax: Any = None, **_: Any) -> Any:
         return cast_both(x, rows, cols, source, rule, None if amax is None else amax.clone())
 
     yield from patched_casts(lost)

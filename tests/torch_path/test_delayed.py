@@ -106,7 +106,7 @@ def test_fifty_steps_equal_the_oracle(
     recipe = dataclasses.replace(DELAYED, delayed=delayed, scale_rule=ScaleRule(power_of_two=power_of_two))
     layer = f8.Float8Linear(32, 16, False, dtype=BF16, recipe=recipe)
     assert layer.delayed is not None
-    states = dict.fromkeys(TENSORS, reference.initial_delayed_state(delayed))
+    states: dict[str, Any] = {name: reference.initial_delayed_state(delayed) for name in TENSORS}
     generator = torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:

@@ -35,7 +35,7 @@ _RULES = [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)]
 RULES = pytest.mark.parametrize("rule", _RULES, ids=str)
 CASTS = pytest.mark.parametrize(
     ("fmt", "rule"),
-    zip((E4M3FN, E5M2), _RULES, strict=True) if INTERPRETED else product((E4M3FN, E5M2), _RULES),
+    list(zip((E4M3FN, E5M2), _RULES, strict=True) if INTERPRETED else product((E4M3FN, E5M2), _RULES)),
     ids=str,
 )
 """Of formats and rules every pair; in the interpreter, which is slow, every one."""
@@ -281,13 +281,15 @@ def test_instructions_of_a_hopper_gpu(fmt: Format, instruction, monkeypatch, tmp
     pair = {"LIMIT": fmt.max, "ROWS": True, "COLS": True, "BM": 128, "BN": 64}
     cases: list[tuple[Any, dict[str, Any]]] = [
         (kernels.cast_rows_kernel, {**rule, "BM": 2, "BN": 4096}),
-        (kernels.cast_pair_kernel, {**rule, **pair, "ROW_COUNT": 1, "ROW_BLOCK": 1, "COL_COUNT": 1, "COL_BLOCK": 1}),
+        (kernels.cast_pair_kernel, {**rule, **pair, "ROW_BLOCK": 1, "COL_BLOCK": 1}),
         (block_kernels.cast_vectors_kernel, {**rule, "ROWS": True, "COLS": True, "STRIP": 64}),
     ]
     for kernel, constants in cases:
         constants = {**constants, "DTYPE": kernels.DTYPES[fmt.name]}
         signature = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(constants, "constexpr")
-        signature |= {name: "i32" for name in ("M", "N", "tiles_m", "tiles_n") if name in signature}
+        signature |= {
+            name: "i32" for name in ("M", "N", "tiles_m", "tiles_n", "row_count", "col_count") if name in signature
+        }
         signature |= {name: f"*{kernels.DTYPES[fmt.name]}" for name in signature if name.endswith("codes")}
         signature |= {name: kind for name, kind in dtypes if name in signature}
         at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

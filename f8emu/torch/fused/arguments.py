@@ -126,7 +126,7 @@ def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows:
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
         return _absent(x, _CODES[format.name]), _absent(x, torch.float32)
-    is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1)
+    is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
     if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or tuple(amax.shape) == (rows, 1)):
         raise OperandError(
             f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number] or "

@@ -46,19 +46,19 @@ def clamp(values, LIMIT: tl.constexpr):
 def _inv_scale_of_all(
     amax,
     scale,
-    COUNT: tl.constexpr,
+    count,
     BLOCK: tl.constexpr,
     QUOTIENT: tl.constexpr,
     FLOOR: tl.constexpr,
     AT_FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """The inv_scale that all programs share, by the largest of `COUNT` amaxes; the first program writes its scale."""
-    if COUNT == 1:
+    """The inv_scale that all programs share, by the largest of `count` amaxes; the first program writes its scale."""
+    if BLOCK == 1:
         bits = tl.load(amax).to(tl.float32).to(tl.int32, bitcast=True)
     else:
         at = tl.arange(0, BLOCK)
-        bits = one_nan(tl.max(magnitudes(tl.load(amax + at, mask=at < COUNT, other=0.0).to(tl.float32)), 0))
+        bits = one_nan(tl.max(magnitudes(tl.load(amax + at, mask=at < count, other=0.0).to(tl.float32)), 0))
     inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
     if tl.program_id(0) == 0:
         tl.store(scale, reciprocal(inv, POWER_OF_TWO))
@@ -85,7 +85,7 @@ def _inv_scales_of_vector(
     return values
 
 
-@triton.jit(do_not_specialize=["tiles_n"])
+@triton.jit(do_not_specialize=["tiles_n", "row_count", "col_count"])
 def cast_pair_kernel(
     x,
     row_source,
@@ -97,6 +97,8 @@ def cast_pair_kernel(
     M,
     N,
     tiles_n,
+    row_count,
+    col_count,
     QUOTIENT: tl.constexpr,
     FLOOR: tl.constexpr,
     AT_FLOOR: tl.constexpr,
@@ -105,40 +107,38 @@ def cast_pair_kernel(
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    ROW_COUNT: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
-    COL_COUNT: tl.constexpr,
     COL_BLOCK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each by its own source.
 
-    A source is `COUNT` amaxes, of which the largest counts, or (0) a vector of one value a row of codes: an amax where
-    scales are powers of two, otherwise an inv_scale, since a division for each in every program would take longer than
-    another kernel before this one. The scales of amaxes are written too.
+    A source is `count` amaxes, at most `BLOCK`, of which the largest counts, or (0) a vector of one value a row of
+    codes: an amax where scales are powers of two, otherwise an inv_scale, since a division for each in every program would
+    take longer than another kernel before this one. The scales of amaxes are written too.
     """
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     # 1. The inverse scales, before the tile is loaded.
     if ROWS:
-        if ROW_COUNT == 0:
+        if ROW_BLOCK == 0:
             row_inv = _inv_scales_of_vector(
                 row_source, row_scale, rows, M, tile_n == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
             )[:, None]
         else:
             row_inv = _inv_scale_of_all(
-                row_source, row_scale, ROW_COUNT, ROW_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+                row_source, row_scale, row_count, ROW_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
             )
     if COLS:
-        if COL_COUNT == 0:
+        if COL_BLOCK == 0:
             col_inv = _inv_scales_of_vector(
                 col_source, col_scale, cols, N, tile_m == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
             )[None, :]
         else:
             col_inv = _inv_scale_of_all(
-                col_source, col_scale, COL_COUNT, COL_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+                col_source, col_scale, col_count, COL_BLOCK, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
             )
     # 2. The codes, in two conversions (see above), which the compiler cannot merge: the inverse scales may differ.
     values = load_tile(x, rows, cols, M, N)

@@ -221,6 +221,7 @@ def _planned_kernel() -> Any:
                 return
             name = "f8emu_" + re.sub(r"\W+", "_", self.plan.name)
             wrapper.add_import_once("from f8emu.torch.fused import launch as f8emu_launch")
+            wrapper.add_import_once(f"f8emu_launch.require_sources({_plans().sources_digest()!r})")
             wrapper.add_import_once(f"{name} = f8emu_launch.{self.plan.name}")
             tensors = [x for x in self.ordered_kwargs_for_cpp_kernel if isinstance(self.kwargs[x], ir.IRNode)]
             self.codegen_comment(wrapper, name)

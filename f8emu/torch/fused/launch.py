@@ -6,14 +6,17 @@ all contiguous and allocated by the caller. For a tensor that the kernel does no
 pointer is never dereferenced.
 """
 
+import hashlib
 import struct
 from collections.abc import Callable
 from functools import cache, lru_cache, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import format_by_name
 from f8emu.torch.fused import block_kernels, cast_kernels, scale_kernels
 
@@ -186,14 +189,13 @@ def cast_pair(
         **codes_constants(fmt),
         "ROWS": rows is not None,
         "COLS": cols is not None,
-        "ROW_COUNT": rows or 0,
-        "ROW_BLOCK": 1 << ((rows or 1) - 1).bit_length(),
-        "COL_COUNT": cols or 0,
-        "COL_BLOCK": 1 << ((cols or 1) - 1).bit_length(),
+        "ROW_BLOCK": 1 << (rows - 1).bit_length() if rows else 0,
+        "COL_BLOCK": 1 << (cols - 1).bit_length() if cols else 0,
         "BM": bm,
         "BN": bn,
     }
-    return Plan(cast_kernels.cast_pair_kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
+    sizes = (m, n, tiles_n, rows or 0, cols or 0)
+    return Plan(cast_kernels.cast_pair_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
 
 
 @_plan
@@ -234,6 +236,23 @@ def cast_squares(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float
     tiles_m, tiles_n = blocks(m, BLOCK), blocks(n, BLOCK)
     sizes = (m, n, tiles_m, tiles_n)
     return Plan(block_kernels.cast_squares_kernel, tiles_m * tiles_n, sizes, constants, SQUARES_WARPS)
+
+
+@cache
+def sources_digest() -> str:
+    """Of the files that compiled code relies on: a cache of compiled code may outlive them."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def require_sources(digest: str) -> None:
+    """Raise UnsupportedError in compiled code that another version of these files made."""
+    if digest != sources_digest():
+        raise UnsupportedError(
+            "f8emu.torch: torch's cache holds code that was compiled with another version of f8emu, whose casts it "
+            "would call wrongly; delete the cache (TORCHINDUCTOR_CACHE_DIR, by default /tmp/torchinductor_<user>), or "
+            "set TORCHINDUCTOR_FORCE_DISABLE_CACHES=1"
+        )
 
 
 @cache

@@ -240,7 +240,7 @@ def cast_pair(
                 is_direct = False
     if is_direct:
         if len(_PAIRS) >= _MOST_PAIRS:
-            del _PAIRS[next(iter(_PAIRS))]
+            _PAIRS.clear()  # one step, whatever other threads do
         _PAIRS[signature] = plan, out[0].dtype, tuple(y.shape for y in out)
     row_source, col_source = (x if source is None else source for source in sources)
     plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])

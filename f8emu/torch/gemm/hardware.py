@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_mm as functional_scaled_mm
 
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.device import require_hopper
-from f8emu.torch.library import has_dispatch_mode
+from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
 """In bytes, of pointers and strides of operands."""
@@ -151,6 +151,6 @@ def _starts_aligned(x: Tensor) -> bool:
 
     Storages are aligned, and compiled code copies inputs that are less aligned than the traced ones.
     """
-    if has_dispatch_mode():
+    if is_watched(x):
         return x.storage_offset() * x.element_size() % _ALIGNMENT == 0
     return x.data_ptr() % _ALIGNMENT == 0

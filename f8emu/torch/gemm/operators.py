@@ -18,7 +18,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.torch.gemm.engine import Engine, resolve_engine
-from f8emu.torch.library import fake, has_dispatch_mode, operator
+from f8emu.torch.library import fake, has_dispatch_mode, is_watched, operator
 from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -50,7 +50,7 @@ def scaled_mm(
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     # 1. Checks and choice of engine: once per signature. Not cached in a trace, whose sizes may be symbols.
     others = (granularity_a, granularity_b, split_k)
-    signature = None if has_dispatch_mode() else (engine, *options.values(), *others, a, b, scale_a, scale_b)
+    signature = None if is_watched(a) else (engine, *options.values(), *others, a, b, scale_a, scale_b)
     known = None if signature is None else _CHECKED.get(signature := tuple(map(_signature, signature)))
     if known is None:
         pair = check_scaled_mm(
@@ -61,9 +61,9 @@ def scaled_mm(
             _refuse_split_k("scaled_mm", split_k)
         known = pair, found
         if signature is not None:
+            if len(_CHECKED) >= _MOST_CHECKED:
+                _CHECKED.clear()  # one step, whatever other threads do
             _CHECKED[signature] = known
-            if len(_CHECKED) > _MOST_CHECKED:
-                del _CHECKED[next(iter(_CHECKED))]
     pair, found = known
     # 2. The product.
     if found is Engine.HARDWARE:

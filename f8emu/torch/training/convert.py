@@ -94,8 +94,9 @@ def convert_to_float8_training(
         pad: also convert layers whose sizes are not multiples of 16: their GEMMs are zero-padded; results are
             bit-identical, the copies cost time.
         recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
-            if that input is saved anyway or cheap to recompute: less memory, some time, the same bits. (Measured, H200:
-            a Hugging Face Llama from 17.7 to 15.8 GiB, a feed-forward block 5 to 8 % slower.)
+            if that input is saved anyway or cheap to recompute: less memory, more time (measured, H200: a Hugging Face
+            Llama from 17.7 to 15.8 GiB; a feed-forward block 5 to 8 % slower). The codes are those of the input as
+            the backward pass computes it; delayed and blockwise casts are not repeated.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.

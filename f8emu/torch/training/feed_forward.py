@@ -68,12 +68,14 @@ class Float8FeedForward(nn.Module):
         *,
         recipe: Recipe | str = TENSORWISE,
         engine: str = "auto",
+        recompute_casts: bool = False,
         names: tuple[str, str, str] = LLAMA_NAMES,
     ) -> None:
         super().__init__()
         self.names = names
+        own = {"recompute_casts": recompute_casts}
         for name, (k, n) in zip(names, ((dim, hidden_dim), (hidden_dim, dim), (dim, hidden_dim)), strict=True):
-            self.add_module(name, Float8Linear(k, n, bias, device, dtype, recipe=recipe, engine=engine))
+            self.add_module(name, Float8Linear(k, n, bias, device, dtype, recipe=recipe, engine=engine, **own))
 
     @classmethod
     def from_float(
@@ -82,6 +84,7 @@ class Float8FeedForward(nn.Module):
         *,
         recipe: Recipe | str = TENSORWISE,
         engine: str = "auto",
+        recompute_casts: bool = False,
         names: tuple[str, str, str] = LLAMA_NAMES,
     ) -> Self:
         """A block with the layers, hooks and mode of `module`, which is not changed.
@@ -93,6 +96,7 @@ class Float8FeedForward(nn.Module):
             module: a feed-forward block, such as torchtitan's FeedForward or Hugging Face's LlamaMLP.
             recipe: the recipe, or its name.
             engine: as for `scaled_mm`.
+            recompute_casts: as for `convert_to_float8_training`, where the three layers are called.
             names: what `module` calls w1, w2 and w3; ("gate_proj", "down_proj", "up_proj") in Hugging Face's.
 
         Raises:
@@ -105,7 +109,8 @@ class Float8FeedForward(nn.Module):
         block._compiled_call_impl = None  # set by module.compile(); it would run the module's forward
         block.names = names
         for name in names:
-            layer = Float8Linear.from_float(module.get_submodule(name), recipe=recipe, engine=engine)  # pyright: ignore[reportArgumentType]
+            own: dict[str, Any] = {"recipe": recipe, "engine": engine, "recompute_casts": recompute_casts}
+            layer = Float8Linear.from_float(module.get_submodule(name), **own)  # pyright: ignore[reportArgumentType]
             block._modules[name] = layer
         return block
 

@@ -18,6 +18,8 @@ from f8emu.torch.fused import operators as fused
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192
 """Of a cast, about."""
+_LONGEST_READ = 8192
+"""Amaxes, by one program: they are in its registers."""
 _MOST_READ_AGAIN = 4 << 20
 """Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
@@ -76,7 +78,7 @@ def _amax_in_compiled_code(x: Tensor) -> Tensor:
     """
     m, n = x.shape
     of_rows = x.abs().amax(dim=1)
-    if m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN:
+    if m <= _LONGEST_READ and m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN:
         return of_rows.reshape(1, m)
     return of_rows.max().reshape(1, 1)
 
