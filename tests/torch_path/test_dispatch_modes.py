@@ -129,6 +129,20 @@ def test_flops_are_those_of_bfloat16(name: str) -> None:
     assert counts[0] == counts[1] == 3 * 3 * 2 * 32 * 64 * 128
 
 
+def test_autocast_leaves_what_modes_see_alone() -> None:
+    """A float32 layer whose backward pass runs under autocast: it would cast the operands of `aten.mm`."""
+    layer = f8.Float8Linear(64, 32)
+    x = torch.randn(16, 64, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    expected, x.grad = x.grad, None
+    output = layer(x).sum()
+    with torch.autocast("cpu", dtype=BF16), FlopCounterMode(display=False) as counter:
+        output.backward()
+    assert x.grad is not None and torch.equal(x.grad, expected)
+    assert counter.get_total_flops() == 2 * 2 * 16 * 64 * 32
+
+
 def kept_codes(run: Callable[[Tensor], Tensor]) -> list[tuple[int, ...]]:
     """Shapes of the float8 tensors that a forward pass keeps."""
     found: list[Tensor] = []

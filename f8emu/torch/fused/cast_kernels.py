@@ -115,8 +115,8 @@ def cast_pair_kernel(
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N], each by its own source.
 
     A source is `count` amaxes, at most `BLOCK`, of which the largest counts, or (0) a vector of one value a row of
-    codes: an amax where scales are powers of two, otherwise an inv_scale, since a division for each in every program would
-    take longer than another kernel before this one. The scales of amaxes are written too.
+    codes: an amax where scales are powers of two, otherwise an inv_scale, since a division for each in every program
+    would take longer than another kernel before this one. The scales of amaxes are written too.
     """
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
