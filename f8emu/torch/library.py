@@ -34,7 +34,12 @@ def is_watched(x: Tensor) -> bool:
 
 def has_dispatch_mode() -> bool:
     """Whether a `TorchDispatchMode` is active: a user's, a checkpoint's, or that of a compiler that traces."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _modes() > 0
+
+
+def signature_of(x: Any) -> Any:
+    """All that a check looks at in an argument: of a tensor, everything but its elements and where they lie."""
+    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
 class Operator:

@@ -14,7 +14,8 @@ from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, operand_format, require_values
 from f8emu.torch.library import is_watched
 
-_CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
+CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
+"""Format name -> the dtype of its codes."""
 
 
 def empty_pair(
@@ -42,8 +43,8 @@ def empty_codes(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, c
     check_one_float(call, "inv_scale", inv_scale, x)
     format, (m, n) = named_format(call, fmt), x.shape
     return (
-        new_codes(x, format, m, n) if rows else _absent(x, _CODES[format.name]),
-        new_codes(x, format, n, m) if cols else _absent(x, _CODES[format.name]),
+        new_codes(x, format, m, n) if rows else _absent(x, CODES[format.name]),
+        new_codes(x, format, n, m) if cols else _absent(x, CODES[format.name]),
     )
 
 
@@ -78,7 +79,7 @@ def new_zeros(x: Tensor, *shape: int) -> Tensor:
 
 def new_codes(x: Tensor, format: Format, *shape: int) -> Tensor:
     """An uninitialised tensor on the device of `x`, for codes."""
-    return x.new_empty(shape, dtype=_CODES[format.name])
+    return x.new_empty(shape, dtype=CODES[format.name])
 
 
 # Cached: these lookups, made in every call, cost more than an allocation.
@@ -125,7 +126,7 @@ def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
 def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int) -> tuple[Tensor, Tensor]:
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
-        return _absent(x, _CODES[format.name]), _absent(x, torch.float32)
+        return _absent(x, CODES[format.name]), _absent(x, torch.float32)
     is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
     if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or tuple(amax.shape) == (rows, 1)):
         raise OperandError(

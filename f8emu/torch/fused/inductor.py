@@ -11,7 +11,6 @@ Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compil
 are: same bits, more host time.
 """
 
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -21,12 +20,10 @@ from typing import Any
 import torch
 
 from f8emu.torch.device import has_float8_hardware
-from f8emu.torch.dtypes import FLOAT8_DTYPES
 from f8emu.torch.fused import operators
-from f8emu.torch.fused.arguments import block_granularity
+from f8emu.torch.fused.arguments import CODES, block_granularity
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT8_DTYPES}
-_CASTS = (operators.recomputable_cast_pair,)
+_RECOMPUTABLE = (operators.recomputable_cast_pair,)
 _REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operators.row_amax, operators.scales)
 
 
@@ -47,7 +44,9 @@ def _allow_recomputation() -> None:
     @wraps(default)
     def with_casts() -> Any:
         types = default()
-        casts, reductions = ([operator.overload.overloadpacket for operator in of] for of in (_CASTS, _REDUCTIONS))
+        casts, reductions = (
+            [operator.overload.overloadpacket for operator in of] for of in (_RECOMPUTABLE, _REDUCTIONS)
+        )
         types.recomputable_ops.update(casts)
         # The partitioner does not recompute a node whose results are read by operators that are not fusible, nor one
         # that reads a tensor which such an operator has read before.
@@ -118,19 +117,18 @@ def _cast_pair(
     counts: list[int | None] = []
     for side, (amax, rows, k) in enumerate(((row_amax, m, n), (col_amax, n, m))):
         if amax is None or not used & {2 * side, 2 * side + 1}:
-            out += [_empty(x, _DTYPES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
+            out += [_empty(x, CODES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
             tensors += [x, x, x]
             counts.append(None)
             continue
-        shape = [int(size) for size in amax.get_size()]
-        count = 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
+        count = operators.amax_count([int(size) for size in amax.get_size()])
         scale = _empty(x, torch.float32, 1 if count else rows, 1)
         if count == 0 and not power_of_two:
             inv_scale = _empty(x, torch.float32, rows, 1)
             one = (amax, inv_scale, scale)
             _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, rows), *one, *one)
             amax = inv_scale
-        out += [_empty(x, _DTYPES[fmt], rows, k), scale]
+        out += [_empty(x, CODES[fmt], rows, k), scale]
         tensors += [amax, *out[-2:]]
         counts.append(count)
     if counts != [None, None]:
@@ -145,7 +143,7 @@ def _cast_pair_given(
     used = _used()
     wanted = rows and 0 in used, cols and 1 in used
     out = [
-        _empty(x, _DTYPES[fmt], *(shape if side else (0, 0)))
+        _empty(x, CODES[fmt], *(shape if side else (0, 0)))
         for side, shape in zip(wanted, ((m, n), (n, m)), strict=True)
     ]
     if any(wanted) or amax is not None:
@@ -157,7 +155,7 @@ def _cast_pair_given(
 
 def _cast_rows(x: Any, sizes: list[int], fmt: str, power_of_two: bool, amax_floor: float) -> list[Any]:
     m, n = sizes
-    out = [_empty(x, _DTYPES[fmt], m, n), _empty(x, torch.float32, m, 1), _empty(x, torch.float32, m, 1)]
+    out = [_empty(x, CODES[fmt], m, n), _empty(x, torch.float32, m, 1), _empty(x, torch.float32, m, 1)]
     _launch(_plans().cast_rows(m, n, fmt, power_of_two, amax_floor), x, *out)
     return out
 
@@ -173,12 +171,12 @@ def _cast_blocks(
     tensors = [x]
     for is_wanted, shape in zip(wanted, ((m, n), (n, m)), strict=True):
         if not is_wanted:
-            out += [_empty(x, _DTYPES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
+            out += [_empty(x, CODES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
             tensors += [x, x] if square else [x, x, x]
             continue
         blocks = block_granularity(square).scale_shape(*shape)
         strides = (blocks[1], 1) if square else (1, blocks[0])
-        out += [_empty(x, _DTYPES[fmt], *shape), _empty(x, torch.float32, *blocks, strides=strides)]
+        out += [_empty(x, CODES[fmt], *shape), _empty(x, torch.float32, *blocks, strides=strides)]
         tensors += out[-2:] if square else [*out[-2:], _empty(x, torch.float32, *blocks)]
     if any(wanted):
         cast = plans.cast_squares if square else plans.cast_vectors

@@ -125,7 +125,7 @@ def _launch_of(compiled: Any, plan: Plan) -> _Launch:
     return launch
 
 
-def _plan(make: Callable[..., Plan]) -> Callable[..., Plan]:
+def planned(make: Callable[..., Plan]) -> Callable[..., Plan]:
     """A decorator: makes each plan once per signature, and names it."""
 
     @lru_cache(maxsize=4096)
@@ -137,14 +137,14 @@ def _plan(make: Callable[..., Plan]) -> Callable[..., Plan]:
     return wraps(make)(made)
 
 
-@_plan
+@planned
 def tensor_amax(count: int) -> Plan:
     """Tensors x, amax: `amax` is updated by the amax of the `count` elements of `x`."""
     kernel = scale_kernels.tensor_amax_kernel
     return Plan(kernel, blocks(count, AMAX_BLOCK), (count,), {"BLOCK": AMAX_BLOCK}, AMAX_WARPS)
 
 
-@_plan
+@planned
 def row_amax(m: int, n: int) -> Plan:
     """Tensors x [m, n], amax: the amaxes of the rows."""
     bm, bn = ROW_AMAX_TILE
@@ -152,7 +152,7 @@ def row_amax(m: int, n: int) -> Plan:
     return Plan(scale_kernels.row_amax_kernel, blocks(m, bm), (m, n), constants, ROW_AMAX_WARPS)
 
 
-@_plan
+@planned
 def row_col_amax(m: int, n: int) -> Plan:
     """Tensors x [m, n], amaxes [m + n]: updated by those of the rows, then of the columns."""
     bm, bn = ROW_COL_AMAX_TILE
@@ -161,7 +161,7 @@ def row_col_amax(m: int, n: int) -> Plan:
     return Plan(kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), {"BM": bm, "BN": bn}, ROW_COL_AMAX_WARPS)
 
 
-@_plan
+@planned
 def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, first: int, second: int = 0) -> Plan:
     """Tensors amax, inv_scale, scale of `first` elements, then three more of `second` elements."""
     return Plan(
@@ -173,7 +173,7 @@ def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, first: 
     )
 
 
-@_plan
+@planned
 def cast_pair(
     m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: int | None, cols: int | None
 ) -> Plan:
@@ -198,7 +198,7 @@ def cast_pair(
     return Plan(cast_kernels.cast_pair_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
 
 
-@_plan
+@planned
 def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> Plan:
     """Tensors x [m, n], inv_scale, row codes, column codes, amax, which is updated if the argument `amax` is true."""
     bm, bn = CAST_TILE
@@ -207,7 +207,7 @@ def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool
     return Plan(cast_kernels.cast_pair_given_kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
 
 
-@_plan
+@planned
 def cast_rows(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -> Plan:
     """Tensors x [m, n], codes, scale and amax of the rows, each by its own amax."""
     constants = rule_constants(fmt, power_of_two, amax_floor) | {"DTYPE": codes_constants(fmt)["DTYPE"]}
@@ -220,7 +220,7 @@ def cast_rows(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -
     return Plan(cast_kernels.cast_rows_kernel, blocks(m, bm), (m, n), {**constants, "BM": bm, "BN": bn}, warps)
 
 
-@_plan
+@planned
 def cast_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: bool, cols: bool) -> Plan:
     """Tensors x [m, n], row codes, scale and inv_scale, column codes, scale and inv_scale: in vectors of 128."""
     constants = _block_constants(fmt, power_of_two, amax_floor, rows, cols) | {"STRIP": VECTORS_STRIP}
@@ -229,7 +229,7 @@ def cast_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float
     return Plan(block_kernels.cast_vectors_kernel, tiles_m * tiles_n, sizes, constants, VECTORS_WARPS)
 
 
-@_plan
+@planned
 def cast_squares(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: bool, cols: bool) -> Plan:
     """Tensors x [m, n], row codes and scale, column codes and scale: in squares of 128 by 128."""
     constants = _block_constants(fmt, power_of_two, amax_floor, rows, cols) | {"STRIP": SQUARES_STRIP}

@@ -18,9 +18,10 @@ The kernels run on a CUDA device of compute capability 8.9 or newer with Triton.
 and one warning says so.
 """
 
+import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any
@@ -43,7 +44,7 @@ from f8emu.torch.fused.arguments import (
     new_floats,
     new_zeros,
 )
-from f8emu.torch.library import Implementation, Operator, fake, operator
+from f8emu.torch.library import Implementation, Operator, fake, operator, signature_of
 from f8emu.torch.scale import require_margin
 from f8emu.torch.stand_in import seen_as_max
 
@@ -180,19 +181,14 @@ def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
     return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
 
 
-def amax_count(amax: Tensor) -> int:
+def amax_count(shape: Sequence[int]) -> int:
     """How many amaxes of a whole tensor there are; 0 for a vector of one a row."""
-    return 0 if amax.ndim == 2 and amax.shape[0] > 1 else amax.numel()
+    return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 
 
 _PAIRS: dict[Any, tuple[Any, torch.dtype, tuple[torch.Size, ...]]] = {}
 """Signature of a `cast_pair` of contiguous tensors -> its plan, the dtype of codes and the shapes of its results."""
 _MOST_PAIRS = 4096
-
-
-def _signature(x: Tensor | None) -> Any:
-    """All of an argument that a check looks at."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
 @operator()
@@ -208,7 +204,7 @@ def cast_pair(
         (row_codes, row_scale, col_codes, col_scale).
     """
     settings = (fmt, power_of_two, amax_floor)
-    signature = (_signature(x), _signature(row_amax), _signature(col_amax), settings)
+    signature = (signature_of(x), signature_of(row_amax), signature_of(col_amax), settings)
     known = _PAIRS.get(signature)
     if known is not None:  # checked before, and planned
         plan, dtype, shapes = known
@@ -226,7 +222,7 @@ def cast_pair(
             *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax, rule)),
         )
     sources = [None if amax is None else amax.contiguous() for amax in (row_amax, col_amax)]
-    counts = [None if source is None else amax_count(source) for source in sources]
+    counts = [None if source is None else amax_count(source.shape) for source in sources]
     plan = launch.cast_pair(*x.shape, *settings, *counts)
     is_direct = all(y is None or y.is_contiguous() for y in (x, row_amax, col_amax))
     if not power_of_two:  # a kernel before this one divides for the scales of vectors
@@ -247,14 +243,6 @@ def cast_pair(
     return out
 
 
-@_fake(cast_pair)
-def _(
-    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    format, _ = named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    return empty_pair(x, format, row_amax, col_amax)
-
-
 @operator()
 def recomputable_cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
@@ -263,6 +251,7 @@ def recomputable_cast_pair(
     return cast_pair.function(x, fmt, row_amax, col_amax, power_of_two, amax_floor)
 
 
+@_fake(cast_pair)
 @_fake(recomputable_cast_pair)
 def _(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float

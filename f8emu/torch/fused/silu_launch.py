@@ -1,9 +1,7 @@
 """The launches of `silu_kernels`, as plans (see `launch`). Importing this module needs Triton."""
 
-from functools import lru_cache
-
 from f8emu.torch.fused import silu_kernels
-from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, rule_constants
+from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, planned, rule_constants
 
 # Not measured yet. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
 HIDDEN_TILE = (16, 256)
@@ -16,10 +14,8 @@ GRADIENTS_VECTORS_STRIPS = (16, 32)
 """Rows per strip when finding amaxes, and columns per strip when writing codes."""
 GRADIENTS_VECTORS_WARPS = 8
 
-_plan = lru_cache(maxsize=4096)
 
-
-@_plan
+@planned
 def hidden_given(m: int, n: int, fmt: str) -> Plan:
     """Tensors gate, up [m, n], inv_scale, codes, amax; `amax` is updated by that of `hidden`."""
     bm, bn = HIDDEN_TILE
@@ -29,7 +25,7 @@ def hidden_given(m: int, n: int, fmt: str) -> Plan:
     return Plan(silu_kernels.hidden_given_kernel, blocks(m, bm) * tiles_n, sizes, constants, HIDDEN_WARPS)
 
 
-@_plan
+@planned
 def hidden_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -> Plan:
     """Tensors gate, up [m, n], codes, scale."""
     tiles_n = blocks(n, BLOCK)
@@ -42,7 +38,7 @@ def hidden_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: flo
     return Plan(silu_kernels.hidden_vectors_kernel, programs, sizes, constants, HIDDEN_VECTORS_WARPS)
 
 
-@_plan
+@planned
 def gradients_given(
     m: int, n: int, fmt: str, hidden_fmt: str, rows: bool, gate_cols: bool, up_cols: bool, hidden_cols: bool
 ) -> Plan:
@@ -62,7 +58,7 @@ def gradients_given(
     return Plan(silu_kernels.gradients_given_kernel, blocks(m, bm) * tiles_n, sizes, constants, GRADIENTS_WARPS)
 
 
-@_plan
+@planned
 def gradients_vectors(
     m: int,
     n: int,

@@ -18,7 +18,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.torch.gemm.engine import Engine, resolve_engine
-from f8emu.torch.library import fake, has_dispatch_mode, is_watched, operator
+from f8emu.torch.library import fake, has_dispatch_mode, is_watched, operator, signature_of
 from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -51,7 +51,7 @@ def scaled_mm(
     # 1. Checks and choice of engine: once per signature. Not cached in a trace, whose sizes may be symbols.
     others = (granularity_a, granularity_b, split_k)
     signature = None if is_watched(a) else (engine, *options.values(), *others, a, b, scale_a, scale_b)
-    known = None if signature is None else _CHECKED.get(signature := tuple(map(_signature, signature)))
+    known = None if signature is None else _CHECKED.get(signature := tuple(map(signature_of, signature)))
     if known is None:
         pair = check_scaled_mm(
             a, b, scale_a, scale_b, **options, granularity_a=granularity_a, granularity_b=granularity_b, split_k=split_k
@@ -172,11 +172,6 @@ def _(a: Tensor, b: Tensor, out_dtype: torch.dtype, *_: Any) -> Tensor:
 @register_flop_formula([torch.ops.f8emu.run_scaled_mm, torch.ops.f8emu.run_mm])
 def _flops(a_shape: list[int], b_shape: list[int], *_: Any, **__: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
-
-
-def _signature(x: Any) -> Any:
-    """The properties of an argument that the checks depend on."""
-    return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
 
 
 def _tunes_gemms() -> bool:
