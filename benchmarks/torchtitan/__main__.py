@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels import draw_kernels
 from benchmarks.report import draw, facts, figure, say, write_json
 
 _CONVERTER = "benchmarks.torchtitan.f8emu_converter"
@@ -99,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = Path(folder) / "result.json"
             result.unlink(missing_ok=True)
             own = ["--layers", str(layers), "--last", str(last), "--device", arguments.device, "--result", str(result)]
+            own += ["--kernels"] if name in arguments.kernels else []
             options = ["--job.config_file", str(config), "--job.dump_folder", folder, "--training.steps", str(steps)]
             options += ["--activation_checkpoint.mode", arguments.checkpointing, *VARIANTS[name], *given[cut + 1 :]]
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -208,6 +210,8 @@ def _draw(report: dict[str, Any]) -> None:
     for e in report["variants"]:
         if "failed" in e:
             say(f"{e['variant']}: {e['failed']}")
+        if "kernels" in e:
+            draw_kernels(f"{e['variant']}: the kernels of a step of rank 0", e["kernels"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -215,6 +219,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.torchtitan", description="torchtitan's Trainer with f8emu."
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=tuple(VARIANTS), metavar="VARIANT")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=VARIANTS, default=(), metavar="VARIANT", help="list the kernels of a step"
+    )
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="default all")
     parser.add_argument("--layers", type=int, default=32, help="of Llama-3 8B (default 32)")
     parser.add_argument("--steps", type=int, default=15, help="default 15")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels import kernels
 from benchmarks.report import package_version, write_json
 from benchmarks.torchtitan.stand_ins import cpu_as_accelerator, datasets_if_broken, sums_that_gloo_has
 
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--last", type=int, required=True, help="figures are medians of that many steps, the last")
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--kernels", action="store_true", help="list the kernels of a step of rank 0")
     parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args(argv[:cut])
     datasets_if_broken()
@@ -38,8 +40,11 @@ def main(argv: Sequence[str]) -> None:
     trainer = importlib.import_module("torchtitan.train").Trainer(config)
     try:
         trainer.train()
+        found = summary(recorder.steps, arguments.last)
+        if arguments.kernels:  # every rank takes the steps
+            batches = trainer.batch_generator(trainer.dataloader)
+            found["kernels"] = kernels(lambda: trainer.train_step(batches), torch.device(arguments.device))
         if os.environ["RANK"] == "0":
-            found = summary(recorder.steps, arguments.last)
             (model,) = trainer.model_parts
             kinds = Counter(type(module).__name__ for module in model.modules())
             found["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
