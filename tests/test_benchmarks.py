@@ -31,15 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning") 
 TINY = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--hidden", "128", "--rounds", "1", "--steps", "1"]
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> object:
-    """The matrices are tiny; `benchmarks.train --tiny` sets one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def _report(path: Path) -> dict[str, Any]:
     report = json.loads(path.read_text())
     assert report["command"].startswith("python -m benchmarks.")

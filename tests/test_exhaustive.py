@@ -8,7 +8,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.proofs.exhaustive import INPUTS, SIGNIFICANDS, Task, main, run_task, tasks
 from benchmarks.proofs.exhaustive_checks import (
@@ -27,14 +26,6 @@ from f8emu.spec import E4M3FN, E5M2, HOPPER, Format, Overflow, ScaleRule
 
 STRIDE = 65_537 * 13
 """5,041 inputs; odd, so that all low bits occur."""
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> object:
-    """The torch backend sets one thread, in a process of its own."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def _bits_around_steps(fmt: Format, overflow: Overflow) -> np.ndarray:
