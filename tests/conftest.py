@@ -10,7 +10,7 @@ from hypothesis import settings
 settings.register_profile("f8emu", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("f8emu")
 
-# torch reads this when it is first imported, also in the processes that tests start. The tensors of tests are small, and
+# torch reads this when it is first imported, also in processes that tests start. The tensors of tests are small, and
 # pytest has a process for every core: threads would only spin while they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
