@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from f8emu.torch.fused.cast_kernels import store_tile
-from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
+from f8emu.torch.fused.scale_kernels import from_the_end, inv_scale_of, load_tile, magnitudes, one_nan, reciprocal
 
 _BLOCK = tl.constexpr(128)
 
@@ -64,8 +64,8 @@ def cast_vectors_kernel(
     `row_scale` [ceil(N / 128), M] and `col_scale` [ceil(M / 128), N] are the transposes of `Granularity.scale_shape`:
     what a program writes is contiguous, and the GEMM requires this layout [EPI-5].
     """
-    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
-    tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
+    tile = from_the_end()
+    tile_m, tile_n = (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
     rows = tile_m * _BLOCK + tl.arange(0, _BLOCK)
     cols = tile_n * _BLOCK + tl.arange(0, _BLOCK)
     row_at = tile_n * M + rows
@@ -124,8 +124,8 @@ def cast_squares_kernel(
 
     `row_scale` [ceil(M / 128), ceil(N / 128)]; `col_scale` is its transpose. A program keeps its scale in a register.
     """
-    tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
-    tile_n = (tl.program_id(0) % tiles_n).to(tl.int64)
+    tile = from_the_end()
+    tile_m, tile_n = (tile // tiles_n).to(tl.int64), (tile % tiles_n).to(tl.int64)
     rows = tile_m * _BLOCK + tl.arange(0, _BLOCK)
     cols = tile_n * _BLOCK + tl.arange(0, _BLOCK)
     best = tl.zeros((STRIP, _BLOCK), tl.int32)

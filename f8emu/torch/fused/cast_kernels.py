@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, raise_amax, reciprocal
+from f8emu.torch.fused.scale_kernels import (
+    from_the_end,
+    inv_scale_of,
+    load_tile,
+    magnitudes,
+    one_nan,
+    raise_amax,
+    reciprocal,
+)
 
 DTYPES = {E4M3FN.name: tl.float8e4nv, E5M2.name: tl.float8e5}
 """Format name -> Triton's dtype."""
@@ -118,7 +126,11 @@ def cast_pair_kernel(
     codes: an amax where scales are powers of two, otherwise an inv_scale, since a division for each in every program
     would take longer than another kernel before this one. The scales of amaxes are written too.
     """
-    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    if (ROWS and ROW_BLOCK == 0) or (COLS and COL_BLOCK == 0):
+        tile = tl.program_id(0)  # the amaxes of rows and columns were found from the end
+    else:
+        tile = from_the_end()
+    tile_m, tile_n = tile // tiles_n, tile % tiles_n
     rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
     cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
     # 1. The inverse scales, before the tile is loaded.
@@ -170,8 +182,9 @@ def cast_pair_given_kernel(
 
     With `AMAX`, `amax` is updated by that of `x` in the same pass.
     """
-    rows = (tl.program_id(0) // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
-    cols = (tl.program_id(0) % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    tile = from_the_end()
+    rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
         raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
