@@ -1,5 +1,6 @@
 """What holds for every test: the run header, seeds, and which markers run where."""
 
+import gc
 import os
 from importlib.metadata import PackageNotFoundError, version
 
@@ -27,6 +28,11 @@ def pytest_report_header() -> str:
         except PackageNotFoundError:
             found.append(f"{name} not installed")
     return ", ".join(found)
+
+
+def pytest_collection_finish() -> None:
+    """The modules of torch and JAX are half a million objects that stay; a collection need not look through them."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
