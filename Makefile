@@ -34,10 +34,10 @@ verify: $(STAMP)
 	$(BIN)/f8emu verify $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(QUICK) $(ARGS)
 
 check: lint types contracts
 
