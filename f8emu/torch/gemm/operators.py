@@ -18,6 +18,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.torch.gemm.engine import Engine, resolve_engine
+from f8emu.torch.gemm.planned import mm_split_k, scaled_mm_split_k
 from f8emu.torch.library import fake, has_dispatch_mode, is_watched, operator, signature_of
 from f8emu.torch.stand_in import seen_as_mm
 
@@ -69,13 +70,13 @@ def scaled_mm(
     if found is Engine.HARDWARE:
         if not (pair[0].is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
             return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options))
-    settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k or 1)
+    settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k)
     return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(a, b, scale_a, scale_b, bias, *settings))
 
 
 @operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
-    "bool use_fast_accum, str engine, str granularity_a, str granularity_b, int split_k) -> Tensor",
+    "bool use_fast_accum, str engine, str granularity_a, str granularity_b, int? split_k) -> Tensor",
     tags=_TAGS,
 )
 def run_scaled_mm(
@@ -89,13 +90,15 @@ def run_scaled_mm(
     engine: str,
     granularity_a: str,
     granularity_b: str,
-    split_k: int,
+    split_k: int | None,
 ) -> Tensor:
-    """A checked `scaled_mm`, on the chosen engine."""
+    """A checked `scaled_mm`, on the chosen engine; `split_k` None is that of the plan [PLAN-1]."""
     pair = Granularity(granularity_a), Granularity(granularity_b)
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     if engine == Engine.HARDWARE.value:
         return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
+    if split_k is None:  # here, where sizes are numbers also under a compiler
+        split_k = scaled_mm_split_k(a, b, pair[0], out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     return emulation.scaled_mm(a, b, scale_a, scale_b, pair, **options, split_k=split_k)
 
 
@@ -131,14 +134,16 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int |
     found = resolve_engine("mm", a.device, engine)
     if found is Engine.HARDWARE:
         _refuse_split_k("mm", split_k)
-    return seen_as_mm(a, b, out_dtype, lambda: run_mm(a, b, out_dtype, found.value, split_k or 1))
+    return seen_as_mm(a, b, out_dtype, lambda: run_mm(a, b, out_dtype, found.value, split_k))
 
 
-@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int split_k) -> Tensor", tags=_TAGS)
-def run_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int) -> Tensor:
-    """A checked `mm`, on the chosen engine."""
+@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor", tags=_TAGS)
+def run_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
+    """A checked `mm`, on the chosen engine; `split_k` None is that of the plan [PLAN-1]."""
     if engine == Engine.HARDWARE.value:
         return hardware.mm(a, b, out_dtype=out_dtype)
+    if split_k is None:
+        split_k = mm_split_k(a, b, out_dtype=out_dtype)
     return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k)
 
 

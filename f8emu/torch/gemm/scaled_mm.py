@@ -38,7 +38,8 @@ def scaled_mm(
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
     recorded case. `engine="hardware"`: the bits of the device. `split_k` is for the emulation of a split that the
-    library's heuristic chose [CHAIN-3]; None is 1 there, and the only value on the hardware.
+    library's heuristic chose [CHAIN-3]: None takes it from the plan, `f8emu.spec.plan` [PLAN-1..5], and is the only
+    value on the hardware. A shape that the plan does not know is emulated without a split; a warning says so once.
 
     Args:
         a: left operand.
@@ -53,7 +54,7 @@ def scaled_mm(
             "emulated".
         granularity_a: of `scale_a`, if its shape is ambiguous.
         granularity_b: of `scale_b`, if its shape is ambiguous.
-        split_k: the number of slices of K that the emulation accumulates separately.
+        split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.

@@ -1,0 +1,223 @@
+"""Into how many slices a library cuts K, as data [PLAN-1..5]: the `split_k` that a GEMM's bits depend on.
+
+cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic of its version and of the chip [CHAIN-3]. What
+was recorded is looked up; for other shapes a decision tree predicts S. The trees were fitted on shapes off the grid of
+the recording, so that all recorded rows test them. Everything is in `data/`, one file for a chip and library.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from typing import NamedTuple
+
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import E4M3FN, E5M2, HIGH_PRECISION
+
+GEMMS = ("tensorwise", "rowwise", "bfloat16")
+"""What multiplies: float8 with tensorwise or rowwise scales, or bfloat16."""
+ACCUMULATIONS = ("fast", "promoted")
+"""[CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has one way only, and none of these names."""
+LAYOUTS = ("tn", "nt", "nn", "tt")
+"""As cuBLAS names them, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`.
+A linear layer's output is tn, its grad_input nn, its grad_weight nt; float8 GEMMs are tn."""
+LIBRARY = "cuBLAS 13.1.0.3"
+CHIP = "NVIDIA H200"
+_OPERANDS = (E4M3FN.name, E5M2.name)
+_OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
+_ALIGNED = 8
+"""Rows of a matrix whose length is no multiple of this are not 16 bytes apart in bfloat16."""
+
+MAX_M, MAX_N, MAX_K = 8192, 32768, 32768
+"""[PLAN-4] The range of the shapes on which the trees were fitted."""
+
+
+class Source(Enum):
+    """How well S is known."""
+
+    RECORDED = "recorded"
+    """Measured for this shape."""
+    PREDICTED = "predicted"
+    """By the rule."""
+    UNKNOWN = "unknown"
+    """Neither: S is 1, and the hardware's may be another."""
+
+
+class Split(NamedTuple):
+    """The plan of one GEMM."""
+
+    split_k: int
+    source: Source
+
+
+_UNKNOWN = Split(1, Source.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGemm:
+    """What S depends on.
+
+    Raises:
+        SpecError: a size below 1, or a name that is not known.
+    """
+
+    m: int
+    n: int
+    k: int
+    gemm: str
+    accumulation: str = ""
+    """Of float8 operands."""
+    layout: str = "tn"
+    out_dtype: str
+    a_dtype: str = E4M3FN.name
+    b_dtype: str = E4M3FN.name
+    """Of a float8 GEMM."""
+
+    def __post_init__(self) -> None:
+        for name in "mnk":
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise SpecError(f"{name} must be an integer of at least 1; got {size!r}")
+        _one_of("gemm", self.gemm, GEMMS)
+        _one_of("out_dtype", self.out_dtype, _OUTPUTS)
+        _one_of("a_dtype", self.a_dtype, _OPERANDS)
+        _one_of("b_dtype", self.b_dtype, _OPERANDS)
+        if self.gemm == "bfloat16":
+            _one_of("layout", self.layout, LAYOUTS)
+            _one_of("accumulation", self.accumulation, ("", *ACCUMULATIONS))
+        else:
+            _one_of("layout of a float8 GEMM", self.layout, ("tn",))
+            _one_of("accumulation of a float8 GEMM", self.accumulation, ACCUMULATIONS)
+
+    @property
+    def bytes_of_k(self) -> int:
+        """Of one row of an operand."""
+        return self.k * (2 if self.gemm == "bfloat16" else 1)
+
+    @property
+    def table(self) -> str:
+        """Which tree and which recorded rows are asked.
+
+        [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM. A
+        single row is contiguous in both directions, and is then no transposed operand.
+        """
+        if self.gemm != "bfloat16":
+            pair = "" if self.a_dtype == self.b_dtype == E4M3FN.name else f" {self.a_dtype} x {self.b_dtype}"
+            return f"{self.gemm}{pair} {self.out_dtype}"
+        layout = self.layout[0] + "n" if self.m == 1 else self.layout
+        return f"bfloat16 {layout}"
+
+    @property
+    def is_aligned(self) -> bool:
+        """[PLAN-5] Whether both operands can be read 16 bytes at a time; otherwise older kernels run, with other S."""
+        rows = self.m if self.table in ("bfloat16 nt", "bfloat16 tt") else _ALIGNED
+        return not (rows % _ALIGNED or self.n % 16 or self.k % 16)
+
+
+def _one_of(key: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise SpecError(f"{key} must be one of {', '.join(filter(None, known))}; got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """A decision tree over integers, in preorder: [feature, limit] before its two branches, or [-S] for a leaf.
+
+    The first branch is taken where the feature is at most the limit.
+    """
+
+    nodes: tuple[int, ...]
+    features: tuple[tuple[int, ...], ...]
+    """() is M, N, K, most slices, M N by position; (n, m) the number of output tiles of n by m."""
+    slice_bytes: int
+    """That of the plan."""
+    _other: Mapping[int, int] = field(init=False, repr=False, compare=False)
+    """Where the second branch of a node starts."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_other", dict(_second_branches(self.nodes)))
+
+    def split_k(self, gemm: PlannedGemm) -> int:
+        """S of a shape."""
+        most = max(1, (gemm.bytes_of_k - 1) // self.slice_bytes)
+        plain = (gemm.m, gemm.n, gemm.k, most, gemm.m * gemm.n)
+        at = 0
+        while (index := self.nodes[at]) >= 0:
+            tile = self.features[index]
+            value = -(-gemm.n // tile[0]) * -(-gemm.m // tile[1]) if tile else plain[index]
+            at = at + 2 if value <= self.nodes[at + 1] else self._other[at]
+        return min(-index, most)
+
+
+def _second_branches(nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(node, start of its second branch) of every inner node."""
+    waiting: list[int] = []
+    at = 0
+    while at < len(nodes):
+        if nodes[at] >= 0:
+            waiting.append(at)
+            at += 2
+            continue
+        at += 1
+        if waiting:
+            yield waiting.pop(), at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The plan of one library on one chip."""
+
+    library: str
+    chip: str
+    torch: str = ""
+    """The version of torch that called the library."""
+    recorded: Mapping[tuple[str, int, int, int], int]
+    """(table, M, N, K) -> S."""
+    trees: Mapping[str, Tree] = field(default_factory=dict[str, Tree])
+    unsplit_outputs: Mapping[str, int] = field(default_factory=dict[str, int])
+    """[PLAN-4] Table -> the number of outputs M N from which on nothing was split, whatever K up to `MAX_K`."""
+    slice_bytes: int | None = None
+    """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
+
+    def split_k(self, gemm: PlannedGemm) -> Split:
+        """S of a GEMM, looked up where it was recorded, otherwise predicted."""
+        found = self.recorded.get((gemm.table, gemm.m, gemm.n, gemm.k))
+        return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)
+
+    def predicted(self, gemm: PlannedGemm) -> Split:
+        """S of a GEMM by the rule alone; unknown beyond the range of the rule."""
+        if self.slice_bytes is None or not gemm.is_aligned or gemm.k > MAX_K:
+            return _UNKNOWN
+        if gemm.gemm == "rowwise" or gemm.bytes_of_k <= 2 * self.slice_bytes:
+            return Split(1, Source.PREDICTED)
+        tree = self.trees.get(gemm.table)
+        if tree is None:
+            return _UNKNOWN
+        if gemm.m * gemm.n >= self.unsplit_outputs[gemm.table]:
+            return Split(1, Source.PREDICTED)
+        if gemm.m > MAX_M or gemm.n > MAX_N:
+            return _UNKNOWN
+        return Split(tree.split_k(gemm), Source.PREDICTED)
+
+
+def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> Split:
+    """Into how many slices `library` cuts K on `chip`, and how well that is known.
+
+    Exactness: recorded shapes as measured; the others as accurate as `reference/NUMERICS.md` 10 says.
+
+    Raises:
+        SpecError: the plan file of this installation is damaged.
+    """
+    plan = shipped_plan()
+    return plan.split_k(gemm) if (library, chip) == (plan.library, plan.chip) else _UNKNOWN
+
+
+@cache
+def shipped_plan() -> Plan:
+    """The plan that f8emu comes with, read once."""
+    from importlib.resources import files
+
+    from f8emu.spec.plan_file import plan_from_json
+
+    name = "h200_cublas_13_1_0_3_split_k.json"
+    return plan_from_json((files("f8emu.spec") / "data" / name).read_text(encoding="utf-8"), name)

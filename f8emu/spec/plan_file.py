@@ -1,0 +1,133 @@
+"""Plans and lists of GEMMs as JSON, and back. The text is strict: an error names its place."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from f8emu.spec.errors import SpecError
+from f8emu.spec.plan import Plan, PlannedGemm, Split, Tree
+
+SCHEMA = 1
+_REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
+_OPTIONAL = ("accumulation", "layout", "a_dtype", "b_dtype")
+
+
+def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedGemm]]:
+    """Each object of a list with the GEMM that it describes.
+
+    `accumulation` is left out, "" or null for bfloat16, `layout` for float8, whose only one is tn.
+
+    Raises:
+        SpecError: no list of objects, an unknown or missing key, or an unknown value; the message has the index.
+    """
+    data = _parsed(text, name)
+    if not isinstance(data, list):
+        raise SpecError(f"{name}: expected a list of objects; got {_kind(data)}")
+    return [(item, _gemm(item, f"{name}: object {index}")) for index, item in enumerate(cast(list[Any], data))]
+
+
+def _gemm(data: Any, place: str) -> PlannedGemm:
+    if not isinstance(data, dict):
+        raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(data)}")
+    item = cast(dict[str, Any], data)
+    keys = (*_REQUIRED, *_OPTIONAL)
+    unknown = [key for key in item if key not in keys]
+    if unknown:
+        raise SpecError(f"{place}: unknown key {unknown[0]!r}; known keys are {', '.join(keys)}")
+    needed = (*_REQUIRED, "layout") if item.get("gemm") == "bfloat16" else (*_REQUIRED, "accumulation")
+    missing = [key for key in needed if item.get(key) in ("", None)]
+    if missing:
+        raise SpecError(f"{place}: missing key {missing[0]!r}; a {item.get('gemm')!s} GEMM needs {', '.join(needed)}")
+    try:
+        return PlannedGemm(**{key: value for key, value in item.items() if value not in ("", None)})
+    except SpecError as error:
+        raise SpecError(f"{place}: {error}") from None
+
+
+def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Split]) -> list[dict[str, Any]]:
+    """The objects as they were given, each with `split_k` and `source`."""
+    return [
+        {**item, "split_k": split.split_k, "source": split.source.value}
+        for (item, _), split in zip(items, splits, strict=True)
+    ]
+
+
+def plan_from_json(text: str, name: str) -> Plan:
+    """A plan file.
+
+    Raises:
+        SpecError: not such a file; the message says where.
+    """
+    data = _parsed(text, name)
+    try:
+        if data["schema"] != SCHEMA:
+            raise SpecError(f"{name}: schema must be {SCHEMA}; got {data['schema']!r}; read it with a newer f8emu")
+        return Plan(
+            library=str(data["library"]),
+            chip=str(data["chip"]),
+            torch=str(data.get("torch", "")),
+            recorded=dict(_recorded(data["recorded"])),
+            trees=_trees(data),
+            unsplit_outputs={table: int(rule["unsplit_outputs"]) for table, rule in data.get("rules", {}).items()},
+            slice_bytes=data.get("slice_bytes"),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(
+            f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
+            "`f8emu record OUT --plans IN.json` writes one"
+        ) from None
+
+
+def _trees(data: Mapping[str, Any]) -> dict[str, Tree]:
+    entries: list[Any] = data.get("features", [])
+    features = tuple(_integers(entry) if isinstance(entry, list) else () for entry in entries)
+    rules: dict[str, Any] = data.get("rules", {})
+    return {
+        table: Tree(nodes=_integers(rule["nodes"]), features=features, slice_bytes=int(data["slice_bytes"]))
+        for table, rule in rules.items()
+    }
+
+
+def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
+    for block in blocks:
+        tables = [str(table) for table in block["tables"]]
+        for row in block["rows"]:
+            m, n, k, *slices = _integers(row)
+            if len(slices) != len(tables) or min(slices) < 0:
+                raise ValueError(f"row {row} must hold m, n, k and S of {len(tables)} tables")
+            # 0 stands for a table in which this shape was not recorded
+            yield from (((table, m, n, k), s) for table, s in zip(tables, slices, strict=True) if s)
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The text of a plan without rules, one recorded shape a line."""
+    tables = sorted({table for table, *_ in plan.recorded})
+    blocks: list[str] = []
+    for table in tables:
+        rows = sorted((m, n, k, s) for (of, m, n, k), s in plan.recorded.items() if of == table)
+        lines = ",\n".join(f"   {list(row)}" for row in rows)
+        blocks.append(f'  {{"tables": {json.dumps([table])}, "rows": [\n{lines}\n  ]}}')
+    head = {"schema": SCHEMA, "library": plan.library, "chip": plan.chip, "torch": plan.torch}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    return "\n".join(["{", *lines, ' "recorded": [', ",\n".join(blocks), " ]", "}", ""])
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise SpecError(f"{name}: nested too deeply to be read as JSON; a list of flat objects is expected") from None
+    except ValueError as error:
+        raise SpecError(f"{name}: not JSON: {error}") from None
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise ValueError(f"expected integers; got {str(values)[:60]}")
+    return tuple(values)
+
+
+def _kind(data: object) -> str:
+    return "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else repr(data)[:60]
