@@ -2,6 +2,7 @@
 
 GEMMs of CPU tensors run on JAX's CPU backend without a copy. GEMMs of GPU tensors run on the GPU if JAX has a CUDA
 backend, which is started without reserving memory (`f8emu.interop`); otherwise the tensors travel through the CPU.
+M and K are rounded up (`extents`), so that a new number of rows rarely compiles a program.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from f8emu import interop
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.dtypes import CHIP
+from f8emu.torch.gemm.extents import first_rows, padded_operand, padded_scales, rounded_extents
 
 
 def scaled_mm(
@@ -31,16 +34,23 @@ def scaled_mm(
     Raises:
         MissingExtraError: jax is not installed.
     """
-    return _run(
+    (m, k), n = a.shape, b.shape[1]
+    model = CHIP.float8_model(use_fast_accum=use_fast_accum)
+    extents = rounded_extents(m, k, split_k=split_k, block_k=model.split_k_multiple)
+    if granularities[0] is not Granularity.TENSORWISE:
+        scale_a = padded_scales(scale_a, granularities[0].scale_shape(extents.m, extents.k), -0.0)
+        scale_b = padded_scales(scale_b, granularities[1].scale_shape(n, extents.k)[::-1], 0.0)
+    product = _run(
         "scaled_mm",
-        (a, b, scale_a, scale_b),
+        (padded_operand(a, extents), padded_operand(b.t(), extents, n).t(), scale_a, scale_b),
         bias=bias,
         granularity_a=granularities[0],
         granularity_b=granularities[1],
         out_dtype=_name(out_dtype),
         use_fast_accum=use_fast_accum,
-        split_k=split_k,
+        split_k=extents.slices,
     )
+    return first_rows(product, m)
 
 
 def scaled_grouped_mm(
@@ -58,12 +68,17 @@ def scaled_grouped_mm(
     Raises:
         MissingExtraError: jax is not installed.
     """
-    return _run(
+    m, k = a.shape
+    extents = rounded_extents(m, k, split_k=1, block_k=CHIP.float8.split_k_multiple)
+    extents = extents._replace(padded_slice_k=k)  # K is that of the weights; added rows belong to no group
+    scale_a = padded_scales(scale_a[:, None], (extents.m, 1), 0.0)[:, 0]
+    product = _run(
         "scaled_grouped_mm",
-        (a, b, scale_a, scale_b, offs),
+        (padded_operand(a, extents), b, scale_a, scale_b, offs),
         out_dtype=_name(out_dtype),
         use_fast_accum=use_fast_accum,
     )
+    return first_rows(product, m)
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int) -> Tensor:
@@ -72,7 +87,10 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int) -> Tensor:
     Raises:
         MissingExtraError: jax is not installed.
     """
-    return _run("mm", (a, b), out_dtype=_name(out_dtype), split_k=split_k)
+    (m, k), n = a.shape, b.shape[1]
+    extents = rounded_extents(m, k, split_k=split_k, block_k=CHIP.bfloat16.split_k_multiple)
+    operands = padded_operand(a, extents), padded_operand(b.t(), extents, n).t()
+    return first_rows(_run("mm", operands, out_dtype=_name(out_dtype), split_k=extents.slices), m)
 
 
 def emulator_name(device: torch.device) -> str:
