@@ -19,6 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def only_this_module_is_searched_for_garbage() -> None:
+    """Modules of torch and JAX and the programs that JAX keeps are millions of objects, seconds of every collection."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_header() -> str:
     """The versions that the results belong to."""
     found: list[str] = []
@@ -28,11 +35,6 @@ def pytest_report_header() -> str:
         except PackageNotFoundError:
             found.append(f"{name} not installed")
     return ", ".join(found)
-
-
-def pytest_collection_finish() -> None:
-    """The modules of torch and JAX are half a million objects that stay; a collection need not look through them."""
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

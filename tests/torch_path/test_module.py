@@ -151,8 +151,8 @@ def test_the_amax_in_compiled_code_is_that_of_the_rounded_values(assert_same_bit
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"])
 def test_one_input_of_several_layers_is_cast_once(name: str, assert_same_bits: Any) -> None:
-    layers = [layer_of(RECIPES[name], n, 48, BF16) for n in (16, 32, 48)]
-    x = draw(16, 48, seed=3, dtype=BF16).requires_grad_()
+    layers = [layer_of(RECIPES[name], 16, 32, BF16) for _ in range(3)]
+    x = draw(16, 32, seed=3, dtype=BF16).requires_grad_()
     expected = layers[0](x)
     fresh = x.detach().clone().requires_grad_().view_as(x)  # as in a model: the result of another operation
     together = OpCounter()
@@ -396,15 +396,15 @@ def test_full_checkpointing_keeps_no_float8_copy(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_bias_shapes_and_layouts(name: str, assert_same_bits: Any) -> None:
     layer = layer_of(RECIPES[name], 16, 32, BF16)
-    x = draw(2, 3, 4, 32, seed=3, dtype=BF16)
+    x = draw(2, 2, 4, 32, seed=3, dtype=BF16)
     flat = layer(x.reshape(-1, 32))
-    assert_same_bits(layer(x), flat.reshape(2, 3, 4, 16))
-    assert_same_bits(layer(x.transpose(0, 2)).transpose(0, 2), flat.reshape(2, 3, 4, 16))
+    assert_same_bits(layer(x), flat.reshape(2, 2, 4, 16))
+    assert_same_bits(layer(x.transpose(0, 2)).transpose(0, 2), flat.reshape(2, 2, 4, 16))
     one = draw(32, seed=5, dtype=BF16)
     assert_same_bits(layer(one), layer(one[None])[0])
     x.requires_grad_()
     layer(x).sum().backward()  # a gradient with strides of 0
-    assert layer.bias.grad is not None and torch.equal(layer.bias.grad, torch.full_like(layer.bias, 24))
+    assert layer.bias.grad is not None and torch.equal(layer.bias.grad, torch.full_like(layer.bias, 16))
     assert x.grad is not None and x.grad.shape == x.shape
 
 
