@@ -175,6 +175,11 @@ class Recipe:
         content = {k: v for k, v in self.to_dict().items() if k != "name"}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
+    @property
+    def label(self) -> str:
+        """The name; with the start of the content hash where it is not the named recipe of that name."""
+        return self.name if RECIPES.get(self.name) == self else f"{self.name} ({self.content_hash[:12]})"
+
     def to_dict(self) -> dict[str, object]:
         """Plain dict of strings, numbers and booleans; what TOML and JSON hold."""
         from f8emu.spec.serialize import recipe_to_dict

@@ -23,11 +23,12 @@ from f8emu.torch.gemm.scaled_mm import scaled_mm as scaled_mm
 from f8emu.torch.scale import amax as amax
 from f8emu.torch.scale import scale_from_amax as scale_from_amax
 from f8emu.torch.training.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy
-from f8emu.torch.training.convert import ConversionEntry as ConversionEntry
-from f8emu.torch.training.convert import ConversionReport as ConversionReport
-from f8emu.torch.training.convert import Outcome as Outcome
+from f8emu.torch.training.conversion_report import ConversionEntry as ConversionEntry
+from f8emu.torch.training.conversion_report import ConversionReport as ConversionReport
+from f8emu.torch.training.conversion_report import OtherWeight as OtherWeight
+from f8emu.torch.training.conversion_report import Outcome as Outcome
 from f8emu.torch.training.convert import convert_to_float8_training as convert_to_float8_training
-from f8emu.torch.training.convert import filter_small_layers as filter_small_layers
+from f8emu.torch.training.convert import dequantize_float8_training as dequantize_float8_training
 from f8emu.torch.training.convert import plan_conversion as plan_conversion
 from f8emu.torch.training.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
 from f8emu.torch.training.delayed import DelayedScalingError as DelayedScalingError
@@ -36,3 +37,4 @@ from f8emu.torch.training.delayed_sync import load_delayed_state_dict as load_de
 from f8emu.torch.training.delayed_sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 from f8emu.torch.training.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.training.float8_linear import Float8Linear as Float8Linear
+from f8emu.torch.training.small_layers import filter_small_layers as filter_small_layers

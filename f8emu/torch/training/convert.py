@@ -5,89 +5,46 @@ A layer that cannot be converted is reported here, at conversion, and not in the
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 
-from f8emu.spec.errors import OperandError
-from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import Recipe
 from f8emu.torch.device import require_hopper
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import Engine, resolve_engine
+from f8emu.torch.training.conversion_outcomes import linear_layers, report_of
+from f8emu.torch.training.conversion_report import ConversionReport, Outcome
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
-
-ModuleFilter = Callable[[nn.Module, str], bool]
-"""(layer, its name) -> whether to convert it."""
+from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
+from f8emu.torch.training.replacement import watch_replacements
+from f8emu.torch.training.small_layers import ModuleFilter
+from f8emu.torch.training.torchao_config import RecipeLike
 
 _log = logging.getLogger("f8emu")
-
-
-class Outcome(Enum):
-    """What a conversion does with a layer."""
-
-    CONVERTED = "converted"
-    FILTER = "filter"
-    """Left alone: the filter excludes it."""
-    SIZE = "size"
-    """in_features or out_features is not a multiple of 16 and `pad` is off: the conversion raises an error."""
-    TYPE = "type"
-    """Left alone: a subclass of nn.Linear, a replaced `forward`, or a weight not in float32, bfloat16 or float16."""
-    ALREADY = "already"
-    """Left alone: it is a Float8Linear already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionEntry:
-    """One linear layer of the model."""
-
-    fqn: str
-    shape: tuple[int, int]
-    """(out_features, in_features)."""
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
-    """What a conversion does to every linear layer, in the order of `named_modules`."""
-
-    recipe: Recipe
-    entries: tuple[ConversionEntry, ...]
-
-    def names(self, outcome: Outcome) -> tuple[str, ...]:
-        """The layers with that outcome."""
-        return tuple(entry.fqn for entry in self.entries if entry.outcome is outcome)
-
-    def __str__(self) -> str:
-        counts = ((outcome, len(self.names(outcome))) for outcome in Outcome)
-        summary = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
-        width = max((len(entry.fqn) for entry in self.entries), default=0)
-        rows = [f"  {e.fqn:<{width}}  {list(e.shape)!s:<14}  {e.outcome.value}" for e in self.entries]
-        return "\n".join([f"recipe {self.recipe.name}: {summary or 'no linear layer'}", *rows])
 
 
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    config: Recipe | str = "tensorwise",
+    config: RecipeLike = "tensorwise",
     module_filter_fn: ModuleFilter | None = None,
     engine: str = "auto",
     pad: bool = False,
     recompute_casts: bool = False,
+    subclasses: Collection[type[nn.Linear]] = (),
 ) -> nn.Module:
     """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
 
     Shared modules and parameters stay shared. The report is logged at INFO on the logger "f8emu". A module that reads
     its layers' weights directly, as torch's nn.TransformerEncoderLayer does in evaluation, still computes with them in
-    high precision.
+    high precision: the report has a note. Another library that replaces the new layers causes a warning.
 
     Args:
         module: the model, or a single linear layer, whose converted copy is returned.
-        config: the recipe, or its name.
+        config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it.
         module_filter_fn: (layer, its name) -> whether to convert it; None converts all.
         engine: as for `scaled_mm`; "hardware" is checked at once if the model is on an accelerator, otherwise at the
             first call, so that a model can be converted before it moves.
@@ -97,6 +54,9 @@ def convert_to_float8_training(
             if that input is saved anyway or cheap to recompute: less memory, more time (measured, H200: a Hugging Face
             Llama from 17.7 to 15.8 GiB; a feed-forward block 5 to 8 % slower). The codes are those of the input as
             the backward pass computes it; delayed and blockwise casts are not repeated.
+        subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
+            `super().forward()`, which then computes in float8; one that never calls it is left alone. The new layer
+            is an instance of its old class and of Float8Linear.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
@@ -105,28 +65,28 @@ def convert_to_float8_training(
         SpecError: no such recipe.
         OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
             the model is unchanged.
-        UnsupportedError: `engine="hardware"` on a device without float8, or a recipe with block scales on a GPU that
-            has float8 but is not Hopper.
+        UnsupportedError: `engine="hardware"` on a device without float8, a recipe with block scales on a GPU that has
+            float8 but is not Hopper, or weights that are sharded already.
     """
-    report = plan_conversion(module, config=config, module_filter_fn=module_filter_fn, pad=pad)
-    recipe = report.recipe
-    layers = dict(_linear_layers(module))
+    recipe = resolve_recipe("convert_to_float8_training", config)
+    report = report_of(module, recipe, module_filter_fn, pad, subclasses)
+    layers = dict(linear_layers(module))
+    _check_sharded(report)
     _check_sizes(report)
     _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine, recompute_casts)
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
     for device in {layer.weight.device for layer in chosen.values()}:
         _check_device(recipe, device, engine)
-    new: dict[int, Float8Linear] = {}
-    for fqn, layer in chosen.items():
+    new: dict[int, nn.Linear] = {}
+    for layer in chosen.values():
         if id(layer) not in new:
-            new[id(layer)] = Float8Linear.from_float(
-                layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
+            # By the class that defines it: a subclass may have a from_float of its own.
+            from_float = Float8Linear.__dict__["from_float"].__func__
+            new[id(layer)] = from_float(
+                float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
             )
-        if not fqn:
-            module = new[id(layer)]
-            continue
-        parent, _, name = fqn.rpartition(".")
-        module.get_submodule(parent).register_module(name, new[id(layer)])
+    watch_replacements()
+    module = _replaced(module, chosen, new)
     _log.info("convert_to_float8_training: %s", report)
     if not chosen:
         already = len(report.names(Outcome.ALREADY))
@@ -138,34 +98,55 @@ def convert_to_float8_training(
 def plan_conversion(
     module: nn.Module,
     *,
-    config: Recipe | str = "tensorwise",
+    config: RecipeLike = "tensorwise",
     module_filter_fn: ModuleFilter | None = None,
     pad: bool = False,
+    subclasses: Collection[type[nn.Linear]] = (),
 ) -> ConversionReport:
-    """What `convert_to_float8_training` would do, without doing it.
+    """What `convert_to_float8_training` would do, without doing it, and which weights it would not look at.
 
     Raises:
         SpecError: no such recipe.
     """
     recipe = resolve_recipe("plan_conversion", config)
-    outcomes: dict[int, Outcome] = {}
-    entries = []
-    for fqn, layer in _linear_layers(module):
-        if id(layer) not in outcomes:  # a shared layer has one outcome, that of its first name
-            outcomes[id(layer)] = _outcome(fqn, layer, module_filter_fn, pad)
-        shape = (layer.out_features, layer.in_features)
-        entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=outcomes[id(layer)]))
-    return ConversionReport(recipe=recipe, entries=tuple(entries))
+    return report_of(module, recipe, module_filter_fn, pad, subclasses)
+
+
+def dequantize_float8_training(module: nn.Module) -> nn.Module:
+    """Make every `Float8Linear` in `module` the `nn.Linear` that it was, with the same parameters.
+
+    The inverse of `convert_to_float8_training`: hooks, mode and subclass stay, shared layers stay shared, the state of
+    delayed scaling is dropped. The results are ordinary layers for other libraries, such as torchao's `quantize_`.
+
+    Returns:
+        `module`, changed in place; for a single layer, the new one.
+
+    Raises:
+        OperandError: a class derived from Float8Linear, which was no nn.Linear before; the model is unchanged.
+    """
+    layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
+    new: dict[int, nn.Linear] = {}
+    for fqn, layer in layers.items():
+        cls = linear_class(type(layer))
+        if cls is None:
+            raise OperandError(
+                f"dequantize_float8_training: {fqn or 'the module'} must be a Float8Linear that a conversion made; got "
+                f"{type(layer).__name__}, a class of its own; replace it with the layer that it stands for"
+            )
+        if id(layer) not in new:
+            new[id(layer)] = float_layer(layer, cls)
+    return _replaced(module, layers, new)
 
 
 def swap_linear_with_float8_linear(
     module: nn.Module,
     *,
-    config: Recipe | str = "tensorwise",
+    config: RecipeLike = "tensorwise",
     module_filter_fn: ModuleFilter | None = None,
     engine: str = "auto",
     pad: bool = False,
     recompute_casts: bool = False,
+    subclasses: Collection[type[nn.Linear]] = (),
 ) -> nn.Module:
     """The older name of `convert_to_float8_training`, which it calls."""
     return convert_to_float8_training(
@@ -175,78 +156,18 @@ def swap_linear_with_float8_linear(
         engine=engine,
         pad=pad,
         recompute_casts=recompute_casts,
+        subclasses=subclasses,
     )
 
 
-class SmallestLayer(NamedTuple):
-    """Layers at least this large in both fields are not slower in float8 than in bfloat16."""
-
-    features: int
-    """The smaller of in_features and out_features."""
-    parameters: int
-    """in_features * out_features."""
-
-
-SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = {
-    TENSORWISE: SmallestLayer(2048, 29360128),
-    ROWWISE: SmallestLayer(2048, 29360128),
-    ROWWISE_WITH_GW_HP: SmallestLayer(2048, 29360128),
-    DELAYED: SmallestLayer(4096, 33554432),
-    BLOCKWISE: SmallestLayer(2048, 29360128),
-}
-"""Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, forward and backward of one layer back to back."""
-SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
-    TENSORWISE: SmallestLayer(1024, 4194304),
-    ROWWISE: SmallestLayer(1024, 8388608),
-    ROWWISE_WITH_GW_HP: SmallestLayer(1024, 4194304),
-    DELAYED: SmallestLayer(512, 4194304),
-    BLOCKWISE: SmallestLayer(1024, 8388608),
-}
-"""The same in CUDA graphs, where host time does not count."""
-
-
-def filter_small_layers(config: Recipe | str = "tensorwise", *, in_cuda_graph: bool = False) -> ModuleFilter:
-    """A `module_filter_fn` that excludes layers which are slower in float8 under this recipe than in bfloat16.
-
-    The thresholds were measured on one H200 with 8,192 tokens, one layer at a time; with fewer tokens they would be
-    higher. Small layers wait for the host, unless they run in a CUDA graph (`torch.compile(mode="reduce-overhead")`) or
-    between layers so large that the host runs ahead: use `in_cuda_graph` for both. Under a recipe that was not
-    measured, the filter excludes no layer.
-
-    Args:
-        config: the recipe, or its name.
-        in_cuda_graph: count GPU time only, not host time.
-    """
-    table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
-    smallest = table.get(resolve_recipe("filter_small_layers", config))
-
-    def is_large(module: nn.Module, fqn: str) -> bool:
-        del fqn
-        if smallest is None or not isinstance(module, nn.Linear):
-            return True
-        sizes = (module.in_features, module.out_features)
-        return min(sizes) >= smallest.features and sizes[0] * sizes[1] >= smallest.parameters
-
-    return is_large
-
-
-def _linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for fqn, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, nn.Linear):
-            yield fqn, layer
-
-
-def _outcome(fqn: str, layer: nn.Linear, module_filter_fn: ModuleFilter | None, pad: bool) -> Outcome:
-    if isinstance(layer, Float8Linear):
-        return Outcome.ALREADY
-    weight = layer._parameters.get("weight")
-    is_plain = type(layer) is nn.Linear and "forward" not in layer.__dict__
-    if not is_plain or weight is None or weight.dtype not in HIGH_PRECISION_DTYPES:
-        return Outcome.TYPE
-    if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-        return Outcome.FILTER
-    is_odd = layer.in_features % SIZE_MULTIPLE or layer.out_features % SIZE_MULTIPLE
-    return Outcome.SIZE if is_odd and not pad else Outcome.CONVERTED
+def _replaced(module: nn.Module, old: Mapping[str, nn.Linear], new: Mapping[int, nn.Linear]) -> nn.Module:
+    """The module with `new[id(layer)]` in the place of each layer."""
+    for fqn, layer in old.items():
+        if not fqn:
+            return new[id(layer)]
+        parent, _, name = fqn.rpartition(".")
+        module.get_submodule(parent).register_module(name, new[id(layer)])
+    return module
 
 
 def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
@@ -255,6 +176,16 @@ def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
     is_blockwise = any(cast.granularity.is_blockwise for _, _, cast in recipe.casts())
     if resolve_engine("convert_to_float8_training", device, engine) is Engine.HARDWARE and is_blockwise:
         require_hopper(f"convert_to_float8_training: recipe {recipe.name!r} with block scales", device)
+
+
+def _check_sharded(report: ConversionReport) -> None:
+    sharded = report.names(Outcome.SHARDED)
+    if sharded:
+        raise UnsupportedError(
+            f"convert_to_float8_training: the weights must be whole tensors; got DTensors or flattened parts in "
+            f"{', '.join(name or 'the module' for name in sharded)}; convert the model first, then call fully_shard or "
+            "another sharding"
+        )
 
 
 def _check_sizes(report: ConversionReport) -> None:
@@ -275,7 +206,7 @@ def _check_converted(
         if layer.recipe != report.recipe or layer.engine != engine or layer.recompute_casts != recompute_casts:
             raise OperandError(
                 f"convert_to_float8_training: {fqn or 'the module'} is a Float8Linear under recipe "
-                f"{layer.recipe.name!r}, engine {layer.engine!r} and recompute_casts={layer.recompute_casts} already; "
-                f"asked for {report.recipe.name!r}, {engine!r} and {recompute_casts}; convert the model once, from "
+                f"{layer.recipe.label!r}, engine {layer.engine!r} and recompute_casts={layer.recompute_casts} already; "
+                f"asked for {report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, from "
                 "nn.Linear"
             )

@@ -16,6 +16,8 @@ from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.shared_input import find_operands, keep_operands
+from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
+from f8emu.torch.training.transforms import require_no_transform
 
 _METADATA_KEY = "f8emu_delayed"
 """The key of a layer's state of delayed scaling in the metadata of a state dict."""
@@ -54,7 +56,7 @@ class Float8Linear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        recipe: Recipe | str = TENSORWISE,
+        recipe: RecipeLike = TENSORWISE,
         engine: str = "auto",
         recompute_casts: bool = False,
     ) -> None:
@@ -66,12 +68,12 @@ class Float8Linear(nn.Linear):
         cls,
         module: nn.Linear,
         *,
-        recipe: Recipe | str = TENSORWISE,
+        recipe: RecipeLike = TENSORWISE,
         engine: str = "auto",
         recompute_casts: bool = False,
     ) -> Self:
         """A layer with the parameters, hooks and mode of `module`, which is not changed."""
-        if type(module) is not nn.Linear:
+        if isinstance(module, Float8Linear) or not issubclass(cls, type(module)):  # float8_subclass has other classes
             raise OperandError(
                 f"Float8Linear.from_float: module must be an nn.Linear and of no subclass; got {type(module).__name__}"
                 "; a subclass computes something of its own"
@@ -87,7 +89,7 @@ class Float8Linear(nn.Linear):
         layer._set_recipe(recipe, engine, recompute_casts)
         return layer
 
-    def _set_recipe(self, recipe: Recipe | str, engine: str, recompute_casts: bool) -> None:
+    def _set_recipe(self, recipe: RecipeLike, engine: str, recompute_casts: bool) -> None:
         check_engine("Float8Linear", engine)
         self.recipe = resolve_recipe("Float8Linear", recipe)
         self.engine = engine
@@ -97,6 +99,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight^T + bias` under the recipe."""
+        require_no_transform("Float8Linear")
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
@@ -130,7 +133,7 @@ class Float8Linear(nn.Linear):
     def extra_repr(self) -> str:
         """As `nn.Linear`, with recipe and engine."""
         recompute = ", recompute_casts=True" if self.recompute_casts else ""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}, engine={self.engine}{recompute}"
+        return f"{super().extra_repr()}, recipe={self.recipe.label}, engine={self.engine}{recompute}"
 
     def reset_parameters(self) -> None:
         """As `nn.Linear`; also resets delayed scaling."""
@@ -200,14 +203,15 @@ class Float8Linear(nn.Linear):
             error_msgs.append(str(error))
 
 
-def resolve_recipe(call: str, config: Recipe | str) -> Recipe:
-    """The recipe itself, or the one of that name.
+def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
+    """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
 
     Raises:
         SpecError: no such recipe, or not a recipe.
     """
     if isinstance(config, str):
         return recipe_by_name(config)
+    config = recipe_of_torchao(call, config) or config
     if not isinstance(config, Recipe):
         raise SpecError(
             f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"

@@ -1,0 +1,39 @@
+"""Says once when another library puts a layer of its own in the place of a Float8Linear.
+
+torchao's and accelerate's conversions replace every `nn.Linear`, which a Float8Linear is.
+"""
+
+import warnings
+from functools import cache
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from f8emu.torch.training.float8_linear import Float8Linear
+
+
+@cache
+def watch_replacements() -> None:
+    """From the first call on, every submodule that any module gets is compared with the one that it had."""
+    register_module_module_registration_hook(_compare)
+
+
+def _compare(parent: nn.Module, name: str, new: nn.Module | None) -> None:
+    old = parent._modules.get(name)
+    if not isinstance(old, Float8Linear) or new is None or isinstance(new, Float8Linear):
+        return
+    sizes = tuple(getattr(new, size, None) for size in ("in_features", "out_features"))
+    is_back = isinstance(old, type(new))  # an nn.Linear: dequantize_float8_training, or a new layer of the user's
+    is_wrapped = any(module is old for module in new.modules())
+    if not is_back and not is_wrapped and sizes == (old.in_features, old.out_features):
+        _warn(f"{type(new).__module__}.{type(new).__qualname__}")
+
+
+@cache
+def _warn(name: str) -> None:
+    warnings.warn(
+        f"f8emu: a Float8Linear was replaced by a {name}, which no longer computes under f8emu's recipe; convert the "
+        "model with one library only: leave out that library's conversion, or f8emu's",
+        UserWarning,
+        stacklevel=5,
+    )
