@@ -22,6 +22,7 @@ import torch
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
+from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -164,9 +165,10 @@ def test_pairs_by_their_own_amax(rule, fmt: Format, x, compare) -> None:
 def test_pairs_by_any_amax(dtype, fmt: Format, compare) -> None:
     """Powers of two and their neighbours, specials, and 448 and 57344, which are the quotient of 1."""
     powers = torch.exp2(torch.arange(-24, 16).float())
-    amaxes = torch.cat(
-        [powers, powers * 1.75, powers * (1 + 2**-7), torch.tensor([448.0, 57344.0, 65504.0, *SPECIALS])]
-    )
+    powers = torch.cat([powers, powers * 1.75, powers * (1 + 2**-7)])
+    if INTERPRETED and dtype is not torch.float32:
+        powers = powers[::7]  # to float32, of which the interpreter sees all, they are converted without rounding
+    amaxes = torch.cat([powers, torch.tensor([448.0, 57344.0, 65504.0, *SPECIALS])])
     x = torch.linspace(-500, 500, 33).reshape(3, 11)
     for amax in amaxes.abs().to(dtype):
         compare(fused.cast_pair, x, fmt.name, amax.reshape(1, 1), amax.reshape(1, 1), False, 1e-12)
@@ -185,8 +187,8 @@ def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
     finite = torch.where(x.isfinite(), x, torch.ones_like(x))
     for start, values in ((0.0, finite), (1e9, finite), (float("nan"), finite), (2.0, x)):
         amax, expected = torch.full((1,), start, device=DEVICE), torch.full((1,), start)
-        found = kernels(fused.cast_pair_delayed, values, E4M3FN.name, one, True, True, amax)
-        wanted = fused.cast_pair_delayed(values, E4M3FN.name, one, True, True, expected)
+        found = kernels(delayed.cast_pair_delayed, values, E4M3FN.name, one, True, True, amax, *RULE)
+        wanted = delayed.cast_pair_delayed(values, E4M3FN.name, one, True, True, expected, *RULE)
         assert_same_bits(amax.cpu(), expected)
         for codes, expected_codes in zip(found, wanted, strict=True):
             assert_same_bits(codes, expected_codes, nan_codes=True)
@@ -346,7 +348,7 @@ def test_more_than_2_to_the_31_elements(assert_same_bits) -> None:
     assert amax.item() == 1000.0
     inv_scale, _ = fused.scales(amax, E4M3FN.name, False, 1e-12, 0)
     raised = torch.zeros((), device="cuda")
-    rows, cols = fused.cast_pair_delayed(x, E4M3FN.name, inv_scale, True, True, raised)
+    rows, cols, *_ = delayed.cast_pair_delayed(x, E4M3FN.name, inv_scale, True, True, raised, *RULE)
     assert raised.item() == 1000.0
     tail = f8.quantize(x[-300:], inv_scale, E4M3FN)
     assert_same_bits(rows[-300:], tail)
