@@ -198,6 +198,7 @@ def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     stub = SimpleNamespace(LlamaConfig=dict, LlamaForCausalLM=Llama, __version__="stub")
     monkeypatch.setitem(sys.modules, "transformers", stub)
+    monkeypatch.setattr(huggingface, "package_version", lambda package: stub.__version__)  # another may be installed
     out, subjects = tmp_path / "huggingface.json", ["bf16", "f8emu/tensorwise", "f8emu/delayed"]
     given = ["--device", "cpu", "--tiny", "--mode", "eager", "--json", str(out), "--subjects", *subjects]
     assert huggingface.main(given) == 0
