@@ -71,7 +71,7 @@ def padded_operand(x: Tensor, extents: Extents, rows: int | None = None) -> Tens
     return padded.flatten(1)
 
 
-def padded_scales(scale: Tensor, shape: tuple[int, int], fill: float) -> Tensor:
+def padded_scales(scale: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
     """Scales with entries `fill` added below and to the right, up to `shape`."""
     return pad(scale.detach(), (0, shape[1] - scale.shape[1], 0, shape[0] - scale.shape[0]), value=fill)
 
