@@ -41,10 +41,9 @@ def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     """An `of` with the parameters, hooks and mode of `layer`, which is not changed."""
     new = of.__new__(of)
     new.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in layer.__dict__.items()})
-    for name in Float8Linear.__annotations__:
+    for name in (*Float8Linear.__annotations__, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
         new.__dict__.pop(name, None)
         new._modules.pop(name, None)
-    new._compiled_call_impl = None  # set by layer.compile(); it would run Float8Linear's forward
     return new
 
 

@@ -1,0 +1,448 @@
+"""Conversion of models that people have: subclasses, adapters, shards, other libraries' layers, and the way back."""
+
+import copy
+import dataclasses
+import io
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import f8emu
+import f8emu.torch as f8
+from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
+from f8emu.torch import Outcome
+from f8emu.torch.training import replacement
+
+pytestmark = [  # of Dynamo's
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+def entries(report: f8.ConversionReport) -> dict[str, f8.ConversionEntry]:
+    return {entry.fqn: entry for entry in report.entries}
+
+
+# The filter of small layers
+
+
+def test_the_filter_lets_no_size_through_that_raises() -> None:
+    with torch.device("meta"):
+        sizes = {"head": (8192, 50257), "w1": (4096, 8192), "lm": (4096, 8192)}
+        model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    is_large = f8.filter_small_layers(filter_fqns=["lm", "nothing"])
+    f8.convert_to_float8_training(model, module_filter_fn=is_large)
+    assert {name: type(layer) for name, layer in model.items()} == {
+        "head": nn.Linear,
+        "w1": f8.Float8Linear,
+        "lm": nn.Linear,
+    }
+    padded = f8.filter_small_layers(pad=True)
+    assert f8.plan_conversion(model, module_filter_fn=padded, pad=True).names(Outcome.CONVERTED) == ("head", "lm")
+    unmeasured = dataclasses.replace(TENSORWISE, name="mine", scale_rule=ScaleRule(power_of_two=True))
+    is_whole = f8.filter_small_layers(unmeasured, filter_fqns="out")
+    assert not is_whole(nn.Linear(20, 16), "a") and is_whole(nn.Linear(16, 16), "a")
+    assert not is_whole(nn.Linear(16, 16), "out")
+
+
+# What the report says
+
+
+class Conv1D(nn.Module):
+    """As transformers has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+
+class Experts(nn.Module):
+    """Mixtral's: all of one kind in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 32, 64))
+
+
+class Scaled(nn.Linear):
+    """Surrounds the forward of nn.Linear."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2) + 1
+
+
+class Direct(nn.Linear):
+    """Never calls it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight, self.bias)
+
+
+def test_the_report_counts_parameters_and_names_what_it_did_not_look_at() -> None:
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(64, 32),
+            "c_attn": Conv1D(96, 32),
+            "experts": Experts(),
+            "patches": nn.Conv2d(3, 32, 4),
+            "norm": nn.LayerNorm(32),
+            "mine": Scaled(32, 32),
+            "up": nn.Linear(32, 64, bias=False),
+            "head": nn.Linear(32, 64, bias=False),
+        }
+    )
+    model["head"].weight = model["embed"].weight
+    report = f8.plan_conversion(model)
+    assert entries(report)["mine"].outcome is Outcome.TYPE
+    assert entries(report)["mine"].reason.startswith("Scaled may compute something else; if it only surrounds super()")
+    assert {other.fqn: other.shape for other in report.others} == {
+        "c_attn.weight": (32, 96),
+        "experts.gate_up_proj": (4, 32, 64),
+        "patches.weight": (32, 3, 4, 4),
+    }, "the embedding is the head's weight, and vectors are no GEMM's"
+    reasons = [other.reason for other in report.others]
+    assert "transformers' Conv1D" in reasons[0] and "experts" in reasons[1] and reasons[2] == "a convolution"
+    assert report.parameters == sum(p.numel() for p in model.parameters()) and report.covered == 2 * 32 * 64
+    assert f"{2 * 32 * 64 / report.parameters:.1%} of {report.parameters} parameters" in str(report)
+    assert "not looked at:\n  c_attn.weight" in str(report)
+    f8.convert_to_float8_training(model)
+    assert f8.plan_conversion(model).share == report.share, "what is converted already counts"
+    embeddings = f8.plan_conversion(nn.Embedding(4, 4))
+    assert embeddings.others[0].reason == "an embedding: no GEMM" and embeddings.share == 0
+
+
+def test_the_fast_path_of_the_encoder_layer_is_noted(assert_same_bits: Any) -> None:
+    """It reads the weights, so that the layers are not called."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 1).eval()
+    before, x = copy.deepcopy(encoder), torch.randn(2, 8, 32)
+    assert f8.plan_conversion(encoder, module_filter_fn=lambda layer, fqn: False).notes == ()
+    (note,) = f8.plan_conversion(encoder).notes
+    assert note.startswith("nn.TransformerEncoderLayer (layers.0) reads the weights")
+    f8.convert_to_float8_training(encoder)
+    with torch.no_grad():
+        assert_same_bits(encoder(x), before(x))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert not torch.equal(encoder(x), before(x)), "float8 now"
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+# Subclasses of nn.Linear
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_a_subclass_that_surrounds_forward_is_converted_on_request(name: str, assert_same_bits: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(Scaled(32, 32), Direct(32, 32))
+    plain = nn.Linear(32, 32)
+    plain.load_state_dict(model[0].state_dict())
+    f8.convert_to_float8_training(plain_model := nn.Sequential(plain), config=name)
+    report = f8.plan_conversion(model, config=name, subclasses=(Scaled, Direct))
+    assert [entry.outcome for entry in report.entries] == [Outcome.CONVERTED, Outcome.TYPE]
+    assert report.entries[1].reason == "the forward of Direct does not call super().forward()"
+    f8.convert_to_float8_training(model, config=name, subclasses=(Scaled, Direct))
+    layer = model[0]
+    assert isinstance(layer, Scaled) and isinstance(layer, f8.Float8Linear) and type(model[1]) is Direct
+    text = re.sub(r"\s{2,}", "", repr(layer))
+    assert text.startswith(f"Float8Scaled(in_features=32, out_features=32, bias=True, recipe={name}, engine=auto")
+
+    x = torch.randn(16, 32)
+    expected = plain_model(x * 2) + 1
+    assert_same_bits(layer(x), expected)
+    assert_same_bits(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is type(layer) and twin.recipe == layer.recipe
+        assert_same_bits(twin(x), expected)
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=False)) is type(layer)
+
+    back = f8.dequantize_float8_training(model)
+    assert back is model and type(model[0]) is Scaled and model[0].weight is layer.weight
+
+
+# torchao's configurations
+
+
+class Float8LinearRecipeName(Enum):
+    """torchao's."""
+
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+    ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
+    OTHER = "mxfp8"
+
+
+class Float8LinearConfig(SimpleNamespace):
+    """torchao 0.17's, with its defaults filled in."""
+
+    @classmethod
+    def of(cls, name: str = "tensorwise", changes: Mapping[str, Any] = {}) -> Any:
+        torchao = pytest.importorskip("torchao.float8") if REAL else None
+        if torchao is not None:
+            return dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(name), **changes)
+        granularity = "tensorwise" if name == "tensorwise" else "axiswise"
+        grad = torch.float8_e5m2 if name == "tensorwise" else torch.float8_e4m3fn
+        casts: dict[str, Any] = dict.fromkeys(("input", "weight", "input_for_grad_weight"), cast_config(granularity))
+        casts |= dict.fromkeys(("grad_output", "grad_output_for_grad_weight"), cast_config(granularity, grad))
+        casts["weight_for_grad_input"] = cast_config("tensorwise" if name == "rowwise_with_gw_hp" else granularity)
+        if name == "rowwise_with_gw_hp":
+            off = cast_config("tensorwise", kind="disabled")
+            casts |= {"input_for_grad_weight": off, "grad_output_for_grad_weight": off}
+        gemms = {gemm: SimpleNamespace(use_fast_accum=gemm == "output") for gemm in RECIPES[name].gemms}
+        fields = {f"cast_config_{tensor}": value for tensor, value in casts.items()}
+        fields |= {f"gemm_config_{gemm}": value for gemm, value in gemms.items()}
+        fields |= dict.fromkeys(("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"), False)
+        return cls(**{**fields, "round_scales_to_power_of_2": name != "tensorwise", **changes})
+
+
+def cast_config(granularity: str, dtype: torch.dtype = torch.float8_e4m3fn, kind: str = "dynamic") -> Any:
+    value = SimpleNamespace
+    return value(scaling_type=value(value=kind), scaling_granularity=value(value=granularity), target_dtype=dtype)
+
+
+try:
+    import torchao.float8  # pyright: ignore[reportMissingImports]  # noqa: F401
+
+    REAL = True
+except ImportError:
+    REAL = False
+
+
+def test_torchaos_configurations_are_accepted_or_answered_with_the_replacement() -> None:
+    for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        configs: list[Any] = [Float8LinearRecipeName(name), Float8LinearConfig.of(name)]
+        for config in configs:
+            assert f8.plan_conversion(nn.Linear(32, 32), config=config).recipe is RECIPES[name]
+    config = Float8LinearConfig.of("rowwise")
+    layer = f8.convert_to_float8_training(nn.Linear(32, 32), config=config)
+    assert isinstance(layer, f8.Float8Linear) and layer.recipe is ROWWISE
+    with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
+        f8.plan_conversion(layer, config=Float8LinearRecipeName.OTHER)
+    for field, remedy in (
+        ("enable_fsdp_float8_all_gather", "leave it out"),
+        ("pad_inner_dim", "pass pad=True"),
+        ("emulate", 'engine="emulated"'),
+    ):
+        with pytest.raises(SpecError, match=f"must have {field}=False here; got True; .*{remedy}"):
+            f8.plan_conversion(layer, config=Float8LinearConfig.of(changes={field: True}))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_the_replacement_of_torchaos_configuration_is_an_expression(name: str) -> None:
+    """It evaluates to a recipe with the fields that were asked for."""
+    base = RECIPES[name]
+    fast = type(Float8LinearConfig.of().gemm_config_output)(use_fast_accum=True)
+    flipped = Float8LinearConfig.of(
+        name, {"round_scales_to_power_of_2": not base.scale_rule.power_of_two, "gemm_config_grad_input": fast}
+    )
+    with pytest.raises(SpecError, match="must be one of its named recipes; got another one") as error:
+        f8.convert_to_float8_training(nn.Linear(32, 32), config=flipped)
+    expression = str(error.value).partition("config=")[2].removesuffix(" instead, with the names of f8emu")
+    recipe = eval(expression, {**vars(f8emu), "dataclasses": dataclasses})
+    assert recipe == dataclasses.replace(
+        base,
+        grad_input=dataclasses.replace(base.grad_input, use_fast_accum=True),
+        scale_rule=ScaleRule(power_of_two=not base.scale_rule.power_of_two),
+    )
+    assert f"replace({name.upper()}, " in expression
+    assert f8.plan_conversion(nn.Linear(32, 32), config=recipe).recipe is recipe
+
+
+# The way back
+
+
+@pytest.mark.parametrize("name", ["rowwise", "delayed"])
+def test_the_way_back_to_nn_linear(name: str, assert_same_bits: Any) -> None:
+    shared = nn.Linear(32, 32)
+    last = nn.Linear(32, 48, bias=False).eval()
+    model: Any = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU()), "c": last})
+    calls: list[str] = []
+    model["c"].register_forward_hook(lambda *args: calls.append("hook"))
+    x, before = torch.randn(16, 32), {n: p for n, p in model.named_parameters(remove_duplicate=False)}
+    expected = model["c"](x), model["a"](x)
+    f8.convert_to_float8_training(model, config=name)
+    model["c"](x)
+    assert f8.dequantize_float8_training(model) is model
+    assert type(model["a"]) is nn.Linear and model["a"] is model["b"][0] and type(model["c"]) is nn.Linear
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == before.keys() and all(after[n] is before[n] for n in after)
+    assert vars(model["c"]).keys() == vars(nn.Linear(1, 1)).keys() and not model["c"].training and model["a"].training
+    assert_same_bits(model["c"](x), expected[0])
+    assert_same_bits(model["a"](x), expected[1])
+    assert len(calls) == 3
+    assert list(model.state_dict()) == ["a.weight", "a.bias", "b.0.weight", "b.0.bias", "c.weight"]
+    layer = f8.dequantize_float8_training(f8.convert_to_float8_training(nn.Linear(32, 32)))
+    assert type(layer) is nn.Linear
+    own = type("Own", (f8.Float8Linear,), {})(32, 32)
+    with pytest.raises(OperandError, match="must be a Float8Linear that a conversion made; got Own"):
+        f8.dequantize_float8_training(nn.Sequential(nn.ReLU(), own))
+    if REAL:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # pyright: ignore[reportMissingImports]
+
+        quantize_(model, Int8WeightOnlyConfig())
+        model["c"](x)
+
+
+def test_a_changed_recipe_is_told_apart() -> None:
+    changed = dataclasses.replace(TENSORWISE, scale_rule=ScaleRule(power_of_two=True))
+    named, layer = f8.Float8Linear(32, 32), f8.Float8Linear(32, 32, recipe=changed)
+    assert "recipe=tensorwise, engine" in repr(named)
+    assert f"recipe=tensorwise ({changed.content_hash[:12]}), engine" in repr(layer)
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert loaded.recipe == changed and repr(loaded) == repr(layer) != repr(named)
+    report = f8.plan_conversion(nn.Linear(32, 32), config=changed)
+    assert str(report).startswith(f"recipe {changed.label}: ")
+    with pytest.raises(OperandError, match=rf"'tensorwise \({changed.content_hash[:12]}\)'.*asked for 'tensorwise',"):
+        f8.convert_to_float8_training(nn.Sequential(layer))
+
+
+# Other libraries
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_sharded_model_is_refused(one_rank: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    sharded: Any = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    fully_shard(sharded[1], mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    parallel: Any = nn.Sequential(nn.Linear(32, 32))
+    parallel[0].weight = nn.Parameter(distribute_tensor(parallel[0].weight.detach(), mesh, [Replicate()]))
+    flat: Any = nn.Sequential(nn.Linear(32, 32))
+    flat[0].weight = nn.Parameter(torch.zeros(1024))
+    for model in (sharded, parallel, flat):
+        assert set(f8.plan_conversion(model).names(Outcome.SHARDED)) == {str(i) for i in range(len(model))}
+        kinds = [type(layer) for layer in model]
+        with pytest.raises(UnsupportedError, match=r"flattened parts in 0.*; convert the model first, then"):
+            f8.convert_to_float8_training(model)
+        assert [type(layer) for layer in model] == kinds
+    with pytest.warns(UserWarning, match="nothing to convert"):
+        f8.convert_to_float8_training(sharded, module_filter_fn=lambda layer, fqn: False)
+    converted: Any = fully_shard(f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), mesh=mesh)
+    converted(torch.randn(16, 32))
+
+
+class OthersLinear(nn.Linear):
+    """As torchao's Float8Linear: an nn.Linear that takes the parameters of another."""
+
+    @classmethod
+    def from_float(cls, module: nn.Linear) -> "OthersLinear":
+        with torch.device("meta"):
+            new = cls(module.in_features, module.out_features, bias=False)
+        new.weight, new.bias = module.weight, module.bias
+        return new
+
+
+def swapped(model: nn.Module) -> nn.Module:
+    """torchao's swap_linear_layers."""
+    for name, child in model.named_children():
+        setattr(model, name, OthersLinear.from_float(child) if isinstance(child, nn.Linear) else swapped(child))
+    return model
+
+
+def test_a_library_that_replaces_float8_layers_is_named_once() -> None:
+    replacement._warn.cache_clear()
+    model: Any = f8.convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.ReLU()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # none of these is another library's conversion
+        model[0] = nn.Linear(32, 32)
+        f8.convert_to_float8_training(model)
+        model[1] = torch.compile(model[1])
+        model[2] = nn.Linear(32, 64)
+    f8.convert_to_float8_training(model)
+    with pytest.warns(UserWarning, match=r"a Float8Linear was replaced by a .*OthersLinear, which no longer") as told:
+        swapped(model)
+    assert len(told) == 1, "for all layers"
+    if REAL:
+        import torchao.float8  # pyright: ignore[reportMissingImports]
+
+        with pytest.warns(UserWarning, match=r"replaced by a torchao\.float8\."):
+            torchao.float8.convert_to_float8_training(f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))))
+
+
+def test_transforms_of_torch_func_are_refused_in_one_sentence() -> None:
+    model, x = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Any], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).sum()
+
+    calls = (
+        lambda: torch.func.grad(loss)(parameters, x),
+        lambda: torch.func.vjp(model, x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.jacrev(model)(x),
+        lambda: torch.func.vmap(model)(x.view(2, 8, 32)),
+        lambda: torch.compile(torch.func.grad(loss), backend="eager")(parameters, x),
+    )
+    for call in calls:
+        with pytest.raises(UnsupportedError, match=r"Float8Linear: torch.func's transforms .* are not supported"):
+            call()
+    assert torch.autograd.grad(loss(parameters, x), list(parameters.values())), "ordinary gradients are"
+
+
+# Low-rank adapters
+
+
+class LoraLinear(nn.Module):
+    """The structure of peft's `lora.Linear`."""
+
+    def __init__(self, base_layer: Any, r: int) -> None:
+        super().__init__()
+        self.base_layer = base_layer.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, r, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(r, base_layer.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.lora_A.get_submodule("default"), self.lora_B.get_submodule("default")
+        return self.base_layer(x) + b(a(x))
+
+
+@pytest.mark.parametrize("is_converted_first", [False, True])
+def test_low_rank_adapters_before_and_after(is_converted_first: bool, assert_same_bits: Any) -> None:
+    torch.manual_seed(0)
+    base = nn.Linear(32, 32)
+    converted = f8.convert_to_float8_training(copy.deepcopy(base))
+    if is_converted_first:
+        model = nn.Sequential(LoraLinear(converted, r=8))
+        assert f8.plan_conversion(model).names(Outcome.ALREADY) == ("0.base_layer",)
+    else:
+        model = nn.Sequential(LoraLinear(base, r=8))
+        report = f8.plan_conversion(model)
+        assert report.names(Outcome.CONVERTED) == ("0.base_layer",)
+        adapters = {fqn: entry.reason for fqn, entry in entries(report).items() if entry.outcome is Outcome.ADAPTER}
+        assert adapters == dict.fromkeys(("0.lora_A.default", "0.lora_B.default"), "its rank is not a multiple of 16")
+        f8.convert_to_float8_training(model)
+        assert f8.plan_conversion(model, pad=True).names(Outcome.CONVERTED) == tuple(adapters)
+    lora: Any = model[0]
+    x = torch.randn(16, 32)
+    assert isinstance(lora.base_layer, f8.Float8Linear) and type(lora.lora_A["default"]) is nn.Linear
+    assert_same_bits(model(x), converted(x) + lora.lora_B["default"](lora.lora_A["default"](x)))
+    model(x).sum().backward()
+    assert lora.base_layer.weight.grad is None and lora.lora_A["default"].weight.grad is not None
+    with pytest.raises(OperandError, match="multiples of 16"):
+        f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 8)))
