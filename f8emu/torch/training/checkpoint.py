@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from f8emu.torch.fused import operators as fused
 
-GEMM_OPS: tuple[torch._ops.OpOverload, ...] = (torch.ops.aten.mm.default,)
+GEMM_OPS: tuple[OpOverload, ...] = (torch.ops.aten.mm.default,)
 """The GEMMs, as dispatch modes see them: expensive to recompute relative to the memory they take."""
-SCALE_OPS: tuple[torch._ops.OpOverload, ...] = (
+SCALE_OPS: tuple[OpOverload, ...] = (
     torch.ops.aten.max.default,
     fused.row_amax.overload,
     fused.scales.overload,
@@ -24,7 +25,7 @@ SAVED_OPS = GEMM_OPS + SCALE_OPS
 
 
 def float8_checkpoint_policy(
-    also: Collection[torch._ops.OpOverload] = (),
+    also: Collection[OpOverload] = (),
 ) -> Callable[..., CheckpointPolicy]:
     """A policy for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: keep `SAVED_OPS`, recompute the rest.
 
