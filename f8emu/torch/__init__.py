@@ -32,8 +32,10 @@ from f8emu.torch.training.convert import dequantize_float8_training as dequantiz
 from f8emu.torch.training.convert import plan_conversion as plan_conversion
 from f8emu.torch.training.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
 from f8emu.torch.training.delayed import DelayedScalingError as DelayedScalingError
+from f8emu.torch.training.delayed_sync import DelayedScalingState as DelayedScalingState
 from f8emu.torch.training.delayed_sync import delayed_state_dict as delayed_state_dict
 from f8emu.torch.training.delayed_sync import load_delayed_state_dict as load_delayed_state_dict
+from f8emu.torch.training.delayed_sync import set_amax_reduction_group as set_amax_reduction_group
 from f8emu.torch.training.delayed_sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 from f8emu.torch.training.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.training.float8_linear import Float8Linear as Float8Linear

@@ -43,7 +43,7 @@ def signature_of(x: Any) -> Any:
 
 
 class Operator:
-    """`f8emu::<name>`; its first argument is a tensor."""
+    """`f8emu::<name>`; its first argument is a tensor, or a list of them."""
 
     __slots__ = ("function", "name", "overload")
 
@@ -52,9 +52,9 @@ class Operator:
         self.function = function
         self.overload = overload
 
-    def __call__(self, x: Tensor, *args: Any) -> Any:
+    def __call__(self, x: Tensor | list[Tensor], *args: Any) -> Any:
         """Call the function directly, or through the dispatcher if something watches."""
-        if is_watched(x):
+        if is_watched(x[0] if isinstance(x, list) else x):
             return self.overload(x, *args)
         if torch.is_grad_enabled():
             refuse_gradient(self.name, x, *args)

@@ -33,6 +33,7 @@ from f8emu.spec import (
     Recipe,
     ScaleRule,
 )
+from f8emu.torch.fused.delayed import UNCALLED
 from f8emu.torch.training.delayed import DelayedBuffers
 
 BF16 = torch.bfloat16
@@ -78,7 +79,8 @@ def train(model: nn.Module, steps: Any, optimizer: torch.optim.Optimizer | None 
 
 
 def buffers_of(model: nn.Module) -> list[DelayedBuffers]:
-    return [module for module in model.modules() if isinstance(module, DelayedBuffers)]
+    layers = [module for module in model.modules() if isinstance(module, f8.Float8Linear)]
+    return [layer.delayed for layer in layers if layer.delayed is not None]
 
 
 def assert_equal_states(model: nn.Module, other: nn.Module) -> None:
@@ -86,11 +88,6 @@ def assert_equal_states(model: nn.Module, other: nn.Module) -> None:
     assert one.keys() == two.keys()
     for key in one:
         assert torch.equal(one[key], two[key]), key
-    for mine, theirs in zip(buffers_of(model), buffers_of(other), strict=True):
-        assert (
-            torch.equal(torch.cat(mine.scales), torch.cat(theirs.scales))
-            and mine.is_initialized == theirs.is_initialized
-        )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +149,8 @@ def test_fifty_steps_equal_the_oracle(
             assert_same_bits(layer.delayed.amax_history[i], states[name].amax_history)
             assert_same_bits(layer.delayed.inv_scale[i], states[name].inv_scale)
             assert layer.delayed.initialized[i].item() == bool(states[name].initialized)
-            assert layer.delayed.is_initialized[i] == bool(states[name].initialized)
-            assert not layer.delayed.amaxes[i].any()
-    assert layer.delayed.skipped.tolist() == [12, 0, 5]
+            assert layer.delayed.amaxes[i] == UNCALLED
+    assert layer.delayed.counts.tolist() == [[12, 0, 0], [0, 0, 0], [0, 0, 5]]
 
 
 def test_one_update_of_the_model_is_that_of_each_layer(to_numpy: Any, assert_same_bits: Any) -> None:
@@ -182,6 +178,7 @@ def test_compiled_training_equals_eager(backend: str) -> None:
     eager, compiled = make(), make()
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.01)
     graph = torch.compile(compiled, backend=backend, fullgraph=True)
+    torch._dynamo.utils.counters.clear()
     outputs = []
     for step in range(4):
         output = graph(batch(step))
@@ -193,10 +190,7 @@ def test_compiled_training_equals_eager(backend: str) -> None:
     for ours, theirs in zip(outputs, train(eager, range(4)), strict=True):
         assert torch.equal(ours, theirs)
     assert_equal_states(compiled, eager)
-    with pytest.raises(f8.DelayedScalingError):
-        for step in range(2):
-            graph(batch(step)).sum().backward()
-            optimizer.step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the second step compiles nothing"
 
 
 def through_file(state: Any) -> Any:
@@ -251,10 +245,9 @@ def test_the_state_of_a_model_inside_a_model() -> None:
 def test_the_state_holds_the_counts_and_is_a_copy() -> None:
     model, resumed = make(), make(seed=1)
     model(0 * batch(0)).sum().backward()
-    with pytest.warns(RuntimeWarning, match="amax of input"):
-        sync(model)
+    sync(model)
     state = f8.delayed_state_dict(model)
-    assert state["0.skipped"].tolist() == [1, 0, 0]
+    assert state["0.counts"].tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
     resumed.load_state_dict(model.state_dict())
     assert_equal_states(resumed, model)
     kept = copy.deepcopy(state)
@@ -286,19 +279,28 @@ def test_gradient_accumulation_keeps_the_maximum() -> None:
         assert torch.equal(buffers.state()["amax"], torch.stack([amaxes[i] for amaxes in seen]).amax(0))
 
 
+def own_step(model: nn.Module) -> None:
+    """That of an optimizer unknown to torch.optim, which leaves no trace in a version counter."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+
 def test_a_forgotten_update_is_noticed() -> None:
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train(model, range(2), optimizer)
-    model(batch(2)).sum().backward()
-    model(batch(3)).sum().backward()  # accumulates: the weights are the same
-    optimizer.step()
+    for step in (0, 1):
+        model(batch(step)).sum().backward()  # accumulates: the weights are the same
+    own_step(model)
     with pytest.raises(f8.DelayedScalingError, match=r"call f8emu\.torch\.sync_float8_amax_and_scale_history"):
         model(batch(4)).sum().backward()
     sync(model)
+    model.zero_grad()
     model(batch(5)).sum().backward()
-    optimizer.step()
-    sync(model)  # after the step is as good
+    sync(model)  # before the step is as good
+    own_step(model)
+    model(batch(6)).sum().backward()
+    model.zero_grad()  # a step that was skipped
     model(batch(6)).sum().backward()
 
 
@@ -320,9 +322,8 @@ def test_a_forgotten_update_is_noticed_in(change: str) -> None:
         frozen = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
         model = f8.convert_to_float8_training(frozen, config="delayed").requires_grad_()  # type: ignore[assignment]
     model = model[0]  # type: ignore[assignment]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch(0)).sum().backward()
-    optimizer.step()
+    own_step(model)
     with pytest.raises(f8.DelayedScalingError):
         model(batch(1)).sum().backward()
 
@@ -336,21 +337,25 @@ def test_a_model_on_meta_takes_over_a_state() -> None:
     assert torch.equal(other(batch(2)), model(batch(2)))
 
 
-def test_skipped_amaxes_are_counted_and_reported_once() -> None:
+def test_infinities_are_counted_and_reported_by_name() -> None:
+    """Each tensor's first; a layer that was never called, or whose amax was zero, uses no warning up."""
     model = make()
-    train(model, range(2))
-    scale = buffers_of(model)[0].inv_scale.clone()
-    for step in range(3):
-        model(batch(step) * float("inf")).sum().backward()
-        if step == 0:
-            with pytest.warns(RuntimeWarning, match=r"amax of input.* of a layer was zero, or not finite"):
-                sync(model)
-        else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                sync(model)
+    model.append(nn.Linear(32, 32)), f8.convert_to_float8_training(model, config=DELAYED)
+    called, idle = model[:3], buffers_of(model)[2]
+    for step in range(2):
+        called(batch(step)).sum().backward()
+        sync(model)
+    assert idle.counts.tolist() == [[0, 0, 0], [2, 2, 2], [0, 0, 0]]
     first = buffers_of(model)[0]
-    assert first.skipped[0] == 3 and torch.equal(first.inv_scale[0], scale[0])
+    scale = first.inv_scale.clone()
+    for step in range(3):
+        called(batch(step) * float("inf")).sum().backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            sync(model)
+        texts = [str(warning.message) for warning in seen]
+        assert len(texts) == (step == 0) and all("infinite or NaN of: input of 0;" in text for text in texts)
+    assert first.counts[2, 0] == 3 and torch.equal(first.inv_scale[0], scale[0])
     assert first.amax_history[0, :3].tolist() == [0, 0, 0]
 
 
@@ -368,10 +373,10 @@ def test_the_state_stays_float32_and_follows_the_module() -> None:
     assert layer.delayed.inv_scale.dtype is torch.float32
     assert torch.equal(layer.delayed.inv_scale, before["0.inv_scale"])
     layer.reset_parameters()
-    assert layer.delayed.is_initialized == (False, False, False) and not layer.delayed.initialized.any()
+    assert not layer.delayed.initialized.any()
     assert layer.delayed.inv_scale.tolist() == [1, 1, 1]
     model.to_empty(device="meta").to_empty(device="cpu")
-    assert all(buffers.is_initialized == (False, False, False) for buffers in buffers_of(model))
+    assert not any(buffers.initialized.any() for buffers in buffers_of(model))
     assert all(not buffers.amax_history.any() for buffers in buffers_of(model))
 
 
@@ -383,7 +388,7 @@ def test_a_recipe_with_a_high_precision_gemm(to_numpy: Any, assert_same_bits: An
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, range(3))
-    assert all(b.is_initialized == (True, True, False) and not b.skipped.any() for b in buffers_of(model))
+    assert all(b.initialized.tolist() == [True, True, False] and not b.counts.any() for b in buffers_of(model))
 
 
 def test_evaluation_between_steps_counts_as_a_pass() -> None:
@@ -392,7 +397,7 @@ def test_evaluation_between_steps_counts_as_a_pass() -> None:
     with torch.no_grad():
         model(batch(0))
     amaxes = list(itertools.chain.from_iterable(buffers.amaxes for buffers in buffers_of(model)))
-    assert [bool(amax.any()) for amax in amaxes] == [True, True, False] * 2
+    assert [bool(amax > 0) for amax in amaxes] == [True, True, False] * 2
     plain = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)))
     sync(plain)
     assert f8.delayed_state_dict(plain) == {}

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import E4M3FN, E5M2, Granularity, OperandError, ScaleRule, SpecError, UnsupportedError
+from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 
 # Loading and running the compiler warns about torch's own old code.
@@ -25,6 +26,11 @@ SHAPES = [(1, 1), (1, 300), (130, 70), (257, 129), (300, 1)]
 RULES = [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=1e-3)]
 SPECIALS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-13]
 E4M3 = "float8_e4m3fn"
+
+
+def cast_delayed(x, fmt, inv_scale, rows, cols, amax):
+    """Both codes, with the scale rule and the margin that do not matter where the state's inv_scale is set."""
+    return delayed.cast_pair_delayed(x, fmt, inv_scale, rows, cols, amax, False, 1e-12, 0)[:2]
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, *, special: bool) -> torch.Tensor:
@@ -133,7 +139,7 @@ def test_pairs_under_a_given_scale_equal_the_verbs(fmt, x, witness, assert_same_
                 assert codes.is_contiguous()
             else:
                 assert codes.shape == (0, 0)
-        raising = fused.cast_pair_delayed(x, fmt.name, inv_scale, *wanted, amax)
+        raising = cast_delayed(x, fmt.name, inv_scale, *wanted, amax)
         for codes, expected in zip(raising, found, strict=True):
             assert_same_bits(codes, expected, nan_codes=True)
         assert_same_bits(amax, witness("amax", x), nan_codes=True)
@@ -173,16 +179,16 @@ def test_a_given_amax_is_raised_and_keeps_what_is_not_finite(assert_same_bits) -
     for shape in ((), (1,), (1, 1)):
         amax = torch.zeros(shape)
         for value, expected in ((-3.0, 3.0), (2.0, 3.0), (-float("inf"), float("inf")), (5.0, float("inf"))):
-            rows, cols = fused.cast_pair_delayed(torch.full((2, 3), value), E4M3, one, True, True, amax)
+            rows, cols = cast_delayed(torch.full((2, 3), value), E4M3, one, True, True, amax)
             assert amax.item() == expected
             assert (rows.shape, cols.shape) == ((2, 3), (3, 2))
         for value in (float("nan"), 1.0, float("inf")):
-            fused.cast_pair_delayed(torch.full((2, 3), value), E4M3, one, True, False, amax)
+            cast_delayed(torch.full((2, 3), value), E4M3, one, True, False, amax)
             assert amax.view(torch.int32).item() == 0x7FFFFFFF
     amaxes = torch.zeros(4)  # one buffer of a whole model
     x = drawn((130, 70), torch.bfloat16, special=False)
     version = amaxes._version
-    fused.cast_pair_delayed(x, E4M3, one, True, True, amaxes[2])
+    cast_delayed(x, E4M3, one, True, True, amaxes[2])
     assert amaxes._version > version, "autograd must see that it has changed"
     assert_same_bits(amaxes, torch.stack([torch.zeros(()), torch.zeros(()), f8.amax(x).reshape(()), torch.zeros(())]))
 
@@ -195,7 +201,7 @@ def test_nothing_gives_nothing(shape, witness, assert_same_bits) -> None:
     for found, size in zip(fused.row_col_amax(x), shape, strict=True):
         assert_same_bits(found, torch.zeros(size, 1))
     amax = torch.full((), 2.0)
-    rows, cols = fused.cast_pair_delayed(x, E4M3, torch.ones(1, 1), True, True, amax)
+    rows, cols = cast_delayed(x, E4M3, torch.ones(1, 1), True, True, amax)
     assert (rows.shape, cols.shape, amax.item()) == ((m, n), (n, m), 2.0)
     for row_amax, col_amax in ((torch.zeros(m, 1), torch.zeros(n, 1)), (torch.zeros(1, 1), torch.zeros(1, 1))):
         rows, row_scale, cols, col_scale = fused.cast_pair(x, E4M3, row_amax, col_amax, False, 1e-12)
@@ -237,7 +243,10 @@ def calls(x: torch.Tensor) -> dict[str, tuple[Any, tuple]]:
         "cast_pair": (fused.cast_pair, (x, E4M3, rows, cols, True, 1e-12)),
         "cast_pair by one amax": (fused.cast_pair, (x, "float8_e5m2", rows[:1].bfloat16(), None, False, 1e-12)),
         "cast_pair_given": (fused.cast_pair_given, (x, E4M3, rows[:1], True, True)),
-        "cast_pair_delayed": (fused.cast_pair_delayed, (x, E4M3, rows[:1], True, True, torch.ones(1))),
+        "cast_pair_delayed": (
+            delayed.cast_pair_delayed,
+            (x, E4M3, rows[:1], True, True, torch.ones(1), False, 1e-12, 0),
+        ),
         "cast_rows": (fused.cast_rows, (x, E4M3, True, 1e-12)),
         "cast_blocks": (fused.cast_blocks, (x, E4M3, False, True, True, False, 1e-12)),
         "cast_blocks, squares": (fused.cast_blocks, (x, E4M3, True, True, False, False, 1e-12)),
@@ -286,8 +295,8 @@ class Delayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         one = torch.ones(1, 1)
-        x_codes, xt = fused.cast_pair_delayed(x, E4M3, one, True, True, amaxes[0])
-        w_codes, wt = fused.cast_pair_delayed(weight, E4M3, one, True, True, amaxes[1])
+        x_codes, xt = cast_delayed(x, E4M3, one, True, True, amaxes[0])
+        w_codes, wt = cast_delayed(weight, E4M3, one, True, True, amaxes[1])
         ctx.save_for_backward(xt, wt)
         ctx.grad_amax = amaxes[2]  # saved, it would have to stay as it is until the backward pass
         return x_codes.float() @ w_codes.float().t()
@@ -296,7 +305,7 @@ class Delayed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         xt, wt = ctx.saved_tensors
         one = torch.ones(1, 1)
-        codes, transposed = fused.cast_pair_delayed(grad, "float8_e5m2", one, True, True, ctx.grad_amax)
+        codes, transposed = cast_delayed(grad, "float8_e5m2", one, True, True, ctx.grad_amax)
         return codes.float() @ wt.float().t(), transposed.float() @ xt.float().t(), None, None, None
 
 
@@ -430,7 +439,7 @@ def bad_calls(device: str) -> dict[str, tuple[Callable[[], Any], type[Exception]
             f"row_amax is on {elsewhere} and x on {device}",
         ),
         "a double scale": (
-            lambda: fused.cast_pair_delayed(x, E4M3, one.double(), True, False, torch.zeros((), device=device)),
+            lambda: cast_delayed(x, E4M3, one.double(), True, False, torch.zeros((), device=device)),
             OperandError,
             "cast_pair_delayed: inv_scale must be one float32; got torch.float64",
         ),
@@ -440,7 +449,7 @@ def bad_calls(device: str) -> dict[str, tuple[Callable[[], Any], type[Exception]
             f"inv_scale is on {elsewhere} and x on {device}",
         ),
         "two amaxes": (
-            lambda: fused.cast_pair_delayed(x, E4M3, one, True, False, torch.zeros(2, device=device)),
+            lambda: cast_delayed(x, E4M3, one, True, False, torch.zeros(2, device=device)),
             OperandError,
             r"cast_pair_delayed: amax must be one float32; got torch.float32 of shape \[2\]",
         ),
@@ -465,7 +474,7 @@ def test_a_refused_cast_does_not_touch_the_amax() -> None:
     x, one, amax = torch.zeros(4, 6), torch.ones(1, 1), torch.zeros(1)
     for bad in ((x.double(), E4M3, one), (x, "float16", one), (x, E4M3, one.double())):
         with pytest.raises((OperandError, SpecError)):
-            fused.cast_pair_delayed(*bad, True, True, amax)
+            cast_delayed(*bad, True, True, amax)
     assert amax._version == 0
 
 

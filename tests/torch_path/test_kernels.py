@@ -32,6 +32,8 @@ NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
+RULE = (False, 1e-12, 0)
+"""power_of_two, amax_floor, margin."""
 _RULES = [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)]
 RULES = pytest.mark.parametrize("rule", _RULES, ids=str)
 CASTS = pytest.mark.parametrize(
@@ -192,6 +194,50 @@ def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
         assert_same_bits(amax.cpu(), expected)
         for codes, expected_codes in zip(found, wanted, strict=True):
             assert_same_bits(codes, expected_codes, nan_codes=True)
+
+
+@ON_GPU
+def test_a_state_that_is_not_set_is_left_to_the_amax(x, compare) -> None:
+    """In the same call of one plan, before and after the host knows that a state is set."""
+    finite = torch.where(x.isfinite(), x, torch.ones_like(x))
+    for inv_scale in (delayed.UNSET, 0.3):
+        state = torch.full((1, 1), inv_scale)
+        compare(delayed.cast_pair_delayed, finite, E5M2.name, state, True, True, torch.zeros(1, 1), True, 1e-12, 2)
+
+
+@ON_GPU
+@pytest.mark.parametrize("is_most_recent", [False, True])
+def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
+    """400 layers, more than a block of the kernel; states that are set or not, and amaxes of every kind."""
+    monkeypatch.setattr(delayed, "has_float8_hardware", lambda device: fused.has_float8_hardware(device))
+    generator = torch.Generator().manual_seed(1)
+    layers, length = 40 if INTERPRETED else 400, 5
+    kinds = torch.tensor([delayed.UNCALLED, 0.0, 1e-45, 1e-3, 2.5, 3e38, float("inf"), float("nan")])
+    amaxes = kinds[torch.randint(len(kinds), (3 * layers,), generator=generator)]
+    histories = torch.rand(layers, 3, length, generator=generator) * (torch.rand(layers, 1, 1) > 0.3)
+    inv_scales = torch.rand(3 * layers, generator=generator) * (torch.rand(3 * layers, generator=generator) > 0.5)
+    counts = torch.randint(0, 3, (layers, 3, 3), generator=generator)
+    rule = ("float8_e4m3fn,,float8_e5m2", False, 1e-12, 1, is_most_recent)
+
+    def run(call: Any, *, is_idle: bool) -> list[torch.Tensor]:
+        device = "cpu" if call is None else DEVICE
+        own = torch.full_like(amaxes, delayed.UNCALLED) if is_idle else amaxes
+        parts = [own, histories, inv_scales, counts]
+        lists = [[y.clone().reshape(shape) for y in part.to(device)] for part, shape in zip(
+            parts, ((1, 1), (3, length), (1, 1), (3, 3)), strict=True)]  # fmt: skip
+        one = (lambda operator, *args: (operator(*args),)) if call is None else call
+        (taken,) = one(delayed.take_amaxes, lists[0])
+        (report,) = one(delayed.update_delayed, taken.to(device), *lists[1:], *rule)
+        return [taken, report, *(torch.stack(part).cpu() for part in lists)]
+
+    for is_idle in (False, True):
+        found, wanted = run(kernels, is_idle=is_idle), run(None, is_idle=is_idle)
+        for ours, theirs in zip(found, wanted, strict=True):
+            integers = ours.dtype is not torch.float32
+            assert (
+                torch.equal(ours, theirs) if integers else torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+            )
+    assert torch.equal(wanted[3], histories) and torch.equal(wanted[5], counts), "nothing was called"
 
 
 @ON_GPU

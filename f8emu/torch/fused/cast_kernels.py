@@ -160,6 +160,15 @@ def cast_pair_kernel(
         store_tile(col_codes, tl.trans(clamp(values * col_inv, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 
+@triton.jit
+def store_used(inv_scale, used_inv_scale, scale):
+    """The first program writes the inv_scale that all of them use, and its scale."""
+    if tl.program_id(0) == 0:
+        inv = tl.load(inv_scale)
+        tl.store(used_inv_scale, inv)
+        tl.store(scale, reciprocal(inv, False))
+
+
 @triton.jit(do_not_specialize=["tiles_n"])
 def cast_pair_given_kernel(
     x,
@@ -167,6 +176,8 @@ def cast_pair_given_kernel(
     row_codes,
     col_codes,
     amax,
+    used_inv_scale,
+    scale,
     M,
     N,
     tiles_n,
@@ -180,7 +191,7 @@ def cast_pair_given_kernel(
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N] under one inv_scale.
 
-    With `AMAX`, `amax` is updated by that of `x` in the same pass.
+    With `AMAX`, `amax` is updated by that of `x` in the same pass, and `used_inv_scale` and its `scale` are written.
     """
     tile = from_the_end()
     rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
@@ -188,6 +199,7 @@ def cast_pair_given_kernel(
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
         raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
+        store_used(inv_scale, used_inv_scale, scale)
     # Two conversions (see above). The row-code store separates the loads of inv_scale; otherwise they are merged.
     if ROWS:
         scaled = values * tl.load(inv_scale)

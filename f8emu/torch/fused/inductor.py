@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from f8emu.torch.device import has_float8_hardware
-from f8emu.torch.fused import operators
+from f8emu.torch.fused import delayed, operators
 from f8emu.torch.fused.arguments import CODES, block_granularity
 
 _RECOMPUTABLE = (operators.recomputable_cast_pair,)
@@ -66,7 +66,7 @@ def _register_lowerings() -> None:
         (operators.cast_pair, _cast_pair),
         (operators.recomputable_cast_pair, _cast_pair),
         (operators.cast_pair_given, _cast_pair_given),
-        (operators.cast_pair_delayed, _cast_pair_given),
+        (delayed.cast_pair_delayed, _cast_pair_delayed),
         (operators.cast_rows, _cast_rows),
         (operators.cast_blocks, _cast_blocks),
     ):
@@ -77,13 +77,17 @@ def _register_lowerings() -> None:
 def _lowering(overload: torch._ops.OpOverload, lower: Callable[..., Any]) -> Callable[..., Any]:
     """`lower` if kernels run and sizes are known, otherwise a call of the operator itself."""
     from torch._inductor.lowering import fallback_handler
+    from torch._inductor.virtualized import V
 
     fallback = fallback_handler(overload, add_to_fallback_set=False)
 
     @wraps(lower)
     def lowered(x: Any, *args: Any) -> Any:
         sizes = [_known(size) for size in x.get_size()]
-        if None in sizes or 0 in sizes or not has_float8_hardware(x.get_device()) or operators.launches() is None:
+        is_plain = None in sizes or 0 in sizes or not has_float8_hardware(x.get_device())
+        # Ahead of time there is no host code that could know whether a state is set.
+        is_plain = is_plain or (V.graph.cpp_wrapper and overload is delayed.cast_pair_delayed.overload)
+        if is_plain or operators.launches() is None:
             return fallback(x, *args)
         return lower(_contiguous(x), sizes, *args)
 
@@ -136,21 +140,33 @@ def _cast_pair(
     return out
 
 
-def _cast_pair_given(
-    x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool, amax: Any = None
+def _cast_pair_given(x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool) -> list[Any]:
+    wanted, out, codes = _given_codes(x, sizes, fmt, rows, cols)
+    if any(wanted):
+        _launch(_plans().cast_pair_given(*sizes, fmt, *wanted), x, inv_scale, *codes, *[inv_scale] * 3)
+    return out
+
+
+def _cast_pair_delayed(
+    x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool, amax: Any, *rule: Any
 ) -> list[Any]:
-    m, n = sizes
-    used = _used()
+    wanted, out, codes = _given_codes(x, sizes, fmt, rows, cols)
+    used = [_empty(x, torch.float32, 1, 1) for _ in range(2)]
+    _launch(_plans().cast_pair_delayed(*sizes, fmt, *wanted, *rule), x, inv_scale, *codes, amax, *used)
+    return [*out, *used]
+
+
+def _given_codes(
+    x: Any, sizes: list[int], fmt: str, rows: bool, cols: bool
+) -> tuple[tuple[bool, bool], list[Any], list[Any]]:
+    """Which codes have a reader, the results, and what a plan takes in their place."""
+    (m, n), used = sizes, _used()
     wanted = rows and 0 in used, cols and 1 in used
     out = [
         _empty(x, CODES[fmt], *(shape if side else (0, 0)))
         for side, shape in zip(wanted, ((m, n), (n, m)), strict=True)
     ]
-    if any(wanted) or amax is not None:
-        codes = [codes if side else x for side, codes in zip(wanted, out, strict=True)]
-        plan = _plans().cast_pair_given(m, n, fmt, *wanted, amax is not None)
-        _launch(plan, x, inv_scale, *codes, inv_scale if amax is None else amax)
-    return out
+    return wanted, out, [codes if side else x for side, codes in zip(wanted, out, strict=True)]
 
 
 def _cast_rows(x: Any, sizes: list[int], fmt: str, power_of_two: bool, amax_floor: float) -> list[Any]:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
-from f8emu.spec.formats import format_by_name
-from f8emu.torch.fused import block_kernels, cast_kernels, scale_kernels
+from f8emu.spec.formats import E4M3FN, format_by_name
+from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
+from f8emu.torch.fused.arguments import new_zeros
+from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -90,6 +92,25 @@ class Plan:
 
     def _first_launch(self, tensors: tuple[Tensor, ...]) -> Any:
         return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, num_warps=self.warps)
+
+
+class DelayedPlan(Plan):
+    """A cast by the inv_scale of a state: until that is known to be set, it is chosen on the device."""
+
+    __slots__ = ("rule",)
+
+    def __init__(self, *plan: Any) -> None:
+        super().__init__(*plan[:-1])
+        self.rule: tuple[str, bool, float, int] = plan[-1]
+
+    def __call__(self, *tensors: Tensor) -> None:
+        x, inv_scale, *rest = tensors
+        if not is_known_set(inv_scale):
+            own = new_zeros(x, 1, 1)
+            m, n = self.sizes[:2]
+            tensor_amax(m * n)(x, own)
+            inv_scale = chosen_inv_scale(own, inv_scale, *self.rule)
+        super().__call__(x, inv_scale, *rest)
 
 
 _Launch = Callable[[int, list[int]], None]
@@ -199,12 +220,59 @@ def cast_pair(
 
 
 @planned
-def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> Plan:
-    """Tensors x [m, n], inv_scale, row codes, column codes, amax, which is updated if the argument `amax` is true."""
+def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool) -> Plan:
+    """Tensors x [m, n], inv_scale, row codes, column codes, and any tensor three times."""
+    return Plan(cast_kernels.cast_pair_given_kernel, *_given(m, n, fmt, rows, cols, False), CAST_WARPS)
+
+
+@planned
+def cast_pair_delayed(
+    m: int, n: int, fmt: str, rows: bool, cols: bool, power_of_two: bool, amax_floor: float, margin: int
+) -> Plan:
+    """Tensors x [m, n], the state's inv_scale, row codes, column codes, the state's amax, used inv_scale and scale."""
+    rule = (fmt, power_of_two, amax_floor, margin)
+    return DelayedPlan(cast_kernels.cast_pair_given_kernel, *_given(m, n, fmt, rows, cols, True), CAST_WARPS, rule)
+
+
+def _given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
     constants = {**codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax, "BM": bm, "BN": bn}
-    return Plan(cast_kernels.cast_pair_given_kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
+    return blocks(m, bm) * tiles_n, (m, n, tiles_n), constants
+
+
+@planned
+def take_amaxes(count: int, uncalled: float) -> Plan:
+    """Tensors taken, table: the `count` floats at the addresses of `table` are moved to `taken`, as integers."""
+    kernel, sizes = delayed_kernels.take_amaxes_kernel, (count,)
+    constants = {"UNCALLED": uncalled, "BLOCK": SCALES_BLOCK}
+    return Plan(kernel, blocks(count, SCALES_BLOCK), sizes, constants, SCALES_WARPS)
+
+
+@planned
+def update_delayed(
+    layers: int,
+    length: int,
+    fmts: str,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+    is_most_recent: bool,
+) -> Plan:
+    """Tensors taken [3 * layers], table of addresses, report: one program for each tensor."""
+    names = fmts.split(",")
+    rules = [rule_constants(fmt or E4M3FN.name, power_of_two, amax_floor, margin) for fmt in names]
+    constants = {
+        **{f"QUOTIENT_{i}": rule["QUOTIENT"] for i, rule in enumerate(rules)},
+        **{f"AT_FLOOR_{i}": rule["AT_FLOOR"] for i, rule in enumerate(rules)},
+        **{f"IS_CAST_{i}": bool(fmt) for i, fmt in enumerate(names)},
+        "FLOOR": rules[0]["FLOOR"],
+        "POWER_OF_TWO": power_of_two,
+        "MOST_RECENT": is_most_recent,
+        "BLOCK": SCALES_BLOCK,
+        "BLOCK_H": 1 << (length - 1).bit_length(),
+    }
+    return Plan(delayed_kernels.update_delayed_kernel, 3 * layers, (layers, length), constants, 1)
 
 
 @planned

@@ -34,7 +34,6 @@ from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import (
     block_granularity,
-    check_one_float,
     empty_blocks,
     empty_codes,
     empty_pair,
@@ -67,7 +66,7 @@ def launches() -> ModuleType | None:
     return launch
 
 
-def _fake(operator: Operator) -> Callable[[Implementation], Implementation]:
+def fake_with_hooks(operator: Operator) -> Callable[[Implementation], Implementation]:
     """As `fake`; also installs the hooks of `inductor` before a compiler that traces this call needs them."""
 
     def register(function: Implementation) -> Implementation:
@@ -101,7 +100,7 @@ def reduce_tensor(x: Tensor) -> Tensor:
     return amax
 
 
-@_fake(reduce_tensor)
+@fake_with_hooks(reduce_tensor)
 def _(x: Tensor) -> Tensor:
     require_values("tensor_amax", x)
     return new_floats(x, 1, 1)
@@ -124,7 +123,7 @@ def row_amax(x: Tensor) -> Tensor:
     return amax
 
 
-@_fake(row_amax)
+@fake_with_hooks(row_amax)
 def _(x: Tensor) -> Tensor:
     require_values("row_amax", x, ndim=2)
     return new_floats(x, x.shape[0], 1)
@@ -147,7 +146,7 @@ def reduce_rows_and_cols(x: Tensor) -> Tensor:
     return amaxes
 
 
-@_fake(reduce_rows_and_cols)
+@fake_with_hooks(reduce_rows_and_cols)
 def _(x: Tensor) -> Tensor:
     require_values("row_col_amax", x, ndim=2)
     return new_floats(x, x.shape[0] + x.shape[1])
@@ -173,7 +172,7 @@ def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin
     return inv_scale, scale
 
 
-@_fake(scales)
+@fake_with_hooks(scales)
 def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     require_values("scales", amax, name="amax")
     require_margin("scales", margin)
@@ -251,8 +250,8 @@ def recomputable_cast_pair(
     return cast_pair.function(x, fmt, row_amax, col_amax, power_of_two, amax_floor)
 
 
-@_fake(cast_pair)
-@_fake(recomputable_cast_pair)
+@fake_with_hooks(cast_pair)
+@fake_with_hooks(recomputable_cast_pair)
 def _(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -263,32 +262,19 @@ def _(
 @operator()
 def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     """Codes of `x` [M, N] if `rows`, and of `x^T` [N, M] if `cols`, under one inv_scale, [1, 1]."""
-    return _cast_pair_given("cast_pair_given", x, fmt, inv_scale, rows, cols, None)
+    row, col = empty_codes("cast_pair_given", x, fmt, inv_scale, rows, cols)
+    if (launch := kernels_for(x)) is None:
+        format = named_format("cast_pair_given", fmt)
+        row = eager.cast_by(x, format, inv_scale) if rows else row
+        col = eager.cast_by(x.t(), format, inv_scale) if cols else col
+        return row, col
+    launch.cast_pair_given(*x.shape, fmt, rows, cols)(x.contiguous(), inv_scale, row, col, *[inv_scale] * 3)
+    return row, col
 
 
-@_fake(cast_pair_given)
+@fake_with_hooks(cast_pair_given)
 def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     return empty_codes("cast_pair_given", x, fmt, inv_scale, rows, cols)
-
-
-@operator(mutates_args={"amax"})
-def cast_pair_delayed(
-    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
-) -> tuple[Tensor, Tensor]:
-    """`cast_pair_given`; also updates `amax` (float32, one element, at least 0 or NaN) by the amax of `x`.
-
-    `amax` is updated in the same pass by an integer maximum, which keeps NaN. In the backward pass of an autograd
-    function, `amax` should be a separate tensor (not a view) and an attribute of `ctx`: tensors of `save_for_backward`
-    must not change before the backward pass, but casts of other passes change `amax`.
-    """
-    check_one_float("cast_pair_delayed", "amax", amax, x)
-    return _cast_pair_given("cast_pair_delayed", x, fmt, inv_scale, rows, cols, amax)
-
-
-@_fake(cast_pair_delayed)
-def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor) -> tuple[Tensor, Tensor]:
-    check_one_float("cast_pair_delayed", "amax", amax, x)
-    return empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
 
 
 @operator()
@@ -302,7 +288,7 @@ def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tup
     return out
 
 
-@_fake(cast_rows)
+@fake_with_hooks(cast_rows)
 def _(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     format, _ = named_rule("cast_rows", fmt, power_of_two, amax_floor)
     return empty_rows(x, format)
@@ -332,27 +318,9 @@ def cast_blocks(
     return out
 
 
-@_fake(cast_blocks)
+@fake_with_hooks(cast_blocks)
 def _(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     format, _ = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
     return empty_blocks(x, format, square, rows, cols)
-
-
-def _cast_pair_given(
-    call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    row, col = empty_codes(call, x, fmt, inv_scale, rows, cols)
-    if amax is not None:
-        torch.autograd.graph.increment_version(amax)
-    if (launch := kernels_for(x)) is None:
-        format = named_format(call, fmt)
-        if amax is not None:
-            eager.raise_amax(amax, x)
-        row = eager.cast_by(x, format, inv_scale) if rows else row
-        col = eager.cast_by(x.t(), format, inv_scale) if cols else col
-        return row, col
-    plan = launch.cast_pair_given(*x.shape, fmt, rows, cols, amax is not None)
-    plan(x.contiguous(), inv_scale, row, col, inv_scale if amax is None else amax)
-    return row, col

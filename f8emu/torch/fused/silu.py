@@ -28,26 +28,54 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import operators
-from f8emu.torch.fused.arguments import check_one_float, empty_blocks, named_format, named_rule, new_codes
+from f8emu.torch.fused.arguments import check_one_float, empty_blocks, named_format, named_rule, new_codes, new_floats
+from f8emu.torch.fused.delayed import cast_pair_delayed, is_known_set
 from f8emu.torch.library import fake, operator
 
+_Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Codes of `grad_gate`, `grad_gate^T`, `grad_up`, `grad_up^T`, `hidden^T`; scales of `grad_gate` and `grad_up`."""
 _Wanted = tuple[bool, bool, bool, bool]
 """Which codes are requested: rows, gate_cols, up_cols, hidden_cols."""
 
 
 @operator(mutates_args={"amax"})
-def hidden_delayed(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
-    """Codes of `hidden` [M, N] under one inv_scale, [1, 1]; `amax` is updated by that of `hidden`."""
-    codes = _empty_hidden(gate, up, fmt, inv_scale, amax)
-    if (launch := _launches_for(gate)) is None:
-        return operators.cast_pair_delayed(silu(gate) * up, fmt, inv_scale, True, False, amax)[0]
+def hidden_delayed(
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    inv_scale: Tensor,
+    amax: Tensor,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of `hidden` [M, N] under the state's inv_scale; `amax` is updated by that of `hidden`.
+
+    Returns:
+        (codes, inv_scale, scale): the last two, each [1, 1], are those that were used.
+    """
+    out = _empty_hidden(gate, up, fmt, inv_scale, amax)
+    if (launch := _launches_for(gate)) is None or not is_known_set(inv_scale):
+        rule = (power_of_two, amax_floor, margin)
+        codes, _, used, scale = cast_pair_delayed(silu(gate) * up, fmt, inv_scale, True, False, amax, *rule)
+        return codes, used, scale
     torch.autograd.graph.increment_version(amax)
-    launch.hidden_given(*gate.shape, fmt)(gate.contiguous(), up.contiguous(), inv_scale, codes, amax)
-    return codes
+    codes, *used = out
+    launch.hidden_given(*gate.shape, fmt)(gate.contiguous(), up.contiguous(), inv_scale, codes, amax, *used)
+    return out
 
 
 @fake(hidden_delayed)
-def _(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
+def _(
+    gate: Tensor,
+    up: Tensor,
+    fmt: str,
+    inv_scale: Tensor,
+    amax: Tensor,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_hidden(gate, up, fmt, inv_scale, amax)
 
 
@@ -86,7 +114,10 @@ def gradients_delayed(
     hidden_cols: bool,
     gate_amax: Tensor,
     up_amax: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> _Gradients:
     """Codes of both gradients and their transposes in `fmt` and of `hidden^T` in `hidden_fmt`, by inv_scales [1, 1].
 
     If codes of a gradient are requested, its amax is updated to the maximum of itself and that of the gradient.
@@ -97,37 +128,43 @@ def gradients_delayed(
         up: the output of w3.
         fmt: the gradients' format.
         hidden_fmt: that of `hidden`.
-        gate_inv_scale: of `grad_gate`.
-        up_inv_scale: of `grad_up`.
-        hidden_inv_scale: of `hidden`.
+        gate_inv_scale: of `grad_gate`, in its state.
+        up_inv_scale: of `grad_up`, in its state.
+        hidden_inv_scale: of `hidden`, as it was used in the forward pass.
         rows: request `grad_gate` and `grad_up` [M, N].
         gate_cols: request `grad_gate^T` [N, M].
         up_cols: request `grad_up^T` [N, M].
         hidden_cols: request `hidden^T` [N, M].
         gate_amax: updated in place, float32 with one element.
         up_amax: updated in place, float32 with one element.
+        power_of_two: of the scale rule.
+        amax_floor: of the scale rule.
+        margin: of delayed scaling.
 
     Returns:
         Codes: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`; empty if not requested.
+        Scales [1, 1], as they were used: of `grad_gate`, of `grad_up`; empty if none of their codes is requested.
     """
     wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
     codes = _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
-    if (launch := _launches_for(gate)) is None:
-        activated = silu(gate)
+    used, scales = _empty_scales(gate, wanted), _empty_scales(gate, wanted)
+    launch, is_known = _launches_for(gate), is_known_set(gate_inv_scale) and is_known_set(up_inv_scale)
+    if launch is None or not is_known:
+        activated, rule = silu(gate), (power_of_two, amax_floor, margin)
         if rows or gate_cols:
-            grad_gate = _grad_gate(grad_hidden, gate, up)
-            codes[0:2] = operators.cast_pair_delayed(grad_gate, fmt, gate_inv_scale, rows, gate_cols, gate_amax)
+            grad_gate, of_gate = _grad_gate(grad_hidden, gate, up), (gate_inv_scale, rows, gate_cols, gate_amax)
+            *codes[0:2], _, scales[0] = cast_pair_delayed(grad_gate, fmt, *of_gate, *rule)
         if rows or up_cols:
-            grad_up = grad_hidden * activated
-            codes[2:4] = operators.cast_pair_delayed(grad_up, fmt, up_inv_scale, rows, up_cols, up_amax)
+            of_up = (up_inv_scale, rows, up_cols, up_amax)
+            *codes[2:4], _, scales[1] = cast_pair_delayed(grad_hidden * activated, fmt, *of_up, *rule)
         if hidden_cols:
             codes[4] = operators.cast_pair_given(activated * up, hidden_fmt, hidden_inv_scale, False, True)[1]
-        return _five(codes)
+        return _seven([*codes, *scales])
     torch.autograd.graph.increment_version((gate_amax, up_amax))
     tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
     plan = launch.gradients_given(*gate.shape, fmt, hidden_fmt, *wanted)
-    plan(*tensors, *inv_scales, gate_amax, up_amax, *codes)
-    return _five(codes)
+    plan(*tensors, *inv_scales, gate_amax, up_amax, *codes, used[0], scales[0], used[1], scales[1])
+    return _seven([*codes, *scales])
 
 
 @fake(gradients_delayed)
@@ -146,9 +183,13 @@ def _(
     hidden_cols: bool,
     gate_amax: Tensor,
     up_amax: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> _Gradients:
     wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
-    return _five(_empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted))
+    codes = _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
+    return _seven([*codes, *_empty_scales(gate, wanted)])
 
 
 @operator()
@@ -219,18 +260,18 @@ def _grad_gate(grad_hidden: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return torch.ops.aten.silu_backward(grad_hidden * up, gate)
 
 
-def _five(codes: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _seven(results: list[Tensor]) -> _Gradients:
     # A tuple: torch cannot functionalize an operator that writes to an argument and returns a list.
-    first, second, third, fourth, fifth = codes
-    return first, second, third, fourth, fifth
+    first, second, third, fourth, fifth, sixth, seventh = results
+    return first, second, third, fourth, fifth, sixth, seventh
 
 
-def _empty_hidden(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> Tensor:
+def _empty_hidden(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     call = "hidden_delayed"
     _check(call, gate=gate, up=up)
     check_one_float(call, "inv_scale", inv_scale, gate)
     check_one_float(call, "amax", amax, gate)
-    return new_codes(gate, named_format(call, fmt), *gate.shape)
+    return new_codes(gate, named_format(call, fmt), *gate.shape), new_floats(gate, 1, 1), new_floats(gate, 1, 1)
 
 
 def _empty_hidden_blocks(gate: Tensor, up: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -257,6 +298,11 @@ def _empty_gradients(
     shapes = ((rows, (m, n)), (gate_cols, (n, m)), (rows, (m, n)), (up_cols, (n, m)))
     codes = [new_codes(gate, of_gradients, *(shape if is_wanted else (0, 0))) for is_wanted, shape in shapes]
     return [*codes, new_codes(gate, of_hidden, *((n, m) if hidden_cols else (0, 0)))]
+
+
+def _empty_scales(gate: Tensor, wanted: _Wanted) -> list[Tensor]:
+    rows, gate_cols, up_cols, _ = wanted
+    return [new_floats(gate, *((1, 1) if rows or cols else (0, 0))) for cols in (gate_cols, up_cols)]
 
 
 def _empty_gradient_blocks(tensors: tuple[Tensor, Tensor, Tensor], format: Format, wanted: _Wanted) -> list[Tensor]:

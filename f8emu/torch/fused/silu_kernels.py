@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.libdevice import exp
 
-from f8emu.torch.fused.cast_kernels import clamp, store_tile
+from f8emu.torch.fused.cast_kernels import clamp, store_tile, store_used
 from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, raise_amax, reciprocal
 
 _BLOCK = tl.constexpr(128)
@@ -156,6 +156,8 @@ def hidden_given_kernel(
     inv_scale,
     codes,
     amax,
+    used_inv_scale,
+    scale,
     M,
     N,
     tiles_n,
@@ -170,6 +172,7 @@ def hidden_given_kernel(
     gates = load_tile(gate, rows, cols, M, N)
     values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
     raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
+    store_used(inv_scale, used_inv_scale, scale)
     _cast_given(values, inv_scale, codes, codes, rows, cols, M, N, LIMIT, DTYPE, True, False)
 
 
@@ -217,6 +220,10 @@ def gradients_given_kernel(
     up_row_codes,
     up_col_codes,
     hidden_col_codes,
+    gate_used_inv_scale,
+    gate_scale,
+    up_used_inv_scale,
+    up_scale,
     M,
     N,
     tiles_n,
@@ -244,12 +251,14 @@ def gradients_given_kernel(
     if ROWS or GATE_COLS:
         values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
         raise_amax(gate_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
+        store_used(gate_inv_scale, gate_used_inv_scale, gate_scale)
         _cast_given(
             values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, GATE_COLS
         )
     if ROWS or UP_COLS:
         values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
         raise_amax(up_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
+        store_used(up_inv_scale, up_used_inv_scale, up_scale)
         _cast_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
     if HIDDEN_COLS:
         values = hidden_of(silu, load_tile(up, rows, cols, M, N))

@@ -24,13 +24,13 @@ from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.operands import (
+    Delayed,
     Operand,
     ScaleSource,
     cast_both,
+    cast_delayed,
     cast_rows_first,
     find_source,
-    format_name,
-    given_source,
 )
 
 
@@ -43,15 +43,6 @@ class Plan(NamedTuple):
     """Whether `grad_weight` will be computed; if not, the input is cast only for `output` and nothing is saved."""
     recompute_casts: bool = False
     """Whether compiled code may repeat the cast of the input in the backward pass instead of saving its codes."""
-
-
-class Delayed(NamedTuple):
-    """The state of delayed scaling that the casts of one tensor read and write between two updates."""
-
-    scales: Scales | None
-    """Scales from earlier steps, each [1, 1]; None before the first update, when a cast uses its own amax."""
-    amax: Tensor
-    """[1, 1], the maximum over all casts since the last update; each cast updates it in place."""
 
 
 class InputOperands(NamedTuple):
@@ -100,8 +91,7 @@ def float8_matmul(
         if of_weight is None:
             w, source = cast_rows_first(weight, rows, cols, recipe.scale_rule)
         else:
-            source = _delayed_source(weight, rows, cols, recipe, of_weight)
-            w, _ = cast_both(weight, rows, None, source, recipe.scale_rule, of_weight.amax)
+            w, _, source = cast_delayed(weight, rows, None, of_weight, recipe.scale_rule)
             assert w is not None, "it was requested"
     # 2. Save before computing the product: when activation checkpointing recomputes a region, it stops once everything
     #    is saved again, so the region's last product is not recomputed.
@@ -112,7 +102,7 @@ def float8_matmul(
     is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
     product = None if is_recomputed else _product(x.output, w, plan, input.dtype)
     saved = (kept, kept_scale, source.cols, *given)
-    output: Tensor = Float8Backward.apply(input, weight, *saved, plan, of_grad_output, product)
+    output: Tensor = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product)
     # 3. output.
     if product is None:
         output = Output.apply(output, _product(x.output, w, plan, input.dtype))
@@ -150,13 +140,14 @@ class Float8Backward(torch.autograd.Function):
         w_inv_scale: Tensor | None,
         w_scale: Tensor | None,
         plan: Plan,
+        of_weight: Delayed | None,
         of_grad_output: Delayed | None,
         product: Tensor | None,
     ) -> Tensor:
         """Save what the backward pass needs."""
         ctx.save_for_backward(kept, kept_scale, weight, w_amax, w_inv_scale, w_scale)
-        # The amax of grad_output is written in the backward pass, so it is not a saved tensor.
-        ctx.plan, ctx.dtype, ctx.of_grad_output = plan, input.dtype, of_grad_output
+        # Amaxes are written in the backward pass, so they are not saved tensors.
+        ctx.plan, ctx.dtype, ctx.of_weight, ctx.of_grad_output = plan, input.dtype, of_weight, of_grad_output
         if product is not None:
             return product.detach()  # not a view, so it can be modified in place
         return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
@@ -174,15 +165,19 @@ class Float8Backward(torch.autograd.Function):
         g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output)
         d_input = d_weight = None
         if g is not None:
-            source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
-            _, w = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
+            cols = recipe.grad_input.b
+            if ctx.of_weight is not None and w_scale is None:  # its first cast
+                _, w, _ = cast_delayed(weight, None, cols, ctx.of_weight, recipe.scale_rule)
+            else:
+                source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
+                _, w = cast_both(weight, None, cols, source, recipe.scale_rule)
             assert w is not None, "it was requested"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
             g = w = None  # frees their memory for the other product
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
             d_weight = d_weight.to(weight.dtype)
-        return d_input, d_weight, *(None,) * 8
+        return d_input, d_weight, *(None,) * 9
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
@@ -228,22 +223,14 @@ def _cast_produced(
     """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
     if delayed is not None:
-        source = _delayed_source(x, rows, cols, recipe, delayed)
-        return cast_both(x, rows, cols, source, rule, delayed.amax)
+        row_operand, col_operand, _ = cast_delayed(x, rows, cols, delayed, rule)
+        return row_operand, col_operand
     is_single = cols is None or cols.format is None
     if is_single and rows is not None and rows.format is not None and rows.granularity is Granularity.ROWWISE:
         operand, _ = cast_rows_first(x, rows, cols, rule)
         _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
         return operand, transposed
     return cast_both(x, rows, cols, find_source(x, rows, cols), rule, recompute=recompute)
-
-
-def _delayed_source(x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed) -> ScaleSource:
-    if delayed.scales is not None:
-        return ScaleSource(given=delayed.scales)
-    assert recipe.delayed is not None, "only such a recipe has delayed scales"
-    name = format_name(rows, cols)
-    return ScaleSource() if name is None else given_source(x, name, recipe.scale_rule, recipe.delayed.margin)
 
 
 def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:

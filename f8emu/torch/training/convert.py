@@ -78,13 +78,15 @@ def convert_to_float8_training(
     for device in {layer.weight.device for layer in chosen.values()}:
         _check_device(recipe, device, engine)
     new: dict[int, nn.Linear] = {}
-    for layer in chosen.values():
+    for fqn, layer in chosen.items():
         if id(layer) not in new:
             # By the class that defines it: a subclass may have a from_float of its own.
             from_float = Float8Linear.__dict__["from_float"].__func__
             new[id(layer)] = from_float(
                 float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
             )
+            if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
+                delayed.name = fqn
     watch_replacements()
     module = _replaced(module, chosen, new)
     _log.info("convert_to_float8_training: %s", report)

@@ -18,14 +18,14 @@ from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TENSORWISE, Cast, Recipe
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import silu as fused
-from f8emu.torch.training.autograd import Delayed, Output, gemm
+from f8emu.torch.training.autograd import Output, gemm
 from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.operands import Operand, ScaleSource, cast_both
+from f8emu.torch.training.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed
 
 LLAMA_NAMES = ("w1", "w2", "w3")
 """The layers of Llama's and torchtitan's block. Hugging Face calls them gate_proj, down_proj, up_proj."""
@@ -37,7 +37,6 @@ class Float8FeedForward(nn.Module):
     Under delayed and blockwise recipes the casts between the layers are fused (see the module's docstring). Otherwise
     the three layers and `silu` are called one after the other. That is also the case
     - in dtypes other than bfloat16,
-    - under delayed scaling until all scales are known,
     - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
     - if the layers differ in recipe or engine,
     - if, of the input and the three weights, only the weight of w2 requires a gradient.
@@ -157,7 +156,7 @@ def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
     """The fused block on [M, dim]; `x1` and `x3` have the same values."""
     recipe, engine, dtype = layers.w1.recipe, layers.w1.engine, x1.dtype
     w1, w2, w3 = (layer.weight for layer in layers)
-    of_inputs, of_weights, of_gradients = _states(layers)
+    of_inputs, of_weights, of_gradients = _states(layers, x1.device)
     keep1, _, keep3 = (torch.is_grad_enabled() and layer.weight.requires_grad for layer in layers)
     settings = _Settings(recipe, engine, dtype, of_gradients)
     with torch.no_grad():
@@ -165,16 +164,17 @@ def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
         is_shared = recipe.delayed is None
         a1, kept1 = _cast_input(x1, recipe, keep1 or (is_shared and keep3), of_inputs[0])
         a3, kept3 = (a1, None) if is_shared else _cast_input(x1, recipe, keep3, of_inputs[2])
-        gate = _product(a1, w1, of_weights[0], settings)
-        up = _product(a3, w3, of_weights[2], settings)
+        gate, of_w1 = _product(a1, w1, of_weights[0], settings)
+        up, of_w3 = _product(a3, w3, of_weights[2], settings)
+        hidden, of_hidden = _cast_hidden(gate, up, recipe, of_inputs[1])
+        b2, of_w2 = _cast_weight(w2, of_weights[1], recipe)
     # 2. As in `float8_matmul`: everything is saved before the last product is computed.
-    known = [None if state is None else state.scales for state in (*of_weights, of_inputs[1])]
-    parts = (kept1, kept3, *known)
+    parts = (kept1, kept3, of_w1, of_w2, of_w3, of_hidden)
     flat = [tensor for pair in parts for tensor in ((None, None) if pair is None else pair)]
     place = _FeedForwardBackward.apply(x1, x3, w1, w2, w3, settings, gate, up, *flat)
     # 3. output.
     with torch.no_grad():
-        product = _product(_cast_hidden(gate, up, recipe, of_inputs[1]), w2, of_weights[1], settings)
+        product = gemm(hidden, b2, recipe.output, dtype, engine)
     output: Tensor = Output.apply(place, product)
     return output
 
@@ -205,14 +205,8 @@ class _FeedForwardBackward(torch.autograd.Function):
         wants1, wants3, wants_w1, wants_w2, wants_w3 = ctx.needs_input_grad[:5]
         # 1. grad_hidden, and the operands of all other products.
         state = settings.of_gradients[1]
-        g, g_transposed = cast_both(
-            grads[0],
-            recipe.grad_input.a,
-            recipe.grad_weight.a if wants_w2 else None,
-            _source(None if state is None else state.scales),
-            rule,
-            None if state is None else state.amax,
-        )
+        casts = (recipe.grad_input.a, recipe.grad_weight.a if wants_w2 else None)
+        g, g_transposed, _ = _cast(grads[0], *casts, state, rule)
         assert g is not None, "it was requested"
         grad_hidden = _grad_input(g, w2, of_w2, settings)
         wanted = (wants1 or wants3, wants_w1, wants_w3, wants_w2)
@@ -232,19 +226,29 @@ class _FeedForwardBackward(torch.autograd.Function):
 def _cast_input(x: Tensor, recipe: Recipe, keep: bool, state: Delayed | None) -> tuple[Operand, Operand | None]:
     """The operand of `output` and, with `keep`, that of `grad_weight`."""
     cols = recipe.grad_weight.b if keep else None
-    source, amax = (_source(None), None) if state is None else (_source(state.scales), state.amax)
-    rows, kept = cast_both(x, recipe.output.a, cols, source, recipe.scale_rule, amax)
+    rows, kept, _ = _cast(x, recipe.output.a, cols, state, recipe.scale_rule)
     assert rows is not None, "it was requested"
     return rows, kept
 
 
-def _cast_hidden(gate: Tensor, up: Tensor, recipe: Recipe, state: Delayed | None) -> Operand:
-    """The operand of w2's `output`."""
+def _cast(
+    x: Tensor, rows: Cast | None, cols: Cast | None, state: Delayed | None, rule: ScaleRule
+) -> tuple[Operand | None, Operand | None, Scales | None]:
+    """Both operands of a matrix, and under delayed scaling the scales that were used."""
+    if state is None:
+        return *cast_both(x, rows, cols, ScaleSource(), rule), None  # block scales, which the cast itself finds
+    row, col, source = cast_delayed(x, rows, cols, state, rule)
+    return row, col, source.given
+
+
+def _cast_hidden(gate: Tensor, up: Tensor, recipe: Recipe, state: Delayed | None) -> tuple[Operand, Scales | None]:
+    """The operand of w2's `output`, and under delayed scaling the scales that were used."""
     fmt, rule = _format(recipe.output.a), recipe.scale_rule
     if state is None:
-        return Operand(*fused.hidden_blocks(gate, up, fmt, rule.power_of_two, rule.amax_floor))
-    assert state.scales is not None, "they are known"
-    return Operand(fused.hidden_delayed(gate, up, fmt, state.scales.inv_scale, state.amax), state.scales.scale)
+        return Operand(*fused.hidden_blocks(gate, up, fmt, rule.power_of_two, rule.amax_floor)), None
+    settings = (state.amax, rule.power_of_two, rule.amax_floor, state.margin)
+    codes, inv_scale, scale = fused.hidden_delayed(gate, up, fmt, state.inv_scale, *settings)
+    return Operand(codes, scale), Scales(inv_scale, scale)
 
 
 def _cast_gradients(
@@ -262,28 +266,34 @@ def _cast_gradients(
         flat = fused.gradients_blocks(grad_hidden, gate, up, fmt, *wanted, rule.power_of_two, rule.amax_floor)
         codes, scales = flat[::2], flat[1::2]
     else:
-        assert of_gate.scales is not None and of_up.scales is not None, "they are known"
-        inv_scales = (of_gate.scales.inv_scale, of_up.scales.inv_scale, of_hidden.inv_scale)
+        inv_scales = (of_gate.inv_scale, of_up.inv_scale, of_hidden.inv_scale)
         fmts, amaxes = (fmt, _format(recipe.grad_weight.b)), (of_gate.amax, of_up.amax)
-        codes = fused.gradients_delayed(grad_hidden, gate, up, *fmts, *inv_scales, *wanted, *amaxes)
-        scales = [scales.scale for scales in (of_gate.scales, of_gate.scales, of_up.scales, of_up.scales, of_hidden)]
+        settings_of_rule = (rule.power_of_two, rule.amax_floor, of_gate.margin)
+        *codes, gate_scale, up_scale = fused.gradients_delayed(
+            grad_hidden, gate, up, *fmts, *inv_scales, *wanted, *amaxes, *settings_of_rule
+        )
+        scales = [gate_scale, gate_scale, up_scale, up_scale, of_hidden.scale]
     first, second, third, fourth, fifth = map(Operand, codes, scales)
     return first, second, third, fourth, fifth
 
 
-def _product(a: Operand, weight: Tensor, state: Delayed | None, settings: _Settings) -> Tensor:
-    """`output` of one layer."""
-    recipe = settings.recipe
-    source, amax = (_source(None), None) if state is None else (_source(state.scales), state.amax)
-    b, _ = cast_both(weight, recipe.output.b, None, source, recipe.scale_rule, amax)
+def _product(a: Operand, weight: Tensor, state: Delayed | None, settings: _Settings) -> tuple[Tensor, Scales | None]:
+    """`output` of one layer, and under delayed scaling the scales of its weight."""
+    b, used = _cast_weight(weight, state, settings.recipe)
+    return gemm(a, b, settings.recipe.output, settings.dtype, settings.engine), used
+
+
+def _cast_weight(weight: Tensor, state: Delayed | None, recipe: Recipe) -> tuple[Operand, Scales | None]:
+    """The operand of `output`, and under delayed scaling the scales that were used."""
+    b, _, used = _cast(weight, recipe.output.b, None, state, recipe.scale_rule)
     assert b is not None, "it was requested"
-    return gemm(a, b, recipe.output, settings.dtype, settings.engine)
+    return b, used
 
 
 def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor] | None, settings: _Settings) -> Tensor:
     """`grad_input` of one layer."""
     recipe = settings.recipe
-    source = _source(None if scales is None else Scales(*scales))
+    source = ScaleSource(given=None if scales is None else Scales(*scales))
     _, b = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
     assert b is not None, "it was requested"
     return gemm(a, b, recipe.grad_input, settings.dtype, settings.engine)
@@ -296,12 +306,7 @@ def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings)
     return product.to(weight.dtype)
 
 
-def _source(scales: Scales | None) -> ScaleSource:
-    """The given scales; none for block scales, which the cast itself finds."""
-    return ScaleSource(given=scales)
-
-
-def _states(layers: _Layers) -> tuple[tuple[Delayed | None, ...], ...]:
+def _states(layers: _Layers, device: torch.device) -> tuple[tuple[Delayed | None, ...], ...]:
     """Three tuples over w1, w2, w3: the states of their inputs, of their weights, of their grad_output."""
     found: list[tuple[Delayed | None, ...]] = []
     for layer in layers:
@@ -309,9 +314,8 @@ def _states(layers: _Layers) -> tuple[tuple[Delayed | None, ...], ...]:
             found.append((None, None, None))
             continue
         found.append(layer.delayed.of_tensors())
-        weight = layer._parameters["weight"]
-        if weight is not None and not torch.compiler.is_compiling():
-            layer.delayed.watch(weight)  # it may have been frozen until now
+        if not torch.compiler.is_compiling():
+            layer.prepare_delayed(device)
     return tuple(tuple(of[i] for of in found) for i in range(3))
 
 
@@ -329,8 +333,6 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
         if type(layer) is not Float8Linear or "forward" in layer.__dict__ or _has_hooks(layer):
             return False
         if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):
-            return False
-        if layer.delayed is not None and not all(layer.delayed.is_initialized):
             return False
     assert isinstance(w1, Float8Linear) and isinstance(w2, Float8Linear) and isinstance(w3, Float8Linear), "they are"
     if w1.bias is not None or w3.bias is not None or not _has_fused_casts(w1.recipe):

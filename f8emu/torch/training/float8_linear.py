@@ -16,6 +16,7 @@ from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.shared_input import find_operands, keep_operands
+from f8emu.torch.training.step_hooks import WeightWatch, follow_steps
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
 from f8emu.torch.training.transforms import require_no_transform
 
@@ -94,8 +95,10 @@ class Float8Linear(nn.Linear):
         self.recipe = resolve_recipe("Float8Linear", recipe)
         self.engine = engine
         self.recompute_casts = recompute_casts
-        self.delayed = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)
-        self._watch_weight()
+        state = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)
+        self.__dict__["delayed"] = state  # no submodule: see DelayedBuffers
+        self.weight_watch = WeightWatch()
+        self._follow_steps()
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight^T + bias` under the recipe."""
@@ -116,9 +119,9 @@ class Float8Linear(nn.Linear):
         plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts)
         shared = delayed = None
         if self.delayed is not None:
-            delayed = self.delayed.of_tensors()
             if not torch.compiler.is_compiling():
-                self._watch_weight()  # it may have been frozen until now
+                self.prepare_delayed(x.device)
+            delayed = self.delayed.of_tensors()
         elif not torch.compiler.is_compiling():
             shared = find_operands(input, dtype, plan)
             if shared is None:
@@ -138,29 +141,40 @@ class Float8Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """As `nn.Linear`; also resets delayed scaling."""
         super().reset_parameters()
-        if (delayed := self._modules.get("delayed")) is not None:
-            assert isinstance(delayed, DelayedBuffers), "nothing else goes there"
+        if (delayed := self.__dict__.get("delayed")) is not None:
             delayed.reset()
 
+    def prepare_delayed(self, device: torch.device) -> None:
+        """Before a call: the state is where the input is (`fully_shard` moves parameters only), the weight watched."""
+        assert self.delayed is not None, "asked before"
+        if self.delayed.amax_input.device != device:
+            self.delayed.to(device)
+        weight = self._parameters["weight"]
+        if weight is not None:
+            self.weight_watch.watch(self, weight)  # it may be another one, or have been frozen until now
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module`; a new weight is watched for forgotten scale updates too."""
+        """As `nn.Module`; a new weight is watched too."""
         super().register_parameter(name, param)
         if name == "weight":
-            self._watch_weight()
+            self._follow_steps()
 
-    def _watch_weight(self) -> None:
-        delayed, weight = self.__dict__.get("_modules", {}).get("delayed"), self._parameters.get("weight")
-        if delayed is not None and weight is not None:
-            delayed.watch(weight)
+    def _follow_steps(self) -> None:
+        weight = self._parameters.get("weight")
+        if self.__dict__.get("delayed") is not None and weight is not None:
+            follow_steps(self)
+            self.weight_watch.watch(self, weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self._watch_weight()
+        if self.delayed is not None:
+            self.delayed._apply(fn, recurse)
+            self._follow_steps()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._watch_weight()
+        self._follow_steps()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -181,7 +195,7 @@ class Float8Linear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._watch_weight()  # load_state_dict(assign=True) replaces the parameter
+        self._follow_steps()  # load_state_dict(assign=True) replaces the parameter
         if self.delayed is None:
             return
         if self.delayed.inv_scale.device != self.weight.device:  # the new parameter may be on another device

@@ -14,6 +14,7 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.delayed import cast_pair_delayed
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192
@@ -45,7 +46,18 @@ class ScaleSource(NamedTuple):
     cols: Tensor | None = None
     """The amax of `x` [1, 1] or of each of its columns [N, 1]."""
     given: Scales | None = None
-    """The scales of both operands, each [1, 1], instead of amaxes."""
+    """The scales of both operands, each [1, 1], instead of amaxes: those of another cast of the same matrix."""
+
+
+class Delayed(NamedTuple):
+    """The state of delayed scaling that the casts of one tensor read and write between two updates."""
+
+    inv_scale: Tensor
+    """[1, 1], from earlier steps; `fused.delayed.UNSET` before the first, when a cast scales by its own amax."""
+    amax: Tensor
+    """[1, 1], the maximum over all casts since the last update; each cast updates it in place."""
+    margin: int
+    """Of `DelayedScaling`."""
 
 
 def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
@@ -83,32 +95,22 @@ def _amax_in_compiled_code(x: Tensor) -> Tensor:
     return of_rows.max().reshape(1, 1)
 
 
-def given_source(x: Tensor, fmt: str, rule: ScaleRule, margin: int) -> ScaleSource:
-    """The scales of the first step of delayed scaling, from the amax of `x` itself."""
-    return ScaleSource(
-        given=Scales(*fused.scales(fused.tensor_amax(x), fmt, rule.power_of_two, rule.amax_floor, margin))
-    )
-
-
 def cast_both(
     x: Tensor,
     rows: Cast | None,
     cols: Cast | None,
     source: ScaleSource,
     rule: ScaleRule,
-    amax: Tensor | None = None,
     *,
     recompute: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
 
-    With given scales, `amax` [1, 1] is updated to the maximum of itself and the amax of `x`. With `recompute`, compiled
-    code may repeat a tensorwise or rowwise cast in the backward pass.
+    With `recompute`, compiled code may repeat a tensorwise or rowwise cast in the backward pass.
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
-    row_operand = Operand(x.to(torch.bfloat16), None) if _is_high_precision(rows) else None
-    col_operand = Operand(x.t().to(torch.bfloat16), None) if _is_high_precision(cols) else None
+    row_operand, col_operand = _high_precision(x, rows, cols)
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     name = format_name(rows, cols)
     if name is None:
@@ -116,10 +118,7 @@ def cast_both(
     if source.given is not None:
         inv_scale, scale = source.given
         wanted = (row_kind is not None, col_kind is not None)
-        if amax is None:
-            row_codes, col_codes = fused.cast_pair_given(x, name, inv_scale, *wanted)
-        else:
-            row_codes, col_codes = fused.cast_pair_delayed(x, name, inv_scale, *wanted, amax)
+        row_codes, col_codes = fused.cast_pair_given(x, name, inv_scale, *wanted)
         row_operand = Operand(row_codes, scale) if wanted[0] else row_operand
         col_operand = Operand(col_codes, scale) if wanted[1] else col_operand
         return row_operand, col_operand
@@ -138,6 +137,27 @@ def cast_both(
         row_operand = row_operand if by_row is None else Operand(found[0], found[1])
         col_operand = col_operand if by_col is None else Operand(found[2], found[3])
     return row_operand, col_operand
+
+
+def cast_delayed(
+    x: Tensor, rows: Cast | None, cols: Cast | None, state: Delayed, rule: ScaleRule
+) -> tuple[Operand | None, Operand | None, ScaleSource]:
+    """As `cast_both`, by the scale of earlier steps; also the source for another cast of `x`.
+
+    The amax of `x` is taken along, for the next update.
+
+    Exactness: the codes, scales and state of `f8ref.numpy.linear`.
+    """
+    row_operand, col_operand = _high_precision(x, rows, cols)
+    wanted = (_granularity(rows) is not None, _granularity(cols) is not None)
+    name = format_name(rows, cols)
+    if name is None:
+        return row_operand, col_operand, ScaleSource()
+    settings = (state.amax, rule.power_of_two, rule.amax_floor, state.margin)
+    row_codes, col_codes, inv_scale, scale = cast_pair_delayed(x, name, state.inv_scale, *wanted, *settings)
+    row_operand = Operand(row_codes, scale) if wanted[0] else row_operand
+    col_operand = Operand(col_codes, scale) if wanted[1] else col_operand
+    return row_operand, col_operand, ScaleSource(given=Scales(inv_scale, scale))
 
 
 def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
@@ -167,8 +187,12 @@ def format_name(*casts: Cast | None) -> str | None:
     return None
 
 
-def _is_high_precision(cast: Cast | None) -> bool:
-    return cast is not None and cast.format is None
+def _high_precision(x: Tensor, rows: Cast | None, cols: Cast | None) -> tuple[Operand | None, Operand | None]:
+    """Those operands that stay in high precision."""
+    return (
+        Operand(x.to(torch.bfloat16), None) if rows is not None and rows.format is None else None,
+        Operand(x.t().to(torch.bfloat16), None) if cols is not None and cols.format is None else None,
+    )
 
 
 def _granularity(cast: Cast | None) -> Granularity | None:

@@ -1,0 +1,299 @@
+"""Casts under delayed scaling, and the update of its state, as torch.library operators.
+
+Between two updates a tensor has an `inv_scale` [1, 1] and an `amax` [1, 1], both float32 on its device. `inv_scale` is
+`UNSET` until an update found a usable amax; until then a cast scales by its own amax (`DelayedScaling`). `amax` is the
+maximum over the casts since the last update, `UNCALLED` where there was none: as an integer smaller than all others.
+
+No operator waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
+it some casts later; until then the amax of a tensor is found in every cast, and used or not on the device.
+
+Exactness: the states of `f8ref.numpy.update_delayed_state`; the codes and scales of `operators`.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from f8emu.spec.formats import E4M3FN, Format
+from f8emu.spec.scaling import ScaleRule
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.fused import eager
+from f8emu.torch.fused.arguments import check_one_float, empty_codes, named_format, named_rule, new_floats
+from f8emu.torch.fused.operators import fake_with_hooks, kernels_for, launches
+from f8emu.torch.library import fake, operator
+from f8emu.torch.scale import reciprocal
+
+UNSET = 0.0
+"""An inv_scale before the first usable amax; others are positive."""
+UNCALLED = -1.0
+"""An amax without a cast since the last update; others are at least 0, or NaN."""
+COUNTS = ("zero", "uncalled", "not_finite")
+"""The rows of a layer's counts: updates whose amax was zero, without a cast, infinite or NaN."""
+
+_IS_SET = "_f8emu_is_set"
+_TABLES = 64
+"""Tables of addresses that are kept, one for each model that is trained."""
+
+
+def mark_set(inv_scale: Tensor, is_set: bool) -> None:
+    """Note on the host whether `inv_scale` is known to be set."""
+    setattr(inv_scale, _IS_SET, is_set)
+    _arriving.pop(inv_scale, None)
+
+
+def is_known_set(inv_scale: Tensor) -> bool:
+    """Whether `inv_scale` is known to be set; a tensor of which nothing is known may be either.
+
+    The host learns it from a copy that it does not wait for: a call starts the copy, a later one reads it.
+    """
+    if getattr(inv_scale, _IS_SET, False):
+        return True
+    if not inv_scale.is_cuda:
+        mark_set(inv_scale, not inv_scale.is_meta and inv_scale.item() > UNSET)
+    elif not torch.cuda.is_current_stream_capturing():
+        copy = _arriving.get(inv_scale)
+        if copy is None:
+            value = torch.empty(1, 1, pin_memory=True)
+            value.copy_(inv_scale, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            _arriving[inv_scale] = _Copy(event, value)
+        elif copy.arrival.query():
+            mark_set(inv_scale, copy.value.item() > UNSET)
+    return getattr(inv_scale, _IS_SET, False)
+
+
+class _Copy(NamedTuple):
+    """The value of an inv_scale on its way to the host."""
+
+    arrival: Any
+    value: Tensor
+
+
+_arriving: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+@operator(mutates_args={"amax"})
+def cast_pair_delayed(
+    x: Tensor,
+    fmt: str,
+    inv_scale: Tensor,
+    rows: bool,
+    cols: bool,
+    amax: Tensor,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of `x` [M, N] if `rows`, and of `x^T` [N, M] if `cols`, under the state's `inv_scale`; updates `amax`.
+
+    `amax` is updated in the same pass by an integer maximum, which keeps NaN. In the backward pass of an autograd
+    function, `amax` should be a separate tensor (not a view) and an attribute of `ctx`: tensors of `save_for_backward`
+    must not change before the backward pass, but casts of other passes change `amax`.
+
+    Returns:
+        (row_codes, col_codes, inv_scale, scale): the last two, each [1, 1], are those that were used.
+    """
+    out = _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
+    rule = (power_of_two, amax_floor, margin)
+    torch.autograd.graph.increment_version(amax)
+    if (launch := kernels_for(x)) is not None:
+        launch.cast_pair_delayed(*x.shape, fmt, rows, cols, *rule)(x.contiguous(), inv_scale, *out[:2], amax, *out[2:])
+        return out
+    used = used_inv_scale(x, inv_scale, fmt, *rule)
+    eager.raise_amax(amax, x)
+    format = named_format("cast_pair_delayed", fmt)
+    row = eager.cast_by(x, format, used) if rows else out[0]
+    col = eager.cast_by(x.t(), format, used) if cols else out[1]
+    return row, col, used, reciprocal(used)
+
+
+@fake_with_hooks(cast_pair_delayed)
+def _(
+    x: Tensor,
+    fmt: str,
+    inv_scale: Tensor,
+    rows: bool,
+    cols: bool,
+    amax: Tensor,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
+
+
+def used_inv_scale(
+    x: Tensor, inv_scale: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
+) -> Tensor:
+    """The inv_scale of a cast of `x`, [1, 1]: the state's, or that of its own amax while the state's is not set."""
+    if is_known_set(inv_scale):
+        return inv_scale.clone()
+    return chosen_inv_scale(eager.tensor_amax(x), inv_scale, fmt, power_of_two, amax_floor, margin)
+
+
+def chosen_inv_scale(
+    amax: Tensor, inv_scale: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
+) -> Tensor:
+    """`inv_scale` where it is set, otherwise that of `amax`, [1, 1]; chosen on the device."""
+    format, rule = named_rule("cast_pair_delayed", fmt, power_of_two, amax_floor)
+    own, _ = eager.scales(amax, format, rule, margin)
+    return torch.where(inv_scale > UNSET, inv_scale, own)
+
+
+@operator(mutates_args={"amaxes"})
+def take_amaxes(amaxes: list[Tensor]) -> Tensor:
+    """The amaxes as integers [len(amaxes)], in one tensor; each becomes `UNCALLED`.
+
+    The order of these integers is that of the amaxes: `UNCALLED`, the finite ones, infinity, NaN.
+    """
+    torch.autograd.graph.increment_version(amaxes)
+    if (launch := _launches_for(amaxes[0])) is None:
+        taken = torch.cat(amaxes).flatten().view(torch.int32)
+        for amax in amaxes:
+            amax.fill_(UNCALLED)
+        return taken
+    taken = amaxes[0].new_empty(len(amaxes), dtype=torch.int32)
+    launch.take_amaxes(len(amaxes), UNCALLED)(taken, addresses(tuple(amaxes)))
+    return taken
+
+
+@fake(take_amaxes)
+def _(amaxes: list[Tensor]) -> Tensor:
+    return amaxes[0].new_empty(len(amaxes), dtype=torch.int32)
+
+
+@operator(mutates_args={"histories", "inv_scales", "counts"})
+def update_delayed(
+    taken: Tensor,
+    histories: list[Tensor],
+    inv_scales: list[Tensor],
+    counts: list[Tensor],
+    fmts: str,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+    is_most_recent: bool,
+) -> Tensor:
+    """The update of all layers by what `take_amaxes` returned; nothing changes if no layer was called.
+
+    Shapes:
+        taken [3 * L], histories L x [3, H], inv_scales 3 * L x [1, 1], counts L x [3, 3] int64.
+
+    Args:
+        taken: the amaxes, maximum over all ranks.
+        histories: of the layers, newest first.
+        inv_scales: of their tensors.
+        counts: see `COUNTS`; a column for each tensor.
+        fmts: the formats of the three tensors, with commas; "" for one that stays in high precision and is not counted.
+        power_of_two: of the scale rule.
+        amax_floor: of the scale rule.
+        margin: of delayed scaling.
+        is_most_recent: whether the newest amax counts, and not the largest of the history.
+
+    Returns:
+        [L, 3] int32: the number of amaxes so far that were not finite.
+    """
+    torch.autograd.graph.increment_version((*histories, *inv_scales, *counts))
+    rule = (power_of_two, amax_floor, margin, is_most_recent)
+    if (launch := _launches_for(taken)) is None:
+        return _update(taken, histories, inv_scales, counts, fmts, *rule)
+    report = taken.new_empty((len(histories), 3))
+    plan = launch.update_delayed(len(histories), histories[0].shape[1], fmts, *rule)
+    plan(taken, addresses((*histories, *counts, *inv_scales)), report)
+    return report
+
+
+@fake(update_delayed)
+def _(
+    taken: Tensor,
+    histories: list[Tensor],
+    inv_scales: list[Tensor],
+    counts: list[Tensor],
+    fmts: str,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+    is_most_recent: bool,
+) -> Tensor:
+    return taken.new_empty((len(histories), 3))
+
+
+def _update(
+    taken: Tensor,
+    histories: list[Tensor],
+    inv_scales: list[Tensor],
+    counts: list[Tensor],
+    fmts: str,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+    is_most_recent: bool,
+) -> Tensor:
+    """`update_delayed` in plain torch; the tensors below are [L, 3] or [L, 3, H]."""
+    amax = taken.view(torch.float32).view(-1, 3)
+    is_called = taken.view(-1, 3) >= 0
+    is_step = is_called.any()
+    is_usable = amax.isfinite() & (amax > 0)
+    # 1. Shift the histories by one.
+    newest = torch.where(is_usable, amax, torch.zeros_like(amax))
+    old = torch.stack(histories)
+    history = torch.cat([newest.unsqueeze(2), old[:, :, :-1]], dim=2)
+    reference = newest if is_most_recent else history.amax(dim=2)
+    # 2. The inv_scales of the next step; a tensor without a usable amax keeps its own.
+    rule = ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
+    names = fmts.split(",")
+    columns = [eager.scales(reference[:, i : i + 1], _format(fmt), rule, margin)[0] for i, fmt in enumerate(names)]
+    inv_scale = torch.where(is_usable, torch.cat(columns, dim=1), torch.cat(inv_scales).view(-1, 3))
+    # 3. What was not usable.
+    kinds = torch.stack([amax == 0, ~is_called, is_called & ~amax.isfinite()], dim=1)
+    is_cast = torch.tensor([bool(fmt) for fmt in names], device=taken.device)
+    count = torch.stack(counts) + (kinds & is_cast & is_step)
+    # 4. Write back.
+    for buffer, new in zip(histories, history.unbind(), strict=True):
+        buffer.copy_(torch.where(is_step, new, buffer))
+    for buffer, new in zip(counts, count.unbind(), strict=True):
+        buffer.copy_(new)
+    for buffer, new in zip(inv_scales, inv_scale.flatten().unbind(), strict=True):
+        buffer.copy_(torch.where(is_step, new, buffer))
+    return count[:, 2].to(torch.int32)
+
+
+def _format(fmt: str) -> Format:
+    return named_format("update_delayed", fmt) if fmt else E4M3FN
+
+
+def _launches_for(x: Tensor) -> Any:
+    """The module that launches the kernels of an update; None where it is plain torch."""
+    return launches() if has_float8_hardware(x.device) else None
+
+
+def addresses(tensors: tuple[Tensor, ...]) -> Tensor:
+    """The addresses of the tensors' elements, on their device [len(tensors)] int64; made once for the same addresses.
+
+    While a CUDA graph is captured a table is kept for good: the graph reads it.
+    """
+    device = tensors[0].device
+    table = _table(device, tuple([x.data_ptr() for x in tensors]))
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append(table)
+    return table
+
+
+_CAPTURED: list[Tensor] = []
+
+
+@lru_cache(maxsize=_TABLES)
+def _table(device: torch.device, pointers: tuple[int, ...]) -> Tensor:
+    return torch.tensor(pointers, dtype=torch.int64, device=device)
+
+
+def _empty_delayed(
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_one_float("cast_pair_delayed", "amax", amax, x)
+    row, col = empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
+    return row, col, new_floats(x, 1, 1), new_floats(x, 1, 1)

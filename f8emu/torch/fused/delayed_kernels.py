@@ -1,0 +1,91 @@
+"""Triton kernels of the update of delayed scaling: all layers of a model at once, through tables of addresses.
+
+A layer's state is several small tensors, each allocated on its own, since compiled code may not take views of one
+storage that it writes to. A table holds their addresses, so that the number of launches does not grow with the layers.
+
+Exactness: the bits of `delayed._update`, for the reasons in `scale_kernels`.
+"""
+
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+# (Triton is optional, and its branches are decided at compile time.)
+import triton
+import triton.language as tl
+
+from f8emu.torch.fused.scale_kernels import inv_scale_of
+
+
+@triton.jit
+def take_amaxes_kernel(taken, table, count, UNCALLED: tl.constexpr, BLOCK: tl.constexpr):
+    """Move the `count` float32 at the addresses of `table` to `taken`, as integers; each becomes `UNCALLED`."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    amax = tl.load(table + at, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    found = tl.load(amax, mask=inside, other=0.0)
+    tl.store(taken + at, found.to(tl.int32, bitcast=True), mask=inside)
+    tl.store(amax, tl.zeros_like(found) + UNCALLED, mask=inside)
+
+
+@triton.jit
+def update_delayed_kernel(
+    taken,
+    table,
+    report,
+    layers,
+    length,
+    QUOTIENT_0: tl.constexpr,
+    QUOTIENT_1: tl.constexpr,
+    QUOTIENT_2: tl.constexpr,
+    AT_FLOOR_0: tl.constexpr,
+    AT_FLOOR_1: tl.constexpr,
+    AT_FLOOR_2: tl.constexpr,
+    IS_CAST_0: tl.constexpr,
+    IS_CAST_1: tl.constexpr,
+    IS_CAST_2: tl.constexpr,
+    FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    MOST_RECENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """`delayed.update_delayed` of one tensor of one layer.
+
+    `table` holds the addresses of the layers' histories [3, length], of their counts [3, 3], and of the tensors'
+    inv_scales.
+    """
+    item = tl.program_id(0)
+    layer, tensor = item // 3, item % 3
+    # 1. Whether any layer was called.
+    best = tl.full((BLOCK,), -1, tl.int32)
+    for start in range(0, 3 * layers, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        best = tl.maximum(best, tl.load(taken + at, mask=at < 3 * layers, other=-1))
+    is_step = tl.max(best, 0) >= 0
+    # 2. This amax.
+    bits = tl.load(taken + item)
+    is_finite = bits < 0x7F800000
+    is_usable = (bits > 0) & is_finite
+    newest = tl.where(is_usable, bits, 0)
+    # 3. Shift the history by one.
+    history = tl.load(table + layer).to(tl.pointer_type(tl.int32)) + tensor * length
+    at = tl.arange(0, BLOCK_H)
+    old = tl.load(history + at - 1, mask=(at > 0) & (at < length), other=0)
+    new = tl.where(at == 0, newest, old)
+    tl.debug_barrier()  # every thread has read before one writes
+    tl.store(history + at, new, mask=(at < length) & is_step)
+    reference = newest if MOST_RECENT else tl.max(new, 0)
+    # 4. The inv_scale of the next step.
+    inv = inv_scale_of(reference, QUOTIENT_0, FLOOR, AT_FLOOR_0, POWER_OF_TWO)
+    inv_1 = inv_scale_of(reference, QUOTIENT_1, FLOOR, AT_FLOOR_1, POWER_OF_TWO)
+    inv_2 = inv_scale_of(reference, QUOTIENT_2, FLOOR, AT_FLOOR_2, POWER_OF_TWO)
+    inv = tl.where(tensor == 0, inv, tl.where(tensor == 1, inv_1, inv_2))
+    inv_scale = tl.load(table + 2 * layers + item).to(tl.pointer_type(tl.float32))
+    inv = tl.where(is_usable, inv, tl.load(inv_scale))
+    tl.store(inv_scale, inv)
+    # 5. The counts of amaxes that were not usable.
+    counts = tl.load(table + layers + layer).to(tl.pointer_type(tl.int64)) + tensor
+    is_cast = tl.where(tensor == 0, IS_CAST_0, tl.where(tensor == 1, IS_CAST_1, IS_CAST_2)) & is_step
+    not_finite = tl.load(counts + 6) + ((bits >= 0x7F800000) & is_cast).to(tl.int64)
+    tl.store(counts, tl.load(counts) + ((bits == 0) & is_cast).to(tl.int64))
+    tl.store(counts + 3, tl.load(counts + 3) + ((bits < 0) & is_cast).to(tl.int64))
+    tl.store(counts + 6, not_finite)
+    tl.store(report + item, not_finite.to(tl.int32))

@@ -1,0 +1,194 @@
+"""The update of delayed scaling: all layers of a model at once, without a read on the host.
+
+1. The amaxes of all layers move into one tensor, and are marked as not called.
+2. One all-reduce takes the maximum over ranks, as integers, so that infinity and NaN count as the largest.
+3. Histories, inv_scales and counts of all layers are updated in one launch. If no layer was called, nothing changes, so
+   a second update in a step does nothing.
+4. The counts of infinite amaxes are copied to the host, and read at a later update, when the copy has arrived.
+"""
+
+import sys
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from f8emu.spec.recipe import TENSORS, Recipe
+from f8emu.spec.scaling import AmaxHistoryReduction
+from f8emu.torch.fused.delayed import take_amaxes, update_delayed
+from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
+
+
+class StateOf(NamedTuple):
+    """The state of a layer, with its weight, which tells over which ranks the layer is distributed."""
+
+    buffers: DelayedBuffers
+    weight: Tensor | None
+
+
+class ReductionGroup:
+    """A process group that stays what it is when its model is copied; a pickle forgets it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> "ReductionGroup":
+        return self
+
+    def __reduce__(self) -> Any:
+        return ReductionGroup, (None,)
+
+
+@torch.no_grad()
+def update_states(states: Sequence[StateOf]) -> None:
+    """Update layers; all ranks of their process groups must call it with the same layers."""
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:
+        _read_arrived()
+    together: dict[tuple[Any, ...], dict[Recipe, list[DelayedBuffers]]] = {}
+    for buffers, weight in states:
+        key = (buffers.amax_history.device, *_groups(buffers, weight))
+        together.setdefault(key, {}).setdefault(buffers.recipe, []).append(buffers)
+        buffers.has_updated = True
+    for (_, *groups), of_recipes in together.items():
+        taken = take_amaxes([amax for found in of_recipes.values() for buffers in found for amax in buffers.amaxes])
+        for group in groups:
+            if not is_compiling:
+                _require_same_number(taken, group)
+            dist.all_reduce(taken, dist.ReduceOp.MAX, group)
+        begin = 0
+        for recipe, found in of_recipes.items():
+            report = _update(taken[begin : begin + 3 * len(found)], recipe, found)
+            begin += 3 * len(found)
+            if not is_compiling:
+                _copy_to_host(report, found)
+
+
+def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tensor:
+    delayed, rule = recipe.delayed, recipe.scale_rule
+    assert delayed is not None, "only such a recipe has a state"
+    return update_delayed(
+        taken,
+        [buffers.amax_history for buffers in found],
+        [inv_scale for buffers in found for inv_scale in buffers.inv_scales],
+        [buffers.counts for buffers in found],
+        ",".join(formats_of(recipe)),
+        rule.power_of_two,
+        rule.amax_floor,
+        delayed.margin,
+        delayed.reduction is AmaxHistoryReduction.MOST_RECENT,
+    )
+
+
+def formats_of(recipe: Recipe) -> list[str]:
+    """The name of every tensor's float8 format; empty where it stays in high precision."""
+    found: list[str] = []
+    for tensor in TENSORS:
+        formats = {cast.format for _, _, cast in recipe.casts(tensor)} - {None}
+        name = ""
+        for format in formats:
+            assert format is not None, "taken out"
+            name = format.name
+        found.append(name)
+    return found
+
+
+def _groups(buffers: DelayedBuffers, weight: Tensor | None) -> tuple[Any, ...]:
+    """The process groups whose ranks share the scales of a layer.
+
+    The user's; or those of the mesh over which the weight is distributed; or all ranks.
+    """
+    if buffers.group is not None and buffers.group.group is not None:
+        return () if buffers.group.group is False else (buffers.group.group,)
+    if not dist.is_available() or not dist.is_initialized():
+        return ()
+    if is_dtensor(weight):
+        mesh: Any = getattr(weight, "device_mesh")  # noqa: B009
+        return tuple(group for i, group in enumerate(mesh.get_all_groups()) if mesh.size(i) > 1)
+    return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor, without importing what only distributed programs have loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+_checked: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+def _require_same_number(taken: Tensor, group: Any) -> None:
+    """Once for each number of amaxes: all ranks of the group must have the same, or the all-reduce would mix layers."""
+    known = _checked.setdefault(group, set())
+    count = taken.numel()
+    if count in known or (taken.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    both = torch.tensor([count, -count], dtype=torch.int64, device=taken.device)
+    dist.all_reduce(both, dist.ReduceOp.MAX, group)
+    most, least = both.tolist()
+    if most != -least:
+        raise DelayedScalingError(
+            f"sync_float8_amax_and_scale_history: the ranks of a process group must have the same delayed layers; this "
+            f"rank has {count // 3}, others from {-least // 3} to {most // 3}; name the ranks that train the same "
+            "layers with f8emu.torch.set_amax_reduction_group(model, group)"
+        )
+    known.add(count)
+
+
+class _Report(NamedTuple):
+    """Counts of infinite amaxes on their way to the host."""
+
+    arrival: Any
+    not_finite: Tensor
+    layers: list["weakref.ref[DelayedBuffers]"]
+
+
+_under_way: list[_Report] = []
+
+
+def _copy_to_host(report: Tensor, found: list[DelayedBuffers]) -> None:
+    layers = [weakref.ref(buffers) for buffers in found]
+    if report.device.type != "cuda":
+        _tell(report, layers)
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return  # a graph counts on the device; the next update outside of it tells
+    on_host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+    on_host.copy_(report, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    _under_way.append(_Report(arrival, on_host, layers))
+
+
+def _read_arrived() -> None:
+    if not _under_way or torch.cuda.is_current_stream_capturing():
+        return
+    while _under_way and _under_way[0].arrival.query():
+        report = _under_way.pop(0)
+        _tell(report.not_finite, report.layers)
+
+
+def _tell(not_finite: Tensor, layers: Sequence["weakref.ref[DelayedBuffers]"]) -> None:
+    """Warn of every tensor's first amax that was infinite or NaN, by the name of its layer."""
+    if not not_finite.any():
+        return
+    names: list[str] = []
+    for layer, counts in zip(layers, not_finite.tolist(), strict=True):
+        buffers = layer()
+        if buffers is None:
+            continue
+        for i, count in enumerate(counts):
+            if count and i not in buffers.reported:
+                buffers.reported.add(i)
+                names.append(f"{TENSORS[i]} of {buffers.name or 'a layer without a name'}")
+    if names:
+        warnings.warn(
+            f"f8emu.torch: under delayed scaling the amax was infinite or NaN of: {', '.join(names)}; the scale stays "
+            "as it was. Further ones are counted in the layer's delayed.counts, and not reported again",
+            RuntimeWarning,
+            stacklevel=2,
+        )

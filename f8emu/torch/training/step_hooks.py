@@ -1,0 +1,169 @@
+"""The update of delayed scaling by itself: when an optimizer steps the weight of a layer.
+
+torch.optim calls a hook after every step of every optimizer. The hook updates the layers whose weight that optimizer
+holds, in the order of its parameters, which all ranks share. An optimizer within the step of another
+(ZeroRedundancyOptimizer) is left to the outer one. A layer with a frozen weight that no optimizer holds follows every
+step of any optimizer, since its input and its gradient change too.
+
+A weight that changes in another way is found out at the next backward pass, by a sum over its bits.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from f8emu.torch.training.delayed import DelayedScalingError
+from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
+
+if TYPE_CHECKING:
+    from f8emu.torch.training.float8_linear import Float8Linear
+
+_layers: "weakref.WeakSet[Float8Linear]" = weakref.WeakSet()
+"""All layers with delayed scaling."""
+_running: list[int] = []
+"""The optimizers whose step runs now, the outermost first."""
+
+
+class WeightWatch:
+    """What ties the state of one layer to the steps of its weight. Copies and pickles begin anew."""
+
+    def __init__(self) -> None:
+        self.weight: weakref.ref[nn.Parameter] | None = None
+        """The weight of the last forward pass; under `functional_call` not the layer's own."""
+        self.optimizer: weakref.ref[Optimizer] | None = None
+        """That stepped the weight last."""
+        self._hook: Any = None
+        self._sum: Tensor | None = None
+        """Over the bits of the weight, at its last backward pass."""
+        self._after: tuple[weakref.ref[Tensor], int, int] | None = None
+        """After the last backward pass: the gradient, its version, and that of the weight."""
+
+    def watch(self, layer: "Float8Linear", weight: nn.Parameter) -> None:
+        """Check `weight` whenever its gradient is complete; the hook runs outside of compiled code."""
+        if self.weight is not None and self.weight() is weight and self._hook is not None:
+            return
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = self._sum = self._after = None
+        self.weight = weakref.ref(weight)
+        if not weight.requires_grad or not weight.is_leaf:
+            return
+        reference = weakref.ref(layer)
+
+        def check(parameter: Tensor) -> None:
+            if (alive := reference()) is not None:
+                self.check(alive, parameter)
+
+        self._hook = weight.register_post_accumulate_grad_hook(check)
+
+    @torch.no_grad()
+    def check(self, layer: "Float8Linear", weight: Tensor) -> None:
+        """Raise DelayedScalingError if `weight` changed since the last backward pass and the scales did not.
+
+        Not for a layer that an optimizer steps. The sums are compared, which waits for the device, only if there may
+        have been a step: the gradient was not just added to, or the weight was written to.
+        """
+        buffers, grad = layer.delayed, weight.grad
+        assert buffers is not None, "only such a layer is watched"
+        if self.optimizer is not None and self.optimizer() is not None:
+            self._sum = self._after = None
+            return
+        is_same_step = False
+        if self._after is not None and grad is not None:
+            before, version, weight_version = self._after
+            is_same_step = before() is grad and (grad._version, weight._version) == (version + 1, weight_version)
+        found = _sum_of_bits(weight)
+        if self._sum is not None and not is_same_step and not buffers.has_updated and bool(self._sum != found):
+            raise DelayedScalingError(
+                f"Float8Linear: under recipe {layer.recipe.name!r} the scales are updated once a step; the weight of "
+                f"{buffers.name or 'a layer'}, of shape {list(weight.shape)}, has changed since the last backward "
+                "pass, by no optimizer of torch.optim, and its scales have not; call "
+                "f8emu.torch.sync_float8_amax_and_scale_history(model) after every backward pass"
+            )
+        if not is_same_step:
+            buffers.has_updated = False
+        self._sum = found
+        self._after = None if grad is None else (weakref.ref(grad), grad._version, weight._version)
+
+    def __deepcopy__(self, memo: Any) -> "WeightWatch":
+        return WeightWatch()
+
+    def __reduce__(self) -> Any:
+        return WeightWatch, ()
+
+
+def follow_steps(layer: "Float8Linear") -> None:
+    """Update the layer when an optimizer steps its weight."""
+    _layers.add(layer)
+    _install()
+
+
+_installed: list[Any] = []
+
+
+def _install() -> None:
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+        _installed.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    # A step that raised an error left its entry behind; no optimizer steps within its own step.
+    if id(optimizer) in _running:
+        del _running[_running.index(id(optimizer)) :]
+    _running.append(id(optimizer))
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if id(optimizer) in _running:
+        del _running[_running.index(id(optimizer)) :]
+    if _running or not _layers:
+        return
+    states = stepped_states(optimizer)
+    if states:
+        update_states(states)
+
+
+def stepped_states(optimizer: Optimizer) -> list[StateOf]:
+    """The states that a step of `optimizer` updates, in the order of its parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    order = {id(parameter): i for i, parameter in enumerate(parameters)}
+    # FSDP1's flat parameters know the modules whose parameters they hold.
+    of_modules = {id(module): i for i, parameter in enumerate(parameters) for module in _modules_of(parameter)}
+    held: list[tuple[int, int, StateOf]] = []
+    frozen: list[tuple[int, int, StateOf]] = []
+    for layer in list(_layers):
+        own, buffers, watch = layer._parameters.get("weight"), layer.delayed, layer.weight_watch
+        if buffers is None:
+            continue
+        seen = None if watch.weight is None else watch.weight()
+        places = [order.get(id(own)), order.get(id(seen)) if seen is not None else None, of_modules.get(id(layer))]
+        found = [place for place in places if place is not None]
+        state = StateOf(buffers, own)
+        if found:
+            watch.optimizer = weakref.ref(optimizer)
+            held.append((found[0], buffers.number, state))
+        elif own is not None and not own.requires_grad and (watch.optimizer is None or watch.optimizer() is None):
+            frozen.append((0, buffers.number, state))
+    if not held and not any(parameter.requires_grad for parameter in parameters):
+        return []
+    return [state for _, _, state in (*sorted(held, key=_place), *sorted(frozen, key=_place))]
+
+
+def _place(entry: tuple[int, int, StateOf]) -> tuple[int, int]:
+    return entry[:2]
+
+
+def _modules_of(parameter: Tensor) -> Iterable[nn.Module]:
+    return [info.module for info in getattr(parameter, "_param_infos", ())]
+
+
+def _sum_of_bits(weight: Tensor) -> Tensor:
+    local: Tensor = weight.to_local() if is_dtensor(weight) else weight
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
+    return local.detach().contiguous().view(integers).sum(dtype=torch.int64)
