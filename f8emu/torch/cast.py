@@ -10,7 +10,14 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format, Overflow
 from f8emu.spec.scaling import Granularity, granularity_by_name
-from f8emu.torch.dtypes import FLOAT8_DTYPES, float8_format, require_tensor, require_values
+from f8emu.torch.dtypes import (
+    FLOAT8_DTYPES,
+    HIGH_PRECISION_DTYPES,
+    float8_format,
+    output_dtype,
+    require_tensor,
+    require_values,
+)
 from f8emu.torch.scale import canonical_nan, spread_scale
 
 _DECODABLE = (*FLOAT8_DTYPES, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
@@ -63,15 +70,16 @@ def quantize(
     """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
 
     Shapes:
-        x [rows, K], inv_scale float32 `granularity.scale_shape(rows, K)` -> float8 [rows, K] in x's layout.
+        x [..., K], inv_scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the leading
+        dimensions -> float8 of x's shape and layout.
 
     Exactness: bit-exact to `f8ref.numpy.quantize`.
 
     Raises:
-        OperandError: wrong dtype, or scales of another shape.
+        OperandError: wrong dtype or rank, or scales of another shape.
         SpecError: unknown format or granularity.
     """
-    require_values("quantize", x, ndim=2)
+    require_values("quantize", x)
     target = float8_format("quantize", format)
     granularity = granularity_by_name("quantize", granularity)
     factor = spread_scale("quantize", "inv_scale", inv_scale, x, granularity)
@@ -79,26 +87,37 @@ def quantize(
     return _encode(x.detach().float() * factor, target, Overflow.SATURATE)
 
 
-def dequantize(codes: Tensor, scale: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> Tensor:
-    """`decode(codes) * scale`.
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    granularity: Granularity | str = Granularity.TENSORWISE,
+    *,
+    out_dtype: torch.dtype | Format | str = torch.float32,
+) -> Tensor:
+    """`decode(codes) * scale`, in `out_dtype`.
 
     Shapes:
-        codes float8 [rows, K], scale float32 `granularity.scale_shape(rows, K)` -> float32 [rows, K].
+        codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
+        leading dimensions -> out_dtype of the codes' shape.
 
-    Exactness: one rounded float32 product per element; NaN is 0x7fffffff.
+    Exactness: one rounded float32 product per element, NaN is 0x7fffffff; bfloat16 and float16 are that product,
+    rounded again to nearest, ties to even.
 
     Raises:
-        OperandError: wrong dtype, or scales of another shape.
-        SpecError: unknown granularity.
+        OperandError: wrong dtype or rank, or scales of another shape.
+        SpecError: unknown granularity or format.
     """
     require_tensor("dequantize", "codes", codes)
     granularity = granularity_by_name("dequantize", granularity)
-    if codes.dtype not in FLOAT8_DTYPES or codes.ndim != 2:
+    if codes.dtype not in FLOAT8_DTYPES:
+        raise OperandError(f"dequantize: codes must be of a float8 dtype (view raw codes as one); got {codes.dtype}")
+    dtype = output_dtype("dequantize", out_dtype)
+    if dtype not in HIGH_PRECISION_DTYPES:
         raise OperandError(
-            f"dequantize: codes must be of a float8 dtype and of shape [rows, K]; got {codes.dtype} of shape "
-            f"{list(codes.shape)}"
+            f"dequantize: out_dtype must be float32, bfloat16 or float16; got {dtype}; convert afterwards"
         )
-    return canonical_nan(decode(codes) * spread_scale("dequantize", "scale", scale, codes, granularity))
+    values = decode(codes) * spread_scale("dequantize", "scale", scale, codes, granularity)
+    return canonical_nan(values).to(dtype)
 
 
 def _encode(values: Tensor, format: Format, overflow: Overflow) -> Tensor:

@@ -1,5 +1,6 @@
 """The spec's formats as torch dtypes and back, and basic checks of arguments."""
 
+import math
 from typing import Any
 
 import torch
@@ -70,6 +71,20 @@ def require_tensor(call: str, name: str, value: Any) -> None:
             f"{call}: {name} must be a torch.Tensor; got {type(value).__name__}; "
             "convert arrays of other libraries first, JAX's with f8emu.interop.to_torch"
         )
+
+
+def rows_of(call: str, x: torch.Tensor, *, name: str = "x") -> tuple[int, int]:
+    """Rows and K of `x` [..., K]: all leading dimensions count as rows.
+
+    Raises:
+        OperandError: fewer than two dimensions.
+    """
+    if x.ndim < 2:
+        raise OperandError(
+            f"{call}: {name} must have 2 dimensions or more, [..., K]; got shape {list(x.shape)}; "
+            f"one row is {name}.reshape(1, -1)"
+        )
+    return math.prod(x.shape[:-1]), x.shape[-1]
 
 
 def require_values(call: str, x: Any, *, name: str = "x", ndim: int | None = None) -> None:

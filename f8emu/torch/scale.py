@@ -11,7 +11,7 @@ from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name
 from f8emu.spec.trace import Scales
-from f8emu.torch.dtypes import float8_format, require_tensor, require_values
+from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
 
 _FLOAT32_NAN = 0x7FFFFFFF
 """The one NaN that f8emu emits [SPEC-1]."""
@@ -23,7 +23,8 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
     """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
 
     Shapes:
-        x [rows, K], float32, bfloat16 or float16 -> float32 `granularity.scale_shape(rows, K)`.
+        x [..., K], float32, bfloat16 or float16 -> float32 `granularity.scale_shape(rows, K)`, where rows is the
+        product of the leading dimensions.
 
     Exactness: exact, a maximum does not round.
 
@@ -31,13 +32,13 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
         OperandError: wrong dtype or rank.
         SpecError: unknown granularity.
     """
-    require_values("amax", x, ndim=2)
+    require_values("amax", x)
     granularity = granularity_by_name("amax", granularity)
-    rows, k = x.shape
+    rows, k = rows_of("amax", x)
     shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it
     if rows == 0 or k == 0:
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
-    magnitude = x.detach().abs()
+    magnitude = x.detach().reshape(rows, k).abs()
     match granularity:
         case Granularity.TENSORWISE:
             largest = magnitude.amax().reshape(1, 1)
@@ -97,13 +98,13 @@ def require_margin(call: str, margin: int) -> None:
 
 
 def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Granularity) -> Tensor:
-    """A scale of `x` [rows, K], expanded so that it broadcasts against `x`.
+    """A scale of `x` [..., K], expanded so that it broadcasts against `x`.
 
     Raises:
         OperandError: not the float32 scales of `x` at this granularity.
     """
     require_tensor(call, name, scale)
-    rows, k = x.shape
+    rows, k = rows_of(call, x)
     shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it
     is_one = granularity is Granularity.TENSORWISE and scale.numel() == 1
     if scale.dtype is not torch.float32 or not (is_one or tuple(scale.shape) == shape):
@@ -120,9 +121,9 @@ def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Gr
     for dim, block in enumerate(granularity.block):
         if block is not None and block > 1:
             # Not repeat_interleave and a slice: compiled for the CPU by torch 2.13, the last block gets wrong scales.
-            group = torch.arange(x.shape[dim], device=x.device) // block
+            group = torch.arange((rows, k)[dim], device=x.device) // block
             scale = scale.index_select(dim, group)
-    return scale
+    return scale if x.ndim == 2 else scale.reshape(*x.shape[:-1], scale.shape[1])
 
 
 def scale_of_rows(scale: Tensor, codes: Tensor, granularity: Granularity) -> Tensor:

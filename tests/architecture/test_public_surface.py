@@ -62,6 +62,7 @@ SIGNATURES = {
 }
 # What torch adds and defaults otherwise. Names and order of the operands are the oracle's.
 OF_TORCH: dict[str, dict[str, object]] = {
+    "dequantize": {"out_dtype": "torch.float32"},
     "initial_delayed_state": {"device": None},
     "mm": {"engine": "auto", "out_dtype": "torch.bfloat16", "split_k": None},
     "scaled_grouped_mm": {"engine": "auto", "out_dtype": "torch.bfloat16"},

@@ -147,6 +147,27 @@ def test_casts_detach_and_leave_their_input_alone() -> None:
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
+def test_leading_dimensions_are_rows(granularity: Granularity, assert_same_bits: Callable) -> None:
+    """Every verb has the bits of the flattened tensor, and codes keep shape and strides; a block may span samples."""
+    x = torch.randn(5, 3, 50, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = (x * torch.arange(1, 51)[:, None].exp2()).transpose(0, 1)  # another magnitude in each row
+    flat = x.reshape(-1, 200)
+    amax = f8.amax(x, granularity)
+    assert_same_bits(amax, f8.amax(flat, granularity))
+    scales = f8.scale_from_amax(amax, E4M3FN)
+    codes, flat_codes = (f8.quantize(t, scales.inv_scale, E4M3FN, granularity) for t in (x, flat))
+    assert codes.shape == x.shape and codes.stride() == x.stride()
+    assert_same_bits(codes.reshape(-1, 200), flat_codes)
+    values = f8.dequantize(codes, scales.scale, granularity)
+    assert_same_bits(values.reshape(-1, 200), f8.dequantize(flat_codes, scales.scale, granularity))
+    for dtype in (torch.bfloat16, "float16"):
+        narrow = f8.dequantize(codes, scales.scale, granularity, out_dtype=dtype)
+        assert_same_bits(narrow, values.to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float16))
+    empty = f8.amax(x[:0], granularity)
+    assert f8.quantize(x[:0], empty, E4M3FN, granularity).shape == x[:0].shape
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn], ids=str)
 def test_cast_refuses_other_dtypes(dtype) -> None:
     with pytest.raises(OperandError, match=rf"cast: x must be float32, bfloat16 or float16; got {dtype}.*float64"):
@@ -162,7 +183,7 @@ def test_other_bad_input_is_refused() -> None:
         f8.cast(x, "float16")
     with pytest.raises(SpecError, match=r"unknown format 'float8'; known formats"):
         f8.cast(x, "float8")
-    with pytest.raises(OperandError, match=r"quantize: x must have 2 dimensions; got shape \[32\].*reshape"):
+    with pytest.raises(OperandError, match=r"quantize: x must have 2 dimensions or more.*; got shape \[32\].*reshape"):
         f8.quantize(x[0], one, E4M3FN)
     with pytest.raises(OperandError, match=r"inv_scale must be float32 of shape \[4, 1\] for rowwise.*\[1, 1\]"):
         f8.quantize(x, one, E4M3FN, Granularity.ROWWISE)
@@ -170,5 +191,9 @@ def test_other_bad_input_is_refused() -> None:
         f8.quantize(x, one.double(), E4M3FN)
     with pytest.raises(OperandError, match=r"codes must be of a float8 dtype .*; got torch.uint8"):
         f8.dequantize(x.to(torch.uint8), one)
+    with pytest.raises(OperandError, match=r"dequantize: scale must be .* a \[8, 32\] operand; got .* \[2, 4, 1\]"):
+        f8.dequantize(f8.cast(x.expand(2, 4, 32), E4M3FN), torch.ones(2, 4, 1), "rowwise")
+    with pytest.raises(OperandError, match=r"out_dtype must be float32, bfloat16 or float16; got torch.float64"):
+        f8.dequantize(f8.cast(x, E4M3FN), one, out_dtype=torch.float64)
     with pytest.raises(OperandError, match=r"decode: x must be one of float8_e4m3fn.*got torch.float32"):
         f8.decode(x)
