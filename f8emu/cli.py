@@ -1,18 +1,20 @@
-"""The command line: verify | recipes | doctor | record.
+"""The command line: verify | recipes | doctor | record | plan.
 
 typer and rich come with the extra [cli] and are imported when the commands are built; torch and JAX when a subject
 needs them. Exit status: 0 all equal, 1 a difference or an error in a subject, 2 bad usage.
 """
 
 import importlib
+import io
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from f8emu import __version__
 from f8emu.spec import RECIPE_ALIASES, RECIPES, F8Error, MissingExtraError, SpecError, recipe_by_name
@@ -116,12 +118,39 @@ def build_app() -> "typer.Typer":
 
     @app.command()
     def record(
-        out: Annotated[Path, typer.Argument(help="The golden file to write.")],
+        out: Annotated[Path, typer.Argument(help="The golden file to write; with --plans the plan file.")],
         seed: Annotated[int | None, typer.Option(help="Of the operands.")] = None,
         check: Annotated[bool, typer.Option("--verify", help="Compare f8ref.numpy with the new file.")] = False,
+        plans: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="IN", help="Instead, find the split of K of these shapes, a list as `f8emu plan` reads."
+            ),
+        ] = None,
     ) -> None:
-        """Record new golden GEMMs on this machine's GPU, with the kernels that ran."""
-        raise typer.Exit(_guarded(_record, out, seed, check))
+        """Record new golden GEMMs on this machine's GPU, with the kernels that ran; or splits of K."""
+        raise typer.Exit(_guarded(_record, out, seed, check, plans))
+
+    @app.command()
+    def plan(
+        shapes: Annotated[
+            Path,
+            typer.Option(
+                metavar="IN",
+                help="A JSON list of objects: m, n, k, gemm (tensorwise, rowwise, bfloat16), accumulation (fast, "
+                "promoted; of float8), layout (tn, nt, nn, tt; of bfloat16), out_dtype, and a_dtype and b_dtype if "
+                "not both are float8_e4m3fn.",
+            ),
+        ],
+        json_file: Annotated[
+            Path | None, typer.Option("--json", metavar="OUT", help="Write the objects with split_k and source.")
+        ] = None,
+        plan_file: Annotated[
+            Path | None, typer.Option("--plan", metavar="FILE", help="Shapes that `f8emu record --plans` recorded.")
+        ] = None,
+    ) -> None:
+        """Say into how many slices cuBLAS cuts K of these GEMMs: recorded, predicted or unknown."""
+        raise typer.Exit(_guarded(_plan, shapes, json_file, plan_file))
 
     return app
 
@@ -214,9 +243,76 @@ def _doctor(as_json: bool) -> int:
     return run(as_json=as_json)
 
 
-def _record(out: Path, seed: int | None, check: bool) -> int:
+def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int:
+    if plans is not None:
+        if seed is not None or check:
+            raise SpecError("record: --seed and --verify go with a golden file, not with --plans; leave them out")
+        return _record_plans(out, plans)
     from f8emu.conformance.record import SEED, record
 
     recording = record(out, seed=SEED if seed is None else seed, verify=check)
     print("\n".join(recording.lines()))
     return _DIFFERENT if recording.has_difference else 0
+
+
+def _record_plans(out: Path, plans: Path) -> int:
+    from f8emu.conformance.record_plans import record_plans
+    from f8emu.spec.plan_file import gemms_from_json
+
+    gemms = [gemm for _, gemm in gemms_from_json(_text_of("record", plans), str(plans))]
+    recording = record_plans(out, gemms)
+    print("\n".join(recording.lines()))
+    return _DIFFERENT if recording.not_found else 0
+
+
+def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None) -> int:
+    from f8emu.spec.plan import shipped_plan
+    from f8emu.spec.plan_file import gemms_from_json, plan_from_json, with_splits
+
+    with _opened("plan", json_file) as out:
+        items = gemms_from_json(_text_of("plan", shapes), str(shapes))
+        plan = shipped_plan()
+        if plan_file is not None:
+            plan = plan_from_json(_text_of("plan", plan_file), str(plan_file)).over(plan)
+        found = with_splits(items, [plan.split_k(gemm) for _, gemm in items])
+        if out is None:
+            _print_plan(found, f"{plan.library} on {plan.chip}")
+        else:
+            out.write(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def _print_plan(found: list[dict[str, Any]], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    keys = ("m", "n", "k", "gemm", "accumulation", "layout", "a_dtype", "b_dtype", "out_dtype", "split_k", "source")
+    shown = [key for key in keys if any(item.get(key) for item in found)]
+    table = Table(*shown, title=title)
+    for item in found:
+        table.add_row(*(str(item.get(key) or "") for key in shown))
+    Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
+
+
+def _text_of(command: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
+
+
+@contextmanager
+def _opened(command: str, path: Path | None) -> Iterator[TextIO | None]:
+    """The file to write, opened before any work; what it held is replaced when something is written."""
+    if path is None:
+        yield None
+        return
+    text = io.StringIO()
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{command}: cannot write {path}: {error}; give a path in a directory that exists") from None
+    with file:
+        yield text
+        file.truncate(0)
+        file.write(text.getvalue())

@@ -15,6 +15,7 @@ from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.layouts import store_scales
 from f8emu.environment import versions
 from f8emu.spec import Granularity, UnsupportedError
+from f8emu.spec.plan import PlannedGemm
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,37 @@ class CudaLauncher:
         if outputs[0].tobytes() != outputs[1].tobytes():
             return Refused(reason="two runs gave different bits")
         return Launched(out=outputs[1], kernels=kernels)
+
+    def planned(self, gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray) -> np.ndarray | Refused:
+        """One row of `a @ b^T`, [C]: every row of a is `a_K`, and the columns are those of `b_CK` in turn.
+
+        The matrices are made on the device and have the size and the layout of `gemm`.
+        """
+        import torch
+
+        aten, columns = torch.ops.aten, len(b_CK)
+        a_K1, b_C1K = self.arrays.load(a_K), self.arrays.load(b_CK)
+        is_bfloat16 = gemm.gemm == "bfloat16"
+        a = _repeated(a_K1[None], gemm.m, transposed=is_bfloat16 and gemm.layout[1] == "t")
+        b = _repeated(b_C1K, gemm.n, transposed=is_bfloat16 and gemm.layout[0] == "n").t()
+        out_dtype = getattr(torch, gemm.out_dtype)
+        try:
+            if is_bfloat16:
+                out = torch.mm(a, b) if out_dtype == torch.bfloat16 else aten.mm.dtype(a, b, out_dtype)
+            else:
+                ones = torch.ones(max(gemm.m, gemm.n), device=a.device)
+                scales = (ones[0], ones[0])
+                if gemm.gemm == "rowwise":
+                    scales = (ones[: gemm.m, None], ones[None, : gemm.n])
+                fast = gemm.accumulation == "fast"
+                out = aten._scaled_mm(a, b, *scales, out_dtype=out_dtype, use_fast_accum=fast)
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            torch.cuda.synchronize()
+            return Refused(reason=str(error).strip().splitlines()[0])
+        return self.arrays.store(out[0, :columns].contiguous())
 
 
 class _Call:
@@ -191,6 +223,15 @@ def _profiled(call: _Call) -> tuple["torch.Tensor", Kernels]:
         f"record: torch.profiler saw no kernel in {_ATTEMPTS} runs of one GEMM; it needs CUPTI and the right to "
         "profile: end other profilers, or run with that right"
     )
+
+
+def _repeated(rows: "torch.Tensor", count: int, *, transposed: bool) -> "torch.Tensor":
+    """`rows` [R, K] in turn, as a matrix [count, K]: row-major, or column-major if `transposed`."""
+    import torch
+
+    codes = rows.view(torch.int16 if rows.element_size() == 2 else torch.uint8)
+    turn = torch.arange(count, device=rows.device) % len(rows)
+    return (codes.t()[:, turn].contiguous().t() if transposed else codes[turn]).view(rows.dtype)
 
 
 def _column_major(scale: "torch.Tensor") -> "torch.Tensor":

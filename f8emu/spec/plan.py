@@ -6,7 +6,7 @@ the recording, so that all recorded rows test them. Everything is in `data/`, on
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from typing import NamedTuple
@@ -183,6 +183,12 @@ class Plan:
         """S of a GEMM, looked up where it was recorded, otherwise predicted."""
         found = self.recorded.get((gemm.table, gemm.m, gemm.n, gemm.k))
         return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)
+
+    def over(self, base: "Plan") -> "Plan":
+        """This plan, with what `base` knows besides if it is of the same library and chip."""
+        if (self.library, self.chip) != (base.library, base.chip):
+            return self
+        return replace(base, recorded={**base.recorded, **self.recorded})
 
     def predicted(self, gemm: PlannedGemm) -> Split:
         """S of a GEMM by the rule alone; unknown beyond the range of the rule."""

@@ -68,7 +68,7 @@ def test_version() -> None:
 def test_help_names_the_commands() -> None:
     status, out, _ = invoke("--help")
     assert status == 0
-    assert all(name in out for name in ("verify", "recipes", "doctor", "record"))
+    assert all(name in out for name in ("verify", "recipes", "doctor", "record", "plan"))
 
 
 def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,3 +213,52 @@ def test_doctor_and_record_are_there() -> None:
     status, out, _ = invoke("record", "/no/such/place/new.safetensors")
     assert status == 2 and out == ""
     assert invoke("doctor", "--help")[0] == 0
+
+
+SHAPES = [
+    {"m": 8, "n": 512, "k": 8192, "gemm": "tensorwise", "accumulation": "fast", "layout": "", "out_dtype": "float32"},
+    {"m": 8, "n": 512, "k": 8256, "gemm": "bfloat16", "accumulation": "", "layout": "nn", "out_dtype": "bfloat16"},
+    {"m": 12, "n": 512, "k": 8192, "gemm": "bfloat16", "layout": "nt", "out_dtype": "bfloat16"},
+]
+
+
+def test_plan_writes_the_objects_with_their_splits(tmp_path: Path) -> None:
+    shapes, out, own = tmp_path / "in.json", tmp_path / "out.json", tmp_path / "own.json"
+    shapes.write_text(json.dumps(SHAPES))
+    assert invoke("plan", "--shapes", str(shapes), "--json", str(out)) == (0, "", "")
+    found = json.loads(out.read_text())
+    assert [(x["split_k"], x["source"]) for x in found] == [(3, "recorded"), (6, "predicted"), (1, "unknown")]
+    assert [{key: x[key] for key in shape} for x, shape in zip(found, SHAPES, strict=True)] == SHAPES
+    status, table, _ = invoke("plan", "--shapes", str(shapes))
+    assert status == 0 and all(word in table for word in ("recorded", "predicted", "unknown", "NVIDIA H200", "8256"))
+    head = {"schema": 1, "library": "cuBLAS 13.1.0.3", "chip": "NVIDIA H200"}
+    own.write_text(json.dumps({**head, "recorded": [{"tables": ["bfloat16 nn"], "rows": [[8, 512, 8256, 5]]}]}))
+    assert invoke("plan", "--shapes", str(shapes), "--plan", str(own), "--json", str(out))[0] == 0
+    found = json.loads(out.read_text())
+    assert [(x["split_k"], x["source"]) for x in found] == [(3, "recorded"), (5, "recorded"), (1, "unknown")]
+
+
+def test_plan_and_record_plans_tell_bad_input(tmp_path: Path) -> None:
+    shapes, out = tmp_path / "in.json", tmp_path / "out.json"
+    out.write_text("kept")
+    for text, message in (
+        (json.dumps([*SHAPES, {**SHAPES[0], "out_dtype": "int8"}]), "object 3: out_dtype must be one of float32"),
+        ("[" * 100_000, "nested too deeply"),
+    ):
+        shapes.write_text(text)
+        for command in (("plan", "--shapes", str(shapes), "--json", str(out)), ("record", "x", "--plans", str(shapes))):
+            status, printed, error = invoke(*command)
+            assert (status, printed) == (2, "") and message in error and str(shapes) in error
+    assert out.read_text() == "kept"
+    # the output is opened first: its error comes before that of the input, which is not there
+    status, _, error = invoke("plan", "--shapes", "missing.json", "--json", str(tmp_path / "no" / "out.json"))
+    assert status == 2 and "cannot write" in error
+    assert "cannot read missing.json" in invoke("plan", "--shapes", "missing.json")[2]
+    assert "--seed and --verify go with a golden file" in invoke("record", "x", "--plans", "y", "--verify")[2]
+
+
+def test_plan_loads_no_framework(tmp_path: Path) -> None:
+    shapes = tmp_path / "in.json"
+    shapes.write_text(json.dumps(SHAPES))
+    result = python(MAIN, "plan", "--shapes", str(shapes), blocked=("jax", "torch", "numpy", "ml_dtypes"))
+    assert result.returncode == 0 and "predicted" in result.stdout, result.stderr
