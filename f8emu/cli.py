@@ -1,7 +1,7 @@
 """The command line: verify | recipes | doctor | record | plan.
 
 typer and rich come with the extra [cli] and are imported when the commands are built; torch and JAX when a subject
-needs them. Exit status: 0 all equal, 1 a difference or an error in a subject, 2 bad usage.
+needs them. The exit statuses are `_STATUSES`.
 """
 
 import importlib
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 
 _DIFFERENT = 1
 _BAD_USAGE = 2
+_INTERRUPTED = 130
+"""As a shell reports a process that Ctrl-C ended."""
+_STATUSES = (
+    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 bad usage, a missing package, a "
+    "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C."
+)
 _PIPE_WIDTH = 160
 """Of a table that goes to a file; a terminal's own width otherwise."""
 
@@ -66,6 +73,7 @@ def build_app() -> "typer.Typer":
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         help="float8 training recipes, with the bits of a Hopper GPU on any machine.",
+        epilog=_STATUSES,
     )
 
     def show_version(wanted: bool) -> None:
@@ -81,14 +89,14 @@ def build_app() -> "typer.Typer":
     ) -> None:
         pass
 
-    @app.command()
+    @app.command(epilog=_STATUSES)
     def verify(
         subjects: Annotated[
             list[str] | None,
             typer.Argument(
                 metavar="[SUBJECT]...",
                 help="f8ref.numpy, f8ref.jax, torch, or package.module:function for a kernel that is called as "
-                "torch._scaled_mm is. All three by default.",
+                "torch._scaled_mm is. By default all three, of which those are left out whose package is missing.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -99,7 +107,10 @@ def build_app() -> "typer.Typer":
         errors: Annotated[int, typer.Option(min=0, help="Mismatches to print for each subject.")] = 20,
         arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
     ) -> None:
-        """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes."""
+        """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
+
+        Ctrl-C ends the run; the stages that were finished are reported.
+        """
         raise typer.Exit(_guarded(_verify, subjects or [], golden, json_file, stage or [], errors, arrays.value))
 
     @app.command()
@@ -159,8 +170,14 @@ def _guarded(command: Callable[..., int], *args: object) -> int:
     """The exit status of a command; an error of ours is a message and bad usage, not a traceback."""
     try:
         return command(*args)
-    except F8Error as error:
+    except (F8Error, OSError) as error:
         print(error, file=sys.stderr)
+        return _BAD_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception:  # a failure of f8emu must not have the status of a difference, which Python would give it
+        traceback.print_exc()
         return _BAD_USAGE
 
 
@@ -175,35 +192,47 @@ def _verify(
 
     start = time.perf_counter()
     stages_by_name(stages)  # a misspelt name is told before anything is loaded
-    if json_file is not None and not json_file.parent.is_dir():
-        raise SpecError(f"verify: cannot write {json_file}: no directory {json_file.parent}; make it first")
-    recorded = shipped_golden() if golden is None else read_golden(golden)
-    subjects = _load(names, arrays)
-    with report.progress_bar() as progress:
-        result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
-    for subject in result.subjects:
-        console.print(report.table(subject))
-    for line in report.mismatch_lines(result, errors):
-        print(line)
-    seconds = time.perf_counter() - start
-    print(f"{report.verdict(result)}; {recorded.path.name} {recorded.sha256[:12]}; {seconds:.1f} s")
-    if json_file is not None:
-        data = report.to_json(result, command=["f8emu", *sys.argv[1:]], seconds=seconds, errors=errors)
-        json_file.write_text(json.dumps(data, indent=1) + "\n")
-    return 0 if result.is_equal else _DIFFERENT
+    with _opened("verify", json_file) as out:
+        recorded = shipped_golden() if golden is None else read_golden(golden)
+        subjects, not_run = _load(names, arrays)
+        with report.progress_bar() as progress:
+            result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
+        console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+        for subject in result.subjects:
+            console.print(report.table(subject))
+        for line in report.mismatch_lines(result, errors):
+            print(line)
+        for reason in not_run.values():
+            print(f"not run: {reason}")
+        seconds = time.perf_counter() - start
+        print(f"{report.verdict(result)}; {recorded.path.name} {recorded.sha256[:12]}; {seconds:.1f} s")
+        if out is not None:
+            command = ["f8emu", *sys.argv[1:]]
+            data = report.to_json(result, command=command, seconds=seconds, errors=errors, not_run=not_run)
+            out.write(json.dumps(data, indent=1) + "\n")
+    if result.is_interrupted:
+        return _INTERRUPTED
+    return _DIFFERENT if result.has_difference else 0 if result.is_equal else _BAD_USAGE
 
 
-def _load(names: list[str], arrays: str) -> "list[Subject]":
-    """The subjects in the order of their names."""
+def _load(names: list[str], arrays: str) -> "tuple[list[Subject], dict[str, str]]":
+    """The subjects in the order of their names; of the default ones without those whose package is missing, and why."""
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
     if any(":" in name for name in names) and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # an own kernel in the current directory, as for `python -m`
     chosen = names or list(SUBJECTS)
     # torch first: JAX then knows that it must leave the GPU's memory to others
-    loaded = {name: load_subject(name, arrays=arrays) for name in sorted(chosen, key=lambda name: name != "torch")}
-    return [loaded[name] for name in chosen]
+    loaded: dict[str, Subject] = {}
+    not_run: dict[str, str] = {}
+    for name in sorted(chosen, key=lambda name: name != "torch"):
+        try:
+            loaded[name] = load_subject(name, arrays=arrays)
+        except MissingExtraError as error:
+            if names:
+                raise
+            not_run[name] = str(error)
+    return [loaded[name] for name in chosen if name in loaded], not_run
 
 
 def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
@@ -314,5 +343,6 @@ def _opened(command: str, path: Path | None) -> Iterator[TextIO | None]:
         raise SpecError(f"{command}: cannot write {path}: {error}; give a path in a directory that exists") from None
     with file:
         yield text
-        file.truncate(0)
+        if file.seekable():
+            file.truncate(0)
         file.write(text.getvalue())

@@ -43,7 +43,7 @@ def decode_container(blob: bytes, source: str) -> tuple[dict[str, np.ndarray], d
         raise _fault(source, f"a header of {length} bytes", f"a file of {len(blob)} bytes: cut short, or foreign")
     try:
         header = json.loads(blob[_LENGTH : _LENGTH + length])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _fault(source, "a JSON header", str(error)) from None
     if not isinstance(header, dict):
         raise _fault(source, "a JSON object as header", type(header).__name__)

@@ -81,7 +81,7 @@ def read_golden(path: str | Path) -> GoldenFile:
         )
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GoldenFileError(f"read_golden: {path}: metadata 'cases' is not JSON: {error}; {REMEDY}") from None
     if not isinstance(entries, list) or not entries:
         raise GoldenFileError(f"read_golden: {path}: metadata 'cases' must be a list with a case or more; {REMEDY}")

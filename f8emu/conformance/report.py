@@ -3,7 +3,7 @@
 rich draws the table and the progress bar; it is imported where it is used, because the suite runs without it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ def verdict(result: Result) -> str:
     """The last line."""
     cases = sum(stage.cases_total for subject in result.subjects for stage in subject.stages)
     outputs = sum(stage.outputs_equal for subject in result.subjects for stage in subject.stages)
+    if not result.has_difference and result.is_interrupted:
+        return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
     if result.is_equal:
         return f"equal: every bit of {outputs} outputs in {cases} cases"
     failed = []
@@ -77,15 +79,20 @@ def verdict(result: Result) -> str:
         stages = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
         if not subject.is_equal:
             failed.append(f"{subject.name} ({', '.join(stages) or 'nothing ran'})")
-    return f"NOT EQUAL: {'; '.join(failed)}"
+    found = "NOT EQUAL" if result.has_difference else "NOT VERIFIED"
+    return f"{'INTERRUPTED, ' if result.is_interrupted else ''}{found}: {'; '.join(failed)}"
 
 
-def to_json(result: Result, *, command: Sequence[str], seconds: float, errors: int = 20) -> dict[str, Any]:
-    """The whole run as plain data."""
+def to_json(
+    result: Result, *, command: Sequence[str], seconds: float, errors: int = 20, not_run: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """The whole run as plain data; `not_run` names subjects that could not be loaded, and why."""
     golden = result.golden
     return {
         "schema": SCHEMA,
         "equal": result.is_equal,
+        "interrupted": result.is_interrupted,
+        "not_run": dict(not_run),
         "command": list(command),
         "seconds": round(seconds, 3),
         "versions": versions(),

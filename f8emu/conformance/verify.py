@@ -82,10 +82,20 @@ class Result:
 
     golden: GoldenFile
     subjects: list[SubjectResult]
+    is_interrupted: bool = False
+    """Ctrl-C came: only the stages that were finished are here."""
 
     @property
     def is_equal(self) -> bool:
-        return bool(self.subjects) and all(subject.is_equal for subject in self.subjects)
+        """Everything ran to its end and was equal."""
+        is_all_equal = bool(self.subjects) and all(subject.is_equal for subject in self.subjects)
+        return is_all_equal and not self.is_interrupted
+
+    @property
+    def has_difference(self) -> bool:
+        """A stage differed, or ran no case although it should have."""
+        found = {stage.status for subject in self.subjects for stage in subject.stages}
+        return bool(found & {Status.DIFFERENT, Status.EMPTY})
 
 
 class Progress(Protocol):
@@ -128,7 +138,8 @@ def verify(
 ) -> Result:
     """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
 
-    `errors` is how many mismatches each stage keeps; all are counted.
+    `errors` is how many mismatches each stage keeps; all are counted. KeyboardInterrupt ends the run, and the result
+    has the stages that were finished.
 
     Raises:
         SpecError: an unknown stage.
@@ -137,10 +148,15 @@ def verify(
     chosen = stages_by_name(stages)
     golden = shipped_golden() if golden is None else golden
     run = _Run(golden, errors, progress or _Silent())
-    results = [
-        SubjectResult(name=subject.name, engine=subject.engine, stages=[run.stage(stage, subject) for stage in chosen])
-        for subject in subjects
-    ]
+    results: list[SubjectResult] = []
+    try:
+        for subject in subjects:
+            results.append(SubjectResult(name=subject.name, engine=subject.engine, stages=[]))
+            for stage in chosen:
+                results[-1].stages.append(run.stage(stage, subject))
+    except KeyboardInterrupt:
+        finished = [result for result in results if result.stages]
+        return Result(golden=golden, subjects=finished, is_interrupted=True)
     return Result(golden=golden, subjects=results)
 
 

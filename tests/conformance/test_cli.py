@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import f8emu
 from f8emu import cli
-from f8emu.conformance import read_golden, shipped_golden, subject, write_golden
+from f8emu.conformance import read_golden, shipped_golden, stages, subject, write_golden
 from f8emu.conformance.subject import load_subject
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 
@@ -81,8 +81,10 @@ def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     report = json.loads(out_path.read_text())
     outputs = sum(case.out.size for case in read_golden(few).cases)
-    assert set(report) == {"schema", "equal", "command", "seconds", "versions", "devices", "golden", "subjects"}
-    assert report["equal"] is True
+    assert set(report) == (
+        {"schema", "equal", "interrupted", "not_run", "command", "seconds", "versions", "devices", "golden", "subjects"}
+    )
+    assert report["equal"] is True and report["interrupted"] is False and report["not_run"] == {}
     assert report["command"] == ["f8emu", "verify", "f8ref.numpy"]
     assert set(report["versions"]) == {"f8emu", "python", "numpy", "ml_dtypes", "jax", "jaxlib", "torch", "driver"}
     assert report["versions"]["numpy"] == np.__version__
@@ -140,7 +142,8 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
         (("verify", "--stage", "goldn"), "unknown stage 'goldn'; known stages are formats"),
         (("verify", "--golden", "/no/such/file"), "cannot read /no/such/file"),
         (("verify", "--golden", __file__), "cut short, or foreign"),
-        (("verify", "f8ref.numpy", "--json", "/no/such/place/out.json"), "no directory /no/such/place"),
+        (("verify", "f8ref.numpy", "--json", "/no/such/place/out.json"), "cannot write /no/such/place/out.json"),
+        (("verify", "f8ref.nump", "--json", "/tmp"), "cannot write /tmp: [Errno 21] Is a directory"),
         (("verify", "no.such.module:f"), "No module named 'no'"),
         (("verify", "--arrays", "cupy"), "cupy"),
         (("verify", "--errors", "-1"), "--errors"),
@@ -191,11 +194,77 @@ def test_without_the_cli_extra(package: str) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("package", "extra"), [("jax", "jax"), ("torch", "torch")])
-def test_without_a_framework_the_default_subjects_name_the_extra(package: str, extra: str) -> None:
-    result = python(MAIN, "verify", "--stage", "formats", blocked=(package,))
-    assert result.returncode == 2
-    assert f"pip install 'f8emu[{extra}]'" in result.stderr and "Traceback" not in result.stderr
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_without_a_framework_what_can_run_does(package: str, few: Path, tmp_path: Path) -> None:
+    """Without torch the other two run; without JAX f8ref.numpy runs, and torch has no GEMM to show."""
+    report = tmp_path / "report.json"
+    arguments = ("verify", "--golden", str(few), "--stage", "golden", "--json", str(report))
+    result = python(MAIN, *arguments, blocked=(package,))
+    missing = {"jax": "f8ref.jax", "torch": "torch"}[package]
+    reason = f"f8emu verify {missing} needs the package '{package}', which is not installed"
+    assert f"not run: {reason}" in result.stdout and f"pip install 'f8emu[{package}]'" in result.stdout
+    assert "Traceback" not in result.stderr
+    data = json.loads(report.read_text())
+    found = {subject["name"]: subject["stages"][0]["status"] for subject in data["subjects"]}
+    assert list(data["not_run"]) == [missing] and data["not_run"][missing].startswith(reason)
+    if package == "torch":
+        assert result.returncode == 0 and found == {"f8ref.numpy": "equal", "f8ref.jax": "equal"}
+    else:
+        assert result.returncode == 2 and found == {"f8ref.numpy": "equal", "torch": "not offered"}
+        assert "NOT VERIFIED: torch (nothing ran)" in result.stdout and "no GEMMs: JAX" in result.stdout
+    asked = python(MAIN, "verify", missing, blocked=(package,))
+    assert asked.returncode == 2 and reason in asked.stderr, "one that was asked for must be there"
+
+
+def test_the_report_is_opened_before_any_work(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it held stays until there is something to write."""
+    loaded: list[str] = []
+    monkeypatch.setattr(subject, "load_subject", lambda name, **options: loaded.append(name))
+    for path in (tmp_path / "no" / "out.json", tmp_path):
+        assert invoke("verify", "f8ref.numpy", "--json", str(path))[0] == 2
+    assert loaded == []
+    kept = tmp_path / "kept.json"
+    kept.write_text("before")
+    assert invoke("verify", "--golden", "/no/such/file", "--json", str(kept))[0] == 2
+    assert kept.read_text() == "before"
+
+
+def test_interrupted_runs_keep_their_finished_stages(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = load_subject("f8ref.numpy")
+
+    def interrupted(*args: Any, **options: Any) -> np.ndarray:
+        raise KeyboardInterrupt
+
+    planted = replace(original, name="planted", verbs={**original.verbs, "scaled_mm": interrupted})
+    monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
+    monkeypatch.setattr(stages, "CASTS", stages.CASTS[:1])
+    report = tmp_path / "report.json"
+    arguments = ("verify", "planted", "f8ref.numpy", "--golden", str(few), "--stage", "formats", "--stage", "golden")
+    status, out, _ = invoke(*arguments, "--json", str(report))
+    assert status == 130
+    assert "formats and casts" in out and "recorded GEMMs" not in out
+    assert out.splitlines()[-1].startswith("INTERRUPTED: equal so far")
+    data = json.loads(report.read_text())
+    assert data["interrupted"] and not data["equal"]
+    assert [(s["name"], [(t["stage"], t["status"]) for t in s["stages"]]) for s in data["subjects"]] == [
+        ("planted", [("formats", "equal")])
+    ]
+    monkeypatch.setitem(subject.SUBJECTS, "planted", interrupted)
+    assert invoke("verify", "planted") == (130, "", "interrupted\n")
+
+
+def test_a_failure_of_f8emu_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise AssertionError("an invariant")
+
+    monkeypatch.setitem(subject.SUBJECTS, "planted", fails)
+    status, _, err = invoke("verify", "planted")
+    assert status == 2 and "AssertionError: an invariant" in err
+    for command in ((), ("verify",)):
+        words = " ".join(invoke(*command, "--help")[1].split())
+        assert "0 all equal" in words and "1 a difference" in words and "130 interrupted" in words
 
 
 def test_without_frameworks_numpy_is_still_verified(few: Path) -> None:

@@ -166,6 +166,7 @@ HEADER_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no metadata": (lambda h: h.pop("__metadata__"), "not a golden file"),
     "metadata not strings": (lambda h: h["__metadata__"].update(x=1), "metadata of strings"),
     "cases not JSON": (set_cases("[{"), "not JSON"),
+    "cases nested too deep": (set_cases("[" * 100_000), "not JSON"),
     "cases empty": (set_cases("[]"), "a case or more"),
     "cases no list": (set_cases("{}"), "must be a list"),
     "case no object": (set_cases("[3]"), "case 0: expected an object"),
@@ -222,6 +223,7 @@ def test_fault_in_the_header(fault: str, blob: bytes, tmp_path: Path) -> None:
         (lambda b: b"PK\x03\x04 a zip file, say, and no safetensors at all", "foreign"),
         (lambda b: struct.pack("<Q", 4) + b"nope", "a JSON header"),
         (lambda b: struct.pack("<Q", 2) + b"[]", "a JSON object"),
+        (lambda b: struct.pack("<Q", 100_000) + b"[" * 100_000, "a JSON header"),
     ],
 )
 def test_fault_in_the_file(cut: Callable[[bytes], bytes], message: str, blob: bytes, tmp_path: Path) -> None:
