@@ -5,7 +5,7 @@ as they enter a GEMM, its product, the output, the gradients that autograd leave
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,9 @@ from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import Verbs
 from f8emu.conformance.layer import LayerCase, Place, place_of
 from f8emu.spec import (
+    E4M3FN,
     GEMM_NAMES,
+    HOPPER,
     OPERANDS,
     TENSORS,
     TRANSPOSED,
@@ -26,8 +28,11 @@ from f8emu.spec import (
     OperandTrace,
     Recipe,
 )
+from f8emu.spec.plan import PlannedGemm, split_k
 
 Parts = dict[str, np.ndarray]
+_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+"""How the operands of a bfloat16 GEMM lie in memory, as cuBLAS names it."""
 States = Mapping[str, DelayedState]
 """Tensor -> state of delayed scaling."""
 
@@ -54,7 +59,9 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
         for turn in range(1, case.passes + 1):
             traces = []
             for layer, state in zip(numbers, states, strict=True):
-                options = {"delayed_state": state} if state else {}
+                options: dict[str, Any] = {"delayed_state": state} if state else {}
+                if slices := planned_slices(case, layer):
+                    options["split_k"] = slices
                 tensors = case.linear_tensors(Place(step, turn, layer))
                 traces.append(verbs["linear"](case.recipe, **tensors, **options))
             turns.append(traces)
@@ -62,6 +69,31 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
             of_layers = zip(*turns, strict=True)
             states = [_updated(case, verbs, s, traces) for s, traces in zip(states, of_layers, strict=True)]
         yield Step(turns, states if case.updates else None)
+
+
+def planned_slices(case: LayerCase, layer: int) -> dict[str, int]:
+    """GEMM -> S of those that the plan cuts along K [PLAN-1]: a layer that trains asks the same plan, or is cut so."""
+    found: dict[str, int] = {}
+    for name, (m, n, k) in case.gemm_sizes(layer).items():
+        gemm = case.recipe.gemms[name]
+        pair = None if gemm.is_high_precision else gemm.scaled_gemm_granularities
+        if pair is not None and pair[0].is_blockwise:
+            continue
+        asked = PlannedGemm(
+            m=m,
+            n=-(-n // HOPPER.size_multiple) * HOPPER.size_multiple,
+            k=-(-k // HOPPER.size_multiple) * HOPPER.size_multiple,
+            gemm="bfloat16" if pair is None else pair[0].value,
+            accumulation="" if pair is None else "fast" if gemm.use_fast_accum else "promoted",
+            layout=_LAYOUTS[name] if pair is None else "tn",
+            out_dtype=case.dtype.name,
+            a_dtype=(gemm.a.format or E4M3FN).name,
+            b_dtype=(gemm.b.format or E4M3FN).name,
+        )
+        slices = split_k(asked).split_k
+        if slices > 1:
+            found[name] = slices
+    return found
 
 
 def _updated(case: LayerCase, verbs: Verbs, states: States, traces: tuple[LinearTrace, ...]) -> States:

@@ -49,7 +49,7 @@ SIGNATURES = {
     "decode": "(x)",
     "dequantize": "(codes, scale, granularity=TENSORWISE)",
     "initial_delayed_state": "(delayed)",
-    "linear": "(recipe, input, weight, grad_output=None, bias=None, *, delayed_state=None, chip=Hopper)",
+    "linear": "(recipe, input, weight, grad_output=None, bias=None, *, delayed_state=None, split_k=None, chip=Hopper)",
     "mm": "(a, b, *, out_dtype='bfloat16', split_k=1, chip=Hopper)",
     "quantize": "(x, inv_scale, format, granularity=TENSORWISE)",
     "scale_from_amax": "(amax, format, rule=ScaleRule(power_of_two=False, amax_floor=1e-12), *, margin=0)",

@@ -10,7 +10,11 @@ from torch import Tensor
 
 import f8emu.torch as f8
 from f8emu.conformance.arrays import torch_arrays
-from f8emu.spec import E4M3FN, TENSORWISE
+from f8emu.conformance.compare import different
+from f8emu.conformance.layer import LayerCase, LayerMode, Place
+from f8emu.conformance.layer_trace import layer_parts, planned_slices
+from f8emu.conformance.subject import load_subject
+from f8emu.spec import E4M3FN, FLOAT32, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
 from f8emu.torch.gemm import planned
 
 pytest.importorskip("jax")
@@ -71,20 +75,34 @@ def test_the_layout_of_mm_decides() -> None:
         assert equal(out.contiguous(), expected[s]), layout
 
 
-def test_layers_and_compiled_code_are_cut_too() -> None:
-    linear = torch.nn.Linear(8192, 32, bias=False).bfloat16()
-    model = f8.convert_to_float8_training(torch.nn.Sequential(linear), config=TENSORWISE)
-    x = normal(3, 16, 8192)
-    eager = model(x)
-    operands: list[tuple[Tensor, Tensor]] = []
-    for tensor in (x, linear.weight.detach()):
-        scales = f8.scale_from_amax(f8.amax(tensor), E4M3FN)
-        operands.append((f8.quantize(tensor, scales.inv_scale, E4M3FN), scales.scale))
-    (a, scale_a), (b, scale_b) = operands
-    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": TENSORWISE.output.use_fast_accum}
-    by_slices = {s: f8.scaled_mm(a, b.t(), scale_a, scale_b, **options, engine="emulated", split_k=s) for s in (1, 3)}
-    assert torch.equal(eager, by_slices[3]) and not torch.equal(eager, by_slices[1])
-    assert torch.equal(torch.compile(model)(x), eager)
+@pytest.mark.parametrize("mode", [LayerMode.EAGER, LayerMode.COMPILED])
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE_WITH_GW_HP], ids=lambda recipe: recipe.name)
+def test_layers_are_cut_as_the_oracle_is_told(recipe: Recipe, mode: LayerMode) -> None:
+    """K of one GEMM of each layer is long: of `output` under tensorwise, of the bfloat16 `grad_weight` otherwise."""
+    shape, slices = ((16, 32, 8192), {"output": 3}) if recipe is TENSORWISE else ((4096, 32, 64), {"grad_weight": 3})
+    kind: dict[str, Any] = {"dtype": FLOAT32, "weight_dtype": FLOAT32, "with_bias": False}
+    case = LayerCase(recipe=recipe, mode=mode, shape=shape, **kind)
+    assert planned_slices(case, 1) == slices
+    oracle, subject = load_subject("f8ref.jax"), load_subject("torch")
+    assert subject.train is not None
+    expected, found = layer_parts(case, oracle.verbs), subject.train(case)
+    assert found and [part for part in found if different(found[part], expected[part]).any()] == []
+
+
+def test_both_oracles_cut_layers_alike_and_otherwise_without() -> None:
+    case = LayerCase(recipe=TENSORWISE, mode=LayerMode.TRACE, shape=(8, 16, 6144), dtype=FLOAT32, weight_dtype=FLOAT32)
+    tensors = case.linear_tensors(Place())
+    products = {
+        (name, s): np.asarray(
+            load_subject(name).verbs["linear"](TENSORWISE, **tensors, split_k={"output": s}).output.product
+        )
+        for name in ("f8ref.numpy", "f8ref.jax")
+        for s in (1, 2)
+    }
+    assert planned_slices(case, 1) == {"output": 2}
+    for s in (1, 2):
+        assert products["f8ref.numpy", s].tobytes() == products["f8ref.jax", s].tobytes()
+    assert products["f8ref.numpy", 1].tobytes() != products["f8ref.numpy", 2].tobytes()
 
 
 def test_what_the_plan_does_not_know_is_said_once_for_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ def linear(
     bias: jax.Array | None = None,
     *,
     delayed_state: Mapping[str, DelayedState] | None = None,
+    split_k: Mapping[str, int] | None = None,
     chip: Chip = HOPPER,
 ) -> LinearTrace:
     """Forward, and with `grad_output` backward, of `input @ weight^T + bias` as the recipe's kernels compute it.
@@ -46,6 +47,7 @@ def linear(
     Every product has the dtype of `input`. A cast is of the tensor's own values, float32 as they are beside a bfloat16
     input too. A high precision GEMM rounds its operands to bfloat16. Under delayed scaling a cast uses the state's
     inv_scale, and before the first update the one that its own amax would give; the state is not updated here.
+    `split_k` gives the slices of K of a GEMM by its name [CHAIN-3], static; a GEMM that it does not name is not split.
 
     Shapes: input [M, K], weight [N, K], grad_output [M, N], bias [N]; float32, bfloat16 or float16.
     Exactness: bit-exact to the parts, `scaled_mm` and `mm`. Traceable with the recipe static.
@@ -61,7 +63,7 @@ def linear(
     states = _require_states(recipe, tensors, delayed_state)
 
     def gemm(name: str) -> GemmTrace:
-        return _gemm(name, recipe, tensors, states, dtype, chip)
+        return _gemm(name, recipe, tensors, states, dtype, (split_k or {}).get(name, 1), chip)
 
     output = gemm("output")
     result = output.product if bias is None else _add_bias(output.product, jnp.asarray(bias), dtype)
@@ -76,6 +78,7 @@ def _gemm(
     tensors: Mapping[str, jax.Array],
     states: Mapping[str, DelayedState],
     dtype: Format,
+    split_k: int,
     chip: Chip,
 ) -> GemmTrace:
     gemm = recipe.gemms[name]
@@ -83,7 +86,7 @@ def _gemm(
         _operand(recipe, cast, tensors[source].T if transposed else tensors[source], states.get(source))
         for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), TRANSPOSED[name], strict=True)
     )
-    return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype, chip))
+    return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype, split_k, chip))
 
 
 def _operand(recipe: Recipe, cast: Cast, x: jax.Array, state: DelayedState | None) -> OperandTrace:
@@ -102,9 +105,9 @@ def _operand(recipe: Recipe, cast: Cast, x: jax.Array, state: DelayedState | Non
     )
 
 
-def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, chip: Chip) -> jax.Array:
+def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_k: int, chip: Chip) -> jax.Array:
     if gemm.is_high_precision:
-        return mm(a.codes, b.codes.T, out_dtype=dtype, chip=chip)
+        return mm(a.codes, b.codes.T, out_dtype=dtype, split_k=split_k, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = a.scale, b.scale
     if granularity_a is Granularity.ROWWISE:  # one scale beside rowwise ones is repeated
@@ -119,6 +122,7 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, chip: 
         granularity_b=granularity_b,
         out_dtype=dtype,
         use_fast_accum=gemm.use_fast_accum,
+        split_k=split_k,
         chip=chip,
     )
 

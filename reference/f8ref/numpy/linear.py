@@ -46,11 +46,13 @@ def linear(
     bias: ArrayLike | None = None,
     *,
     delayed_state: DelayedStates | None = None,
+    split_k: Mapping[str, int] | None = None,
     chip: Chip = HOPPER,
 ) -> LinearTrace:
     """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
 
     All products have the dtype of `input`. A bias is rounded to that dtype and added to the rounded output.
+    `split_k` gives the slices of K of a GEMM by its name [CHAIN-3]; a GEMM that it does not name is not split.
     Delayed scales come from `delayed_state` (tensor name -> state), which stays as it is: calling
     `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is initialised, a
     cast uses its own amax.
@@ -75,7 +77,7 @@ def linear(
             _operand(tensors[source].T if is_transposed else tensors[source], cast, recipe, states.get(source))
             for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
         )
-        return GemmTrace(a, b, _product(a, b, spec, out_format, chip))
+        return GemmTrace(a, b, _product(a, b, spec, out_format, (split_k or {}).get(name, 1), chip))
 
     output = gemm("output")
     grad_input = grad_weight = None
@@ -105,10 +107,10 @@ def _scales_of_state(state: DelayedState) -> Scales:
         return Scales(inv_scale, canonical_nan(np.float32(1) / inv_scale))
 
 
-def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, chip: Chip) -> Array:
+def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, split_k: int, chip: Chip) -> Array:
     """`a @ b^T` on the matrix unit that the recipe chose."""
     if gemm.is_high_precision:
-        return mm(a.codes, b.codes.T, out_dtype=out_format, chip=chip)
+        return mm(a.codes, b.codes.T, out_dtype=out_format, split_k=split_k, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = (
         # Beside rowwise, the one scale of a tensorwise operand is that of every row.
@@ -124,6 +126,7 @@ def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, c
         granularity_b=granularity_b,
         out_dtype=out_format,
         use_fast_accum=gemm.use_fast_accum,
+        split_k=split_k,
         chip=chip,
     )
 
