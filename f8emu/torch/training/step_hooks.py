@@ -2,14 +2,15 @@
 
 torch.optim calls a hook after every step of every optimizer. The hook updates the layers whose weight that optimizer
 holds, in the order of its parameters, which all ranks share. An optimizer within the step of another
-(ZeroRedundancyOptimizer) is left to the outer one. A layer with a frozen weight that no optimizer holds follows every
-step of any optimizer, since its input and its gradient change too.
+(ZeroRedundancyOptimizer, whose inner one holds other weights on every rank) is left to the outer one. A layer with a
+frozen weight that no optimizer holds follows every step of any optimizer, since its input and its gradient change too.
 
 A weight that changes in another way is found out at the next backward pass, by a sum over its bits.
 """
 
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 _layers: "weakref.WeakSet[Float8Linear]" = weakref.WeakSet()
 """All layers with delayed scaling."""
-_running: list[int] = []
-"""The optimizers whose step runs now, the outermost first."""
+_inner: list[weakref.ref[Optimizer]] = []
+"""The optimizers that stepped within the step that runs now."""
 
 
 class WeightWatch:
@@ -78,15 +79,15 @@ class WeightWatch:
             before, version, weight_version = self._after
             is_same_step = before() is grad and (grad._version, weight._version) == (version + 1, weight_version)
         found = _sum_of_bits(weight)
-        if self._sum is not None and not is_same_step and not buffers.has_updated and bool(self._sum != found):
+        if self._sum is not None and not is_same_step and not buffers.notes.has_updated and bool(self._sum != found):
             raise DelayedScalingError(
                 f"Float8Linear: under recipe {layer.recipe.name!r} the scales are updated once a step; the weight of "
-                f"{buffers.name or 'a layer'}, of shape {list(weight.shape)}, has changed since the last backward "
-                "pass, by no optimizer of torch.optim, and its scales have not; call "
+                f"{buffers.notes.name or 'a layer'}, of shape {list(weight.shape)}, has changed since the last "
+                "backward pass, by no optimizer of torch.optim, and its scales have not; call "
                 "f8emu.torch.sync_float8_amax_and_scale_history(model) after every backward pass"
             )
         if not is_same_step:
-            buffers.has_updated = False
+            buffers.notes.has_updated = False
         self._sum = found
         self._after = None if grad is None else (weakref.ref(grad), grad._version, weight._version)
 
@@ -108,30 +109,50 @@ _installed: list[Any] = []
 
 def _install() -> None:
     if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_before_step))
-        _installed.append(register_optimizer_step_post_hook(_after_step))
+        # A compiled step runs them between its graphs: they look at the stack, and tell of infinities.
+        before: Any = torch.compiler.disable(_before_step)
+        after: Any = torch.compiler.disable(_after_step)
+        _installed.append(register_optimizer_step_pre_hook(before))
+        _installed.append(register_optimizer_step_post_hook(after))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    # A step that raised an error left its entry behind; no optimizer steps within its own step.
-    if id(optimizer) in _running:
-        del _running[_running.index(id(optimizer)) :]
-    _running.append(id(optimizer))
+    # A closure may run backward passes after the step has changed the weights (LBFGS), so their layers must know.
+    if (len(args) > 1 or kwargs) and _layers:
+        stepped_states([optimizer])
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if id(optimizer) in _running:
-        del _running[_running.index(id(optimizer)) :]
-    if _running or not _layers:
+    if not _layers:
         return
-    states = stepped_states(optimizer)
+    if _is_within_a_step():
+        _inner.append(weakref.ref(optimizer))
+        return
+    inner = [found for reference in _inner if (found := reference()) is not None]
+    _inner.clear()
+    states = stepped_states([optimizer, *inner])
     if states:
         update_states(states)
 
 
-def stepped_states(optimizer: Optimizer) -> list[StateOf]:
-    """The states that a step of `optimizer` updates, in the order of its parameters."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _is_within_a_step() -> bool:
+    """Whether the step that has ended ran within another. The stack tells, also after a step that raised an error."""
+    steps = 0
+    frame = sys._getframe()
+    while frame is not None:
+        steps += frame.f_code is _STEP
+        frame = frame.f_back
+    return steps > 1
+
+
+_STEP = Optimizer.profile_hook_step(lambda: None).__code__
+"""Of the function that calls an optimizer's step and its hooks."""
+
+
+def stepped_states(optimizers: Sequence[Optimizer]) -> list[StateOf]:
+    """The states that a step of the first optimizer updates, others within it, in the order of their parameters."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group["params"]]
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
     of_modules = {id(module): i for i, parameter in enumerate(parameters) for module in _modules_of(parameter)}
@@ -146,10 +167,10 @@ def stepped_states(optimizer: Optimizer) -> list[StateOf]:
         found = [place for place in places if place is not None]
         state = StateOf(buffers, own)
         if found:
-            watch.optimizer = weakref.ref(optimizer)
-            held.append((found[0], buffers.number, state))
+            watch.optimizer = weakref.ref(optimizers[0])
+            held.append((found[0], buffers.notes.number, state))
         elif own is not None and not own.requires_grad and (watch.optimizer is None or watch.optimizer() is None):
-            frozen.append((0, buffers.number, state))
+            frozen.append((0, buffers.notes.number, state))
     if not held and not any(parameter.requires_grad for parameter in parameters):
         return []
     return [state for _, _, state in (*sorted(held, key=_place), *sorted(frozen, key=_place))]
@@ -164,6 +185,6 @@ def _modules_of(parameter: Tensor) -> Iterable[nn.Module]:
 
 
 def _sum_of_bits(weight: Tensor) -> Tensor:
-    local: Tensor = weight.to_local() if is_dtensor(weight) else weight
+    local: Tensor = getattr(weight, "to_local")() if is_dtensor(weight) else weight  # noqa: B009
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]
     return local.detach().contiguous().view(integers).sum(dtype=torch.int64)
