@@ -133,7 +133,7 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
         return "a convolution"
     if kind == "Conv1D":
         return "transformers' Conv1D is no nn.Linear; replace it by one with the transposed weight"
-    if parameter.ndim > 2:
+    if parameter.ndim > 2 and parameter.shape[0] > 1:  # a class token or an embedding of positions is one matrix
         return f"{kind} multiplies a stack of matrices (experts), for which there is no float8 layer"
     return f"{kind} computes with it directly"
 

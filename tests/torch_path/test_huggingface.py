@@ -1,0 +1,123 @@
+"""Hugging Face's models under every recipe: trained, saved, loaded and asked to generate. Tiny, and no network."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import f8emu.torch as f8
+from f8emu.spec import RECIPES
+from f8emu.torch import Outcome
+
+transformers: Any = pytest.importorskip("transformers")
+
+# One size everywhere, so that all models share the programs of the emulated GEMMs.
+SIZE, HEADS, ROWS = 32, 2, 16
+LLAMA = {
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "vocab_size": SIZE,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+}
+
+
+def model_of(kind: str, config: Any) -> Any:
+    return getattr(transformers, kind)._from_config(config, dtype=torch.bfloat16)
+
+
+def llama() -> Any:
+    return model_of("LlamaForCausalLM", transformers.LlamaConfig(**LLAMA))
+
+
+def qwen3_moe() -> Any:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": SIZE, "head_dim": SIZE // HEADS}
+    return model_of("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(**LLAMA, **experts))
+
+
+def gpt2() -> Any:
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    size = {"n_embd": SIZE, "n_layer": 1, "n_head": HEADS, "vocab_size": SIZE, "n_positions": ROWS}
+    ends = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+    return model_of("GPT2LMHeadModel", transformers.GPT2Config(**size, **dropout, **ends))
+
+
+def vit() -> Any:
+    size = {"hidden_size": SIZE, "intermediate_size": SIZE, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+    # 15 patches and the class token are 16 rows.
+    image = {"image_size": (3 * 8, 5 * 8), "patch_size": 8, "num_labels": SIZE}
+    return model_of("ViTForImageClassification", transformers.ViTConfig(**size, **image))
+
+
+def t5() -> Any:
+    size = {"d_model": SIZE, "d_kv": SIZE // HEADS, "d_ff": SIZE, "num_layers": 1, "num_heads": HEADS}
+    ends = {"vocab_size": SIZE, "dropout_rate": 0.0, "decoder_start_token_id": 0, "eos_token_id": None}
+    return model_of("T5ForConditionalGeneration", transformers.T5Config(**size, **ends))
+
+
+# Builder -> how many layers are converted, and why other weights than embeddings are not looked at.
+MODELS: dict[Any, tuple[int, str]] = {
+    llama: (8, ""),
+    qwen3_moe: (5, "for which there is no float8 layer"),
+    gpt2: (1, "transformers' Conv1D"),
+    vit: (7, "a convolution"),
+    t5: (17, ""),
+}
+
+
+def batch_of(model: Any) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if model.main_input_name == "pixel_values":
+        pixels = torch.randn(1, 3, 24, 40, generator=generator).to(model.dtype)
+        return {"pixel_values": pixels, "labels": torch.tensor([3])}
+    tokens = torch.randint(1, SIZE, (1, ROWS), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def answer(model: Any) -> list[torch.Tensor]:
+    """Logits, and of a language model four tokens."""
+    batch = batch_of(model.eval())
+    with torch.no_grad():
+        found = [model(**batch).logits]
+        if "input_ids" in batch:
+            tokens = batch["input_ids"][:, :8]
+            found.append(model.generate(tokens, max_new_tokens=4, do_sample=False).int())
+    return found
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
+def test_models_train_and_come_back(build: Any, name: str, tmp_path: Path, assert_same_bits: Any) -> None:
+    torch.manual_seed(0)
+    model = build()
+    keys, (converted, other) = list(model.state_dict()), MODELS[build]
+    report = f8.plan_conversion(model, config=name, pad=True)
+    assert len(report.names(Outcome.CONVERTED)) == converted == len(report.entries)
+    reasons = [weight.reason for weight in report.others if weight.reason != "an embedding: no GEMM"]
+    assert any(other in reason for reason in reasons) if other else not reasons
+    f8.convert_to_float8_training(model, config=name, pad=True)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model.train()(**batch_of(model)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad and p.numel())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert list(loaded.state_dict()) == list(model.state_dict()) == keys
+    f8.convert_to_float8_training(loaded, config=name, pad=True)
+    if name == "delayed":
+        f8.load_delayed_state_dict(loaded, f8.delayed_state_dict(model))
+    for observed, expected in zip(answer(loaded), answer(model), strict=True):
+        assert_same_bits(observed, expected)
+    assert not any(isinstance(layer, f8.Float8Linear) for layer in f8.dequantize_float8_training(model).modules())
