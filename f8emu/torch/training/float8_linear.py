@@ -48,6 +48,7 @@ class Float8Linear(nn.Linear):
     engine: str
     recompute_casts: bool
     delayed: DelayedBuffers | None
+    weight_watch: WeightWatch
 
     def __init__(
         self,
