@@ -403,6 +403,9 @@ def test_transforms_of_torch_func_are_refused_in_one_sentence() -> None:
         with pytest.raises(UnsupportedError, match=r"Float8Linear: torch.func's transforms .* are not supported"):
             call()
     assert torch.autograd.grad(loss(parameters, x), list(parameters.values())), "ordinary gradients are"
+    block = f8.Float8FeedForward(32, 32, recipe="delayed")
+    with pytest.raises(UnsupportedError, match=r"Float8FeedForward: torch.func's transforms"):
+        torch.func.vmap(block)(x.view(2, 8, 32))
 
 
 # Low-rank adapters

@@ -26,6 +26,7 @@ from f8emu.torch.fused import silu as fused
 from f8emu.torch.training.autograd import Output, gemm
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed
+from f8emu.torch.training.transforms import require_no_transform
 
 LLAMA_NAMES = ("w1", "w2", "w3")
 """The layers of Llama's and torchtitan's block. Hugging Face calls them gate_proj, down_proj, up_proj."""
@@ -115,6 +116,7 @@ class Float8FeedForward(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """`w2(silu(w1(input)) * w3(input))` under the recipe."""
+        require_no_transform("Float8FeedForward")
         w1, w2, w3 = (getattr(self, name) for name in self.names)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
