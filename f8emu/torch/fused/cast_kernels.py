@@ -161,12 +161,13 @@ def cast_pair_kernel(
 
 
 @triton.jit
-def store_used(inv_scale, used_inv_scale, scale):
-    """The first program writes the inv_scale that all of them use, and its scale."""
+def store_used(inv_scale, scale, used_inv_scale, KEEP: tl.constexpr):
+    """The first program writes the scale that all of them use and, with `KEEP`, its inv_scale."""
     if tl.program_id(0) == 0:
         inv = tl.load(inv_scale)
-        tl.store(used_inv_scale, inv)
         tl.store(scale, reciprocal(inv, False))
+        if KEEP:
+            tl.store(used_inv_scale, inv)
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
@@ -176,8 +177,8 @@ def cast_pair_given_kernel(
     row_codes,
     col_codes,
     amax,
-    used_inv_scale,
     scale,
+    used_inv_scale,
     M,
     N,
     tiles_n,
@@ -186,12 +187,13 @@ def cast_pair_given_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     AMAX: tl.constexpr,
+    KEEP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
     """`row_codes` [M, N] and `col_codes` [N, M] of `x` [M, N] under one inv_scale.
 
-    With `AMAX`, `amax` is updated by that of `x` in the same pass, and `used_inv_scale` and its `scale` are written.
+    With `AMAX`, `amax` is updated by that of `x` in the same pass and `scale` is written, with `KEEP` `used_inv_scale`.
     """
     tile = from_the_end()
     rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
@@ -199,7 +201,7 @@ def cast_pair_given_kernel(
     values = load_tile(x, rows, cols, M, N)
     if AMAX:
         raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-        store_used(inv_scale, used_inv_scale, scale)
+        store_used(inv_scale, scale, used_inv_scale, KEEP)
     # Two conversions (see above). The row-code store separates the loads of inv_scale; otherwise they are merged.
     if ROWS:
         scaled = values * tl.load(inv_scale)

@@ -56,7 +56,7 @@ def is_known_set(inv_scale: Tensor) -> bool:
     elif not torch.cuda.is_current_stream_capturing():
         copy = _arriving.get(inv_scale)
         if copy is None:
-            value = torch.empty(1, 1, pin_memory=True)
+            value = torch.empty(1, 1, device="cpu", pin_memory=True)
             value.copy_(inv_scale, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
@@ -101,7 +101,8 @@ def cast_pair_delayed(
     rule = (power_of_two, amax_floor, margin)
     torch.autograd.graph.increment_version(amax)
     if (launch := kernels_for(x)) is not None:
-        launch.cast_pair_delayed(*x.shape, fmt, rows, cols, *rule)(x.contiguous(), inv_scale, *out[:2], amax, *out[2:])
+        plan = launch.cast_pair_delayed(*x.shape, fmt, rows, cols, True, *rule)
+        plan(x.contiguous(), inv_scale, *out[:2], amax, out[3], out[2])
         return out
     used = used_inv_scale(x, inv_scale, fmt, *rule)
     eager.raise_amax(amax, x)

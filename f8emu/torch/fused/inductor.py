@@ -151,9 +151,10 @@ def _cast_pair_delayed(
     x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool, amax: Any, *rule: Any
 ) -> list[Any]:
     wanted, out, codes = _given_codes(x, sizes, fmt, rows, cols)
-    used = [_empty(x, torch.float32, 1, 1) for _ in range(2)]
-    _launch(_plans().cast_pair_delayed(*sizes, fmt, *wanted, *rule), x, inv_scale, *codes, amax, *used)
-    return [*out, *used]
+    keep, scale = 2 in _used(), _empty(x, torch.float32, 1, 1)
+    used = _empty(x, torch.float32, 1, 1) if keep else inv_scale
+    _launch(_plans().cast_pair_delayed(*sizes, fmt, *wanted, keep, *rule), x, inv_scale, *codes, amax, scale, used)
+    return [*out, used, scale]
 
 
 def _given_codes(
@@ -233,13 +234,16 @@ def _planned_kernel() -> Any:
             if V.graph.cpp_wrapper:  # ahead of time, without Python
                 super().codegen(wrapper)
                 return
-            name = "f8emu_" + re.sub(r"\W+", "_", self.plan.name)
+            tensors = [x for x in self.ordered_kwargs_for_cpp_kernel if isinstance(self.kwargs[x], ir.IRNode)]
+            values = [self.get_kwargs_value(x) for x in tensors]
+            device, dtypes = values[0].get_device(), [str(x.get_dtype()) for x in values]
+            bound = f"{self.plan.name}.bound({', '.join([str(device.index), *dtypes])})"
+            name = "f8emu_" + re.sub(r"\W+", "_", bound)
             wrapper.add_import_once("from f8emu.torch.fused import launch as f8emu_launch")
             wrapper.add_import_once(f"f8emu_launch.require_sources({_plans().sources_digest()!r})")
-            wrapper.add_import_once(f"{name} = f8emu_launch.{self.plan.name}")
-            tensors = [x for x in self.ordered_kwargs_for_cpp_kernel if isinstance(self.kwargs[x], ir.IRNode)]
+            wrapper.add_import_once(f"{name} = f8emu_launch.{bound}")
             self.codegen_comment(wrapper, name)
-            wrapper.writeline(f"{name}({', '.join(_pointer_to(self.get_kwargs_value(x)) for x in tensors)})")
+            wrapper.writeline(f"{name}({', '.join(map(_pointer_to, values))})")
 
     return PlannedKernel
 

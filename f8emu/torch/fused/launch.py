@@ -79,6 +79,23 @@ class Plan:
             with torch.cuda.device(index):
                 self._launch(index, tensors)
 
+    def bound(self, index: int, *dtypes: torch.dtype) -> Callable[..., None]:
+        """The same call for compiled code, where device and dtypes are known and the device is torch's current one."""
+        key = (index, *dtypes, *(True,) * len(dtypes))
+
+        def call(*tensors: Tensor) -> None:
+            pointers = [x.data_ptr() for x in tensors]
+            low = 0
+            for pointer in pointers:
+                low |= pointer
+            launch = self._launches.get(key)
+            if launch is None or low & 15:
+                self(*tensors)
+            else:
+                launch(index, pointers)
+
+        return call
+
     def _launch(self, index: int, tensors: tuple[Tensor, ...]) -> None:
         # Triton looks the compiled kernel up by all of its arguments, which takes longer than the launch. The key here
         # is what a plan does not fix: device, dtypes, and whether each pointer is a multiple of 16.
@@ -105,12 +122,26 @@ class DelayedPlan(Plan):
 
     def __call__(self, *tensors: Tensor) -> None:
         x, inv_scale, *rest = tensors
-        if not is_known_set(inv_scale):
-            own = new_zeros(x, 1, 1)
-            m, n = self.sizes[:2]
-            tensor_amax(m * n)(x, own)
-            inv_scale = chosen_inv_scale(own, inv_scale, *self.rule)
-        super().__call__(x, inv_scale, *rest)
+        super().__call__(x, self._chosen(x, inv_scale), *rest)
+
+    def bound(self, index: int, *dtypes: torch.dtype) -> Callable[..., None]:
+        plain = super().bound(index, *dtypes)
+
+        def call(*tensors: Tensor) -> None:
+            if is_known_set(tensors[1]):
+                plain(*tensors)
+            else:
+                self(*tensors)
+
+        return call
+
+    def _chosen(self, x: Tensor, inv_scale: Tensor) -> Tensor:
+        if is_known_set(inv_scale):
+            return inv_scale
+        own = new_zeros(x, 1, 1)
+        m, n = self.sizes[:2]
+        tensor_amax(m * n)(x, own)
+        return chosen_inv_scale(own, inv_scale, *self.rule)
 
 
 _Launch = Callable[[int, list[int]], None]
@@ -227,17 +258,23 @@ def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool) -> Plan:
 
 @planned
 def cast_pair_delayed(
-    m: int, n: int, fmt: str, rows: bool, cols: bool, power_of_two: bool, amax_floor: float, margin: int
+    m: int, n: int, fmt: str, rows: bool, cols: bool, keep: bool, power_of_two: bool, amax_floor: float, margin: int
 ) -> Plan:
-    """Tensors x [m, n], the state's inv_scale, row codes, column codes, the state's amax, used inv_scale and scale."""
+    """Tensors x [m, n], the state's inv_scale, row codes, column codes, the state's amax, scale, used inv_scale.
+
+    The last is written if the argument `keep` is true.
+    """
+    programs, sizes, constants = _given(m, n, fmt, rows, cols, True)
+    constants["KEEP"] = keep
     rule = (fmt, power_of_two, amax_floor, margin)
-    return DelayedPlan(cast_kernels.cast_pair_given_kernel, *_given(m, n, fmt, rows, cols, True), CAST_WARPS, rule)
+    return DelayedPlan(cast_kernels.cast_pair_given_kernel, programs, sizes, constants, CAST_WARPS, rule)
 
 
 def _given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
-    constants = {**codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax, "BM": bm, "BN": bn}
+    constants = {**codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax}
+    constants |= {"KEEP": False, "BM": bm, "BN": bn}
     return blocks(m, bm) * tiles_n, (m, n, tiles_n), constants
 
 

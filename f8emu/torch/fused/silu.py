@@ -147,7 +147,7 @@ def gradients_delayed(
     """
     wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
     codes = _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)
-    used, scales = _empty_scales(gate, wanted), _empty_scales(gate, wanted)
+    scales = _empty_scales(gate, wanted)
     launch, is_known = _launches_for(gate), is_known_set(gate_inv_scale) and is_known_set(up_inv_scale)
     if launch is None or not is_known:
         activated, rule = silu(gate), (power_of_two, amax_floor, margin)
@@ -163,7 +163,7 @@ def gradients_delayed(
     torch.autograd.graph.increment_version((gate_amax, up_amax))
     tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
     plan = launch.gradients_given(*gate.shape, fmt, hidden_fmt, *wanted)
-    plan(*tensors, *inv_scales, gate_amax, up_amax, *codes, used[0], scales[0], used[1], scales[1])
+    plan(*tensors, *inv_scales, gate_amax, up_amax, *codes, *scales)
     return _seven([*codes, *scales])
 
 

@@ -172,7 +172,7 @@ def hidden_given_kernel(
     gates = load_tile(gate, rows, cols, M, N)
     values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
     raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-    store_used(inv_scale, used_inv_scale, scale)
+    store_used(inv_scale, scale, used_inv_scale, True)
     _cast_given(values, inv_scale, codes, codes, rows, cols, M, N, LIMIT, DTYPE, True, False)
 
 
@@ -220,9 +220,7 @@ def gradients_given_kernel(
     up_row_codes,
     up_col_codes,
     hidden_col_codes,
-    gate_used_inv_scale,
     gate_scale,
-    up_used_inv_scale,
     up_scale,
     M,
     N,
@@ -251,14 +249,14 @@ def gradients_given_kernel(
     if ROWS or GATE_COLS:
         values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
         raise_amax(gate_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-        store_used(gate_inv_scale, gate_used_inv_scale, gate_scale)
+        store_used(gate_inv_scale, gate_scale, gate_scale, False)
         _cast_given(
             values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, GATE_COLS
         )
     if ROWS or UP_COLS:
         values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
         raise_amax(up_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
-        store_used(up_inv_scale, up_used_inv_scale, up_scale)
+        store_used(up_inv_scale, up_scale, up_scale, False)
         _cast_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
     if HIDDEN_COLS:
         values = hidden_of(silu, load_tile(up, rows, cols, M, N))

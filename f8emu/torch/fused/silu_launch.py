@@ -42,7 +42,7 @@ def hidden_vectors(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: flo
 def gradients_given(
     m: int, n: int, fmt: str, hidden_fmt: str, rows: bool, gate_cols: bool, up_cols: bool, hidden_cols: bool
 ) -> Plan:
-    """Tensors grad_hidden, gate, up [m, n], 3 inv_scales, 2 amaxes, 5 codes, twice used inv_scale and scale."""
+    """Tensors grad_hidden, gate, up [m, n], 3 inv_scales, 2 amaxes, 5 codes, 2 scales."""
     bm, bn = GRADIENTS_TILE
     tiles_n = blocks(n, bn)
     of_hidden = codes_constants(hidden_fmt)

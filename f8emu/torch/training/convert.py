@@ -86,7 +86,7 @@ def convert_to_float8_training(
                 float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
             )
             if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
-                delayed.name = fqn
+                delayed.notes.name = fqn
     watch_replacements()
     module = _replaced(module, chosen, new)
     _log.info("convert_to_float8_training: %s", report)

@@ -23,6 +23,22 @@ class DelayedScalingError(F8Error, RuntimeError):
     """The scales do not follow the training: an optimizer's step went by unnoticed, or ranks do not fit together."""
 
 
+class HostNotes:
+    """What the host knows of one layer; no module, whose attributes are slow."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        """The layer's name in its model; empty if it is not known."""
+        self.number = next(_numbers)
+        """In the order of creation."""
+        self.group: Any = None
+        """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
+        self.has_updated = False
+        """Whether an update ran since the last backward pass that `WeightWatch` has seen."""
+        self.reported: set[int] = set()
+        """The tensors whose first infinity or NaN was reported."""
+
+
 class DelayedBuffers(nn.Module):
     """The state of one layer.
 
@@ -49,16 +65,7 @@ class DelayedBuffers(nn.Module):
         super().__init__()
         assert recipe.delayed is not None, "only such a recipe has a state"
         self.recipe = recipe
-        self.name = ""
-        """The layer's name in its model; empty if it is not known."""
-        self.number = next(_numbers)
-        """In the order of creation."""
-        self.has_updated = False
-        """Whether an update ran since the last backward pass that `WeightWatch` has seen."""
-        self.group: Any = None
-        """The process group over which amaxes are reduced; None chooses (`delayed_update.groups_of`)."""
-        self.reported: set[int] = set()
-        """The tensors whose first infinity or NaN was reported."""
+        self.notes = HostNotes()
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "amax_history": ((3, recipe.delayed.history_length), torch.float32),
             "counts": ((len(COUNTS), 3), torch.int64),
@@ -77,27 +84,28 @@ class DelayedBuffers(nn.Module):
                 inv_scale.fill_(UNSET)
                 amax.fill_(UNCALLED)
         self.mark(dict.fromkeys(TENSORS, False))
-        self.reported = set()
+        self.notes.reported = set()
 
     def of_tensors(self) -> tuple[Delayed, Delayed, Delayed]:
         """What the casts of a call read and update: of input, weight and grad_output."""
         assert self.recipe.delayed is not None, "as in __init__"
         margin = self.recipe.delayed.margin
-        return (
-            Delayed(self.inv_scale_input, self.amax_input, margin),
-            Delayed(self.inv_scale_weight, self.amax_weight, margin),
-            Delayed(self.inv_scale_grad_output, self.amax_grad_output, margin),
-        )
+        (x, w, g), (of_x, of_w, of_g) = self.inv_scales, self.amaxes
+        return Delayed(x, of_x, margin), Delayed(w, of_w, margin), Delayed(g, of_g, margin)
 
     @property
     def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
         """The amaxes, which the casts update."""
-        return self.amax_input, self.amax_weight, self.amax_grad_output
+        return self._three("amax_input", "amax_weight", "amax_grad_output")
 
     @property
     def inv_scales(self) -> tuple[Tensor, Tensor, Tensor]:
         """The inv_scales of the current step; `UNSET` before the first."""
-        return self.inv_scale_input, self.inv_scale_weight, self.inv_scale_grad_output
+        return self._three("inv_scale_input", "inv_scale_weight", "inv_scale_grad_output")
+
+    def _three(self, first: str, second: str, third: str) -> tuple[Tensor, Tensor, Tensor]:
+        buffers: Any = self._buffers  # `nn.Module.__getattr__` takes longer than all else that the host does here
+        return buffers[first], buffers[second], buffers[third]
 
     @property
     def initialized(self) -> Tensor:
@@ -150,7 +158,7 @@ class DelayedBuffers(nn.Module):
                 self.amaxes[i].copy_(state["amax"][i])
         if not initialized.is_meta:
             self.mark(dict(zip(TENSORS, initialized.tolist(), strict=True)))
-        self.reported = set()
+        self.notes.reported = set()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device, never to another dtype; reset if the values were not copied (`to_empty`)."""

@@ -48,7 +48,7 @@ def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
     """
     for layer in _layers(model):
         if layer.delayed is not None:
-            layer.delayed.group = None if group is None else ReductionGroup(group)
+            layer.delayed.notes.group = None if group is None else ReductionGroup(group)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:

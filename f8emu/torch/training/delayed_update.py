@@ -11,6 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,20 +50,26 @@ def update_states(states: Sequence[StateOf]) -> None:
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling:
         _read_arrived()
-    together: dict[tuple[Any, ...], dict[Recipe, list[DelayedBuffers]]] = {}
+    together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
     for buffers, weight in states:
-        key = (buffers.amax_history.device, *_groups(buffers, weight))
-        together.setdefault(key, {}).setdefault(buffers.recipe, []).append(buffers)
-        buffers.has_updated = True
+        key = (buffers.amaxes[0].device, *_groups(buffers, weight))
+        of_recipes = together.setdefault(key, [])
+        for found in of_recipes:
+            if found[0].recipe is buffers.recipe:
+                found.append(buffers)
+                break
+        else:
+            of_recipes.append([buffers])
+        buffers.notes.has_updated = True
     for (_, *groups), of_recipes in together.items():
-        taken = take_amaxes([amax for found in of_recipes.values() for buffers in found for amax in buffers.amaxes])
+        taken = take_amaxes([amax for found in of_recipes for buffers in found for amax in buffers.amaxes])
         for group in groups:
             if not is_compiling:
                 _require_same_number(taken, group)
             dist.all_reduce(taken, dist.ReduceOp.MAX, group)
         begin = 0
-        for recipe, found in of_recipes.items():
-            report = _update(taken[begin : begin + 3 * len(found)], recipe, found)
+        for found in of_recipes:
+            report = _update(taken[begin : begin + 3 * len(found)], found[0].recipe, found)
             begin += 3 * len(found)
             if not is_compiling:
                 _copy_to_host(report, found)
@@ -73,10 +80,10 @@ def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tenso
     assert delayed is not None, "only such a recipe has a state"
     return update_delayed(
         taken,
-        [buffers.amax_history for buffers in found],
+        [_tensor(buffers, "amax_history") for buffers in found],
         [inv_scale for buffers in found for inv_scale in buffers.inv_scales],
-        [buffers.counts for buffers in found],
-        ",".join(formats_of(recipe)),
+        [_tensor(buffers, "counts") for buffers in found],
+        _formats(recipe),
         rule.power_of_two,
         rule.amax_floor,
         delayed.margin,
@@ -84,17 +91,20 @@ def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tenso
     )
 
 
-def formats_of(recipe: Recipe) -> list[str]:
-    """The name of every tensor's float8 format; empty where it stays in high precision."""
+def _tensor(buffers: DelayedBuffers, name: str) -> Tensor:
+    found = buffers._buffers[name]
+    assert found is not None, "all are there"
+    return found
+
+
+@lru_cache
+def _formats(recipe: Recipe) -> str:
+    """The names of the three tensors' float8 formats, with commas; empty for one that stays in high precision."""
     found: list[str] = []
     for tensor in TENSORS:
         formats = {cast.format for _, _, cast in recipe.casts(tensor)} - {None}
-        name = ""
-        for format in formats:
-            assert format is not None, "taken out"
-            name = format.name
-        found.append(name)
-    return found
+        found.append("".join(format.name for format in formats if format is not None))
+    return ",".join(found)
 
 
 def _groups(buffers: DelayedBuffers, weight: Tensor | None) -> tuple[Any, ...]:
@@ -102,8 +112,9 @@ def _groups(buffers: DelayedBuffers, weight: Tensor | None) -> tuple[Any, ...]:
 
     The user's; or those of the mesh over which the weight is distributed; or all ranks.
     """
-    if buffers.group is not None and buffers.group.group is not None:
-        return () if buffers.group.group is False else (buffers.group.group,)
+    chosen = buffers.notes.group
+    if chosen is not None and chosen.group is not None:
+        return () if chosen.group is False else (chosen.group,)
     if not dist.is_available() or not dist.is_initialized():
         return ()
     if is_dtensor(weight):
@@ -140,36 +151,43 @@ def _require_same_number(taken: Tensor, group: Any) -> None:
 
 
 class _Report(NamedTuple):
-    """Counts of infinite amaxes on their way to the host."""
+    """Counts of infinite amaxes, copied to the host."""
 
     arrival: Any
     not_finite: Tensor
     layers: list["weakref.ref[DelayedBuffers]"]
 
 
-_under_way: list[_Report] = []
+_reports: dict[tuple[int, ...], _Report] = {}
+_under_way: set[tuple[int, ...]] = set()
+_MOST_REPORTS = 64
 
 
 def _copy_to_host(report: Tensor, found: list[DelayedBuffers]) -> None:
-    layers = [weakref.ref(buffers) for buffers in found]
     if report.device.type != "cuda":
-        _tell(report, layers)
+        _tell(report, [weakref.ref(buffers) for buffers in found])
         return
-    if torch.cuda.is_current_stream_capturing():
-        return  # a graph counts on the device; the next update outside of it tells
-    on_host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-    on_host.copy_(report, non_blocking=True)
-    arrival = torch.cuda.Event()
-    arrival.record()
-    _under_way.append(_Report(arrival, on_host, layers))
+    key = tuple(map(id, found))
+    if torch.cuda.is_current_stream_capturing() or key in _under_way:
+        return  # counts only grow: the next update that copies them tells
+    known = _reports.get(key)
+    if known is None or any(layer() is not buffers for layer, buffers in zip(known.layers, found, strict=True)):
+        if len(_reports) >= _MOST_REPORTS:
+            _reports.clear()
+            _under_way.clear()
+        on_host = torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True)
+        known = _reports[key] = _Report(torch.cuda.Event(), on_host, [weakref.ref(buffers) for buffers in found])
+    known.not_finite.copy_(report, non_blocking=True)
+    known.arrival.record()
+    _under_way.add(key)
 
 
 def _read_arrived() -> None:
     if not _under_way or torch.cuda.is_current_stream_capturing():
         return
-    while _under_way and _under_way[0].arrival.query():
-        report = _under_way.pop(0)
-        _tell(report.not_finite, report.layers)
+    for key in [key for key in _under_way if _reports[key].arrival.query()]:
+        _under_way.remove(key)
+        _tell(_reports[key].not_finite, _reports[key].layers)
 
 
 def _tell(not_finite: Tensor, layers: Sequence["weakref.ref[DelayedBuffers]"]) -> None:
@@ -182,9 +200,9 @@ def _tell(not_finite: Tensor, layers: Sequence["weakref.ref[DelayedBuffers]"]) -
         if buffers is None:
             continue
         for i, count in enumerate(counts):
-            if count and i not in buffers.reported:
-                buffers.reported.add(i)
-                names.append(f"{TENSORS[i]} of {buffers.name or 'a layer without a name'}")
+            if count and i not in buffers.notes.reported:
+                buffers.notes.reported.add(i)
+                names.append(f"{TENSORS[i]} of {buffers.notes.name or 'a layer without a name'}")
     if names:
         warnings.warn(
             f"f8emu.torch: under delayed scaling the amax was infinite or NaN of: {', '.join(names)}; the scale stays "
