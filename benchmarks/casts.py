@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.report import draw, facts, say, write_json
 from benchmarks.timing import alone, copy_bandwidth
 from f8emu.spec import E4M3FN, Granularity, ScaleRule
-from f8emu.torch.fused import eager
+from f8emu.torch.fused import delayed, eager
 from f8emu.torch.fused import operators as fused
 
 ROWS = 8192
@@ -68,7 +68,7 @@ def casts(x: Tensor) -> dict[str, Pair]:
             lambda: fused.cast_pair(x, _NAME, one, one, *_SETTINGS), lambda x: both(x, one, one)
         ),
         "delayed, both ways and amax": Pair(
-            lambda: (*fused.cast_pair_delayed(x, _NAME, inv_scale, True, True, state), state),
+            lambda: (*delayed.cast_pair_delayed(x, _NAME, inv_scale, True, True, state, *_SETTINGS, 0)[:2], state),
             lambda x: (*given(x), eager.tensor_amax(x)),
         ),
         "rowwise, both ways": Pair(
