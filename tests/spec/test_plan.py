@@ -30,6 +30,8 @@ KINDS: dict[str, list[dict[str, Any]]] = {
         for accumulation in ("fast", "promoted")
     ],
     "tensorwise float16": [{**TENSORWISE, "out_dtype": "float16"}],
+    "rowwise float32": [{"gemm": "rowwise", "accumulation": "fast", "out_dtype": "float32"}],
+    "rowwise bfloat16": [{"gemm": "rowwise", "accumulation": "promoted", "out_dtype": "bfloat16"}],
 } | {
     f"bfloat16 {layout}": [{"gemm": "bfloat16", "layout": layout, "out_dtype": out} for out in ("float32", "bfloat16")]
     for layout in ("tn", "nn", "nt", "tt")
