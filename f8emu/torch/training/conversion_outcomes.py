@@ -85,7 +85,9 @@ def _outcome(
 
 def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) -> str:
     """Why the layer does not compute what nn.Linear does; empty where it does."""
-    kind = type(layer)
+    kind, weight = type(layer), layer._parameters.get("weight")
+    if weight is None or is_lazy(weight):
+        return "its weight is no parameter yet, or is computed in every call"
     if kind is NonDynamicallyQuantizableLinear:
         return "nn.MultiheadAttention reads its weight and does not call it"
     if kind is not nn.Linear and kind not in subclasses:
@@ -96,9 +98,6 @@ def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) 
         return f"the forward of {kind.__name__} does not call super().forward()"
     if "forward" in layer.__dict__:
         return "its forward was replaced"
-    weight = layer._parameters.get("weight")
-    if weight is None or is_lazy(weight):
-        return "its weight is no parameter yet, or is computed in every call"
     return "" if weight.dtype in HIGH_PRECISION_DTYPES else f"its weight is {weight.dtype}"
 
 

@@ -78,7 +78,7 @@ class Float8Linear(nn.Linear):
         if isinstance(module, Float8Linear) or not issubclass(cls, type(module)):  # float8_subclass has other classes
             raise OperandError(
                 f"Float8Linear.from_float: module must be an nn.Linear and of no subclass; got {type(module).__name__}"
-                "; a subclass computes something of its own"
+                "; a subclass may compute something of its own: see subclasses of convert_to_float8_training"
             )
         if "forward" in module.__dict__:
             raise OperandError(
