@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from f8emu.spec import SpecError
 from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, Split, shipped_plan, split_k
 from f8emu.spec.plan_file import gemms_from_json, plan_from_json, plan_to_json, with_splits
 
+ROOT = Path(__file__).parents[2]
 PLAN = shipped_plan()
 TENSORWISE: dict[str, Any] = {"gemm": "tensorwise", "accumulation": "fast"}
 KINDS: dict[str, list[dict[str, Any]]] = {
@@ -97,6 +99,15 @@ def test_the_plan_is_that_of_the_golden_kernels() -> None:
         ("fast", 3),
         ("", 3),
     }
+
+
+def test_the_plan_is_what_operands_that_show_S_gave_on_the_hardware() -> None:
+    """Promoted accumulation and bfloat16 outputs hide S of normal operands; a smaller one explains a sample of them."""
+    found = json.loads((ROOT / "benchmarks/results/split_k-h200.json").read_text())
+    assert (found["device"], found["library"], len(found["rows"])) == (CHIP, LIBRARY, 75)
+    for m, n, k, kind, accumulation, layout, out_dtype, s, smallest in found["rows"]:
+        asked = gemm(m, n, k, gemm=kind, accumulation=accumulation, layout=layout, out_dtype=out_dtype)
+        assert split_k(asked) == (s, Source.RECORDED) and smallest < s
 
 
 @pytest.mark.parametrize(
