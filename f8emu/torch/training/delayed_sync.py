@@ -65,7 +65,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `delayed_state_dict` returned; call it after `load_state_dict`, which resets the state.
+    """Load what `delayed_state_dict` returned; before or after `load_state_dict`, which resets a state in use.
 
     Raises:
         OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
@@ -82,6 +82,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         buffers.load(
             "load_delayed_state_dict", {name: state[f"{fqn}.{name}" if fqn else name] for name in buffers.state()}
         )
+        buffers.notes.is_loaded = True
 
 
 class DelayedScalingState:
@@ -93,6 +94,8 @@ class DelayedScalingState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        for _, buffers in _states(model):
+            buffers.notes.has_own_entry = True
 
     def state_dict(self) -> dict[str, Any]:
         """`delayed_state_dict(model)`."""

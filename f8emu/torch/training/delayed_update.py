@@ -60,7 +60,7 @@ def update_states(states: Sequence[StateOf]) -> None:
                 break
         else:
             of_recipes.append([buffers])
-        buffers.notes.has_updated = True
+        buffers.notes.has_updated, buffers.notes.is_loaded = True, False
     for (_, *groups), of_recipes in together.items():
         taken = take_amaxes([amax for found in of_recipes for buffers in found for amax in buffers.amaxes])
         for group in groups:
@@ -99,10 +99,11 @@ def _tensor(buffers: DelayedBuffers, name: str) -> Tensor:
 
 @lru_cache
 def _formats(recipe: Recipe) -> str:
-    """The names of the three tensors' float8 formats, with commas; empty for one that stays in high precision."""
+    """The names of the three tensors' float8 formats, with commas; empty for one without delayed scales."""
     found: list[str] = []
     for tensor in TENSORS:
-        formats = {cast.format for _, _, cast in recipe.casts(tensor)} - {None}
+        is_delayed = recipe.delayed_scaling_of(tensor) is not None
+        formats = {cast.format for _, _, cast in recipe.casts(tensor) if is_delayed} - {None}
         found.append("".join(format.name for format in formats if format is not None))
     return ",".join(found)
 

@@ -14,7 +14,7 @@ from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
-from f8emu.torch.training.delayed import DelayedBuffers
+from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.shared_input import find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
@@ -148,6 +148,7 @@ class Float8Linear(nn.Linear):
     def prepare_delayed(self, device: torch.device) -> None:
         """Before a call: the state is where the input is (`fully_shard` moves parameters only), the weight watched."""
         assert self.delayed is not None, "asked before"
+        self.delayed.notes.is_loaded = False
         if self.delayed.amax_input.device != device:
             self.delayed.to(device)
         weight = self._parameters["weight"]
@@ -181,7 +182,7 @@ class Float8Linear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         metadata = getattr(destination, "_metadata", None)
         if self.delayed is not None and metadata is not None:
-            metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.state()
+            metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()
 
     def _load_from_state_dict(
         self,
@@ -203,17 +204,23 @@ class Float8Linear(nn.Linear):
             self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:
+            if self.delayed.notes.is_loaded:
+                return  # it came first
             self.delayed.reset()
-            warnings.warn(
-                "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some "
-                "checkpoint formats drop), so scaling starts anew; keep it with f8emu.torch.delayed_state_dict and "
-                "load_delayed_state_dict",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            if not self.delayed.notes.has_own_entry:
+                warnings.warn(
+                    "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some "
+                    "checkpoint formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging "
+                    "Face Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
+                    "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
+                    'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; otherwise '
+                    "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             return
         try:
-            self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", state)
+            self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", stacked(state))
         except OperandError as error:
             error_msgs.append(str(error))
 

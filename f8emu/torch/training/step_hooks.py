@@ -152,7 +152,8 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 def stepped_states(optimizers: Sequence[Optimizer]) -> list[StateOf]:
     """The states that a step of the first optimizer updates, others within it, in the order of their parameters."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    # Each at its first place: what optimizers within the step hold too differs from rank to rank.
+    parameters = list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
     of_modules = {id(module): i for i, parameter in enumerate(parameters) for module in _modules_of(parameter)}
