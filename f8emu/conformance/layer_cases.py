@@ -74,8 +74,22 @@ MIXED = (
         grad_input=_HIGH,
         grad_weight=Gemm(a=_VECTOR, b=_VECTOR),
     ),
+    Recipe(
+        name="mixed delayed row",
+        output=Gemm(a=_TENSOR, b=_TENSOR, use_fast_accum=True),
+        grad_input=Gemm(a=_ROW, b=_TENSOR),
+        grad_weight=Gemm(a=_ROW, b=_TENSOR),
+        delayed=DelayedScaling(margin=1, tensors=("input", "weight")),
+    ),
+    Recipe(
+        name="mixed delayed high",
+        output=_HIGH,
+        grad_input=Gemm(a=_TENSOR, b=_TENSOR),
+        grad_weight=_HIGH,
+        delayed=DelayedScaling(tensors=("weight",)),
+    ),
 )
-"""What no named recipe does: one matrix in two granularities, or in float8 in one of its GEMMs only."""
+"""What no named recipe does: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic."""
 
 ALL_RECIPES = (*RECIPES.values(), DELAYED_MOST_RECENT)
 
@@ -131,7 +145,7 @@ def _both() -> Iterator[LayerCase]:
     for recipe in ALL_RECIPES:
         yield _case(recipe, LayerMode.TRACE, **SITUATIONS["long"])
     for recipe in MIXED:
-        yield _case(recipe, LayerMode.TRACE)
+        yield _case(recipe, LayerMode.TRACE, steps=2 if recipe.delayed else 1)
 
 
 def _eager() -> Iterator[LayerCase]:

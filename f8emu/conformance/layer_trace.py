@@ -18,7 +18,6 @@ from f8emu.spec import (
     GEMM_NAMES,
     HOPPER,
     OPERANDS,
-    TENSORS,
     TRANSPOSED,
     DelayedState,
     Format,
@@ -51,7 +50,7 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
     delayed = case.recipe.delayed
     numbers = range(1, case.layers + 1)
     states: list[States] = [
-        {} if delayed is None else {tensor: verbs["initial_delayed_state"](delayed) for tensor in TENSORS}
+        {} if delayed is None else {tensor: verbs["initial_delayed_state"](delayed) for tensor in delayed.tensors}
         for _ in numbers
     ]
     for step in range(1, case.steps + 1):
@@ -101,17 +100,16 @@ def _updated(case: LayerCase, verbs: Verbs, states: States, traces: tuple[Linear
     recipe = case.recipe
     found: dict[str, DelayedState] = {}
     for tensor, state in states.items():
-        amaxes = [np.asarray(_operand_trace(trace, tensor).amax) for trace in traces]
-        fmt = next(cast.format for _, _, cast in recipe.casts(tensor))
+        gemm, _, cast = next(found for found in recipe.casts(tensor) if found[2].format is not None)
+        amaxes = [np.asarray(_operand_trace(trace, gemm, tensor).amax) for trace in traces]
         amax = np.maximum.reduce(amaxes)
-        found[tensor] = verbs["update_delayed_state"](state, amax, fmt, recipe.scale_rule, recipe.delayed)
+        found[tensor] = verbs["update_delayed_state"](state, amax, cast.format, recipe.scale_rule, recipe.delayed)
     return found
 
 
-def _operand_trace(trace: LinearTrace, tensor: str) -> OperandTrace:
-    """The first operand that was made of a tensor."""
-    gemm, side = next((g, o.index(tensor)) for g, o in OPERANDS.items() if tensor in o)
-    return (getattr(trace, gemm).a, getattr(trace, gemm).b)[side]
+def _operand_trace(trace: LinearTrace, gemm: str, tensor: str) -> OperandTrace:
+    """The operand of a GEMM that was made of a tensor."""
+    return (getattr(trace, gemm).a, getattr(trace, gemm).b)[OPERANDS[gemm].index(tensor)]
 
 
 def trace_parts(case: LayerCase, verbs: Verbs) -> Parts:

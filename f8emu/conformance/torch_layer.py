@@ -128,9 +128,11 @@ class _Run:
                     sync_float8_amax_and_scale_history(self.model)
                     for number, layer in zip(self.numbers, self.layers, strict=True):
                         state = delayed_state_dict(layer)
-                        for (i, tensor), field in product(enumerate(TENSORS), DelayedState._fields):
+                        delayed = case.recipe.delayed
+                        assert delayed is not None, "it has updates"
+                        for tensor, field in product(delayed.tensors, DelayedState._fields):
                             part = case.part(Place(step, layer=number), f"delayed.{tensor}.{field}", of="step")
-                            parts[part] = self._store(state[field][i])
+                            parts[part] = self._store(state[field][TENSORS.index(tensor)])
         return parts
 
     def _begin(self, step: int) -> None:

@@ -21,7 +21,7 @@ from typing import TypedDict
 from f8emu.spec.chip import CHIPS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, Format
-from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
 
 _OPERAND_FORMATS = tuple(dict.fromkeys(format for chip in CHIPS.values() for format in chip.operand_formats))
 """Formats that some chip multiplies."""
@@ -98,9 +98,6 @@ class Gemm:
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
 """The three GEMMs of a linear layer, in the order in which they run."""
 
-TENSORS = ("input", "weight", "grad_output")
-"""The tensors that are cast."""
-
 OPERANDS: dict[str, tuple[str, str]] = {
     "output": ("input", "weight"),
     "grad_input": ("grad_output", "weight"),
@@ -151,10 +148,13 @@ class Recipe:
                 )
         if self.delayed is not None:
             for gemm, operand, cast in self.casts():
+                if operand not in self.delayed.tensors:
+                    continue
                 if not cast.is_high_precision and cast.granularity is not Granularity.TENSORWISE:
                     raise SpecError(
-                        f"Recipe {self.name!r}: delayed scaling keeps one amax a tensor, so every cast must be "
-                        f"tensorwise; {operand} of {gemm} is {cast.granularity.value}"
+                        f"Recipe {self.name!r}: delayed scaling keeps one amax a tensor, so every cast of one must be "
+                        f"tensorwise; {operand} of {gemm} is {cast.granularity.value}; leave {operand} out of "
+                        "delayed.tensors"
                     )
 
     @property
@@ -168,6 +168,10 @@ class Recipe:
             for source, cast in zip(OPERANDS[name], (gemm.a, gemm.b), strict=True):
                 if tensor in (None, source):
                     yield name, source, cast
+
+    def delayed_scaling_of(self, tensor: str) -> DelayedScaling | None:
+        """The delayed scaling of `tensor`; None where its casts use their own amax."""
+        return self.delayed if self.delayed is not None and tensor in self.delayed.tensors else None
 
     @property
     def content_hash(self) -> str:
@@ -206,6 +210,7 @@ class Recipe:
             lines.append(
                 f"scales: delayed, from the {d.reduction.value} of the last {d.history_length} amaxes, "
                 f"margin {d.margin} (format max * 2^-{d.margin})"
+                + ("" if d.tensors == TENSORS else f", of {' and '.join(d.tensors)}; the others dynamic")
             )
         rule = f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor!r})"
         lines.append(rule + (", cut to a power of two" if self.scale_rule.power_of_two else ""))

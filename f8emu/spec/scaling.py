@@ -15,6 +15,9 @@ from enum import Enum
 
 from f8emu.spec.errors import SpecError
 
+TENSORS = ("input", "weight", "grad_output")
+"""The tensors of a linear layer that are cast."""
+
 
 class Granularity(Enum):
     """Which elements of an operand `[rows, K]` share one scale."""
@@ -136,8 +139,15 @@ class DelayedScaling:
     history_length: int = 16
     reduction: AmaxHistoryReduction = AmaxHistoryReduction.MAX
     margin: int = 0
+    tensors: tuple[str, ...] = TENSORS
+    """The tensors with such scales; others are scaled dynamically, each cast by its own amax, without the margin."""
 
     def __post_init__(self) -> None:
+        if not self.tensors or self.tensors != tuple(tensor for tensor in TENSORS if tensor in self.tensors):
+            raise SpecError(
+                f"DelayedScaling: tensors must be some of {', '.join(TENSORS)}, in this order; got {self.tensors!r}; "
+                "a recipe without such a tensor has delayed=None"
+            )
         if self.history_length < 1:
             raise SpecError(f"DelayedScaling: history_length must be at least 1; got {self.history_length}")
         if not 0 <= self.margin <= MAX_MARGIN:

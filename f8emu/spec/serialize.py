@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import format_by_name
 from f8emu.spec.recipe import GEMM_NAMES, HIGH_PRECISION_CAST, Cast, Gemm, Recipe
-from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.scaling import TENSORS, AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
 
 SCHEMA = 1
 """Version of the layout; raised when a recipe's text changes its meaning."""
@@ -37,6 +37,7 @@ def recipe_to_dict(recipe: Recipe) -> dict[str, object]:
             "history_length": recipe.delayed.history_length,
             "reduction": recipe.delayed.reduction.value,
             "margin": recipe.delayed.margin,
+            **({} if recipe.delayed.tensors == TENSORS else {"tensors": list(recipe.delayed.tensors)}),
         }
     for name, gemm in recipe.gemms.items():
         data[name] = {
@@ -128,10 +129,13 @@ def _scale_rule_from_dict(data: object, place: str) -> ScaleRule:
 
 
 def _delayed_from_dict(data: object, place: str) -> DelayedScaling:
-    table = dict(_table(data, place, optional=("history_length", "reduction", "margin")))
+    table = dict(_table(data, place, optional=("history_length", "reduction", "margin", "tensors")))
     for key in ("history_length", "margin"):
         if key in table:
             _typed(table[key], f"{place}.{key}", int)
+    if "tensors" in table:
+        names = cast(list[object], _typed(table["tensors"], f"{place}.tensors", list))
+        table["tensors"] = tuple(_typed(name, f"{place}.tensors", str) for name in names)
     if "reduction" in table:
         table["reduction"] = _enum(AmaxHistoryReduction, table["reduction"], f"{place}.reduction")
     with _at(place):
@@ -215,5 +219,7 @@ def _toml_value(value: object) -> str:
         case dict():
             table = cast(dict[str, object], value)
             return "{ " + ", ".join(f"{k} = {_toml_value(v)}" for k, v in table.items()) + " }"
+        case list():
+            return "[" + ", ".join(map(_toml_value, cast(list[object], value))) + "]"
         case _:
             raise AssertionError(f"no TOML form for {value!r}")

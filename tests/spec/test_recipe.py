@@ -245,12 +245,16 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "delayed rows": (
         lambda: dataclasses.replace(ROWWISE, delayed=DelayedScaling()),
-        "Recipe 'rowwise': delayed scaling keeps one amax a tensor, so every cast must be tensorwise; "
-        "input of output is rowwise",
+        "Recipe 'rowwise': delayed scaling keeps one amax a tensor, so every cast of one must be tensorwise; "
+        "input of output is rowwise; leave input out of delayed.tensors",
     ),
     "delayed blocks": (
         lambda: dataclasses.replace(BLOCKWISE, delayed=DelayedScaling(), output=ROWWISE_WITH_GW_HP.grad_weight),
-        "every cast must be tensorwise; grad_output of grad_input is blockwise_1x128",
+        "every cast of one must be tensorwise; grad_output of grad_input is blockwise_1x128",
+    ),
+    "no such delayed tensor": (
+        lambda: DelayedScaling(tensors=("weight", "input")),
+        "tensors must be some of input, weight, grad_output, in this order; got ('weight', 'input')",
     ),
 }
 

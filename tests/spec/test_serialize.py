@@ -16,6 +16,7 @@ from f8emu.spec import (
     MAX_MARGIN,
     MIN_AMAX_FLOOR,
     RECIPES,
+    TENSORS,
     TENSORWISE,
     AmaxHistoryReduction,
     Cast,
@@ -95,6 +96,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
             history_length=st.integers(1, 2**40),
             reduction=st.sampled_from(AmaxHistoryReduction),
             margin=st.integers(0, MAX_MARGIN),
+            tensors=st.sampled_from((TENSORS, TENSORS[:2], TENSORS[1:], TENSORS[2:])),
         )
     )
     pairs = PAIRS if delayed is None else ((T, T),)
@@ -214,7 +216,7 @@ MALFORMED: dict[str, tuple[str, str, str]] = {
     "unknown delayed key": (
         "margin",
         "margins",
-        "recipe: delayed has keys ['history_length', 'reduction', 'margin']; unknown ['margins']",
+        "recipe: delayed has keys ['history_length', 'reduction', 'margin', 'tensors']; unknown ['margins']",
     ),
     "fraction in place of a length": ("16", "16.0", "recipe: delayed.history_length must be of type int; got 16.0"),
     "boolean in place of a margin": (

@@ -189,7 +189,7 @@ def update_delayed(
         histories: of the layers, newest first.
         inv_scales: of their tensors.
         counts: see `COUNTS`; a column for each tensor.
-        fmts: the formats of the three tensors, with commas; "" for one that stays in high precision and is not counted.
+        fmts: the formats of the three tensors, with commas; "" for one without delayed scales, not counted.
         power_of_two: of the scale rule.
         amax_floor: of the scale rule.
         margin: of delayed scaling.

@@ -66,7 +66,7 @@ def float8_matmul(
     weight: Tensor,
     plan: Plan,
     shared: InputOperands | None,
-    delayed: tuple[Delayed, Delayed, Delayed] | None,
+    delayed: tuple[Delayed | None, Delayed | None, Delayed | None] | None,
 ) -> Tensor:
     """`input @ weight^T` under a recipe, differentiable.
 

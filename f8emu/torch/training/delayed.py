@@ -37,6 +37,10 @@ class HostNotes:
         """Whether an update ran since the last backward pass that `WeightWatch` has seen."""
         self.reported: set[int] = set()
         """The tensors whose first infinity or NaN was reported."""
+        self.is_loaded = False
+        """Whether the state was loaded by itself, and neither a call nor an update has used it since."""
+        self.has_own_entry = False
+        """Whether checkpoints keep the state apart (`DelayedScalingState`): a state dict without it is no surprise."""
 
 
 class DelayedBuffers(nn.Module):
@@ -86,12 +90,16 @@ class DelayedBuffers(nn.Module):
         self.mark(dict.fromkeys(TENSORS, False))
         self.notes.reported = set()
 
-    def of_tensors(self) -> tuple[Delayed, Delayed, Delayed]:
-        """What the casts of a call read and update: of input, weight and grad_output."""
+    def of_tensors(self) -> tuple[Delayed | None, Delayed | None, Delayed | None]:
+        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales."""
         assert self.recipe.delayed is not None, "as in __init__"
-        margin = self.recipe.delayed.margin
+        margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
         (x, w, g), (of_x, of_w, of_g) = self.inv_scales, self.amaxes
-        return Delayed(x, of_x, margin), Delayed(w, of_w, margin), Delayed(g, of_g, margin)
+        return (
+            Delayed(x, of_x, margin) if "input" in tensors else None,
+            Delayed(w, of_w, margin) if "weight" in tensors else None,
+            Delayed(g, of_g, margin) if "grad_output" in tensors else None,
+        )
 
     @property
     def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,13 +118,12 @@ class DelayedBuffers(nn.Module):
     @property
     def initialized(self) -> Tensor:
         """[3] bool, of TENSORS."""
-        return torch.cat(self.inv_scales).flatten() > UNSET
+        return self.state()["initialized"]
 
     @property
     def inv_scale(self) -> Tensor:
         """[3], of TENSORS; 1 where it is not initialized."""
-        found = torch.cat(self.inv_scales).flatten()
-        return torch.where(found > UNSET, found, torch.ones_like(found))
+        return self.state()["inv_scale"]
 
     def mark(self, is_set: Mapping[str, bool]) -> None:
         """Note which inv_scales the host knows to be set."""
@@ -126,13 +133,11 @@ class DelayedBuffers(nn.Module):
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the `DelayedState` of each of TENSORS, stacked, counts, and the step's amaxes."""
-        return {
-            "amax_history": self.amax_history,
-            "inv_scale": self.inv_scale,
-            "initialized": self.initialized,
-            "counts": self.counts,
-            "amax": torch.cat(self.amaxes).flatten(),
-        }
+        return stacked(self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors themselves. The metadata of a state dict refers to them, as the state dict to the weights."""
+        return dict(self.named_buffers())
 
     def load(self, call: str, state: Mapping[str, Tensor]) -> None:
         """Load what `state` returned.
@@ -178,3 +183,16 @@ class DelayedBuffers(nn.Module):
         if is_lost:
             self.reset()
         return self
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`DelayedBuffers.state` of what `DelayedBuffers.tensors` returned."""
+    inv_scale = torch.cat([tensors[f"inv_scale_{tensor}"] for tensor in TENSORS]).flatten()
+    is_set = inv_scale > UNSET
+    return {
+        "amax_history": tensors["amax_history"],
+        "inv_scale": torch.where(is_set, inv_scale, torch.ones_like(inv_scale)),
+        "initialized": is_set,
+        "counts": tensors["counts"],
+        "amax": torch.cat([tensors[f"amax_{tensor}"] for tensor in TENSORS]).flatten(),
+    }

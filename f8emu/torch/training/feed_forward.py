@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
-from f8emu.spec.recipe import TENSORWISE, Cast, Recipe
+from f8emu.spec.recipe import TENSORS, TENSORWISE, Cast, Recipe
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.bias import add_bias
@@ -349,7 +349,9 @@ def _has_fused_casts(recipe: Recipe) -> bool:
     casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
     if any(cast.format is None for cast in casts):
         return False
-    return recipe.delayed is not None or all(cast.granularity is Granularity.BLOCKWISE_1X128 for cast in casts)
+    if recipe.delayed is not None:
+        return recipe.delayed.tensors == TENSORS
+    return all(cast.granularity is Granularity.BLOCKWISE_1X128 for cast in casts)
 
 
 def _has_hooks(module: nn.Module) -> bool:

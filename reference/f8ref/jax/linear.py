@@ -83,20 +83,21 @@ def _gemm(
 ) -> GemmTrace:
     gemm = recipe.gemms[name]
     a, b = (
-        _operand(recipe, cast, tensors[source].T if transposed else tensors[source], states.get(source))
+        _operand(recipe, source, cast, tensors[source].T if transposed else tensors[source], states.get(source))
         for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), TRANSPOSED[name], strict=True)
     )
     return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype, split_k, chip))
 
 
-def _operand(recipe: Recipe, cast: Cast, x: jax.Array, state: DelayedState | None) -> OperandTrace:
-    """One operand, seen as [rows, summed dimension]."""
+def _operand(recipe: Recipe, tensor: str, cast: Cast, x: jax.Array, state: DelayedState | None) -> OperandTrace:
+    """One operand, made of `tensor` and seen as [rows, summed dimension]."""
     if cast.format is None:
         return OperandTrace(amax=None, inv_scale=None, scale=None, codes=_rounded_to(BFLOAT16, x))
     own = amax(x, cast.granularity)
-    margin = recipe.delayed.margin if recipe.delayed is not None else 0
+    delayed = recipe.delayed_scaling_of(tensor)
+    margin = 0 if delayed is None else delayed.margin
     inv_scale, scale = scale_from_amax(own, cast.format, recipe.scale_rule, margin=margin)
-    if state is not None:
+    if delayed is not None and state is not None:
         earlier = jnp.reshape(state.inv_scale, (1, 1))
         inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)), earlier, inv_scale)
         scale = reciprocal(inv_scale)
@@ -166,7 +167,7 @@ def _require_states(
     recipe: Recipe, tensors: Mapping[str, jax.Array], delayed_state: Mapping[str, DelayedState] | None
 ) -> Mapping[str, DelayedState]:
     given = {} if delayed_state is None else delayed_state
-    needed = set(tensors) if recipe.delayed is not None else set()
+    needed = {tensor for tensor in tensors if recipe.delayed_scaling_of(tensor) is not None}
     if not needed <= set(given) or (given and not needed):
         raise OperandError(
             f"linear: recipe {recipe.name!r} needs a delayed_state for {sorted(needed) or 'no tensor'}; "

@@ -74,7 +74,7 @@ def linear(
     def gemm(name: str) -> GemmTrace:
         spec = recipe.gemms[name]
         a, b = (
-            _operand(tensors[source].T if is_transposed else tensors[source], cast, recipe, states.get(source))
+            _operand(tensors[source].T if is_transposed else tensors[source], source, cast, recipe, states.get(source))
             for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
         )
         return GemmTrace(a, b, _product(a, b, spec, out_format, (split_k or {}).get(name, 1), chip))
@@ -86,15 +86,16 @@ def linear(
     return LinearTrace(output, grad_input, grad_weight, _add_bias(output.product, bias, out_format))
 
 
-def _operand(x: Array, cast: Cast, recipe: Recipe, state: DelayedState | None) -> OperandTrace:
-    """One operand, seen as [rows, summed dimension], through its cast."""
+def _operand(x: Array, tensor: str, cast: Cast, recipe: Recipe, state: DelayedState | None) -> OperandTrace:
+    """One operand, made of `tensor` and seen as [rows, summed dimension], through its cast."""
     if cast.format is None:
         return OperandTrace(None, None, None, convert(as_float32(x, "linear"), BFLOAT16))
     own_amax = amax(x, cast.granularity)
-    if state is not None and state.initialized:
+    delayed = recipe.delayed_scaling_of(tensor)
+    if delayed is not None and state is not None and state.initialized:
         scales = _scales_of_state(state)
     else:
-        margin = 0 if recipe.delayed is None else recipe.delayed.margin
+        margin = 0 if delayed is None else delayed.margin
         scales = scale_from_amax(own_amax, cast.format, recipe.scale_rule, margin=margin)
     codes = quantize(x, scales.inv_scale, cast.format, cast.granularity)
     return OperandTrace(own_amax, scales.inv_scale, scales.scale, codes)
@@ -170,6 +171,7 @@ def _delayed_states(recipe: Recipe, delayed_state: DelayedStates | None, tensors
             )
         return {}
     needed = {t for t in tensors if any(not cast.is_high_precision for _, _, cast in recipe.casts(t))}
+    needed &= set(recipe.delayed.tensors)
     missing = sorted(needed - set(delayed_state or {}))
     if missing:
         raise OperandError(
