@@ -334,16 +334,20 @@ def test_a_sharded_model_is_refused(one_rank: None) -> None:
     parallel[0].weight = nn.Parameter(distribute_tensor(parallel[0].weight.detach(), mesh, [Replicate()]))
     flat: Any = nn.Sequential(nn.Linear(32, 32))
     flat[0].weight = nn.Parameter(torch.zeros(1024))
-    for model in (sharded, parallel, flat):
+    called: Any = fully_shard(nn.Sequential(nn.Linear(32, 32)), mesh=mesh)
+    called(torch.randn(16, 32))  # its weight stays gathered
+    for model in (sharded, parallel, flat, called):
         assert set(f8.plan_conversion(model).names(Outcome.SHARDED)) == {str(i) for i in range(len(model))}
         kinds = [type(layer) for layer in model]
-        with pytest.raises(UnsupportedError, match=r"flattened parts in 0.*; convert the model first, then"):
+        with pytest.raises(UnsupportedError, match=r"got sharded ones in 0.*; convert the model first, then"):
             f8.convert_to_float8_training(model)
         assert [type(layer) for layer in model] == kinds
     with pytest.warns(UserWarning, match="nothing to convert"):
         f8.convert_to_float8_training(sharded, module_filter_fn=lambda layer, fqn: False)
     converted: Any = fully_shard(f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), mesh=mesh)
     converted(torch.randn(16, 32))
+    with pytest.raises(UnsupportedError, match="got sharded ones in 0; load the state dict into"):
+        f8.dequantize_float8_training(converted)
 
 
 class OthersLinear(nn.Linear):

@@ -34,13 +34,15 @@ def report_of(
     subclasses: Collection[type[nn.Linear]],
 ) -> ConversionReport:
     """What a conversion with these settings does."""
+    sharded = sharded_layers(module)
     found: dict[int, tuple[Outcome, str]] = {}
     entries: list[ConversionEntry] = []
     linear: dict[int, Tensor] = {}
     covered: dict[int, Tensor] = {}
     for fqn, layer in linear_layers(module):
         if id(layer) not in found:  # a shared layer has one outcome, that of its first name
-            found[id(layer)] = _outcome(fqn, layer, module_filter_fn, pad, subclasses)
+            is_sharded = id(layer) in sharded
+            found[id(layer)] = _outcome(fqn, layer, is_sharded, module_filter_fn, pad, subclasses)
         outcome, reason = found[id(layer)]
         shape = (layer.out_features, layer.in_features)
         entries.append(ConversionEntry(fqn=fqn, shape=shape, outcome=outcome, reason=reason))
@@ -61,13 +63,13 @@ def report_of(
 def _outcome(
     fqn: str,
     layer: nn.Linear,
+    is_sharded: bool,
     module_filter_fn: ModuleFilter | None,
     pad: bool,
     subclasses: Collection[type[nn.Linear]],
 ) -> tuple[Outcome, str]:
     if isinstance(layer, Float8Linear):
         return Outcome.ALREADY, ""
-    is_sharded = _is_sharded(layer)
     own = "" if is_sharded else _own_computation(layer, subclasses)
     if own:
         return Outcome.TYPE, own
@@ -101,11 +103,19 @@ def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) 
     return "" if weight.dtype in HIGH_PRECISION_DTYPES else f"its weight is {weight.dtype}"
 
 
-def _is_sharded(layer: nn.Linear) -> bool:
+def sharded_layers(module: nn.Module) -> set[int]:
+    """The ids of modules whose weight is a DTensor, or managed by fully_shard or FSDP (gathered after some calls)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it, nothing is sharded
+    kinds = () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    managed = {id(part) for owner in module.modules() if isinstance(owner, kinds) for part in owner.modules()}
+    return managed | {id(layer) for _, layer in linear_layers(module) if _is_part(layer)}
+
+
+def _is_part(layer: nn.Linear) -> bool:
     weight = layer._parameters.get("weight")
     if weight is None or is_lazy(weight):
         return False
-    tensors = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, there are no DTensors
+    tensors = sys.modules.get("torch.distributed.tensor")
     if tensors is not None and isinstance(weight, tensors.DTensor):
         return True
     # FSDP1 keeps a part of a flattened weight. Quantized weights have shapes of their own, and another dtype.

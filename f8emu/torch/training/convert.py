@@ -15,7 +15,7 @@ from f8emu.spec.recipe import Recipe
 from f8emu.torch.device import require_hopper
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import Engine, resolve_engine
-from f8emu.torch.training.conversion_outcomes import linear_layers, report_of
+from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, sharded_layers
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
@@ -125,10 +125,17 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
 
     Raises:
         OperandError: a class derived from Float8Linear, which was no nn.Linear before; the model is unchanged.
+        UnsupportedError: a sharded model; it is unchanged.
     """
     layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
+    sharded = sharded_layers(module)
     new: dict[int, nn.Linear] = {}
     for fqn, layer in layers.items():
+        if id(layer) in sharded:
+            raise UnsupportedError(
+                f"dequantize_float8_training: the weights must be whole tensors; got sharded ones in "
+                f"{fqn or 'the module'}; load the state dict into a model of nn.Linear, whose keys are the same"
+            )
         cls = linear_class(type(layer))
         if cls is None:
             raise OperandError(
@@ -184,7 +191,7 @@ def _check_sharded(report: ConversionReport) -> None:
     sharded = report.names(Outcome.SHARDED)
     if sharded:
         raise UnsupportedError(
-            f"convert_to_float8_training: the weights must be whole tensors; got DTensors or flattened parts in "
+            f"convert_to_float8_training: the weights must be whole tensors; got sharded ones in "
             f"{', '.join(name or 'the module' for name in sharded)}; convert the model first, then call fully_shard or "
             "another sharding"
         )

@@ -88,7 +88,7 @@ def _cast(config: Any) -> Cast:
     if kind == "disabled":
         return HIGH_PRECISION_CAST
     if kind != "dynamic":
-        raise SpecError(f'its {kind} scaling is the recipe "delayed" here, which all tensors share')
+        raise SpecError(f'its {kind} scaling is the recipe "delayed" here')
     format = float8_format("Float8LinearConfig", config.target_dtype)
     return Cast(format=format, granularity=_GRANULARITIES[config.scaling_granularity.value])
 
