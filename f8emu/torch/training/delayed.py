@@ -69,6 +69,7 @@ class DelayedBuffers(nn.Module):
         super().__init__()
         assert recipe.delayed is not None, "only such a recipe has a state"
         self.recipe = recipe
+        self.formats = _formats(recipe)
         self.notes = HostNotes()
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "amax_history": ((3, recipe.delayed.history_length), torch.float32),
@@ -196,3 +197,13 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "counts": tensors["counts"],
         "amax": torch.cat([tensors[f"amax_{tensor}"] for tensor in TENSORS]).flatten(),
     }
+
+
+def _formats(recipe: Recipe) -> str:
+    """The names of the three tensors' float8 formats, with commas; empty for one without delayed scales."""
+    found: list[str] = []
+    for tensor in TENSORS:
+        is_delayed = recipe.delayed_scaling_of(tensor) is not None
+        formats = {cast.format for _, _, cast in recipe.casts(tensor) if is_delayed} - {None}
+        found.append("".join(format.name for format in formats if format is not None))
+    return ",".join(found)

@@ -11,7 +11,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +82,7 @@ def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tenso
         [_tensor(buffers, "amax_history") for buffers in found],
         [inv_scale for buffers in found for inv_scale in buffers.inv_scales],
         [_tensor(buffers, "counts") for buffers in found],
-        _formats(recipe),
+        found[0].formats,
         rule.power_of_two,
         rule.amax_floor,
         delayed.margin,
@@ -95,17 +94,6 @@ def _tensor(buffers: DelayedBuffers, name: str) -> Tensor:
     found = buffers._buffers[name]
     assert found is not None, "all are there"
     return found
-
-
-@lru_cache
-def _formats(recipe: Recipe) -> str:
-    """The names of the three tensors' float8 formats, with commas; empty for one without delayed scales."""
-    found: list[str] = []
-    for tensor in TENSORS:
-        is_delayed = recipe.delayed_scaling_of(tensor) is not None
-        formats = {cast.format for _, _, cast in recipe.casts(tensor) if is_delayed} - {None}
-        found.append("".join(format.name for format in formats if format is not None))
-    return ",".join(found)
 
 
 def _groups(buffers: DelayedBuffers, weight: Tensor | None) -> tuple[Any, ...]:
