@@ -1,0 +1,253 @@
+"""Delayed scaling over two ranks (gloo), whose data always differ. One process group runs all cases."""
+
+import datetime
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+import f8emu.torch as f8
+
+STEPS = 4
+LOUDER = 64.0
+"""Rank 1's inputs are as many times rank 0's."""
+sync = f8.sync_float8_amax_and_scale_history
+
+
+def make(*sizes: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = sizes or (32, 48, 16)
+    model = nn.Sequential(*(nn.Linear(k, n, dtype=torch.bfloat16) for k, n in itertools.pairwise(sizes)))
+    f8.convert_to_float8_training(model, config="delayed")
+    return model
+
+
+def batch(step: int) -> Tensor:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return (torch.randn(16, 32, generator=generator) * LOUDER**rank).bfloat16()
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, *, explicit: bool = False, steps: range = range(STEPS)
+) -> list[Tensor]:
+    outputs: list[Tensor] = []
+    for step in steps:
+        output = model(batch(step))
+        (output.float().square().mean() / LOUDER**2).backward()
+        if explicit:
+            sync(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    return outputs
+
+
+def local(x: Tensor) -> Tensor:
+    return (x.to_local() if isinstance(x, DTensor) else x).detach()
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    weights = {name: local(parameter) for name, parameter in model.named_parameters()}
+    return {**{name: value.clone() for name, value in weights.items()}, **f8.delayed_state_dict(model)}
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.equal(one[key], two[key]), key
+
+
+def of_ranks(model: nn.Module) -> list[dict[str, Tensor]]:
+    """The scales' states on both ranks."""
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, f8.delayed_state_dict(model))
+    return found
+
+
+def assert_updated(model: nn.Module, updates: int = STEPS) -> None:
+    for key, value in f8.delayed_state_dict(model).items():
+        if key.endswith("amax_history"):
+            assert (value > 0).sum(1).tolist() == [updates] * 3, key
+
+
+def ranks_with_other_numbers_of_layers() -> None:
+    """First, while no number of layers is known; both ranks say so, and neither waits for the other."""
+    model = make(32, 16, 16, 16) if dist.get_rank() == 0 else make(32, 16)
+    model(batch(0)).sum().backward()
+    with pytest.raises(f8.DelayedScalingError, match=r"must have the same delayed layers.*from 1 to 3") as raised:
+        SGD(model.parameters(), lr=0.01).step()
+    assert f"this rank has {3 if dist.get_rank() == 0 else 1}" in str(raised.value)
+
+
+def ddp(compiled: bool) -> None:
+    """Outputs of both ranks near those in high precision, by scales that are the same on both."""
+    replica = DistributedDataParallel(make(32, 48))
+    model: Any = torch.compile(replica, backend="aot_eager") if compiled else replica
+    optimizer = SGD(replica.parameters(), lr=0.01, fused=True)
+    errors: list[float] = []
+    for step in range(STEPS):
+        exact = nn.Sequential(nn.Linear(32, 48)).double()
+        exact.load_state_dict({key.removeprefix("module."): value for key, value in replica.state_dict().items()})
+        with torch.no_grad():
+            expected = exact(batch(step).double())
+        (output,) = train(model, optimizer, steps=range(step, step + 1))
+        errors.append(float((output - expected).norm() / expected.norm()))
+    ours, others = of_ranks(replica)
+    assert_same(ours, others)
+    assert_updated(replica)
+    assert all(error < 0.05 for error in errors), errors
+
+
+def a_layer_that_one_rank_does_not_call() -> None:
+    model = make()
+    first = model[0]
+    for step in range(STEPS):
+        output = model(batch(step)) if step != 2 or dist.get_rank() == 0 else first(batch(step))
+        output.float().square().mean().backward()
+        sync(model)
+    ours, others = of_ranks(model)
+    assert_same(ours, others)
+    assert_updated(model)
+
+
+def no_group() -> None:
+    """Every rank for itself; equal to a rank alone in its group."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    states: list[dict[str, Tensor]] = []
+    for group in (False, alone):
+        model = make()
+        f8.set_amax_reduction_group(model, group)
+        train(model, SGD(model.parameters(), lr=0.01))
+        ours, others = of_ranks(model)
+        assert not torch.equal(ours["0.inv_scale"][0], others["0.inv_scale"][0])
+        assert_updated(model)
+        states.append(state_of(model))
+    assert_same(*states)
+
+
+def steps_follow(wrap: Callable[[nn.Module], nn.Module], kind: Callable[..., Optimizer]) -> None:
+    """Without a call, the bits of explicit calls; the same scales on both ranks."""
+    states: list[dict[str, Tensor]] = []
+    for explicit in (False, True):
+        model = wrap(make())
+        train(model, kind(model.parameters(), lr=0.01), explicit=explicit)
+        ours, others = of_ranks(model)
+        assert_same(ours, others)
+        assert_updated(model)
+        states.append(state_of(model))
+    assert_same(*states)
+
+
+def shard(model: nn.Module) -> nn.Module:
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def dcp_resumes(directory: Path) -> None:
+    """`{"model": ..., "float8": DelayedScalingState(model)}`, saved and loaded under FSDP2."""
+
+    def build() -> tuple[nn.Module, Optimizer]:
+        model = shard(make())
+        return model, AdamW(model.parameters(), lr=0.01)
+
+    def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, "float8": f8.DelayedScalingState(model)}
+
+    model, optimizer = build()
+    train(model, optimizer, steps=range(2))
+    save(state(model, optimizer), checkpoint_id=directory)
+    uninterrupted = train(model, optimizer, steps=range(2, STEPS))
+    resumed, its_optimizer = build()
+    loaded = state(resumed, its_optimizer)
+    load(loaded, checkpoint_id=directory)
+    set_state_dict(resumed, its_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    outputs = train(resumed, its_optimizer, steps=range(2, STEPS))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, uninterrupted, strict=True))
+    assert_same(state_of(resumed), state_of(model))
+
+
+def compiled_update() -> None:
+    """The explicit call, all-reduce included, is one graph."""
+    model, eager = make(), make()
+    update = torch.compile(functools.partial(sync, model), backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    for step in range(STEPS):
+        for one in (model, eager):
+            one(batch(step)).float().square().mean().backward()
+        update()
+        sync(eager)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert_same(state_of(model), state_of(eager))
+    ours, others = of_ranks(model)
+    assert_same(ours, others)
+
+
+def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """On each rank an inner optimizer holds a part of the parameters."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what is deprecated, when it is imported
+
+    return ZeroRedundancyOptimizer(list(parameters), AdamW, lr=lr)
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "ranks with other numbers of layers": ranks_with_other_numbers_of_layers,
+    "ddp, eager": functools.partial(ddp, False),
+    "ddp, compiled": functools.partial(ddp, True),
+    "a layer that one rank does not call": a_layer_that_one_rank_does_not_call,
+    "no group": no_group,
+    "compiled update": compiled_update,
+    "fsdp2": functools.partial(steps_follow, shard, AdamW),
+    "fsdp2, foreach": functools.partial(steps_follow, shard, functools.partial(SGD, foreach=True)),
+    "ZeroRedundancyOptimizer": functools.partial(steps_follow, DistributedDataParallel, zero),
+}
+
+
+def run_rank(rank: int, directory: Path) -> None:
+    """All cases; what each of them raised goes to the parent, by a file."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit)
+    raised: dict[str, str] = {}
+    for name, case in (CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")}).items():
+        try:
+            case()
+            raised[name] = ""
+        except Exception:
+            raised[name] = traceback.format_exc()
+        torch._dynamo.reset()
+        dist.barrier()
+    torch.save(raised, directory / f"raised_{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def raised(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What every case raised, on both ranks."""
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_rank, (directory,), nprocs=2)  # type: ignore[no-untyped-call]
+    return [torch.load(directory / f"raised_{rank}") for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", [*CASES, "dcp"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks(raised: list[dict[str, str]], case: str, rank: int) -> None:
+    assert not raised[rank][case], raised[rank][case]
