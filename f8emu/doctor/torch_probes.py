@@ -61,7 +61,10 @@ def _arithmetic(subject: str, device: "torch.device") -> list[Probe]:
     n = torch.full_like(t, E4M3FN.max)
     quotient = np.float32(E4M3FN.max) / ones
     below, powers = below_powers_of_two(), powers_of_two()
-    subnormal = (np.arange(1, 1 << 16, dtype=np.uint32) * np.uint32(127)).view(np.float32)  # all below 2^-126
+    codes = np.arange(1, 1 << 16, dtype=np.uint32) * np.uint32(127)  # subnormals: all below 2^-126
+    subnormal = codes.view(np.float32)
+    # By integers, ties to even: torch's flush of a single thread is numpy's too.
+    halves = ((codes >> 1) + (codes & codes >> 1 & 1)).view(np.float32)
 
     def run(function: Callable[..., "torch.Tensor"], *values: Any) -> Any:
         tensors = [torch.from_numpy(v).to(device) if isinstance(v, np.ndarray) else v for v in values]
@@ -90,7 +93,7 @@ def _arithmetic(subject: str, device: "torch.device") -> list[Probe]:
             subject,
             "subnormal * 0.5",
             run(torch.mul, subnormal, 0.5),
-            subnormal * np.float32(0.5),
+            halves,
             "multiplies in float32: undo torch.set_flush_denormal(True)",
             relied_on=True,
         ),
