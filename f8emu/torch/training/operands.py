@@ -23,6 +23,8 @@ _LONGEST_READ = 8192
 """Amaxes, by one program: they are in its registers."""
 _MOST_READ_AGAIN = 4 << 20
 """Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
+_SHORT_ROWS = 4096
+"""Elements: `python -m benchmarks.casts` has our kernel for the amaxes of rows before the compiler's up to here."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 
 
@@ -60,8 +62,11 @@ class Delayed(NamedTuple):
     """Of `DelayedScaling`."""
 
 
-def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
-    """The amaxes of `x` for both operands, found in one pass."""
+def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_stored: bool = False) -> ScaleSource:
+    """The amaxes of `x` for both operands, found in one pass.
+
+    With `is_stored`, `x` is in memory, as a weight is: no compiler has to take its amax along where it is computed.
+    """
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
     if col_kind is Granularity.ROWWISE:
@@ -72,7 +77,7 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
         if of_rows is not None:
             of_tensor = fused.tensor_amax(of_rows)
         elif torch.compiler.is_compiling() and x.numel() > 0:
-            of_tensor = _amax_in_compiled_code(x)
+            of_tensor = _amax_in_compiled_code(x, is_stored)
         else:
             of_tensor = fused.tensor_amax(x)
     return ScaleSource(
@@ -81,15 +86,16 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None) -> ScaleSource:
     )
 
 
-def _amax_in_compiled_code(x: Tensor) -> Tensor:
+def _amax_in_compiled_code(x: Tensor, is_stored: bool) -> Tensor:
     """The amax of `x` [1, 1], or amaxes of which it is the largest [1, M].
 
     A compiler takes the amaxes of rows along in the kernel that computes them, which it does not do with the amax of
-    all. The largest is found by every program of the cast, where that reads less than a launch would cost. The cast
-    reads them in the dtype of `x`, so they are those of the rounded values: rounding is monotonic.
+    all; of a stored matrix with short rows our own kernel is the faster. The largest is found by every program of the
+    cast, where that reads less than a launch would cost. The cast reads amaxes in the dtype of `x` or in float32, where
+    they are those of the rounded values: rounding is monotonic.
     """
     m, n = x.shape
-    of_rows = x.abs().amax(dim=1)
+    of_rows = fused.row_amax(x) if is_stored and n <= _SHORT_ROWS else x.abs().amax(dim=1)
     if m <= _LONGEST_READ and m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN:
         return of_rows.reshape(1, m)
     return of_rows.max().reshape(1, 1)
@@ -168,7 +174,7 @@ def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -
     """
     col_kind = _granularity(cols)
     if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
-        source = find_source(x, rows, cols)
+        source = find_source(x, rows, cols, is_stored=True)
         operand, _ = cast_both(x, rows, None, source, rule)
         assert operand is not None, "rows were requested"
         return operand, ScaleSource(cols=source.cols)
