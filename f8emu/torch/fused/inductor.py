@@ -129,8 +129,7 @@ def _cast_pair(
         scale = _empty(x, torch.float32, 1 if count else rows, 1)
         if count == 0 and not power_of_two:
             inv_scale = _empty(x, torch.float32, rows, 1)
-            one = (amax, inv_scale, scale)
-            _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, rows), *one, *one)
+            _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, rows), amax, inv_scale, scale)
             amax = inv_scale
         out += [_empty(x, CODES[fmt], rows, k), scale]
         tensors += [amax, *out[-2:]]

@@ -214,15 +214,10 @@ def row_col_amax(m: int, n: int) -> Plan:
 
 
 @planned
-def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, first: int, second: int = 0) -> Plan:
-    """Tensors amax, inv_scale, scale of `first` elements, then three more of `second` elements."""
-    return Plan(
-        scale_kernels.scales_kernel,
-        blocks(first, SCALES_BLOCK) + blocks(second, SCALES_BLOCK),
-        (first, second),
-        {**rule_constants(fmt, power_of_two, amax_floor, margin), "BLOCK": SCALES_BLOCK},
-        SCALES_WARPS,
-    )
+def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, count: int) -> Plan:
+    """Tensors amax, inv_scale, scale, of `count` elements each."""
+    constants = rule_constants(fmt, power_of_two, amax_floor, margin) | {"BLOCK": SCALES_BLOCK}
+    return Plan(scale_kernels.scales_kernel, blocks(count, SCALES_BLOCK), (count,), constants, SCALES_WARPS)
 
 
 @planned

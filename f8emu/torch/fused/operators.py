@@ -167,8 +167,7 @@ def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin
     if (launch := kernels_for(amax)) is None:
         return eager.scales(amax.float(), format, rule, margin)
     inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
-    one = (amax.contiguous(), inv_scale, scale)
-    launch.scales(fmt, power_of_two, amax_floor, margin, amax.numel())(*one, *one)
+    launch.scales(fmt, power_of_two, amax_floor, margin, amax.numel())(amax.contiguous(), inv_scale, scale)
     return inv_scale, scale
 
 
@@ -229,8 +228,7 @@ def cast_pair(
             if count == 0:
                 amax, inv_scale = sources[i], new_floats(x, *out[2 * i + 1].shape)
                 assert amax is not None, "a vector is there"
-                one = (amax, inv_scale, out[2 * i + 1])
-                launch.scales(*settings, 0, amax.numel())(*one, *one)
+                launch.scales(*settings, 0, amax.numel())(amax, inv_scale, out[2 * i + 1])
                 sources[i] = inv_scale
                 is_direct = False
     if is_direct:

@@ -115,35 +115,10 @@ def row_col_amax_kernel(x, amaxes, M, N, tiles_n, BM: tl.constexpr, BN: tl.const
 
 
 @triton.jit
-def _scale_block(
+def scales_kernel(
     amax,
     inv_scale,
     scale,
-    count,
-    block,
-    QUOTIENT: tl.constexpr,
-    FLOOR: tl.constexpr,
-    AT_FLOOR: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    offsets = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < count
-    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
-    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    tl.store(inv_scale + offsets, inv, mask=inside)
-    tl.store(scale + offsets, reciprocal(inv, POWER_OF_TWO), mask=inside)
-
-
-@triton.jit
-def scales_kernel(
-    row_amax,
-    row_inv_scale,
-    row_scale,
-    col_amax,
-    col_inv_scale,
-    col_scale,
-    M,
     N,
     QUOTIENT: tl.constexpr,
     FLOOR: tl.constexpr,
@@ -151,11 +126,10 @@ def scales_kernel(
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """inv_scales and scales of `M` row amaxes and of `N` column amaxes."""
-    block, row_blocks = tl.program_id(0), tl.cdiv(M, BLOCK)
-    if block < row_blocks:
-        _scale_block(row_amax, row_inv_scale, row_scale, M, block, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK)
-    else:
-        _scale_block(
-            col_amax, col_inv_scale, col_scale, N, block - row_blocks, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO, BLOCK
-        )
+    """`inv_scale` and `scale` of each of the `N` values of `amax`."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < N
+    bits = tl.load(amax + offsets, mask=inside, other=1.0).to(tl.float32).to(tl.int32, bitcast=True)
+    inv = inv_scale_of(bits, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    tl.store(inv_scale + offsets, inv, mask=inside)
+    tl.store(scale + offsets, reciprocal(inv, POWER_OF_TWO), mask=inside)
