@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -225,6 +226,29 @@ def test_steps_without_a_call_are_those_with_one(way: str) -> None:
     assert_same(automatic, explicit)
     second = STEPS // 2 if way == "two optimizers" else STEPS
     assert updates_of(automatic) == [3 * [STEPS], 3 * [second]], "one update a step"
+
+
+def test_a_frozen_model_follows_no_other() -> None:
+    """Training a model leaves another one alone, such as a teacher; one that is called follows, copies apart."""
+    teacher, idle = make().requires_grad_(False), make().requires_grad_(False)
+    again = copy.deepcopy(teacher)
+    before = state_of(copy.deepcopy(idle))
+    student = make()
+    optimizer = SGD(student.parameters(), lr=0.01)
+    for step in range(STEPS):
+        with torch.no_grad():
+            loss_of(teacher, step)
+            loss_of(again, step + 1)
+        loss_of(student, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = state_of(idle)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert updates_of(teacher) == updates_of(again) == [[STEPS, STEPS, 0]] * 2
+    groups = step_hooks.stepped_states([optimizer])
+    numbers = [[state.buffers.notes.number for state in group] for group in groups]
+    assert [len(group) for group in numbers] == [2, 2, 2, 2] and len({*itertools.chain(*numbers)}) == 8
+    assert all(group == sorted(group) for group in numbers) and numbers[1:] == sorted(numbers[1:]), "for all ranks"
 
 
 def test_what_ran_in_a_step_is_updated_once_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import Engine, resolve_engine
 from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, sharded_layers
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
+from f8emu.torch.training.delayed import ConvertedModel
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
 from f8emu.torch.training.replacement import watch_replacements
@@ -78,6 +79,7 @@ def convert_to_float8_training(
     for device in {layer.weight.device for layer in chosen.values()}:
         _check_device(recipe, device, engine)
     new: dict[int, nn.Linear] = {}
+    model = ConvertedModel()
     for fqn, layer in chosen.items():
         if id(layer) not in new:
             # By the class that defines it: a subclass may have a from_float of its own.
@@ -86,7 +88,7 @@ def convert_to_float8_training(
                 float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
             )
             if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
-                delayed.notes.name = fqn
+                delayed.notes.name, delayed.notes.model = fqn, model
     watch_replacements()
     module = _replaced(module, chosen, new)
     _log.info("convert_to_float8_training: %s", report)

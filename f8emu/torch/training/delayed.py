@@ -23,6 +23,10 @@ class DelayedScalingError(F8Error, RuntimeError):
     """The scales do not follow the training: an optimizer's step went by unnoticed, or ranks do not fit together."""
 
 
+class ConvertedModel:
+    """What the layers that one call converted have in common; those of a copied model have another one."""
+
+
 class HostNotes:
     """What the host knows of one layer; no module, whose attributes are slow."""
 
@@ -30,7 +34,8 @@ class HostNotes:
         self.name = ""
         """The layer's name in its model; empty if it is not known."""
         self.number = next(_numbers)
-        """In the order of creation."""
+        """In the order of creation, which all ranks share; a copy gets its own."""
+        self.model = ConvertedModel()
         self.group: Any = None
         """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
         self.has_updated = False
@@ -41,6 +46,10 @@ class HostNotes:
         """Whether the state was loaded by itself, and neither a call nor an update has used it since."""
         self.has_own_entry = False
         """Whether checkpoints keep the state apart (`DelayedScalingState`): a state dict without it is no surprise."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.number = next(_numbers)
 
 
 class DelayedBuffers(nn.Module):

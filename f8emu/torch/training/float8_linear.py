@@ -204,8 +204,8 @@ class Float8Linear(nn.Linear):
             self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:
-            if self.delayed.notes.is_loaded:
-                return  # it came first
+            if self.delayed.notes.is_loaded or f"{prefix}weight" not in state_dict:
+                return  # the state came first; or what is loaded is of other layers, as adapters are
             self.delayed.reset()
             if not self.delayed.notes.has_own_entry:
                 warnings.warn(

@@ -11,6 +11,7 @@ A weight that changes in another way is found out at the next backward pass, by 
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8emu.torch.training.delayed import DelayedScalingError
+from f8emu.torch.training.delayed import ConvertedModel, DelayedScalingError
 from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
 
 if TYPE_CHECKING:
@@ -130,8 +131,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     inner = [found for reference in _inner if (found := reference()) is not None]
     _inner.clear()
-    states = stepped_states([optimizer, *inner])
-    if states:
+    for states in stepped_states([optimizer, *inner]):
         update_states(states)
 
 
@@ -149,17 +149,21 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 """Of the function that calls an optimizer's step and its hooks."""
 
 
-def stepped_states(optimizers: Sequence[Optimizer]) -> list[StateOf]:
-    """The states that a step of the first optimizer updates, others within it, in the order of their parameters."""
+def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
+    """The states that a step of the first optimizer updates, others within it.
+
+    Those whose weights they hold, in the order of their parameters; then the frozen ones of each model, apart, since a
+    model that was not called stays as it is.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # Each at its first place: what optimizers within the step hold too differs from rank to rank.
     parameters = list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
     of_modules = {id(module): i for i, parameter in enumerate(parameters) for module in _modules_of(parameter)}
-    held: list[tuple[int, int, StateOf]] = []
-    frozen: list[tuple[int, int, StateOf]] = []
-    for layer in list(_layers):
+    held: list[tuple[tuple[int, int], StateOf]] = []
+    frozen: dict[ConvertedModel, list[StateOf]] = {}
+    for layer in sorted(_layers, key=_number):
         own, buffers, watch = layer._parameters.get("weight"), layer.delayed, layer.weight_watch
         if buffers is None:
             continue
@@ -169,16 +173,17 @@ def stepped_states(optimizers: Sequence[Optimizer]) -> list[StateOf]:
         state = StateOf(buffers, own)
         if found:
             watch.optimizer = weakref.ref(optimizers[0])
-            held.append((found[0], buffers.notes.number, state))
+            held.append(((found[0], buffers.notes.number), state))
         elif own is not None and not own.requires_grad and (watch.optimizer is None or watch.optimizer() is None):
-            frozen.append((0, buffers.notes.number, state))
+            frozen.setdefault(buffers.notes.model, []).append(state)
     if not held and not any(parameter.requires_grad for parameter in parameters):
         return []
-    return [state for _, _, state in (*sorted(held, key=_place), *sorted(frozen, key=_place))]
+    in_order = [state for _, state in sorted(held, key=itemgetter(0))]
+    return [in_order, *frozen.values()] if in_order else list(frozen.values())
 
 
-def _place(entry: tuple[int, int, StateOf]) -> tuple[int, int]:
-    return entry[:2]
+def _number(layer: "Float8Linear") -> int:
+    return -1 if layer.delayed is None else layer.delayed.notes.number
 
 
 def _modules_of(parameter: Tensor) -> Iterable[nn.Module]:

@@ -1,0 +1,80 @@
+"""Hugging Face's Trainer: the state of delayed scaling in its checkpoints.
+
+The steps of its optimizers are followed without a word. Its checkpoints are safetensors files, which hold no state of
+delayed scaling. So a callback writes it into the checkpoint's `trainer_state.json`, the one file of a checkpoint that
+is read from whatever path a run is resumed.
+"""
+
+import base64
+import warnings
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import nn
+from transformers.trainer_callback import (
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.training_args import TrainingArguments
+
+from f8emu.torch.training.delayed_sync import DelayedScalingState
+
+
+class DelayedScalingCallback(TrainerCallback, ExportableState):
+    """Saves the state of delayed scaling with every checkpoint, and loads it when a run is resumed.
+
+    `Trainer(model, ..., callbacks=[DelayedScalingCallback()])`. Also where the best model is loaded at the end. Other
+    recipes have no state, and the callback does nothing.
+
+    Exactness: a resumed run has the bits of one without interruption, as far as the Trainer's own state has.
+    """
+
+    def __init__(self) -> None:
+        self._scaling: DelayedScalingState | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into `trainer_state.json`: the tensors of `delayed_state_dict`, as text."""
+        tensors = {} if self._scaling is None else self._scaling.state_dict()
+        return {"args": {}, "attributes": {"delayed": base64.b64encode(save(tensors)).decode() if tensors else ""}}
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """From now on a checkpoint of weights alone is no surprise."""
+        self._follow(kwargs.get("model"))
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The weights of a resumed run have been loaded."""
+        self._follow(kwargs.get("model"))
+        if state.global_step > 0:
+            self._load(state, "the checkpoint that the run was resumed from")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The weights of the best checkpoint have been loaded."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            path = Path(state.best_model_checkpoint) / "trainer_state.json"
+            self._load(TrainerState.load_from_json(str(path)), state.best_model_checkpoint)
+
+    def _follow(self, model: nn.Module | None) -> None:
+        if model is not None and (self._scaling is None or self._scaling.model is not model):
+            self._scaling = DelayedScalingState(model)
+
+    def _load(self, state: TrainerState, origin: str) -> None:
+        if self._scaling is None or not self._scaling.state_dict():
+            return
+        callbacks: Any = state.stateful_callbacks
+        saved = callbacks.setdefault(type(self).__name__, self.state())["attributes"].get("delayed")
+        if not saved:
+            warnings.warn(
+                f"DelayedScalingCallback: {origin} has no state of delayed scaling, so scaling starts anew; it was "
+                "written by a Trainer without this callback",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        self._scaling.load_state_dict(load(base64.b64decode(saved)))

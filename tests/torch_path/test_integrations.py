@@ -1,0 +1,208 @@
+"""Delayed scaling in other libraries: steps without a call, and resumed runs with the bits of uninterrupted ones."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+import f8emu.torch as f8
+
+# What these libraries and torch say of themselves; warnings of f8emu stay errors.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{category}")
+    for category in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning")
+]
+STEPS = 6
+HALF = 3
+sync = f8.sync_float8_amax_and_scale_history
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    f8.convert_to_float8_training(model, config="delayed")
+    return model
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 32, generator=generator) * 2.0**step for step in range(STEPS)]
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**f8.delayed_state_dict(model), **{k: v.detach().clone() for k, v in model.named_parameters()}}
+
+
+def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.equal(one[key], two[key]), key
+
+
+def assert_updated(model: nn.Module, updates: int) -> None:
+    for key, value in f8.delayed_state_dict(model).items():
+        if key.endswith("amax_history"):
+            assert (value > 0).sum(1).tolist() == [updates] * 3, key
+
+
+class Net(nn.Module):
+    """As the Trainer wants it: the loss first, and an argument that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make()
+
+    def forward(self, x: Tensor, return_loss: bool = True) -> dict[str, Tensor]:
+        return {"loss": self.layers(x).square().mean()}
+
+
+def trainer(model: nn.Module, directory: Path, **options: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from f8emu.torch.integrations.huggingface import DelayedScalingCallback
+
+    callbacks = [DelayedScalingCallback()] if options.pop("callback", True) else []
+    rows = [{"x": row} for batch in batches() for row in batch]
+    quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
+    settings: dict[str, Any] = (
+        {"per_device_train_batch_size": 16, "max_steps": STEPS, "save_steps": HALF} | quiet | options
+    )
+    args = TrainingArguments(str(directory), **settings)
+    return Trainer(model, args, train_dataset=rows, eval_dataset=rows[:16], callbacks=callbacks)  # type: ignore[arg-type]
+
+
+def test_hugging_face_trainer(tmp_path: Path) -> None:
+    """With its default optimizer (fused AdamW) and its own checkpoints."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model, resumed, alone = Net(), Net(), Net()
+    trainer(model, tmp_path).train()
+    assert_updated(model, STEPS)
+    half = tmp_path / f"checkpoint-{HALF}"
+    elsewhere = half.rename(tmp_path / "elsewhere")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trainer(resumed, tmp_path).train(resume_from_checkpoint=str(elsewhere))
+    assert_same(state_of(resumed), state_of(model))
+    with pytest.warns(RuntimeWarning, match=r"callbacks=\[f8emu\.torch\.integrations\.huggingface\.DelayedScaling"):
+        trainer(alone, tmp_path / "alone", callback=False).train(resume_from_checkpoint=str(elsewhere))
+    assert_updated(alone, STEPS - HALF)
+
+
+def test_hugging_face_trainer_with_its_best_model(tmp_path: Path) -> None:
+    """The best is the first checkpoint, where the loss is largest: at the end the state is that of its step."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model, half = Net(), Net()
+    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": HALF, "lr_scheduler_type": "constant"}
+    trainer(half, tmp_path / "half", max_steps=HALF, **best).train()
+    best |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer(model, tmp_path / "all", **best).train()
+    assert_updated(model, HALF)
+    assert_same(state_of(model), state_of(half))
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    """`save_state` writes safetensors; one line keeps the state."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def build() -> tuple[Any, nn.Module, Any]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        plain = make()
+        model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=0.01))
+        accelerator.register_for_checkpointing(f8.DelayedScalingState(plain))
+        return accelerator, model, optimizer
+
+    def train(accelerator: Any, model: nn.Module, optimizer: Any, steps: range, explicit: bool = False) -> None:
+        for step in steps:
+            accelerator.backward(model(batches()[step]).square().mean())
+            if explicit:
+                sync(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    accelerator, model, optimizer = build()
+    train(accelerator, model, optimizer, range(HALF))
+    accelerator.save_state(str(tmp_path))
+    train(accelerator, model, optimizer, range(HALF, STEPS))
+    assert_updated(model, STEPS)
+    again, resumed, its_optimizer = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        again.load_state(str(tmp_path))
+    train(again, resumed, its_optimizer, range(HALF, STEPS))
+    assert_same(state_of(resumed), state_of(model))
+    twin = build()
+    train(*twin, range(STEPS), explicit=True)
+    assert_same(state_of(twin[1]), state_of(model))
+
+
+def test_lightning(tmp_path: Path) -> None:
+    """Its checkpoints keep the metadata of the state dict, so nothing is left to add."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make()
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> AdamW:
+            return AdamW(self.parameters(), lr=0.01)
+
+    def fit(model: Any, epochs: int, checkpoint: Path | None = None) -> Any:
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        found = lightning.Trainer(
+            max_epochs=epochs, accelerator="cpu", precision="bf16-mixed", **dict.fromkeys(quiet, False)
+        )
+        found.fit(model, DataLoader(batches()[:HALF], batch_size=1), ckpt_path=checkpoint)  # type: ignore[arg-type]
+        return found
+
+    model, resumed, uninterrupted = Module(), Module(), Module()
+    fit(model, 1).save_checkpoint(tmp_path / "half.ckpt")
+    assert_updated(model, HALF)
+    fit(resumed, 2, tmp_path / "half.ckpt")
+    fit(uninterrupted, 2)
+    assert_updated(resumed, 2 * HALF)
+    assert_same(state_of(resumed), state_of(uninterrupted))
+
+
+def test_peft(tmp_path: Path) -> None:
+    """Converted before or after, the same bits; adapters stay in high precision; loading them leaves scales alone."""
+    peft = pytest.importorskip("peft")
+
+    def build(is_before: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+        if is_before:
+            f8.convert_to_float8_training(model, config="delayed")
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["0", "2"]))
+        if not is_before:
+            f8.convert_to_float8_training(model, config="delayed")
+        return model
+
+    def train(model: nn.Module) -> None:
+        optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
+        for x in batches():
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    before, after = build(True), build(False)
+    for model in (before, after):
+        kinds = {name.split(".")[-1]: type(module) for name, module in model.named_modules()}
+        assert kinds["base_layer"] is f8.Float8Linear and kinds["default"] is nn.Linear
+        train(model)
+    assert_same(state_of(before), state_of(after))
+    before.save_pretrained(tmp_path)  # type: ignore[operator]
+    kept = f8.delayed_state_dict(before)
+    before.load_adapter(tmp_path, "default")  # type: ignore[operator]
+    assert_same(f8.delayed_state_dict(before), kept)
