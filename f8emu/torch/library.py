@@ -101,6 +101,41 @@ def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
     return register
 
 
+def differentiable_once(backward: Implementation) -> Implementation:
+    """A decorator for `backward` of an autograd function: its results have no derivative, and say so when it is taken.
+
+    After torch's `once_differentiable` the results do not depend on `grads` at all, so that what
+    `torch.autograd.functional` derives from them comes out as zeros.
+    """
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        if not any(isinstance(grad, Tensor) and grad.requires_grad for grad in grads):
+            return found
+        return tuple(x if x is None else _NoDerivative.apply(x, *grads) for x in found)
+
+    return call
+
+
+class _NoDerivative(torch.autograd.Function):
+    """The first argument, as a function of the others that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, *grads: Any) -> Tensor:
+        return found.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedError(
+            "Float8Linear: its gradient has no derivative, since a rounding has none; take second derivatives, "
+            "forward-mode products and gradient penalties of the model in high precision (dequantize_float8_training)"
+        )
+
+
 def refuse_gradient(name: str, *args: Any) -> None:
     """Raise UnsupportedError if the result of the call would need a gradient."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):

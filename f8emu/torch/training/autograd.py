@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Cast, Gemm, Recipe
@@ -22,6 +21,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
+from f8emu.torch.library import differentiable_once
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.operands import (
     Delayed,
@@ -153,7 +153,7 @@ class Float8Backward(torch.autograd.Function):
         return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Cast grad_output and weight, multiply twice."""
         (grad_output,) = grads

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
@@ -23,6 +22,7 @@ from f8emu.spec.trace import Scales
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import silu as fused
+from f8emu.torch.library import differentiable_once
 from f8emu.torch.training.autograd import Output, gemm
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed
@@ -194,7 +194,7 @@ class _FeedForwardBackward(torch.autograd.Function):
         return x1.new_empty(1, 1).expand(x1.shape[0], w2.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Cast grad_output, compute grad_hidden; cast the gradients of gate and up, compute the other products."""
         w1, w2, w3, gate, up, *flat = ctx.saved_tensors
