@@ -99,7 +99,8 @@ def test_hugging_face_trainer_with_its_best_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model, half = Net(), Net()
-    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": HALF, "lr_scheduler_type": "constant"}
+    best: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": HALF, "learning_rate": 0.01}
+    best["lr_scheduler_type"] = "constant"
     trainer(half, tmp_path / "half", max_steps=HALF, **best).train()
     best |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer(model, tmp_path / "all", **best).train()
