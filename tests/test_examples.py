@@ -15,7 +15,7 @@ from f8emu import E4M3FN, RECIPES, cli
 from f8emu.conformance import shipped_golden, write_golden
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PUBLIC = {"f8emu", "f8emu.torch"}
+PUBLIC = {"f8emu", "f8emu.torch", "f8emu.torch.integrations.huggingface"}
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
@@ -26,6 +26,7 @@ def run(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_examples_import_public_names_alone() -> None:
+    pytest.importorskip("transformers")
     for path in EXAMPLES.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("f8"):
@@ -59,6 +60,31 @@ def test_compare_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert title.split() == ["recipe", "output", "grad_input", "grad_weight"]
     assert [row.split()[0] for row in rows] == ["bfloat16", *RECIPES]
     assert all(len(row.split()) == 7 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [
+        ("huggingface_trainer", "transformers accelerate"),
+        ("accelerate_checkpoint", "accelerate"),
+        ("lightning_resume", "lightning"),
+    ],
+)
+def test_a_resumed_run_is_equal(name: str, libraries: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for library in libraries.split():
+        pytest.importorskip(library)
+    assert run(name, capsys)[-1] == "resumed run equal: True"
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+def test_peft_lora(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    *model, losses = run("peft_lora", capsys)
+    assert sum("base_layer): Float8Linear" in line for line in model) == 2
+    assert sum("default): Linear" in line for line in model) == 4
+    _, first, _, last = losses.split()
+    assert float(last) < float(first)
 
 
 @pytest.mark.parametrize(("function", "status"), [("scaled_mm", 0), ("float32_mm", 1)])
