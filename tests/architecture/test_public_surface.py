@@ -36,10 +36,10 @@ SURFACE = {
     "f8ref.jax": VERBS + " linear",
     "f8emu.torch": VERBS
     + """
-        ConversionEntry ConversionReport DelayedScalingError Float8FeedForward Float8Linear OtherWeight Outcome
-        convert_to_float8_training delayed_state_dict dequantize_float8_training engine_of filter_small_layers
-        float8_checkpoint_policy load_delayed_state_dict plan_conversion swap_linear_with_float8_linear
-        sync_float8_amax_and_scale_history
+        ConversionEntry ConversionReport DelayedScalingError DelayedScalingState Float8FeedForward Float8Linear
+        OtherWeight Outcome convert_to_float8_training delayed_state_dict dequantize_float8_training engine_of
+        filter_small_layers float8_checkpoint_policy load_delayed_state_dict plan_conversion set_amax_reduction_group
+        swap_linear_with_float8_linear sync_float8_amax_and_scale_history
     """,
 }
 # The verbs as the oracle has them; `f8ref.jax` has the same.
