@@ -32,6 +32,7 @@ from f8emu.torch.training.operands import (
     cast_rows_first,
     find_source,
 )
+from f8emu.torch.training.torch_internals import Function, top_saved_tensors_hooks
 
 
 class Plan(NamedTuple):
@@ -102,7 +103,7 @@ def float8_matmul(
     is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
     product = None if is_recomputed else _product(x.output, w, plan, input.dtype)
     saved = (kept, kept_scale, source.cols, *given)
-    output: Tensor = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product)
+    output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product)
     # 3. output.
     if product is None:
         output = Output.apply(output, _product(x.output, w, plan, input.dtype))
@@ -114,7 +115,7 @@ def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype) -> Tensor:
     return gemm(x, w, plan.recipe.output, dtype, plan.engine)
 
 
-class Output(torch.autograd.Function):
+class Output(Function):
     """Puts a product into the autograd graph at `place`, the placeholder that `Float8Backward` returned for it."""
 
     @staticmethod
@@ -126,7 +127,7 @@ class Output(torch.autograd.Function):
         return (*grads, None)
 
 
-class Float8Backward(torch.autograd.Function):
+class Float8Backward(Function):
     """`grad_input` and `grad_weight` of a product; returns a placeholder if the product is computed later."""
 
     @staticmethod
@@ -271,5 +272,5 @@ def checkpointed_region() -> Any:
 
     A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = top_saved_tensors_hooks(True)
     return None if hooks is None else hooks[0]

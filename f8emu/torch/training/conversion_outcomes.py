@@ -4,7 +4,6 @@ import sys
 from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
@@ -15,13 +14,14 @@ from f8emu.torch.training.conversion_report import ConversionEntry, ConversionRe
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.linear_subclass import surrounds_forward
 from f8emu.torch.training.small_layers import ModuleFilter
+from f8emu.torch.training.torch_internals import ConvNd, named_modules, own_parameters
 
 _COVERED = (Outcome.CONVERTED, Outcome.ALREADY)
 
 
 def linear_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """(name, layer), a shared layer under each of its names."""
-    for fqn, layer in module.named_modules(remove_duplicate=False):
+    for fqn, layer in named_modules(module, remove_duplicate=False):
         if isinstance(layer, nn.Linear):
             yield fqn, layer
 
@@ -87,7 +87,7 @@ def _outcome(
 
 def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) -> str:
     """Why the layer does not compute what nn.Linear does; empty where it does."""
-    kind, weight = type(layer), layer._parameters.get("weight")
+    kind, weight = type(layer), own_parameters(layer).get("weight")
     if weight is None or is_lazy(weight):
         return "its weight is no parameter yet, or is computed in every call"
     if kind is NonDynamicallyQuantizableLinear:
@@ -112,7 +112,7 @@ def sharded_layers(module: nn.Module) -> set[int]:
 
 
 def _is_part(layer: nn.Linear) -> bool:
-    weight = layer._parameters.get("weight")
+    weight = own_parameters(layer).get("weight")
     if weight is None or is_lazy(weight):
         return False
     tensors = sys.modules.get("torch.distributed.tensor")
@@ -125,7 +125,7 @@ def _is_part(layer: nn.Linear) -> bool:
 
 def _other_weights(module: nn.Module, linear: dict[int, Tensor]) -> Iterator[OtherWeight]:
     seen = set(linear)
-    for prefix, owner in module.named_modules():
+    for prefix, owner in named_modules(module):
         for name, parameter in owner.named_parameters(recurse=False):
             if is_lazy(parameter) or parameter.ndim < 2 or id(parameter) in seen:
                 continue
@@ -138,7 +138,7 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
     kind = type(owner).__name__
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         return "an embedding: no GEMM"
-    if isinstance(owner, _ConvNd):
+    if isinstance(owner, ConvNd):
         return "a convolution"
     if kind == "Conv1D":
         return "transformers' Conv1D is no nn.Linear; replace it by one with the transposed weight"
@@ -150,7 +150,7 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
 def _notes(module: nn.Module, covered: set[str]) -> Iterator[str]:
     fast = [
         fqn
-        for fqn, layer in module.named_modules(remove_duplicate=False)
+        for fqn, layer in named_modules(module, remove_duplicate=False)
         if isinstance(layer, nn.TransformerEncoderLayer)
         and covered & {f"{fqn}.{name}" if fqn else name for name in ("linear1", "linear2")}
     ]

@@ -15,6 +15,7 @@ from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.torch.fused.delayed import COUNTS, UNCALLED, UNSET, mark_set
 from f8emu.torch.training.operands import Delayed
+from f8emu.torch.training.torch_internals import to_list
 
 _numbers = itertools.count()
 
@@ -172,7 +173,7 @@ class DelayedBuffers(nn.Module):
                 self.inv_scales[i].copy_(inv_scale[i])
                 self.amaxes[i].copy_(state["amax"][i])
         if not initialized.is_meta:
-            self.mark(dict(zip(TENSORS, initialized.tolist(), strict=True)))
+            self.mark(dict(zip(TENSORS, to_list(initialized), strict=True)))
         self.notes.reported = set()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

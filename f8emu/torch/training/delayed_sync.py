@@ -9,6 +9,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.delayed_update import ReductionGroup, StateOf, update_states
 from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.torch_internals import named_modules, own_parameters
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
@@ -33,7 +34,9 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
         DelayedScalingError: ranks of a group with different numbers of layers.
     """
     layers = _layers(model) if fp8_layers is None else [layer for x in fp8_layers for layer in _layers(x)]
-    states = [StateOf(layer.delayed, layer._parameters["weight"]) for layer in layers if layer.delayed is not None]
+    states = [
+        StateOf(layer.delayed, own_parameters(layer).get("weight")) for layer in layers if layer.delayed is not None
+    ]
     if states:
         update_states(states)
 
@@ -113,6 +116,6 @@ def _layers(model: nn.Module) -> list[Float8Linear]:
 
 def _states(model: nn.Module) -> Iterator[tuple[str, DelayedBuffers]]:
     """(name of the layer, its state), each state once."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, Float8Linear) and module.delayed is not None:
             yield name, module.delayed

@@ -21,6 +21,7 @@ from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused.delayed import take_amaxes, update_delayed
 from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
+from f8emu.torch.training.torch_internals import own_buffers, to_list
 
 
 class StateOf(NamedTuple):
@@ -65,7 +66,7 @@ def update_states(states: Sequence[StateOf]) -> None:
         for group in groups:
             if not is_compiling:
                 _require_same_number(taken, group)
-            dist.all_reduce(taken, dist.ReduceOp.MAX, group)
+            _reduce_max(taken, group)
         begin = 0
         for found in of_recipes:
             report = _update(taken[begin : begin + 3 * len(found)], found[0].recipe, found)
@@ -91,9 +92,13 @@ def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tenso
 
 
 def _tensor(buffers: DelayedBuffers, name: str) -> Tensor:
-    found = buffers._buffers[name]
+    found = own_buffers(buffers)[name]
     assert found is not None, "all are there"
     return found
+
+
+def _reduce_max(x: Tensor, group: Any) -> None:
+    dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _groups(buffers: DelayedBuffers, weight: Tensor | None) -> tuple[Any, ...]:
@@ -128,8 +133,8 @@ def _require_same_number(taken: Tensor, group: Any) -> None:
     if count in known or (taken.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     both = torch.tensor([count, -count], dtype=torch.int64, device=taken.device)
-    dist.all_reduce(both, dist.ReduceOp.MAX, group)
-    most, least = both.tolist()
+    _reduce_max(both, group)
+    most, least = to_list(both)
     if most != -least:
         raise DelayedScalingError(
             f"sync_float8_amax_and_scale_history: the ranks of a process group must have the same delayed layers; this "
@@ -184,7 +189,7 @@ def _tell(not_finite: Tensor, layers: Sequence["weakref.ref[DelayedBuffers]"]) -
     if not not_finite.any():
         return
     names: list[str] = []
-    for layer, counts in zip(layers, not_finite.tolist(), strict=True):
+    for layer, counts in zip(layers, to_list(not_finite), strict=True):
         buffers = layer()
         if buffers is None:
             continue

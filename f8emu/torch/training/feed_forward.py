@@ -8,7 +8,6 @@ of `grad_gate`, `grad_up` (each also transposed, if needed) and `hidden^T`. None
 Saved for the backward pass: `gate`, `up` and the codes of `input^T`.
 """
 
-import copy
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -26,6 +25,7 @@ from f8emu.torch.library import differentiable_once
 from f8emu.torch.training.autograd import Output, gemm
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed
+from f8emu.torch.training.torch_internals import Function, bias_of, copied_attributes, has_hooks
 from f8emu.torch.training.transforms import require_no_transform
 
 LLAMA_NAMES = ("w1", "w2", "w3")
@@ -105,7 +105,7 @@ class Float8FeedForward(nn.Module):
         """
         _check_block(module, names)
         block = cls.__new__(cls)
-        block.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        block.__dict__.update(copied_attributes(module))
         block._compiled_call_impl = None  # set by module.compile(); it would run the module's forward
         block.names = names
         for name in names:
@@ -177,11 +177,10 @@ def _feed_forward(x1: Tensor, x3: Tensor, layers: _Layers) -> Tensor:
     # 3. output.
     with torch.no_grad():
         product = gemm(hidden, b2, recipe.output, dtype, engine)
-    output: Tensor = Output.apply(place, product)
-    return output
+    return Output.apply(place, product)
 
 
-class _FeedForwardBackward(torch.autograd.Function):
+class _FeedForwardBackward(Function):
     """The gradients of the block. Its forward returns a placeholder; the output is computed outside."""
 
     @staticmethod
@@ -330,14 +329,15 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
     """Whether the fused block gives what `Float8FeedForward` promises; the cases are listed there."""
     if dtype is not torch.bfloat16:
         return False
+    if not (isinstance(w1, Float8Linear) and isinstance(w2, Float8Linear) and isinstance(w3, Float8Linear)):
+        return False
     for layer in (w1, w2, w3):
         # What a subclass, a replaced forward or a hook computes is unknown here.
-        if type(layer) is not Float8Linear or "forward" in layer.__dict__ or _has_hooks(layer):
+        if type(layer) is not Float8Linear or "forward" in layer.__dict__ or has_hooks(layer):
             return False
         if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):
             return False
-    assert isinstance(w1, Float8Linear) and isinstance(w2, Float8Linear) and isinstance(w3, Float8Linear), "they are"
-    if w1.bias is not None or w3.bias is not None or not _has_fused_casts(w1.recipe):
+    if bias_of(w1) is not None or bias_of(w3) is not None or not _has_fused_casts(w1.recipe):
         return False
     if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
         return False
@@ -352,12 +352,6 @@ def _has_fused_casts(recipe: Recipe) -> bool:
     if recipe.delayed is not None:
         return recipe.delayed.tensors == TENSORS
     return all(cast.granularity is Granularity.BLOCKWISE_1X128 for cast in casts)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def _check_block(module: nn.Module, names: tuple[str, str, str]) -> None:

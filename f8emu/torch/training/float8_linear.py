@@ -1,6 +1,5 @@
 """Float8Linear: an `nn.Linear` that computes under a recipe."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -17,6 +16,7 @@ from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.shared_input import find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps
+from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
 from f8emu.torch.training.transforms import require_no_transform
 
@@ -24,7 +24,7 @@ _METADATA_KEY = "f8emu_delayed"
 """The key of a layer's state of delayed scaling in the metadata of a state dict."""
 
 
-class Float8Linear(nn.Linear):
+class Float8Linear(Linear):
     """`input @ weight^T + bias`, with the three GEMMs of forward and backward under a float8 recipe.
 
     Parameters and state dict are those of `nn.Linear`. The bias is rounded to the dtype of the input and added to the
@@ -86,7 +86,7 @@ class Float8Linear(nn.Linear):
                 "go on computing in high precision; convert the model before a library replaces it"
             )
         layer = cls.__new__(cls)
-        layer.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()})
+        layer.__dict__.update(copied_attributes(module))
         layer._compiled_call_impl = None  # set by layer.compile(); it would run nn.Linear's forward
         layer._set_recipe(recipe, engine, recompute_casts)
         return layer
@@ -130,8 +130,8 @@ class Float8Linear(nn.Linear):
                     shared = cast_input(x.detach(), plan)
                 keep_operands(input, dtype, plan, shared)
         output = float8_matmul(x, self.weight, plan, shared, delayed)
-        if self.bias is not None:
-            output = add_bias(output, self.bias)
+        if (bias := bias_of(self)) is not None:
+            output = add_bias(output, bias)
         return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -170,7 +170,7 @@ class Float8Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         if self.delayed is not None:
-            self.delayed._apply(fn, recurse)
+            self.delayed._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
             self._follow_steps()
         return self
 

@@ -1,6 +1,5 @@
 """Float8 layers of subclasses of `nn.Linear` whose `forward` surrounds `super().forward()`."""
 
-import copy
 import inspect
 from functools import cache
 from types import new_class
@@ -9,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.torch_internals import copied_attributes, own_modules
 
 
 @cache
@@ -20,10 +20,14 @@ def float8_subclass(of: type[nn.Linear]) -> type[Float8Linear]:
     """
     if of is nn.Linear:
         return Float8Linear
-    own = {
+
+    def reduce(self: Float8Linear, _: object) -> tuple[Any, ...]:
+        return _new_layer, (of,), self.__getstate__()
+
+    own: dict[str, Any] = {
         "__doc__": f"{of.__name__}, whose `super().forward()` computes under a recipe.",
         "__module__": of.__module__,
-        "__reduce_ex__": lambda self, protocol: (_new_layer, (of,), self.__getstate__()),
+        "__reduce_ex__": reduce,
     }
     return new_class(f"Float8{of.__name__}", (of, Float8Linear), exec_body=lambda namespace: namespace.update(own))
 
@@ -40,10 +44,10 @@ def linear_class(of: type[Float8Linear]) -> type[nn.Linear] | None:
 def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     """An `of` with the parameters, hooks and mode of `layer`, which is not changed."""
     new = of.__new__(of)
-    new.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in layer.__dict__.items()})
+    new.__dict__.update(copied_attributes(layer))
     for name in (*Float8Linear.__annotations__, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
         new.__dict__.pop(name, None)
-        new._modules.pop(name, None)
+        own_modules(new).pop(name, None)
     return new
 
 

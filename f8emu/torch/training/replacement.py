@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.torch_internals import own_modules
 
 
 @cache
@@ -19,7 +20,7 @@ def watch_replacements() -> None:
 
 
 def _compare(parent: nn.Module, name: str, new: nn.Module | None) -> None:
-    old = parent._modules.get(name)
+    old = own_modules(parent).get(name)
     if not isinstance(old, Float8Linear) or new is None or isinstance(new, Float8Linear):
         return
     sizes = tuple(getattr(new, size, None) for size in ("in_features", "out_features"))

@@ -8,7 +8,7 @@ frozen weight that no optimizer holds follows every step of any optimizer, since
 A weight that changes in another way is found out at the next backward pass, by a sum over its bits.
 """
 
-import sys
+import inspect
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from f8emu.torch.training.delayed import ConvertedModel, DelayedScalingError
 from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
+from f8emu.torch.training.torch_internals import not_compiled, own_parameters
 
 if TYPE_CHECKING:
     from f8emu.torch.training.float8_linear import Float8Linear
@@ -61,7 +62,7 @@ class WeightWatch:
             if (alive := reference()) is not None:
                 self.check(alive, parameter)
 
-        self._hook = weight.register_post_accumulate_grad_hook(check)
+        self._hook = weight.register_post_accumulate_grad_hook(check)  # pyright: ignore[reportUnknownMemberType]
 
     @torch.no_grad()
     def check(self, layer: "Float8Linear", weight: Tensor) -> None:
@@ -111,10 +112,8 @@ _installed: list[Any] = []
 def _install() -> None:
     if not _installed:
         # A compiled step runs them between its graphs: they look at the stack, and tell of infinities.
-        before: Any = torch.compiler.disable(_before_step)
-        after: Any = torch.compiler.disable(_after_step)
-        _installed.append(register_optimizer_step_pre_hook(before))
-        _installed.append(register_optimizer_step_post_hook(after))
+        _installed.append(register_optimizer_step_pre_hook(not_compiled(_before_step)))
+        _installed.append(register_optimizer_step_post_hook(not_compiled(_after_step)))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -138,7 +137,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _is_within_a_step() -> bool:
     """Whether the step that has ended ran within another. The stack tells, also after a step that raised an error."""
     steps = 0
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         steps += frame.f_code is _STEP
         frame = frame.f_back
@@ -164,7 +163,7 @@ def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
     held: list[tuple[tuple[int, int], StateOf]] = []
     frozen: dict[ConvertedModel, list[StateOf]] = {}
     for layer in sorted(_layers, key=_number):
-        own, buffers, watch = layer._parameters.get("weight"), layer.delayed, layer.weight_watch
+        own, buffers, watch = own_parameters(layer).get("weight"), layer.delayed, layer.weight_watch
         if buffers is None:
             continue
         seen = None if watch.weight is None else watch.weight()

@@ -1,0 +1,106 @@
+"""Parts of torch that are private or have no annotations, with the types that they have."""
+# pyright: reportPrivateUsage=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    # What torch's own classes lack: what `apply` returns, and the parameters of these methods.
+
+    class Function(torch.autograd.Function):
+        """An autograd function with one result."""
+
+        @classmethod
+        def apply(cls, *args: Any) -> Tensor: ...
+
+    class Linear(nn.Linear):
+        """A linear layer, to derive from."""
+
+        def __init__(
+            self,
+            in_features: int,
+            out_features: int,
+            bias: bool,
+            device: torch.device | str | None,
+            dtype: torch.dtype | None,
+        ) -> None: ...
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any: ...
+        def __setstate__(self, state: dict[str, Any]) -> None: ...
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None: ...
+        def _load_from_state_dict(
+            self,
+            state_dict: Any,
+            prefix: str,
+            local_metadata: Any,
+            strict: bool,
+            missing_keys: list[str],
+            unexpected_keys: list[str],
+            error_msgs: list[str],
+        ) -> None: ...
+
+else:
+    Function = torch.autograd.Function
+    Linear = nn.Linear
+
+ConvNd = nn.modules.conv._ConvNd
+"""The base class of all convolutions."""
+
+top_saved_tensors_hooks = cast(
+    "Callable[[bool], tuple[Any, Any] | None]",  # torch's annotation leaves None out
+    torch._C._autograd._top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]
+)
+"""The innermost hooks for saved tensors, or None; the argument: none while a compiler traces."""
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that `module` itself holds: none that is computed in every call."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers that `module` itself holds; reading them takes less time than attributes do."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The submodules that `module` itself holds."""
+    return module._modules
+
+
+def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """`module.named_modules()`."""
+    return module.named_modules(remove_duplicate=remove_duplicate)
+
+
+def bias_of(layer: nn.Linear) -> nn.Parameter | None:
+    """`layer.bias`, which may be None."""
+    return layer.bias
+
+
+def copied_attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of `module`; its dicts, such as those of parameters and hooks, are copied."""
+    attributes: dict[str, Any] = module.__dict__
+    return {name: copy.copy(value) if isinstance(value, dict) else value for name, value in attributes.items()}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the forward or backward pass of `module` itself."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def to_list(x: Tensor) -> list[Any]:
+    """`x.tolist()` of a tensor with dimensions."""
+    return x.tolist()
+
+
+def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as one that a compiler does not trace into."""
+    disabled: Any = torch.compiler.disable(function)
+    return disabled
