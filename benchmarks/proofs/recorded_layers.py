@@ -1,0 +1,118 @@
+"""Layers on a GPU, recorded as digests, and the same layers emulated on a CPU: every bit of them.
+
+    python -m benchmarks.proofs.recorded_layers --record benchmarks/results/recorded_layers-h200.json      on a GPU
+    python -m benchmarks.proofs.recorded_layers benchmarks/results/recorded_layers-h200.json               anywhere
+
+`Float8Linear` under every recipe, forward and backward, a second step under delayed scaling; few rows, as in decoding
+and in small batches, and K up to 14,336: there cuBLAS cuts K, as the plan of `f8emu.spec` says. A digest is the SHA-256
+of a tensor's bytes. Inputs are drawn by numpy, so that they do not depend on a version of torch.
+
+Exit status 1 if a digest differs.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import f8emu.torch as f8
+from benchmarks.report import facts, say, write_json
+from f8emu.spec import RECIPES
+
+ROWS = (1, 2, 7, 16, 33, 64, 100, 128)
+SIZES = ((512, 1536), (4096, 1024), (14336, 256), (256, 14336))
+"""(K, N): long sums over K in `output` or over N in `grad_input`."""
+_DIGITS = 16
+
+
+class Layer(NamedTuple):
+    """One layer to run."""
+
+    recipe: str
+    m: int
+    k: int
+    n: int
+
+    @property
+    def name(self) -> str:
+        """Its key in the recording."""
+        return f"{self.recipe} {self.m}x{self.k}x{self.n}"
+
+
+def layers(rows: Sequence[int] = ROWS, sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[Layer]:
+    """All layers of these numbers of rows and sizes."""
+    for recipe, (k, n), m in product(RECIPES, sizes, rows):
+        yield Layer(recipe, m, k, n)
+
+
+def digests(layer: Layer, device: torch.device) -> list[str]:
+    """Of output, grad_input and grad_weight of every step."""
+    draw = np.random.default_rng([layer.m, layer.k, layer.n])
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.from_numpy(draw.standard_normal(shape, np.float32)).to(device, torch.bfloat16)
+
+    module = f8.Float8Linear(layer.k, layer.n, False, device, torch.bfloat16, recipe=layer.recipe)
+    found: list[str] = []
+    for _ in range(1 if RECIPES[layer.recipe].delayed is None else 2):
+        with torch.no_grad():
+            module.weight.copy_(drawn(layer.n, layer.k) / layer.k**0.5)
+        module.zero_grad()
+        x = drawn(layer.m, layer.k).requires_grad_()
+        output = module(x)
+        output.backward(drawn(layer.m, layer.n) / layer.m)
+        f8.sync_float8_amax_and_scale_history(module)
+        found += [_digest(y) for y in (output.detach(), x.grad, module.weight.grad)]
+    return found
+
+
+def _digest(x: Tensor | None) -> str:
+    assert x is not None, "it was asked for"
+    return hashlib.sha256(x.contiguous().view(torch.int16).cpu().numpy().tobytes()).hexdigest()[:_DIGITS]
+
+
+def differences(recorded: dict[str, list[str]], of: Sequence[Layer], device: torch.device) -> Iterator[str]:
+    """The names of the layers whose digests are not the recorded ones, with the tensors."""
+    parts = ("output", "grad_input", "grad_weight")
+    for layer in of:
+        found, wanted = digests(layer, device), recorded[layer.name]
+        wrong = [parts[i % 3] for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+        if wrong:
+            yield f"{layer.name}: {', '.join(wrong)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Records or checks; the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.recorded_layers")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--record", action="store_true", help="write the file; otherwise compare with it")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args(given)
+    device, wanted = torch.device(arguments.device), list(layers(arguments.rows))
+    if arguments.record:
+        report: dict[str, Any] = facts("benchmarks.proofs.recorded_layers", given, device)
+        report["layers"] = {layer.name: digests(layer, device) for layer in track(wanted, "layers")}
+        write_json(arguments.file, report)
+        say(f"{len(wanted)} layers recorded on {report['device']}")
+        return 0
+    recorded = json.loads(arguments.file.read_text())
+    wrong = list(differences(recorded["layers"], list(track(wanted, "layers")), device))
+    for line in wrong:
+        say(f"DIFFERENT {line}")
+    say(f"{len(wanted) - len(wrong)} of {len(wanted)} layers equal to those of {recorded['device']}, every bit")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
