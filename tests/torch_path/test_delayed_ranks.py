@@ -161,6 +161,14 @@ def shard(model: nn.Module) -> nn.Module:
     return model
 
 
+def shard_flat(model: nn.Module, use_orig_params: bool) -> nn.Module:
+    """FSDP1: the parameters of a layer are views of a flat one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    wrap = functools.partial(FullyShardedDataParallel, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    return wrap(nn.Sequential(*(wrap(layer) for layer in model.children())))
+
+
 def dcp_resumes(directory: Path) -> None:
     """`{"model": ..., "float8": DelayedScalingState(model)}`, saved and loaded under FSDP2."""
 
@@ -217,6 +225,10 @@ CASES: dict[str, Callable[[], None]] = {
     "compiled update": compiled_update,
     "fsdp2": functools.partial(steps_follow, shard, AdamW),
     "fsdp2, foreach": functools.partial(steps_follow, shard, functools.partial(SGD, foreach=True)),
+    "fsdp1": functools.partial(steps_follow, functools.partial(shard_flat, use_orig_params=False), AdamW),
+    "fsdp1, its parameters": functools.partial(
+        steps_follow, functools.partial(shard_flat, use_orig_params=True), AdamW
+    ),
     "ZeroRedundancyOptimizer": functools.partial(steps_follow, DistributedDataParallel, zero),
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -166,6 +167,14 @@ def in_backward(model: nn.Module, update: Update) -> None:
         update(model)
 
 
+def pruned(model: nn.Module, update: Update) -> None:
+    """The weights are computed from parameters of other names."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            prune.l1_unstructured(module, "weight", amount=0.25)
+    plain(model, update, SGD(model.parameters(), lr=0.01))
+
+
 class Outer(SGD):
     """Holds the first layer; in its step another optimizer steps the second, as a wrapper of optimizers does."""
 
@@ -213,6 +222,7 @@ WAYS: dict[str, Way] = {
     "lbfgs": lbfgs,
     "in the backward pass": in_backward,
     "a step in a step": nested,
+    "pruned": pruned,
     "after a step that raised": after_an_error,
     "adapters": adapters,
 }

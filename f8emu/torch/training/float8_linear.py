@@ -15,7 +15,7 @@ from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.shared_input import find_operands, keep_operands
-from f8emu.torch.training.step_hooks import WeightWatch, follow_steps
+from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
 from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
 from f8emu.torch.training.transforms import require_no_transform
@@ -151,7 +151,7 @@ class Float8Linear(Linear):
         self.delayed.notes.is_loaded = False
         if self.delayed.amax_input.device != device:
             self.delayed.to(device)
-        weight = self._parameters["weight"]
+        weight = weight_of(self)
         if weight is not None:
             self.weight_watch.watch(self, weight)  # it may be another one, or have been frozen until now
 
@@ -162,9 +162,11 @@ class Float8Linear(Linear):
             self._follow_steps()
 
     def _follow_steps(self) -> None:
-        weight = self._parameters.get("weight")
-        if self.__dict__.get("delayed") is not None and weight is not None:
-            follow_steps(self)
+        if self.__dict__.get("delayed") is None:
+            return
+        follow_steps(self)
+        weight = weight_of(self)
+        if weight is not None:
             self.weight_watch.watch(self, weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -204,7 +206,7 @@ class Float8Linear(Linear):
             self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:
-            if self.delayed.notes.is_loaded or f"{prefix}weight" not in state_dict:
+            if self.delayed.notes.is_loaded or not any(f"{prefix}{name}" in state_dict for name in self._parameters):
                 return  # the state came first; or what is loaded is of other layers, as adapters are
             self.delayed.reset()
             if not self.delayed.notes.has_own_entry:

@@ -163,7 +163,7 @@ def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
     held: list[tuple[tuple[int, int], StateOf]] = []
     frozen: dict[ConvertedModel, list[StateOf]] = {}
     for layer in sorted(_layers, key=_number):
-        own, buffers, watch = own_parameters(layer).get("weight"), layer.delayed, layer.weight_watch
+        own, buffers, watch = weight_of(layer), layer.delayed, layer.weight_watch
         if buffers is None:
             continue
         seen = None if watch.weight is None else watch.weight()
@@ -179,6 +179,17 @@ def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
         return []
     in_order = [state for _, state in sorted(held, key=itemgetter(0))]
     return [in_order, *frozen.values()] if in_order else list(frozen.values())
+
+
+def weight_of(layer: "Float8Linear") -> nn.Parameter | None:
+    """The weight, or the first parameter that it is computed from: pruned, or with weight norm.
+
+    None if there is none: FSDP1 holds the parameters.
+    """
+    own = own_parameters(layer).get("weight")
+    if own is not None:
+        return own
+    return next((parameter for name, parameter in layer.named_parameters() if name != "bias"), None)
 
 
 def _number(layer: "Float8Linear") -> int:
