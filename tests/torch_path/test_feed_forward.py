@@ -78,7 +78,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         import triton.language as tl  # pyright: ignore[reportMissingImports]
         import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
-        from f8emu.torch.fused import silu_kernels
+        from f8emu.torch.fused import silu_arithmetic
 
         def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], Any]:
             def call(x: Any) -> Any:
@@ -93,8 +93,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         def exp(x: np.ndarray) -> np.ndarray:
             return torch.exp(torch.from_numpy(np.ascontiguousarray(x))).numpy()
 
-        monkeypatch.setattr(silu_kernels, "exp", elementwise(exp))
-        monkeypatch.setattr(silu_kernels, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
+        monkeypatch.setattr(silu_arithmetic, "exp", elementwise(exp))
+        monkeypatch.setattr(silu_arithmetic, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
         monkeypatch.setattr(interpreter, "_convert_float", convert)
         monkeypatch.setattr(operators, "has_float8_hardware", lambda device: runs_kernels)
@@ -201,7 +201,7 @@ if find_spec("triton") is not None:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused import silu_kernels
+    from f8emu.torch.fused import silu_arithmetic
 
     @triton.jit
     def values_kernel(grad_hidden, gate, up, hidden, grad_gate, grad_up):
@@ -210,11 +210,11 @@ if find_spec("triton") is not None:
         grads = tl.load(grad_hidden + at).to(tl.float32)
         gates = tl.load(gate + at).to(tl.float32)
         ups = tl.load(up + at).to(tl.float32)
-        sigmoid = silu_kernels.sigmoid_of(gates)
-        activated = silu_kernels.silu_of(gates, sigmoid)
-        tl.store(hidden + at, silu_kernels.hidden_of(activated, ups).to(tl.bfloat16))
-        tl.store(grad_gate + at, silu_kernels.grad_gate_of(grads, gates, sigmoid, ups).to(tl.bfloat16))
-        tl.store(grad_up + at, silu_kernels.grad_up_of(grads, activated).to(tl.bfloat16))
+        sigmoid = silu_arithmetic.sigmoid_of(gates)
+        activated = silu_arithmetic.silu_of(gates, sigmoid)
+        tl.store(hidden + at, silu_arithmetic.hidden_of(activated, ups).to(tl.bfloat16))
+        tl.store(grad_gate + at, silu_arithmetic.grad_gate_of(grads, gates, sigmoid, ups).to(tl.bfloat16))
+        tl.store(grad_up + at, silu_arithmetic.grad_up_of(grads, activated).to(tl.bfloat16))
 
 
 @ON_GPU
@@ -316,13 +316,13 @@ def pair_of(name: str, dim: int = 32, hidden: int = 48, dtype: torch.dtype = BF1
 def fusions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Grows by one with every call that was fused."""
     calls: list[int] = []
-    inner = feed_forward._feed_forward
+    inner = feed_forward.float8_feed_forward
 
     def counted(*args: Any) -> Tensor:
         calls.append(1)
         return inner(*args)
 
-    monkeypatch.setattr(feed_forward, "_feed_forward", counted)
+    monkeypatch.setattr(feed_forward, "float8_feed_forward", counted)
     return calls
 
 

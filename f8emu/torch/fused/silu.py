@@ -11,9 +11,9 @@ Exactness: the codes, scales and amaxes that `operators` computes from the bfloa
     hidden  = silu * up               grad_gate = aten::silu_backward(grad_hidden * up, gate)
 
 Without kernels, the code below calls these; the kernels repeat the arithmetic of aten's CUDA kernels (see
-`silu_kernels`). CPU and GPU agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding to
-bfloat16, as in eager torch, because their `exp` differs in the last bit of float32. Given the bfloat16 tensors, codes
-and scales are those of `f8ref.numpy`.
+`silu_arithmetic`). CPU and GPU agree on `hidden` and `grad_up`. On `grad_gate` they may rarely differ by one rounding
+to bfloat16, as in eager torch, because their `exp` differs in the last bit of float32. Given the bfloat16 tensors,
+codes and scales are those of `f8ref.numpy`.
 
 Raises: as `operators`; OperandError also for dtypes other than bfloat16 and for different shapes or devices.
 """
