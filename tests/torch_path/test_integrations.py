@@ -50,6 +50,38 @@ def assert_updated(model: nn.Module, updates: int) -> None:
             assert (value > 0).sum(1).tolist() == [updates] * 3, key
 
 
+def train(model: nn.Module) -> None:
+    optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
+    for x in batches():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_state_may_come_before_the_weights() -> None:
+    """torch.distributed.checkpoint loads entries in the order of their names; weights come without metadata there."""
+    model, resumed = make(), make()
+    train(model)
+    weights = dict(model.state_dict())
+    f8.load_delayed_state_dict(resumed, f8.delayed_state_dict(model))
+    resumed.load_state_dict(weights)
+    assert_same(state_of(resumed), state_of(model))
+    resumed(batches()[0])
+    with pytest.warns(RuntimeWarning, match="scaling starts anew"):
+        resumed.load_state_dict(weights)  # other weights than the state is of, for all that is known
+    assert_updated(resumed, 0)
+
+
+def test_a_state_dict_refers_to_the_state_as_to_the_weights() -> None:
+    """It may be filled in place before it is loaded."""
+    model = make()
+    taken = model.state_dict()
+    train(model)
+    before = state_of(model)
+    model.load_state_dict(taken)
+    assert_same(state_of(model), before)
+
+
 class Net(nn.Module):
     """As the Trainer wants it: the loss first, and an argument that says so."""
 
@@ -189,13 +221,6 @@ def test_peft(tmp_path: Path) -> None:
         if not is_before:
             f8.convert_to_float8_training(model, config="delayed")
         return model
-
-    def train(model: nn.Module) -> None:
-        optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
-        for x in batches():
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
     before, after = build(True), build(False)
     for model in (before, after):
