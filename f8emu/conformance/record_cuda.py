@@ -105,7 +105,7 @@ class CudaLauncher:
         return Launched(out=outputs[1], kernels=kernels)
 
     def planned(self, gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray) -> np.ndarray | Refused:
-        """One row of `a @ b^T`, [C]: every row of a is `a_K`, and the columns are those of `b_CK` in turn.
+        """One row of `a @ b^T`, [C]: every row of a is `a_K`; the rows of `b_CK` repeat until b has N of them.
 
         The matrices are made on the device and have the size and the layout of `gemm`.
         """
@@ -226,7 +226,7 @@ def _profiled(call: _Call) -> tuple["torch.Tensor", Kernels]:
 
 
 def _repeated(rows: "torch.Tensor", count: int, *, transposed: bool) -> "torch.Tensor":
-    """`rows` [R, K] in turn, as a matrix [count, K]: row-major, or column-major if `transposed`."""
+    """`rows` [R, K], repeated to a matrix [count, K]: row-major, or column-major if `transposed`."""
     import torch
 
     codes = rows.view(torch.int16 if rows.element_size() == 2 else torch.uint8)

@@ -22,7 +22,7 @@ from f8emu.spec.plan import Plan, PlannedGemm, Source, shipped_plan
 from f8emu.spec.plan_file import plan_from_json, plan_to_json
 
 COLUMNS = 16
-"""Different columns of b; the others repeat them."""
+"""How many columns of b differ; the others repeat them."""
 _BLOCK = 128
 _MAX_SLICES = 64
 _SEED = 20261121
@@ -40,13 +40,13 @@ class PlanRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecording:
-    """What became of the shapes that were asked for."""
+    """The outcome for the shapes that were requested."""
 
     path: Path
     plan: Plan
     found: int
     predicted: int
-    """Of those found and predicted by the shipped plan, for the same library and chip."""
+    """How many of the shapes found the shipped plan also predicts, if it is of the same library and chip."""
     predicted_right: int
     not_found: dict[str, list[str]]
     """Reason -> shapes."""

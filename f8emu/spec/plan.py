@@ -26,7 +26,7 @@ CHIP = "NVIDIA H200"
 _OPERANDS = (E4M3FN.name, E5M2.name)
 _OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
 _ALIGNED = 8
-"""Rows of a matrix whose length is no multiple of this are not 16 bytes apart in bfloat16."""
+"""The number of bfloat16 in 16 bytes."""
 
 MAX_M, MAX_N, MAX_K = 8192, 32768, 32768
 """[PLAN-4] The range of the shapes on which the trees were fitted."""
@@ -96,7 +96,7 @@ class PlannedGemm:
 
     @property
     def table(self) -> str:
-        """Which tree and which recorded rows are asked.
+        """The name of the tree and of the recorded rows that apply.
 
         [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM. A
         single row is contiguous in both directions, and is then no transposed operand.
@@ -121,14 +121,14 @@ def _one_of(key: str, value: object, known: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A decision tree over integers, in preorder: [feature, limit] before its two branches, or [-S] for a leaf.
+    """A decision tree over integers, in preorder: feature, limit and two branches for an inner node, -S for a leaf.
 
     The first branch is taken where the feature is at most the limit.
     """
 
     nodes: tuple[int, ...]
     features: tuple[tuple[int, ...], ...]
-    """() is M, N, K, most slices, M N by position; (n, m) the number of output tiles of n by m."""
+    """() is M, N, K, the largest S or M * N, by its index; (n, m) is the number of tiles of the output of n by m."""
     slice_bytes: int
     """That of the plan."""
     _other: Mapping[int, int] = field(init=False, repr=False, compare=False)
@@ -175,7 +175,7 @@ class Plan:
     """(table, M, N, K) -> S."""
     trees: Mapping[str, Tree] = field(default_factory=dict[str, Tree])
     unsplit_outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """[PLAN-4] Table -> the number of outputs M N from which on nothing was split, whatever K up to `MAX_K`."""
+    """[PLAN-4] Table -> the number of outputs, M * N, at and above which no K up to `MAX_K` was split."""
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 

@@ -7,7 +7,7 @@ JAX compiles a program for every shape, which takes 0.5 to 1 s. A batch changes 
 - K: multiples of 32 up to a block (of 128; of 64 in bfloat16), then whole blocks, as the emulation computes anyway;
   above eight blocks, eight extents an octave.
 
-So at most 15 rows, and above 128 rows or eight blocks at most 1/8, are computed in vain.
+So at most 15 rows, and above 128 rows or eight blocks at most 1/8, are computed only to be cut off.
 
 No bit changes. Rows do not depend on each other. A zero product takes no part in the accumulation [ACC-1], [ACC-2]; a
 step of zeros leaves an accumulator as it is, since that has no more bits than [ACC-3] keeps; a promoted partial or a
@@ -35,9 +35,9 @@ class Extents(NamedTuple):
 
     m: int
     slices: int
-    """What to pass as `split_k`: slices that the requested split really has."""
+    """What to pass as `split_k`: the number of slices that are not empty."""
     slice_k: int
-    """K of a slice but the last, which may be shorter; all of K if it is not split."""
+    """K of each slice except the last, which may be shorter; all of K if it is not split."""
     padded_slice_k: int
 
     @property
@@ -57,7 +57,7 @@ def rounded_extents(m: int, k: int, *, split_k: int, block_k: int) -> Extents:
 def padded_operand(x: Tensor, extents: Extents, rows: int | None = None) -> Tensor:
     """An operand [rows, K] with zeros below, up to `rows` (None: M), and at the end of every slice of K.
 
-    It keeps its layout: one that depended on the number of rows would be compiled for again.
+    The result has the layout of `x` whatever the number of rows: JAX compiles again for another layout.
     """
     rows = extents.m if rows is None else rows
     if x.shape == (rows, extents.k):
@@ -77,7 +77,7 @@ def padded_scales(scale: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
 
 
 def first_rows(product: Tensor, m: int) -> Tensor:
-    """The product without added rows, in memory of its own size."""
+    """The product without the added rows, copied so that it does not keep their memory."""
     return product if product.shape[0] == m else product[:m].clone()
 
 

@@ -97,7 +97,7 @@ def run_scaled_mm(
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     if engine == Engine.HARDWARE.value:
         return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
-    if split_k is None:  # here, where sizes are numbers also under a compiler
+    if split_k is None:  # here, since sizes may be symbols while a compiler traces
         split_k = scaled_mm_split_k(a, b, pair[0], out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     return emulation.scaled_mm(a, b, scale_a, scale_b, pair, **options, split_k=split_k)
 

@@ -1,4 +1,4 @@
-"""The S that an emulated GEMM is computed with where its caller gives none: the plan's [PLAN-1..5]."""
+"""S, the number of slices of K, of an emulated GEMM whose caller gives none: that of the plan [PLAN-1..5]."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, split_k
 from f8emu.spec.scaling import Granularity
 
 _SAID: set[str] = set()
-"""Kinds of GEMM of which was said that a plan is missing."""
+"""Tables of which a missing plan was reported already."""
 
 
 def scaled_mm_split_k(

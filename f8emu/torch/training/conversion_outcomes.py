@@ -1,4 +1,4 @@
-"""Looks at a model: the outcome of each linear layer, and the weights that belong to none."""
+"""What a conversion does with each linear layer of a model, and the weights that belong to no linear layer."""
 
 import sys
 from collections.abc import Collection, Iterator

@@ -1,4 +1,4 @@
-"""What a conversion does with each layer and why, and which weights it does not look at."""
+"""The report of a conversion: what it does with each layer and why, and which weights it does not consider."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -38,7 +38,7 @@ class ConversionEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherWeight:
-    """A parameter of two or more dimensions that no linear layer has: a conversion does not look at it."""
+    """A parameter of two or more dimensions outside of linear layers, which a conversion does not consider."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class ConversionReport:
     entries: tuple[ConversionEntry, ...]
     others: tuple[OtherWeight, ...] = ()
     notes: tuple[str, ...] = ()
-    """Where modules compute without their converted layers."""
+    """Modules that bypass their converted layers."""
     parameters: int = 0
     """The number of parameters of the model, each counted once."""
     covered: int = 0

@@ -21,15 +21,15 @@ _numbers = itertools.count()
 
 
 class DelayedScalingError(F8Error, RuntimeError):
-    """The scales do not follow the training: an optimizer's step went by unnoticed, or ranks do not fit together."""
+    """Weights changed without an update of their scales, or the ranks of a group have different layers."""
 
 
 class ConvertedModel:
-    """What the layers that one call converted have in common; those of a copied model have another one."""
+    """The identity of a model, shared by the layers that one call converted; a copied model has its own."""
 
 
 class HostNotes:
-    """What the host knows of one layer; no module, whose attributes are slow."""
+    """What the host knows of one layer. Not a module, because attributes of modules are slow."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -44,9 +44,9 @@ class HostNotes:
         self.reported: set[int] = set()
         """The tensors whose first infinity or NaN was reported."""
         self.is_loaded = False
-        """Whether the state was loaded by itself, and neither a call nor an update has used it since."""
+        """Whether the state was loaded apart from the weights, and neither a call nor an update has used it since."""
         self.has_own_entry = False
-        """Whether checkpoints keep the state apart (`DelayedScalingState`): a state dict without it is no surprise."""
+        """Whether checkpoints hold the state separately (`DelayedScalingState`), so that no state dict needs it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -15,8 +15,8 @@ from f8emu.torch.training.torch_internals import named_modules, own_parameters
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
     """Update the state of delayed scaling in all layers of `model`, once a step, after the backward pass.
 
-    The step of an optimizer of torch.optim does it by itself for the layers whose weights it steps. A call is needed
-    where another optimizer changes the weights. A second update in a step changes nothing.
+    Optimizers of torch.optim do this in every step, for the layers whose weights they hold. A call is needed only if
+    something else changes the weights. A second update in a step changes nothing.
 
     An amax that is zero or not finite leaves the scale unchanged. Such updates are counted in the layer's
     `delayed.counts`; the first infinity or NaN of every layer is reported by its name.

@@ -13,7 +13,7 @@ from f8emu.torch.training.torch_internals import copied_attributes, own_modules
 
 @cache
 def float8_subclass(of: type[nn.Linear]) -> type[Float8Linear]:
-    """A class that is an `of` and a `Float8Linear`, for nn.Linear Float8Linear itself.
+    """A subclass of both `of` and `Float8Linear`; for nn.Linear, Float8Linear itself.
 
     Its method resolution order is (itself, of, ..., Float8Linear, nn.Linear), so that `super().forward()` of `of` is
     the forward of `Float8Linear`. Pickles hold `of`, since this class cannot be imported.

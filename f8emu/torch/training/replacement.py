@@ -1,4 +1,4 @@
-"""Says once when another library puts a layer of its own in the place of a Float8Linear.
+"""Warns once when another library replaces a Float8Linear by a layer of its own.
 
 torchao's and accelerate's conversions replace every `nn.Linear`, which a Float8Linear is.
 """
@@ -15,7 +15,7 @@ from f8emu.torch.training.torch_internals import own_modules
 
 @cache
 def watch_replacements() -> None:
-    """From the first call on, every submodule that any module gets is compared with the one that it had."""
+    """From the first call on, compare every submodule that is registered anywhere with the one that it replaces."""
     register_module_module_registration_hook(_compare)
 
 

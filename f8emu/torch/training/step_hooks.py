@@ -5,7 +5,7 @@ holds, in the order of its parameters, which all ranks share. An optimizer withi
 (ZeroRedundancyOptimizer, whose inner one holds other weights on every rank) is left to the outer one. A layer with a
 frozen weight that no optimizer holds follows every step of any optimizer, since its input and its gradient change too.
 
-A weight that changes in another way is found out at the next backward pass, by a sum over its bits.
+A weight that was changed in another way is detected at the next backward pass, by a sum over its bits.
 """
 
 import inspect
@@ -39,7 +39,7 @@ class WeightWatch:
         self.weight: weakref.ref[nn.Parameter] | None = None
         """The weight of the last forward pass; under `functional_call` not the layer's own."""
         self.optimizer: weakref.ref[Optimizer] | None = None
-        """That stepped the weight last."""
+        """The one that stepped the weight last."""
         self._hook: Any = None
         self._sum: Tensor | None = None
         """Over the bits of the weight, at its last backward pass."""
@@ -111,7 +111,7 @@ _installed: list[Any] = []
 
 def _install() -> None:
     if not _installed:
-        # A compiled step runs them between its graphs: they look at the stack, and tell of infinities.
+        # Not traced: they look at the stack and may warn. A compiled step calls them between its graphs.
         _installed.append(register_optimizer_step_pre_hook(not_compiled(_before_step)))
         _installed.append(register_optimizer_step_post_hook(not_compiled(_after_step)))
 
@@ -145,17 +145,17 @@ def _is_within_a_step() -> bool:
 
 
 _STEP = Optimizer.profile_hook_step(lambda: None).__code__
-"""Of the function that calls an optimizer's step and its hooks."""
+"""The code of the function that calls an optimizer's step and its hooks."""
 
 
 def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
-    """The states that a step of the first optimizer updates, others within it.
+    """The states to update after a step of the first optimizer; the others stepped within that step.
 
-    Those whose weights they hold, in the order of their parameters; then the frozen ones of each model, apart, since a
-    model that was not called stays as it is.
+    First the layers whose weights these optimizers hold, in the order of the parameters. Then, a list for each model,
+    its layers with frozen weights: separately, since the update of a model that was not called must change nothing.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # Each at its first place: what optimizers within the step hold too differs from rank to rank.
+    # Each counts where it comes first: ranks differ in what the inner optimizers hold.
     parameters = list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
