@@ -95,6 +95,19 @@ def ranks_with_other_numbers_of_layers() -> None:
     assert f"this rank has {3 if dist.get_rank() == 0 else 1}" in str(raised.value)
 
 
+def stages_of_a_pipeline() -> None:
+    """As many layers on both ranks, but other ones."""
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(32, 48), nn.Linear(48, 16)).bfloat16()
+    stage = f8.convert_to_float8_training(
+        model if dist.get_rank() == 0 else nn.Sequential(model[2], model[3]), config="delayed"
+    )
+    stage(batch(0)).sum().backward()
+    with pytest.raises(f8.DelayedScalingError, match="as many, by other names; name the ranks"):
+        sync(stage)
+    f8.set_amax_reduction_group(stage, False)
+    sync(stage)
+
+
 def ddp(compiled: bool) -> None:
     """Outputs of both ranks near those in high precision, by scales that are the same on both."""
     replica = DistributedDataParallel(make(32, 48))
@@ -218,6 +231,7 @@ def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
 
 CASES: dict[str, Callable[[], None]] = {
     "ranks with other numbers of layers": ranks_with_other_numbers_of_layers,
+    "stages of a pipeline": stages_of_a_pipeline,
     "ddp, eager": functools.partial(ddp, False),
     "ddp, compiled": functools.partial(ddp, True),
     "a layer that one rank does not call": a_layer_that_one_rank_does_not_call,
@@ -243,7 +257,7 @@ def run_rank(rank: int, directory: Path) -> None:
         try:
             case()
             raised[name] = ""
-        except Exception:
+        except BaseException:  # pytest.raises raises no Exception
             raised[name] = traceback.format_exc()
         torch._dynamo.reset()
         dist.barrier()

@@ -10,6 +10,7 @@
 import sys
 import warnings
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +66,8 @@ def update_states(states: Sequence[StateOf]) -> None:
         taken = take_amaxes([amax for found in of_recipes for buffers in found for amax in buffers.amaxes])
         for group in groups:
             if not is_compiling:
-                _require_same_number(taken, group)
+                names = tuple([buffers.notes.name for found in of_recipes for buffers in found])
+                _require_same_layers(names, group, taken.device)
             _reduce_max(taken, group)
         begin = 0
         for found in of_recipes:
@@ -123,25 +125,26 @@ def is_dtensor(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-_checked: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
-def _require_same_number(taken: Tensor, group: Any) -> None:
-    """Once for each number of amaxes: all ranks of the group must have the same, or the all-reduce would mix layers."""
+def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.device) -> None:
+    """Once for the same names: all ranks of the group must have the same layers, or the all-reduce would mix them."""
     known = _checked.setdefault(group, set())
-    count = taken.numel()
-    if count in known or (taken.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if names in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
-    both = torch.tensor([count, -count], dtype=torch.int64, device=taken.device)
+    mine = torch.tensor([len(names), zlib.crc32("\n".join(names).encode())], dtype=torch.int64)
+    both = torch.cat([mine, -mine]).to(device)
     _reduce_max(both, group)
-    most, least = to_list(both)
-    if most != -least:
+    most, largest, least, smallest = to_list(both)
+    if (most, largest) != (-least, -smallest):
+        others = f"from {-least} to {most}" if most != -least else "as many, by other names"
         raise DelayedScalingError(
-            f"sync_float8_amax_and_scale_history: the ranks of a process group must have the same delayed layers; this "
-            f"rank has {count // 3}, others from {-least // 3} to {most // 3}; name the ranks that train the same "
-            "layers with f8emu.torch.set_amax_reduction_group(model, group)"
+            "sync_float8_amax_and_scale_history: the ranks of a process group must have the same delayed layers; this "
+            f"rank has {len(names)}, beginning with {names[0]!r}, others have {others}; name the ranks that train the "
+            "same layers with f8emu.torch.set_amax_reduction_group(model, group)"
         )
-    known.add(count)
+    known.add(names)
 
 
 class _Report(NamedTuple):
