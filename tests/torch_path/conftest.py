@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import f8ref.numpy as reference
+
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -52,3 +54,15 @@ def to_numpy() -> Callable[[torch.Tensor], np.ndarray]:
 def assert_same_bits() -> Callable[..., None]:
     """Compare a tensor or array with another, bit for bit."""
     return _assert_same_bits
+
+
+@pytest.fixture
+def expect(to_numpy: Callable[[torch.Tensor], np.ndarray]) -> Callable[..., np.ndarray]:
+    """A verb of the oracle, called with tensors."""
+
+    def call(verb: str, *tensors: torch.Tensor, **options: Any) -> np.ndarray:
+        options = {k: to_numpy(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
+        return getattr(reference, verb)(*(to_numpy(x) for x in tensors), **options)
+
+    return call

@@ -30,17 +30,12 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.engine import Engine, resolve_engine
+from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
 M, N, K = 19, 16, 32
 sync = f8.sync_float8_amax_and_scale_history
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-8, 4, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
 
 
 def drawn(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -49,14 +44,8 @@ def drawn(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: draw(*shape, seed=i, dtype=dtype) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def passes(layer: f8.Float8Linear, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """output, grad_input, grad_weight."""
-    x = tensors["input"].clone().requires_grad_()
-    layer.zero_grad()
-    output = layer(x)
-    output.backward(tensors["grad_output"])
-    assert x.grad is not None and layer.weight.grad is not None
-    return output.detach(), x.grad, layer.weight.grad.clone()
+def both_passes(layer: f8.Float8Linear, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    return passes(layer, tensors["input"], tensors["grad_output"])
 
 
 @pytest.fixture
@@ -66,7 +55,7 @@ def assert_equal_to_oracle(to_numpy: Any, assert_same_bits: Any) -> Any:
     def check(layer: f8.Float8Linear, tensors: dict[str, Tensor], states: Any = None) -> tuple[Any, Any]:
         with torch.no_grad():
             layer.weight.copy_(tensors["weight"])
-        observed = passes(layer, tensors)
+        observed = both_passes(layer, tensors)
         if states is None and layer.recipe.delayed is not None:
             states = dict.fromkeys(TENSORS, reference.initial_delayed_state(layer.recipe.delayed))
         arrays = (to_numpy(tensors[name]) for name in TENSORS)
@@ -157,7 +146,7 @@ def test_a_fault_under_delayed_scales(
     most_recent = DelayedScaling(reduction=AmaxHistoryReduction.MOST_RECENT)
     layer = layer_of(dataclasses.replace(DELAYED, delayed=most_recent), BF16)
     assert layer.delayed is not None
-    passes(layer, drawn(BF16))
+    both_passes(layer, drawn(BF16))
     sync(layer)
     before = {key: value.clone() for key, value in layer.delayed.state().items()}
     parts = ("amax_history", "inv_scale", "initialized")
@@ -252,14 +241,14 @@ def test_a_weight_tied_to_an_embedding(name: str, assert_same_bits: Any) -> None
 def test_evaluation_gives_the_bits_of_training(name: str, assert_same_bits: Any) -> None:
     """Without gradients and in inference mode too, and training goes on after it."""
     layer, tensors = layer_of(RECIPES[name], BF16), drawn(BF16)
-    expected = passes(layer, tensors)
+    expected = both_passes(layer, tensors)
     layer.eval()
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             output = layer(tensors["input"].clone())
         assert_same_bits(output, expected[0])
         assert output.requires_grad == (mode is torch.enable_grad)
-    for ours, theirs in zip(passes(layer.train(), tensors), expected, strict=True):
+    for ours, theirs in zip(both_passes(layer.train(), tensors), expected, strict=True):
         assert_same_bits(ours, theirs)
 
 
@@ -359,12 +348,12 @@ def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monk
 def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPatch, assert_same_bits: Any) -> None:
     """Refused where the hardware is asked for, never replaced; emulated where the engine is left open."""
     tensors, layer = drawn(BF16), layer_of(RECIPES[name], BF16)
-    expected = passes(layer, tensors)
+    expected = both_passes(layer, tensors)
     gpu = pretend_a_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(
         gemm_operators, "resolve_engine", lambda call, device, engine: resolve_engine(call, gpu, engine)
     )
-    for ours, theirs in zip(passes(layer, tensors), expected, strict=True):
+    for ours, theirs in zip(both_passes(layer, tensors), expected, strict=True):
         assert_same_bits(ours, theirs)
     layer.engine = "hardware"
     with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 8\.9 or newer; got cuda:0"):

@@ -5,16 +5,11 @@ torch's own, the approximate reciprocal numpy's division, and a fused multiply-a
 """
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -27,10 +22,9 @@ from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError, ScaleRule
 from f8emu.torch.fused import operators
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.training import feed_forward
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
+from tests.torch_path.layers import draw
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-ON_GPU = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("error")
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="needs no kernel, or a GPU")
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 SHAPES = [(1, 300), (130, 70), *([] if INTERPRETED else [(257, 144), (2048, 14336)])]
@@ -47,12 +41,6 @@ pytestmark = [
 
 def every_bfloat16() -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-8, 4, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
 
 
 # The kernels.
@@ -112,19 +100,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         return [y.cpu() for y in ([outcome] if isinstance(outcome, Tensor) else outcome)]
 
     yield call
-
-
-def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """As in test_kernels.py: conversions are rounded to the nearest even."""
-    dtypes = {
-        "fp8e4nv": ml_dtypes.float8_e4m3fn,
-        "fp8e5": ml_dtypes.float8_e5m2,
-        "bf16": ml_dtypes.bfloat16,
-        "fp32": np.float32,
-    }
-    floats = np.ascontiguousarray(values).view(dtypes[source.name])
-    bits = floats.astype(dtypes[target.name]).view(f"u{target.primitive_bitwidth // 8}")
-    return np.where(np.isnan(floats), np.uint8(0x7F), bits) if target.primitive_bitwidth == 8 else bits
 
 
 @pytest.fixture
@@ -236,14 +211,7 @@ def test_every_gate(assert_same_bits: Any) -> None:
 @NOT_INTERPRETED
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    outer = ("PYTEST_", "TRITON_")  # settings of the run that this one is in
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment["TRITON_INTERPRET"] = "1"
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout.splitlines()[-1], run.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @NOT_INTERPRETED

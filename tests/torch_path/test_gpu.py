@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,18 +61,6 @@ def on_gpu(x: Any) -> Any:
 def forget_compiled_code() -> None:
     """Each test compiles its own variant of a function; together they would reach the limit of recompilations."""
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def expect(to_numpy: Callable[[torch.Tensor], np.ndarray]) -> Callable[..., np.ndarray]:
-    """A verb of the oracle, called with tensors."""
-
-    def call(verb: str, *tensors: torch.Tensor, **options: Any) -> np.ndarray:
-        options = {k: to_numpy(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
-        return getattr(reference, verb)(*(to_numpy(x) for x in tensors), **options)
-
-    return call
 
 
 @pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)

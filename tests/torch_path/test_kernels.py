@@ -6,16 +6,11 @@ subnormal bfloat16 are lost. They are replaced here by those of ml_dtypes, so th
 hardware's own conversion is right.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -24,10 +19,8 @@ import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-ON_GPU = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("error")
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,29 +76,15 @@ def kernels(monkeypatch) -> Iterator[Callable[..., tuple[torch.Tensor, ...]]]:
     yield call
 
 
-def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """Bits of `source` to bits of `target`, rounded to the nearest, ties to even; a NaN becomes 0x7f in float8."""
-    dtypes = {
-        "fp8e4nv": ml_dtypes.float8_e4m3fn,
-        "fp8e5": ml_dtypes.float8_e5m2,
-        "bf16": ml_dtypes.bfloat16,
-        "fp16": np.float16,
-        "fp32": np.float32,
-    }
-    floats = np.ascontiguousarray(values).view(dtypes[source.name])
-    bits = floats.astype(dtypes[target.name]).view(f"u{target.primitive_bitwidth // 8}")
-    return np.where(np.isnan(floats), np.uint8(0x7F), bits) if target.primitive_bitwidth == 8 else bits
-
-
 def results(outcome: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return (outcome,) if isinstance(outcome, torch.Tensor) else tuple(outcome)
 
 
 @pytest.fixture
 def compare(kernels, assert_same_bits) -> Callable[..., None]:
-    """Kernel and twin of one call: equal bits, codes of NaN and NaN amaxes too; only a NaN scale equals any NaN.
+    """Kernel and plain torch of one call: equal bits, codes of NaN and NaN amaxes too; only a NaN scale equals any NaN.
 
-    `variants` yields before each run of the kernel; the twin runs once.
+    `variants` yields before each run of the kernel; plain torch runs once.
     """
 
     def call(operator: Any, *args: Any, variants: Iterable[object] = (None,)) -> None:
@@ -303,14 +282,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 
 @NEEDS_TRITON
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    outer = ("PYTEST_", "TRITON_")  # settings of the run that this one is in
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    environment["TRITON_INTERPRET"] = "1"
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout.splitlines()[-1], run.stdout[-4000:]
+    run_interpreted(__file__)
 
 
 @NEEDS_TRITON

@@ -33,6 +33,7 @@ from f8emu.spec import (
     UnsupportedError,
 )
 from f8emu.torch.training.delayed import DelayedBuffers
+from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 
@@ -51,12 +52,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-8, 4, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
-
-
 def layer_of(recipe: Recipe, n: int, k: int, dtype: torch.dtype, *, bias: bool = True) -> f8.Float8Linear:
     layer = f8.Float8Linear(k, n, bias, dtype=dtype, recipe=recipe)
     with torch.no_grad():
@@ -64,16 +59,6 @@ def layer_of(recipe: Recipe, n: int, k: int, dtype: torch.dtype, *, bias: bool =
         if bias:
             layer.bias.copy_(draw(n, seed=2, dtype=F32))
     return layer
-
-
-def passes(layer: Any, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """output, grad_input, grad_weight."""
-    x = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    output = layer(x)
-    output.backward(grad_output)
-    assert x.grad is not None and layer.weight.grad is not None
-    return output.detach(), x.grad, layer.weight.grad.clone()
 
 
 @pytest.fixture

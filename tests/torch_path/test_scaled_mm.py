@@ -1,14 +1,9 @@
 """The emulated GEMMs of f8emu.torch against the oracle: granularities, layouts, options, and no aliasing."""
 
-from collections.abc import Callable
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 
 import f8emu.torch as f8
-import f8ref.numpy as reference
 from f8emu.spec import E4M3FN, E5M2, HOPPER, Format, Granularity, OperandError
 
 OUTPUTS = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,18 +29,6 @@ def operands(pair: tuple[Granularity, Granularity], m: int = M, n: int = N, k: i
     scale_a = random_scale(3, pair[0].scale_shape(m, k))
     scale_b = random_scale(4, pair[1].scale_shape(n, k)).t()
     return random_codes(1, m, k), random_codes(2, n, k).t(), scale_a, scale_b.contiguous()
-
-
-@pytest.fixture
-def expect(to_numpy: Callable[[torch.Tensor], np.ndarray]) -> Callable[..., np.ndarray]:
-    """A verb of the oracle, called with tensors."""
-
-    def call(verb: str, *tensors: torch.Tensor, **options: Any) -> np.ndarray:
-        options = {k: to_numpy(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
-        return getattr(reference, verb)(*(to_numpy(x) for x in tensors), **options)
-
-    return call
 
 
 @PAIRS

@@ -18,15 +18,10 @@ from torch import Tensor
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, ROWWISE, ROWWISE_WITH_GW_HP, Granularity, Recipe, ScaleRule
+from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 ROW, TENSOR = Granularity.ROWWISE, Granularity.TENSORWISE
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-8, 4, shape, generator=generator)
-    return (torch.randn(shape, generator=generator) * torch.exp2(exponents)).to(dtype)
 
 
 def layer_of(recipe: Recipe, dtype: torch.dtype, *, n: int = 48, k: int = 144) -> f8.Float8Linear:
@@ -34,15 +29,6 @@ def layer_of(recipe: Recipe, dtype: torch.dtype, *, n: int = 48, k: int = 144) -
     with torch.no_grad():
         layer.weight.copy_(draw(n, k, seed=1, dtype=dtype))
     return layer
-
-
-def passes(layer: f8.Float8Linear, x: Tensor, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """output, grad_input, grad_weight."""
-    x = x.clone().requires_grad_()
-    output = layer(x)
-    output.backward(grad_output)
-    assert x.grad is not None and layer.weight.grad is not None
-    return output.detach(), x.grad, layer.weight.grad
 
 
 def operand(x: Tensor, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:

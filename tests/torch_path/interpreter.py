@@ -1,0 +1,45 @@
+"""Kernels where there is no GPU: in Triton's interpreter, which must be chosen before Triton is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+ON_GPU = pytest.mark.gpu if not INTERPRETED else pytest.mark.filterwarnings("error")
+"""Marks tests that need a GPU or the interpreter."""
+
+
+def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """Bits of `source` to bits of `target`, rounded to the nearest, ties to even; a NaN becomes 0x7f in float8.
+
+    For the interpreter's `_convert_float`, which does not round to float8 and loses subnormal bfloat16.
+    """
+    dtypes = {
+        "fp8e4nv": ml_dtypes.float8_e4m3fn,
+        "fp8e5": ml_dtypes.float8_e5m2,
+        "bf16": ml_dtypes.bfloat16,
+        "fp16": np.float16,
+        "fp32": np.float32,
+    }
+    floats = np.ascontiguousarray(values).view(dtypes[source.name])
+    bits = floats.astype(dtypes[target.name]).view(f"u{target.primitive_bitwidth // 8}")
+    return np.where(np.isnan(floats), np.uint8(0x7F), bits) if target.primitive_bitwidth == 8 else bits
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of a file in a process with the interpreter; some must have run, and all passed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    outer = ("PYTEST_", "TRITON_")  # settings of the run that this one is in
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    environment["TRITON_INTERPRET"] = "1"
+    root = Path(__file__).parents[2]
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout.splitlines()[-1], run.stdout[-4000:]
