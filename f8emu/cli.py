@@ -96,7 +96,7 @@ def build_app() -> "typer.Typer":
             typer.Argument(
                 metavar="[SUBJECT]...",
                 help="f8ref.numpy, f8ref.jax, torch, or package.module:function for a kernel that is called as "
-                "torch._scaled_mm is. By default all three, of which those are left out whose package is missing.",
+                "torch._scaled_mm is. By default those of the three whose packages are installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -176,7 +176,7 @@ def _guarded(command: Callable[..., int], *args: object) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except Exception:  # a failure of f8emu must not have the status of a difference, which Python would give it
+    except Exception:  # Python would exit with the status of a difference
         traceback.print_exc()
         return _BAD_USAGE
 
@@ -216,7 +216,7 @@ def _verify(
 
 
 def _load(names: list[str], arrays: str) -> "tuple[list[Subject], dict[str, str]]":
-    """The subjects in the order of their names; of the default ones without those whose package is missing, and why."""
+    """The subjects in the order of `names`; and, of the default ones, why those that are missing cannot run."""
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
     if any(":" in name for name in names) and os.getcwd() not in sys.path:
@@ -332,7 +332,7 @@ def _text_of(command: str, path: Path) -> str:
 
 @contextmanager
 def _opened(command: str, path: Path | None) -> Iterator[TextIO | None]:
-    """The file to write, opened before any work; what it held is replaced when something is written."""
+    """The file to write, opened before any work; its old text is kept until the new one is complete."""
     if path is None:
         yield None
         return

@@ -71,7 +71,7 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
 
 
 def planned_slices(case: LayerCase, layer: int) -> dict[str, int]:
-    """GEMM -> S of those that the plan cuts along K [PLAN-1]: a layer that trains asks the same plan, or is cut so."""
+    """GEMM -> S, for those whose K the plan cuts [PLAN-1]. A layer that trains is emulated with the same S."""
     found: dict[str, int] = {}
     for name, (m, n, k) in case.gemm_sizes(layer).items():
         gemm = case.recipe.gemms[name]

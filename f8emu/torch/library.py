@@ -102,10 +102,10 @@ def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
 
 
 def differentiable_once(backward: Implementation) -> Implementation:
-    """A decorator for `backward` of an autograd function: its results have no derivative, and say so when it is taken.
+    """A decorator for `backward` of an autograd function: taking a derivative of its results raises UnsupportedError.
 
-    After torch's `once_differentiable` the results do not depend on `grads` at all, so that what
-    `torch.autograd.functional` derives from them comes out as zeros.
+    Torch's `once_differentiable` gives results that do not depend on `grads` at all, from which
+    `torch.autograd.functional` computes derivatives of zero.
     """
 
     @wraps(backward)
