@@ -110,9 +110,9 @@ def trainer(model: nn.Module, directory: Path, **options: Any) -> Any:
 
 def test_hugging_face_trainer(tmp_path: Path) -> None:
     """With its default optimizer (fused AdamW) and its own checkpoints."""
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    model, resumed, alone = Net(), Net(), Net()
+    model, resumed, twin, alone = Net(), Net(), Net(), Net()
     trainer(model, tmp_path).train()
     assert_updated(model, STEPS)
     half = tmp_path / f"checkpoint-{HALF}"
@@ -121,6 +121,15 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
         warnings.simplefilter("error", RuntimeWarning)
         trainer(resumed, tmp_path).train(resume_from_checkpoint=str(elsewhere))
     assert_same(state_of(resumed), state_of(model))
+
+    class Explicit(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            sync(kwargs["model"])
+
+    explicit = trainer(twin, tmp_path / "twin")
+    explicit.add_callback(Explicit())
+    explicit.train()
+    assert_same(state_of(twin), state_of(model))
     with pytest.warns(RuntimeWarning, match=r"callbacks=\[f8emu\.torch\.integrations\.huggingface\.DelayedScaling"):
         trainer(alone, tmp_path / "alone", callback=False).train(resume_from_checkpoint=str(elsewhere))
     assert_updated(alone, STEPS - HALF)
@@ -190,6 +199,10 @@ def test_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> AdamW:
             return AdamW(self.parameters(), lr=0.01)
 
+    class Explicit(Module):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            sync(self)
+
     def fit(model: Any, epochs: int, checkpoint: Path | None = None) -> Any:
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         found = lightning.Trainer(
@@ -203,6 +216,8 @@ def test_lightning(tmp_path: Path) -> None:
     assert_updated(model, HALF)
     fit(resumed, 2, tmp_path / "half.ckpt")
     fit(uninterrupted, 2)
+    fit(twin := Explicit(), 2)
+    assert_same(state_of(twin), state_of(uninterrupted))
     assert_updated(resumed, 2 * HALF)
     assert_same(state_of(resumed), state_of(uninterrupted))
 
