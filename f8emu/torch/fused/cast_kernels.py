@@ -170,6 +170,30 @@ def store_used(inv_scale, scale, used_inv_scale, KEEP: tl.constexpr):
             tl.store(used_inv_scale, inv)
 
 
+@triton.jit
+def store_given(
+    values,
+    inv_scale,
+    row_codes,
+    col_codes,
+    rows,
+    cols,
+    M,
+    N,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """The codes of a tile under one inv_scale, converted twice, with the row-code store between the loads (see above)."""
+    if ROWS:
+        scaled = values * tl.load(inv_scale)
+        store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
+    if COLS:
+        scaled = values * tl.load(inv_scale)
+        store_tile(col_codes, tl.trans(clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+
+
 @triton.jit(do_not_specialize=["tiles_n"])
 def cast_pair_given_kernel(
     x,
@@ -202,13 +226,7 @@ def cast_pair_given_kernel(
     if AMAX:
         raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
         store_used(inv_scale, scale, used_inv_scale, KEEP)
-    # Two conversions (see above). The row-code store separates the loads of inv_scale; otherwise they are merged.
-    if ROWS:
-        scaled = values * tl.load(inv_scale)
-        store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
-    if COLS:
-        scaled = values * tl.load(inv_scale)
-        store_tile(col_codes, tl.trans(clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
+    store_given(values, inv_scale, row_codes, col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, COLS)
 
 
 @triton.jit

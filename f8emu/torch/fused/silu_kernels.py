@@ -14,35 +14,11 @@ Amaxes, scales and codes are as in `scale_kernels` and `cast_kernels`, whose con
 import triton
 import triton.language as tl
 
-from f8emu.torch.fused.cast_kernels import clamp, store_tile, store_used
+from f8emu.torch.fused.cast_kernels import store_given, store_tile, store_used
 from f8emu.torch.fused.scale_kernels import inv_scale_of, load_tile, magnitudes, one_nan, raise_amax, reciprocal
 from f8emu.torch.fused.silu_arithmetic import grad_gate_of, grad_up_of, hidden_of, sigmoid_of, silu_of
 
 _BLOCK = tl.constexpr(128)
-
-
-@triton.jit
-def _cast_given(
-    values,
-    inv_scale,
-    row_codes,
-    col_codes,
-    rows,
-    cols,
-    M,
-    N,
-    LIMIT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Codes of a tile under one inv_scale, by two separate conversions as in `cast_pair_given_kernel`."""
-    if ROWS:
-        scaled = values * tl.load(inv_scale)
-        store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
-    if COLS:
-        scaled = values * tl.load(inv_scale)
-        store_tile(col_codes, tl.trans(clamp(scaled, LIMIT).to(DTYPE)), cols, rows, N, M)
 
 
 @triton.jit
@@ -113,7 +89,7 @@ def hidden_given_kernel(
     values = hidden_of(silu_of(gates, sigmoid_of(gates)), load_tile(up, rows, cols, M, N))
     raise_amax(amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
     store_used(inv_scale, scale, used_inv_scale, True)
-    _cast_given(values, inv_scale, codes, codes, rows, cols, M, N, LIMIT, DTYPE, True, False)
+    store_given(values, inv_scale, codes, codes, rows, cols, M, N, LIMIT, DTYPE, True, False)
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
@@ -190,17 +166,17 @@ def gradients_given_kernel(
         values = grad_gate_of(load_tile(grad_hidden, rows, cols, M, N), gates, sigmoid, load_tile(up, rows, cols, M, N))
         raise_amax(gate_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
         store_used(gate_inv_scale, gate_scale, gate_scale, False)
-        _cast_given(
+        store_given(
             values, gate_inv_scale, gate_row_codes, gate_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, GATE_COLS
         )
     if ROWS or UP_COLS:
         values = grad_up_of(load_tile(grad_hidden, rows, cols, M, N), silu)
         raise_amax(up_amax, tl.max(tl.max(magnitudes(values), 1), 0), None)
         store_used(up_inv_scale, up_scale, up_scale, False)
-        _cast_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
+        store_given(values, up_inv_scale, up_row_codes, up_col_codes, rows, cols, M, N, LIMIT, DTYPE, ROWS, UP_COLS)
     if HIDDEN_COLS:
         values = hidden_of(silu, load_tile(up, rows, cols, M, N))
-        _cast_given(
+        store_given(
             values, hidden_inv_scale, hidden_col_codes, hidden_col_codes, rows, cols, M, N,
             HIDDEN_LIMIT, HIDDEN_DTYPE, False, True,
         )  # fmt: skip
