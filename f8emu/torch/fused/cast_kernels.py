@@ -185,7 +185,7 @@ def store_given(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """The codes of a tile under one inv_scale, converted twice, with the row-code store between the loads (see above)."""
+    """Codes of a tile under one inv_scale: two conversions, with the row-code store between their loads (see above)."""
     if ROWS:
         scaled = values * tl.load(inv_scale)
         store_tile(row_codes, clamp(scaled, LIMIT).to(DTYPE), rows, cols, M, N)
