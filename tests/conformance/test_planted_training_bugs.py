@@ -20,9 +20,8 @@ from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
 torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
-import f8emu.torch.training.delayed_sync as delayed_sync  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
-from f8emu.torch.training import autograd, float8_linear, operands  # noqa: E402
+from f8emu.torch.training import autograd, delayed_update, float8_linear, operands  # noqa: E402
 
 Planted = Iterator[Any]
 """Patches."""
@@ -130,18 +129,19 @@ def weight_rounded() -> Planted:
 
 
 def amax_not_raised() -> Planted:
-    def lost(cast_both: Any, x: Any, rows: Any, cols: Any, source: Any, rule: Any, amax: Any = None, **_: Any) -> Any:
-        return cast_both(x, rows, cols, source, rule, None if amax is None else amax.clone())
+    cast_delayed = operands.cast_delayed
 
-    yield from patched_casts(lost)
+    def lost(x: Any, rows: Any, cols: Any, state: Any, rule: Any) -> Any:
+        return cast_delayed(x, rows, cols, state._replace(amax=state.amax.clone()), rule)
+
+    yield patch.object(autograd, "cast_delayed", lost)
 
 
 def update_skipped() -> Planted:
-    def skipped(group: Any, recipe: Recipe) -> None:
-        for buffers in group:
-            buffers.updates += 1
+    def skipped(taken: Any, recipe: Recipe, found: list[Any]) -> Any:
+        return taken.new_zeros((len(found), 3))
 
-    yield patch.object(delayed_sync, "_update", skipped)
+    yield patch.object(delayed_update, "_update", skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
