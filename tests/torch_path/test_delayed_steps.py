@@ -261,6 +261,25 @@ def test_a_frozen_model_follows_no_other() -> None:
     assert all(group == sorted(group) for group in numbers) and numbers[1:] == sorted(numbers[1:]), "for all ranks"
 
 
+def test_layers_that_were_trained_and_then_frozen() -> None:
+    """They follow the new optimizer, though the first still exists; not while the first steps in between."""
+    model = make()
+    first = SGD(model.parameters(), lr=0.01)
+    plain(model, no_update, first)
+    model.requires_grad_(False)
+    head = nn.Linear(16, 16, dtype=torch.bfloat16)
+    second = SGD(head.parameters(), lr=0.01)
+    for step in range(STEPS):
+        loss_of(lambda x: head(model(x)), step).backward()
+        second.step()
+        first.step()
+    assert updates_of(model) == [[2 * STEPS, 2 * STEPS, STEPS]] * 2
+    for step in range(STEPS):
+        loss_of(lambda x: head(model(x)), step).backward()
+        second.step()
+    assert updates_of(model) == [[3 * STEPS - 1, 3 * STEPS - 1, STEPS]] * 2, "the first of these steps told nothing yet"
+
+
 def test_what_ran_in_a_step_is_updated_once_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update is an all-reduce: ranks on which the inner optimizers differ must not disagree on their number."""
     counts: list[int] = []

@@ -10,7 +10,7 @@ A weight that was changed in another way is detected at the next backward pass, 
 
 import inspect
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8emu.torch.training.delayed import ConvertedModel, DelayedScalingError
+from f8emu.torch.training.delayed import ConvertedModel, DelayedBuffers, DelayedScalingError
 from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
 from f8emu.torch.training.torch_internals import not_compiled, own_parameters
 
@@ -40,6 +40,8 @@ class WeightWatch:
         """The weight of the last forward pass; under `functional_call` not the layer's own."""
         self.optimizer: weakref.ref[Optimizer] | None = None
         """The one that stepped the weight last."""
+        self.other: weakref.ref[Optimizer] | None = None
+        """The one that stepped since then, and does not hold the weight."""
         self._hook: Any = None
         self._sum: Tensor | None = None
         """Over the bits of the weight, at its last backward pass."""
@@ -63,6 +65,19 @@ class WeightWatch:
                 self.check(alive, parameter)
 
         self._hook = weight.register_post_accumulate_grad_hook(check)  # pyright: ignore[reportUnknownMemberType]
+
+    def is_left_to(self, optimizer: Optimizer) -> bool:
+        """Whether the layer, of a frozen weight, follows the steps of `optimizer`, which does not hold the weight.
+
+        Not while one that holds it steps in between. That one is given up at the second step of `optimizer` in
+        succession: the model was trained, frozen, and is trained on with new layers.
+        """
+        if self.optimizer is not None:  # even if it is gone: ranks may differ in when it was collected
+            if self.other is None or self.other() is not optimizer:
+                self.other = weakref.ref(optimizer)
+                return False
+            self.optimizer = None
+        return True
 
     @torch.no_grad()
     def check(self, layer: "Float8Linear", weight: Tensor) -> None:
@@ -119,7 +134,9 @@ def _install() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A closure may run backward passes after the step has changed the weights (LBFGS), so their layers must know.
     if (len(args) > 1 or kwargs) and _layers:
-        stepped_states([optimizer])
+        for layer, _, place in _placed([optimizer]):
+            if place is not None:
+                layer.weight_watch.optimizer = weakref.ref(optimizer)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -154,31 +171,37 @@ def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
     First the layers whose weights these optimizers hold, in the order of the parameters. Then, a list for each model,
     its layers with frozen weights: separately, since the update of a model that was not called must change nothing.
     """
+    held: list[tuple[tuple[int, int], StateOf]] = []
+    frozen: dict[ConvertedModel, list[StateOf]] = {}
+    trains = any(
+        x.requires_grad for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]
+    )
+    for layer, buffers, place in _placed(optimizers):
+        own, watch = weight_of(layer), layer.weight_watch
+        if place is not None:
+            watch.optimizer, watch.other = weakref.ref(optimizers[0]), None
+            held.append(((place, buffers.notes.number), StateOf(buffers, own)))
+        elif trains and own is not None and not own.requires_grad and watch.is_left_to(optimizers[0]):
+            frozen.setdefault(buffers.notes.model, []).append(StateOf(buffers, own))
+    in_order = [state for _, state in sorted(held, key=itemgetter(0))]
+    return [in_order, *frozen.values()] if in_order else list(frozen.values())
+
+
+def _placed(optimizers: Sequence[Optimizer]) -> Iterator[tuple["Float8Linear", DelayedBuffers, int | None]]:
+    """All layers in the order of creation, with the place of their weight among the parameters of the optimizers."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # Each counts where it comes first: ranks differ in what the inner optimizers hold.
     parameters = list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
     order = {id(parameter): i for i, parameter in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
     of_modules = {id(module): i for i, parameter in enumerate(parameters) for module in _modules_of(parameter)}
-    held: list[tuple[tuple[int, int], StateOf]] = []
-    frozen: dict[ConvertedModel, list[StateOf]] = {}
     for layer in sorted(_layers, key=_number):
-        own, buffers, watch = weight_of(layer), layer.delayed, layer.weight_watch
-        if buffers is None:
+        if layer.delayed is None:
             continue
+        own, watch = weight_of(layer), layer.weight_watch
         seen = None if watch.weight is None else watch.weight()
         places = [order.get(id(own)), order.get(id(seen)) if seen is not None else None, of_modules.get(id(layer))]
-        found = [place for place in places if place is not None]
-        state = StateOf(buffers, own)
-        if found:
-            watch.optimizer = weakref.ref(optimizers[0])
-            held.append(((found[0], buffers.notes.number), state))
-        elif own is not None and not own.requires_grad and (watch.optimizer is None or watch.optimizer() is None):
-            frozen.setdefault(buffers.notes.model, []).append(state)
-    if not held and not any(parameter.requires_grad for parameter in parameters):
-        return []
-    in_order = [state for _, state in sorted(held, key=itemgetter(0))]
-    return [in_order, *frozen.values()] if in_order else list(frozen.values())
+        yield layer, layer.delayed, next((place for place in places if place is not None), None)
 
 
 def weight_of(layer: "Float8Linear") -> nn.Parameter | None:
