@@ -1,7 +1,7 @@
 """Layers on a GPU, recorded as digests, and the same layers emulated on a CPU: every bit of them.
 
-    python -m benchmarks.proofs.recorded_layers --record benchmarks/results/recorded_layers-h200.json      on a GPU
-    python -m benchmarks.proofs.recorded_layers benchmarks/results/recorded_layers-h200.json               anywhere
+    python -m benchmarks.proofs.recorded_layers --record FILE      on a GPU
+    python -m benchmarks.proofs.recorded_layers FILE               anywhere
 
 `Float8Linear` under every recipe, forward and backward, a second step under delayed scaling; few rows, as in decoding
 and in small batches, and K up to 14,336: there cuBLAS cuts K, as the plan of `f8emu.spec` says. A digest is the SHA-256
