@@ -9,7 +9,8 @@ from f8emu.spec.errors import OperandError
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.delayed_update import ReductionGroup, StateOf, update_states
 from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.torch_internals import named_modules, own_parameters
+from f8emu.torch.training.step_hooks import weight_of
+from f8emu.torch.training.torch_internals import named_modules
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
@@ -34,9 +35,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
         DelayedScalingError: ranks of a group with different numbers of layers.
     """
     layers = _layers(model) if fp8_layers is None else [layer for x in fp8_layers for layer in _layers(x)]
-    states = [
-        StateOf(layer.delayed, own_parameters(layer).get("weight")) for layer in layers if layer.delayed is not None
-    ]
+    states = [StateOf(layer.delayed, weight_of(layer)) for layer in layers if layer.delayed is not None]
     if states:
         update_states(states)
 
