@@ -187,7 +187,7 @@ def linear(
         rounded = x.astype(dtype_of(BFLOAT16)) if bug == "amax" else x
         own = reference.amax(rounded, cast.granularity)
         rule = ScaleRule() if bug == "scale" else recipe.scale_rule
-        margin = recipe.delayed.margin if recipe.delayed else 0
+        margin = recipe.delayed.margin if recipe.delayed and state is not None else 0
         scales = reference.scale_from_amax(own, cast.format, rule, margin=margin)
         if state is not None and state.initialized and bug != "delayed":
             inv_scale = np.reshape(state.inv_scale, (1, 1))
@@ -222,7 +222,7 @@ def linear(
         for side, source, cast in zip("ab", OPERANDS[name], (gemm.a, gemm.b), strict=True):
             transposed = (name, side) in {("grad_input", "b"), ("grad_weight", "a"), ("grad_weight", "b")}
             x = tensors[source].T if transposed else tensors[source]
-            operands.append(trace_of(x, cast, delayed_state[source] if delayed_state else None))
+            operands.append(trace_of(x, cast, (delayed_state or {}).get(source)))
         a, b = operands
         return GemmTrace(a, b, product_of(a, b, gemm))
 

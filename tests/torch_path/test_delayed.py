@@ -340,7 +340,8 @@ def test_a_model_on_meta_takes_over_a_state() -> None:
 def test_infinities_are_counted_and_reported_by_name() -> None:
     """Each tensor's first; a layer that was never called, or whose amax was zero, uses no warning up."""
     model = make()
-    model.append(nn.Linear(32, 32)), f8.convert_to_float8_training(model, config=DELAYED)
+    model.append(nn.Linear(32, 32))
+    f8.convert_to_float8_training(model, config=DELAYED)
     called, idle = model[:3], buffers_of(model)[2]
     for step in range(2):
         called(batch(step)).sum().backward()
