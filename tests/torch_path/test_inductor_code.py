@@ -47,6 +47,7 @@ def described_gpu() -> Iterator[None]:
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.device_count", lambda: 1),
         mock.patch("torch.cuda.current_device", lambda: 0),
+        mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *args: None),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args, **kwargs: True),
         mock.patch.object(inductor, "has_float8_hardware", lambda device: True),
     ]
