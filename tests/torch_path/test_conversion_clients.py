@@ -342,6 +342,8 @@ def test_a_sharded_model_is_refused(one_rank: None) -> None:
         with pytest.raises(UnsupportedError, match=r"got sharded ones in 0.*; convert the model first, then"):
             f8.convert_to_float8_training(model)
         assert [type(layer) for layer in model] == kinds
+    with pytest.raises(UnsupportedError, match="must be a plain tensor; got a DTensor; convert the model first"):
+        f8.Float8Linear.from_float(parallel[0])
     with pytest.warns(UserWarning, match="nothing to convert"):
         f8.convert_to_float8_training(sharded, module_filter_fn=lambda layer, fqn: False)
     converted: Any = fully_shard(f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), mesh=mesh)

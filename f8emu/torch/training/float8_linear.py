@@ -7,13 +7,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
+from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.shared_input import find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
 from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
@@ -84,6 +85,11 @@ class Float8Linear(Linear):
             raise OperandError(
                 "Float8Linear.from_float: module must have the forward of nn.Linear; got one of its own, which would "
                 "go on computing in high precision; convert the model before a library replaces it"
+            )
+        if is_dtensor(module.weight):
+            raise UnsupportedError(
+                "Float8Linear.from_float: the weight of module must be a plain tensor; got a DTensor; convert the "
+                "model first, then shard it"
             )
         layer = cls.__new__(cls)
         layer.__dict__.update(copied_attributes(module))
