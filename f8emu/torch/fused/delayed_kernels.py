@@ -45,6 +45,7 @@ def update_delayed_kernel(
     POWER_OF_TWO: tl.constexpr,
     MOST_RECENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """`delayed.update_delayed` of one tensor of one layer.
@@ -56,8 +57,8 @@ def update_delayed_kernel(
     layer, tensor = item // 3, item % 3
     # 1. Whether any layer was called.
     best = tl.full((BLOCK,), -1, tl.int32)
-    for start in range(0, 3 * layers, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    for i in range(0, BLOCKS):
+        at = i * BLOCK + tl.arange(0, BLOCK)
         best = tl.maximum(best, tl.load(taken + at, mask=at < 3 * layers, other=-1))
     is_step = tl.max(best, 0) >= 0
     # 2. This amax.

@@ -302,6 +302,7 @@ def update_delayed(
         "POWER_OF_TWO": power_of_two,
         "MOST_RECENT": is_most_recent,
         "BLOCK": SCALES_BLOCK,
+        "BLOCKS": blocks(3 * layers, SCALES_BLOCK),
         "BLOCK_H": 1 << (length - 1).bit_length(),
     }
     return Plan(delayed_kernels.update_delayed_kernel, 3 * layers, (layers, length), constants, 1)
