@@ -19,10 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.scaling import ScaleRule
-from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import check_one_float, empty_codes, named_format, named_rule, new_floats
-from f8emu.torch.fused.operators import fake_with_hooks, kernels_for, launches
+from f8emu.torch.fused.operators import fake_with_hooks, kernels_for
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import reciprocal
 
@@ -114,15 +113,7 @@ def cast_pair_delayed(
 
 @fake_with_hooks(cast_pair_delayed)
 def _(
-    x: Tensor,
-    fmt: str,
-    inv_scale: Tensor,
-    rows: bool,
-    cols: bool,
-    amax: Tensor,
-    power_of_two: bool,
-    amax_floor: float,
-    margin: int,
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
 
@@ -152,7 +143,7 @@ def take_amaxes(amaxes: list[Tensor]) -> Tensor:
     The order of these integers is that of the amaxes: `UNCALLED`, the finite ones, infinity, NaN.
     """
     torch.autograd.graph.increment_version(amaxes)
-    if (launch := _launches_for(amaxes[0])) is None:
+    if (launch := kernels_for(amaxes[0])) is None:
         taken = torch.cat(amaxes).flatten().view(torch.int32)
         for amax in amaxes:
             amax.fill_(UNCALLED)
@@ -200,7 +191,7 @@ def update_delayed(
     """
     torch.autograd.graph.increment_version((*histories, *inv_scales, *counts))
     rule = (power_of_two, amax_floor, margin, is_most_recent)
-    if (launch := _launches_for(taken)) is None:
+    if (launch := kernels_for(taken)) is None:
         return _update(taken, histories, inv_scales, counts, fmts, *rule)
     report = taken.new_empty((len(histories), 3))
     plan = launch.update_delayed(len(histories), histories[0].shape[1], fmts, *rule)
@@ -209,17 +200,7 @@ def update_delayed(
 
 
 @fake(update_delayed)
-def _(
-    taken: Tensor,
-    histories: list[Tensor],
-    inv_scales: list[Tensor],
-    counts: list[Tensor],
-    fmts: str,
-    power_of_two: bool,
-    amax_floor: float,
-    margin: int,
-    is_most_recent: bool,
-) -> Tensor:
+def _(taken: Tensor, histories: list[Tensor], *_: Any) -> Tensor:
     return taken.new_empty((len(histories), 3))
 
 
@@ -265,11 +246,6 @@ def _update(
 
 def _format(fmt: str) -> Format:
     return named_format("update_delayed", fmt) if fmt else E4M3FN
-
-
-def _launches_for(x: Tensor) -> Any:
-    """The module that launches the kernels of an update; None where it is plain torch."""
-    return launches() if has_float8_hardware(x.device) else None
 
 
 def addresses(tensors: tuple[Tensor, ...]) -> Tensor:

@@ -19,6 +19,7 @@ Raises: as `operators`; OperandError also for dtypes other than bfloat16 and for
 """
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,16 +67,7 @@ def hidden_delayed(
 
 
 @fake(hidden_delayed)
-def _(
-    gate: Tensor,
-    up: Tensor,
-    fmt: str,
-    inv_scale: Tensor,
-    amax: Tensor,
-    power_of_two: bool,
-    amax_floor: float,
-    margin: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gate: Tensor, up: Tensor, fmt: str, inv_scale: Tensor, amax: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_hidden(gate, up, fmt, inv_scale, amax)
 
 
@@ -183,9 +175,7 @@ def _(
     hidden_cols: bool,
     gate_amax: Tensor,
     up_amax: Tensor,
-    power_of_two: bool,
-    amax_floor: float,
-    margin: int,
+    *_: Any,
 ) -> _Gradients:
     wanted, inv_scales = (rows, gate_cols, up_cols, hidden_cols), (gate_inv_scale, up_inv_scale, hidden_inv_scale)
     codes = _empty_gradients((grad_hidden, gate, up), (fmt, hidden_fmt), inv_scales, (gate_amax, up_amax), wanted)

@@ -25,6 +25,7 @@ from f8emu.torch.library import differentiable_once
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.operands import (
     Delayed,
+    DelayedStates,
     Operand,
     ScaleSource,
     cast_both,
@@ -67,7 +68,7 @@ def float8_matmul(
     weight: Tensor,
     plan: Plan,
     shared: InputOperands | None,
-    delayed: tuple[Delayed | None, Delayed | None, Delayed | None] | None,
+    delayed: DelayedStates | None,
 ) -> Tensor:
     """`input @ weight^T` under a recipe, differentiable.
 

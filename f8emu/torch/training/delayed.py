@@ -5,7 +5,7 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.torch.fused.delayed import COUNTS, UNCALLED, UNSET, mark_set
-from f8emu.torch.training.operands import Delayed
+from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import to_list
 
 _numbers = itertools.count()
@@ -98,10 +98,10 @@ class DelayedBuffers(nn.Module):
             for inv_scale, amax in zip(self.inv_scales, self.amaxes, strict=True):
                 inv_scale.fill_(UNSET)
                 amax.fill_(UNCALLED)
-        self.mark(dict.fromkeys(TENSORS, False))
+        self._mark((False, False, False))
         self.notes.reported = set()
 
-    def of_tensors(self) -> tuple[Delayed | None, Delayed | None, Delayed | None]:
+    def of_tensors(self) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales."""
         assert self.recipe.delayed is not None, "as in __init__"
         margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
@@ -136,11 +136,10 @@ class DelayedBuffers(nn.Module):
         """[3], of TENSORS; 1 where it is not initialized."""
         return self.state()["inv_scale"]
 
-    def mark(self, is_set: Mapping[str, bool]) -> None:
-        """Note which inv_scales the host knows to be set."""
-        for tensor, inv_scale in zip(TENSORS, self.inv_scales, strict=True):
-            if tensor in is_set:
-                mark_set(inv_scale, is_set[tensor])
+    def _mark(self, is_set: Sequence[bool]) -> None:
+        """Note which inv_scales, of TENSORS, the host knows to be set."""
+        for inv_scale, known in zip(self.inv_scales, is_set, strict=True):
+            mark_set(inv_scale, known)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the `DelayedState` of each of TENSORS, stacked, counts, and the step's amaxes."""
@@ -173,7 +172,7 @@ class DelayedBuffers(nn.Module):
                 self.inv_scales[i].copy_(inv_scale[i])
                 self.amaxes[i].copy_(state["amax"][i])
         if not initialized.is_meta:
-            self.mark(dict(zip(TENSORS, to_list(initialized), strict=True)))
+            self._mark(to_list(initialized))
         self.notes.reported = set()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

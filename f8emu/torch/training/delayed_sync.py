@@ -60,7 +60,7 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
         "layer.field" -> a copy of that buffer.
     """
     return {
-        f"{fqn}.{name}" if fqn else name: value.detach().clone()
+        _key(fqn, name): value.detach().clone()
         for fqn, buffers in _states(model)
         for name, value in buffers.state().items()
     }
@@ -73,7 +73,8 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
     """
     states = dict(_states(model))
-    wanted = {f"{fqn}.{name}" if fqn else name for fqn, buffers in states.items() for name in buffers.state()}
+    keys = {fqn: {name: _key(fqn, name) for name in buffers.state()} for fqn, buffers in states.items()}
+    wanted = {key for of_layer in keys.values() for key in of_layer.values()}
     if wanted != set(state):
         missing, unknown = sorted(wanted - set(state)), sorted(set(state) - wanted)
         raise OperandError(
@@ -81,9 +82,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             f"unknown {unknown[:5]}; load the state of the same model, converted in the same way"
         )
     for fqn, buffers in states.items():
-        buffers.load(
-            "load_delayed_state_dict", {name: state[f"{fqn}.{name}" if fqn else name] for name in buffers.state()}
-        )
+        buffers.load("load_delayed_state_dict", {name: state[key] for name, key in keys[fqn].items()})
         buffers.notes.is_loaded = True
 
 
@@ -106,6 +105,10 @@ class DelayedScalingState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """`load_delayed_state_dict(model, state_dict)`."""
         load_delayed_state_dict(self.model, state_dict)
+
+
+def _key(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
 
 
 def _layers(model: nn.Module) -> list[Float8Linear]:

@@ -195,14 +195,7 @@ def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings)
 
 def _states(layers: Layers, device: torch.device) -> tuple[tuple[Delayed | None, ...], ...]:
     """Three tuples over w1, w2, w3: the states of their inputs, of their weights, of their grad_output."""
-    found: list[tuple[Delayed | None, ...]] = []
-    for layer in layers:
-        if layer.delayed is None:
-            found.append((None, None, None))
-            continue
-        found.append(layer.delayed.of_tensors())
-        if not torch.compiler.is_compiling():
-            layer.prepare_delayed(device)
+    found = [layer.delayed_states(device) or (None, None, None) for layer in layers]
     return tuple(tuple(of[i] for of in found) for i in range(3))
 
 

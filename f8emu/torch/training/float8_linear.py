@@ -15,6 +15,7 @@ from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.delayed_update import is_dtensor
+from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.shared_input import find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
 from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
@@ -124,12 +125,9 @@ class Float8Linear(Linear):
             x = x.reshape(-1, self.in_features)
         keeps_input = torch.is_grad_enabled() and self.weight.requires_grad
         plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts)
-        shared = delayed = None
-        if self.delayed is not None:
-            if not torch.compiler.is_compiling():
-                self.prepare_delayed(x.device)
-            delayed = self.delayed.of_tensors()
-        elif not torch.compiler.is_compiling():
+        shared = None
+        delayed = self.delayed_states(x.device)
+        if delayed is None and not torch.compiler.is_compiling():
             shared = find_operands(input, dtype, plan)
             if shared is None:
                 with torch.no_grad():
@@ -151,15 +149,21 @@ class Float8Linear(Linear):
         if (delayed := self.__dict__.get("delayed")) is not None:
             delayed.reset()
 
-    def prepare_delayed(self, device: torch.device) -> None:
-        """Before a call: the state is where the input is (`fully_shard` moves parameters only), the weight watched."""
-        assert self.delayed is not None, "asked before"
-        self.delayed.notes.is_loaded = False
-        if self.delayed.amax_input.device != device:
-            self.delayed.to(device)
-        weight = weight_of(self)
-        if weight is not None:
-            self.weight_watch.watch(self, weight)  # it may be another one, or have been frozen until now
+    def delayed_states(self, device: torch.device) -> DelayedStates | None:
+        """What the casts of a call with an input on `device` read and update; None under dynamic scaling.
+
+        Eager code prepares the call: the state is where the input is, and the weight watched.
+        """
+        if self.delayed is None:
+            return None
+        if not torch.compiler.is_compiling():
+            self.delayed.notes.is_loaded = False
+            if self.delayed.amax_input.device != device:  # `fully_shard` moves parameters only
+                self.delayed.to(device)
+            weight = weight_of(self)
+            if weight is not None:
+                self.weight_watch.watch(self, weight)  # it may be another one, or have been frozen until now
+        return self.delayed.of_tensors()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module`; a new weight is watched too."""

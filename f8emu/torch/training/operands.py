@@ -62,6 +62,10 @@ class Delayed(NamedTuple):
     """Of `DelayedScaling`."""
 
 
+DelayedStates = tuple[Delayed | None, Delayed | None, Delayed | None]
+"""Of input, weight and grad_output; None for a tensor with dynamic scales."""
+
+
 def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_stored: bool = False) -> ScaleSource:
     """The amaxes of `x` for both operands, found in one pass.
 
