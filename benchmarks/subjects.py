@@ -93,6 +93,8 @@ class Subject:
     model: nn.Module
     x: Tensor
     grad_output: Tensor
+    optimizer: torch.optim.Optimizer
+    """It holds the weights, as in training: a delayed layer that none steps looks itself whether its weight changed."""
 
     @property
     def label(self) -> str:
@@ -156,4 +158,8 @@ def make_subject(
     whole = checkpointed(name, own, checkpointing)
     call = compiled(name, whole) if mode == "compiled" else whole
     own_x = x.clone().requires_grad_()
-    return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
+    optimizer.step()
+    return Subject(
+        name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output, optimizer=optimizer
+    )
