@@ -248,6 +248,7 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     ours = report["variants"][1]
     assert ours["tokens_per_second_per_gpu"] == 6.0, "the median of the last two, without the first"
     assert (ours["speed"], ours["peak_reserved_gib"], ours["memory"]) == (1.5, 27.0, 1.5)
+    assert ours["last_loss_less_bf16"] == 3.0
     assert titan.main([*given, "f8emu/rowwise"]) == 1
     assert "what it said" in capsys.readouterr().out
     assert tomllib.loads(Path(titan.__file__).with_name("llama3_8b.toml").read_text())["model"]["flavor"] == "8B"

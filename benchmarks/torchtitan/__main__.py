@@ -2,6 +2,7 @@
 
     python -m benchmarks.torchtitan --wheels DIR --json OUT               all of the machine's GPUs, 32 layers
     python -m benchmarks.torchtitan --gpus 2 --layers 16 --json OUT       half the model
+    python -m benchmarks.torchtitan --steps 50 --json OUT                 the losses of 50 steps, same data
 
 Every variant is a run of torchrun: FSDP2, every block compiled, fused AdamW, random tokens, per-op selective
 checkpointing as torchtitan has it (`--checkpointing`). What follows `--` is passed on to torchtitan. `--wheels` is a
@@ -30,26 +31,29 @@ import torch
 from benchmarks.kernels import draw_kernels
 from benchmarks.report import draw, facts, figure, say, write_json
 
-_CONVERTER = "benchmarks.torchtitan.f8emu_converter"
+_ADAPTER = "f8emu.torch.integrations.torchtitan"
 _TORCHAO = ["--model.converters", "quantize.linear.float8"]
-_ALL_GATHER = [
-    "--quantize.linear.float8.enable_fsdp_float8_all_gather",
-    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
-]
+_RECIPES = ("tensorwise", "rowwise", "delayed")
+
+
+def _all_gather(section: str) -> list[str]:
+    """Float8 all-gather, its scales computed after the optimizer step; torchao and f8emu have the same keys."""
+    return [f"--{section}.enable_fsdp_float8_all_gather", f"--{section}.precompute_float8_dynamic_scale_for_fsdp"]
 
 
 def _f8emu(recipe: str) -> list[str]:
-    imports = ["--job.custom_config_module", _CONVERTER, "--experimental.custom_import", _CONVERTER]
-    return ["--model.converters", "f8emu", *imports, "--f8emu.recipe", recipe]
+    imports = ["--job.custom_config_module", _ADAPTER, "--experimental.custom_import", _ADAPTER]
+    return ["--model.converters", "f8emu", *imports, "--f8emu.recipe_name", recipe, "--f8emu.filter_fqns", "output"]
 
 
 BASELINE = "bf16"
 VARIANTS: dict[str, list[str]] = {
     BASELINE: [],
     "torchao/tensorwise": _TORCHAO,
-    "torchao/tensorwise+all-gather": [*_TORCHAO, *_ALL_GATHER],
+    "torchao/tensorwise+all-gather": [*_TORCHAO, *_all_gather("quantize.linear.float8")],
     "torchao/rowwise": [*_TORCHAO, "--quantize.linear.float8.recipe_name", "rowwise"],
-    **{f"f8emu/{recipe}": _f8emu(recipe) for recipe in ("tensorwise", "rowwise", "delayed")},
+    **{f"f8emu/{recipe}": _f8emu(recipe) for recipe in _RECIPES},
+    **{f"f8emu/{recipe}+all-gather": [*_f8emu(recipe), *_all_gather("f8emu")] for recipe in _RECIPES},
 }
 """Options of torchtitan."""
 _ENVIRONMENT = {
@@ -165,7 +169,7 @@ def run(command: Sequence[str], log: Path, site: Path, limit: float) -> str | No
 
 
 def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
-    """Adds speed and reserved memory, times bfloat16's."""
+    """Adds speed and reserved memory, times bfloat16's, and the last loss less bfloat16's."""
     plain = next((e for e in entries if e["variant"] == BASELINE and "failed" not in e), None)
     if plain is None:
         return
@@ -173,6 +177,8 @@ def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
         entry["speed"] = entry["tokens_per_second_per_gpu"] / plain["tokens_per_second_per_gpu"]
         if plain["peak_reserved_gib"] > 0:
             entry["memory"] = entry["peak_reserved_gib"] / plain["peak_reserved_gib"]
+        if len(entry["losses"]) == len(plain["losses"]):
+            entry["last_loss_less_bf16"] = entry["losses"][-1] - plain["losses"][-1]
 
 
 def _draw(report: dict[str, Any]) -> None:
@@ -192,6 +198,7 @@ def _draw(report: dict[str, Any]) -> None:
                 f"{e['peak_reserved_gib']:.2f}",
                 figure(e, "memory", ".3f"),
                 f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}",
+                figure(e, "last_loss_less_bf16", "+.4f"),
             ]
         )
     columns = (
@@ -204,6 +211,7 @@ def _draw(report: dict[str, Any]) -> None:
         "reserved GiB",
         "times bf16",
         "loss 1, last",
+        "less bf16's",
     )
     title = f"torchtitan, {report['layers']} layers, checkpointing {report['checkpointing']}, {report['device']}"
     draw(title, columns, rows)

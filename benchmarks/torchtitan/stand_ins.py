@@ -1,6 +1,7 @@
 """Stand-ins for what torchtitan asks for and a run of random tokens does not need. Call them before it is imported."""
 
 import importlib
+import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +24,14 @@ def datasets_if_broken() -> None:
         datasets.Dataset, datasets.load_dataset, datasets.distributed = object, None, distributed
         distributed.split_dataset_by_node = None
         sys.modules |= {"datasets": datasets, "datasets.distributed": distributed}
+
+
+def tensorboard_if_missing() -> None:
+    """torchtitan imports its writer, which nothing here uses."""
+    if importlib.util.find_spec("tensorboard") is None:
+        writer: Any = ModuleType("torch.utils.tensorboard")
+        writer.SummaryWriter = None
+        sys.modules["torch.utils.tensorboard"] = writer
 
 
 def cpu_as_accelerator() -> None:

@@ -17,7 +17,12 @@ import torch
 
 from benchmarks.kernels import kernels
 from benchmarks.report import package_version, write_json
-from benchmarks.torchtitan.stand_ins import cpu_as_accelerator, datasets_if_broken, sums_that_gloo_has
+from benchmarks.torchtitan.stand_ins import (
+    cpu_as_accelerator,
+    datasets_if_broken,
+    sums_that_gloo_has,
+    tensorboard_if_missing,
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -31,6 +36,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--result", type=Path, required=True)
     arguments = parser.parse_args(argv[:cut])
     datasets_if_broken()
+    tensorboard_if_missing()
     if arguments.device == "cpu":
         cpu_as_accelerator()
         sums_that_gloo_has()

@@ -1,0 +1,49 @@
+"""torchtitan 0.3: a converter of configuration trees. The model that its result builds is converted as it is built."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import nn
+from torchtitan.protocols.model import BaseModel, ModelConfigConverter  # pyright: ignore[reportMissingImports]
+
+from f8emu.torch.integrations.torchtitan.conversion import convert, precompute
+from f8emu.torch.training.linear_subclass import surrounds_forward
+
+
+class Float8Converter(ModelConfigConverter):
+    """For `converters` of torchtitan's `model_registry`; the last of them, so that it converts what others add.
+
+    Every `Linear` of torchtitan, and every subclass whose `forward` surrounds `super().forward()`, becomes a layer
+    that is an instance of both its old class and `f8emu.torch.Float8Linear`. A subclass with a `forward` of its own
+    stays in high precision, and the report that is logged names it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """The keys of `conversion.Options`."""
+
+        recipe_name: str = "tensorwise"
+        enable_fsdp_float8_all_gather: bool = False
+        precompute_float8_dynamic_scale_for_fsdp: bool = False
+        filter_fqns: list[str] = field(default_factory=list)
+
+    def __init__(self, config: Config) -> None:
+        self.options = config
+
+    def convert(self, model_config: Any) -> Any:
+        """A configuration with the fields of `model_config`, and of a subclass of its class."""
+        options, config_class = self.options, type(model_config)
+
+        class Float8ModelConfig(config_class):
+            def build(self, **kwargs: Any) -> BaseModel:
+                model = config_class.build(self, **kwargs)
+                linears = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+                convert(model, options, subclasses=tuple(filter(surrounds_forward, linears - {nn.Linear})))
+                return model
+
+        Float8ModelConfig.__qualname__ = f"Float8{config_class.__qualname__}"
+        return Float8ModelConfig(**{f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init})
+
+    def post_optimizer_build(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+        """For `ModelSpec.post_optimizer_build_fn`: precompute the scales of gathered weights after every step."""
+        optimizers.register_step_post_hook(lambda *args, **kwargs: precompute(model_parts, self.options))
