@@ -288,3 +288,36 @@ def cast_long_rows_kernel(
         values = tl.load(x + row * N + cols, mask=cols < N, other=0.0).to(tl.float32)
         tl.store(codes + row * N + cols, (values * inv).to(DTYPE), mask=cols < N)
         cols += BN
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def cast_columns_kernel(
+    x,
+    inv_scale,
+    codes,
+    M,
+    N,
+    tiles_n,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`codes` [M, N] of `x` [M, N], by the `inv_scale` [N] of its columns."""
+    tile = from_the_end()
+    rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    inv = tl.load(inv_scale + cols, mask=cols < N, other=0.0)
+    values = load_tile(x, rows, cols, M, N)
+    store_tile(codes, clamp(values * inv[None, :], LIMIT).to(DTYPE), rows, cols, M, N)
+
+
+@triton.jit(do_not_specialize=["tiles_n"])
+def transpose_codes_kernel(codes, out, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+    """`out` [N, M] = `codes` [M, N]^T, both as bytes."""
+    tile = tl.program_id(0)
+    rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    found = tl.load(codes + rows[:, None] * N + cols[None, :], mask=inside, other=0)
+    store_tile(out, tl.trans(found), cols, rows, N, M)

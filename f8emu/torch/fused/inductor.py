@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from f8emu.torch.device import has_float8_hardware
-from f8emu.torch.fused import delayed, operators
+from f8emu.torch.fused import columns, delayed, operators
 from f8emu.torch.fused.arguments import CODES, block_granularity
 
 _RECOMPUTABLE = (operators.recomputable_cast_pair,)
@@ -69,6 +69,7 @@ def _register_lowerings() -> None:
         (delayed.cast_pair_delayed, _cast_pair_delayed),
         (operators.cast_rows, _cast_rows),
         (operators.cast_blocks, _cast_blocks),
+        (columns.transpose_codes, _transpose_codes),
     ):
         lowering.add_needs_realized_inputs(operator.overload)
         lowering.register_lowering(operator.overload, type_promotion_kind=None)(_lowering(operator.overload, lower))
@@ -197,6 +198,13 @@ def _cast_blocks(
     if any(wanted):
         cast = plans.cast_squares if square else plans.cast_vectors
         _launch(cast(m, n, fmt, power_of_two, amax_floor, *wanted), *tensors)
+    return out
+
+
+def _transpose_codes(codes: Any, sizes: list[int]) -> Any:
+    m, n = sizes
+    out = _empty(codes, codes.get_dtype(), n, m)
+    _launch(_plans().transpose_codes(m, n), codes, out)
     return out
 
 

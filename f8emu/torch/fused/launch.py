@@ -33,6 +33,8 @@ SCALES_BLOCK = 256
 SCALES_WARPS = 4
 CAST_TILE = (64, 128)
 CAST_WARPS = 4
+TRANSPOSE_TILE = (128, 128)
+TRANSPOSE_WARPS = 8
 ROWS_ELEMENTS = 8192
 """Elements that a program of `cast_rows` keeps in registers, unless one row is longer."""
 ROWS_ELEMENTS_PER_WARP = 1024
@@ -319,6 +321,25 @@ def cast_rows(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -
     bm = max(1, ROWS_ELEMENTS // bn)
     warps = bm * bn // ROWS_ELEMENTS_PER_WARP
     return Plan(cast_kernels.cast_rows_kernel, blocks(m, bm), (m, n), {**constants, "BM": bm, "BN": bn}, warps)
+
+
+@planned
+def cast_columns(m: int, n: int, fmt: str) -> Plan:
+    """Tensors x [m, n], inv_scale of the columns, codes [m, n]."""
+    bm, bn = CAST_TILE
+    tiles_n = blocks(n, bn)
+    constants = {**codes_constants(fmt), "BM": bm, "BN": bn}
+    return Plan(cast_kernels.cast_columns_kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, CAST_WARPS)
+
+
+@planned
+def transpose_codes(m: int, n: int) -> Plan:
+    """Tensors codes [m, n] and out [n, m], as bytes."""
+    bm, bn = TRANSPOSE_TILE
+    tiles_n = blocks(n, bn)
+    constants = {"BM": bm, "BN": bn}
+    kernel = cast_kernels.transpose_codes_kernel
+    return Plan(kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), constants, TRANSPOSE_WARPS)
 
 
 @planned

@@ -19,10 +19,12 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
+from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.scale import scale_of_rows
+from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.operands import (
     Delayed,
     DelayedStates,
@@ -32,6 +34,14 @@ from f8emu.torch.training.operands import (
     cast_delayed,
     cast_rows_first,
     find_source,
+)
+from f8emu.torch.training.sharding import (
+    Layout,
+    Shards,
+    cast_sharded,
+    cast_sharded_weight,
+    global_delayed,
+    sum_products,
 )
 from f8emu.torch.training.torch_internals import Function, top_saved_tensors_hooks
 
@@ -45,6 +55,8 @@ class Plan(NamedTuple):
     """Whether `grad_weight` will be computed; if not, the input is cast only for `output` and nothing is saved."""
     recompute_casts: bool = False
     """Whether compiled code may repeat the cast of the input in the backward pass instead of saving its codes."""
+    layout: Layout | None = None
+    """How the matrices are sharded under tensor parallelism."""
 
 
 class InputOperands(NamedTuple):
@@ -52,13 +64,16 @@ class InputOperands(NamedTuple):
 
     output: Operand
     grad_weight: Operand | None
+    gathered: Tensor | None = None
+    """The place in the autograd graph of an input that was gathered as float8."""
 
 
 def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> InputOperands:
     """The operands of `output` and `grad_weight` that a layer casts from its input [M, K]."""
     recipe = plan.recipe
     cols = recipe.grad_weight.b if plan.keeps_input else None
-    output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed, plan.recompute_casts)
+    shards = None if plan.layout is None else plan.layout.input
+    output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed, plan.recompute_casts, shards)
     assert output is not None, "it was requested"
     return InputOperands(output, grad_weight)
 
@@ -90,7 +105,13 @@ def float8_matmul(
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
         x = cast_input(input, plan, of_input) if shared is None else shared
         rows, cols = recipe.output.b, recipe.grad_input.b
-        if of_weight is None:
+        gathered = None
+        if isinstance(weight, GatheredWeight):
+            w, of_weight, source = weight.of_output(), None, ScaleSource()
+            gathered = weight.of_grad_input()
+        elif plan.layout is not None:
+            w, source = cast_sharded_weight(weight, rows, cols, recipe.scale_rule, of_weight, plan.layout.weight)
+        elif of_weight is None:
             w, source = cast_rows_first(weight, rows, cols, recipe.scale_rule)
         else:
             w, _, source = cast_delayed(weight, rows, None, of_weight, recipe.scale_rule)
@@ -103,7 +124,7 @@ def float8_matmul(
     #    checkpointed region. Where nothing is recomputed, it goes in as an argument, and `Output` is not needed.
     is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
     product = None if is_recomputed else _product(x.output, w, plan, input.dtype)
-    saved = (kept, kept_scale, source.cols, *given)
+    saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
     output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product)
     # 3. output.
     if product is None:
@@ -113,7 +134,8 @@ def float8_matmul(
 
 @torch.no_grad()
 def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype) -> Tensor:
-    return gemm(x, w, plan.recipe.output, dtype, plan.engine)
+    product = gemm(x, w, plan.recipe.output, dtype, plan.engine)
+    return product if plan.layout is None else sum_products(product, plan.layout)
 
 
 class Output(Function):
@@ -141,35 +163,47 @@ class Float8Backward(Function):
         w_amax: Tensor | None,
         w_inv_scale: Tensor | None,
         w_scale: Tensor | None,
+        gathered: Tensor | None,
+        gathered_scale: Tensor | None,
         plan: Plan,
         of_weight: Delayed | None,
         of_grad_output: Delayed | None,
         product: Tensor | None,
     ) -> Tensor:
         """Save what the backward pass needs."""
-        ctx.save_for_backward(kept, kept_scale, weight, w_amax, w_inv_scale, w_scale)
+        own = weight if gathered is None else None
+        ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, gathered, gathered_scale)
         # Amaxes are written in the backward pass, so they are not saved tensors.
         ctx.plan, ctx.dtype, ctx.of_weight, ctx.of_grad_output = plan, input.dtype, of_weight, of_grad_output
+        ctx.weight_dtype = weight.dtype
         if product is not None:
             return product.detach()  # not a view, so it can be modified in place
-        return input.new_empty(1, 1).expand(input.shape[0], weight.shape[0])
+        m = input.shape[0] if plan.layout is None else plan.layout.output_rows(input.shape[0])
+        return input.new_empty(1, 1).expand(m, weight.shape[0])
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Cast grad_output and weight, multiply twice."""
         (grad_output,) = grads
-        kept, kept_scale, weight, w_amax, w_inv_scale, w_scale = ctx.saved_tensors
+        kept, kept_scale, weight, w_amax, w_inv_scale, w_scale, gathered, gathered_scale = ctx.saved_tensors
         recipe, engine = ctx.plan.recipe, ctx.plan.engine
         wants_input, wants_weight = ctx.needs_input_grad[0], kept is not None
         rows = recipe.grad_input.a if wants_input else None
         cols = recipe.grad_weight.a if wants_weight else None
-        g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output)
+        layout: Layout | None = ctx.plan.layout
+        shards = None if layout is None else layout.grad_output
+        g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output, shards=shards)
         d_input = d_weight = None
         if g is not None:
             cols = recipe.grad_input.b
-            if ctx.of_weight is not None and w_scale is None:  # its first cast
-                _, w, _ = cast_delayed(weight, None, cols, ctx.of_weight, recipe.scale_rule)
+            if gathered is not None:
+                w = Operand(transpose_codes(gathered), gathered_scale)
+            elif ctx.of_weight is not None and w_scale is None:  # its first cast
+                of_weight = ctx.of_weight
+                if layout is not None:
+                    of_weight = global_delayed(weight, cols, recipe.scale_rule, of_weight, layout.weight)
+                _, w, _ = cast_delayed(weight, None, cols, of_weight, recipe.scale_rule)
             else:
                 source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
                 _, w = cast_both(weight, None, cols, source, recipe.scale_rule)
@@ -178,8 +212,8 @@ class Float8Backward(Function):
             g = w = None  # frees their memory for the other product
         if g_transposed is not None:
             d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
-            d_weight = d_weight.to(weight.dtype)
-        return d_input, d_weight, *(None,) * 9
+            d_weight = d_weight.to(ctx.weight_dtype)
+        return d_input, d_weight, *(None,) * 11
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
@@ -220,10 +254,18 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
 
 
 def _cast_produced(
-    x: Tensor, rows: Cast | None, cols: Cast | None, recipe: Recipe, delayed: Delayed | None, recompute: bool = False
+    x: Tensor,
+    rows: Cast | None,
+    cols: Cast | None,
+    recipe: Recipe,
+    delayed: Delayed | None,
+    recompute: bool = False,
+    shards: Shards | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """Both casts of an activation or a gradient."""
     rule = recipe.scale_rule
+    if shards is not None:
+        return cast_sharded(x, rows, cols, rule, delayed, shards, recompute=recompute)
     if delayed is not None:
         row_operand, col_operand, _ = cast_delayed(x, rows, cols, delayed, rule)
         return row_operand, col_operand

@@ -21,6 +21,7 @@ from f8emu.torch.training.delayed import ConvertedModel
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
 from f8emu.torch.training.replacement import watch_replacements
+from f8emu.torch.training.sharded_weight import gather_as_float8, require_gatherable
 from f8emu.torch.training.small_layers import ModuleFilter
 from f8emu.torch.training.torchao_config import RecipeLike
 
@@ -36,6 +37,7 @@ def convert_to_float8_training(
     pad: bool = False,
     recompute_casts: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
+    enable_fsdp_float8_all_gather: bool = False,
 ) -> nn.Module:
     """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
 
@@ -58,6 +60,9 @@ def convert_to_float8_training(
         subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
             `super().forward()`, which then computes in float8; one that never calls it is left alone. The new layer
             is an instance of its old class and of Float8Linear.
+        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) the weights travel as float8, under
+            the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. They stay sharded in high
+            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
@@ -70,6 +75,8 @@ def convert_to_float8_training(
             float8 but is not Hopper, or weights that are sharded already.
     """
     recipe = resolve_recipe("convert_to_float8_training", config)
+    if enable_fsdp_float8_all_gather:
+        require_gatherable("convert_to_float8_training", recipe)
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
     layers = dict(linear_layers(module))
     _check_sharded(report)
@@ -89,6 +96,8 @@ def convert_to_float8_training(
             )
             if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
                 delayed.notes.name, delayed.notes.model = fqn, model
+    if enable_fsdp_float8_all_gather:
+        gather_as_float8(list(new.values()))
     watch_replacements()
     module = _replaced(module, chosen, new)
     _log.info("convert_to_float8_training: %s", report)
@@ -158,6 +167,7 @@ def swap_linear_with_float8_linear(
     pad: bool = False,
     recompute_casts: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
+    enable_fsdp_float8_all_gather: bool = False,
 ) -> nn.Module:
     """The older name of `convert_to_float8_training`, which it calls."""
     return convert_to_float8_training(
@@ -168,6 +178,7 @@ def swap_linear_with_float8_linear(
         pad=pad,
         recompute_casts=recompute_casts,
         subclasses=subclasses,
+        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
     )
 
 

@@ -41,6 +41,14 @@ class HostNotes:
         """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
         self.has_updated = False
         """Whether an update ran since the last backward pass that `WeightWatch` has seen."""
+        self.is_weight_cast = False
+        """Whether FSDP2 gathered the weight as float8 since the last update."""
+        self.has_weight_scale = False
+        """Whether all ranks know an inv_scale of the weight: an update ran after such a cast."""
+        self.is_sharded = False
+        """Whether the weight was distributed by tensor parallelism, so that `are_set` is asked."""
+        self.are_set: tuple[bool, bool, bool] = (False, False, False)
+        """Which inv_scales are known to be set, of TENSORS, on all ranks alike; True for one with dynamic scales."""
         self.reported: set[int] = set()
         """The tensors whose first infinity or NaN was reported."""
         self.is_loaded = False
@@ -100,6 +108,8 @@ class DelayedBuffers(nn.Module):
                 amax.fill_(UNCALLED)
         self._mark((False, False, False))
         self.notes.reported = set()
+        self.notes.is_weight_cast = self.notes.has_weight_scale = False
+        self.notes.are_set = (False, False, False)
 
     def of_tensors(self) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales."""
@@ -141,6 +151,19 @@ class DelayedBuffers(nn.Module):
         for inv_scale, known in zip(self.inv_scales, is_set, strict=True):
             mark_set(inv_scale, known)
 
+    def are_set(self) -> tuple[bool, bool, bool]:
+        """Which inv_scales of TENSORS are set, alike on all ranks of a layer; eager code waits for those that were not.
+
+        True for a tensor with dynamic scales. Compiled code is compiled again when it changes.
+        """
+        if not torch.compiler.is_compiling() and False in self.notes.are_set and not self.amax_input.is_meta:
+            if not (self.amax_input.is_cuda and torch.cuda.is_current_stream_capturing()):
+                found = to_list(torch.cat(self.inv_scales).flatten())
+                states = self.of_tensors()
+                x, w, g = (state is None or value > UNSET for state, value in zip(states, found, strict=True))
+                self.notes.are_set = x, w, g
+        return self.notes.are_set
+
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: the `DelayedState` of each of TENSORS, stacked, counts, and the step's amaxes."""
         return stacked(self.tensors())
@@ -171,6 +194,8 @@ class DelayedBuffers(nn.Module):
             for i in range(3):
                 self.inv_scales[i].copy_(inv_scale[i])
                 self.amaxes[i].copy_(state["amax"][i])
+        self.notes.is_weight_cast = self.notes.has_weight_scale = False
+        self.notes.are_set = (False, False, False)
         if not initialized.is_meta:
             self._mark(to_list(initialized))
         self.notes.reported = set()

@@ -61,7 +61,9 @@ def update_states(states: Sequence[StateOf]) -> None:
                 break
         else:
             of_recipes.append([buffers])
-        buffers.notes.has_updated, buffers.notes.is_loaded = True, False
+        notes = buffers.notes
+        notes.has_updated, notes.is_loaded = True, False
+        notes.has_weight_scale |= notes.is_weight_cast
     for (_, *groups), of_recipes in together.items():
         taken = take_amaxes([amax for found in of_recipes for buffers in found for amax in buffers.amaxes])
         for group in groups:
@@ -75,6 +77,9 @@ def update_states(states: Sequence[StateOf]) -> None:
             begin += 3 * len(found)
             if not is_compiling:
                 _copy_to_host(report, found)
+                for buffers in found:
+                    if buffers.notes.is_sharded:
+                        buffers.are_set()  # compiled code does not ask
 
 
 def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tensor:

@@ -1,0 +1,1 @@
+"""Float8 over several GPUs, on torch.distributed's own engines."""
