@@ -1,7 +1,7 @@
 """Float8Linear: an `nn.Linear` that computes under a recipe."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -16,6 +16,8 @@ from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.operands import DelayedStates
+from f8emu.torch.training.placements import local_call
+from f8emu.torch.training.sharding import Gathered
 from f8emu.torch.training.shared_input import find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
 from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
@@ -51,6 +53,8 @@ class Float8Linear(Linear):
     recompute_casts: bool
     delayed: DelayedBuffers | None
     weight_watch: WeightWatch
+    reduce_to: Sequence[Any] | None = None
+    """Under tensor parallelism, the placements to which the layer brings a sum over ranks (`Float8RowwiseParallel`)."""
 
     def __init__(
         self,
@@ -114,28 +118,43 @@ class Float8Linear(Linear):
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
-        if input.ndim == 0 or input.shape[-1] != self.in_features:
+        if input.ndim == 0 or (input.shape[-1] != self.in_features and not is_dtensor(input)):
             raise OperandError(
                 f"Float8Linear: input must be [..., in_features] with in_features = {self.in_features}; got shape "
                 f"{list(input.shape)}"
             )
-        x = input.to(dtype)
+        x, weight, bias, parts = input, self.weight, bias_of(self), None
+        delayed = self.delayed_states(x.device)
+        if is_dtensor(input) or is_dtensor(weight):
+            is_set = (True, True, True) if self.delayed is None else self.delayed.are_set()
+            parts = local_call("Float8Linear", input, weight, bias, self.recipe, self.reduce_to, is_set)
+            x, weight, bias = parts.input, parts.weight, parts.bias
+        x = x.to(dtype)
         require_values("Float8Linear", x, name="input")
         if x.ndim != 2:
-            x = x.reshape(-1, self.in_features)
-        keeps_input = torch.is_grad_enabled() and self.weight.requires_grad
-        plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts)
+            x = x.reshape(-1, x.shape[-1])
+        keeps_input = torch.is_grad_enabled() and weight.requires_grad
+        layout = None if parts is None else parts.layout
+        plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
         shared = None
-        delayed = self.delayed_states(x.device)
-        if delayed is None and not torch.compiler.is_compiling():
+        tokens = None if layout is None else layout.input.gather
+        is_kept = delayed is None and not torch.compiler.is_compiling()
+        if is_kept:
             shared = find_operands(input, dtype, plan)
-            if shared is None:
-                with torch.no_grad():
-                    shared = cast_input(x.detach(), plan)
+        if shared is None and (is_kept or tokens is not None):
+            with torch.no_grad():
+                shared = cast_input(x.detach(), plan, None if delayed is None else delayed[0])
+            if tokens is not None:
+                shared = shared._replace(gathered=Gathered.apply(x, tokens))
+            if is_kept:
                 keep_operands(input, dtype, plan, shared)
-        output = float8_matmul(x, self.weight, plan, shared, delayed)
-        if (bias := bias_of(self)) is not None:
+        if shared is not None and shared.gathered is not None:
+            x = shared.gathered
+        output = float8_matmul(x, weight, plan, shared, delayed)
+        if bias is not None:
             output = add_bias(output, bias)
+        if parts is not None:
+            return parts.as_dtensor(output.reshape(*parts.lead, output.shape[1]))
         return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -169,6 +188,8 @@ class Float8Linear(Linear):
         """As `nn.Module`; a new weight is watched too."""
         super().register_parameter(name, param)
         if name == "weight":
+            if is_dtensor(param) and self.delayed is not None:
+                self.delayed.notes.is_sharded = True
             self._follow_steps()
 
     def _follow_steps(self) -> None:
