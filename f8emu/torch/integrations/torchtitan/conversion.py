@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from f8emu.torch.distributed.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.training.convert import convert_to_float8_training
 from f8emu.torch.training.delayed_sync import DelayedScalingState
@@ -34,15 +35,13 @@ def convert(model: nn.Module, options: Options, *, subclasses: Collection[type[n
         config=options.recipe_name,
         module_filter_fn=_wanted(options),
         subclasses=subclasses,
-        **({"enable_fsdp_float8_all_gather": True} if options.enable_fsdp_float8_all_gather else {}),
+        enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
     )
 
 
 def precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
     """The scales of gathered weights, after an optimizer step. Delayed scales were updated in the step itself."""
     if options.enable_fsdp_float8_all_gather and options.precompute_float8_dynamic_scale_for_fsdp:
-        from f8emu.torch import precompute_float8_dynamic_scale_for_fsdp
-
         for part in model_parts:
             precompute_float8_dynamic_scale_for_fsdp(part)
 
