@@ -148,9 +148,10 @@ def build_app() -> "typer.Typer":
             Path,
             typer.Option(
                 metavar="IN",
-                help="A JSON list of objects: m, n, k, gemm (tensorwise, rowwise, bfloat16), accumulation (fast, "
-                "promoted; of float8), layout (tn, nt, nn, tt; of bfloat16), out_dtype, and a_dtype and b_dtype if "
-                "not both are float8_e4m3fn.",
+                help="A JSON list of objects: m, n, k, gemm (tensorwise, rowwise, bfloat16, "
+                "blockwise_1x128_1x128, blockwise_1x128_128x128, blockwise_128x128_1x128), accumulation (fast, "
+                "promoted; of float8 without block scales), layout (tn, nt, nn, tt; of bfloat16), out_dtype, and "
+                "a_dtype and b_dtype if not both are float8_e4m3fn.",
             ),
         ],
         json_file: Annotated[

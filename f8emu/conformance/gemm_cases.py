@@ -30,6 +30,8 @@ GEMM_SHAPES: dict[tuple[Format, Format], tuple[tuple[int, int, int], ...]] = {
 BLOCKWISE_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 384), (131, 37, 330))
 SPLITS: tuple[tuple[int, int, bool], ...] = ((2, 512, True), (3, 1024, False), (4, 1040, True), (4, 1040, False))
 """[CHAIN-3] (slices, K, fast): whole and rounded lengths, a last slice that is shorter, one that is empty."""
+BLOCKWISE_SPLITS: tuple[tuple[int, int], ...] = ((2, 640), (2, 1152), (3, 1664))
+"""The same of (slices, K) for each pair with block scales, in the order of the chip."""
 BF16_SHAPES: tuple[tuple[int, int, int, int], ...] = ((16, 32, 208, 1), (5, 7, 77, 1), (16, 16, 528, 3))
 """M, N, K, slices."""
 ALIGNED = HOPPER.size_multiple
@@ -120,6 +122,10 @@ def _split() -> Iterator[GemmCase]:
         yield scaled_case(
             name, pair, HOPPER.format_pairs[0], (16, 16, k), "normal", use_fast_accum=fast, split_k=slices
         )
+    pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
+    for pair, (slices, k) in zip(pairs, BLOCKWISE_SPLITS, strict=True):
+        name = f"split-K {slices} of {k} {pair[0].value} x {pair[1].value}"
+        yield scaled_case(name, pair, HOPPER.block_scaled_format_pairs[0], (16, 16, k), "normal", split_k=slices)
 
 
 def _grouped() -> Iterator[GemmCase]:

@@ -27,7 +27,7 @@ from f8emu.spec import (
     OperandTrace,
     Recipe,
 )
-from f8emu.spec.plan import PlannedGemm, split_k
+from f8emu.spec.plan import PlannedGemm, scaled_gemm_name, split_k
 
 Parts = dict[str, np.ndarray]
 _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
@@ -71,18 +71,20 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
 
 
 def planned_slices(case: LayerCase, layer: int) -> dict[str, int]:
-    """GEMM -> S, for those whose K the plan cuts [PLAN-1]. A layer that trains is emulated with the same S."""
+    """GEMM -> S, for those whose K the plan cuts [PLAN-1]. A layer that trains is emulated with the same S.
+
+    The plan is asked for the sizes that the library sees, zero-padding included.
+    """
     found: dict[str, int] = {}
     for name, (m, n, k) in case.gemm_sizes(layer).items():
         gemm = case.recipe.gemms[name]
         pair = None if gemm.is_high_precision else gemm.scaled_gemm_granularities
-        if pair is not None and pair[0].is_blockwise:
-            continue
+        pads_rows = pair is not None and pair[0] is Granularity.BLOCKWISE_1X128
         asked = PlannedGemm(
-            m=m,
+            m=-(-m // HOPPER.vector_multiple) * HOPPER.vector_multiple if pads_rows else m,
             n=-(-n // HOPPER.size_multiple) * HOPPER.size_multiple,
             k=-(-k // HOPPER.size_multiple) * HOPPER.size_multiple,
-            gemm="bfloat16" if pair is None else pair[0].value,
+            gemm="bfloat16" if pair is None else scaled_gemm_name(pair),
             accumulation="" if pair is None else "fast" if gemm.use_fast_accum else "promoted",
             layout=_LAYOUTS[name] if pair is None else "tn",
             out_dtype=case.dtype.name,

@@ -63,14 +63,15 @@ def store_scales(gemm: GemmCase) -> dict[str, np.ndarray]:
             return {"scale_a": gemm.scale_a.reshape(1), "scale_b": gemm.scale_b.reshape(1)}
         case Mode.BLOCKWISE:
             return {
-                "scale_a": _store_blocks(gemm.scale_a, gemm.granularity_a),
-                "scale_b": _store_blocks(gemm.scale_b.T, gemm.granularity_b),
+                "scale_a": store_blocks(gemm.scale_a, gemm.granularity_a),
+                "scale_b": store_blocks(gemm.scale_b.T, gemm.granularity_b),
             }
         case Mode.ROWWISE | Mode.GROUPED_ROWWISE | Mode.BF16:
             return {"scale_a": gemm.scale_a, "scale_b": gemm.scale_b}
 
 
-def _store_blocks(scale: np.ndarray, granularity: Granularity) -> np.ndarray:
+def store_blocks(scale: np.ndarray, granularity: Granularity) -> np.ndarray:
+    """Block scales [rows, blocks of K] of one operand in the library's shape [EPI-5], which says nothing of strides."""
     if granularity is Granularity.BLOCKWISE_128X128:
         return np.pad(scale.T, ((0, -scale.shape[1] % _PADDED_TO), (0, 0)))
     return scale

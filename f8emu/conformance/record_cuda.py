@@ -12,10 +12,10 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework, torch_arrays
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.layouts import store_scales
+from f8emu.conformance.layouts import store_blocks, store_scales
 from f8emu.environment import versions
 from f8emu.spec import Granularity, UnsupportedError
-from f8emu.spec.plan import PlannedGemm
+from f8emu.spec.plan import BLOCKWISE_GEMMS, PlannedGemm
 
 if TYPE_CHECKING:
     import torch
@@ -120,6 +120,10 @@ class CudaLauncher:
         try:
             if is_bfloat16:
                 out = torch.mm(a, b) if out_dtype == torch.bfloat16 else aten.mm.dtype(a, b, out_dtype)
+            elif gemm.is_blockwise:
+                pair = BLOCKWISE_GEMMS[gemm.gemm]
+                scales = self._unit_scales(pair[0], gemm.m, gemm.k), self._unit_scales(pair[1], gemm.n, gemm.k)
+                out = _blockwise(a, b, scales, pair, out_dtype)
             else:
                 ones = torch.ones(max(gemm.m, gemm.n), device=a.device)
                 scales = (ones[0], ones[0])
@@ -134,6 +138,11 @@ class CudaLauncher:
             torch.cuda.synchronize()
             return Refused(reason=str(error).strip().splitlines()[0])
         return self.arrays.store(out[0, :columns].contiguous())
+
+    def _unit_scales(self, granularity: Granularity, rows: int, k: int) -> "torch.Tensor":
+        """Block scales of 1 as the library takes them."""
+        ones = np.ones(granularity.scale_shape(rows, k), np.float32)
+        return _column_major(self.arrays.load(store_blocks(ones, granularity)))
 
 
 class _Call:
@@ -179,23 +188,28 @@ class _Call:
                     use_fast_accum=gemm.use_fast_accum,
                 )
             case Mode.BLOCKWISE:
-                from torch.nn.functional import ScalingType, scaled_mm
+                scales = self.scales["scale_a"], self.scales["scale_b"]
+                pair = gemm.granularity_a, gemm.granularity_b
+                options = {"bias": self.bias, "use_fast_accum": gemm.use_fast_accum}
+                return _blockwise(self.a, self.b, scales, pair, self.out_dtype, **options)
 
-                kinds = {
-                    Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
-                    Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
-                }
-                return scaled_mm(
-                    self.a,
-                    self.b,
-                    self.scales["scale_a"],
-                    kinds[gemm.granularity_a],
-                    self.scales["scale_b"],
-                    kinds[gemm.granularity_b],
-                    bias=self.bias,
-                    output_dtype=self.out_dtype,
-                    use_fast_accum=gemm.use_fast_accum,
-                )
+
+def _blockwise(
+    a: "torch.Tensor",
+    b: "torch.Tensor",
+    scales: "tuple[torch.Tensor, torch.Tensor]",
+    granularities: tuple[Granularity, Granularity],
+    out_dtype: "torch.dtype",
+    **options: Any,
+) -> "torch.Tensor":
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    kinds = {
+        Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
+        Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
+    }
+    kind_a, kind_b = (kinds[granularity] for granularity in granularities)
+    return scaled_mm(a, b, scales[0], kind_a, scales[1], kind_b, output_dtype=out_dtype, **options)
 
 
 def kernels_in_trace(trace: Mapping[str, Any]) -> Kernels:

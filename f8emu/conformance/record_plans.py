@@ -1,13 +1,15 @@
 """S of more shapes, found on a GPU: `f8emu record OUT --plans IN.json`.
 
-The library runs each shape once, and S is the one with which `f8ref.numpy` gives the same bits. In most GEMMs several S
-do: a bfloat16 output hides almost every difference, and promoted partials of like magnitude are added exactly. So the
+The library runs each shape once, and S is one with which `f8ref.numpy` gives the same bits: the predicted one if it is
+among them, otherwise the smallest. Several are if they cut K into slices of the same length. In most GEMMs others are
+too: a bfloat16 output hides almost every difference, and promoted partials of like magnitude are added exactly. So the
 operands are made to show S: the magnitude changes from block to block, and the second half of K takes back the first,
 so that what is left of a sum is what was cut and rounded away on the way.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +19,8 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.record import tracked
 from f8emu.conformance.record_cuda import CudaLauncher, Refused
-from f8emu.spec import BFLOAT16, HOPPER, SpecError, format_by_name
-from f8emu.spec.plan import Plan, PlannedGemm, Source, shipped_plan
+from f8emu.spec import BFLOAT16, HOPPER, Granularity, SpecError, format_by_name
+from f8emu.spec.plan import BLOCKWISE_GEMMS, Plan, PlannedGemm, Source, shipped_plan
 from f8emu.spec.plan_file import plan_from_json, plan_to_json
 
 COLUMNS = 16
@@ -113,19 +115,33 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
 
 
 def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
-    a_K, b_CK = revealing_operands(gemm)
-    out = run.planned(gemm, a_K, b_CK)
+    # One row is compared, which does not depend on M, N and the layout: a list of many shapes has few of them.
+    kind = replace(gemm, m=1, n=COLUMNS, layout="tn")
+    out = run.planned(gemm, *_operands(kind))
     if isinstance(out, Refused):
         return out
     for split_k in _candidates(gemm, guess):
-        if not different(emulated(gemm, a_K, b_CK, split_k), out).any():
+        if not different(_row(kind, split_k), out).any():
             return split_k
     return Refused(reason="no split of K gives these bits")
 
 
+@lru_cache(maxsize=64)
+def _operands(kind: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
+    return revealing_operands(kind)
+
+
+@lru_cache(maxsize=4096)
+def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
+    return emulated(kind, *_operands(kind), split_k)
+
+
 def _candidates(gemm: PlannedGemm, first: int) -> Iterator[int]:
     """S that cut K differently, the likeliest first, then ascending."""
-    multiple = (HOPPER.bfloat16 if gemm.gemm == "bfloat16" else HOPPER.float8).split_k_multiple
+    if gemm.is_blockwise:
+        multiple = HOPPER.block_scaled_model(BLOCKWISE_GEMMS[gemm.gemm]).split_k_multiple
+    else:
+        multiple = (HOPPER.bfloat16 if gemm.gemm == "bfloat16" else HOPPER.float8).split_k_multiple
     seen: set[int] = set()
     for split_k in (first, *range(1, _MAX_SLICES + 1)):
         length = -(-gemm.k // (split_k * multiple))
@@ -141,16 +157,15 @@ def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int)
     out_dtype = format_by_name(gemm.out_dtype)
     if gemm.gemm == "bfloat16":
         return oracle.mm(a_K[None], b_CK.T, out_dtype=out_dtype, split_k=split_k)[0]
-    scale_a, scale_b = np.ones((1, 1), np.float32), np.ones((1, len(b_CK)), np.float32)
-    if gemm.gemm == "tensorwise":
-        scale_a, scale_b = scale_a.reshape(()), scale_b[0, 0].reshape(())
+    kind = None if gemm.is_blockwise else Granularity(gemm.gemm)
+    pair = (kind, kind) if kind is not None else BLOCKWISE_GEMMS[gemm.gemm]
     return oracle.scaled_mm(
         a_K[None],
         b_CK.T,
-        scale_a,
-        scale_b,
-        granularity_a=gemm.gemm,
-        granularity_b=gemm.gemm,
+        np.ones(pair[0].scale_shape(1, gemm.k), np.float32),
+        np.ones(pair[1].scale_shape(len(b_CK), gemm.k), np.float32).T,
+        granularity_a=pair[0],
+        granularity_b=pair[1],
         out_dtype=out_dtype,
         use_fast_accum=gemm.accumulation == "fast",
         split_k=split_k,
@@ -167,7 +182,7 @@ def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
     # 1. Blocks of one magnitude each. Under promotion one product a block, so that what is promoted is exact, and S
     # shows in the roundings of the float32 total alone.
     magnitude = np.repeat(np.exp2(rng.integers(-6, 8, size=half // _BLOCK)), _BLOCK)
-    if gemm.accumulation == "promoted":
+    if gemm.accumulation == "promoted" or gemm.is_blockwise:
         magnitude[np.arange(half) % _BLOCK != 0] = 0
     first_a = rng.uniform(1, 2, half) * magnitude
     first_b = rng.uniform(1, 2, (COLUMNS, half)) * magnitude * rng.choice([-1, 1], (COLUMNS, half))

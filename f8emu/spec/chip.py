@@ -57,6 +57,8 @@ class Chip:
     """bfloat16 operands [BF16-1], [BF16-2]."""
     block_scaled: AccumulationModel
     """Float8 operands with block scales: the chain within each block of K. [EPI-5] adds up the blocks."""
+    square_split_k_multiple: int
+    """[CHAIN-3] Where one operand has 128x128 scales, in place of the `split_k_multiple` of `block_scaled`."""
 
     @property
     def operand_formats(self) -> tuple[Format, ...]:
@@ -67,13 +69,18 @@ class Chip:
         """How float8 operands without block scales are accumulated."""
         return self.float8_fast if use_fast_accum else self.float8
 
+    def block_scaled_model(self, granularities: tuple[Granularity, Granularity]) -> AccumulationModel:
+        """How float8 operands with block scales of (a, b) are accumulated."""
+        if Granularity.BLOCKWISE_128X128 not in granularities:
+            return self.block_scaled
+        return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)
+
     def refusal(
         self,
         formats: tuple[Format, Format],
         granularities: tuple[Granularity, Granularity],
         *,
         use_fast_accum: bool = False,
-        split_k: int = 1,
     ) -> str | None:
         """Why there is no such scaled GEMM of (a, b), and the way out; None if there is.
 
@@ -94,8 +101,6 @@ class Chip:
                 )
             if use_fast_accum:
                 return f"{self.name} has no fast accumulation beside block scales; pass use_fast_accum=False"
-            if split_k != 1:
-                return f"{self.name} has no split-K beside block scales; got split_k={split_k}; leave it out"
         return None
 
 
@@ -128,6 +133,7 @@ HOPPER = Chip(
     float8=replace(_HOPPER_CHAIN, promote_k=128),
     float8_fast=_HOPPER_CHAIN,
     block_scaled=_HOPPER_CHAIN,
+    square_split_k_multiple=512,  # four blocks, to which the library pads the columns of 128x128 scales
     bfloat16=AccumulationModel(
         step_k=16, aligned_fraction_bits=25, result_fraction_bits=23, promote_k=None, split_k_multiple=64
     ),

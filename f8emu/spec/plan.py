@@ -1,8 +1,9 @@
-"""Into how many slices a library cuts K, as data [PLAN-1..5]: the `split_k` that a GEMM's bits depend on.
+"""Into how many slices a library cuts K, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
 
 cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic of its version and of the chip [CHAIN-3]. What
-was recorded is looked up; for other shapes a decision tree predicts S. The trees were fitted on shapes off the grid of
-the recording, so that all recorded rows test them. Everything is in `data/`, one file for a chip and library.
+was recorded is looked up; for other shapes S is predicted: by a decision tree, under block scales by a formula. The
+trees were fitted on shapes off the grid of the recording, so that all recorded rows test them. Everything is in
+`data/`, one file for a chip and library.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,16 @@ from typing import NamedTuple
 
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, HIGH_PRECISION
+from f8emu.spec.scaling import Granularity
 
-GEMMS = ("tensorwise", "rowwise", "bfloat16")
-"""What multiplies: float8 with tensorwise or rowwise scales, or bfloat16."""
+BLOCKWISE_GEMMS = {
+    "blockwise_1x128_1x128": (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
+    "blockwise_1x128_128x128": (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
+    "blockwise_128x128_1x128": (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
+}
+"""Float8 with block scales: the name has those of a, then those of b."""
+GEMMS = ("tensorwise", "rowwise", *BLOCKWISE_GEMMS, "bfloat16")
+"""What multiplies: float8 with scales of some kind, or bfloat16."""
 ACCUMULATIONS = ("fast", "promoted")
 """[CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has one way only, and none of these names."""
 LAYOUTS = ("tn", "nt", "nn", "tt")
@@ -29,7 +37,7 @@ _ALIGNED = 8
 """The number of bfloat16 in 16 bytes."""
 
 MAX_M, MAX_N, MAX_K = 8192, 32768, 32768
-"""[PLAN-4] The range of the shapes on which the trees were fitted."""
+"""[PLAN-4] The range of the shapes on which the trees were fitted; the formulas are used in the same."""
 
 
 class Source(Enum):
@@ -66,7 +74,7 @@ class PlannedGemm:
     k: int
     gemm: str
     accumulation: str = ""
-    """Of float8 operands."""
+    """Of float8 operands; with block scales there is one way only, promoted, which need not be named."""
     layout: str = "tn"
     out_dtype: str
     a_dtype: str = E4M3FN.name
@@ -87,7 +95,12 @@ class PlannedGemm:
             _one_of("accumulation", self.accumulation, ("", *ACCUMULATIONS))
         else:
             _one_of("layout of a float8 GEMM", self.layout, ("tn",))
-            _one_of("accumulation of a float8 GEMM", self.accumulation, ACCUMULATIONS)
+            known = ("", "promoted") if self.is_blockwise else ACCUMULATIONS
+            _one_of(f"accumulation of a {self.gemm} GEMM", self.accumulation, known)
+
+    @property
+    def is_blockwise(self) -> bool:
+        return self.gemm in BLOCKWISE_GEMMS
 
     @property
     def bytes_of_k(self) -> int:
@@ -96,7 +109,7 @@ class PlannedGemm:
 
     @property
     def table(self) -> str:
-        """The name of the tree and of the recorded rows that apply.
+        """The name of the recorded rows that apply.
 
         [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM. A
         single row is contiguous in both directions, and is then no transposed operand.
@@ -108,10 +121,23 @@ class PlannedGemm:
         return f"bfloat16 {layout}"
 
     @property
+    def rule(self) -> str:
+        """The name of the rule that applies: [PLAN-6] with block scales one for all output types."""
+        return self.gemm if self.is_blockwise else self.table
+
+    @property
     def is_aligned(self) -> bool:
         """[PLAN-5] Whether both operands can be read 16 bytes at a time; otherwise older kernels run, with other S."""
         rows = self.m if self.table in ("bfloat16 nt", "bfloat16 tt") else _ALIGNED
         return not (rows % _ALIGNED or self.n % 16 or self.k % 16)
+
+
+def scaled_gemm_name(granularities: tuple[Granularity, Granularity]) -> str:
+    """`PlannedGemm.gemm` of float8 operands whose scales are of these kinds (a, b)."""
+    for name, pair in BLOCKWISE_GEMMS.items():
+        if pair == granularities:
+            return name
+    return granularities[0].value
 
 
 def _one_of(key: str, value: object, known: Sequence[str]) -> None:
@@ -139,12 +165,12 @@ class Tree:
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
-        most = max(1, (gemm.bytes_of_k - 1) // self.slice_bytes)
+        most = _most_slices(gemm, self.slice_bytes)
         plain = (gemm.m, gemm.n, gemm.k, most, gemm.m * gemm.n)
         at = 0
         while (index := self.nodes[at]) >= 0:
             tile = self.features[index]
-            value = -(-gemm.n // tile[0]) * -(-gemm.m // tile[1]) if tile else plain[index]
+            value = _tiles(gemm, tile) if tile else plain[index]
             at = at + 2 if value <= self.nodes[at + 1] else self._other[at]
         return min(-index, most)
 
@@ -164,6 +190,34 @@ def _second_branches(nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Formula:
+    """[PLAN-6] As many slices as K has room for, as the workspace holds, and as run at once."""
+
+    tile: tuple[int, int]
+    """Of the output, N by M."""
+    blocks: int
+    """How many tiles of a slice run at once."""
+    workspace_bytes: int
+    """The float32 results of all slices take less."""
+    slice_bytes: int
+    """That of the plan."""
+
+    def split_k(self, gemm: PlannedGemm) -> int:
+        """S of a shape."""
+        stored = (self.workspace_bytes - 1) // (gemm.m * gemm.n * 4)
+        return max(1, min(_most_slices(gemm, self.slice_bytes), stored, self.blocks // _tiles(gemm, self.tile)))
+
+
+def _most_slices(gemm: PlannedGemm, slice_bytes: int) -> int:
+    """[PLAN-2] How many slices of more than `slice_bytes` there are room for."""
+    return max(1, (gemm.bytes_of_k - 1) // slice_bytes)
+
+
+def _tiles(gemm: PlannedGemm, tile: Sequence[int]) -> int:
+    return -(-gemm.n // tile[0]) * -(-gemm.m // tile[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The plan of one library on one chip."""
 
@@ -173,9 +227,9 @@ class Plan:
     """The version of torch that called the library."""
     recorded: Mapping[tuple[str, int, int, int], int]
     """(table, M, N, K) -> S."""
-    trees: Mapping[str, Tree] = field(default_factory=dict[str, Tree])
+    rules: Mapping[str, Tree | Formula] = field(default_factory=dict[str, Tree | Formula])
     unsplit_outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """[PLAN-4] Table -> the number of outputs, M * N, at and above which no K up to `MAX_K` was split."""
+    """[PLAN-4] Rule -> the number of outputs, M * N, at and above which no K up to `MAX_K` was split."""
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
@@ -196,14 +250,14 @@ class Plan:
             return _UNKNOWN
         if gemm.gemm == "rowwise" or gemm.bytes_of_k <= 2 * self.slice_bytes:
             return Split(1, Source.PREDICTED)
-        tree = self.trees.get(gemm.table)
-        if tree is None:
+        rule = self.rules.get(gemm.rule)
+        if rule is None:
             return _UNKNOWN
-        if gemm.m * gemm.n >= self.unsplit_outputs[gemm.table]:
+        if gemm.m * gemm.n >= self.unsplit_outputs[gemm.rule]:
             return Split(1, Source.PREDICTED)
         if gemm.m > MAX_M or gemm.n > MAX_N:
             return _UNKNOWN
-        return Split(tree.split_k(gemm), Source.PREDICTED)
+        return Split(rule.split_k(gemm), Source.PREDICTED)
 
 
 def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> Split:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from f8emu.spec.errors import SpecError
-from f8emu.spec.plan import Plan, PlannedGemm, Split, Tree
+from f8emu.spec.plan import BLOCKWISE_GEMMS, Formula, Plan, PlannedGemm, Split, Tree
 
 SCHEMA = 1
 _REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
@@ -15,7 +15,8 @@ _OPTIONAL = ("accumulation", "layout", "a_dtype", "b_dtype")
 def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedGemm]]:
     """Each object of a list with the GEMM that it describes.
 
-    `accumulation` is left out, "" or null for bfloat16, `layout` for float8, whose only one is tn.
+    `accumulation` is left out, "" or null for bfloat16 and may be for block scales, which have one only; `layout` for
+    float8, whose only one is tn.
 
     Raises:
         SpecError: no list of objects, an unknown or missing key, or an unknown value; the message has the index.
@@ -34,7 +35,9 @@ def _gemm(data: Any, place: str) -> PlannedGemm:
     unknown = [key for key in item if key not in keys]
     if unknown:
         raise SpecError(f"{place}: unknown key {unknown[0]!r}; known keys are {', '.join(keys)}")
-    needed = (*_REQUIRED, "layout") if item.get("gemm") == "bfloat16" else (*_REQUIRED, "accumulation")
+    kind = item.get("gemm")
+    choice = "layout" if kind == "bfloat16" else "accumulation"
+    needed = _REQUIRED if kind in list(BLOCKWISE_GEMMS) else (*_REQUIRED, choice)
     missing = [key for key in needed if item.get(key) in ("", None)]
     if missing:
         raise SpecError(f"{place}: missing key {missing[0]!r}; a {item.get('gemm')!s} GEMM needs {', '.join(needed)}")
@@ -67,8 +70,8 @@ def plan_from_json(text: str, name: str) -> Plan:
             chip=str(data["chip"]),
             torch=str(data.get("torch", "")),
             recorded=dict(_recorded(data["recorded"])),
-            trees=_trees(data),
-            unsplit_outputs={table: int(rule["unsplit_outputs"]) for table, rule in data.get("rules", {}).items()},
+            rules=dict(_rules(data)),
+            unsplit_outputs={name: int(rule["unsplit_outputs"]) for name, rule in data.get("rules", {}).items()},
             slice_bytes=data.get("slice_bytes"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -80,14 +83,18 @@ def plan_from_json(text: str, name: str) -> Plan:
         ) from None
 
 
-def _trees(data: Mapping[str, Any]) -> dict[str, Tree]:
+def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, Tree | Formula]]:
     entries: list[Any] = data.get("features", [])
     features = tuple(_integers(entry) if isinstance(entry, list) else () for entry in entries)
     rules: dict[str, Any] = data.get("rules", {})
-    return {
-        table: Tree(nodes=_integers(rule["nodes"]), features=features, slice_bytes=int(data["slice_bytes"]))
-        for table, rule in rules.items()
-    }
+    for name, rule in rules.items():
+        slice_bytes = int(data["slice_bytes"])
+        if "nodes" in rule:
+            yield name, Tree(nodes=_integers(rule["nodes"]), features=features, slice_bytes=slice_bytes)
+            continue
+        n, m = _integers(rule["tile"])
+        blocks, workspace_bytes = _integers([rule["blocks"], rule["workspace_bytes"]])
+        yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
 
 
 def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:

@@ -28,7 +28,8 @@ OTHER = Chip(
     vector_multiple=1,
     float8=replace(CHAIN, promote_k=32),
     float8_fast=CHAIN,
-    block_scaled=replace(CHAIN, step_k=32),
+    block_scaled=replace(CHAIN, step_k=32, split_k_multiple=128),
+    square_split_k_multiple=256,
     bfloat16=replace(HOPPER.bfloat16, step_k=8, split_k_multiple=16),
 )
 T, R = Granularity.TENSORWISE, Granularity.ROWWISE
@@ -41,6 +42,8 @@ GEMMS: dict[str, dict[str, Any]] = {
     "rows": {"granularity_a": R, "granularity_b": R},
     "blocks": {"granularity_a": V, "granularity_b": V},
     "squares": {"granularity_a": V, "granularity_b": S},
+    "blocks in slices": {"granularity_a": V, "granularity_b": V, "split_k": 2},
+    "squares in slices": {"granularity_a": S, "granularity_b": V, "split_k": 4},
 }
 
 
@@ -117,11 +120,18 @@ def test_bfloat16_on_another_chip() -> None:
         ("promoted", "float8", {"promote_k": 64}),
         ("fast in slices", "float8_fast", {"split_k_multiple": 128}),
         ("blocks", "block_scaled", {"step_k": 16}),
+        ("blocks in slices", "block_scaled", {"split_k_multiple": 384}),
     ],
 )
 def test_every_number_of_a_chip_counts(name: str, model: str, change: dict[str, int]) -> None:
     altered = replace(OTHER, **{model: replace(getattr(OTHER, model), **change)})
     assert not np.array_equal(product(reference, altered, GEMMS[name]), product(reference, OTHER, GEMMS[name]))
+
+
+def test_the_length_of_slices_beside_squares_counts() -> None:
+    altered = replace(OTHER, square_split_k_multiple=128)
+    options = GEMMS["squares in slices"]
+    assert not np.array_equal(product(reference, altered, options), product(reference, OTHER, options))
 
 
 def test_each_chip_has_its_own_pairs() -> None:

@@ -133,6 +133,21 @@ def test_split_k(split_k: int) -> None:
     assert agree(lambda f8: f8.scaled_mm(a, b, one, one, out_dtype="float32", use_fast_accum=True, split_k=split_k))
 
 
+@pytest.mark.parametrize("split_k", [2, 3, 9])
+@pytest.mark.parametrize(
+    "pair", [p for p in HOPPER.granularity_pairs if p[0].is_blockwise], ids=lambda p: f"{p[0].value}-{p[1].value}"
+)
+def test_split_blockwise(pair: tuple[Granularity, Granularity], split_k: int) -> None:
+    rng = np.random.default_rng(85)
+    m, n, k = 5, 150, 1700
+    options = {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": "float32", "split_k": split_k}
+    for kind in KINDS:
+        a, b = drawn_codes(rng, (m, k), E4M3FN, kind), drawn_codes(rng, (k, n), E4M3FN, kind)
+        scale_a = drawn_scales(rng, pair[0].scale_shape(m, k))
+        scale_b = drawn_scales(rng, pair[1].scale_shape(n, k)[::-1])
+        assert agree(lambda f8, a=a, b=b, s=scale_a, t=scale_b: f8.scaled_mm(a, b, s, t, **options)), kind
+
+
 def test_grouped() -> None:
     rng = np.random.default_rng(83)
     a, b = drawn_codes(rng, (M, K), E4M3FN, "any"), drawn_codes(rng, (3, K, N), E4M3FN, "any")

@@ -1,5 +1,7 @@
 """What a chip multiplies and how it adds, against the literals of the measured rules (reference/NUMERICS.md)."""
 
+from dataclasses import replace
+
 import pytest
 
 from f8emu.spec import CHIPS, E4M3FN, E4M3FNUZ, E5M2, HOPPER, AccumulationModel, Format, Granularity
@@ -46,26 +48,34 @@ def test_what_hopper_multiplies() -> None:
     assert HOPPER.float8_model(use_fast_accum=False) is HOPPER.float8
 
 
+def test_slices_of_block_scaled_gemms() -> None:
+    """[CHAIN-3] Multiples of 512 beside 128x128 scales, of 128 otherwise; a slice never ends inside a block."""
+    assert HOPPER.block_scaled_model((V, V)) == HOPPER.block_scaled
+    for pair in ((V, S), (S, V)):
+        assert HOPPER.block_scaled_model(pair) == replace(HOPPER.block_scaled, split_k_multiple=512)
+    for chip in CHIPS.values():
+        for pair in ((V, V), (V, S), (S, V)):
+            assert chip.block_scaled_model(pair).split_k_multiple % 128 == 0
+
+
 def test_every_scaled_gemm_that_hopper_has_and_no_other() -> None:
     """[EPI-5], SPEC-1's last sentence: one list of refusals, asked for every combination."""
     taken = {
-        (a.name, b.name, x, y, fast, split_k)
+        (a.name, b.name, x, y, fast)
         for a in (E4M3FN, E5M2, E4M3FNUZ)
         for b in (E4M3FN, E5M2, E4M3FNUZ)
         for x in Granularity
         for y in Granularity
         for fast in (True, False)
-        for split_k in (1, 2)
-        if HOPPER.refusal((a, b), (x, y), use_fast_accum=fast, split_k=split_k) is None
+        if HOPPER.refusal((a, b), (x, y), use_fast_accum=fast) is None
     }
     e4m3, e5m2 = E4M3FN.name, E5M2.name
     assert taken == {
-        (a, b, x, x, fast, split_k)
+        (a, b, x, x, fast)
         for a, b in ((e4m3, e4m3), (e5m2, e4m3), (e4m3, e5m2))
         for x in (T, R)
         for fast in (True, False)
-        for split_k in (1, 2)
-    } | {(e4m3, e4m3, x, y, False, 1) for x, y in ((V, V), (V, S), (S, V))}
+    } | {(e4m3, e4m3, x, y, False) for x, y in ((V, V), (V, S), (S, V))}
 
 
 @pytest.mark.parametrize(
@@ -75,15 +85,14 @@ def test_every_scaled_gemm_that_hopper_has_and_no_other() -> None:
         ((E4M3FN, E4M3FN), (T, R), {}, "got tensorwise x rowwise; to use a tensorwise scale"),
         ((E4M3FN, E5M2), (V, V), {}, "block scales of float8_e4m3fn x float8_e4m3fn; got float8_e4m3fn x float8_e5m2"),
         ((E4M3FN, E4M3FN), (V, S), {"use_fast_accum": True}, "no fast accumulation beside block scales"),
-        ((E4M3FN, E4M3FN), (V, S), {"split_k": 3}, "no split-K beside block scales; got split_k=3"),
     ],
-    ids=["pair", "granularities", "blocks of E5M2", "fast blocks", "split blocks"],
+    ids=["pair", "granularities", "blocks of E5M2", "fast blocks"],
 )
 def test_a_refusal_says_what_there_is_and_what_was_asked_for(
     formats: tuple[Format, Format],
     granularities: tuple[Granularity, Granularity],
-    options: dict[str, int],
+    options: dict[str, bool],
     text: str,
 ) -> None:
-    refusal = HOPPER.refusal(formats, granularities, **options)  # pyright: ignore[reportArgumentType] (a bool is an int)
+    refusal = HOPPER.refusal(formats, granularities, **options)
     assert refusal is not None and text in refusal and refusal.startswith("Hopper ")

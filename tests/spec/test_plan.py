@@ -61,6 +61,47 @@ def test_the_rule_is_right_on_shapes_that_were_set_aside(table: str) -> None:
         assert right / len(recorded) >= (0.98 if table == "bfloat16 tt" else 0.99), (kind, right, len(recorded))
 
 
+BLOCKWISE = ("blockwise_1x128_1x128", "blockwise_1x128_128x128", "blockwise_128x128_1x128")
+
+
+@pytest.mark.parametrize("kind", BLOCKWISE[:2])
+def test_the_formula_of_block_scales_is_right_where_the_grid_tells(kind: str) -> None:
+    """[PLAN-6] 68 and 71 of 72 shapes; the other grids are those of a full GPU."""
+    rows = {
+        out: {(m, n, k): s for (of, m, n, k), s in PLAN.recorded.items() if of == f"{kind} {out}"}
+        for out in ("float32", "bfloat16")
+    }
+    assert rows["float32"] == rows["bfloat16"]
+    wrong = {}
+    for shape, s in rows["float32"].items():
+        for accumulation in ("", "promoted"):
+            asked = gemm(*shape, gemm=kind, out_dtype="float32", accumulation=accumulation)
+            assert PLAN.split_k(asked) == (s, Source.RECORDED)
+            if (predicted := PLAN.predicted(asked)) != (s, Source.PREDICTED):
+                wrong[shape] = predicted
+    assert wrong == {}
+    split = sum(s > 1 for s in rows["float32"].values())
+    assert (len(rows["float32"]), split) == {BLOCKWISE[0]: (65, 23), BLOCKWISE[1]: (71, 29)}[kind]
+
+
+def test_limits_of_the_formula() -> None:
+    """[PLAN-6] The float32 results of all slices take less than 1 MiB, as in 64 x 1024 x 14336, where 4 would take it.
+
+    The slices of all tiles run at once: 32 tiles of 64 x 32 are 4 times in 132. No output type differs.
+    """
+    for out_dtype in ("float32", "bfloat16", "float16"):
+        kinds = [{"gemm": kind, "out_dtype": out_dtype} for kind in BLOCKWISE]
+        predicted = [PLAN.predicted(gemm(64, 1024, 14336, **kind)) for kind in kinds]
+        predicted += [PLAN.predicted(gemm(8, 2048, 14336, **kind)) for kind in kinds]
+        assert predicted == [(s, Source.PREDICTED) for s in (3, 3, 3, 4, 5, 5)]
+        assert PLAN.predicted(gemm(64, 2048, 14336, **kinds[0])) == (1, Source.PREDICTED)
+        assert PLAN.predicted(gemm(65536, 4096, 14336, **kinds[0])) == (1, Source.PREDICTED)
+        assert PLAN.predicted(gemm(65536, 4096, 65536, **kinds[0])) == (1, Source.UNKNOWN)
+    assert split_k(gemm(16, 256, 8192, gemm=BLOCKWISE[2], out_dtype="float32")) == (3, Source.PREDICTED)
+    with pytest.raises(SpecError, match="accumulation of a blockwise_1x128_1x128 GEMM must be one of promoted"):
+        gemm(8, 256, 8192, gemm=BLOCKWISE[0], out_dtype="float32", accumulation="fast")
+
+
 def test_the_recording_has_splits_worth_predicting() -> None:
     split = defaultdict(int)
     for (table, *_), s in PLAN.recorded.items():
@@ -141,7 +182,7 @@ def test_limits_of_the_rule() -> None:
 
 def test_plan_files_are_read_back(tmp_path: Any) -> None:
     few = dict(list(PLAN.recorded.items())[:7])
-    plan = replace(PLAN, recorded=few, trees={}, unsplit_outputs={}, slice_bytes=None)
+    plan = replace(PLAN, recorded=few, rules={}, unsplit_outputs={}, slice_bytes=None)
     assert plan_from_json(plan_to_json(plan), "few") == plan
     over = plan_from_json(plan_to_json(replace(plan, recorded={("bfloat16 tn", 8, 64, 8192): 9})), "one").over(PLAN)
     asked = gemm(8, 64, 8192, gemm="bfloat16", layout="tn", out_dtype="float32")
@@ -153,11 +194,15 @@ GOOD = {"m": 8, "n": 512, "k": 8192, "gemm": "tensorwise", "accumulation": "fast
 
 
 def test_objects_come_back_with_their_split() -> None:
-    text = json.dumps([{**GOOD, "layout": ""}, {**GOOD, "gemm": "bfloat16", "accumulation": "", "layout": "nn"}])
+    blockwise = {key: value for key, value in GOOD.items() if key != "accumulation"} | {"gemm": BLOCKWISE[0]}
+    text = json.dumps(
+        [{**GOOD, "layout": ""}, {**GOOD, "gemm": "bfloat16", "accumulation": "", "layout": "nn"}, blockwise]
+    )
     items = gemms_from_json(text, "IN")
     found = with_splits(items, [split_k(asked) for _, asked in items])
     assert found[0] == {**GOOD, "layout": "", "split_k": 3, "source": "recorded"}
     assert found[1]["split_k"] == 6 and list(found[1])[-2:] == ["split_k", "source"]
+    assert found[2] == {**blockwise, "split_k": 3, "source": "predicted"}
 
 
 @pytest.mark.parametrize(

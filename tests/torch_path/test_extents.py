@@ -111,8 +111,33 @@ def test_slices_of_a_rounded_k_begin_where_they_did(
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+def test_slices_of_scaled_blocks_begin_where_they_did(
+    pair: tuple[Granularity, Granularity], compilations: Compilations, to_numpy: Any, assert_same_bits: Any
+) -> None:
+    """As above; beside 128x128 scales, slices of 17 times four blocks with 18 times four. Every scale is another."""
+    multiple = 1 if pair[0] is pair[1] else 4
+    options: dict[str, Any] = {"granularity_a": pair[0], "granularity_b": pair[1], "split_k": 2}
+    for k in (34 * multiple * 128 - 16, 34 * multiple * 128 - 160):
+        extents = rounded_extents(4, k, split_k=2, block_k=128, slice_blocks=multiple)
+        assert extents == (4, 2, 17 * multiple * 128, 18 * multiple * 128)
+        a, b = (f8.cast(drawn(seed, rows, k), "float8_e4m3fn") for seed, rows in ((1, 4), (2, 16)))
+        scale_a = drawn(3, *pair[0].scale_shape(4, k)).abs()
+        scale_b = drawn(4, *pair[1].scale_shape(16, k)).abs().t().contiguous()
+        args = (a, b.t(), scale_a, scale_b)
+        compilations.taken()
+        product = f8.scaled_mm(*args, **options, out_dtype=torch.float32)
+        assert (compilations.taken() > 0) == (k == 34 * multiple * 128 - 16)
+        expected, unsplit = (
+            reference.scaled_mm(*map(to_numpy, args), **{**options, "split_k": s}, out_dtype="float32") for s in (2, 1)
+        )
+        assert_same_bits(product, expected)
+        assert (expected != unsplit).any()
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
 def test_added_blocks_leave_minus_zero(
-    pair: tuple[Granularity, Granularity], to_numpy: Any, assert_same_bits: Any
+    pair: tuple[Granularity, Granularity], split_k: int, to_numpy: Any, assert_same_bits: Any
 ) -> None:
     """17 blocks are computed with 18. Each of the 17 adds -2^-158, which is rounded to -0."""
     m, n, k = 4, 16, 17 * 128
@@ -121,7 +146,7 @@ def test_added_blocks_leave_minus_zero(
     a, b = (x.view(torch.float8_e4m3fn) for x in (a, b))
     scale_a = torch.full(pair[0].scale_shape(m, k), 2.0**-70)
     scale_b = torch.full(pair[1].scale_shape(n, k), -(2.0**-70)).t().contiguous()
-    options: dict[str, Any] = {"granularity_a": pair[0], "granularity_b": pair[1]}
+    options: dict[str, Any] = {"granularity_a": pair[0], "granularity_b": pair[1], "split_k": split_k}
     args = (a, b.t(), scale_a, scale_b)
     product = f8.scaled_mm(*args, **options, out_dtype=torch.float32)
     assert torch.signbit(product).all() and not product.any()

@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         OperandError,
         "with 1x128 scales of a, M must be a multiple of 4; got 30; pad a and scale_a",
     ),
-    "blockwise, split": (BLOCKWISE | {"split_k": 2}, UnsupportedError, "no split-K beside block scales"),
+    "blockwise, no slices": (BLOCKWISE | {"split_k": 0}, SpecError, "split_k must be at least 1, which is no split"),
     "no out_dtype": ({"out_dtype": None}, UnsupportedError, "out_dtype=None asks for float8.*pass out_dtype=torch.bf"),
     "float8 out": ({"out_dtype": E4M3}, UnsupportedError, "out_dtype must be.*got torch.float8_e4m3fn; quantize"),
     "float64 out": ({"out_dtype": torch.float64}, UnsupportedError, "out_dtype must be.*got torch.float64"),

@@ -14,7 +14,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.layer import LayerCase, LayerMode, Place
 from f8emu.conformance.layer_trace import layer_parts, planned_slices
 from f8emu.conformance.subject import load_subject
-from f8emu.spec import E4M3FN, FLOAT32, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
 from f8emu.torch.gemm import planned
 
 pytest.importorskip("jax")
@@ -61,6 +61,25 @@ def test_scaled_mm_is_cut_as_planned(m: int, n: int, k: int, fast: bool, s: int)
     assert equal(rowwise, expected[1])  # never split
 
 
+@pytest.mark.parametrize(("square", "k", "s"), [(False, 8192, 3), (True, 8192, 3), (True, 4096, 1)])
+def test_block_scales_are_cut_as_planned(square: bool, k: int, s: int) -> None:
+    """Slices of 22 blocks, beside 128x128 scales of 24."""
+    import f8ref.numpy as oracle
+
+    draw = torch.Generator().manual_seed(3)
+    a, b = codes(1, 8, k), codes(2, 32, k).t()
+    scale_a = torch.rand((8, k // 128), generator=draw) + 0.5
+    scale_b = torch.rand((k // 128, 1 if square else 32), generator=draw) + 0.5
+    kinds = {"granularity_a": "blockwise_1x128", "granularity_b": "blockwise_128x128" if square else "blockwise_1x128"}
+    arrays = [ARRAYS.store(x) for x in (a, b, scale_a, scale_b)]
+    expected = {slices: oracle.scaled_mm(*arrays, **kinds, out_dtype="float32", split_k=slices) for slices in (1, s)}
+    options: dict[str, Any] = {**kinds, "out_dtype": torch.float32, "engine": "emulated"}
+    out = f8.scaled_mm(a, b, scale_a, scale_b, **options)
+    assert equal(out, expected[s])
+    assert equal(f8.scaled_mm(a, b, scale_a, scale_b, **options, split_k=1), expected[1])
+    assert s == 1 or not equal(out, expected[1])
+
+
 def test_the_layout_of_mm_decides() -> None:
     """The recording has 8 slices of 8 x 1536 x 16384 as tn, 11 as nn and 4 as nt, where a is contiguous along M."""
     import f8ref.numpy as oracle
@@ -76,10 +95,14 @@ def test_the_layout_of_mm_decides() -> None:
 
 
 @pytest.mark.parametrize("mode", [LayerMode.EAGER, LayerMode.COMPILED])
-@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE_WITH_GW_HP], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE_WITH_GW_HP, BLOCKWISE], ids=lambda recipe: recipe.name)
 def test_layers_are_cut_as_the_oracle_is_told(recipe: Recipe, mode: LayerMode) -> None:
-    """K of one GEMM of each layer is long: of `output` under tensorwise, of the bfloat16 `grad_weight` otherwise."""
-    shape, slices = ((16, 32, 8192), {"output": 3}) if recipe is TENSORWISE else ((4096, 32, 64), {"grad_weight": 3})
+    """K of one GEMM of each layer is long: of `output`, or of the bfloat16 `grad_weight`."""
+    shape, slices = {
+        TENSORWISE.name: ((16, 32, 8192), {"output": 3}),
+        ROWWISE_WITH_GW_HP.name: ((4096, 32, 64), {"grad_weight": 3}),
+        BLOCKWISE.name: ((7, 32, 8192), {"output": 3}),
+    }[recipe.name]
     kind: dict[str, Any] = {"dtype": FLOAT32, "weight_dtype": FLOAT32, "with_bias": False}
     case = LayerCase(recipe=recipe, mode=mode, shape=shape, **kind)
     assert planned_slices(case, 1) == slices
@@ -87,6 +110,13 @@ def test_layers_are_cut_as_the_oracle_is_told(recipe: Recipe, mode: LayerMode) -
     assert subject.train is not None
     expected, found = layer_parts(case, oracle.verbs), subject.train(case)
     assert found and [part for part in found if different(found[part], expected[part]).any()] == []
+
+
+def test_the_plan_is_asked_for_padded_rows() -> None:
+    """1x128 scales want rows in multiples of 4: of 125 rows the library sees 128, and those it does not cut."""
+    kind: dict[str, Any] = {"recipe": BLOCKWISE, "mode": LayerMode.EAGER, "dtype": FLOAT32, "weight_dtype": FLOAT32}
+    slices = [planned_slices(LayerCase(shape=(rows, 1024, 8192), **kind), 1) for rows in (124, 125)]
+    assert slices == [{"output": 2}, {}]
 
 
 def test_both_oracles_cut_layers_alike_and_otherwise_without() -> None:

@@ -50,7 +50,7 @@ def check_scaled_mm(
     if pair[0] is Granularity.ROWWISE and not (scale_a.is_contiguous() and scale_b.is_contiguous()):
         raise OperandError(f"{call}: rowwise scales must be contiguous; call scale.contiguous() first")
     formats = _FORMATS[a.dtype], _FORMATS[b.dtype]
-    refusal = CHIP.refusal(formats, pair, use_fast_accum=use_fast_accum, split_k=split_k or 1)
+    refusal = CHIP.refusal(formats, pair, use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"{call}: {refusal}")
     if pair[0] is Granularity.BLOCKWISE_1X128 and m % VECTOR_MULTIPLE:

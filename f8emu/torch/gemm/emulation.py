@@ -14,7 +14,15 @@ from torch import Tensor
 from f8emu import interop
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.dtypes import CHIP
-from f8emu.torch.gemm.extents import first_rows, padded_operand, padded_scales, rounded_extents
+from f8emu.torch.gemm.extents import (
+    BLOCK_K,
+    Extents,
+    first_rows,
+    padded_block_scales,
+    padded_operand,
+    padded_scales,
+    rounded_extents,
+)
 
 
 def scaled_mm(
@@ -35,11 +43,16 @@ def scaled_mm(
         MissingExtraError: jax is not installed.
     """
     (m, k), n = a.shape, b.shape[1]
-    model = CHIP.float8_model(use_fast_accum=use_fast_accum)
-    extents = rounded_extents(m, k, split_k=split_k, block_k=model.split_k_multiple)
-    if granularities[0] is not Granularity.TENSORWISE:
-        scale_a = padded_scales(scale_a, granularities[0].scale_shape(extents.m, extents.k), -0.0)
-        scale_b = padded_scales(scale_b, granularities[1].scale_shape(n, extents.k)[::-1], 0.0)
+    if granularities[0].is_blockwise:
+        slice_blocks = CHIP.block_scaled_model(granularities).split_k_multiple // BLOCK_K
+        extents = rounded_extents(m, k, split_k=split_k, block_k=BLOCK_K, slice_blocks=slice_blocks)
+        scale_a = _padded_block_scales(scale_a, granularities[0], extents, extents.m, -0.0)
+        scale_b = _padded_block_scales(scale_b.t(), granularities[1], extents, n, 0.0).t()
+    else:
+        multiple = CHIP.float8_model(use_fast_accum=use_fast_accum).split_k_multiple
+        extents = rounded_extents(m, k, split_k=split_k, block_k=multiple)
+        if granularities[0] is Granularity.ROWWISE:
+            scale_a = padded_scales(scale_a, (extents.m, 1), -0.0)
     product = _run(
         "scaled_mm",
         (padded_operand(a, extents), padded_operand(b.t(), extents, n).t(), scale_a, scale_b),
@@ -51,6 +64,10 @@ def scaled_mm(
         split_k=extents.slices,
     )
     return first_rows(product, m)
+
+
+def _padded_block_scales(scale: Tensor, granularity: Granularity, extents: Extents, rows: int, fill: float) -> Tensor:
+    return padded_block_scales(scale, extents, granularity.scale_shape(rows, BLOCK_K)[0], fill)
 
 
 def scaled_grouped_mm(

@@ -20,6 +20,7 @@ which +0 would change. So the added scales are -0 for `a` and +0 for `b`: with a
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -28,6 +29,8 @@ _PER_OCTAVE_BITS = 3
 _ROWS = 16
 _STEP = 32
 """The longest step of a chain [ACC-1]."""
+BLOCK_K = 128
+"""K that shares a block scale."""
 
 
 class Extents(NamedTuple):
@@ -45,13 +48,17 @@ class Extents(NamedTuple):
         return self.slices * self.padded_slice_k
 
 
-def rounded_extents(m: int, k: int, *, split_k: int, block_k: int) -> Extents:
-    """The extents that a product over K in `split_k` slices [CHAIN-3], in multiples of `block_k`, is computed with."""
+def rounded_extents(m: int, k: int, *, split_k: int, block_k: int, slice_blocks: int = 1) -> Extents:
+    """The extents that a product over K, in blocks of `block_k`, is computed with.
+
+    It is in `split_k` slices, each a multiple of `slice_blocks` blocks [CHAIN-3].
+    """
     rows = 1 << (m - 1).bit_length() if 0 < m < _ROWS else _rounded(m, _ROWS)
-    slice_k = math.ceil(math.ceil(k / split_k) / block_k) * block_k
+    multiple = block_k * slice_blocks
+    slice_k = math.ceil(math.ceil(k / split_k) / multiple) * multiple
     if split_k == 1 or slice_k >= k:
         return Extents(rows, 1, k, _rounded(k, _STEP if k <= block_k else block_k))
-    return Extents(rows, math.ceil(k / slice_k), slice_k, _rounded(slice_k, block_k))
+    return Extents(rows, math.ceil(k / slice_k), slice_k, _rounded(slice_k, multiple))
 
 
 def padded_operand(x: Tensor, extents: Extents, rows: int | None = None) -> Tensor:
@@ -74,6 +81,13 @@ def padded_operand(x: Tensor, extents: Extents, rows: int | None = None) -> Tens
 def padded_scales(scale: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
     """Scales with entries `fill` added below and to the right, up to `shape`."""
     return pad(scale.detach(), (0, shape[1] - scale.shape[1], 0, shape[0] - scale.shape[0]), value=fill)
+
+
+def padded_block_scales(scale: Tensor, extents: Extents, rows: int, fill: float) -> Tensor:
+    """Block scales [rows, blocks of K] with entries `fill` below, up to `rows`, and at the end of every slice of K."""
+    blocks = math.ceil(extents.padded_slice_k / BLOCK_K)
+    parts = scale.split(math.ceil(extents.slice_k / BLOCK_K), dim=1)
+    return torch.cat([padded_scales(part, (rows, blocks), fill) for part in parts], dim=1)
 
 
 def first_rows(product: Tensor, m: int) -> Tensor:

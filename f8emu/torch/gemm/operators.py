@@ -98,7 +98,7 @@ def run_scaled_mm(
     if engine == Engine.HARDWARE.value:
         return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
     if split_k is None:  # here, since sizes may be symbols while a compiler traces
-        split_k = scaled_mm_split_k(a, b, pair[0], out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+        split_k = scaled_mm_split_k(a, b, pair, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
     return emulation.scaled_mm(a, b, scale_a, scale_b, pair, **options, split_k=split_k)
 
 

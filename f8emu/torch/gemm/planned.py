@@ -1,11 +1,11 @@
-"""S, the number of slices of K, of an emulated GEMM whose caller gives none: that of the plan [PLAN-1..5]."""
+"""S, the number of slices of K, of an emulated GEMM whose caller gives none: that of the plan [PLAN-1..6]."""
 
 import warnings
 
 import torch
 from torch import Tensor
 
-from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, split_k
+from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, scaled_gemm_name, split_k
 from f8emu.spec.scaling import Granularity
 
 _SAID: set[str] = set()
@@ -13,17 +13,22 @@ _SAID: set[str] = set()
 
 
 def scaled_mm_split_k(
-    a: Tensor, b: Tensor, granularity: Granularity, *, out_dtype: torch.dtype, use_fast_accum: bool
+    a: Tensor,
+    b: Tensor,
+    granularities: tuple[Granularity, Granularity],
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
 ) -> int:
-    """S of a `scaled_mm`; block scales exclude a split."""
-    if granularity.is_blockwise or 0 in a.shape or 0 in b.shape:
+    """S of a `scaled_mm`."""
+    if 0 in a.shape or 0 in b.shape:
         return 1
     return _split_k(
         PlannedGemm(
             m=a.shape[0],
             n=b.shape[1],
             k=a.shape[1],
-            gemm=granularity.value,
+            gemm=scaled_gemm_name(granularities),
             accumulation="fast" if use_fast_accum else "promoted",
             out_dtype=_name(out_dtype),
             a_dtype=_name(a.dtype),

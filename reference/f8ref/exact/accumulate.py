@@ -138,16 +138,24 @@ def accumulate_split(products: Sequence[Product], model: AccumulationModel, spli
     Raises:
         SpecError: `split_k` below 1.
     """
-    if split_k < 1:
-        raise SpecError(f"accumulate_split: split_k must be at least 1 (no split); got {split_k}")
-    if split_k == 1:
-        return accumulate(products, model)
-    length = -(-len(products) // split_k)
-    length = -(-length // model.split_k_multiple) * model.split_k_multiple
-    total = ZERO
-    for part in _slices(products, max(length, 1)):
-        total = float32(add(total, accumulate(part, model)))
+    total, *others = [accumulate(part, model) for part in k_slices(products, model, split_k)] or [ZERO]
+    for result in others:
+        total = float32(add(total, result))
     return total
+
+
+def k_slices(products: Sequence[Product], model: AccumulationModel, split_k: int) -> list[Sequence[Product]]:
+    """[CHAIN-3] The slices of K that are not empty, in order; all of K if `split_k` is 1.
+
+    Raises:
+        SpecError: `split_k` below 1.
+    """
+    if split_k < 1:
+        raise SpecError(f"k_slices: split_k must be at least 1 (no split); got {split_k}")
+    length = -(-len(products) // split_k)
+    if split_k > 1:
+        length = -(-length // model.split_k_multiple) * model.split_k_multiple
+    return list(_slices(products, max(length, 1)))
 
 
 def _slices(products: Sequence[Product], length: int) -> Iterator[Sequence[Product]]:

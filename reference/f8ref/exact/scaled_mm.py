@@ -10,7 +10,7 @@ from f8emu.spec.chip import HOPPER, AccumulationModel, Chip
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format, Overflow
 from f8emu.spec.scaling import Granularity
-from f8ref.exact.accumulate import Product, accumulate_split, chain, product
+from f8ref.exact.accumulate import Product, accumulate_split, chain, k_slices, product
 from f8ref.exact.cast import decode, encode, float32
 from f8ref.exact.number import ZERO, Number, add, multiply
 
@@ -52,7 +52,7 @@ def scaled_dot(
     if not set(formats) <= set(chip.operand_formats):
         known = " or ".join(f.name for f in chip.operand_formats)
         raise OperandError(f"scaled_dot: codes of {known} expected; got {a_format} and {b_format}")
-    refusal = chip.refusal(formats, (granularity_a, granularity_b), use_fast_accum=use_fast_accum, split_k=split_k)
+    refusal = chip.refusal(formats, (granularity_a, granularity_b), use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"scaled_dot: {refusal}")
     if len(a_codes) != len(b_codes):
@@ -67,8 +67,9 @@ def scaled_dot(
     scales_a = [decode(code, FLOAT32) for code in scale_a]
     scales_b = [decode(code, FLOAT32) for code in scale_b]
     if granularity_a.is_blockwise:
+        model = chip.block_scaled_model((granularity_a, granularity_b))
         both_vectors = granularity_a is granularity_b
-        result = blockwise(products, scales_a, scales_b, chip.block_scaled, both_vectors=both_vectors)
+        result = blockwise(products, scales_a, scales_b, model, split_k, both_vectors=both_vectors)
     else:
         accumulator = accumulate_split(products, chip.float8_model(use_fast_accum=use_fast_accum), split_k)
         epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else rowwise
@@ -87,6 +88,33 @@ def rowwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
 
 
 def blockwise(
+    products: Sequence[Product],
+    scales_a: Sequence[Number],
+    scales_b: Sequence[Number],
+    model: AccumulationModel,
+    split_k: int = 1,
+    *,
+    both_vectors: bool,
+) -> Number:
+    """[EPI-5] in slices [CHAIN-3]: each has a float32 total of its own; these are added in float32, in order.
+
+    Raises:
+        SpecError: `split_k` below 1.
+    """
+    totals: list[Number] = []
+    first = 0
+    for part in k_slices(products, model, split_k):
+        assert first % BLOCK_K == 0, "a slice holds whole blocks"
+        blocks = slice(first // BLOCK_K, -(-(first + len(part)) // BLOCK_K))
+        totals.append(block_total(part, scales_a[blocks], scales_b[blocks], model, both_vectors=both_vectors))
+        first += len(part)
+    total, *others = totals or [ZERO]
+    for result in others:
+        total = float32(add(total, result))
+    return total
+
+
+def block_total(
     products: Sequence[Product],
     scales_a: Sequence[Number],
     scales_b: Sequence[Number],

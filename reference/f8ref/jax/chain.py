@@ -52,6 +52,8 @@ class Chain(NamedTuple):
     @property
     def blocks_per_slice(self) -> int:
         """[CHAIN-3], [BF16-2] A slice is `ceil(K / S)` long, rounded up to whole blocks."""
+        if self.split_k == 1:
+            return self.blocks
         multiple = self.model.split_k_multiple
         return max(1, math.ceil(math.ceil(self.k / self.split_k) / multiple) * (multiple // self.unit_k))
 
@@ -90,7 +92,7 @@ def blockwise_sum(
     b: jax.Array,
     promote: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-    """[EPI-5] The total of one tile over blocks of 128, as uint32 float32 bit patterns.
+    """[EPI-5] The total of one tile over blocks of 128, or the sum of those of its slices, as float32 bit patterns.
 
     `promote(block index, partial, total)` gives the new total; partial and total are bit patterns.
 
@@ -103,7 +105,18 @@ def blockwise_sum(
         a_i, b_i = _block(chain, a, i, 1), _block(chain, b, i, 0)
         return promote(i, _with_specials(chain, a_i, b_i, softfloat.bits(block_sum(i, zero))), total)
 
-    return lax.fori_loop(0, chain.blocks, one_block, softfloat.bits(zero))
+    def one_slice(first: jax.Array | int, end: jax.Array | int) -> jax.Array:
+        return lax.fori_loop(first, end, one_block, softfloat.bits(zero))
+
+    length = chain.blocks_per_slice
+    if length >= chain.blocks:
+        return one_slice(0, chain.blocks)
+
+    def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
+        return softfloat.add(total, one_slice(s * length, jnp.minimum((s + 1) * length, chain.blocks)))
+
+    # The first total is not added to +0, which would turn -0 into +0.
+    return lax.fori_loop(1, math.ceil(chain.blocks / length), add_slice, one_slice(0, length))
 
 
 def _zero(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:

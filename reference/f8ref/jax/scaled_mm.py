@@ -40,7 +40,8 @@ def scaled_mm(
 
     With `acc` the accumulator of [ACC-1..5], chained as [CHAIN-1] (`use_fast_accum`) or [CHAIN-2], in `split_k`
     slices [CHAIN-3]: `acc * (scale_a * scale_b)` tensorwise [EPI-1], `(acc * scale_b) * scale_a` rowwise [EPI-2], fused
-    multiply-adds over blocks of 128 blockwise [EPI-5]; then `+ bias` in float32 [EPI-3] and one rounding [EPI-4].
+    multiply-adds over blocks of 128 blockwise [EPI-5], in each slice; then `+ bias` in float32 [EPI-3] and one rounding
+    [EPI-4].
 
     Shapes: a [M, K], b [K, N], of any extents; scale_a `granularity_a.scale_shape(M, K)`; scale_b
     `granularity_b.scale_shape(N, K)` transposed; a tensorwise scale any shape of one element; bias [N]; result [M, N].
@@ -57,12 +58,12 @@ def scaled_mm(
     m, n, k = _extents(call, a, b)
     pair = (granularity_by_name(call, granularity_a), granularity_by_name(call, granularity_b))
     slices = _slices(call, split_k)
-    _require_gemm(call, chip.refusal(formats, pair, use_fast_accum=use_fast_accum, split_k=slices))
+    _require_gemm(call, chip.refusal(formats, pair, use_fast_accum=use_fast_accum))
     _require_scale(call, "scale_a", scale_a, pair[0], pair[0].scale_shape(m, k))
     _require_scale(call, "scale_b", scale_b, pair[1], pair[1].scale_shape(n, k)[::-1])
     out = output_format(call, out_dtype)
     if pair[0].is_blockwise:
-        chain = Chain(chip.block_scaled, *formats, k, scale_block_k=pair[0].block[1])
+        chain = Chain(chip.block_scaled_model(pair), *formats, k, slices, scale_block_k=pair[0].block[1])
     else:
         chain = Chain(chip.float8_model(use_fast_accum=use_fast_accum), *formats, k, slices)
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))

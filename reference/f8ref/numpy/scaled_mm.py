@@ -55,7 +55,8 @@ def scaled_mm(
 
     - tensorwise [EPI-1]: `acc * (scale_a * scale_b)`
     - rowwise [EPI-2]: `(acc * scale_b) * scale_a`
-    - blockwise [EPI-5]: a float32 total takes the accumulator of each 128 of K by a fused multiply-add
+    - blockwise [EPI-5]: a float32 total takes the accumulator of each 128 of K by a fused multiply-add; the totals of
+      the `split_k` slices of K are added up [CHAIN-3]
     - then the bias [EPI-3] and the output type [EPI-4]
 
     Shapes: `a` [M, K], `b` [K, N], `bias` [N], result [M, N]; any M, N and K.
@@ -74,7 +75,7 @@ def scaled_mm(
     _check_split(split_k, call)
     out_format = output_format(call, out_dtype)
     granularities = granularity_by_name(call, granularity_a), granularity_by_name(call, granularity_b)
-    refusal = chip.refusal((format_a, format_b), granularities, use_fast_accum=use_fast_accum, split_k=split_k)
+    refusal = chip.refusal((format_a, format_b), granularities, use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"{call}: {refusal}")
     b_NK = b_KN.T
@@ -85,11 +86,14 @@ def scaled_mm(
     addend = None if bias is None else _bias(bias, n, f"{call}: bias")
 
     is_blockwise = granularities[0].is_blockwise
-    model = chip.block_scaled if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum)
+    if is_blockwise:
+        model = chip.block_scaled_model(granularities)
+    else:
+        model = chip.float8_model(use_fast_accum=use_fast_accum)
     a_KM, b_KN = operand(a_MK, format_a, model), operand(b_NK, format_b, model)
     with np.errstate(over="ignore", invalid="ignore"):
         if is_blockwise:
-            result = _blockwise(a_KM, b_KN, factor_a, factor_b, granularities, model)
+            result = _blockwise(a_KM, b_KN, factor_a, factor_b, granularities, model, split_k)
         elif granularities[0] is Granularity.ROWWISE:
             result = (_accumulated(a_KM, b_KN, model, split_k) * factor_b) * factor_a  # [EPI-2]
         else:
@@ -195,13 +199,17 @@ def _blockwise(
     scale_b_BN: NDArray[np.float32],
     granularities: tuple[Granularity, Granularity],
     model: AccumulationModel,
+    split_k: int,
 ) -> NDArray[np.float32]:
-    """The float32 total of a blockwise GEMM [EPI-5]."""
+    """The float32 total of a blockwise GEMM [EPI-5], or the sum of those of the slices of K [CHAIN-3]."""
     both_vectors = granularities == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+    multiple = model.split_k_multiple if split_k > 1 else _BLOCK_K
+    length = max(-(-a.k // (split_k * multiple)), 1) * multiple
 
-    def tile(rows: slice, columns: slice) -> NDArray[np.float32]:
+    def slice_total(rows: slice, columns: slice, start: int) -> NDArray[np.float32]:
         total = np.zeros((a.part(rows=rows).rows, b.part(rows=columns).rows), np.float32)
-        for block, k in enumerate(range(0, a.k, _BLOCK_K)):
+        for k in range(start, min(start + length, a.k), _BLOCK_K):
+            block = k // _BLOCK_K
             part = slice(k, k + _BLOCK_K)
             partial = chain(a.part(k=part, rows=rows), b.part(k=part, rows=columns), model)
             factor_a, factor_b = scale_a_MB[rows, block, None], scale_b_BN[block, None, columns]
@@ -209,6 +217,12 @@ def _blockwise(
                 total = fma(partial * factor_a, factor_b, total)
             else:
                 total = fma(partial, factor_a * factor_b, total)
+        return total
+
+    def tile(rows: slice, columns: slice) -> NDArray[np.float32]:
+        total = slice_total(rows, columns, 0)  # not added to +0, which would turn -0 into +0
+        for start in range(length, a.k, length):
+            total = total + slice_total(rows, columns, start)
         return total
 
     return _tiled(a.rows, b.rows, tile)
