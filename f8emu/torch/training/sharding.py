@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.columns import cast_columns, transpose_codes
 from f8emu.torch.fused.delayed import UNSET
 from f8emu.torch.training.operands import (
     Delayed,
@@ -141,28 +142,17 @@ class Gathered(Function):
 
 def gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
     """The rows [tokens.rows, C] of all ranks from those of each, in the order of the tokens."""
-    width = x.shape[1]
-    return _gather(x, tokens, tokens.before, tokens.after * width).reshape(tokens.rows, width)
-
-
-def gather_cols(x: Tensor, tokens: Tokens) -> Tensor:
-    """As `gather_rows`, of a transposed matrix [C, rows]."""
-    height = x.shape[0]
-    return _gather(x, tokens, height * tokens.before, tokens.after).reshape(height, tokens.rows)
-
-
-def _gather(x: Tensor, tokens: Tokens, before: int, after: int) -> Tensor:
     # As bytes: gloo has no float8.
-    size = x.element_size()
-    own = x.view(torch.uint8).reshape(before, tokens.mine, after * size)
+    width = x.shape[1] * x.element_size()
+    own = x.view(torch.uint8).reshape(tokens.before, tokens.mine, tokens.after * width)
     missing = tokens.per_rank - tokens.mine
-    own = (pad(own, (0, 0, 0, missing)) if missing else own).contiguous()
+    own = pad(own, (0, 0, 0, missing)) if missing else own
     found = _collective("all_gather_into_tensor", own, tokens.ranks, tokens.group)
-    found = found.reshape(tokens.ranks, before, tokens.per_rank, after * size)
-    if before > 1:
+    found = found.reshape(tokens.ranks, tokens.before, tokens.per_rank, tokens.after * width)
+    if tokens.before > 1:
         found = found.transpose(0, 1).contiguous()
-    found = found.reshape(before, tokens.ranks * tokens.per_rank, after * size)
-    return found[:, : tokens.size].contiguous().view(x.dtype)
+    found = found.reshape(tokens.before, tokens.ranks * tokens.per_rank, tokens.after * width)[:, : tokens.size]
+    return found.reshape(tokens.rows, width).contiguous().view(x.dtype)
 
 
 def _collective(name: str, x: Tensor, *arguments: Any) -> Tensor:
@@ -199,36 +189,61 @@ def cast_sharded(
     delayed: Delayed | None,
     shards: Shards,
     *,
-    is_stored: bool = False,
     recompute: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
     """Both operands of a matrix of which `x` is this rank's part, under the scales of the whole; gathered if so asked.
 
     Exactness: codes and scales are those of the whole matrix, or slices of them.
     """
-    x, tokens = arrived(x), shards.gather
-    # 1. Of a gathered matrix with one scale, one operand is the other transposed: one of them travels.
-    is_one = tokens is not None and _is_tensorwise(rows) and _is_tensorwise(cols)
-    own_cols = None if is_one else cols
-    # 2. Cast this rank's part.
+    x = arrived(x)
+    if shards.gather is not None:
+        return _cast_gathered(x, rows, cols, rule, delayed, shards, shards.gather)
     if delayed is not None:
-        row, col, _ = cast_delayed(x, rows, own_cols, global_delayed(x, rows or cols, rule, delayed, shards), rule)
-    else:
-        source = find_sharded_source(x, rows, own_cols, shards, is_stored=is_stored)
-        row, col = cast_both(x, rows, own_cols, source, rule, recompute=recompute)
-    if tokens is None:
+        row, col, _ = cast_delayed(x, rows, cols, global_delayed(x, rows or cols, rule, delayed, shards), rule)
         return row, col
-    # 3. Gather.
-    if row is not None and rows is not None:
-        assert row.scale is not None, "high precision is not gathered"
-        is_own = rows.granularity is Granularity.ROWWISE
-        row = Operand(gather_rows(row.codes, tokens), gather_rows(row.scale, tokens) if is_own else row.scale)
-    if is_one:
-        assert row is not None, "rows were requested"
-        col = Operand(row.codes.view(torch.uint8).t().contiguous().view(row.codes.dtype), row.scale)
-    elif col is not None:
-        col = Operand(gather_cols(col.codes, tokens), col.scale)
-    return row, col
+    return cast_both(x, rows, cols, find_sharded_source(x, rows, cols, shards), rule, recompute=recompute)
+
+
+def _cast_gathered(
+    x: Tensor,
+    rows: Cast | None,
+    cols: Cast | None,
+    rule: ScaleRule,
+    delayed: Delayed | None,
+    shards: Shards,
+    tokens: Tokens,
+) -> tuple[Operand | None, Operand | None]:
+    """As `cast_sharded`. All codes travel in the layout of `x`; with one scale, those of `x^T` are the same codes."""
+    kinds = [None if cast is None else cast.granularity for cast in (rows, cols)]
+    if delayed is not None:
+        state = global_delayed(x, rows or cols, rule, delayed, shards)
+        own, _, _ = cast_delayed(x, rows or cols, None, state, rule)
+        assert own is not None, "it was requested"
+        row = col = _gathered(own, tokens, None)
+    else:
+        source = find_sharded_source(x, rows, cols, shards)
+        own, _ = cast_both(x, rows, None, source, rule)
+        row = col = None if own is None else _gathered(own, tokens, kinds[0])
+        if kinds[1] is Granularity.ROWWISE:
+            name = format_name(cols)
+            assert source.cols is not None and name is not None, "rowwise is float8"
+            inv_scale, scale = fused.scales(source.cols, name, rule.power_of_two, rule.amax_floor, 0)
+            col = Operand(gather_rows(cast_columns(x, name, inv_scale), tokens), scale)
+        elif cols is not None and kinds[0] is not kinds[1]:
+            own, _ = cast_both(x, cols, None, ScaleSource(rows=source.cols), rule)
+            assert own is not None, "it was requested"
+            col = _gathered(own, tokens, kinds[1])
+    if cols is not None:
+        assert col is not None, "it was requested"
+        col = Operand(transpose_codes(col.codes), col.scale)
+    return row if rows is not None else None, col if cols is not None else None
+
+
+def _gathered(own: Operand, tokens: Tokens, granularity: Granularity | None) -> Operand:
+    """The operand of all tokens from that of each rank's; a scale of all tokens is on every rank."""
+    assert own.scale is not None, "high precision is not gathered"
+    scale = gather_rows(own.scale, tokens) if granularity is Granularity.ROWWISE else own.scale
+    return Operand(gather_rows(own.codes, tokens), scale)
 
 
 def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delayed, shards: Shards) -> Delayed:
