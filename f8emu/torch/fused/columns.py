@@ -4,8 +4,6 @@ The shards of a weight are rows of it, and are gathered as rows. So codes of `x^
 transposed where they arrive.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -47,8 +45,12 @@ def _empty_columns(x: Tensor, fmt: str, inv_scale: Tensor) -> Tensor:
 
 
 @operator()
-def transpose_codes(codes: Tensor) -> Tensor:
-    """Codes [M, N] as a new tensor [N, M], row-major."""
+def transpose_codes(codes: Tensor, after: Tensor) -> Tensor:
+    """Codes [M, N] as a new tensor [N, M], row-major.
+
+    `after` is not read. A compiler sees that the transpose needs it, and does not move it into the forward pass, where
+    the result would be kept for the backward pass and the codes may not have been gathered yet.
+    """
     out = _empty_transposed(codes)
     if (launch := kernels_for(codes)) is None:
         return out.copy_(codes.view(torch.uint8).t().view(codes.dtype)) if codes.numel() else out
@@ -57,7 +59,7 @@ def transpose_codes(codes: Tensor) -> Tensor:
 
 
 @fake_with_hooks(transpose_codes)
-def _(codes: Tensor, *_: Any) -> Tensor:
+def _(codes: Tensor, after: Tensor) -> Tensor:
     return _empty_transposed(codes)
 
 

@@ -201,7 +201,7 @@ def _cast_blocks(
     return out
 
 
-def _transpose_codes(codes: Any, sizes: list[int]) -> Any:
+def _transpose_codes(codes: Any, sizes: list[int], after: Any) -> Any:
     m, n = sizes
     out = _empty(codes, codes.get_dtype(), n, m)
     _launch(_plans().transpose_codes(m, n), codes, out)

@@ -198,7 +198,7 @@ class Float8Backward(Function):
         if g is not None:
             cols = recipe.grad_input.b
             if gathered is not None:
-                w = Operand(transpose_codes(gathered), gathered_scale)
+                w = Operand(transpose_codes(gathered, grad_output), gathered_scale)
             elif ctx.of_weight is not None and w_scale is None:  # its first cast
                 of_weight = ctx.of_weight
                 if layout is not None:
