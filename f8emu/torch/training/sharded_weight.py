@@ -138,6 +138,11 @@ class ShardedWeight(Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "ShardedWeight":
         return cls(inner["plain"], *context)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The shard of a checkpoint is a plain tensor, which any program can load, on any number of ranks.
+        is_shard = not isinstance(self, nn.Parameter)
+        return self.plain.__reduce_ex__(protocol) if is_shard else super().__reduce_ex__(protocol)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self.plain!r}, recipe={self.recipe.label})"
 

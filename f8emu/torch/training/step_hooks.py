@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from f8emu.torch.training.delayed import ConvertedModel, DelayedBuffers, DelayedScalingError
 from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
+from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.torch_internals import not_compiled, own_parameters
 
 if TYPE_CHECKING:
@@ -227,6 +228,7 @@ def _modules_of(parameter: Tensor) -> Iterable[nn.Module]:
 def _sum_of_bits(weight: Tensor) -> Tensor:
     """Over the bits of `weight`; of a large one over a sample of `_SAMPLE` places, so that it costs next to nothing."""
     local: Tensor = getattr(weight, "to_local")() if is_dtensor(weight) else weight  # noqa: B009
+    local = local.rows if isinstance(local, GatheredWeight) else local
     flat = local.detach().contiguous().view(-1)
     size = flat.element_size()
     # torch sums int64 in one kernel; narrower integers it converts first.
