@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.placements import require_gatherable
+from f8emu.torch.training.shared_input import TracedInputs
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -84,8 +85,9 @@ class Float8RowwiseParallel(RowwiseParallel):
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """As `PrepareModuleInput`; what is to be replicated stays sharded along tokens, and is gathered as float8.
 
-    The float8 layers of the module cast and gather the input; those that share it do so once (eager code, with dynamic
-    scales). Other code of the module sees a DTensor with each rank's tokens, of the shape of the whole.
+    The float8 layers of the module cast and gather the input; those that share it do so once, except under delayed
+    scaling, where every layer has a scale of its own. Other code of the module sees a DTensor with each rank's tokens,
+    of the shape of the whole.
 
     Args:
         input_layouts: as for `PrepareModuleInput`.
@@ -160,6 +162,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"PrepareFloat8ModuleInput: float8_dtype must be what the layers cast their input to; got "
                     f"{self.float8_dtype}, and {format} in recipe {layer.recipe.label}; leave float8_dtype out"
                 )
+        traced = TracedInputs()
+        for layer in module.modules():
+            if isinstance(layer, Float8Linear):
+                layer.traced_inputs = traced
+        module.register_forward_pre_hook(traced.begin)
+        module.register_forward_hook(traced.end)
         return super()._apply(module, device_mesh)
 
 

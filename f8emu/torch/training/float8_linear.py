@@ -18,7 +18,7 @@ from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
-from f8emu.torch.training.shared_input import find_operands, keep_operands
+from f8emu.torch.training.shared_input import TracedInputs, find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
 from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
@@ -55,6 +55,8 @@ class Float8Linear(Linear):
     weight_watch: WeightWatch
     reduce_to: Sequence[Any] | None = None
     """Under tensor parallelism, the placements to which the layer brings a sum over ranks (`Float8RowwiseParallel`)."""
+    traced_inputs: TracedInputs | None = None
+    """What the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
 
     def __init__(
         self,
@@ -139,8 +141,11 @@ class Float8Linear(Linear):
         shared = None
         tokens = None if layout is None else layout.input.gather
         is_kept = delayed is None and not torch.compiler.is_compiling()
+        traced = self.traced_inputs if delayed is None and not is_kept else None
         if is_kept:
             shared = find_operands(input, dtype, plan)
+        elif traced is not None and traced.is_open:
+            shared = traced.find(input, dtype, plan)
         if shared is None and (is_kept or tokens is not None):
             with torch.no_grad():
                 shared = cast_input(x.detach(), plan, None if delayed is None else delayed[0])
@@ -148,6 +153,8 @@ class Float8Linear(Linear):
                 shared = shared._replace(gathered=Gathered.apply(x, tokens))
             if is_kept:
                 keep_operands(input, dtype, plan, shared)
+            elif traced is not None and traced.is_open:
+                traced.found.append((input, dtype, plan, shared))
         if shared is not None and shared.gathered is not None:
             x = shared.gathered
         output = float8_matmul(x, weight, plan, shared, delayed)

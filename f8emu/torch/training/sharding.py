@@ -235,7 +235,7 @@ def _cast_gathered(
             col = _gathered(own, tokens, kinds[1])
     if cols is not None:
         assert col is not None, "it was requested"
-        col = Operand(transpose_codes(col.codes), col.scale)
+        col = Operand(transpose_codes(col.codes, col.codes), col.scale)
     return row if rows is not None else None, col if cols is not None else None
 
 
@@ -255,10 +255,6 @@ def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delay
     amax = reduce_amax(fused.tensor_amax(x), every)
     own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)
     return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, own))
-
-
-def _is_tensorwise(cast: Cast | None) -> bool:
-    return cast is not None and cast.format is not None and cast.granularity is Granularity.TENSORWISE
 
 
 def cast_sharded_weight(

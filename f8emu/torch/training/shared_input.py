@@ -2,7 +2,8 @@
 
 The operands of the last input are cached until another input is cast or the tensor is freed. Only tensors with a
 `grad_fn` are cached: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
-the same tensor with the same version. In compiled code nothing is cached: there the compiler merges equal casts.
+the same tensor with the same version. In compiled code nothing is cached: there the compiler merges equal casts. It
+does not merge collectives, so a module whose input is gathered has `TracedInputs`.
 """
 
 import threading
@@ -13,6 +14,32 @@ import torch
 from torch import Tensor
 
 from f8emu.torch.training.autograd import InputOperands, Plan, checkpointed_region
+
+
+class TracedInputs:
+    """The inputs that the layers of one module have cast so far, in a compiler's trace of the module's forward pass.
+
+    Hooks of the module begin and end it, so that nothing of it is left when the trace ends.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.found: list[tuple[Tensor, torch.dtype, Plan, InputOperands]] = []
+
+    def begin(self, *_: Any) -> None:
+        """A forward pre-hook."""
+        self.is_open, self.found = torch.compiler.is_compiling(), []
+
+    def end(self, *_: Any) -> None:
+        """A forward hook."""
+        self.is_open, self.found = False, []
+
+    def find(self, input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
+        """As `find_operands`."""
+        for known, its_dtype, its_plan, operands in self.found:
+            if known is input and its_dtype is dtype and its_plan == plan:
+                return operands
+        return None
 
 
 class _Last(threading.local):
