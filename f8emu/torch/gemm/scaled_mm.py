@@ -38,7 +38,7 @@ def scaled_mm(
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
     recorded case. `engine="hardware"`: the bits of the device. `split_k` is for the emulation of a split that the
-    library's heuristic chose [CHAIN-3]: None takes it from the plan, `f8emu.spec.plan` [PLAN-1..5], and is the only
+    library's heuristic chose [CHAIN-3]: None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only
     value on the hardware. A shape that the plan does not know is emulated without a split; a warning says so once.
 
     Args:
