@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import E4M3FN, E5M2, Granularity, OperandError, ScaleRule, SpecError, UnsupportedError
-from f8emu.torch.fused import delayed
+from f8emu.torch.fused import columns, delayed
 from f8emu.torch.fused import operators as fused
 
 # Loading and running the compiler warns about torch's own old code.
@@ -249,6 +249,8 @@ def calls(x: torch.Tensor) -> dict[str, tuple[Any, tuple]]:
         ),
         "cast_rows": (fused.cast_rows, (x, E4M3, True, 1e-12)),
         "cast_blocks": (fused.cast_blocks, (x, E4M3, False, True, True, False, 1e-12)),
+        "cast_columns": (columns.cast_columns, (x, E4M3, cols)),
+        "transpose_codes": (columns.transpose_codes, (x.view(torch.uint8), rows)),
         "cast_blocks, squares": (fused.cast_blocks, (x, E4M3, True, True, False, False, 1e-12)),
     }
 

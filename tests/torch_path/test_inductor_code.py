@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from f8emu.torch.fused import delayed, inductor
+from f8emu.torch.fused import columns, delayed, inductor
 from f8emu.torch.fused import operators as fused
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Inductor needs Triton")
@@ -93,6 +93,7 @@ def everything(x: Tensor, weight: Tensor, inv_scale: Tensor, amax: Tensor) -> li
     found += [*fused.cast_rows(x, FMT, *RULE), fused.row_amax(weight)]
     for square in (False, True):
         found += fused.cast_blocks(x, FMT, square, True, True, *RULE)
+    found.append(columns.transpose_codes(rows, x))
     return found
 
 

@@ -17,7 +17,7 @@ import torch
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
-from f8emu.torch.fused import delayed
+from f8emu.torch.fused import columns, delayed
 from f8emu.torch.fused import operators as fused
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
 
@@ -160,6 +160,15 @@ def test_pairs_by_any_amax(dtype, fmt: Format, compare) -> None:
 def test_pairs_under_a_given_scale(fmt: Format, x, compare) -> None:
     for value, wanted in ((0.3, (True, True)), (9.0, (True, False)), (2.0**-9, (False, True))):
         compare(fused.cast_pair_given, x, fmt.name, torch.full((1, 1), value), *wanted)
+
+
+@ON_GPU
+@FORMATS
+def test_codes_by_column_and_transposed(fmt: Format, x, compare) -> None:
+    """The inv_scales fit some columns and make others saturate."""
+    compare(columns.cast_columns, x, fmt.name, torch.linspace(0.01, 9, x.shape[1])[:, None])
+    codes = torch.randint(0, 256, x.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    compare(columns.transpose_codes, codes.view(getattr(torch, fmt.name)), x)
 
 
 @ON_GPU

@@ -314,7 +314,8 @@ def cast_columns_kernel(
 
 @triton.jit(do_not_specialize=["tiles_n"])
 def transpose_codes_kernel(codes, out, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
-    """`out` [N, M] = `codes` [M, N]^T, both as bytes."""
+    """`out` [N, M] = `codes` [M, N]^T, as bytes."""
+    codes, out = codes.to(tl.pointer_type(tl.uint8), bitcast=True), out.to(tl.pointer_type(tl.uint8), bitcast=True)
     tile = tl.program_id(0)
     rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)

@@ -23,7 +23,7 @@ def cast_columns(x: Tensor, fmt: str, inv_scale: Tensor) -> Tensor:
     """
     codes = _empty_columns(x, fmt, inv_scale)
     if (launch := kernels_for(x)) is None:
-        return eager.cast_by(x.t(), named_format("cast_columns", fmt), inv_scale).t().contiguous()
+        return codes.copy_(eager.cast_by(x.t(), named_format("cast_columns", fmt), inv_scale).t())
     launch.cast_columns(*x.shape, fmt)(x.contiguous(), inv_scale.contiguous(), codes)
     return codes
 
@@ -46,7 +46,7 @@ def _empty_columns(x: Tensor, fmt: str, inv_scale: Tensor) -> Tensor:
 
 @operator()
 def transpose_codes(codes: Tensor, after: Tensor) -> Tensor:
-    """Codes [M, N] as a new tensor [N, M], row-major.
+    """Codes [M, N], or their bytes, as a new tensor [N, M], row-major.
 
     `after` is not read. A compiler sees that the transpose needs it, and does not move it into the forward pass, where
     the result would be kept for the backward pass and the codes may not have been gathered yet.
@@ -54,7 +54,7 @@ def transpose_codes(codes: Tensor, after: Tensor) -> Tensor:
     out = _empty_transposed(codes)
     if (launch := kernels_for(codes)) is None:
         return out.copy_(codes.view(torch.uint8).t().view(codes.dtype)) if codes.numel() else out
-    launch.transpose_codes(*codes.shape)(codes.contiguous().view(torch.uint8), out.view(torch.uint8))
+    launch.transpose_codes(*codes.shape)(codes.contiguous(), out)
     return out
 
 
@@ -64,7 +64,7 @@ def _(codes: Tensor, after: Tensor) -> Tensor:
 
 
 def _empty_transposed(codes: Tensor) -> Tensor:
-    if codes.ndim != 2 or codes.dtype not in CODES.values():
+    if codes.ndim != 2 or codes.dtype not in (torch.uint8, *CODES.values()):
         raise OperandError(
             f"transpose_codes: codes must be float8 [M, N]; got {codes.dtype} of shape {list(codes.shape)}"
         )

@@ -334,7 +334,7 @@ def cast_columns(m: int, n: int, fmt: str) -> Plan:
 
 @planned
 def transpose_codes(m: int, n: int) -> Plan:
-    """Tensors codes [m, n] and out [n, m], as bytes."""
+    """Tensors codes [m, n] and out [n, m]."""
     bm, bn = TRANSPOSE_TILE
     tiles_n = blocks(n, bn)
     constants = {"BM": bm, "BN": bn}
