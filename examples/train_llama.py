@@ -10,11 +10,11 @@ step are the same on every number of devices. A run with `--checkpoint.folder` r
 """
 
 import argparse
-import datetime
 import os
 import shutil
 import sysconfig
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
@@ -33,6 +33,7 @@ from torch.distributed.tensor import parallel as tp
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import f8emu.torch as f8
+from f8emu.torch.distributed import tensor_parallel as float8_tp
 from f8emu.torch.distributed.checkpoints import export_safetensors
 
 
@@ -120,15 +121,12 @@ class Llama(nn.Module):
     def __init__(self, size: Size, checkpointing: str = "none") -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(size.vocabulary, size.dim)
-        self.layers = nn.ModuleList(Block(size, checkpointing) for _ in range(size.layers))
+        self.layers = nn.Sequential(*(Block(size, checkpointing) for _ in range(size.layers)))
         self.norm = nn.RMSNorm(size.dim, eps=1e-5)
         self.output = nn.Linear(size.dim, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.output(self.norm(x))
+        return self.output(self.norm(self.layers(self.tok_embeddings(tokens))))
 
 
 def build(options: argparse.Namespace, mesh: DeviceMesh) -> Llama:
@@ -140,7 +138,7 @@ def build(options: argparse.Namespace, mesh: DeviceMesh) -> Llama:
         float8 = {"config": options.recipe, "enable_fsdp_float8_all_gather": options.all_gather}
         f8.convert_to_float8_training(model, module_filter_fn=lambda _, fqn: not any(x in fqn for x in kept), **float8)
     if mesh["tp"].size() > 1:
-        parallelize_tensors(model, mesh["tp"])
+        parallelize_tensors(model, mesh["tp"], float8=options.recipe in ("tensorwise", "rowwise", "delayed"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.layers:
         if options.compile:
@@ -152,8 +150,11 @@ def build(options: argparse.Namespace, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def parallelize_tensors(model: Llama, mesh: DeviceMesh) -> None:
+def parallelize_tensors(model: Llama, mesh: DeviceMesh, *, float8: bool) -> None:
     """Tensor and sequence parallelism: between the blocks every rank has a part of the sequence."""
+    colwise = float8_tp.Float8ColwiseParallel if float8 else tp.ColwiseParallel
+    rowwise = float8_tp.Float8RowwiseParallel if float8 else tp.RowwiseParallel
+    gather = float8_tp.PrepareFloat8ModuleInput if float8 else tp.PrepareModuleInput
     whole, sequence = Replicate(), Shard(1)
     plan: dict[str, tp.ParallelStyle] = {
         "tok_embeddings": tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
@@ -161,9 +162,9 @@ def parallelize_tensors(model: Llama, mesh: DeviceMesh) -> None:
     }
     plan |= {name: tp.SequenceParallel() for name in ("norm", "layers.*.attention_norm", "layers.*.ffn_norm")}
     for part, columns, row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
-        plan[f"layers.*.{part}"] = tp.PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole)
-        plan |= {f"layers.*.{part}.{name}": tp.ColwiseParallel() for name in columns}
-        plan[f"layers.*.{part}.{row}"] = tp.RowwiseParallel(output_layouts=sequence)
+        plan[f"layers.*.{part}"] = gather(input_layouts=sequence, desired_input_layouts=whole)
+        plan |= {f"layers.*.{part}.{name}": colwise() for name in columns}
+        plan[f"layers.*.{part}.{row}"] = rowwise(output_layouts=sequence)
     tp.parallelize_module(model, mesh, plan)
 
 
@@ -244,8 +245,8 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> None:
         speed = tokens[:, 1:].numel() / mesh["tp"].size() / (time.perf_counter() - start)
         most = torch.cuda.max_memory_reserved() if is_cuda else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
         mfu = f"{100 * speed * flops / PEAK_FLOPS:.1f} %" if is_cuda else "-"
-        speeds = f"memory {most / 2**30:.2f} GiB  {speed:.0f} tokens/s/device  MFU {mfu}"
-        say(f"step {step}/{options.steps}  {losses}  {speeds}")
+        used = f"memory {most / 2**30:.2f} GiB  {speed:.0f} tokens/s/device  MFU {mfu}"
+        say(f"step {step}/{options.steps}  {losses}  {used}")
         if options.folder is not None and (step % options.interval == 0 or step == options.steps):
             save(options.folder, step, model, optimizer)
     if options.export is not None:
@@ -286,8 +287,7 @@ def main() -> None:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     alone: dict[str, Any] = {"init_method": "tcp://localhost:0", "rank": 0, "world_size": 1}
-    limit = datetime.timedelta(seconds=options.timeout)
-    dist.init_process_group(timeout=limit, **({} if "RANK" in os.environ else alone))
+    dist.init_process_group(timeout=timedelta(seconds=options.timeout), **({} if "RANK" in os.environ else alone))
     try:
         data = options.data_parallel or dist.get_world_size() // options.tensor_parallel
         train(options, init_device_mesh(kind, (data, options.tensor_parallel), mesh_dim_names=("dp", "tp")))

@@ -45,7 +45,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         if not isinstance(value, Tensor) or name in repeated:
             continue
         value = value.to(dtype) if value.is_floating_point() else value
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        whole = _plain(value.full_tensor() if isinstance(value, DTensor) else value)
         if is_first:
             tensors[name] = whole.detach().cpu().contiguous()
     if is_first:
@@ -58,11 +58,14 @@ def _repeated(state: Mapping[str, Any]) -> set[str]:
     """The names of tensors that have an earlier name too. Rank 0 decides: its shards are never empty."""
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
-        local = value.to_local() if isinstance(value, DTensor) else value
-        local = local.plain if isinstance(local, ShardedWeight) else local
+        local = _plain(value.to_local() if isinstance(value, DTensor) else value)
         if isinstance(local, Tensor) and (place := local.untyped_storage().data_ptr()):
             names.setdefault((place, local.storage_offset(), tuple(value.shape)), []).append(name)
     found = [{name for known in names.values() for name in known[1:]}]
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def _plain(x: Any) -> Any:
+    return x.plain if isinstance(x, ShardedWeight) else x
