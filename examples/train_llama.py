@@ -33,7 +33,7 @@ from torch.distributed.tensor import parallel as tp
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import f8emu.torch as f8
-from f8emu.torch.distributed import tensor_parallel as float8_tp
+import f8emu.torch.distributed.tensor_parallel as float8_tp
 from f8emu.torch.distributed.checkpoints import export_safetensors
 
 

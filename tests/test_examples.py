@@ -15,7 +15,7 @@ from f8emu import E4M3FN, RECIPES, cli
 from f8emu.conformance import shipped_golden, write_golden
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PUBLIC = {"f8emu", "f8emu.torch", "f8emu.torch.integrations.huggingface"}
+PUBLIC = {"f8emu", "f8emu.torch", "f8emu.torch.distributed.checkpoints", "f8emu.torch.integrations.huggingface"}
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
@@ -85,6 +85,18 @@ def test_peft_lora(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("default): Linear" in line for line in model) == 4
     _, first, _, last = losses.split()
     assert float(last) < float(first)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.distributed
+def test_train_llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """More ranks: tests/torch_path/test_checkpoints_ranks.py."""
+    sizes = ["--training.batch_size", "1", "--training.seq_len", "32", "--checkpoint.folder", str(tmp_path)]
+    float8 = ["--float8.recipe_name", "delayed", "--float8.enable_fsdp_float8_all_gather"]
+    for steps in ("1", "2"):
+        monkeypatch.setattr(sys, "argv", ["train_llama", *sizes, *float8, "--training.steps", steps])
+        first, line = run("train_llama", capsys)
+        assert first.endswith(f"from step {int(steps) - 1}")
+        assert line.startswith(f"step {steps}/{steps}  loss 5.") and "tokens/s/device" in line
 
 
 @pytest.mark.parametrize(("function", "status"), [("scaled_mm", 0), ("float32_mm", 1)])

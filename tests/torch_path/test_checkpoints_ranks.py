@@ -1,0 +1,225 @@
+"""Checkpoints of sharded models (gloo): other numbers of ranks, a rank killed in the middle of a save, plain files."""
+
+import datetime
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+import f8emu.torch as f8
+from f8emu.spec import MissingExtraError
+from f8emu.torch.distributed.checkpoints import export_safetensors
+
+RANKS = (1, 2, 3, 4)
+"""On three, shards are unequal."""
+RECIPES = ("delayed", "rowwise")
+TIMEOUT = 20
+"""Seconds of a process group."""
+TRAINER = Path(__file__).parents[2] / "examples" / "train_llama.py"
+
+
+def build(recipe: str, mesh: DeviceMesh, seed: int) -> tuple[Any, Optimizer]:
+    """An embedding tied to the head, and two converted layers whose weights are gathered as float8."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32, bias=False))
+    model[3].weight = model[0].weight
+    f8.convert_to_float8_training(
+        model, config=recipe, module_filter_fn=lambda _, fqn: fqn != "3", enable_fsdp_float8_all_gather=True
+    )
+    for layer in (model[1], model[2], model):
+        fully_shard(layer, mesh=mesh)
+    return model, AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: Optimizer) -> None:
+    """What a step leaves behind, without its GEMMs, whose emulation takes longer than all else here."""
+    states = f8.delayed_state_dict(model)
+    for number, state in enumerate(states.values()):
+        state.copy_(torch.arange(number, number + state.numel()).view(state.shape))
+    f8.load_delayed_state_dict(model, states)
+    for _ in range(2):
+        for layer in (model[1], model[2]):
+            layer.unshard()  # gathers the weight as float8
+            layer.reshard()
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 3 + 1
+        optimizer.step()
+
+
+def entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "float8": f8.DelayedScalingState(model)}
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Weights, moments, scales and histories, as plain tensors."""
+    found: dict[str, Any] = {name: parameter for name, parameter in model.named_parameters()}
+    for number, state in enumerate(optimizer.state.values()):
+        found |= {f"{number}.{name}": value for name, value in state.items()}
+    found |= f8.delayed_state_dict(model)
+    plain = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    return {name: getattr(x, "plain", x).detach().clone() for name, x in plain.items()}
+
+
+def assert_same(observed: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert observed.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(observed[name], x), name
+
+
+def save_and_resume(recipe: str, directory: Path) -> None:
+    """On the first 1, 2, 3 and 4 of four ranks; resumed on each of these numbers, by models of other weights."""
+    meshes = {count: DeviceMesh("cpu", list(range(count)), mesh_dim_names=("dp",)) for count in RANKS}
+    for saving, mesh in meshes.items():
+        folder, expected = directory / f"{recipe}-{saving}", directory / f"{recipe}-{saving}.pt"
+        if dist.get_rank() < saving:
+            model, optimizer = build(recipe, mesh, seed=0)
+            train(model, optimizer)
+            save(entries(model, optimizer), checkpoint_id=folder, process_group=mesh.get_group())
+            saved = whole(model, optimizer)
+            assert ("1.amax_history" in saved and bool(saved["1.amax_history"].any())) == (recipe == "delayed")
+            if dist.get_rank() == 0:
+                torch.save(saved, expected)
+            if saving == max(RANKS):
+                export_safetensors(model, directory / f"{recipe}.safetensors")
+        dist.barrier()
+        for resuming, other in meshes.items():
+            if dist.get_rank() < resuming:
+                model, optimizer = build(recipe, other, seed=1)
+                state = entries(model, optimizer)
+                load(state, checkpoint_id=folder, process_group=other.get_group())
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+                assert_same(whole(model, optimizer), torch.load(expected))
+            dist.barrier()
+
+
+def run_rank(rank: int, directory: Path) -> None:
+    """All recipes; what each of them raised goes to the parent, by a file."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=4, timeout=limit)
+    raised: dict[str, str] = {}
+    for recipe in RECIPES:
+        try:
+            save_and_resume(recipe, directory)
+            raised[recipe] = ""
+        except Exception:
+            raised[recipe] = traceback.format_exc()
+            break  # the other ranks wait, and will be ended
+    torch.save(raised, directory / f"raised_{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    mp.spawn(run_rank, (directory,), nprocs=4)  # type: ignore[no-untyped-call]
+    return directory
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_resumed_on_other_numbers_of_ranks(recipe: str, directory: Path) -> None:
+    for rank in range(4):
+        raised = torch.load(directory / f"raised_{rank}")
+        assert not raised[recipe], raised[recipe]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_exported_model(recipe: str, directory: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    exported = safetensors.load_file(directory / f"{recipe}.safetensors")
+    saved = torch.load(directory / f"{recipe}-4.pt")
+    assert exported.keys() == {"0.weight", "1.weight", "1.bias", "2.weight", "2.bias"}, "the tied weight once"
+    assert_same(exported, {name: saved[name].bfloat16() for name in exported})
+    plain = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32, bias=False))
+    plain[3].weight = plain[0].weight
+    assert plain.bfloat16().load_state_dict(exported, strict=False).missing_keys == ["3.weight"]
+
+
+def test_transformers_loads_an_exported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, dtype="bfloat16"
+    )
+    model = transformers.LlamaForCausalLM(config).float()
+    f8.convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn != "lm_head")
+    export_safetensors(model, tmp_path / "model.safetensors")
+    config.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert_same(loaded, {name: x.bfloat16() for name, x in model.state_dict().items()})
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(MissingExtraError, match="export_safetensors needs the package 'safetensors'"):
+        export_safetensors(model, tmp_path / "other.safetensors")
+
+
+def train_llama(rank: int, ranks: int, port: int, directory: Path, steps: int, kill_at: int | None) -> None:
+    """The trainer of the examples, in bfloat16; rank 1 dies when it has written its part of a checkpoint."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    write = FileSystemWriter.write_data
+
+    def write_and_die(self: Any, *args: Any) -> Any:
+        written = write(self, *args)
+        if rank == 1 and self.path.name == f"unfinished-{kill_at}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    folder = ["--checkpoint.folder", str(directory), "--checkpoint.interval", "1", "--parallel.timeout", str(TIMEOUT)]
+    sys.argv = ["train_llama", *folder, "--training.steps", str(steps), "--training.batch_size", str(4 // ranks)]
+    sys.stdout = (directory.parent / f"ranks-{ranks}-{rank}.txt").open("w")
+    with mock.patch.object(FileSystemWriter, "write_data", write_and_die):
+        runpy.run_path(str(TRAINER), run_name="__main__")
+    sys.stdout.close()
+
+
+def run_trainer(
+    ranks: int, directory: Path, steps: int, kill_at: int | None = None
+) -> tuple[list[int | None], list[str]]:
+    """The exit status of every rank, none of which is ended from outside, and what rank 0 printed."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = [
+        mp.get_context("spawn").Process(target=train_llama, args=(rank, ranks, port, directory, steps, kill_at))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(TIMEOUT + 40)  # torch alone takes seconds to import
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes, (directory.parent / f"ranks-{ranks}-0.txt").read_text().splitlines()
+
+
+def test_a_kill_during_a_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    codes, before = run_trainer(2, folder, steps=3, kill_at=2)
+    assert codes == [1, -signal.SIGKILL], "rank 0 ends by itself, with an error"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "unfinished-2"]
+    assert [line.split()[1] for line in before[1:]] == ["1/3", "2/3"]
+    codes, after = run_trainer(1, folder, steps=2)
+    assert codes == [0] and after[0].endswith("from step 1")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
+    assert after[1].split()[:4] == ["step", "2/2", "loss", before[2].split()[3]], "the step that was not saved"
