@@ -133,8 +133,10 @@ class Float8Linear(Linear):
             x, weight, bias = parts.input, parts.weight, parts.bias
         x = x.to(dtype)
         require_values("Float8Linear", x, name="input")
-        if x.ndim != 2:
-            x = x.reshape(-1, x.shape[-1])
+        if x.ndim == 1:
+            x = x.unsqueeze(0)
+        elif x.ndim != 2:
+            x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
         keeps_input = torch.is_grad_enabled() and weight.requires_grad
         layout = None if parts is None else parts.layout
         plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
