@@ -3,6 +3,8 @@
 Importing this package loads torch and neither JAX nor the reference; those are loaded when a GEMM is emulated.
 """
 
+import typing as _typing
+
 try:
     import torch as _torch  # noqa: F401
 except ModuleNotFoundError as error:
@@ -16,6 +18,9 @@ from f8emu.torch.cast import dequantize as dequantize
 from f8emu.torch.cast import quantize as quantize
 from f8emu.torch.delayed_state import initial_delayed_state as initial_delayed_state
 from f8emu.torch.delayed_state import update_delayed_state as update_delayed_state
+from f8emu.torch.distributed.fsdp import (
+    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
+)
 from f8emu.torch.gemm.engine import engine_of as engine_of
 from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
@@ -40,3 +45,23 @@ from f8emu.torch.training.delayed_sync import sync_float8_amax_and_scale_history
 from f8emu.torch.training.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.training.float8_linear import Float8Linear as Float8Linear
 from f8emu.torch.training.small_layers import filter_small_layers as filter_small_layers
+
+if _typing.TYPE_CHECKING:
+    from f8emu.torch.distributed.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel
+    from f8emu.torch.distributed.tensor_parallel import Float8RowwiseParallel as Float8RowwiseParallel
+    from f8emu.torch.distributed.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
+
+_PARALLEL_STYLES = ("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput")
+"""Loaded when they are asked for: they derive from classes of torch that take half a second to load."""
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _PARALLEL_STYLES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from f8emu.torch.distributed import tensor_parallel
+
+    return getattr(tensor_parallel, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PARALLEL_STYLES])
