@@ -22,7 +22,7 @@ for module in pkgutil.walk_packages(paths, package.__name__ + "."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
-        if error.name not in ("triton", "transformers"):  # optional
+        if error.name not in ("triton", "transformers", "torchtitan"):  # optional
             raise
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
