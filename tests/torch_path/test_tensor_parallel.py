@@ -8,8 +8,7 @@ Ranks hold tokens, rows and columns of different magnitudes, so that a scale of 
 import datetime
 import functools
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,19 +19,20 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
-from f8emu.torch.distributed.tensor_parallel import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-)
 from f8emu.torch.training import sharding
 from f8emu.torch.training.autograd import gemm
 from f8emu.torch.training.operands import cast_both, find_source
@@ -47,13 +47,13 @@ def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False) -> nn.Module:
-    """Layers [out, in] called "0", "1", ...; the same on every rank."""
+def convert(recipe: str, *sizes: tuple[int, int], bias: bool = False, gathers: bool = False) -> Any:
+    """Layers [out, in] called "0", "1", ..., the same on every rank; FSDP2 gathers them as float8 if `gathers`."""
     layers = nn.ModuleList(nn.Linear(k, n, bias=bias, dtype=torch.bfloat16) for n, k in sizes)
     for i, layer in enumerate(layers):
         for j, parameter in enumerate(layer.parameters()):
             parameter.data = draw(*parameter.shape, seed=10 * i + j) / 4
-    return f8.convert_to_float8_training(layers, config=recipe)
+    return f8.convert_to_float8_training(layers, config=recipe, pad=True, enable_fsdp_float8_all_gather=gathers)
 
 
 def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -79,18 +79,18 @@ class Passes(NamedTuple):
     grad_bias: Tensor | None
 
 
-def passes(layer: Any, x: Tensor, grad_output: Tensor, call: Callable[..., Any] | None = None) -> Passes:
+def passes(layer: Any, x: Tensor, grad_output: Tensor) -> Passes:
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
-    output = (layer if call is None else call)(x)
+    output = layer(x)
     output.backward(grad_output)
     assert x.grad is not None
     bias = None if layer.bias is None else layer.bias.grad
     return Passes(output.detach(), x.grad, layer.weight.grad, bias)
 
 
-def summed(a: Tensor, b: Tensor, gemm_name: str, recipe_name: str, mesh: DeviceMesh) -> Tensor:
-    """`a @ b^T` as the sum over ranks of products over their parts of K, from the codes of one device.
+def partial(a: Tensor, b: Tensor, gemm_name: str, recipe_name: str, mesh: DeviceMesh) -> Tensor:
+    """`a @ b^T` over this rank's part of K, from the codes of one device.
 
     a [M, K] is input or grad_output; b is the weight [N, K], or transposed.
     """
@@ -107,9 +107,19 @@ def summed(a: Tensor, b: Tensor, gemm_name: str, recipe_name: str, mesh: DeviceM
             scale = part(scale, 1, mesh)
             scale = scale.t().contiguous().t() if x is a else scale.contiguous()
         operands.append(operand._replace(codes=codes, scale=scale))
-    product = gemm(operands[0], operands[1], spec, torch.bfloat16, "auto")
-    dist.all_reduce(product)
-    return product
+    return gemm(operands[0], operands[1], spec, torch.bfloat16, "auto")
+
+
+def summed(product: Tensor, mesh: DeviceMesh, dim: int | None = None) -> Tensor:
+    """The sum over ranks, or this rank's part of it along `dim`, as torch's own parallel styles take it."""
+    place = Replicate() if dim is None else Shard(dim)
+    return DTensor.from_local(product, mesh, [Partial()]).redistribute(placements=[place]).to_local()
+
+
+def largest_part(dim: int, mesh: DeviceMesh) -> int:
+    """The rows that every rank sends, padded."""
+    size = (BATCH, TOKENS)[dim]
+    return BATCH * TOKENS // size * -(-size // mesh.size())
 
 
 def flat(x: Tensor) -> Tensor:
@@ -121,10 +131,10 @@ def sizes_of(recipe: str) -> tuple[int, int, int]:
     return (TOKENS, 256, 256) if recipe == "blockwise" else (TOKENS, K, N)
 
 
-def torch_styles(recipe: str, bias: bool = False) -> None:
+def torch_styles(recipe: str, bias: bool = False, n: int | None = None) -> None:
     """A column-parallel and a row-parallel layer under torch's own styles; three steps under delayed scaling."""
     mesh = mesh_of_all()
-    tokens, k, n = sizes_of(recipe)
+    tokens, k, n = (TOKENS, K, n) if n is not None else sizes_of(recipe)
     alone, ours = (convert(recipe, (n, k), (k, n), bias=bias) for _ in range(2))
     parallelize_module(ours, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
     for step in range(3 if recipe == "delayed" else 1):
@@ -139,8 +149,9 @@ def torch_styles(recipe: str, bias: bool = False) -> None:
         same(row.grad_weight, part(by_row.grad_weight, 1, mesh))
         if recipe != "delayed" or step == 0:  # in the first step, delayed scaling is tensorwise
             like = "tensorwise" if recipe == "delayed" else recipe
-            same(flat(col.grad_input), summed(flat(h), alone[0].weight.detach().t(), "grad_input", like, mesh))
-            output = summed(flat(h), alone[1].weight.detach(), "output", like, mesh)
+            grad_input = partial(flat(h), alone[0].weight.detach().t(), "grad_input", like, mesh)
+            same(flat(col.grad_input), summed(grad_input, mesh))
+            output = summed(partial(flat(h), alone[1].weight.detach(), "output", like, mesh), mesh)
             same(flat(row.output), output + alone[1].bias if bias else output)
         if bias:
             assert col.grad_bias is not None and row.grad_bias is not None
@@ -154,12 +165,318 @@ def torch_styles(recipe: str, bias: bool = False) -> None:
             assert all(torch.equal(observed[key], expected[key]) for key in expected)
 
 
+class Several(nn.Module):
+    """Layers that share an input."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers.children()]
+
+
+class Traffic(TorchDispatchMode):
+    """The collectives of a rank: name, dtype and bytes of what it sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("_c10d_functional", "_c10d_functional_autograd") and "wait" not in func.__name__:
+            self.sent.append((func.__name__.split(".")[0], args[0].dtype, args[0].nbytes))
+        return func(*args, **(kwargs or {}))
+
+    def bytes_of(self, name: str) -> int:
+        return sum(size for kind, _, size in self.sent if kind == name)
+
+
+def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
+    """Two layers share an input that is sharded along tokens; it is gathered once, in half of bfloat16's bytes."""
+    mesh = mesh_of_all()
+    alone, ours = (Several(convert(recipe, (N, K), (2 * N, K))) for _ in range(2))
+    high = Several(nn.ModuleList([nn.Linear(K, N), nn.Linear(K, 2 * N)])).bfloat16()
+    layouts: dict[str, Any] = {"input_layouts": Shard(dim), "desired_input_layouts": Replicate()}
+    styles: tuple[tuple[nn.Module, ParallelStyle, type[ParallelStyle]], ...] = (
+        (ours, f8.PrepareFloat8ModuleInput(**layouts), f8.Float8ColwiseParallel),
+        (high, PrepareModuleInput(**layouts), ColwiseParallel),
+    )
+    for model, prepare, columns in styles:
+        parallelize_module(model, mesh, prepare)
+        parallelize_module(model, mesh, {"layers.0": columns(), "layers.1": columns()})
+    for step in range(3 if recipe == "delayed" else 1):
+        tokens, grads = draw(BATCH, TOKENS, K, seed=20 + step), [draw(BATCH, TOKENS, n, seed=n) for n in (N, 2 * N)]
+        x, own = tokens.clone().requires_grad_(), part(tokens, dim, mesh).clone()
+        if own.shape[dim] * mesh.size() != tokens.shape[dim]:  # torch takes shards of a plain tensor for equal ones
+            own = distribute_tensor(tokens, mesh, [Shard(dim)])
+        own.requires_grad_()
+        # 1. Forward, with the bytes that travel. An input with a grad_fn, as in a model.
+        expected = alone(x * 1)
+        with Traffic() as traffic:
+            observed = ours(own * 1)
+        with Traffic() as theirs:
+            high(own.detach())
+        rows = largest_part(dim, mesh)
+        gathers = {"tensorwise": rows * K, "rowwise": 2 * rows * K + 4 * rows, "delayed": 2 * rows * K}[recipe]
+        assert theirs.bytes_of("all_gather_into_tensor") == 2 * rows * K
+        assert traffic.bytes_of("all_gather_into_tensor") == gathers
+        for mine, whole in zip(observed, expected, strict=True):
+            same(mine, part(whole, 2, mesh))
+        # 2. Backward.
+        torch.autograd.backward(expected, grads)
+        with Traffic() as traffic:
+            torch.autograd.backward(observed, [part(g, 2, mesh) for g in grads])
+        scatters = [sent for sent in traffic.sent if sent[0] == "reduce_scatter_tensor"]
+        assert len(scatters) == (2 if recipe == "delayed" else 1) and not traffic.bytes_of("all_gather_into_tensor")
+        for mine, whole in zip(ours.parameters(), alone.parameters(), strict=True):
+            assert mine.grad is not None and whole.grad is not None
+            same(mine.grad, part(whole.grad, 0, mesh))
+        if recipe != "delayed":
+            weights = [parameter.detach().t() for parameter in alone.parameters()]
+            total = partial(flat(grads[0]), weights[0], "grad_input", recipe, mesh)
+            total = total + partial(flat(grads[1]), weights[1], "grad_input", recipe, mesh)
+            assert own.grad is not None
+            same(own.grad, summed(total.view(BATCH, TOKENS, K), mesh, dim))
+        for model in (alone, ours):
+            model.zero_grad()
+            f8.sync_float8_amax_and_scale_history(model)
+    if recipe == "delayed":
+        expected, observed = f8.delayed_state_dict(alone), f8.delayed_state_dict(ours)
+        assert all(torch.equal(observed[key], expected[key]) for key in expected)
+
+
+def sequence_parallel_output(recipe: str, dim: int = 1, bias: bool = False) -> None:
+    """The output's partial sums are scattered along tokens; its gradient is gathered as float8."""
+    mesh = mesh_of_all()
+    alone, ours = (convert(recipe, (K, N), bias=bias) for _ in range(2))
+    parallelize_module(ours, mesh, {"0": f8.Float8RowwiseParallel(output_layouts=Shard(dim))})
+    for step in range(3 if recipe == "delayed" else 1):
+        x, h = draw(BATCH, TOKENS, K, seed=20 + step), draw(BATCH, TOKENS, N, seed=30 + step)
+        expected = passes(alone[0], h, x)
+        with Traffic() as traffic:
+            observed = passes(ours[0], part(h, 2, mesh), part(x, dim, mesh))
+        rows = largest_part(dim, mesh)
+        gathered = rows * K if recipe != "rowwise" else 2 * rows * K + 4 * rows
+        assert traffic.bytes_of("all_gather_into_tensor") == gathered
+        same(observed.grad_input, part(expected.grad_input, 2, mesh))
+        same(observed.grad_weight, part(expected.grad_weight, 1, mesh))
+        if recipe != "delayed" or step == 0:
+            like = "tensorwise" if recipe == "delayed" else recipe
+            output = partial(flat(h), alone[0].weight.detach(), "output", like, mesh)
+            output = summed(output.view(BATCH, TOKENS, K), mesh, dim)
+            same(observed.output, output + alone[0].bias if bias else output)
+        if bias:
+            assert isinstance(observed.grad_bias, DTensor) and expected.grad_bias is not None
+            own = part(x, dim, mesh).sum((0, 1))
+            same(observed.grad_bias, own)
+        f8.sync_float8_amax_and_scale_history(alone)
+        f8.sync_float8_amax_and_scale_history(ours)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU's shape, without its arithmetic."""
+
+    def __init__(self, recipe: str, gathers: bool = False) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = convert(recipe, (N, K), (K, N), (N, K), gathers=gathers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(torch.relu(self.w1(x)) * self.w3(x))
+
+
+def sequence_parallel(model: FeedForward, mesh: DeviceMesh) -> FeedForward:
+    layouts: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    parallelize_module(model, mesh, f8.PrepareFloat8ModuleInput(**layouts))
+    columns, rows = f8.Float8ColwiseParallel(), f8.Float8RowwiseParallel(output_layouts=Shard(1))
+    parallelize_module(model, mesh, {"w1": columns, "w3": columns, "w2": rows})
+    return model
+
+
+def compiled(recipe: str) -> None:
+    """Compiled as one graph, sequence-parallel layers have the bits of eager ones; the input is gathered once."""
+    mesh = mesh_of_all()
+    found: list[list[Tensor]] = []
+    for backend in (None, "aot_eager"):
+        model = sequence_parallel(FeedForward(recipe), mesh)
+        run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+        results: list[Tensor] = []
+        for step in range(2):
+            x = part(draw(BATCH, TOKENS, K, seed=20 + step), 1, mesh).clone().requires_grad_()
+            output = run(x * 1)
+            output.backward(part(draw(BATCH, TOKENS, K, seed=30 + step), 1, mesh))
+            assert x.grad is not None
+            grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+            results += [output, x.grad, *(grad.to_local() for grad in grads)]
+            model.zero_grad()
+            f8.sync_float8_amax_and_scale_history(model)
+        found.append(results)
+    for eager, traced in zip(*found, strict=True):
+        same(traced, eager)
+
+
+def scale_of_one_rank_is_caught() -> None:
+    """A rank that takes the amax of its own shard gives other bits, and only that rank."""
+    mesh = mesh_of_all()
+    own = sharding.reduce_amax
+    alone, ours = (convert("tensorwise", (N, K)) for _ in range(2))
+    with torch.no_grad():
+        for layers in (alone, ours):
+            layers[0].weight[: N // mesh.size()] *= 64  # the amax is rank 0's
+    parallelize_module(ours, mesh, {"0": ColwiseParallel()})
+    x = draw(BATCH, TOKENS, K, seed=20)
+    expected = part(alone[0](x), 2, mesh)
+    try:
+        if dist.get_rank() == 1:
+            sharding.reduce_amax = lambda amax, groups: own(amax, groups) * 0 + amax
+        observed = ours[0](x)
+    finally:
+        sharding.reduce_amax = own
+    assert torch.equal(observed, expected) == (dist.get_rank() != 1)
+
+
+def nan_on_one_rank(value: float) -> None:
+    """All ranks see it in the scale, as one device does."""
+    mesh = mesh_of_all()
+    for recipe in ("tensorwise", "rowwise"):
+        alone, ours = (convert(recipe, (N, K), (K, N)) for _ in range(2))
+        for layers in (alone, ours):
+            with torch.no_grad():
+                layers[0].weight[-1, -1] = value
+        parallelize_module(ours, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        x, h = draw(BATCH, TOKENS, K, seed=20), draw(BATCH, TOKENS, N, seed=30)
+        expected, observed = part(alone[0](x), 2, mesh), ours[0](x)
+        assert torch.equal(observed.isnan(), expected.isnan()) and bool(observed.isnan().any()) == (
+            recipe == "tensorwise" or dist.get_rank() == mesh.size() - 1
+        )
+        h[0, 0, -1] = value
+        assert torch.equal(ours[1](part(h, 2, mesh)).isnan(), alone[1](h).isnan())
+
+
+def unusual_steps() -> None:
+    """A frozen weight; a layer that is used twice; an activation checkpoint. Gradients are those of one device."""
+    mesh = mesh_of_all()
+    for recipe in GATHERED:
+        alone, ours = (Several(convert(recipe, (N, K), (N, K))) for _ in range(2))
+        parallelize_module(
+            ours, mesh, f8.PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        )
+        parallelize_module(ours, mesh, {f"layers.{i}": f8.Float8ColwiseParallel() for i in range(2)})
+        for model in (alone, ours):
+            next(model.parameters()).requires_grad_(False)
+        for is_own, model in enumerate((alone, ours)):
+            for use in range(2):
+                x = draw(BATCH, TOKENS, K, seed=20 + use)
+                x = (part(x, 1, mesh) if is_own else x).clone().requires_grad_()
+                outputs: Any = checkpoint(model, x * 1, use_reentrant=False)
+                grads = [draw(BATCH, TOKENS, N, seed=40 + i) for i in range(2)]
+                torch.autograd.backward(outputs, [part(g, 2, mesh) for g in grads] if is_own else grads)
+        (_, expected), (frozen, observed) = (list(model.parameters()) for model in (alone, ours))
+        assert frozen.grad is None and observed.grad is not None and expected.grad is not None
+        same(observed.grad, part(expected.grad, 0, mesh))
+
+
+def refusals() -> None:
+    """What cannot be done says so, on every rank, before a collective."""
+    mesh = mesh_of_all()
+    x = draw(BATCH, TOKENS, K, seed=20)
+    gathered = DTensor.from_local(part(x, 1, mesh), mesh, [Shard(1)])
+    for recipe, reason in (("rowwise_with_gw_hp", "operands in high precision"), ("blockwise", "blocks of tokens")):
+        layers = convert(recipe, (N, K))
+        for style in (f8.Float8ColwiseParallel(), f8.Float8RowwiseParallel()):
+            with pytest.raises(UnsupportedError, match=rf"Float8.*Parallel: recipe {recipe} has .*{reason}"):
+                parallelize_module(layers, mesh, {"0": style})
+        with pytest.raises(UnsupportedError, match=f"PrepareFloat8ModuleInput: recipe {recipe}"):
+            prepare = f8.PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+            parallelize_module(layers, mesh, prepare)
+        columns = convert(recipe, (256, 256))
+        parallelize_module(columns, mesh, {"0": ColwiseParallel()})
+        with pytest.raises(UnsupportedError, match=rf"Float8Linear: recipe {recipe}.*gather in bfloat16"):
+            columns[0](DTensor.from_local(draw(1, 4, 256, seed=1), mesh, [Shard(1)]))
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        layers = convert("blockwise", (128, 128))
+        parallelize_module(layers, mesh, {"0": style})
+        with pytest.raises(UnsupportedError, match=r"128 neighbouring .* share a scale.*got 64 of 2 ranks"):
+            layers[0](draw(1, 4, 64 if isinstance(style, RowwiseParallel) else 128, seed=1))
+    layers = convert("tensorwise", (N, K))
+    parallelize_module(layers, mesh, {"0": f8.Float8ColwiseParallel(input_layouts=Shard(2))})
+    with pytest.raises(UnsupportedError, match="redistribute the input before"):
+        layers[0](part(x, 2, mesh))
+    with pytest.raises(OperandError, match=r"DTensors of the same mesh, or plain tensors; got a DTensor.*plain tensor"):
+        convert("tensorwise", (N, K))[0](gathered)
+    with pytest.raises(OperandError, match="must be a Float8Linear; got Linear; convert the model first"):
+        parallelize_module(nn.ModuleList([nn.Linear(K, N)]), mesh, {"0": f8.Float8ColwiseParallel()})
+    with pytest.raises(UnsupportedError, match="use_local_output must be False"):
+        f8.PrepareFloat8ModuleInput(use_local_output=True)
+    with pytest.raises(UnsupportedError, match=r"input_layouts must be Shard\(-1\)"):
+        parallelize_module(convert("tensorwise", (N, K)), mesh, {"0": f8.Float8RowwiseParallel(input_layouts=Shard(1))})
+
+
+def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -> None:
+    """FSDP2, gathering float8 or not, over one dimension of the mesh, tensor and sequence parallelism over the other.
+
+    Equal to tensor parallelism alone with the gradients averaged over the other dimension, whose ranks have other data.
+    """
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    found: list[list[Tensor]] = []
+    for is_sharded in (False, True):
+        model = sequence_parallel(FeedForward(recipe, gathers and is_sharded), tp)
+        if is_sharded:
+            if backend is not None:
+                model.compile(backend=backend)
+            fully_shard(model, mesh=dp)
+        elif recipe == "delayed":
+            f8.set_amax_reduction_group(model, dist.group.WORLD)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        results: list[Tensor] = []
+        for step in range(2):
+            seed = 20 + 10 * dp.get_local_rank() + step
+            x = part(draw(BATCH, TOKENS, K, seed=seed), 1, tp).clone().requires_grad_()
+            output = model(x * 1)
+            output.backward(part(draw(BATCH, TOKENS, K, seed=seed + 5), 1, tp))
+            assert x.grad is not None
+            results += [output.detach(), x.grad]
+            for parameter in model.parameters():
+                grad: Any = parameter.grad
+                if not is_sharded:
+                    dist.all_reduce(grad.to_local(), group=dp.get_group())
+                    grad.to_local().div_(2)
+                results.append(grad.full_tensor().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(results)
+    for observed, expected in zip(found[1], found[0], strict=True):
+        same(observed, expected)
+
+
 CASES_OF_2: dict[str, Callable[[], None]] = {
     **{f"torch's styles, {recipe}": functools.partial(torch_styles, recipe) for recipe in RECIPES},
     "torch's styles, a bias": functools.partial(torch_styles, "tensorwise", True),
+    **{f"gathered input, {recipe}": functools.partial(sequence_parallel_input, recipe) for recipe in GATHERED},
+    "gathered input, first dimension": functools.partial(sequence_parallel_input, "rowwise", 0),
+    **{f"scattered output, {recipe}": functools.partial(sequence_parallel_output, recipe) for recipe in GATHERED},
+    "scattered output, a bias": functools.partial(sequence_parallel_output, "tensorwise", 0, True),
+    **{f"compiled, {recipe}": functools.partial(compiled, recipe) for recipe in GATHERED},
+    "a scale of one rank": scale_of_one_rank_is_caught,
+    "NaN on one rank": functools.partial(nan_on_one_rank, float("nan")),
+    "infinity on one rank": functools.partial(nan_on_one_rank, float("inf")),
+    "unusual steps": unusual_steps,
+    "refusals": refusals,
 }
-CASES_OF_3: dict[str, Callable[[], None]] = {}
-CASES_OF_4: dict[str, Callable[[], None]] = {}
+CASES_OF_3: dict[str, Callable[[], None]] = {
+    "unequal shards": functools.partial(torch_styles, "tensorwise", True, 40),
+    "an empty shard": functools.partial(torch_styles, "rowwise", False, 4),
+    "unequal shards of tokens": functools.partial(sequence_parallel_input, "rowwise"),
+    "an empty shard of tokens": functools.partial(sequence_parallel_input, "tensorwise", 0),
+    "unequal shards of an output": functools.partial(sequence_parallel_output, "rowwise"),
+    "an empty shard of an output": functools.partial(sequence_parallel_output, "delayed", 0),
+}
+CASES_OF_4: dict[str, Callable[[], None]] = {
+    **{f"with FSDP2, {recipe}": functools.partial(with_fsdp2, recipe) for recipe in GATHERED},
+    **{f"with FSDP2, float8 gather, {recipe}": functools.partial(with_fsdp2, recipe, True) for recipe in GATHERED},
+    "with FSDP2, compiled": functools.partial(with_fsdp2, "tensorwise", False, "aot_eager"),
+}
 CASES = {2: CASES_OF_2, 3: CASES_OF_3, 4: CASES_OF_4}
 
 
@@ -170,9 +487,7 @@ def run_rank(rank: int, ranks: int, directory: Path) -> None:
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
     raised: dict[str, str] = {}
-    import time
     for name, case in CASES[ranks].items():
-        begin = time.time()
         try:
             case()
             raised[name] = ""
@@ -180,23 +495,19 @@ def run_rank(rank: int, ranks: int, directory: Path) -> None:
             raised[name] = traceback.format_exc()
         torch._dynamo.reset()
         dist.barrier()
-        if rank == 0: print(name, round(time.time() - begin, 1), flush=True)
     torch.save(raised, directory / f"raised_{rank}")
     dist.destroy_process_group()
 
 
-def raised_of(ranks: int, directory: Path) -> list[dict[str, str]]:
-    mp.spawn(run_rank, (ranks, directory), nprocs=ranks)  # type: ignore[no-untyped-call]
-    return [torch.load(directory / f"raised_{rank}") for rank in range(ranks)]
-
-
-@pytest.fixture(scope="module", params=[ranks for ranks, cases in CASES.items() if cases])
+@pytest.fixture(scope="module", params=CASES)
 def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What every case raised, on all ranks."""
-    return raised_of(request.param, tmp_path_factory.mktemp("ranks"))
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_rank, (request.param, directory), nprocs=request.param)  # type: ignore[no-untyped-call]
+    return [torch.load(directory / f"raised_{rank}") for rank in range(request.param)]
 
 
 def test_ranks(raised: list[dict[str, str]]) -> None:
-    """All cases, each on all ranks."""
+    """All cases of a number of ranks; one process group runs them."""
     failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items() if why]
     assert not failed, "\n".join(failed)
