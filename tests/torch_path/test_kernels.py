@@ -17,8 +17,9 @@ import torch
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
-from f8emu.torch.fused import columns, delayed
+from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.columns import cast_columns, transpose_codes
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
@@ -166,9 +167,9 @@ def test_pairs_under_a_given_scale(fmt: Format, x, compare) -> None:
 @FORMATS
 def test_codes_by_column_and_transposed(fmt: Format, x, compare) -> None:
     """The inv_scales fit some columns and make others saturate."""
-    compare(columns.cast_columns, x, fmt.name, torch.linspace(0.01, 9, x.shape[1])[:, None])
+    compare(cast_columns, x, fmt.name, torch.linspace(0.01, 9, x.shape[1])[:, None])
     codes = torch.randint(0, 256, x.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    compare(columns.transpose_codes, codes.view(getattr(torch, fmt.name)), x)
+    compare(transpose_codes, codes.view(getattr(torch, fmt.name)), x)
 
 
 @ON_GPU

@@ -3,11 +3,12 @@
 from torch import nn
 
 from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.sharded_weight import ShardedWeight, global_amaxes
+from f8emu.torch.training.sharded_weight import GatherState, ShardedWeight
+from f8emu.torch.training.weight_scales import LocalWeight, global_scales, local_tensor
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Find the amaxes of all weights that FSDP2 gathers as float8, with one all-reduce for the model.
+    """Find the scales of all weights that FSDP2 gathers as float8, with one all-reduce for the model.
 
     Call it after the optimizer's step, on all ranks. Without it every weight has an all-reduce of its own in every
     forward pass. What it found holds until the weight changes: a write to it, also by `load_state_dict`, forgets it.
@@ -17,14 +18,17 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Exactness: codes and scales are the same with it and without.
     """
-    weights: dict[int, ShardedWeight] = {}
+    states: list[GatherState] = []
+    weights: list[LocalWeight] = []
     for layer in model.modules():
         if not isinstance(layer, Float8Linear):
             continue
-        weight = getattr(layer.weight, "_local_tensor", layer.weight)
+        weight = local_tensor(layer.weight)
         is_delayed = layer.recipe.delayed is not None and "weight" in layer.recipe.delayed.tensors
-        if isinstance(weight, ShardedWeight) and weight.state.shard is not None and not is_delayed:
-            weights[id(weight.state)] = weight
-    found = list(weights.values())
-    for weight, amaxes in zip(found, global_amaxes(found), strict=True):
-        weight.state.precomputed = amaxes
+        if not isinstance(weight, ShardedWeight) or is_delayed or any(weight.state is state for state in states):
+            continue
+        if weight.state.shard is not None:
+            states.append(weight.state)
+            weights.append(LocalWeight(weight.plain.detach(), weight.recipe, weight.state.shard))
+    for state, scales in zip(states, global_scales(weights), strict=True):
+        state.precomputed = scales

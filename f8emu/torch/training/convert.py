@@ -21,7 +21,7 @@ from f8emu.torch.training.delayed import ConvertedModel
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
 from f8emu.torch.training.replacement import watch_replacements
-from f8emu.torch.training.sharded_weight import gather_as_float8, require_gatherable
+from f8emu.torch.training.sharded_weight import gather_as_float8, require_gatherable_weights
 from f8emu.torch.training.small_layers import ModuleFilter
 from f8emu.torch.training.torchao_config import RecipeLike
 
@@ -76,7 +76,7 @@ def convert_to_float8_training(
     """
     recipe = resolve_recipe("convert_to_float8_training", config)
     if enable_fsdp_float8_all_gather:
-        require_gatherable("convert_to_float8_training", recipe)
+        require_gatherable_weights("convert_to_float8_training", recipe)
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
     layers = dict(linear_layers(module))
     _check_sharded(report)

@@ -1,17 +1,17 @@
 """A weight that FSDP2 has gathered as float8: codes and scales in the place of values.
 
-Both operands of the weight travel as rows of it: `output` reads `rows` as they are, `grad_input` reads `cols`, the codes
-of `weight^T`, after a transpose. Where both have one scale, they are the same codes.
+Both operands of the weight travel as rows of it: `output` reads `rows` as they are, `grad_input` reads `cols`, the
+codes of `weight^T`, after a transpose. Where both have one scale, they are the same codes.
 """
 
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.training.operands import Operand
+from f8emu.torch.training.torch_internals import with_aliases, wrapper_of
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default)
@@ -30,11 +30,10 @@ class GatheredWeight(Tensor):
     col_scale: Tensor
     """[1, 1] or [K, 1]."""
 
-    @staticmethod
     def __new__(
         cls, rows: Tensor, cols: Tensor | None, row_scale: Tensor, col_scale: Tensor, dtype: torch.dtype
     ) -> "GatheredWeight":
-        return Tensor._make_wrapper_subclass(cls, rows.shape, dtype=dtype, device=rows.device)
+        return wrapper_of(cls, rows, dtype)
 
     def __init__(
         self, rows: Tensor, cols: Tensor | None, row_scale: Tensor, col_scale: Tensor, dtype: torch.dtype
@@ -62,7 +61,7 @@ class GatheredWeight(Tensor):
         if func in _SAME and isinstance(args[0], cls):
             x = args[0]
             same = cls(x.rows.detach(), x.cols, x.row_scale, x.col_scale, x.dtype)
-            return return_and_correct_aliasing(func, args, kwargs or {}, same)
+            return with_aliases(func, args, kwargs or {}, same)
         raise UnsupportedError(
             f"{func}: the weight was gathered as float8 codes, with which only Float8Linear computes; read the sharded "
             "weight (model.state_dict() outside of the forward and backward pass), or convert without "

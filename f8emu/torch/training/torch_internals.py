@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 if TYPE_CHECKING:
     # What torch's own classes lack: what `apply` returns, and the parameters of these methods.
@@ -104,3 +105,37 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
     """The function as one that a compiler does not trace into."""
     disabled: Any = torch.compiler.disable(function)
     return disabled
+
+
+def is_in_backward_pass() -> bool:
+    """Whether autograd runs a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def keeping_version(x: Tensor) -> Any:
+    """A context in which a write to `x` is none to autograd, which may have saved it."""
+    return torch.autograd._unsafe_preserve_version_counter(x)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def wrapper_of(cls: Any, x: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """A tensor of a wrapper subclass, with the metadata of `x` and no elements."""
+    return Tensor._make_wrapper_subclass(
+        cls,
+        x.shape,
+        strides=x.stride(),
+        storage_offset=x.storage_offset(),
+        dtype=x.dtype if dtype is None else dtype,
+        layout=x.layout,
+        device=x.device,
+        requires_grad=x.requires_grad,
+    )
+
+
+def with_aliases(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """The result of an operator on wrapper subclasses, as a view or as the argument where the operator's result is."""
+    return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+def pickled_as(x: Tensor, protocol: Any) -> Any:
+    """`x.__reduce_ex__(protocol)`."""
+    return x.__reduce_ex__(protocol)
