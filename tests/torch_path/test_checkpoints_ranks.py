@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -170,6 +171,13 @@ def test_transformers_loads_an_exported_model(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(MissingExtraError, match="export_safetensors needs the package 'safetensors'"):
         export_safetensors(model, tmp_path / "other.safetensors")
+
+
+def test_the_names_of_histories_are_those_without_wrappers() -> None:
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config="delayed")
+    names = f8.delayed_state_dict(model).keys()
+    wrapped: Any = torch.compile(nn.Sequential(checkpoint_wrapper(model[0])))  # type: ignore[index]
+    assert f8.delayed_state_dict(wrapped).keys() == names
 
 
 def train_llama(rank: int, ranks: int, port: int, directory: Path, steps: int, kill_at: int | None) -> None:

@@ -9,6 +9,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.delayed_update import ReductionGroup, StateOf, update_states
 from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.float8_weight import refill
 from f8emu.torch.training.step_hooks import weight_of
 from f8emu.torch.training.torch_internals import named_modules
 
@@ -84,6 +85,8 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     for fqn, buffers in states.items():
         buffers.load("load_delayed_state_dict", {name: state[key] for name, key in keys[fqn].items()})
         buffers.notes.is_loaded = True
+    for layer in _layers(model):
+        refill(layer)
 
 
 class DelayedScalingState:
@@ -107,6 +110,10 @@ class DelayedScalingState:
         load_delayed_state_dict(self.model, state_dict)
 
 
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
+"""Names in the place of a module that was wrapped; `torch.distributed.checkpoint` leaves them out too."""
+
+
 def _key(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
@@ -117,7 +124,7 @@ def _layers(model: nn.Module) -> list[Float8Linear]:
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, DelayedBuffers]]:
-    """(name of the layer, its state), each state once."""
+    """(name of the layer, its state), each state once. The names do not depend on what is compiled or checkpointed."""
     for name, module in named_modules(model):
         if isinstance(module, Float8Linear) and module.delayed is not None:
-            yield name, module.delayed
+            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), module.delayed
