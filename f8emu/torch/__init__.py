@@ -44,6 +44,8 @@ from f8emu.torch.training.delayed_sync import set_amax_reduction_group as set_am
 from f8emu.torch.training.delayed_sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 from f8emu.torch.training.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.training.float8_linear import Float8Linear as Float8Linear
+from f8emu.torch.training.float8_weight import Float8Weight as Float8Weight
+from f8emu.torch.training.master_weights import MasterWeights as MasterWeights
 from f8emu.torch.training.small_layers import filter_small_layers as filter_small_layers
 
 if _typing.TYPE_CHECKING:

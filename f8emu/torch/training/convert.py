@@ -19,6 +19,7 @@ from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, s
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
 from f8emu.torch.training.delayed import ConvertedModel
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
+from f8emu.torch.training.float8_weight import Float8Weight, hold_as_float8, release, require_primary
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
 from f8emu.torch.training.replacement import watch_replacements
 from f8emu.torch.training.sharded_weight import gather_as_float8, require_gatherable_weights
@@ -38,6 +39,7 @@ def convert_to_float8_training(
     recompute_casts: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
     enable_fsdp_float8_all_gather: bool = False,
+    float8_primary_weights: bool = False,
 ) -> nn.Module:
     """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
 
@@ -63,6 +65,11 @@ def convert_to_float8_training(
         enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) the weights travel as float8, under
             the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. They stay sharded in high
             precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed.
+        float8_primary_weights: as TransformerEngine's `fp8_model_init`: the layers hold float8 codes and scales of
+            their weights and nothing else on the device: 1 byte an element under tensorwise and delayed, 2 under
+            rowwise and rowwise_with_gw_hp, whose two casts of a weight have different codes. The values go to the host,
+            and as float32 masters into the optimizer, `MasterWeights`, which is made after this call. The state dict
+            holds these masters. Not with blockwise, sharding, or weights that other modules read.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
@@ -72,7 +79,8 @@ def convert_to_float8_training(
         OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
             the model is unchanged.
         UnsupportedError: `engine="hardware"` on a device without float8, a recipe with block scales on a GPU that has
-            float8 but is not Hopper, or weights that are sharded already.
+            float8 but is not Hopper, weights that are sharded already, or ones that cannot be float8 alone or travel
+            as float8.
     """
     recipe = resolve_recipe("convert_to_float8_training", config)
     if enable_fsdp_float8_all_gather:
@@ -85,6 +93,8 @@ def convert_to_float8_training(
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
     for device in {layer.weight.device for layer in chosen.values()}:
         _check_device(recipe, device, engine)
+    if float8_primary_weights:
+        _check_primary(recipe, module, layers, report, enable_fsdp_float8_all_gather)
     new: dict[int, nn.Linear] = {}
     model = ConvertedModel()
     for fqn, layer in chosen.items():
@@ -96,6 +106,8 @@ def convert_to_float8_training(
             )
             if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
                 delayed.notes.name, delayed.notes.model = fqn, model
+    if float8_primary_weights:
+        hold_as_float8(list(new.values()))
     if enable_fsdp_float8_all_gather:
         gather_as_float8(list(new.values()))
     watch_replacements()
@@ -141,6 +153,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
     layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
     sharded = sharded_layers(module)
     new: dict[int, nn.Linear] = {}
+    released: dict[int, nn.Parameter] = {}
     for fqn, layer in layers.items():
         if id(layer) in sharded:
             raise UnsupportedError(
@@ -155,6 +168,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
             )
         if id(layer) not in new:
             new[id(layer)] = float_layer(layer, cls)
+            release(new[id(layer)], released)
     return _replaced(module, layers, new)
 
 
@@ -168,6 +182,7 @@ def swap_linear_with_float8_linear(
     recompute_casts: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
     enable_fsdp_float8_all_gather: bool = False,
+    float8_primary_weights: bool = False,
 ) -> nn.Module:
     """The older name of `convert_to_float8_training`, which it calls."""
     return convert_to_float8_training(
@@ -179,6 +194,7 @@ def swap_linear_with_float8_linear(
         recompute_casts=recompute_casts,
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
+        float8_primary_weights=float8_primary_weights,
     )
 
 
@@ -198,6 +214,25 @@ def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
     is_blockwise = any(cast.granularity.is_blockwise for _, _, cast in recipe.casts())
     if resolve_engine("convert_to_float8_training", device, engine) is Engine.HARDWARE and is_blockwise:
         require_hopper(f"convert_to_float8_training: recipe {recipe.name!r} with block scales", device)
+
+
+def _check_primary(
+    recipe: Recipe, module: nn.Module, layers: dict[str, nn.Linear], report: ConversionReport, is_gathered: bool
+) -> None:
+    call = "convert_to_float8_training"
+    if is_gathered:
+        raise UnsupportedError(
+            f"{call}: float8_primary_weights holds whole weights as float8, enable_fsdp_float8_all_gather shards them "
+            "in high precision; got both; choose the second for fully_shard"
+        )
+    other = [fqn for fqn in report.names(Outcome.ALREADY) if not isinstance(layers[fqn].weight, Float8Weight)]
+    if other:
+        raise OperandError(
+            f"{call}: with float8_primary_weights=True every converted layer holds float8 alone; "
+            f"{', '.join(name or 'the module' for name in other)} was converted without it; convert the model once, "
+            "from nn.Linear"
+        )
+    require_primary(call, recipe, module, {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)})
 
 
 def _check_sharded(report: ConversionReport) -> None:

@@ -39,6 +39,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
     states = [StateOf(layer.delayed, weight_of(layer)) for layer in layers if layer.delayed is not None]
     if states:
         update_states(states)
+    for state in states:
+        refill(state.weight)
 
 
 def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
@@ -86,7 +88,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         buffers.load("load_delayed_state_dict", {name: state[key] for name, key in keys[fqn].items()})
         buffers.notes.is_loaded = True
     for layer in _layers(model):
-        refill(layer)
+        refill(layer.weight)
 
 
 class DelayedScalingState:

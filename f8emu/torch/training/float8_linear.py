@@ -15,12 +15,13 @@ from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.delayed_update import is_dtensor
+from f8emu.torch.training.float8_weight import Float8Weight, refill, written_over
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
 from f8emu.torch.training.shared_input import TracedInputs, find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
-from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes
+from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes, own_parameters
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
 from f8emu.torch.training.transforms import require_no_transform
 
@@ -159,6 +160,8 @@ class Float8Linear(Linear):
                 traced.found.append((input, dtype, plan, shared))
         if shared is not None and shared.gathered is not None:
             x = shared.gathered
+        if isinstance(weight, Float8Weight):
+            weight.note_call(delayed)
         output = float8_matmul(x, weight, plan, shared, delayed)
         if bias is not None:
             output = add_bias(output, bias)
@@ -176,6 +179,7 @@ class Float8Linear(Linear):
         super().reset_parameters()
         if (delayed := self.__dict__.get("delayed")) is not None:
             delayed.reset()
+            refill(self.weight)
 
     def delayed_states(self, device: torch.device) -> DelayedStates | None:
         """What the casts of a call with an input on `device` read and update; None under dynamic scaling.
@@ -210,6 +214,8 @@ class Float8Linear(Linear):
             self.weight_watch.watch(self, weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if isinstance(own_parameters(self).get("weight"), Float8Weight):
+            self.weight_watch.forget()  # torch swaps such a parameter, to which no weak reference may exist
         super()._apply(fn, recurse)
         if self.delayed is not None:
             self.delayed._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
@@ -222,6 +228,9 @@ class Float8Linear(Linear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = own_parameters(self).get("weight")
+        if isinstance(weight, Float8Weight) and not keep_vars:
+            destination[f"{prefix}weight"] = weight.master.detach()
         metadata = getattr(destination, "_metadata", None)
         if self.delayed is not None and metadata is not None:
             metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()
@@ -236,9 +245,12 @@ class Float8Linear(Linear):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        held = own_parameters(self).get("weight")
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        if isinstance(held, Float8Weight) and self.weight is not held:
+            written_over(self, held)
         self._follow_steps()  # load_state_dict(assign=True) replaces the parameter
         if self.delayed is None:
             return
@@ -249,6 +261,7 @@ class Float8Linear(Linear):
             if self.delayed.notes.is_loaded or not any(f"{prefix}{name}" in state_dict for name in self._parameters):
                 return  # the state came first; or what is loaded is of other layers, as adapters are
             self.delayed.reset()
+            refill(self.weight)
             if not self.delayed.notes.has_own_entry:
                 warnings.warn(
                     "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some "
@@ -263,6 +276,7 @@ class Float8Linear(Linear):
             return
         try:
             self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", stacked(state))
+            refill(self.weight)
         except OperandError as error:
             error_msgs.append(str(error))
 

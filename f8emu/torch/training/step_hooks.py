@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from f8emu.torch.training.delayed import ConvertedModel, DelayedBuffers, DelayedScalingError
 from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
+from f8emu.torch.training.float8_weight import refill
 from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.torch_internals import not_compiled, own_parameters
 
@@ -67,6 +68,12 @@ class WeightWatch:
                 self.check(alive, parameter)
 
         self._hook = weight.register_post_accumulate_grad_hook(check)  # pyright: ignore[reportUnknownMemberType]
+
+    def forget(self) -> None:
+        """Watch nothing, until `watch` is called again."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.weight = self._hook = self._sum = self._after = None
 
     def is_left_to(self, optimizer: Optimizer) -> bool:
         """Whether the layer, of a frozen weight, follows the steps of `optimizer`, which does not hold the weight.
@@ -151,6 +158,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _inner.clear()
     for states in stepped_states([optimizer, *inner]):
         update_states(states)
+        for state in states:
+            refill(state.weight)
 
 
 def _is_within_a_step() -> bool:

@@ -1,0 +1,362 @@
+"""A weight that its layer holds as float8 alone; its high-precision master belongs to the optimizer.
+
+The parameter of the layer is codes and scales, which `Float8Linear` multiplies without a cast. What they are cast from,
+the master, is on the host until `MasterWeights` takes it: on the device of the weight then, in float32. Every write to
+the weight, by an initialization, a state dict or a step, is a write to the master, from which the codes are cast again.
+
+Exactness: codes and scales are those that a `Float8Linear` casts in its forward and backward pass from the master.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.recipe import Recipe
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.columns import cast_columns
+from f8emu.torch.fused.delayed import UNCALLED, cast_pair_delayed
+from f8emu.torch.training.delayed import DelayedBuffers
+from f8emu.torch.training.gathered_weight import GatheredWeight
+from f8emu.torch.training.operands import DelayedStates, find_source, format_name
+from f8emu.torch.training.torch_internals import with_aliases, wrapper_of
+from f8emu.torch.training.weight_scales import format_of, has_one_scale
+
+_aten = torch.ops.aten
+_ALIASES = {_aten.detach.default, _aten.alias.default}
+_WHOLE = {_aten.view.default, _aten.as_strided.default}
+"""Aliases too, if the size stays."""
+_WRITES = {
+    _aten.copy_.default,
+    _aten.fill_.Scalar,
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.zero_.default,
+}
+_ADJUSTMENTS = {
+    _aten.add_.Tensor,
+    _aten.clamp_.default,
+    _aten.div_.Tensor,
+    _aten.erfinv_.default,
+    _aten.mul_.Tensor,
+    _aten.sub_.Tensor,
+}
+"""By numbers: what torch.nn.init does after a write."""
+_LIKE = {
+    _aten.full_like.default,
+    _aten.ones_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.zeros_like.default,
+}
+
+
+class _Codes(NamedTuple):
+    """What is cast from a master; see `GatheredWeight`."""
+
+    rows: Tensor
+    cols: Tensor | None
+    row_scale: Tensor
+    col_scale: Tensor
+    amax: Tensor | None
+    """[1, 1], under delayed scaling: that of the master, of which every call of the layer takes note."""
+
+
+@dataclass(slots=True)
+class MasterOf:
+    """Where the codes of a weight come from; its aliases share it."""
+
+    recipe: Recipe
+    delayed: DelayedBuffers | None
+    """The layer's."""
+    master: Tensor
+    is_taken: bool = False
+    """Whether an optimizer steps the master."""
+
+
+class Float8Weight(GatheredWeight):
+    """[N, K] in the dtype of its gradient."""
+
+    amax: Tensor | None
+    origin: MasterOf | None
+    """None inside of compiled code, which only reads the codes."""
+
+    # Results are plain tensors: torch would make each a tensor of this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+
+    def __new__(cls, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> "Float8Weight":
+        return wrapper_of(cls, codes.rows, dtype)
+
+    def __init__(self, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> None:
+        super().__init__(*codes[:4], dtype)
+        self.amax, self.origin = codes.amax, origin
+
+    @property
+    def master(self) -> Tensor:
+        """The values of which the codes are cast: those of before the conversion, once an optimizer has them float32.
+
+        What writes to it must call `refill` afterwards; a write to the weight itself does both.
+        """
+        return self._origin.master
+
+    @property
+    def _origin(self) -> MasterOf:
+        if self.origin is None:
+            raise UnsupportedError(
+                "Float8Weight: only the codes of a weight are known in compiled code; read or write its master outside"
+            )
+        return self.origin
+
+    def dequantize(self) -> Tensor:
+        """The values of the codes that `output` multiplies, float32 [N, K]."""
+        return self.rows.float() * self.row_scale
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        """Cast the master into the codes, in place."""
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "Float8Linear: with float8_primary_weights=True weights are cast outside of compiled code; compile the "
+                "model, and call the optimizer's step and sync_float8_amax_and_scale_history outside"
+            )
+        origin = self._origin
+        new = _cast(origin.master.to(self.rows.device), origin.recipe, origin.delayed)
+        for mine, found in zip(self._codes(), new, strict=True):
+            if mine is not None:
+                mine.copy_(found)
+
+    def note_call(self, states: DelayedStates | None) -> None:
+        """Under delayed scaling, take the amax of the master along, as a cast of it in this call would."""
+        delayed = None if states is None else states[1]
+        if delayed is not None and self.amax is not None:
+            with torch.no_grad():
+                bits = torch.maximum(delayed.amax.view(torch.int32), self.amax.view(torch.int32))  # keeps NaN
+                delayed.amax.copy_(bits.view(torch.float32))
+
+    def take_master(self) -> Tensor:
+        """The master for an optimizer, in float32 and on the device of the weight from now on."""
+        origin = self._origin
+        if not origin.is_taken:
+            origin.master = origin.master.to(self.device, torch.float32)
+            origin.is_taken = True
+        return origin.master
+
+    def _codes(self) -> _Codes:
+        return _Codes(self.rows, self.cols, self.row_scale, self.col_scale, self.amax)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [name for name, value in self._codes()._asdict().items() if value is not None], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> "Float8Weight":
+        found: Any = [inner.get(name) for name in _Codes._fields]
+        return cls(_Codes(*found), dtype, None)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        if isinstance(x, Float8Weight):
+            if func in _ALIASES or (func in _WHOLE and tuple(args[1]) == tuple(x.shape)):
+                return with_aliases(func, args, kwargs, cls(x._codes(), x.dtype, x.origin))
+            if func in _LIKE:
+                one = x.rows.new_empty((1, 1), dtype=x.dtype).expand(x.shape)
+                return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+            if func is _aten._to_copy.default:
+                return x._moved(kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("non_blocking")))
+            if func is _aten.empty_like.default:
+                return x._emptied(kwargs.get("device"))
+            if func is _aten.clone.default:
+                return x._copied({})
+            if func in _WRITES or (func in _ADJUSTMENTS and x._is_initialized_by(args[1:])):
+                x._write(func, args[1:], kwargs)
+                return x
+        raise UnsupportedError(
+            f"{func}: the weight is float8 codes alone (float8_primary_weights=True), with which only Float8Linear "
+            "computes; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
+            "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; to shard it "
+            "(fully_shard, DTensor) or to merge adapters into it, convert without float8_primary_weights"
+        )
+
+    def _moved(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> "Float8Weight":
+        """As `to`. The master stays where it is; it is rounded to `dtype` unless an optimizer has it."""
+        origin, dtype = self._origin, dtype or self.dtype
+        device = device or self.device
+        if dtype != self.dtype and not origin.is_taken:
+            origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(dtype))
+            return Float8Weight(_cast(origin.master.to(device), origin.recipe, origin.delayed), dtype, origin)
+        codes: Any = [x if x is None else x.to(device, non_blocking=non_blocking) for x in self._codes()]
+        if device.type == "meta":
+            origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(device))
+        return Float8Weight(_Codes(*codes), dtype, origin)
+
+    def _emptied(self, device: torch.device | None) -> "Float8Weight":
+        """As `empty_like`: to be written to."""
+        device = device or self.device
+        codes: Any = [x if x is None else torch.empty_like(x, device=device) for x in self._codes()]
+        old = self._origin
+        master = torch.empty_like(old.master, device="meta" if device.type == "meta" else "cpu")
+        return Float8Weight(_Codes(*codes), self.dtype, MasterOf(old.recipe, old.delayed, master))
+
+    def _is_initialized_by(self, args: Any) -> bool:
+        """Whether a change by these arguments belongs to an initialization, and not to a step of an optimizer."""
+        return not self._origin.is_taken and self.grad is None and not any(isinstance(x, Tensor) for x in args)
+
+    def _write(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Apply an operator to the master, on the device of the weight, where random numbers are those of any weight."""
+        args = [x.master if isinstance(x, Float8Weight) else x for x in args]
+        master = self.master
+        if func is _aten.copy_.default:
+            master.copy_(*args, **kwargs)
+        else:
+            value = master.to(self.device)
+            func(value, *args, **kwargs)
+            if value is not master:
+                master.copy_(value)
+        self.refill()
+
+    def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
+        codes: Any = [x if x is None else x.clone() for x in self._codes()]
+        return Float8Weight(_Codes(*codes), self.dtype, copy.deepcopy(self.origin, memo))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            new = _as_found(self._copied(memo), self)
+        new.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = (isinstance(self, nn.Parameter), self.requires_grad)
+        return _rebuilt, (tuple(self._codes()), self.dtype, self.origin, *kind)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Float8Weight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)}, {self.dtype})"
+
+
+def _as_found(new: Float8Weight, old: Float8Weight) -> Tensor:
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def _rebuilt(
+    codes: Any, dtype: torch.dtype, origin: MasterOf | None, is_parameter: bool, requires_grad: bool
+) -> Tensor:
+    """What pickles call."""
+    new = Float8Weight(_Codes(*codes), dtype, origin)
+    return nn.Parameter(new, requires_grad) if is_parameter else new
+
+
+@torch.no_grad()
+def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
+    """The codes of `x` [N, K], each in its layout, with scales and amax."""
+    fmt, rule = format_of(recipe), recipe.scale_rule
+    settings = (rule.power_of_two, rule.amax_floor)
+    x = x.contiguous()
+    if buffers is not None and buffers.amax_weight.device != x.device:
+        buffers.to(x.device)
+    delayed = None if buffers is None else buffers.of_tensors()[1]
+    if delayed is not None:
+        amax = torch.full_like(delayed.amax, UNCALLED)
+        state = (delayed.inv_scale, True, False, amax, *settings, delayed.margin)
+        rows, _, _, scale = cast_pair_delayed(x, fmt, *state)
+        return _Codes(rows, None, scale, scale.clone(), amax)
+    source = find_source(x, recipe.output.b, recipe.grad_input.b, is_stored=True)
+    assert source.rows is not None and source.cols is not None, "require_primary"
+    rows, row_scale, _, _ = fused.cast_pair(x, fmt, source.rows, None, *settings)
+    if has_one_scale(recipe):
+        return _Codes(rows, None, row_scale, row_scale.clone(), None)
+    if recipe.grad_input.b.granularity is Granularity.ROWWISE:
+        inv_scale, col_scale = fused.scales(source.cols, fmt, *settings, 0)
+        return _Codes(rows, cast_columns(x, fmt, inv_scale), row_scale, col_scale, None)
+    cols, col_scale, _, _ = fused.cast_pair(x, fmt, source.cols, None, *settings)
+    return _Codes(rows, cols, row_scale, col_scale, None)
+
+
+def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Check that the weights of `layers`, by name, can be float8 alone, before anything changes.
+
+    Raises:
+        UnsupportedError: a recipe with block scales, or one that needs a weight in high precision too or in two
+            formats; a weight that another module reads, or two layers with different scales.
+    """
+    casts = (recipe.output.b, recipe.grad_input.b)
+    reason = ""
+    if any(cast.format is not None and cast.granularity.is_blockwise for cast in casts):
+        reason = "block scales are made where a weight is cast for each GEMM"
+    elif None in (casts[0].format, casts[1].format):
+        reason = "it multiplies the weight in high precision too"
+    elif format_name(casts[0]) != format_name(casts[1]):
+        reason = "it casts the weight to two formats"
+    if reason:
+        raise UnsupportedError(
+            f"{call}: with float8_primary_weights=True a layer holds float8 codes of its weight alone; under recipe "
+            f"{recipe.label!r} it cannot: {reason}; use tensorwise, rowwise, rowwise_with_gw_hp or delayed, or leave "
+            "the argument out"
+        )
+    owner: dict[int, tuple[str, nn.Linear]] = {}
+    for fqn, layer in layers.items():
+        first, known = owner.setdefault(id(layer.weight), (fqn, layer))
+        if known is not layer and recipe.delayed is not None:
+            raise UnsupportedError(
+                f"{call}: with float8_primary_weights=True a weight has one scale; under recipe {recipe.label!r} "
+                f"{first} and {fqn} share a weight and have a scale each; leave one out with module_filter_fn"
+            )
+    ours = {f"{fqn}.weight" if fqn else "weight" for fqn in layers}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in owner and name not in ours:
+            raise UnsupportedError(
+                f"{call}: with float8_primary_weights=True only float8 layers can read a weight; got that of "
+                f"{owner[id(parameter)][0]}, which is {name} too; leave the layer out with module_filter_fn"
+            )
+
+
+def hold_as_float8(layers: Iterable[nn.Linear]) -> None:
+    """Make the weights of float8 layers codes and scales, their values masters on the host; shared ones stay shared."""
+    new: dict[int, nn.Parameter] = {}
+    for layer in layers:
+        weight, recipe = layer.weight, getattr(layer, "recipe")  # noqa: B009
+        if id(weight) not in new:
+            value = weight.detach()
+            delayed = layer.__dict__["delayed"]
+            master = value if value.is_meta else value.to("cpu")
+            made = Float8Weight(_cast(value, recipe, delayed), weight.dtype, MasterOf(recipe, delayed, master))
+            new[id(weight)] = nn.Parameter(made, weight.requires_grad)
+            new[id(weight)].grad = weight.grad
+        layer.weight = new[id(weight)]
+
+
+def release(layer: nn.Linear, released: dict[int, nn.Parameter]) -> None:
+    """Give a layer its weight in high precision, in the weight's dtype; `released` keeps shared ones shared."""
+    weight = layer.weight
+    if isinstance(weight, Float8Weight):
+        if id(weight) not in released:
+            value = weight.master.to(weight.device, weight.dtype, copy=True)
+            released[id(weight)] = nn.Parameter(value, weight.requires_grad)
+        layer.weight = released[id(weight)]
+
+
+def refill(weight: Tensor | None) -> None:
+    """Cast the master of a weight again, after the scales of its layer have changed; other weights have none."""
+    if isinstance(weight, Float8Weight):
+        weight.refill()
+
+
+def written_over(layer: nn.Linear, old: Float8Weight) -> None:
+    """After `load_state_dict(assign=True)` has replaced the weight `old` of a layer: its values go into `old`."""
+    value = layer.weight.detach()
+    if old.is_meta and not value.is_meta:
+        origin = MasterOf(old._origin.recipe, old._origin.delayed, value.to("cpu"))
+        old = nn.Parameter(  # pyright: ignore[reportAssignmentType]
+            Float8Weight(_cast(value, origin.recipe, origin.delayed), value.dtype, origin), old.requires_grad
+        )
+    else:
+        with torch.no_grad():
+            old.copy_(value)
+    layer.weight = old  # pyright: ignore[reportAttributeAccessIssue]

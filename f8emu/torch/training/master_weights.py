@@ -1,0 +1,145 @@
+"""An optimizer over the float32 masters of weights that their layers hold as float8."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from f8emu.spec.errors import OperandError
+from f8emu.torch.training.float8_weight import Float8Weight
+
+
+class MasterWeights(Optimizer):
+    """Any optimizer of torch.optim, for a model converted with `float8_primary_weights=True`.
+
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+    It holds a float32 master of every float8 weight, steps it with the gradient of the layer, and casts it into the
+    codes of the layer after the step; under delayed scaling after the update of the scales, which belongs to the step.
+    Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and state dict
+    are those of `optimizer_class` over the parameters of the model.
+
+    The state dict holds what `optimizer_class` keeps of each parameter. The masters are in that of the model, under
+    the keys of nn.Linear: a checkpoint has them once.
+
+    During a step every gradient that is not float32 is converted, all at once: 4 bytes an element on the device.
+
+    Exactness: masters, codes and optimizer state are those of `optimizer_class` and a `Float8Linear` whose weight is
+    the master.
+
+    Args:
+        params: as for torch.optim: parameters, (name, parameter) pairs or groups of either.
+        optimizer_class: such as torch.optim.AdamW, called with the masters in the place of the float8 weights.
+        defaults: its arguments.
+
+    Raises:
+        OperandError: `optimizer_class` is an optimizer already, or no class of them.
+    """
+
+    inner: Optimizer
+    """Over the masters."""
+
+    def __init__(self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **defaults: Any) -> None:
+        if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+            raise OperandError(
+                "MasterWeights: optimizer_class must be a class of optimizers, since the optimizer is made over the "
+                f"masters; got {type(optimizer_class).__name__}; pass torch.optim.AdamW and then its arguments"
+            )
+        found = [params] if isinstance(params, Tensor) else list(params)
+        groups = [dict(group) for group in found] if found and isinstance(found[0], dict) else [{"params": found}]
+        for group in groups:
+            given: Any = group["params"]
+            group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        self.inner = optimizer_class([_of_masters(group) for group in groups], **defaults)
+        super().__init__([dict(group) for group in groups], self.inner.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `Optimizer`."""
+        if len(self.inner.param_groups) == len(self.param_groups):  # the first groups are there already
+            self.inner.add_param_group(_of_masters(param_group))
+        settings = self.inner.param_groups[len(self.param_groups)]
+        own = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+        super().add_param_group({**own, "params": param_group["params"]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the masters and cast them; a closure sees the codes of the masters as they are then."""
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key != "params"})
+        evaluate = None
+        if closure is not None:
+            calls = 0
+
+            def evaluate() -> Any:
+                nonlocal calls
+                if calls:  # an optimizer may have changed the masters since
+                    self._cast(of_delayed=True)
+                calls += 1
+                with torch.enable_grad():
+                    loss = closure()
+                self._take_gradients()
+                return loss
+
+        self._take_gradients()
+        try:
+            loss = self.inner.step(evaluate)
+        finally:
+            self._cast(of_delayed=False)
+            for weight in self._weights():
+                weight.master.grad = None
+        self._share_state()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `Optimizer`. The masters are loaded with the model."""
+        self.inner.load_state_dict(state_dict)
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            own.update({key: value for key, value in inner.items() if key != "params"})
+        self._share_state()
+
+    def _weights(self) -> list[Float8Weight]:
+        return [x for group in self.param_groups for x in group["params"] if isinstance(x, Float8Weight)]
+
+    def _take_gradients(self) -> None:
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for i, weight in enumerate(own["params"]):
+                if not isinstance(weight, Float8Weight):
+                    continue
+                if weight.grad is not None:
+                    inner["params"][i] = weight.take_master()  # it may have been frozen until now
+                weight.master.grad = None if weight.grad is None else weight.grad.to(weight.master)
+
+    def _cast(self, *, of_delayed: bool) -> None:
+        """Cast the masters that were stepped; at the end of a step the update of delayed scaling does it."""
+        for weight in self._weights():
+            if weight.master.grad is not None and (weight.amax is None or of_delayed):
+                weight.refill()
+
+    def _share_state(self) -> None:
+        """The state of each parameter is that of its master."""
+        of_masters = self.inner.state
+        self.state.clear()
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for mine, master in zip(own["params"], inner["params"], strict=True):
+                if master in of_masters:
+                    self.state[mine] = of_masters[master]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inner": self.inner}
+
+
+def _of_masters(group: dict[str, Any]) -> dict[str, Any]:
+    given: Any = group["params"]
+    return {**group, "params": [_of_master(x) for x in ([given] if isinstance(given, Tensor) else given)]}
+
+
+def _of_master(x: Any) -> Any:
+    """The master of a float8 weight, on the device once it is trained; other parameters as they are."""
+    if isinstance(x, tuple):
+        name, parameter = x
+        return name, _of_master(parameter)
+    if not isinstance(x, Float8Weight):
+        return x
+    return x.take_master() if x.requires_grad else x.master
