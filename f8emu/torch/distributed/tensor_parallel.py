@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.placements import require_gatherable
-from f8emu.torch.training.shared_input import TracedInputs
+from f8emu.torch.training.shared_input import TracedInput
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -162,10 +162,10 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
                     f"PrepareFloat8ModuleInput: float8_dtype must be what the layers cast their input to; got "
                     f"{self.float8_dtype}, and {format} in recipe {layer.recipe.label}; leave float8_dtype out"
                 )
-        traced = TracedInputs()
+        traced = TracedInput()
         for layer in module.modules():
             if isinstance(layer, Float8Linear):
-                layer.traced_inputs = traced
+                layer.traced_input = traced
         module.register_forward_pre_hook(traced.begin)
         module.register_forward_hook(traced.end)
         return super()._apply(module, device_mesh)

@@ -19,7 +19,7 @@ from f8emu.torch.training.float8_weight import Float8Weight, refill, written_ove
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
-from f8emu.torch.training.shared_input import TracedInputs, find_operands, keep_operands
+from f8emu.torch.training.shared_input import TracedInput, find_operands, keep_operands
 from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
 from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes, own_parameters
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
@@ -56,7 +56,7 @@ class Float8Linear(Linear):
     weight_watch: WeightWatch
     reduce_to: Sequence[Any] | None = None
     """Under tensor parallelism, the placements to which the layer brings a sum over ranks (`Float8RowwiseParallel`)."""
-    traced_inputs: TracedInputs | None = None
+    traced_input: TracedInput | None = None
     """What the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
 
     def __init__(
@@ -144,10 +144,10 @@ class Float8Linear(Linear):
         shared = None
         tokens = None if layout is None else layout.input.gather
         is_kept = delayed is None and not torch.compiler.is_compiling()
-        traced = self.traced_inputs if delayed is None and not is_kept else None
+        traced = self.traced_input if delayed is None and not is_kept else None
         if is_kept:
             shared = find_operands(input, dtype, plan)
-        elif traced is not None and traced.is_open:
+        elif traced is not None:
             shared = traced.find(input, dtype, plan)
         if shared is None and (is_kept or tokens is not None):
             with torch.no_grad():
@@ -156,8 +156,8 @@ class Float8Linear(Linear):
                 shared = shared._replace(gathered=Gathered.apply(x, tokens))
             if is_kept:
                 keep_operands(input, dtype, plan, shared)
-            elif traced is not None and traced.is_open:
-                traced.found.append((input, dtype, plan, shared))
+            elif traced is not None:
+                traced.keep(input, dtype, plan, shared)
         if shared is not None and shared.gathered is not None:
             x = shared.gathered
         if isinstance(weight, Float8Weight):

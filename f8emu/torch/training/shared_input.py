@@ -3,7 +3,7 @@
 The operands of the last input are cached until another input is cast or the tensor is freed. Only tensors with a
 `grad_fn` are cached: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
 the same tensor with the same version. In compiled code nothing is cached: there the compiler merges equal casts. It
-does not merge collectives, so a module whose input is gathered has `TracedInputs`.
+does not merge collectives, so a module whose input is gathered has a `TracedInput`.
 """
 
 import threading
@@ -16,30 +16,43 @@ from torch import Tensor
 from f8emu.torch.training.autograd import InputOperands, Plan, checkpointed_region
 
 
-class TracedInputs:
-    """The inputs that the layers of one module have cast so far, in a compiler's trace of the module's forward pass.
+def trace_number() -> int:
+    """Of the trace that a compiler makes now; 0 if none."""
+    found = torch._guards.TracingContext.try_get()
+    return 0 if found is None else id(found)
 
-    Hooks of the module begin and end it, so that nothing of it is left when the trace ends.
+
+class TracedInput:
+    """The last input that a layer of one module has cast, in a compiler's trace of the module's forward pass.
+
+    Hooks of the module begin and end it, so that nothing of it is left when the trace ends. A compiler that is asked to
+    compile this very module traces the hooks apart; then nothing is shared.
     """
 
     def __init__(self) -> None:
-        self.is_open = False
-        self.found: list[tuple[Tensor, torch.dtype, Plan, InputOperands]] = []
+        torch.compiler.assume_constant_result(trace_number)
+        self.trace = 0
+        self.input: Tensor | None = None
+        self.key: Any = None
+        self.operands: InputOperands | None = None
 
     def begin(self, *_: Any) -> None:
         """A forward pre-hook."""
-        self.is_open, self.found = torch.compiler.is_compiling(), []
+        self.trace = trace_number() if torch.compiler.is_compiling() else 0
 
     def end(self, *_: Any) -> None:
         """A forward hook."""
-        self.is_open, self.found = False, []
+        self.trace = 0
+        self.input = self.key = self.operands = None
 
     def find(self, input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
         """As `find_operands`."""
-        for known, its_dtype, its_plan, operands in self.found:
-            if known is input and its_dtype is dtype and its_plan == plan:
-                return operands
-        return None
+        return self.operands if self.input is input and self.key == (dtype, plan) else None
+
+    def keep(self, input: Tensor, dtype: torch.dtype, plan: Plan, operands: InputOperands) -> None:
+        """As `keep_operands`."""
+        if self.trace == trace_number():
+            self.input, self.key, self.operands = input, (dtype, plan), operands
 
 
 class _Last(threading.local):
