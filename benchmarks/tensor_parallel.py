@@ -1,0 +1,377 @@
+"""A Llama of 1B parameters under tensor and sequence parallelism: bfloat16, torchao's float8 styles and f8emu's.
+
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --json OUT    on 2 GPUs
+    torchrun --nproc-per-node 2 -m benchmarks.tensor_parallel --tiny        2 processes on a CPU, emulated
+
+Every layer is cut over all ranks, and between the layers every rank has a part of the sequence. Weights are bfloat16;
+a step is forward, backward and fused AdamW; every block is compiled; the embedding, the norms and the head stay in
+bfloat16. Subjects have the same first weights and the same tokens. They take turns, a few steps each; the figure is the
+median over rounds. Tokens per second are those of all ranks together. Peak memory is that of rank 0 in a subject's
+turn, its weights and optimizer states included, those of the other subjects not.
+
+A subject that fails alike on all ranks costs its row; torchao's is then shown as absent, with the reason. After one
+that fails on some ranks only, the collectives no longer match: what was measured is recorded, and the run ends.
+
+Exit status 1 if bfloat16 or f8emu fails, or a loss is not finite.
+"""
+
+import argparse
+import gc
+import importlib
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+from torch.nn.functional import cross_entropy
+
+import f8emu.torch.distributed.tensor_parallel as float8_tp
+from benchmarks.report import draw, facts, figure, say, write_json
+from benchmarks.subjects import BASELINE, AbsentError, converted, torchao_float8
+from benchmarks.timing import back_to_back, median, synchronize
+from examples.train_llama import Llama, Size, initialize
+
+SUBJECTS = (BASELINE, "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed", "f8emu/rowwise")
+HEAD = "output"
+"""The one linear layer that stays in bfloat16, as in torchtitan."""
+WARMUP = 4
+"""Steps before the first figure: compilation, and a delayed recipe's first states."""
+LR = 3e-4
+_LIMIT = timedelta(seconds=120)
+"""For which a collective waits for a rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is trained, and where."""
+
+    mesh: DeviceMesh
+    device: torch.device
+    control: Any
+    """A gloo group of all ranks, which works when the collectives of the model do not."""
+    size: Size
+    batch: int
+    length: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Subject:
+    """A model in training."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    run: Run
+    resident: int
+    """Bytes between two steps."""
+    losses: list[DTensor] = field(default_factory=list)
+    peak: int = 0
+    ms: list[float] = field(default_factory=list)
+
+    def step(self) -> None:
+        """Forward, backward and optimizer, on the tokens of the step; nothing waits for the device."""
+        tokens = tokens_of(len(self.losses), self.run)
+        # The logits stay cut along the vocabulary.
+        with tp.loss_parallel():
+            logits = self.model(tokens[:, :-1])
+            loss: Any = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+        self.optimizer.step()  # under a delayed recipe also the next scales
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def turn(self, steps: int) -> None:
+        """Times `steps` steps, after one that is not timed."""
+        device, before = self.run.device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        self.ms.append(back_to_back(self.step, steps, device).ms)
+        if device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - before + self.resident)
+
+
+def build(name: str, run: Run) -> Subject:
+    """A subject with the weights that all have, after the steps that compile it.
+
+    Raises:
+        AbsentError: its library is not installed.
+    """
+    before = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
+    with torch.device("meta"):
+        model = Llama(run.size).to(torch.bfloat16)
+    model.to_empty(device=run.device)
+    converted(name, model, left_out=(HEAD,))
+    parallelize(name, model, run.mesh)
+    for block in model.layers:
+        block.compile(fullgraph=True, dynamic=False)
+    initialize(model, run.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    subject = Subject(name=name, model=model, optimizer=optimizer, run=run, resident=0)
+    for _ in range(WARMUP):
+        subject.step()
+    if run.device.type == "cuda":
+        subject.resident = torch.cuda.memory_allocated(run.device) - before
+    return subject
+
+
+def parallelize(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
+    """Every block, the embedding and the head, in the styles of the subject's library."""
+    columns, rows, gather = styles_of(name)
+    whole, sequence = Replicate(), Shard(1)
+    head = tp.ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False)
+    plan: dict[str, tp.ParallelStyle] = {
+        "tok_embeddings": tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        HEAD: head,
+    }
+    plan |= {norm: tp.SequenceParallel() for norm in ("norm", "layers.*.attention_norm", "layers.*.ffn_norm")}
+    for part, by_column, by_row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
+        plan[f"layers.*.{part}"] = gather(input_layouts=sequence, desired_input_layouts=whole)
+        plan |= {f"layers.*.{part}.{layer}": columns() for layer in by_column}
+        plan[f"layers.*.{part}.{by_row}"] = rows(output_layouts=sequence)
+    tp.parallelize_module(model, mesh, plan)
+    # A plain tensor: of one that waits for its collective, a compiled block returns a gradient of the wrong kind.
+    model.get_submodule("tok_embeddings").register_forward_hook(lambda _, inputs, output: output.clone())
+
+
+def styles_of(name: str) -> tuple[Any, Any, Any]:
+    """Column-parallel, row-parallel, and that of a module's input.
+
+    Raises:
+        AbsentError: torchao is not installed.
+    """
+    if name == BASELINE:
+        return tp.ColwiseParallel, tp.RowwiseParallel, tp.PrepareModuleInput
+    if name.startswith("f8emu/"):
+        module: Any = float8_tp
+    else:
+        torchao_float8()
+        module = importlib.import_module("torchao.float8.float8_tensor_parallel")
+    return module.Float8ColwiseParallel, module.Float8RowwiseParallel, module.PrepareFloat8ModuleInput
+
+
+def tokens_of(step: int, run: Run) -> Tensor:
+    """Tokens [B, S + 1], the same on every rank; the smaller the more frequent, so that there is something to learn."""
+    generator = torch.Generator(run.device).manual_seed(step)
+    drawn = torch.rand(run.batch, run.length + 1, generator=generator, device=run.device)
+    return (drawn**4 * run.size.vocabulary).long()
+
+
+class DividedError(Exception):
+    """A subject failed on some ranks only."""
+
+
+def together(call: Callable[[], Any], control: Any) -> Any:
+    """What `call` gives; all ranks then agree, over the group `control`, whether it failed on one of them.
+
+    Raises:
+        AbsentError, RuntimeError: it failed on all ranks; the reason of rank 0.
+        DividedError: it failed on some ranks, with the first of the reasons.
+    """
+    result, error = None, None
+    try:
+        result = call()
+    except Exception as raised:  # any: it must not leave the other ranks waiting
+        error = raised
+        if dist.get_rank() == 0 and not isinstance(error, AbsentError):
+            say(traceback.format_exc())
+    reason = None if error is None else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason, group=control)
+    failed = {rank: why for rank, why in enumerate(reasons) if why is not None}
+    if not failed:
+        return result
+    rank, why = next(iter(failed.items()))
+    if len(failed) < len(reasons):
+        raise DividedError(f"on rank {rank} of {len(reasons)}, {why}")
+    if isinstance(error, AbsentError):
+        raise error
+    raise RuntimeError(why)
+
+
+def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) -> None:
+    """Fills in the entries: figures, or why there are none.
+
+    Raises:
+        DividedError: the run cannot go on.
+    """
+    ready: list[tuple[Subject, dict[str, Any]]] = []
+    for entry in entries:
+        start = time.perf_counter()
+        if (subject := _attempt(entry, lambda entry=entry: build(entry["subject"], run), run)) is not None:
+            # Reading them waits for the device, and is safe: all ranks have launched the same.
+            synchronize(run.device)
+            entry["warmup_s"] = round(time.perf_counter() - start, 1)
+            ready.append((subject, entry))
+        elif run.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    compiled = _graphs_compiled()
+    # A full collection walks through the compiled code of all subjects, in the turn of one.
+    gc.collect()
+    gc.freeze()
+    for _ in range(rounds):
+        for subject, entry in ready:
+            if not entry.keys() & {"absent", "failed"}:
+                _attempt(entry, lambda subject=subject: subject.turn(steps), run)
+    gc.unfreeze()
+    for subject, entry in ready:
+        if entry.keys() & {"absent", "failed"}:
+            continue
+        losses = [loss.to_local().item() for loss in subject.losses]
+        tokens = run.batch * run.length
+        entry |= {"ms": median(subject.ms), "ms_min": min(subject.ms), "ms_max": max(subject.ms)}
+        entry |= {"tokens_per_second": 1e3 * tokens / entry["ms"], "losses": losses}
+        if subject.peak:
+            entry["peak_bytes"] = subject.peak
+        if _graphs_compiled() != compiled:
+            entry["compiled_while_timed"] = True
+    add_ratios(entries)
+
+
+def _attempt(entry: dict[str, Any], call: Callable[[], Any], run: Run) -> Any:
+    """What `call` gives, or None, with the reason in the entry."""
+    try:
+        return together(call, run.control)
+    except AbsentError as error:
+        entry["absent"] = str(error)
+    except RuntimeError as error:
+        entry["absent" if entry["subject"].startswith("torchao/") else "failed"] = str(error)
+    except DividedError as error:
+        entry["failed"] = str(error)
+        raise
+    return None
+
+
+def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
+    """Adds speed and peak memory, times bfloat16's, and the last loss less bfloat16's."""
+    plain = next((e for e in entries if e["subject"] == BASELINE and "ms" in e), None)
+    if plain is None:
+        return
+    for entry in (e for e in entries if "ms" in e):
+        entry["speed"] = plain["ms"] / entry["ms"]
+        entry["last_loss_less_bf16"] = entry["losses"][-1] - plain["losses"][-1]
+        if "peak_bytes" in entry and "peak_bytes" in plain:
+            entry["memory"] = entry["peak_bytes"] / plain["peak_bytes"]
+
+
+def _graphs_compiled() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _draw(report: dict[str, Any]) -> None:
+    rows = []
+    for e in report["subjects"]:
+        if "ms" not in e:
+            rows.append([e["subject"], "FAILED" if "failed" in e else "absent" if "absent" in e else "not measured"])
+            continue
+        rows.append(
+            [
+                e["subject"],
+                f"{e['tokens_per_second']:.0f}",
+                figure(e, "speed", ".3f"),
+                f"{e['ms']:.2f}",
+                f"{e['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in e else "-",
+                figure(e, "memory", ".3f"),
+                f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}",
+                figure(e, "last_loss_less_bf16", "+.4f"),
+            ]
+        )
+    columns = (
+        "subject",
+        "tokens/s",
+        "times bf16",
+        "step ms",
+        "peak GiB",
+        "times bf16",
+        "loss 1, last",
+        "less bf16's",
+    )
+    title = f"Llama of {report['parameters'] / 1e6:.0f} M parameters, {report['tokens']} tokens, {report['device']}"
+    draw(title, columns, rows)
+    for e in report["subjects"]:
+        if "absent" in e or "failed" in e:
+            say(f"{e['subject']}: {e.get('absent') or e.get('failed')}")
+        elif e.get("compiled_while_timed"):
+            say(f"{e['subject']}: something was compiled while it was timed: do not use its figures")
+
+
+def _status(entries: Sequence[dict[str, Any]]) -> int:
+    own = [e for e in entries if not e["subject"].startswith("torchao/")]
+    return int(any("ms" not in e or not all(map(math.isfinite, e["losses"])) for e in own))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs on every rank; rank 0 prints and records. The exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(given)
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch._dynamo.config.recompile_limit = 256  # subjects share the code of the blocks
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    dist.init_process_group(timeout=_LIMIT, device_id=device if device.type == "cuda" else None)
+    # Beyond the limit of the others, so that a rank that waits for the model can still tell.
+    control: Any = dist.new_group(backend="gloo", timeout=2 * _LIMIT)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if arguments.tiny:
+        size, batch, length, rounds, steps = Size(64, 2, 4, 2, 128, 256), 2, 32, 1, 1
+    else:
+        size, batch, length = Size(2048, 16, 32, 8, 8192, 32768), 2, 4096
+        rounds, steps = arguments.rounds, arguments.steps
+    run = Run(mesh=mesh, device=device, control=control, size=size, batch=batch, length=length)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(size).parameters())
+    report = facts("benchmarks.tensor_parallel", given, device)
+    report["command"] = report["command"].replace("python", f"torchrun --nproc-per-node {mesh.size()}", 1)
+    report["device"] += f" x {mesh.size()}"
+    report |= {"model": size._asdict(), "parameters": parameters, "batch": batch, "tokens": batch * length}
+    report |= {"rounds": rounds, "steps": steps}
+    entries: list[dict[str, Any]] = [{"subject": name} for name in arguments.subjects]
+    report["subjects"] = entries
+    is_divided = False
+    try:
+        measure(entries, run, rounds, steps)
+    except DividedError:
+        is_divided = True
+    if dist.get_rank() == 0:
+        _draw(report)
+        if arguments.json:
+            write_json(arguments.json, report)
+    dist.barrier(group=control)
+    if is_divided:
+        # A collective that some ranks never joined is still under way, and an orderly end would wait for it.
+        sys.stdout.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+    return _status(entries)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m benchmarks.tensor_parallel", description="A Llama under tensor parallelism, in float8."
+    )
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every subject (default 3)")
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn (default 5)")
+    parser.add_argument("--tiny", action="store_true", help="two tiny blocks, one step: for tests")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="where to record")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
