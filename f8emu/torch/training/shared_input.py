@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from f8emu.torch.training.autograd import InputOperands, Plan, checkpointed_region
 
 
 def trace_number() -> int:
     """Of the trace that a compiler makes now; 0 if none."""
-    found = torch._guards.TracingContext.try_get()
+    found: object = TracingContext.try_get()
     return 0 if found is None else id(found)
 
 
@@ -30,7 +31,7 @@ class TracedInput:
     """
 
     def __init__(self) -> None:
-        torch.compiler.assume_constant_result(trace_number)
+        torch.compiler.assume_constant_result(trace_number)  # pyright: ignore[reportUnknownMemberType]
         self.trace = 0
         self.input: Tensor | None = None
         self.key: Any = None
