@@ -19,25 +19,22 @@ import argparse
 import gc
 import importlib
 import math
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.functional import cross_entropy
 
 import f8emu.torch.distributed.tensor_parallel as float8_tp
+from benchmarks.ranks import DividedError, Ranks, join, leave, together
 from benchmarks.report import draw, facts, figure, say, write_json
 from benchmarks.subjects import BASELINE, AbsentError, converted, torchao_float8
 from benchmarks.timing import back_to_back, median, synchronize
@@ -49,18 +46,13 @@ HEAD = "output"
 WARMUP = 4
 """Steps before the first figure: compilation, and a delayed recipe's first states."""
 LR = 3e-4
-_LIMIT = timedelta(seconds=120)
-"""For which a collective waits for a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What is trained, and where."""
 
-    mesh: DeviceMesh
-    device: torch.device
-    control: Any
-    """A gloo group of all ranks, which works when the collectives of the model do not."""
+    ranks: Ranks
     size: Size
     batch: int
     length: int
@@ -94,7 +86,7 @@ class Subject:
 
     def turn(self, steps: int) -> None:
         """Times `steps` steps, after one that is not timed."""
-        device, before = self.run.device, 0
+        device, before = self.run.ranks.device, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
@@ -109,21 +101,21 @@ def build(name: str, run: Run) -> Subject:
     Raises:
         AbsentError: its library is not installed.
     """
-    before = torch.cuda.memory_allocated(run.device) if run.device.type == "cuda" else 0
+    before = torch.cuda.memory_allocated(run.ranks.device) if run.ranks.device.type == "cuda" else 0
     with torch.device("meta"):
         model = Llama(run.size).to(torch.bfloat16)
-    model.to_empty(device=run.device)
+    model.to_empty(device=run.ranks.device)
     converted(name, model, left_out=(HEAD,))
-    parallelize(name, model, run.mesh)
+    parallelize(name, model, run.ranks.mesh)
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False)
-    initialize(model, run.mesh)
+    initialize(model, run.ranks.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     subject = Subject(name=name, model=model, optimizer=optimizer, run=run, resident=0)
     for _ in range(WARMUP):
         subject.step()
-    if run.device.type == "cuda":
-        subject.resident = torch.cuda.memory_allocated(run.device) - before
+    if run.ranks.device.type == "cuda":
+        subject.resident = torch.cuda.memory_allocated(run.ranks.device) - before
     return subject
 
 
@@ -137,10 +129,10 @@ def parallelize(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
         HEAD: head,
     }
     plan |= {norm: tp.SequenceParallel() for norm in ("norm", "layers.*.attention_norm", "layers.*.ffn_norm")}
-    for part, by_column, by_row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
-        plan[f"layers.*.{part}"] = gather(input_layouts=sequence, desired_input_layouts=whole)
-        plan |= {f"layers.*.{part}.{layer}": columns() for layer in by_column}
-        plan[f"layers.*.{part}.{by_row}"] = rows(output_layouts=sequence)
+    for module, by_column, by_row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
+        plan[f"layers.*.{module}"] = gather(input_layouts=sequence, desired_input_layouts=whole)
+        plan |= {f"layers.*.{module}.{layer}": columns() for layer in by_column}
+        plan[f"layers.*.{module}.{by_row}"] = rows(output_layouts=sequence)
     tp.parallelize_module(model, mesh, plan)
     # A plain tensor: of one that waits for its collective, a compiled block returns a gradient of the wrong kind.
     model.get_submodule("tok_embeddings").register_forward_hook(lambda _, inputs, output: output.clone())
@@ -164,41 +156,9 @@ def styles_of(name: str) -> tuple[Any, Any, Any]:
 
 def tokens_of(step: int, run: Run) -> Tensor:
     """Tokens [B, S + 1], the same on every rank; the smaller the more frequent, so that there is something to learn."""
-    generator = torch.Generator(run.device).manual_seed(step)
-    drawn = torch.rand(run.batch, run.length + 1, generator=generator, device=run.device)
+    generator = torch.Generator(run.ranks.device).manual_seed(step)
+    drawn = torch.rand(run.batch, run.length + 1, generator=generator, device=run.ranks.device)
     return (drawn**4 * run.size.vocabulary).long()
-
-
-class DividedError(Exception):
-    """A subject failed on some ranks only."""
-
-
-def together(call: Callable[[], Any], control: Any) -> Any:
-    """What `call` gives; all ranks then agree, over the group `control`, whether it failed on one of them.
-
-    Raises:
-        AbsentError, RuntimeError: it failed on all ranks; the reason of rank 0.
-        DividedError: it failed on some ranks, with the first of the reasons.
-    """
-    result, error = None, None
-    try:
-        result = call()
-    except Exception as raised:  # any: it must not leave the other ranks waiting
-        error = raised
-        if dist.get_rank() == 0 and not isinstance(error, AbsentError):
-            say(traceback.format_exc())
-    reason = None if error is None else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason, group=control)
-    failed = {rank: why for rank, why in enumerate(reasons) if why is not None}
-    if not failed:
-        return result
-    rank, why = next(iter(failed.items()))
-    if len(failed) < len(reasons):
-        raise DividedError(f"on rank {rank} of {len(reasons)}, {why}")
-    if isinstance(error, AbsentError):
-        raise error
-    raise RuntimeError(why)
 
 
 def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) -> None:
@@ -212,10 +172,10 @@ def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) ->
         start = time.perf_counter()
         if (subject := _attempt(entry, lambda entry=entry: build(entry["subject"], run), run)) is not None:
             # Reading them waits for the device, and is safe: all ranks have launched the same.
-            synchronize(run.device)
+            synchronize(run.ranks.device)
             entry["warmup_s"] = round(time.perf_counter() - start, 1)
             ready.append((subject, entry))
-        elif run.device.type == "cuda":
+        elif run.ranks.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
     compiled = _graphs_compiled()
@@ -244,7 +204,7 @@ def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) ->
 def _attempt(entry: dict[str, Any], call: Callable[[], Any], run: Run) -> Any:
     """What `call` gives, or None, with the reason in the entry."""
     try:
-        return together(call, run.control)
+        return together(call, run.ranks)
     except AbsentError as error:
         entry["absent"] = str(error)
     except RuntimeError as error:
@@ -317,27 +277,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs on every rank; rank 0 prints and records. The exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(given)
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    torch._dynamo.config.recompile_limit = 256  # subjects share the code of the blocks
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    dist.init_process_group(timeout=_LIMIT, device_id=device if device.type == "cuda" else None)
-    # Beyond the limit of the others, so that a rank that waits for the model can still tell.
-    control: Any = dist.new_group(backend="gloo", timeout=2 * _LIMIT)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    ranks = join(arguments.device)
     if arguments.tiny:
         size, batch, length, rounds, steps = Size(64, 2, 4, 2, 128, 256), 2, 32, 1, 1
     else:
         size, batch, length = Size(2048, 16, 32, 8, 8192, 32768), 2, 4096
         rounds, steps = arguments.rounds, arguments.steps
-    run = Run(mesh=mesh, device=device, control=control, size=size, batch=batch, length=length)
+    run = Run(ranks=ranks, size=size, batch=batch, length=length)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Llama(size).parameters())
-    report = facts("benchmarks.tensor_parallel", given, device)
-    report["command"] = report["command"].replace("python", f"torchrun --nproc-per-node {mesh.size()}", 1)
-    report["device"] += f" x {mesh.size()}"
+    report = facts("benchmarks.tensor_parallel", given, ranks.device)
+    ranks.command(report)
     report |= {"model": size._asdict(), "parameters": parameters, "batch": batch, "tokens": batch * length}
     report |= {"rounds": rounds, "steps": steps}
     entries: list[dict[str, Any]] = [{"subject": name} for name in arguments.subjects]
@@ -347,16 +297,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(entries, run, rounds, steps)
     except DividedError:
         is_divided = True
-    if dist.get_rank() == 0:
+    if ranks.is_first:
         _draw(report)
         if arguments.json:
             write_json(arguments.json, report)
-    dist.barrier(group=control)
-    if is_divided:
-        # A collective that some ranks never joined is still under way, and an orderly end would wait for it.
-        sys.stdout.flush()
-        os._exit(1)
-    dist.destroy_process_group()
+    leave(ranks, is_divided=is_divided)
     return _status(entries)
 
 

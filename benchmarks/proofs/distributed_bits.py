@@ -20,24 +20,22 @@ Exit status 1 if a number differs or a case fails.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import f8emu.torch as f8
+from benchmarks.ranks import DividedError, Ranks, join, leave, together
 from benchmarks.report import draw, facts, say, write_json
-from benchmarks.tensor_parallel import DividedError, together
 from f8emu.torch.distributed.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 RANKS = 2
@@ -46,7 +44,6 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 MODES = ("eager", "compiled")
 PARTS = ("outputs", "losses", "gradients", "weights", "states")
 STEPS = 3
-_LIMIT = timedelta(seconds=120)
 
 Trace = list[tuple[str, Tensor]]
 """What one rank computes: (part, tensor), in the order of computation."""
@@ -284,10 +281,10 @@ def cases(setting: Setting) -> Iterator[tuple[str, Any]]:
         yield "tensor parallel, f8emu's styles", lambda: parallel(True)
 
 
-def summed(counts: dict[str, tuple[int, int]], control: Any) -> dict[str, list[int]]:
+def summed(counts: dict[str, tuple[int, int]], ranks: Ranks) -> dict[str, list[int]]:
     """Over all ranks."""
     total = torch.tensor(list(counts.values()))
-    dist.all_reduce(total, group=control)
+    dist.all_reduce(total, group=ranks.control)
     return {part: row for part, row in zip(counts, total.tolist(), strict=True) if row[1]}
 
 
@@ -295,51 +292,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs on every rank; rank 0 prints and records. The exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(given)
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    torch._dynamo.config.recompile_limit = 256  # the models share the code of the blocks
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    dist.init_process_group(timeout=_LIMIT, device_id=device if device.type == "cuda" else None)
-    if dist.get_world_size() != RANKS:
+    ranks = join(arguments.device)
+    if ranks.mesh.size() != RANKS:
         raise SystemExit(
             f"benchmarks.proofs.distributed_bits: {RANKS} ranks are expected, since the sum of more gradients depends "
-            f"on their order; got {dist.get_world_size()}; run it with torchrun --nproc-per-node {RANKS}"
+            f"on their order; got {ranks.mesh.size()}; run it with torchrun --nproc-per-node {RANKS}"
         )
-    control: Any = dist.new_group(backend="gloo", timeout=2 * _LIMIT)
-    mesh = init_device_mesh(device.type, (RANKS,))
-    report = facts("benchmarks.proofs.distributed_bits", given, device)
-    report["command"] = report["command"].replace("python", f"torchrun --nproc-per-node {RANKS}", 1)
-    report["device"] += f" x {RANKS}"
+    report = facts("benchmarks.proofs.distributed_bits", given, ranks.device)
+    ranks.command(report)
     entries: list[dict[str, Any]] = []
     report |= {"steps": STEPS, "sizes": (TINY if arguments.tiny else FULL)._asdict(), "cases": entries}
     is_divided = False
     for recipe in arguments.recipes:
         for mode in arguments.modes:
-            setting = Setting(TINY if arguments.tiny else FULL, mesh, device, recipe, mode)
+            setting = Setting(TINY if arguments.tiny else FULL, ranks.mesh, ranks.device, recipe, mode)
             for name, call in cases(setting):
                 if is_divided:
                     break
                 entry: dict[str, Any] = {"recipe": recipe, "mode": mode, "case": name}
                 entries.append(entry)
                 try:
-                    entry["differing"] = summed(together(call, control), control)
+                    entry["differing"] = summed(together(call, ranks), ranks)
                 except RuntimeError as error:
                     entry["failed"] = str(error)
                 except DividedError as error:
                     entry["failed"], is_divided = str(error), True
     is_equal = all("failed" not in e and not any(wrong for wrong, _ in e["differing"].values()) for e in entries)
-    if dist.get_rank() == 0:
+    if ranks.is_first:
         _draw(report)
         if arguments.json:
             write_json(arguments.json, report)
-    dist.barrier(group=control)
-    if is_divided:
-        # A collective that some ranks never joined is still under way, and an orderly end would wait for it.
-        sys.stdout.flush()
-        os._exit(1)
-    dist.destroy_process_group()
+    leave(ranks, is_divided=is_divided)
     return int(not is_equal)
 
 
