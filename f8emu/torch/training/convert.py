@@ -19,8 +19,9 @@ from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, s
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
 from f8emu.torch.training.delayed import ConvertedModel
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
-from f8emu.torch.training.float8_weight import Float8Weight, hold_as_float8, release, require_primary
+from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
+from f8emu.torch.training.primary_weights import hold_as_float8, release, require_primary
 from f8emu.torch.training.replacement import watch_replacements
 from f8emu.torch.training.sharded_weight import gather_as_float8, require_gatherable_weights
 from f8emu.torch.training.small_layers import ModuleFilter

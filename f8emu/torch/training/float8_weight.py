@@ -8,7 +8,6 @@ Exactness: codes and scales are those that a `Float8Linear` casts in its forward
 """
 
 import copy
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,30 +22,14 @@ from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import UNCALLED, cast_pair_delayed
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.gathered_weight import GatheredWeight
-from f8emu.torch.training.operands import DelayedStates, find_source, format_name
-from f8emu.torch.training.torch_internals import with_aliases, wrapper_of
+from f8emu.torch.training.operands import DelayedStates, find_source
+from f8emu.torch.training.torch_internals import no_torch_function, with_aliases, wrapper_of
 from f8emu.torch.training.weight_scales import format_of, has_one_scale
 
 _aten = torch.ops.aten
 _ALIASES = {_aten.detach.default, _aten.alias.default}
 _WHOLE = {_aten.view.default, _aten.as_strided.default}
 """Aliases too, if the size stays."""
-_WRITES = {
-    _aten.copy_.default,
-    _aten.fill_.Scalar,
-    _aten.normal_.default,
-    _aten.uniform_.default,
-    _aten.zero_.default,
-}
-_ADJUSTMENTS = {
-    _aten.add_.Tensor,
-    _aten.clamp_.default,
-    _aten.div_.Tensor,
-    _aten.erfinv_.default,
-    _aten.mul_.Tensor,
-    _aten.sub_.Tensor,
-}
-"""By numbers: what torch.nn.init does after a write."""
 _LIKE = {
     _aten.full_like.default,
     _aten.ones_like.default,
@@ -54,6 +37,7 @@ _LIKE = {
     _aten.randn_like.default,
     _aten.zeros_like.default,
 }
+_NEW = {_aten.new_empty.default, _aten.new_full.default, _aten.new_ones.default, _aten.new_zeros.default}
 
 
 class _Codes(NamedTuple):
@@ -63,8 +47,8 @@ class _Codes(NamedTuple):
     cols: Tensor | None
     row_scale: Tensor
     col_scale: Tensor
-    amax: Tensor | None
-    """[1, 1], under delayed scaling: that of the master, of which every call of the layer takes note."""
+    master_amax: Tensor | None
+    """[1, 1], under delayed scaling: of which every call of the layer takes note."""
 
 
 @dataclass(slots=True)
@@ -82,19 +66,26 @@ class MasterOf:
 class Float8Weight(GatheredWeight):
     """[N, K] in the dtype of its gradient."""
 
-    amax: Tensor | None
+    master_amax: Tensor | None
     origin: MasterOf | None
     """None inside of compiled code, which only reads the codes."""
 
     # Results are plain tensors: torch would make each a tensor of this class.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+    __torch_function__ = no_torch_function
 
     def __new__(cls, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> "Float8Weight":
         return wrapper_of(cls, codes.rows, dtype)
 
     def __init__(self, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> None:
         super().__init__(*codes[:4], dtype)
-        self.amax, self.origin = codes.amax, origin
+        self.master_amax, self.origin = codes.master_amax, origin
+
+    @classmethod
+    def of(cls, value: Tensor, recipe: Recipe, delayed: DelayedBuffers | None) -> "Float8Weight":
+        """The codes of `value` [N, K], and `value` on the host as their master."""
+        value = value.detach()
+        master = value if value.is_meta else value.to("cpu")
+        return cls(_cast(value, recipe, delayed), value.dtype, MasterOf(recipe, delayed, master))
 
     @property
     def master(self) -> Tensor:
@@ -112,6 +103,18 @@ class Float8Weight(GatheredWeight):
             )
         return self.origin
 
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As `detach`. An assignment would leave the codes behind."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise UnsupportedError(
+            "Float8Weight: weight.data cannot be assigned, since the weight is float8 codes with a master; write "
+            "values with weight.copy_(values) under torch.no_grad()"
+        )
+
     def dequantize(self) -> Tensor:
         """The values of the codes that `output` multiplies, float32 [N, K]."""
         return self.rows.float() * self.row_scale
@@ -127,15 +130,16 @@ class Float8Weight(GatheredWeight):
         origin = self._origin
         new = _cast(origin.master.to(self.rows.device), origin.recipe, origin.delayed)
         for mine, found in zip(self._codes(), new, strict=True):
-            if mine is not None:
+            if mine is not None and found is not None:
                 mine.copy_(found)
 
     def note_call(self, states: DelayedStates | None) -> None:
         """Under delayed scaling, take the amax of the master along, as a cast of it in this call would."""
         delayed = None if states is None else states[1]
-        if delayed is not None and self.amax is not None:
+        if delayed is not None and self.master_amax is not None:
             with torch.no_grad():
-                bits = torch.maximum(delayed.amax.view(torch.int32), self.amax.view(torch.int32))  # keeps NaN
+                # As integers, which keeps NaN.
+                bits = torch.maximum(delayed.amax.view(torch.int32), self.master_amax.view(torch.int32))
                 delayed.amax.copy_(bits.view(torch.float32))
 
     def take_master(self) -> Tensor:
@@ -147,7 +151,7 @@ class Float8Weight(GatheredWeight):
         return origin.master
 
     def _codes(self) -> _Codes:
-        return _Codes(self.rows, self.cols, self.row_scale, self.col_scale, self.amax)
+        return _Codes(self.rows, self.cols, self.row_scale, self.col_scale, self.master_amax)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [name for name, value in self._codes()._asdict().items() if value is not None], self.dtype
@@ -167,20 +171,22 @@ class Float8Weight(GatheredWeight):
             if func in _LIKE:
                 one = x.rows.new_empty((1, 1), dtype=x.dtype).expand(x.shape)
                 return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+            if func in _NEW:
+                return func(x.rows.new_empty((0,), dtype=x.dtype), *args[1:], **kwargs)
             if func is _aten._to_copy.default:
                 return x._moved(kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("non_blocking")))
             if func is _aten.empty_like.default:
                 return x._emptied(kwargs.get("device"))
             if func is _aten.clone.default:
                 return x._copied({})
-            if func in _WRITES or (func in _ADJUSTMENTS and x._is_initialized_by(args[1:])):
-                x._write(func, args[1:], kwargs)
-                return x
+            if func is _aten.copy_.default or x._is_initialized_by(func):
+                return x._with_master(func, args[1:], kwargs)
         raise UnsupportedError(
             f"{func}: the weight is float8 codes alone (float8_primary_weights=True), with which only Float8Linear "
             "computes; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
-            "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; to shard it "
-            "(fully_shard, DTensor) or to merge adapters into it, convert without float8_primary_weights"
+            "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
+            "pass init_sync=False; to shard it (fully_shard, DTensor) or to merge adapters into it, convert without "
+            "float8_primary_weights"
         )
 
     def _moved(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> "Float8Weight":
@@ -203,22 +209,24 @@ class Float8Weight(GatheredWeight):
         master = torch.empty_like(old.master, device="meta" if device.type == "meta" else "cpu")
         return Float8Weight(_Codes(*codes), self.dtype, MasterOf(old.recipe, old.delayed, master))
 
-    def _is_initialized_by(self, args: Any) -> bool:
-        """Whether a change by these arguments belongs to an initialization, and not to a step of an optimizer."""
-        return not self._origin.is_taken and self.grad is None and not any(isinstance(x, Tensor) for x in args)
+    def _is_initialized_by(self, func: Any) -> bool:
+        """Whether the operator belongs to an initialization: outside of autograd, before gradients and an optimizer.
 
-    def _write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Apply an operator to the master, on the device of the weight, where random numbers are those of any weight."""
-        args = [x.master if isinstance(x, Float8Weight) else x for x in args]
-        master = self.master
-        if func is _aten.copy_.default:
-            master.copy_(*args, **kwargs)
-        else:
-            value = master.to(self.device)
-            func(value, *args, **kwargs)
-            if value is not master:
-                master.copy_(value)
+        A view may be written to later, unseen, so none is given away.
+        """
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        return not (is_view or self._origin.is_taken or self.grad is not None or torch.is_grad_enabled())
+
+    def _with_master(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Apply an operator to the master, where the weight is: random numbers are those of any weight there."""
+        value = self.master.to(self.device)
+        out = func(value, *(x.master if isinstance(x, Float8Weight) else x for x in args), **kwargs)
+        if not func._schema.is_mutable:
+            return out
+        if value is not self.master:
+            self.master.copy_(value)
         self.refill()
+        return self
 
     def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
         codes: Any = [x if x is None else x.clone() for x in self._codes()]
@@ -228,28 +236,33 @@ class Float8Weight(GatheredWeight):
         if id(self) in memo:
             return memo[id(self)]
         with torch.no_grad():
-            new = _as_found(self._copied(memo), self)
+            new = self._copied(memo)
+            new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
         new.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = new
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # As bytes: torch pickles float8, but does not load it again outside of torch.save.
+        codes = [x if x is None or x.dtype is torch.float32 else x.view(torch.uint8) for x in self._codes()]
         kind = (isinstance(self, nn.Parameter), self.requires_grad)
-        return _rebuilt, (tuple(self._codes()), self.dtype, self.origin, *kind)
+        return _rebuilt, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Weight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)}, {self.dtype})"
 
 
-def _as_found(new: Float8Weight, old: Float8Weight) -> Tensor:
-    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-
-
 def _rebuilt(
-    codes: Any, dtype: torch.dtype, origin: MasterOf | None, is_parameter: bool, requires_grad: bool
+    codes: list[Tensor | None],
+    format: torch.dtype,
+    dtype: torch.dtype,
+    origin: MasterOf | None,
+    is_parameter: bool,
+    requires_grad: bool,
 ) -> Tensor:
     """What pickles call."""
-    new = Float8Weight(_Codes(*codes), dtype, origin)
+    found: Any = [x if x is None or x.dtype is torch.float32 else x.view(format) for x in codes]
+    new = Float8Weight(_Codes(*found), dtype, origin)
     return nn.Parameter(new, requires_grad) if is_parameter else new
 
 
@@ -260,7 +273,7 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
     settings = (rule.power_of_two, rule.amax_floor)
     x = x.contiguous()
     if buffers is not None and buffers.amax_weight.device != x.device:
-        buffers.to(x.device)
+        buffers.to_empty(device=x.device) if buffers.amax_weight.is_meta else buffers.to(x.device)
     delayed = None if buffers is None else buffers.of_tensors()[1]
     if delayed is not None:
         amax = torch.full_like(delayed.amax, UNCALLED)
@@ -279,69 +292,6 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
     return _Codes(rows, cols, row_scale, col_scale, None)
 
 
-def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Check that the weights of `layers`, by name, can be float8 alone, before anything changes.
-
-    Raises:
-        UnsupportedError: a recipe with block scales, or one that needs a weight in high precision too or in two
-            formats; a weight that another module reads, or two layers with different scales.
-    """
-    casts = (recipe.output.b, recipe.grad_input.b)
-    reason = ""
-    if any(cast.format is not None and cast.granularity.is_blockwise for cast in casts):
-        reason = "block scales are made where a weight is cast for each GEMM"
-    elif None in (casts[0].format, casts[1].format):
-        reason = "it multiplies the weight in high precision too"
-    elif format_name(casts[0]) != format_name(casts[1]):
-        reason = "it casts the weight to two formats"
-    if reason:
-        raise UnsupportedError(
-            f"{call}: with float8_primary_weights=True a layer holds float8 codes of its weight alone; under recipe "
-            f"{recipe.label!r} it cannot: {reason}; use tensorwise, rowwise, rowwise_with_gw_hp or delayed, or leave "
-            "the argument out"
-        )
-    owner: dict[int, tuple[str, nn.Linear]] = {}
-    for fqn, layer in layers.items():
-        first, known = owner.setdefault(id(layer.weight), (fqn, layer))
-        if known is not layer and recipe.delayed is not None:
-            raise UnsupportedError(
-                f"{call}: with float8_primary_weights=True a weight has one scale; under recipe {recipe.label!r} "
-                f"{first} and {fqn} share a weight and have a scale each; leave one out with module_filter_fn"
-            )
-    ours = {f"{fqn}.weight" if fqn else "weight" for fqn in layers}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in owner and name not in ours:
-            raise UnsupportedError(
-                f"{call}: with float8_primary_weights=True only float8 layers can read a weight; got that of "
-                f"{owner[id(parameter)][0]}, which is {name} too; leave the layer out with module_filter_fn"
-            )
-
-
-def hold_as_float8(layers: Iterable[nn.Linear]) -> None:
-    """Make the weights of float8 layers codes and scales, their values masters on the host; shared ones stay shared."""
-    new: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        weight, recipe = layer.weight, getattr(layer, "recipe")  # noqa: B009
-        if id(weight) not in new:
-            value = weight.detach()
-            delayed = layer.__dict__["delayed"]
-            master = value if value.is_meta else value.to("cpu")
-            made = Float8Weight(_cast(value, recipe, delayed), weight.dtype, MasterOf(recipe, delayed, master))
-            new[id(weight)] = nn.Parameter(made, weight.requires_grad)
-            new[id(weight)].grad = weight.grad
-        layer.weight = new[id(weight)]
-
-
-def release(layer: nn.Linear, released: dict[int, nn.Parameter]) -> None:
-    """Give a layer its weight in high precision, in the weight's dtype; `released` keeps shared ones shared."""
-    weight = layer.weight
-    if isinstance(weight, Float8Weight):
-        if id(weight) not in released:
-            value = weight.master.to(weight.device, weight.dtype, copy=True)
-            released[id(weight)] = nn.Parameter(value, weight.requires_grad)
-        layer.weight = released[id(weight)]
-
-
 def refill(weight: Tensor | None) -> None:
     """Cast the master of a weight again, after the scales of its layer have changed; other weights have none."""
     if isinstance(weight, Float8Weight):
@@ -350,13 +300,11 @@ def refill(weight: Tensor | None) -> None:
 
 def written_over(layer: nn.Linear, old: Float8Weight) -> None:
     """After `load_state_dict(assign=True)` has replaced the weight `old` of a layer: its values go into `old`."""
-    value = layer.weight.detach()
-    if old.is_meta and not value.is_meta:
-        origin = MasterOf(old._origin.recipe, old._origin.delayed, value.to("cpu"))
-        old = nn.Parameter(  # pyright: ignore[reportAssignmentType]
-            Float8Weight(_cast(value, origin.recipe, origin.delayed), value.dtype, origin), old.requires_grad
-        )
-    else:
-        with torch.no_grad():
-            old.copy_(value)
-    layer.weight = old  # pyright: ignore[reportAttributeAccessIssue]
+    value, origin = layer.weight.detach(), old.origin
+    if old.is_meta and not value.is_meta and origin is not None:
+        layer.weight = nn.Parameter(Float8Weight.of(value, origin.recipe, origin.delayed), old.requires_grad)
+        return
+    with torch.no_grad():
+        old.copy_(value)
+    assert isinstance(old, nn.Parameter), "it was the layer's"
+    layer.weight = old

@@ -1,7 +1,7 @@
 """An optimizer over the float32 masters of weights that their layers hold as float8."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,16 +47,15 @@ class MasterWeights(Optimizer):
                 "MasterWeights: optimizer_class must be a class of optimizers, since the optimizer is made over the "
                 f"masters; got {type(optimizer_class).__name__}; pass torch.optim.AdamW and then its arguments"
             )
-        found = [params] if isinstance(params, Tensor) else list(params)
-        groups = [dict(group) for group in found] if found and isinstance(found[0], dict) else [{"params": found}]
-        for group in groups:
-            given: Any = group["params"]
-            group["params"] = [given] if isinstance(given, Tensor) else list(given)
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = [_listed(group) for group in groups]
         self.inner = optimizer_class([_of_masters(group) for group in groups], **defaults)
-        super().__init__([dict(group) for group in groups], self.inner.defaults)
+        super().__init__(groups, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As `Optimizer`."""
+        param_group = _listed(param_group)
         if len(self.inner.param_groups) == len(self.param_groups):  # the first groups are there already
             self.inner.add_param_group(_of_masters(param_group))
         settings = self.inner.param_groups[len(self.param_groups)]
@@ -68,23 +67,9 @@ class MasterWeights(Optimizer):
         """Step the masters and cast them; a closure sees the codes of the masters as they are then."""
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
-        evaluate = None
-        if closure is not None:
-            calls = 0
-
-            def evaluate() -> Any:
-                nonlocal calls
-                if calls:  # an optimizer may have changed the masters since
-                    self._cast(of_delayed=True)
-                calls += 1
-                with torch.enable_grad():
-                    loss = closure()
-                self._take_gradients()
-                return loss
-
         self._take_gradients()
         try:
-            loss = self.inner.step(evaluate)
+            loss = self.inner.step(None if closure is None else self._with_casts(closure))
         finally:
             self._cast(of_delayed=False)
             for weight in self._weights():
@@ -98,6 +83,22 @@ class MasterWeights(Optimizer):
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})
         self._share_state()
+
+    def _with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, before it the casts of masters that have changed since its last call, after it the gradients."""
+        calls = 0
+
+        def evaluate() -> Any:
+            nonlocal calls
+            if calls:
+                self._cast(of_delayed=True)
+            calls += 1
+            with torch.enable_grad():
+                loss = closure()
+            self._take_gradients()
+            return loss
+
+        return evaluate
 
     def _weights(self) -> list[Float8Weight]:
         return [x for group in self.param_groups for x in group["params"] if isinstance(x, Float8Weight)]
@@ -114,7 +115,7 @@ class MasterWeights(Optimizer):
     def _cast(self, *, of_delayed: bool) -> None:
         """Cast the masters that were stepped; at the end of a step the update of delayed scaling does it."""
         for weight in self._weights():
-            if weight.master.grad is not None and (weight.amax is None or of_delayed):
+            if weight.master.grad is not None and (weight.master_amax is None or of_delayed):
                 weight.refill()
 
     def _share_state(self) -> None:
@@ -130,16 +131,20 @@ class MasterWeights(Optimizer):
         return {**super().__getstate__(), "inner": self.inner}
 
 
-def _of_masters(group: dict[str, Any]) -> dict[str, Any]:
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with a list of parameters, which may have been one, or an iterator."""
     given: Any = group["params"]
-    return {**group, "params": [_of_master(x) for x in ([given] if isinstance(given, Tensor) else given)]}
+    return {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
+
+
+def _of_masters(group: dict[str, Any]) -> dict[str, Any]:
+    return {**group, "params": [_of_master(x) for x in group["params"]]}
 
 
 def _of_master(x: Any) -> Any:
     """The master of a float8 weight, on the device once it is trained; other parameters as they are."""
     if isinstance(x, tuple):
-        name, parameter = x
-        return name, _of_master(parameter)
+        return tuple(_of_master(part) for part in cast("tuple[Any, ...]", x))
     if not isinstance(x, Float8Weight):
         return x
     return x.take_master() if x.requires_grad else x.master

@@ -107,6 +107,10 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns."""
+
+
 def is_in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
