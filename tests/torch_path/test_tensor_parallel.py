@@ -304,6 +304,17 @@ class FeedForward(nn.Module):
         return self.w2(torch.relu(self.w1(x)) * self.w3(x))
 
 
+class Block(nn.Module):
+    """The module that is compiled: a compiler traces its own hooks apart, those of its children with it."""
+
+    def __init__(self, feed_forward: FeedForward) -> None:
+        super().__init__()
+        self.feed_forward = feed_forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed_forward(x)
+
+
 def sequence_parallel(model: FeedForward, mesh: DeviceMesh) -> FeedForward:
     layouts: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
     parallelize_module(model, mesh, f8.PrepareFloat8ModuleInput(**layouts))
@@ -317,7 +328,7 @@ def compiled(recipe: str) -> None:
     mesh = mesh_of_all()
     found: list[list[Tensor]] = []
     for backend in (None, "aot_eager"):
-        model = nn.Sequential(sequence_parallel(FeedForward(recipe), mesh))
+        model = Block(sequence_parallel(FeedForward(recipe), mesh))
         run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
         results: list[Tensor] = []
         for step in range(2):
@@ -440,7 +451,7 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
     dp, tp = mesh["dp"], mesh["tp"]
     found: list[list[Tensor]] = []
     for is_sharded in (False, True):
-        model = nn.Sequential(sequence_parallel(FeedForward(recipe, gathers and is_sharded), tp))
+        model = Block(sequence_parallel(FeedForward(recipe, gathers and is_sharded), tp))
         if is_sharded:
             if backend is not None:
                 model.compile(backend=backend)
