@@ -44,7 +44,7 @@ class Ranks(NamedTuple):
 
 
 class DividedError(Exception):
-    """Something failed on some ranks only."""
+    """Something failed on some ranks only, or otherwise on one than on another: their collectives no longer match."""
 
 
 def join(kind: str) -> Ranks:
@@ -65,8 +65,8 @@ def together(call: Callable[[], Any], ranks: Ranks) -> Any:
     """What `call` gives; all ranks then agree whether it failed on one of them.
 
     Raises:
-        AbsentError, RuntimeError: it failed on all ranks; the reason of rank 0.
-        DividedError: it failed on some ranks, with the first of the reasons.
+        AbsentError, RuntimeError: it failed on all ranks with an error of one type; the reason is that of rank 0.
+        DividedError: it did not fail on all ranks, or with errors of different types; all reasons.
     """
     result, error = None, None
     try:
@@ -75,18 +75,17 @@ def together(call: Callable[[], Any], ranks: Ranks) -> Any:
         error = raised
         if ranks.is_first and not isinstance(error, AbsentError):
             say(traceback.format_exc())
-    reason = None if error is None else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    reasons: list[str | None] = [None] * ranks.mesh.size()
-    dist.all_gather_object(reasons, reason, group=ranks.control)
-    failed = {rank: why for rank, why in enumerate(reasons) if why is not None}
-    if not failed:
+    own = None if error is None else (type(error).__name__, str(error).strip().partition("\n")[0])
+    reasons: list[tuple[str, str] | None] = [None] * ranks.mesh.size()
+    dist.all_gather_object(reasons, own, group=ranks.control)
+    if not any(reasons):
         return result
-    rank, why = next(iter(failed.items()))
-    if len(failed) < len(reasons):
-        raise DividedError(f"on rank {rank} of {len(reasons)}, {why}")
+    if len({reason and reason[0] for reason in reasons}) > 1:
+        told = (f"rank {rank}: {': '.join(reason)}" for rank, reason in enumerate(reasons) if reason)
+        raise DividedError("; ".join(told))
     if isinstance(error, AbsentError):
         raise error
-    raise RuntimeError(why)
+    raise RuntimeError(": ".join(reasons[0] or ()))
 
 
 def leave(ranks: Ranks, *, is_divided: bool) -> None:

@@ -5,9 +5,9 @@
 
 Every layer is cut over all ranks, and between the layers every rank has a part of the sequence. Weights are bfloat16;
 a step is forward, backward and fused AdamW; every block is compiled; the embedding, the norms and the head stay in
-bfloat16. Subjects have the same first weights and the same tokens. They take turns, a few steps each; the figure is the
-median over rounds. Tokens per second are those of all ranks together. Peak memory is that of rank 0 in a subject's
-turn, its weights and optimizer states included, those of the other subjects not.
+bfloat16. Subjects have the same first weights and the same tokens. They take turns, a few steps each, the first right
+after compilation; the figure is the median over rounds. Tokens per second are those of all ranks together. Peak memory
+is that of rank 0 in a subject's turn, its weights and optimizer states included, those of the other subjects not.
 
 A subject that fails alike on all ranks costs its row; torchao's is then shown as absent, with the reason. After one
 that fails on some ranks only, the collectives no longer match: what was measured is recorded, and the run ends.
@@ -68,13 +68,15 @@ class Subject:
     run: Run
     resident: int
     """Bytes between two steps."""
-    losses: list[DTensor] = field(default_factory=list)
+    launched: list[DTensor] = field(default_factory=list)
+    """Losses that are not read yet: reading waits for the device."""
+    losses: list[float] = field(default_factory=list)
     peak: int = 0
     ms: list[float] = field(default_factory=list)
 
     def step(self) -> None:
         """Forward, backward and optimizer, on the tokens of the step; nothing waits for the device."""
-        tokens = tokens_of(len(self.losses), self.run)
+        tokens = tokens_of(len(self.losses) + len(self.launched), self.run)
         # The logits stay cut along the vocabulary.
         with tp.loss_parallel():
             logits = self.model(tokens[:, :-1])
@@ -82,10 +84,10 @@ class Subject:
             loss.backward()
         self.optimizer.step()  # under a delayed recipe also the next scales
         self.optimizer.zero_grad()
-        self.losses.append(loss.detach())
+        self.launched.append(loss.detach())
 
-    def turn(self, steps: int) -> None:
-        """Times `steps` steps, after one that is not timed."""
+    def turn(self, steps: int) -> dict[str, Any]:
+        """Times `steps` steps, after one that is not timed; the figures of all turns so far."""
         device, before = self.run.ranks.device, 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -93,6 +95,12 @@ class Subject:
         self.ms.append(back_to_back(self.step, steps, device).ms)
         if device.type == "cuda":
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - before + self.resident)
+        self.losses += [loss.to_local().item() for loss in self.launched]
+        self.launched.clear()
+        tokens, ms = self.run.batch * self.run.length, median(self.ms)
+        found: dict[str, Any] = {"ms": ms, "ms_min": min(self.ms), "ms_max": max(self.ms)}
+        found |= {"tokens_per_second": 1e3 * tokens / ms, "losses": list(self.losses)}
+        return found | ({"peak_bytes": self.peak} if self.peak else {})
 
 
 def build(name: str, run: Run) -> Subject:
@@ -162,43 +170,38 @@ def tokens_of(step: int, run: Run) -> Tensor:
 
 
 def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) -> None:
-    """Fills in the entries: figures, or why there are none.
+    """Fills in the entries, after every turn: figures, or why there are none.
 
     Raises:
         DividedError: the run cannot go on.
     """
     ready: list[tuple[Subject, dict[str, Any]]] = []
+
+    def turn(subject: Subject, entry: dict[str, Any]) -> None:
+        compiled = _graphs_compiled()
+        if (figures := _attempt(entry, lambda: subject.turn(steps), run)) is not None:
+            entry |= figures
+            if _graphs_compiled() != compiled:
+                entry["compiled_while_timed"] = True
+
     for entry in entries:
         start = time.perf_counter()
-        if (subject := _attempt(entry, lambda entry=entry: build(entry["subject"], run), run)) is not None:
-            # Reading them waits for the device, and is safe: all ranks have launched the same.
-            synchronize(run.ranks.device)
-            entry["warmup_s"] = round(time.perf_counter() - start, 1)
-            ready.append((subject, entry))
-        elif run.ranks.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-    compiled = _graphs_compiled()
+        subject = _attempt(entry, lambda name=entry["subject"]: build(name, run), run)
+        if subject is None:
+            continue
+        synchronize(run.ranks.device)  # all ranks have launched the same, so none waits for ever
+        entry["warmup_s"] = round(time.perf_counter() - start, 1)
+        ready.append((subject, entry))
+        gc.collect()
+        turn(subject, entry)
     # A full collection walks through the compiled code of all subjects, in the turn of one.
     gc.collect()
     gc.freeze()
-    for _ in range(rounds):
+    for _ in range(rounds - 1):
         for subject, entry in ready:
             if not entry.keys() & {"absent", "failed"}:
-                _attempt(entry, lambda subject=subject: subject.turn(steps), run)
+                turn(subject, entry)
     gc.unfreeze()
-    for subject, entry in ready:
-        if entry.keys() & {"absent", "failed"}:
-            continue
-        losses = [loss.to_local().item() for loss in subject.losses]
-        tokens = run.batch * run.length
-        entry |= {"ms": median(subject.ms), "ms_min": min(subject.ms), "ms_max": max(subject.ms)}
-        entry |= {"tokens_per_second": 1e3 * tokens / entry["ms"], "losses": losses}
-        if subject.peak:
-            entry["peak_bytes"] = subject.peak
-        if _graphs_compiled() != compiled:
-            entry["compiled_while_timed"] = True
-    add_ratios(entries)
 
 
 def _attempt(entry: dict[str, Any], call: Callable[[], Any], run: Run) -> Any:
@@ -222,7 +225,8 @@ def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
         return
     for entry in (e for e in entries if "ms" in e):
         entry["speed"] = plain["ms"] / entry["ms"]
-        entry["last_loss_less_bf16"] = entry["losses"][-1] - plain["losses"][-1]
+        if len(entry["losses"]) == len(plain["losses"]):
+            entry["last_loss_less_bf16"] = entry["losses"][-1] - plain["losses"][-1]
         if "peak_bytes" in entry and "peak_bytes" in plain:
             entry["memory"] = entry["peak_bytes"] / plain["peak_bytes"]
 
@@ -234,7 +238,7 @@ def _graphs_compiled() -> int:
 def _draw(report: dict[str, Any]) -> None:
     rows = []
     for e in report["subjects"]:
-        if "ms" not in e:
+        if "ms" not in e or e.keys() & {"absent", "failed"}:
             rows.append([e["subject"], "FAILED" if "failed" in e else "absent" if "absent" in e else "not measured"])
             continue
         rows.append(
@@ -270,7 +274,7 @@ def _draw(report: dict[str, Any]) -> None:
 
 def _status(entries: Sequence[dict[str, Any]]) -> int:
     own = [e for e in entries if not e["subject"].startswith("torchao/")]
-    return int(any("ms" not in e or not all(map(math.isfinite, e["losses"])) for e in own))
+    return int(any("failed" in e or "ms" not in e or not all(map(math.isfinite, e["losses"])) for e in own))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -297,6 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(entries, run, rounds, steps)
     except DividedError:
         is_divided = True
+    add_ratios(entries)
     if ranks.is_first:
         _draw(report)
         if arguments.json:
