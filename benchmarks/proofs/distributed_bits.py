@@ -20,7 +20,9 @@ Exit status 1 if a number differs or a case fails.
 """
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,12 +313,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                     break
                 entry: dict[str, Any] = {"recipe": recipe, "mode": mode, "case": name}
                 entries.append(entry)
+                start = time.perf_counter()
                 try:
                     entry["differing"] = summed(together(call, ranks), ranks)
                 except RuntimeError as error:
                     entry["failed"] = str(error)
                 except DividedError as error:
                     entry["failed"], is_divided = str(error), True
+                entry["seconds"] = round(time.perf_counter() - start, 2)
+                if ranks.is_first:
+                    say(json.dumps(entry))
     is_equal = all("failed" not in e and not any(wrong for wrong, _ in e["differing"].values()) for e in entries)
     if ranks.is_first:
         _draw(report)
