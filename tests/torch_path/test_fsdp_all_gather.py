@@ -1,0 +1,357 @@
+"""FSDP2 with float8 all-gather (gloo): the bits of one device that is given the batches of all ranks in turn."""
+
+import datetime
+import functools
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
+
+import f8emu.torch as f8
+from f8emu.spec import UnsupportedError
+from f8emu.torch.training import weight_scales
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
+STEPS = 3
+precompute = f8.precompute_float8_dynamic_scale_for_fsdp
+
+
+class Block(nn.Module):
+    """Two layers around a nonlinearity, added to the input."""
+
+    def __init__(self, dim: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias)
+        self.is_checkpointed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._own, x, use_reentrant=False) if self.is_checkpointed else self._own(x)
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x + self.w2(torch.relu(self.w1(x)))
+
+
+def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Block(48, 80, bias), Block(48, hidden, bias))
+    return f8.convert_to_float8_training(model, config=recipe, pad=True, enable_fsdp_float8_all_gather=gather)  # type: ignore[return-value]
+
+
+def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for block in model:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)  # type: ignore[return-value]
+
+
+def batch(step: int, rank: int, part: int = 0) -> Tensor:
+    """Other data on every rank, of other magnitudes, 33 rows."""
+    generator = torch.Generator().manual_seed(1000 * part + 100 * step + rank)
+    return torch.randn(33, 48, generator=generator) * (rank + 1) * 2.0**step
+
+
+def plain(x: Tensor) -> Tensor:
+    """The whole of a tensor, which may be sharded."""
+    whole = x.full_tensor() if isinstance(x, DTensor) else x
+    return getattr(whole, "plain", whole).detach()
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        bits = {2: torch.int16, 4: torch.int32}[y.element_size()]
+        both = plain(x).contiguous().view(bits), plain(y).contiguous().view(bits)
+        is_nan = plain(x).isnan() & plain(y).isnan()
+        assert bool(((both[0] == both[1]) | is_nan).all()), f"{what} {i}"
+
+
+class OneDevice:
+    """The same model on one device; the gradients of all ranks' batches are added up in the order of the ranks."""
+
+    def __init__(self, recipe: str, optimizer: Callable[..., Any] = AdamW, **options: Any) -> None:
+        self.model, self.is_delayed = make(recipe, False, **options), recipe == "delayed"
+        f8.set_amax_reduction_group(self.model, False)
+        self.optimizer = optimizer(self.model.parameters(), lr=1e-2)
+
+    def outputs(self, step: int, dtype: torch.dtype = torch.float32, parts: int = 1) -> list[Tensor]:
+        """Of this rank, after which the gradients are there; of other ranks only what the rest needs."""
+        ranks = dist.get_world_size()
+        found: list[Tensor] = []
+        total: list[Tensor] | None = None
+        for rank in range(ranks) if ranks == 2 or self.is_delayed else [dist.get_rank()]:
+            self.model.zero_grad()
+            for part in range(parts):
+                output = self.model(batch(step, rank, part).to(dtype))
+                output.float().square().mean().backward()
+                if rank == dist.get_rank():
+                    found.append(output.detach())
+            own = [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+            total = own if total is None else [x + y for x, y in zip(total, own, strict=True)]
+        assert total is not None
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for parameter, grad in zip(trained, total, strict=True):
+            parameter.grad = grad / ranks
+        return found
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def compare(
+    recipe: str,
+    *,
+    sharded: nn.Sequential | None = None,
+    parts: int = 1,
+    dtype: torch.dtype = torch.float32,
+    precomputes: bool = True,
+    optimizer: Callable[..., Any] = AdamW,
+    **options: Any,
+) -> None:
+    """Trains a sharded model beside the one on one device: outputs, gradients, weights and states of every step."""
+    model = shard(make(recipe, True, **options)) if sharded is None else sharded
+    reference = OneDevice(recipe, optimizer, **options)
+    steps = optimizer([x for x in model.parameters() if x.requires_grad], lr=1e-2)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(STEPS):
+        expected = reference.outputs(step, dtype, parts)
+        for part in range(parts):
+            model.set_requires_gradient_sync(part == parts - 1)  # type: ignore[operator]
+            output = model(batch(step, rank, part).to(dtype))
+            output.float().square().mean().backward()
+            assert_same([output], [expected[part]], f"step {step}, output")
+        trained = [x for x in reference.model.parameters() if x.requires_grad]
+        grads = [plain(x.grad) for x in model.parameters() if x.grad is not None]
+        if ranks == 2:
+            assert_same(grads, [x.grad for x in trained if x.grad is not None], f"step {step}, gradient")
+        for parameter, grad in zip(trained, grads, strict=True):  # more ranks are added in another order
+            parameter.grad = grad
+        steps.step()
+        steps.zero_grad()
+        reference.step()
+        if precomputes:
+            precompute(model)
+        assert_same(list(model.parameters()), list(reference.model.parameters()), f"step {step}, weight")
+    states = f8.delayed_state_dict(model), f8.delayed_state_dict(reference.model)
+    assert_same(*([x[name].float() for name in sorted(x)] for x in states), "state")
+
+
+def bits(recipe: str, reshards: bool, precomputes: bool) -> None:
+    compare(recipe, sharded=shard(make(recipe, True), reshard_after_forward=reshards), precomputes=precomputes)
+
+
+def mixed_precision(recipe: str) -> None:
+    """Weights are cast from float32, gradients are bfloat16; two microbatches, of which the second is reduced."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make(recipe, True, bias=False), mp_policy=policy)
+    compare(recipe, sharded=model, dtype=torch.bfloat16, parts=2, bias=False)
+
+
+def hybrid() -> None:
+    """Two replicas, each on ranks of its own."""
+    shards = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
+    compare("rowwise", sharded=shard(make("rowwise", True), mesh=mesh))
+
+
+def from_meta(recipe: str) -> None:
+    """Converted and sharded without memory, then filled."""
+    with torch.device("meta"):
+        model = make(recipe, True)
+    shard(model)
+    model.to_empty(device="cpu")
+    values = make(recipe, False).state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            whole: Any = values[name]
+            own = whole.chunk(dist.get_world_size())
+            local = parameter.to_local()  # type: ignore[attr-defined]
+            local.copy_(own[dist.get_rank()] if dist.get_rank() < len(own) else whole[:0])
+    for layer in model.modules():
+        if isinstance(layer, f8.Float8Linear) and layer.delayed is not None:
+            layer.delayed.reset()
+    compare(recipe, sharded=model)
+
+
+def checkpointed(recipe: str, backend: str | None) -> None:
+    """The recomputed forward pass reads other codes than the backward pass around it."""
+    model = make(recipe, True)
+    for block in model:
+        block.is_checkpointed = True  # type: ignore[assignment]
+        if backend is not None:
+            block.compile(backend=backend, fullgraph=True)
+    compare(recipe, sharded=shard(model))
+
+
+def unusual_weights(recipe: str) -> None:
+    """A frozen weight, and a block that is used twice in a step."""
+    model = make(recipe, True)
+    reference = OneDevice(recipe)
+    for one in (model, reference.model):
+        one[0].w1.weight.requires_grad_(False)
+    shard(model)
+    for one in (model, reference.model):
+        one.append(one[0])
+    rank = dist.get_rank()
+    for step in range(2):
+        expected = reference.outputs(step)
+        output = model(batch(step, rank))
+        output.square().mean().backward()
+        assert_same([output], expected, "output")
+        assert_same(
+            [x.grad for x in model.parameters() if x.grad is not None],
+            [x.grad for x in reference.model.parameters() if x.grad is not None],
+            "gradient",
+        )
+        model.zero_grad()
+
+
+def traffic(recipe: str, part: float) -> None:
+    """Bytes that are gathered in a step, beside those of the same model in bfloat16; nothing but the codes."""
+    found = []
+    for gather in (True, False):
+        model = make(recipe, gather, bias=False)
+        shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        for step in range(2):
+            count = 0
+            names = [name for name in ("all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
+            real = {name: getattr(dist, name) for name in names}
+
+            def counted(out: Tensor, *args: Any, real: Any, **options: Any) -> Any:
+                nonlocal count
+                count += out.numel() * out.element_size()
+                return real(out, *args, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                for name in names[-1:]:
+                    patch.setattr(dist, name, functools.partial(counted, real=real[name]))
+                    if name != names[0]:
+                        patch.setattr(dist, names[0], functools.partial(counted, real=real[names[0]]))
+                model(batch(step, dist.get_rank()).bfloat16()).square().mean().backward()
+        found.append(count)
+    assert found[0] == part * found[1] > 0, found
+
+
+def scale_of_one_rank() -> None:
+    """A planted bug: ranks that scale by their own rows are noticed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_scales, "reduce_max", lambda amaxes, group: None)
+        with pytest.raises(AssertionError):
+            compare("tensorwise", precomputes=False)
+
+
+def not_a_number(recipe: str) -> None:
+    """In the weight of one rank: all ranks have what one device has."""
+    model, reference = make(recipe, True), OneDevice(recipe)
+    for one in (model, reference.model):
+        with torch.no_grad():
+            one[0].w1.weight[70, 3] = float("nan")
+    shard(model)
+    rank = dist.get_rank()
+    expected = reference.outputs(0)
+    output = model(batch(0, rank))
+    output.square().mean().backward()
+    assert expected[0].isnan().any()
+    assert_same([output], expected, "output")
+
+
+def what_was_precomputed_is_forgotten() -> None:
+    """After a write to the weight, whatever writes."""
+    model, reference = shard(make("rowwise", True)), OneDevice("rowwise")
+    rank = dist.get_rank()
+    model(batch(0, rank))
+    for factor in (3.0, 5.0):
+        precompute(model)
+        with torch.no_grad():
+            for one in (model, reference.model):
+                for parameter in one.parameters():
+                    parameter.mul_(factor)
+        assert_same([model(batch(0, rank))], [reference.model(batch(0, rank))], "output")
+
+
+def codes_are_no_values() -> None:
+    model = shard(make("tensorwise", True), reshard_after_forward=False)
+    model(batch(0, 0))
+    with pytest.raises(UnsupportedError, match="gathered as float8 codes"):
+        _ = model[0].w1.weight + 1  # type: ignore[union-attr]
+    with pytest.raises(UnsupportedError, match="enable_fsdp_float8_all_gather"):
+        make("blockwise", True)
+
+
+CASES: dict[int, dict[str, Callable[[], None]]] = {
+    2: {
+        **{
+            f"{recipe}, reshards {reshards}": functools.partial(bits, recipe, reshards, reshards == (recipe < "s"))
+            for recipe in RECIPES
+            for reshards in (True, False)
+        },
+        **{f"mixed precision, {recipe}": functools.partial(mixed_precision, recipe) for recipe in RECIPES},
+        "hybrid": hybrid,
+        **{f"from meta, {recipe}": functools.partial(from_meta, recipe) for recipe in ("rowwise", "delayed")},
+        **{f"checkpointed, {recipe}": functools.partial(checkpointed, recipe, None) for recipe in RECIPES},
+        "compiled, rowwise": functools.partial(checkpointed, "rowwise", "aot_eager"),
+        "compiled, delayed": functools.partial(checkpointed, "delayed", "aot_eager"),
+        "fused": functools.partial(compare, "tensorwise", optimizer=functools.partial(AdamW, fused=True)),
+        "foreach": functools.partial(compare, "rowwise", optimizer=functools.partial(AdamW, foreach=True)),
+        **{f"unusual, {recipe}": functools.partial(unusual_weights, recipe) for recipe in ("rowwise", "delayed")},
+        "traffic, tensorwise": functools.partial(traffic, "tensorwise", 0.5),
+        "traffic, delayed": functools.partial(traffic, "delayed", 0.5),
+        "traffic, rowwise": functools.partial(traffic, "rowwise", 0.75),
+        "the scale of one rank": scale_of_one_rank,
+        **{f"NaN, {recipe}": functools.partial(not_a_number, recipe) for recipe in ("tensorwise", "rowwise")},
+        "forgotten": what_was_precomputed_is_forgotten,
+        "codes are no values": codes_are_no_values,
+    },
+    3: {
+        f"unequal and empty shards, {recipe}": functools.partial(compare, recipe, hidden=2)
+        for recipe in ("tensorwise", "rowwise", "delayed")
+    },
+    4: {"hybrid": hybrid, "rowwise": functools.partial(bits, "rowwise", True, True)},
+    8: {"tensorwise": functools.partial(bits, "tensorwise", True, True)},
+}
+
+
+def run_rank(rank: int, ranks: int, directory: Path) -> None:
+    """All cases of a number of ranks; what each of them raised goes to the parent, by a file."""
+    # What one process has compiled for the emulation, others load.
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": f"{directory.parent}/jax"}
+    os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    store = f"file://{directory}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
+    raised: dict[str, str] = {}
+    for name, case in CASES[ranks].items():
+        try:
+            case()
+            raised[name] = ""
+        except BaseException:  # pytest.raises raises no Exception
+            raised[name] = traceback.format_exc()
+        torch._dynamo.reset()
+        dist.barrier()
+    torch.save(raised, directory / f"raised_{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What every case raised, on all ranks."""
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.spawn(run_rank, (request.param, directory), nprocs=request.param)  # type: ignore[no-untyped-call]
+    return [torch.load(directory / f"raised_{rank}") for rank in range(request.param)]
+
+
+def test_ranks(raised: list[dict[str, str]]) -> None:
+    """All cases of a number of ranks; one process group runs them."""
+    failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items() if why]
+    assert not failed, "\n".join(failed)
