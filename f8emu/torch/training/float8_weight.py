@@ -219,8 +219,12 @@ class Float8Weight(GatheredWeight):
 
     def _with_master(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Apply an operator to the master, where the weight is: random numbers are those of any weight there."""
+        origin = self._origin
+        args = [x.master if isinstance(x, Float8Weight) else x for x in args]
+        if func is _aten.copy_.default and torch.promote_types(args[0].dtype, self.master.dtype) != self.master.dtype:
+            origin.master = origin.master.float()  # float32 masters are loaded, and no optimizer is made yet
         value = self.master.to(self.device)
-        out = func(value, *(x.master if isinstance(x, Float8Weight) else x for x in args), **kwargs)
+        out = func(value, *args, **kwargs)
         if not func._schema.is_mutable:
             return out
         if value is not self.master:

@@ -1,0 +1,373 @@
+"""Layers that hold their weights as float8 alone, masters in the optimizer: bits, memory, checkpoints, refusals."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore, destroy_process_group, init_process_group  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
+
+import f8emu.torch as f8
+from f8emu.spec import OperandError, Recipe, UnsupportedError
+
+# What Dynamo may raise by itself, as in other tests of compiled layers.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
+STEPS = 3
+
+
+def plain(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48, dtype=dtype), nn.Linear(48, 16, bias=False, dtype=dtype))
+
+
+def convert(model: nn.Module, config: str | Recipe, **settings: Any) -> nn.Sequential:
+    converted = f8.convert_to_float8_training(model, config=config, **settings)
+    assert isinstance(converted, nn.Sequential)
+    return converted
+
+
+def primary(config: str | Recipe, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    return convert(plain(dtype), config, float8_primary_weights=True)
+
+
+def weights(model: nn.Module) -> list[f8.Float8Weight]:
+    return [parameter for parameter in model.parameters() if isinstance(parameter, f8.Float8Weight)]
+
+
+def codes(model: nn.Module) -> list[Tensor]:
+    """Everything that the layers hold of their weights on the device."""
+    return [getattr(weight, name) for weight in weights(model) for name in weight.__tensor_flatten__()[0]]
+
+
+def batch(step: int) -> Tensor:
+    """Of another magnitude in every step."""
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(16, 32, generator=generator) * 2.0**-step).bfloat16()
+
+
+def step(model: Any, optimizer: Optimizer, number: int, *, parts: int = 1) -> Tensor:
+    optimizer.zero_grad()
+    found: list[Tensor] = []
+    for part in range(parts):
+        output = model(batch(number + 10 * part))
+        output.float().square().mean().backward()
+        found.append(output.detach())
+    optimizer.step()
+    return torch.stack(found)
+
+
+def assert_same_model(one: nn.Module, other: nn.Module) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    for key in ours:
+        assert ours[key].dtype is theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
+    of_scales, expected = f8.delayed_state_dict(one), f8.delayed_state_dict(other)
+    assert of_scales.keys() == expected.keys() and all(torch.equal(of_scales[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compiled: bool, assert_same_bits: Any) -> None:
+    """Outputs, gradients, masters, scales, optimizer state; with gradient accumulation, decay and a schedule.
+
+    The other layer casts its weight anew in every pass, so its codes come from outside of what is tested.
+    """
+    ours, theirs = primary(name, torch.float32), convert(plain(), name)
+    mine = f8.MasterWeights(ours.parameters(), AdamW, lr=0.05, weight_decay=0.1)
+    other = AdamW(theirs.parameters(), lr=0.05, weight_decay=0.1)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (mine, other)]
+    models: list[Any] = [ours, theirs]
+    if compiled:
+        torch._dynamo.reset()
+        models = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in models]
+    first = [x.view(torch.uint8).clone() for x in codes(ours)]
+    for number in range(STEPS):
+        outputs = [step(*pair, number, parts=2) for pair in zip(models, (mine, other), strict=True)]
+        assert_same_bits(*outputs)
+        for schedule in schedules:
+            schedule.step()
+        for own, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert own.grad is not None and expected.grad is not None
+            assert_same_bits(own.grad, expected.grad)
+        assert_same_model(ours, theirs)
+    states = [optimizer.state_dict()["state"] for optimizer in (mine, other)]
+    for i, state in states[1].items():
+        assert states[0][i].keys() == state.keys() and all(torch.equal(states[0][i][key], state[key]) for key in state)
+    assert not any(torch.equal(x.view(torch.uint8), old) for x, old in zip(codes(ours)[:1], first, strict=False))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_codes_and_scales_are_those_of_the_verbs(name: str, assert_same_bits: Any) -> None:
+    """What is held after steps is `quantize` of the master, for both GEMMs of the weight."""
+    model = primary(name)
+    optimizer = f8.MasterWeights(model.parameters(), SGD, lr=0.5)
+    for number in range(2):
+        step(model, optimizer, number)
+    for layer, weight in zip(model, weights(model), strict=True):
+        assert isinstance(layer, f8.Float8Linear)
+        recipe, held = layer.recipe, weight.of_grad_input()
+        for cast, x, found, scale in (
+            (recipe.output.b, weight.master, weight.rows, weight.row_scale),
+            (recipe.grad_input.b, weight.master.t(), held.codes.t(), held.scale),
+        ):
+            assert cast.format is not None and scale is not None
+            if layer.delayed is not None:
+                inv_scale = layer.delayed.inv_scales[1]
+            else:
+                amax = f8.amax(x, cast.granularity)
+                inv_scale, expected_scale = f8.scale_from_amax(amax, cast.format, recipe.scale_rule)
+                assert_same_bits(scale, expected_scale)
+            assert_same_bits(found, f8.quantize(x, inv_scale, cast.format, cast.granularity))
+
+
+@pytest.mark.parametrize(("name", "vectors"), [("tensorwise", (0, 0)), ("rowwise", (48, 32)), ("delayed", (0, 0))])
+def test_memory(name: str, vectors: tuple[int, int]) -> None:
+    """One byte an element, two where the second cast has other codes, and the scales; nothing else is a parameter.
+
+    The values are on the host, where an optimizer finds them, and none of them is left there afterwards.
+    """
+    layer = f8.convert_to_float8_training(
+        nn.Linear(32, 48, bias=False, dtype=torch.bfloat16, device="meta"), config=name, float8_primary_weights=True
+    )
+    (weight,) = weights(layer)
+    held = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
+    scales = sum(vectors) or 2
+    amaxes = 1 if name == "delayed" else 0
+    casts = 2 if any(vectors) else 1
+    assert sum(x.numel() * x.element_size() for x in held) == casts * 48 * 32 + 4 * (scales + amaxes)
+    assert {x.device.type for x in held} == {"meta"} and [x for x, _ in layer.named_parameters()] == ["weight"]
+    assert not any(x.numel() > 48 for x in layer.buffers()) and weight.dtype is torch.bfloat16
+    (own,) = weights(layer.to_empty(device="cpu"))
+    assert own.master.dtype is torch.bfloat16
+    optimizer = f8.MasterWeights([own], SGD, lr=1.0)
+    assert own.master.dtype is torch.float32 and optimizer.inner.param_groups[0]["params"][0] is own.master
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_copy_goes_on_with_the_same_bits(name: str) -> None:
+    """Checkpoints of both kinds, deepcopy and pickles; none of them shares anything with what it was made from."""
+    model = primary(name)
+    optimizer = f8.MasterWeights(model.parameters(), AdamW, lr=0.05)
+    for number in range(2):
+        step(model, optimizer, number)
+    states = through_file((model.state_dict(), optimizer.state_dict()))
+    assert {type(value) for value in states[0].values()} == {Tensor}
+    assert [value.dtype for key, value in states[0].items() if key.endswith("weight")] == [torch.float32] * 2
+
+    loaded, resumed = restarted(name)
+    loaded.load_state_dict(states[0])
+    resumed.load_state_dict(copy.deepcopy(states[1]))
+
+    late, last = [primary(name), primary(name)], list[f8.MasterWeights]()  # optimizers are made afterwards
+    for other, assign in zip(late, (False, True), strict=True):
+        other.load_state_dict(copy.deepcopy(states[0]), assign=assign)
+        last.append(f8.MasterWeights(other.parameters(), AdamW, lr=1.0))
+        last[-1].load_state_dict(copy.deepcopy(states[1]))
+
+    distributed, its = restarted(name)
+    of_model, of_optimizer = copy.deepcopy(get_state_dict(model, optimizer))
+    set_state_dict(distributed, its, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    f8.load_delayed_state_dict(distributed, f8.delayed_state_dict(model))
+
+    both: Any = (model, optimizer)
+    copies = [
+        (loaded, resumed),
+        *zip(late, last, strict=True),
+        (distributed, its),
+        copy.deepcopy(both),
+        pickle.loads(pickle.dumps(both)),
+        through_file(both, weights_only=False),
+    ]
+    before = [x.view(torch.uint8).clone() for x in codes(model)]
+    for other, _ in copies:
+        assert all(torch.equal(x.view(torch.uint8), old) for x, old in zip(codes(other), before, strict=True))
+    outputs = [step(other, its, 2) for other, its in copies]
+    assert all(torch.equal(x.view(torch.uint8), old) for x, old in zip(codes(model), before, strict=True))
+    expected = step(model, optimizer, 2)
+    for (other, _), output in zip(copies, outputs, strict=True):
+        assert torch.equal(output, expected)
+        assert_same_model(other, model)
+
+
+def restarted(name: str) -> tuple[nn.Sequential, f8.MasterWeights]:
+    """With other values."""
+    model = primary(name)
+    for layer in model:
+        assert isinstance(layer, f8.Float8Linear)
+        layer.reset_parameters()
+    return model, f8.MasterWeights(model.parameters(), AdamW, lr=1.0)
+
+
+def through_file(state: Any, *, weights_only: bool = True) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("name", ["rowwise", "delayed"])
+@pytest.mark.filterwarnings("ignore:Float8Linear. the state dict has no state of delayed scaling")
+def test_weights_are_written_as_those_of_any_layer(name: str, assert_same_bits: Any) -> None:
+    """By initializations, the meta device, plain checkpoints and changes of dtype; then read and converted back."""
+
+    def assert_like(found: nn.Module, expected: nn.Module) -> None:
+        for one, other in zip(codes(found), codes(expected), strict=True):
+            assert_same_bits(one, other)
+        assert_same_model(found, expected)
+
+    def initialized(model: nn.Module) -> nn.Module:
+        torch.manual_seed(5)
+        for parameter in model.parameters():
+            nn.init.trunc_normal_(parameter, std=0.02)
+        return model
+
+    expected = convert(initialized(plain(torch.bfloat16)), name, float8_primary_weights=True)
+    assert_like(initialized(primary(name)), expected)
+    with torch.device("meta"):
+        empty = [primary(name), primary(name)]
+    assert_like(initialized(empty[0].to_empty(device="cpu")), expected)
+    source = initialized(plain(torch.bfloat16)).state_dict()
+    empty[1].load_state_dict(source, assign=True)
+    assert_like(empty[1], expected)
+    loaded = primary(name)
+    loaded.load_state_dict(source)
+    assert_like(loaded, expected)
+    wide = primary(name, torch.float32)
+    assert_like(wide.bfloat16(), convert(plain().bfloat16(), name, float8_primary_weights=True))
+    assert_same_bits(weights(wide)[0].dequantize(), weights(wide)[0].rows.float() * weights(wide)[0].row_scale)
+    back = f8.dequantize_float8_training(loaded)
+    assert type(back.get_submodule("0")) is nn.Linear
+    assert all(torch.equal(value, source[key]) for key, value in back.state_dict().items())
+
+
+def test_optimizers_of_every_kind(assert_same_bits: Any) -> None:
+    """A closure that is called again, GradScaler, groups that come later, a weight that was frozen, shared weights."""
+
+    def both(make: Callable[[nn.Module, Any], None], dtype: torch.dtype = torch.float32) -> None:
+        ours, theirs = primary("rowwise", dtype), convert(plain(dtype), "rowwise")
+        make(ours, f8.MasterWeights)
+        make(theirs, lambda params, of, **settings: of(params, **settings))
+        assert_same_model(ours, theirs)
+
+    def closures(model: nn.Module, over: Any) -> None:
+        optimizer = over(model.parameters(), LBFGS, lr=0.1, max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0)).float().square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+    def scaler(model: nn.Module, over: Any) -> None:
+        optimizer, scale = over(model.named_parameters(), AdamW, lr=0.05), torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scale.scale(model(batch(0)).float().square().mean() * factor).backward()
+            scale.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scale.step(optimizer)
+            scale.update()
+
+    def groups(model: nn.Module, over: Any) -> None:
+        first, second = model.children()
+        first.requires_grad_(False)
+        optimizer = over(first.parameters(), AdamW, lr=0.05)
+        optimizer.add_param_group({"params": second.parameters(), "lr": 0.5})
+        step(model, optimizer, 0)
+        first.requires_grad_(True)
+        step(model, optimizer, 1)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(model, optimizer, 2)
+
+    for make in (closures, scaler, groups):
+        both(make)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model.get_submodule("1").weight = model.get_submodule("0").weight
+    convert(model, "tensorwise", float8_primary_weights=True)
+    assert model.get_submodule("1").weight is model.get_submodule("0").weight
+    step(model, f8.MasterWeights(model.parameters(), SGD, lr=0.1), 0)
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 48, bias=False))
+    model.get_submodule("1").weight = model.get_submodule("0").weight
+    return model
+
+
+def shared() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model.get_submodule("1").weight = model.get_submodule("0").weight
+    return model
+
+
+def test_a_conversion_says_what_cannot_be_float8_alone() -> None:
+    """Before it changes anything."""
+    for model, settings, error, message in (
+        (plain(), {"config": "blockwise"}, UnsupportedError, "under recipe 'blockwise' it cannot: block scales"),
+        (plain(), {"enable_fsdp_float8_all_gather": True}, UnsupportedError, "got both"),
+        (tied(), {}, UnsupportedError, "got that of 1, which is 0.weight too"),
+        (shared(), {"config": "delayed"}, UnsupportedError, "0 and 1 share a weight"),
+        (convert(plain(), "tensorwise"), {}, OperandError, "0, 1 was converted without it"),
+    ):
+        kinds = [type(layer) for layer in model]
+        with pytest.raises(error, match=message):
+            f8.convert_to_float8_training(model, float8_primary_weights=True, **settings)  # type: ignore[arg-type]
+        assert [type(layer) for layer in model] == kinds and not weights(model)
+    with pytest.raises(OperandError, match="must be a class of optimizers"):
+        f8.MasterWeights(plain().parameters(), SGD(plain().parameters()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
+    """Codes and masters stay as they were: other optimizers, writes past the master, high precision, averages."""
+    model = primary("delayed")
+    own = f8.MasterWeights(model.parameters(), SGD, lr=0.1)
+    step(model, own, 0)
+    (weight, _), before = weights(model), copy.deepcopy(model.state_dict())
+
+    def assign() -> None:
+        weight.data = torch.zeros(48, 32)
+
+    model(batch(1)).float().sum().backward()
+    for call in (
+        optimizer(model.parameters(), lr=0.1, weight_decay=0.1).step,
+        lambda: weight.data.mul_(0.9),
+        lambda: weight.data.add_(torch.ones(48, 32)),  # as adapters are merged
+        lambda: weight[:16].zero_(),
+        lambda: weight + 1,
+        lambda: nn.functional.linear(batch(0), weight),
+        assign,
+    ):
+        with pytest.raises(UnsupportedError, match="weight is float8 codes"):
+            call()
+    # The bias, which is no float8 weight, may have been stepped.
+    assert all(torch.equal(model.state_dict()[key], before[key]) for key in before if key.endswith("weight"))
+
+
+def test_groups_of_ranks() -> None:
+    """DDP trains it; what shards it says what to do instead."""
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model, alone = primary("delayed"), primary("delayed")
+        replica = DistributedDataParallel(model, init_sync=False)
+        step(replica, f8.MasterWeights(replica.parameters(), AdamW, lr=0.05), 0)
+        step(alone, f8.MasterWeights(alone.parameters(), AdamW, lr=0.05), 0)
+        assert_same_model(model, alone)
+        with pytest.raises(UnsupportedError, match="under DDP pass init_sync=False"):
+            DistributedDataParallel(primary("delayed"))
+        with pytest.raises(UnsupportedError, match="convert without float8_primary_weights"):
+            fully_shard(primary("tensorwise"))
+    finally:
+        destroy_process_group()
