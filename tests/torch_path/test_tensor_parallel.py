@@ -242,11 +242,12 @@ def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
         expected = alone(x * 1)
         with Traffic() as traffic:
             observed = ours(own * 1)
-        with Traffic() as theirs:
-            high(own.detach())
         rows = largest_part(dim, mesh)
         gathers = {"tensorwise": rows * K, "rowwise": 2 * rows * K + 4 * rows, "delayed": 2 * rows * K}[recipe]
-        assert theirs.bytes_of("all_gather_into_tensor") == 2 * rows * K
+        if (BATCH, TOKENS)[dim] % mesh.size() == 0:  # torch 2.11 computes a linear layer with no other shards
+            with Traffic() as theirs:
+                high(own.detach())
+            assert theirs.bytes_of("all_gather_into_tensor") == 2 * rows * K
         assert traffic.bytes_of("all_gather_into_tensor") == gathers
         for mine, whole in zip(observed, expected, strict=True):
             same(mine, part(whole, 2, mesh))
