@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 from f8emu.spec import UnsupportedError
 from f8emu.torch.training import weight_scales
+from f8emu.torch.training.sharded_weight import ShardedWeight
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
@@ -286,6 +287,9 @@ def codes_are_no_values() -> None:
         _ = model[0].w1.weight + 1  # type: ignore[union-attr]
     with pytest.raises(UnsupportedError, match="enable_fsdp_float8_all_gather"):
         make("blockwise", True)
+    block = nn.Sequential(f8.Float8FeedForward(16, 32, recipe="delayed"))  # its layers are converted already
+    f8.convert_to_float8_training(block, config="delayed", enable_fsdp_float8_all_gather=True)
+    assert all(isinstance(parameter, ShardedWeight) for parameter in block.parameters())
 
 
 CASES: dict[int, dict[str, Callable[[], None]]] = {

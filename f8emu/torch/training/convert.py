@@ -110,7 +110,7 @@ def convert_to_float8_training(
     if float8_primary_weights:
         hold_as_float8(list(new.values()))
     if enable_fsdp_float8_all_gather:
-        gather_as_float8(list(new.values()))
+        gather_as_float8([*new.values(), *(layers[fqn] for fqn in report.names(Outcome.ALREADY))])
     watch_replacements()
     module = _replaced(module, chosen, new)
     _log.info("convert_to_float8_training: %s", report)

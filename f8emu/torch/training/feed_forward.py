@@ -141,6 +141,8 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
         # What a subclass, a replaced forward or a hook computes is unknown here.
         if type(layer) is not Float8Linear or "forward" in layer.__dict__ or has_hooks(layer):
             return False
+        if type(layer.weight) is not nn.Parameter:  # codes, or a part of a weight
+            return False
         if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):
             return False
     if bias_of(w1) is not None or bias_of(w3) is not None or not _has_fused_casts(w1.recipe):

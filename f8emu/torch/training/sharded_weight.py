@@ -257,6 +257,8 @@ def gather_as_float8(layers: Iterable[nn.Linear]) -> None:
     new: dict[int, nn.Parameter] = {}
     for layer in layers:
         weight, recipe = layer.weight, getattr(layer, "recipe")  # noqa: B009
+        if isinstance(weight, ShardedWeight):
+            continue
         if id(weight) not in new:
             new[id(weight)] = nn.Parameter(ShardedWeight(weight.detach(), recipe), weight.requires_grad)
         layer.weight = new[id(weight)]
