@@ -160,6 +160,4 @@ def make_subject(
     own_x = x.clone().requires_grad_()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
     optimizer.step()
-    return Subject(
-        name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output, optimizer=optimizer
-    )
+    return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output, optimizer=optimizer)
