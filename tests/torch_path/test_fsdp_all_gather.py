@@ -44,16 +44,16 @@ class Block(nn.Module):
         return x + self.w2(torch.relu(self.w1(x)))
 
 
-def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
+def make(recipe: str, gather: bool, *, hidden: int = 112, bias: bool = True) -> Any:
+    torch.manual_seed(0)
     model = nn.Sequential(Block(48, 80, bias), Block(48, hidden, bias))
-    return f8.convert_to_float8_training(model, config=recipe, pad=True, enable_fsdp_float8_all_gather=gather)  # type: ignore[return-value]
+    return f8.convert_to_float8_training(model, config=recipe, pad=True, enable_fsdp_float8_all_gather=gather)
 
 
-def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+def shard(model: Any, **options: Any) -> Any:
     for block in model:
         fully_shard(block, **options)
-    return fully_shard(model, **options)  # type: ignore[return-value]
+    return fully_shard(model, **options)
 
 
 def batch(step: int, rank: int, part: int = 0) -> Tensor:
@@ -112,7 +112,7 @@ class OneDevice:
 def compare(
     recipe: str,
     *,
-    sharded: nn.Sequential | None = None,
+    sharded: Any = None,
     parts: int = 1,
     dtype: torch.dtype = torch.float32,
     precomputes: bool = True,
@@ -127,7 +127,7 @@ def compare(
     for step in range(STEPS):
         expected = reference.outputs(step, dtype, parts)
         for part in range(parts):
-            model.set_requires_gradient_sync(part == parts - 1)  # type: ignore[operator]
+            model.set_requires_gradient_sync(part == parts - 1)
             output = model(batch(step, rank, part).to(dtype))
             output.float().square().mean().backward()
             assert_same([output], [expected[part]], f"step {step}, output")
@@ -143,8 +143,9 @@ def compare(
         if precomputes:
             precompute(model)
         assert_same(list(model.parameters()), list(reference.model.parameters()), f"step {step}, weight")
-    states = f8.delayed_state_dict(model), f8.delayed_state_dict(reference.model)
-    assert_same(*([x[name].float() for name in sorted(x)] for x in states), "state")
+    found, expected = f8.delayed_state_dict(model), f8.delayed_state_dict(reference.model)
+    assert found.keys() == expected.keys()
+    assert_same([x.float() for x in found.values()], [expected[name].float() for name in found], "state")
 
 
 def bits(recipe: str, reshards: bool, precomputes: bool) -> None:
@@ -176,7 +177,7 @@ def from_meta(recipe: str) -> None:
         for name, parameter in model.named_parameters():
             whole: Any = values[name]
             own = whole.chunk(dist.get_world_size())
-            local = parameter.to_local()  # type: ignore[attr-defined]
+            local = parameter.to_local()
             local.copy_(own[dist.get_rank()] if dist.get_rank() < len(own) else whole[:0])
     for layer in model.modules():
         if isinstance(layer, f8.Float8Linear) and layer.delayed is not None:
@@ -188,7 +189,7 @@ def checkpointed(recipe: str, backend: str | None) -> None:
     """The recomputed forward pass reads other codes than the backward pass around it."""
     model = make(recipe, True)
     for block in model:
-        block.is_checkpointed = True  # type: ignore[assignment]
+        block.is_checkpointed = True
         if backend is not None:
             block.compile(backend=backend, fullgraph=True)
     compare(recipe, sharded=shard(model))
@@ -219,7 +220,8 @@ def unusual_weights(recipe: str) -> None:
 
 def traffic(recipe: str, part: float) -> None:
     """Bytes that are gathered in a step, beside those of the same model in bfloat16; nothing but the codes."""
-    found = []
+    found: list[int] = []
+    count = 0
     for gather in (True, False):
         model = make(recipe, gather, bias=False)
         shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -284,7 +286,7 @@ def codes_are_no_values() -> None:
     model = shard(make("tensorwise", True), reshard_after_forward=False)
     model(batch(0, 0))
     with pytest.raises(UnsupportedError, match="gathered as float8 codes"):
-        _ = model[0].w1.weight + 1  # type: ignore[union-attr]
+        _ = model[0].w1.weight + 1
     with pytest.raises(UnsupportedError, match="enable_fsdp_float8_all_gather"):
         make("blockwise", True)
     block = nn.Sequential(f8.Float8FeedForward(16, 32, recipe="delayed"))  # its layers are converted already

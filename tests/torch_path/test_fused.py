@@ -485,6 +485,7 @@ def test_a_gradient_is_refused(name) -> None:
     """At the call, of any tensor, eager and compiled; not where none would be recorded."""
     operator, arguments = calls(torch.ones(4, 6))[name]
     floats = [i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    trained: tuple[Any, ...] = ()
     for i in reversed(floats):
         trained = (*arguments[:i], arguments[i].clone().requires_grad_(), *arguments[i + 1 :])
         with pytest.raises(UnsupportedError, match="casts are not differentiable"):
