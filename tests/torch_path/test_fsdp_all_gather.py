@@ -282,6 +282,16 @@ def what_was_precomputed_is_forgotten() -> None:
         assert_same([model(batch(0, rank))], [reference.model(batch(0, rank))], "output")
 
 
+def what_was_not_gathered() -> None:
+    """Resharding that is turned off after the first step is an error, not other codes."""
+    model = shard(make("rowwise", True), reshard_after_forward=True)
+    for _ in range(2):
+        model(batch(0, dist.get_rank())).sum().backward()
+    model.set_reshard_after_forward(False)
+    with pytest.raises(UnsupportedError, match="before the first step"):
+        model(batch(0, dist.get_rank())).sum().backward()
+
+
 def codes_are_no_values() -> None:
     model = shard(make("tensorwise", True), reshard_after_forward=False)
     model(batch(0, 0))
@@ -317,6 +327,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         **{f"NaN, {recipe}": functools.partial(not_a_number, recipe) for recipe in ("tensorwise", "rowwise")},
         "forgotten": what_was_precomputed_is_forgotten,
         "codes are no values": codes_are_no_values,
+        "not gathered": what_was_not_gathered,
     },
     3: {
         f"unequal and empty shards, {recipe}": functools.partial(compare, recipe, hidden=2)

@@ -24,7 +24,7 @@ from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.scale import scale_of_rows
-from f8emu.torch.training.gathered_weight import GatheredWeight
+from f8emu.torch.training.gathered_weight import GatheredWeight, require_gathered
 from f8emu.torch.training.operands import (
     Delayed,
     DelayedStates,
@@ -198,6 +198,7 @@ class Float8Backward(Function):
         if g is not None:
             cols = recipe.grad_input.b
             if gathered is not None:
+                require_gathered(gathered)
                 w = Operand(transpose_codes(gathered, grad_output), gathered_scale)
             elif ctx.of_weight is not None and w_scale is None:  # its first cast
                 of_weight = ctx.of_weight

@@ -75,3 +75,13 @@ class GatheredWeight(Tensor):
         """After another gather into the same storage: the scales of its codes."""
         self.row_scale, self.col_scale = row_scale, col_scale
         return self
+
+
+def require_gathered(codes: Tensor) -> None:
+    """Raise UnsupportedError in eager code if FSDP2 has not gathered what the backward pass reads."""
+    if not torch.compiler.is_compiling() and codes.numel() and codes.untyped_storage().size() == 0:
+        raise UnsupportedError(
+            "Float8Linear: in earlier steps FSDP2 gathered this weight again in the backward pass, and now it does not, "
+            "so the codes for grad_input are not there; choose reshard_after_forward before the first step, or convert "
+            "without enable_fsdp_float8_all_gather"
+        )

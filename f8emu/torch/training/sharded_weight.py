@@ -146,24 +146,25 @@ class ShardedWeight(Tensor):
         delayed = delayed_state(module, x.device)
         if delayed is not None:
             codes, scale = _cast_delayed(x, delayed, recipe, shard, module.delayed.notes)
-            return (shard.padded(codes),), _Gathered(shard.n, scale, scale, None)
+            return (shard.padded(codes),), _Gathered(shard.n, scale, scale)
         scales = state.of_forward if is_backward else state.precomputed
         if scales is None:
             (scales,) = global_scales([LocalWeight(x, recipe, shard)])
         state.of_forward = scales
         codes = _codes_of_rows(x, recipe, shard, scales)
         if has_one_scale(recipe):
-            return (shard.padded(codes),), _Gathered(shard.n, scales.row_scale, scales.row_scale, None)
+            return (shard.padded(codes),), _Gathered(shard.n, scales.row_scale, scales.row_scale)
         state.is_gathered_in_backward |= is_backward
-        if is_backward or not state.is_gathered_in_backward:
+        if is_filled := is_backward or not state.is_gathered_in_backward:
             gather_into(state, shard.padded(_codes_of_columns(x, recipe, scales)), shard)
-        return (shard.padded(codes),), _Gathered(shard.n, scales.row_scale, scales.col_scale, state.gathered_cols)
+        found = _Gathered(shard.n, scales.row_scale, scales.col_scale, state.gathered_cols, is_filled)
+        return (shard.padded(codes),), found
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The gathered weight, and the storage that FSDP2 frees with it; with `out`, that has been filled again."""
-        n, row_scale, col_scale, gathered = metadata
+        n, row_scale, col_scale, gathered, is_filled = metadata
         if gathered is not None and gathered.is_cuda and self.state.stream is None:
             self.state.stream = torch.cuda.current_stream()
             gathered.record_stream(self.state.stream)  # it was allocated on the stream of FSDP2's copies
@@ -171,6 +172,8 @@ class ShardedWeight(Tensor):
             weight = local_tensor(out)
             assert isinstance(weight, GatheredWeight), "it was returned below"
             weight.refilled(row_scale, col_scale)
+            if gathered is not None and not is_filled:
+                gathered.untyped_storage().resize_(0)  # FSDP2 has just allocated it; the forward pass reads none
             return None
         (codes,) = outputs
         dtype = CODES[format_of(self.recipe)]
@@ -187,8 +190,10 @@ class _Gathered(NamedTuple):
     """Rows of the whole weight, without padding."""
     row_scale: Tensor
     col_scale: Tensor
-    cols: Tensor | None
+    cols: Tensor | None = None
     """The codes for `grad_input` of all ranks, flat, if they are not those for `output`."""
+    is_filled: bool = False
+    """Whether `cols` was gathered."""
 
 
 def _codes_of_rows(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
