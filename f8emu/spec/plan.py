@@ -1,9 +1,9 @@
 """Into how many slices a library cuts K, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
 
 cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic of its version and of the chip [CHAIN-3]. What
-was recorded is looked up; for other shapes S is predicted: by a decision tree, under block scales by a formula. The
-trees were fitted on shapes off the grid of the recording, so that all recorded rows test them. Everything is in
-`data/`, one file for a chip and library.
+was recorded is looked up; for other shapes S is predicted: by a decision tree, beside 128x128 scales by a formula. The
+trees were fitted on shapes off the grid of the recording and on no block scales, so that all recorded rows test them.
+Everything is in `data/`, one file for a chip and library.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,6 +157,8 @@ class Tree:
     """() is M, N, K, the largest S or M * N, by its index; (n, m) is the number of tiles of the output of n by m."""
     slice_bytes: int
     """That of the plan."""
+    workspace_bytes: int | None = None
+    """[PLAN-6] The float32 results of all slices take less; None: the tree alone says."""
     _other: Mapping[int, int] = field(init=False, repr=False, compare=False)
     """Where the second branch of a node starts."""
 
@@ -172,6 +174,8 @@ class Tree:
             tile = self.features[index]
             value = _tiles(gemm, tile) if tile else plain[index]
             at = at + 2 if value <= self.nodes[at + 1] else self._other[at]
+        if self.workspace_bytes is not None:
+            most = min(most, _most_stored(gemm, self.workspace_bytes))
         return min(-index, most)
 
 
@@ -191,7 +195,7 @@ def _second_branches(nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
-    """[PLAN-6] As many slices as K has room for, as the workspace holds, and as run at once."""
+    """[PLAN-6] Beside 128x128 scales: as many slices as K has room for, as the workspace holds, and as run at once."""
 
     tile: tuple[int, int]
     """Of the output, N by M."""
@@ -204,13 +208,18 @@ class Formula:
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
-        stored = (self.workspace_bytes - 1) // (gemm.m * gemm.n * 4)
+        stored = _most_stored(gemm, self.workspace_bytes)
         return max(1, min(_most_slices(gemm, self.slice_bytes), stored, self.blocks // _tiles(gemm, self.tile)))
 
 
 def _most_slices(gemm: PlannedGemm, slice_bytes: int) -> int:
     """[PLAN-2] How many slices of more than `slice_bytes` there are room for."""
     return max(1, (gemm.bytes_of_k - 1) // slice_bytes)
+
+
+def _most_stored(gemm: PlannedGemm, workspace_bytes: int) -> int:
+    """How many slices have float32 results of less than `workspace_bytes`; one slice stores none."""
+    return max(1, (workspace_bytes - 1) // (gemm.m * gemm.n * 4))
 
 
 def _tiles(gemm: PlannedGemm, tile: Sequence[int]) -> int:

@@ -92,6 +92,11 @@ def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, Tree | Formula]]:
         if "nodes" in rule:
             yield name, Tree(nodes=_integers(rule["nodes"]), features=features, slice_bytes=slice_bytes)
             continue
+        if "nodes_of" in rule:
+            nodes = _integers(rules[rule["nodes_of"]]["nodes"])
+            (stored,) = _integers([rule["workspace_bytes"]])
+            yield name, Tree(nodes=nodes, features=features, slice_bytes=slice_bytes, workspace_bytes=stored)
+            continue
         n, m = _integers(rule["tile"])
         blocks, workspace_bytes = _integers([rule["blocks"], rule["workspace_bytes"]])
         yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import f8ref.numpy as reference
+from f8emu.conformance.record_plans import COLUMNS, emulated, revealing_operands
 from f8emu.spec import E4M3FN, FLOAT32, HOPPER, Chip, Granularity
-from f8emu.spec.plan import BLOCKWISE_GEMMS, CHIP, LIBRARY, PlannedGemm, Source, split_k
+from f8emu.spec.plan import BLOCKWISE_GEMMS, CHIP, LIBRARY, PlannedGemm, Source, shipped_plan, split_k
 from f8ref import exact
 
 RECORDING = json.loads((Path(__file__).parents[2] / "benchmarks/results/blockwise_split_k-h200.json").read_text())
@@ -89,11 +90,37 @@ def test_slices_are_added_as_recorded(gemm: dict[str, Any]) -> None:
 
 
 def test_the_multiple_beside_squares_is_measured() -> None:
-    """K = 8192 in three slices: of 24 blocks, not of 22. So were 1,024, which these recordings do not rule out."""
+    """K = 8192 in three slices: of 24 blocks, not of 22. So would multiples of 1,024 be: the next test."""
     gemm = next(g for g in GEMMS if g["gemm"] == "blockwise_1x128_128x128" and g["split_k"] == 3)
     for multiple in (128, 256, 1024):
         altered = replace(HOPPER, square_split_k_multiple=multiple)
         assert np.array_equal(product(reference, gemm, 3, altered), recorded(gemm)) == (multiple == 1024)
+
+
+def test_slices_found_by_bits_are_no_multiples_of_1024() -> None:
+    """[CHAIN-3] K = 10240 in three slices of 3,584: with multiples of 1,024 no S gives the bits that told S."""
+    kind = PlannedGemm(m=1, n=COLUMNS, k=10240, gemm="blockwise_1x128_128x128", out_dtype="float32")
+    assert shipped_plan().recorded[f"{kind.gemm} float32", 4, 256, kind.k] == 3
+    a_K, b_CK = revealing_operands(kind)
+    pair = BLOCKWISE_GEMMS[kind.gemm]
+    scales = [np.ones(g.scale_shape(n, kind.k), np.float32) for g, n in zip(pair, (1, COLUMNS), strict=True)]
+
+    def row(slices: int, multiple: int) -> np.ndarray:
+        return reference.scaled_mm(
+            a_K[None],
+            b_CK.T,
+            scales[0],
+            scales[1].T,
+            granularity_a=pair[0],
+            granularity_b=pair[1],
+            out_dtype=kind.out_dtype,
+            split_k=slices,
+            chip=replace(HOPPER, square_split_k_multiple=multiple),
+        )[0]
+
+    found = emulated(kind, a_K, b_CK, 3)
+    assert np.array_equal(row(3, 512), found)
+    assert not any(np.array_equal(row(slices, 1024), found) for slices in range(1, 11))
 
 
 @pytest.mark.parametrize("gemm", [g for g in GEMMS if g["k"] == 8192], ids=name)

@@ -64,39 +64,66 @@ def test_the_rule_is_right_on_shapes_that_were_set_aside(table: str) -> None:
 BLOCKWISE = ("blockwise_1x128_1x128", "blockwise_1x128_128x128", "blockwise_128x128_1x128")
 
 
-@pytest.mark.parametrize("kind", BLOCKWISE[:2])
-def test_the_formula_of_block_scales_is_right_where_the_grid_tells(kind: str) -> None:
-    """[PLAN-6] 68 and 71 of 72 shapes; the other grids are those of a full GPU."""
-    rows = {
-        out: {(m, n, k): s for (of, m, n, k), s in PLAN.recorded.items() if of == f"{kind} {out}"}
-        for out in ("float32", "bfloat16")
+GRID_N = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+"""Of the sweep of block scales: its other shapes have no M, N or K of its grid."""
+
+
+def blockwise_rows(kind: str) -> dict[tuple[int, int, int], int]:
+    """S of each shape that was recorded, with whichever output type."""
+    rows: dict[tuple[int, int, int], int] = {}
+    for out_dtype in ("float32", "bfloat16"):
+        for (table, *shape), s in PLAN.recorded.items():
+            if table == f"{kind} {out_dtype}":
+                m, n, k = shape
+                assert rows.setdefault((m, n, k), s) == s
+                for accumulation in ("", "promoted"):
+                    asked = gemm(m, n, k, gemm=kind, out_dtype=out_dtype, accumulation=accumulation)
+                    assert PLAN.split_k(asked) == (s, Source.RECORDED)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_grid", "off_grid"),
+    [(BLOCKWISE[0], (398, 386), (482, 415)), (BLOCKWISE[1], (405, 398), (237, 236))],
+)
+def test_the_rules_of_block_scales(kind: str, on_grid: tuple[int, int], off_grid: tuple[int, int]) -> None:
+    """[PLAN-6] (shapes, right). S is right if it cuts K into slices of the recorded length: only that shows in bits."""
+    multiple = 512 if kind.endswith("128x128") else 128
+    right: dict[bool, list[bool]] = {True: [], False: []}
+    for (m, n, k), s in blockwise_rows(kind).items():
+        predicted = PLAN.predicted(gemm(m, n, k, gemm=kind, out_dtype="float32"))
+        assert predicted.source is Source.PREDICTED and (s == 1 or s * m * n * 4 < 1 << 20)
+        right[n in GRID_N] += [-(-k // (s * multiple)) == -(-k // (predicted.split_k * multiple))]
+    assert [(len(x), sum(x)) for x in (right[True], right[False])] == [on_grid, off_grid]
+
+
+def test_1x128_scales_on_both_sides_are_split_as_tensorwise_gemms_are() -> None:
+    """[PLAN-6] Every shape of which both were recorded."""
+    tensorwise = {(m, n, k): s for (table, m, n, k), s in PLAN.recorded.items() if table == "tensorwise float32"}
+    rows = {shape: s for shape, s in blockwise_rows(BLOCKWISE[0]).items() if shape in tensorwise}
+    assert (len(rows), sum(s > 1 for s in rows.values())) == (52, 35)
+    assert {shape: -(-shape[2] // (s * 128)) for shape, s in rows.items()} == {
+        shape: -(-shape[2] // (tensorwise[shape] * 128)) for shape in rows
     }
-    assert rows["float32"] == rows["bfloat16"]
-    wrong = {}
-    for shape, s in rows["float32"].items():
-        for accumulation in ("", "promoted"):
-            asked = gemm(*shape, gemm=kind, out_dtype="float32", accumulation=accumulation)
-            assert PLAN.split_k(asked) == (s, Source.RECORDED)
-            if (predicted := PLAN.predicted(asked)) != (s, Source.PREDICTED):
-                wrong[shape] = predicted
-    assert wrong == {}
-    split = sum(s > 1 for s in rows["float32"].values())
-    assert (len(rows["float32"]), split) == {BLOCKWISE[0]: (65, 23), BLOCKWISE[1]: (71, 29)}[kind]
 
 
-def test_limits_of_the_formula() -> None:
+def test_limits_beside_block_scales() -> None:
     """[PLAN-6] The float32 results of all slices take less than 1 MiB, as in 64 x 1024 x 14336, where 4 would take it.
 
-    The slices of all tiles run at once: 32 tiles of 64 x 32 are 4 times in 132. No output type differs.
+    Beside 128x128 scales the slices of all tiles run at once: the 32 tiles of 8 x 4096 are 4 times in 132. No output
+    type differs. In 32 x 2048 x 20480 the tensorwise tree alone has 4 slices, which take 1 MiB.
     """
     for out_dtype in ("float32", "bfloat16", "float16"):
         kinds = [{"gemm": kind, "out_dtype": out_dtype} for kind in BLOCKWISE]
         predicted = [PLAN.predicted(gemm(64, 1024, 14336, **kind)) for kind in kinds]
         predicted += [PLAN.predicted(gemm(8, 2048, 14336, **kind)) for kind in kinds]
-        assert predicted == [(s, Source.PREDICTED) for s in (3, 3, 3, 4, 5, 5)]
+        predicted += [PLAN.predicted(gemm(8, 4096, 14336, **kind)) for kind in kinds[1:]]
+        assert predicted == [(s, Source.PREDICTED) for s in (3, 3, 3, 4, 5, 5, 4, 4)]
+        assert PLAN.predicted(gemm(32, 2048, 20480, **kinds[0])) == (3, Source.PREDICTED)
         assert PLAN.predicted(gemm(64, 2048, 14336, **kinds[0])) == (1, Source.PREDICTED)
         assert PLAN.predicted(gemm(65536, 4096, 14336, **kinds[0])) == (1, Source.PREDICTED)
         assert PLAN.predicted(gemm(65536, 4096, 65536, **kinds[0])) == (1, Source.UNKNOWN)
+    assert PLAN.predicted(gemm(32, 2048, 20480, **TENSORWISE, out_dtype="float32")) == (4, Source.PREDICTED)
     assert split_k(gemm(16, 256, 8192, gemm=BLOCKWISE[2], out_dtype="float32")) == (3, Source.PREDICTED)
     with pytest.raises(SpecError, match="accumulation of a blockwise_1x128_1x128 GEMM must be one of promoted"):
         gemm(8, 256, 8192, gemm=BLOCKWISE[0], out_dtype="float32", accumulation="fast")
