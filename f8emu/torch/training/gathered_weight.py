@@ -81,7 +81,7 @@ def require_gathered(codes: Tensor) -> None:
     """Raise UnsupportedError in eager code if FSDP2 has not gathered what the backward pass reads."""
     if not torch.compiler.is_compiling() and codes.numel() and codes.untyped_storage().size() == 0:
         raise UnsupportedError(
-            "Float8Linear: in earlier steps FSDP2 gathered this weight again in the backward pass, and now it does not, "
+            "Float8Linear: in earlier steps FSDP2 gathered this weight again in the backward pass, now it does not, "
             "so the codes for grad_input are not there; choose reshard_after_forward before the first step, or convert "
             "without enable_fsdp_float8_all_gather"
         )
