@@ -109,21 +109,19 @@ class PlannedGemm:
 
     @property
     def table(self) -> str:
-        """The name of the recorded rows that apply.
+        """The name of the recorded rows and of the rule that apply.
 
         [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM. A
-        single row is contiguous in both directions, and is then no transposed operand.
+        single row is contiguous in both directions, and is then no transposed operand. [PLAN-6] With block scales the
+        output type makes none either.
         """
+        if self.is_blockwise:
+            return self.gemm
         if self.gemm != "bfloat16":
             pair = "" if self.a_dtype == self.b_dtype == E4M3FN.name else f" {self.a_dtype} x {self.b_dtype}"
             return f"{self.gemm}{pair} {self.out_dtype}"
         layout = self.layout[0] + "n" if self.m == 1 else self.layout
         return f"bfloat16 {layout}"
-
-    @property
-    def rule(self) -> str:
-        """The name of the rule that applies: [PLAN-6] with block scales one for all output types."""
-        return self.gemm if self.is_blockwise else self.table
 
     @property
     def is_aligned(self) -> bool:
@@ -238,7 +236,7 @@ class Plan:
     """(table, M, N, K) -> S."""
     rules: Mapping[str, Tree | Formula] = field(default_factory=dict[str, Tree | Formula])
     unsplit_outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """[PLAN-4] Rule -> the number of outputs, M * N, at and above which no K up to `MAX_K` was split."""
+    """[PLAN-4] Table -> the number of outputs, M * N, at and above which no K up to `MAX_K` was split."""
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
@@ -259,10 +257,10 @@ class Plan:
             return _UNKNOWN
         if gemm.gemm == "rowwise" or gemm.bytes_of_k <= 2 * self.slice_bytes:
             return Split(1, Source.PREDICTED)
-        rule = self.rules.get(gemm.rule)
+        rule = self.rules.get(gemm.table)
         if rule is None:
             return _UNKNOWN
-        if gemm.m * gemm.n >= self.unsplit_outputs[gemm.rule]:
+        if gemm.m * gemm.n >= self.unsplit_outputs[gemm.table]:
             return Split(1, Source.PREDICTED)
         if gemm.m > MAX_M or gemm.n > MAX_N:
             return _UNKNOWN

@@ -100,7 +100,7 @@ def test_the_multiple_beside_squares_is_measured() -> None:
 def test_slices_found_by_bits_are_no_multiples_of_1024() -> None:
     """[CHAIN-3] K = 10240 in three slices of 3,584: with multiples of 1,024 no S gives the bits that told S."""
     kind = PlannedGemm(m=1, n=COLUMNS, k=10240, gemm="blockwise_1x128_128x128", out_dtype="float32")
-    assert shipped_plan().recorded[f"{kind.gemm} float32", 4, 256, kind.k] == 3
+    assert shipped_plan().recorded[kind.table, 4, 256, kind.k] == 3
     a_K, b_CK = revealing_operands(kind)
     pair = BLOCKWISE_GEMMS[kind.gemm]
     scales = [np.ones(g.scale_shape(n, kind.k), np.float32) for g, n in zip(pair, (1, COLUMNS), strict=True)]

@@ -69,16 +69,11 @@ GRID_N = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
 def blockwise_rows(kind: str) -> dict[tuple[int, int, int], int]:
-    """S of each shape that was recorded, with whichever output type."""
-    rows: dict[tuple[int, int, int], int] = {}
-    for out_dtype in ("float32", "bfloat16"):
-        for (table, *shape), s in PLAN.recorded.items():
-            if table == f"{kind} {out_dtype}":
-                m, n, k = shape
-                assert rows.setdefault((m, n, k), s) == s
-                for accumulation in ("", "promoted"):
-                    asked = gemm(m, n, k, gemm=kind, out_dtype=out_dtype, accumulation=accumulation)
-                    assert PLAN.split_k(asked) == (s, Source.RECORDED)
+    """S of each shape that was recorded; with whichever output type makes no difference."""
+    rows = {(m, n, k): s for (table, m, n, k), s in PLAN.recorded.items() if table == kind}
+    for ((m, n, k), s), out_dtype, accumulation in product(rows.items(), ("float32", "bfloat16"), ("", "promoted")):
+        asked = gemm(m, n, k, gemm=kind, out_dtype=out_dtype, accumulation=accumulation)
+        assert PLAN.split_k(asked) == (s, Source.RECORDED)
     return rows
 
 
