@@ -250,7 +250,7 @@ def calls(x: torch.Tensor) -> dict[str, tuple[Any, tuple]]:
         "cast_rows": (fused.cast_rows, (x, E4M3, True, 1e-12)),
         "cast_blocks": (fused.cast_blocks, (x, E4M3, False, True, True, False, 1e-12)),
         "cast_columns": (columns.cast_columns, (x, E4M3, cols)),
-        "transpose_codes": (columns.transpose_codes, (x.detach().view(torch.uint8), x)),
+        "transpose_codes": (columns.transpose_codes, ((x.detach() > 0).to(torch.uint8), x)),
         "cast_blocks, squares": (fused.cast_blocks, (x, E4M3, True, True, False, False, 1e-12)),
     }
 

@@ -214,8 +214,7 @@ class Float8Linear(Linear):
             self.weight_watch.watch(self, weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        if isinstance(own_parameters(self).get("weight"), Float8Weight):
-            self.weight_watch.forget()  # torch swaps such a parameter, to which no weak reference may exist
+        self.weight_watch.forget()  # torch swaps parameters that are no plain tensors, if no weak reference is there
         super()._apply(fn, recurse)
         if self.delayed is not None:
             self.delayed._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]

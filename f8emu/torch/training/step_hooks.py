@@ -55,9 +55,7 @@ class WeightWatch:
         """Check `weight` whenever its gradient is complete; the hook runs outside of compiled code."""
         if self.weight is not None and self.weight() is weight and self._hook is not None:
             return
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self._sum = self._after = None
+        self.forget()
         self.weight = weakref.ref(weight)
         if not weight.requires_grad or not weight.is_leaf:
             return
