@@ -3,6 +3,7 @@
 import datetime
 import functools
 import os
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -372,3 +373,29 @@ def test_ranks(raised: list[dict[str, str]]) -> None:
     """All cases of a number of ranks; one process group runs them."""
     failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items() if why]
     assert not failed, "\n".join(failed)
+
+
+def dies_in_a_step(rank: int, directory: Path) -> None:
+    """Rank 1 is killed between forward and backward pass; rank 0 tells what its backward pass raised."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit)
+    model = shard(make("rowwise", True))
+    loss = model(batch(0, rank)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        (directory / "raised").write_text(str(error))
+    os._exit(0)  # without rank 1 the process group cannot be ended
+
+
+def test_a_rank_that_is_killed_ends_the_step_of_the_others(tmp_path: Path) -> None:
+    processes = [mp.get_context("spawn").Process(target=dies_in_a_step, args=(rank, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    assert "peer" in (tmp_path / "raised").read_text()
