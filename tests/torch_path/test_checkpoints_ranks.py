@@ -1,6 +1,5 @@
 """Checkpoints of sharded models (gloo): other numbers of ranks, a rank killed in the middle of a save, plain files."""
 
-import datetime
 import os
 import runpy
 import signal
@@ -29,6 +28,7 @@ from torch.optim import AdamW, Optimizer
 import f8emu.torch as f8
 from f8emu.spec import MissingExtraError
 from f8emu.torch.distributed.checkpoints import export_safetensors
+from tests.torch_path.ranks import join
 
 RANKS = (1, 2, 3, 4)
 """On three, shards are unequal."""
@@ -115,9 +115,7 @@ def save_and_resume(recipe: str, directory: Path) -> None:
 
 def run_rank(rank: int, directory: Path) -> None:
     """All recipes; what each of them raised goes to the parent, by a file."""
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=4, timeout=limit)
+    join(rank, 4, directory)
     raised: dict[str, str] = {}
     for recipe in RECIPES:
         try:

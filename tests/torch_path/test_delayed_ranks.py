@@ -1,9 +1,7 @@
 """Delayed scaling over two ranks (gloo), whose data always differ. One process group runs all cases."""
 
-import datetime
 import functools
 import itertools
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -22,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
+from tests.torch_path.ranks import Raised, run_cases, spawned
 
 STEPS = 4
 LOUDER = 64.0
@@ -247,33 +245,18 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def run_rank(rank: int, directory: Path) -> None:
-    """All cases; what each of them raised goes to the parent, by a file."""
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit)
-    raised: dict[str, str] = {}
-    for name, case in (CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")}).items():
-        try:
-            case()
-            raised[name] = ""
-        except BaseException:  # pytest.raises raises no Exception
-            raised[name] = traceback.format_exc()
-        torch._dynamo.reset()
-        dist.barrier()
-    torch.save(raised, directory / f"raised_{rank}")
-    dist.destroy_process_group()
+def run_rank(rank: int, ranks: int, directory: Path) -> None:
+    """All cases."""
+    run_cases(rank, ranks, directory, CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")})
 
 
 @pytest.fixture(scope="module")
-def raised(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def raised(tmp_path_factory: pytest.TempPathFactory) -> Raised:
     """What every case raised, on both ranks."""
-    directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (directory,), nprocs=2)  # type: ignore[no-untyped-call]
-    return [torch.load(directory / f"raised_{rank}") for rank in range(2)]
+    return spawned(run_rank, 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("case", [*CASES, "dcp"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_ranks(raised: list[dict[str, str]], case: str, rank: int) -> None:
+def test_two_ranks(raised: Raised, case: str, rank: int) -> None:
     assert not raised[rank][case], raised[rank][case]

@@ -1,10 +1,8 @@
 """FSDP2 with float8 all-gather (gloo): the bits of one device that is given the batches of all ranks in turn."""
 
-import datetime
 import functools
 import os
 import signal
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import f8emu.torch as f8
 from f8emu.spec import UnsupportedError
 from f8emu.torch.training import weight_scales
 from f8emu.torch.training.sharded_weight import ShardedWeight
+from tests.torch_path.ranks import Raised, assert_nothing, join, run_cases, spawned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
@@ -340,46 +339,27 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
 
 
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
-    """All cases of a number of ranks; what each of them raised goes to the parent, by a file."""
+    """All cases of a number of ranks."""
     # What one process has compiled for the emulation, others load.
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": f"{directory.parent}/jax"}
     os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    store = f"file://{directory}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
-    raised: dict[str, str] = {}
-    for name, case in CASES[ranks].items():
-        try:
-            case()
-            raised[name] = ""
-        except BaseException:  # pytest.raises raises no Exception
-            raised[name] = traceback.format_exc()
-        torch._dynamo.reset()
-        dist.barrier()
-    torch.save(raised, directory / f"raised_{rank}")
-    dist.destroy_process_group()
+    run_cases(rank, ranks, directory, CASES[ranks])
 
 
 @pytest.fixture(scope="module", params=CASES)
-def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Raised:
     """What every case raised, on all ranks."""
-    directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (request.param, directory), nprocs=request.param)  # type: ignore[no-untyped-call]
-    return [torch.load(directory / f"raised_{rank}") for rank in range(request.param)]
+    return spawned(run_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
 
-def test_ranks(raised: list[dict[str, str]]) -> None:
+def test_ranks(raised: Raised) -> None:
     """All cases of a number of ranks; one process group runs them."""
-    failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items() if why]
-    assert not failed, "\n".join(failed)
+    assert_nothing(raised)
 
 
 def dies_in_a_step(rank: int, directory: Path) -> None:
     """Rank 1 is killed between forward and backward pass; rank 0 tells what its backward pass raised."""
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=30)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2, timeout=limit)
+    join(rank, 2, directory, seconds=30)
     model = shard(make("rowwise", True))
     loss = model(batch(0, rank)).sum()
     if rank == 1:

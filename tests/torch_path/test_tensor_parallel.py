@@ -5,9 +5,7 @@ for bit. What is a sum over ranks is compared with the same collective over part
 Ranks hold tokens, rows and columns of different magnitudes, so that a scale of their own would show.
 """
 
-import datetime
 import functools
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,6 +35,7 @@ from f8emu.torch.training import sharding
 from f8emu.torch.training.autograd import gemm
 from f8emu.torch.training.operands import cast_both, find_source
 from tests.torch_path.layers import draw
+from tests.torch_path.ranks import Raised, assert_nothing, run_cases, spawned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 GATHERED = ("tensorwise", "rowwise", "delayed")
@@ -521,38 +519,27 @@ EMULATED = "torch's styles, tensorwise"
 CASES = {2: CASES_OF_2, 3: CASES_OF_3, 4: CASES_OF_4}
 
 
+def multiplied(name: str, case: Callable[[], None]) -> None:
+    """Run a case, with exact products in all but one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if name != EMULATED:
+            patch.setattr(emulation, "scaled_mm", exact_product)
+            patch.setattr(emulation, "mm", exact_mm)
+        case()
+
+
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
-    """All cases of a number of ranks; what each of them raised goes to the parent, by a file."""
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)
-    store = f"file://{directory}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
-    raised: dict[str, str] = {}
-    for name, case in CASES[ranks].items():
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                if name != EMULATED:
-                    patch.setattr(emulation, "scaled_mm", exact_product)
-                    patch.setattr(emulation, "mm", exact_mm)
-                case()
-            raised[name] = ""
-        except BaseException:  # pytest.raises raises no Exception
-            raised[name] = traceback.format_exc()
-        torch._dynamo.reset()
-        dist.barrier()
-    torch.save(raised, directory / f"raised_{rank}")
-    dist.destroy_process_group()
+    """All cases of a number of ranks."""
+    cases = {name: functools.partial(multiplied, name, case) for name, case in CASES[ranks].items()}
+    run_cases(rank, ranks, directory, cases)
 
 
 @pytest.fixture(scope="module", params=CASES)
-def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Raised:
     """What every case raised, on all ranks."""
-    directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, (request.param, directory), nprocs=request.param)  # type: ignore[no-untyped-call]
-    return [torch.load(directory / f"raised_{rank}") for rank in range(request.param)]
+    return spawned(run_rank, request.param, tmp_path_factory.mktemp("ranks"))
 
 
-def test_ranks(raised: list[dict[str, str]]) -> None:
+def test_ranks(raised: Raised) -> None:
     """All cases of a number of ranks; one process group runs them."""
-    failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items() if why]
-    assert not failed, "\n".join(failed)
+    assert_nothing(raised)
