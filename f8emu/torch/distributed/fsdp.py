@@ -18,17 +18,15 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Exactness: codes and scales are the same with it and without.
     """
-    states: list[GatherState] = []
-    weights: list[LocalWeight] = []
+    found: dict[int, tuple[GatherState, LocalWeight]] = {}
     for layer in model.modules():
         if not isinstance(layer, Float8Linear):
             continue
         weight = local_tensor(layer.weight)
         is_delayed = layer.recipe.delayed is not None and "weight" in layer.recipe.delayed.tensors
-        if not isinstance(weight, ShardedWeight) or is_delayed or any(weight.state is state for state in states):
-            continue
-        if weight.state.shard is not None:
-            states.append(weight.state)
-            weights.append(LocalWeight(weight.plain.detach(), weight.recipe, weight.state.shard))
-    for state, scales in zip(states, global_scales(weights), strict=True):
+        if isinstance(weight, ShardedWeight) and weight.state.shard is not None and not is_delayed:
+            local = LocalWeight(weight.plain.detach(), weight.recipe, weight.state.shard)
+            found[id(weight.state)] = weight.state, local
+    weights = [weight for _, weight in found.values()]
+    for (state, _), scales in zip(found.values(), global_scales(weights), strict=True):
         state.precomputed = scales

@@ -4,7 +4,7 @@ Both operands of the weight travel as rows of it: `output` reads `rows` as they 
 codes of `weight^T`, after a transpose. Where both have one scale, they are the same codes.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +70,6 @@ class GatheredWeight(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GatheredWeight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)})"
-
-    def refilled(self, row_scale: Tensor, col_scale: Tensor) -> Self:
-        """After another gather into the same storage: the scales of its codes."""
-        self.row_scale, self.col_scale = row_scale, col_scale
-        return self
 
 
 def require_gathered(codes: Tensor) -> None:

@@ -77,7 +77,7 @@ class GatherState:
     is_gathered_in_backward: bool = False
     """Whether FSDP2 gathers the weight again in the backward pass, as was seen there."""
     shard: Shard | None = None
-    """As FSDP2 told at the last gather."""
+    """As FSDP2 told at the first gather."""
     stream: Any = None
     """The CUDA stream that computes with the gathered weight."""
 
@@ -142,7 +142,9 @@ class ShardedWeight(Tensor):
         """What to gather, [padded rows of a rank, K] as bytes, and what to pass to `fsdp_post_all_gather`."""
         is_backward = is_in_backward_pass()
         x, state, recipe = self.plain, self.state, self.recipe
-        shard = state.shard = Shard.of(mesh, outer_size, module, x)
+        if state.shard is None:
+            state.shard = Shard.of(mesh, outer_size, module, x)
+        shard = state.shard
         delayed = delayed_state(module, x.device)
         if delayed is not None:
             codes, scale = _cast_delayed(x, delayed, recipe, shard, module.delayed.notes)
@@ -171,7 +173,7 @@ class ShardedWeight(Tensor):
         if out is not None:
             weight = local_tensor(out)
             assert isinstance(weight, GatheredWeight), "it was returned below"
-            weight.refilled(row_scale, col_scale)
+            weight.row_scale, weight.col_scale = row_scale, col_scale
             if gathered is not None and not is_filled:
                 gathered.untyped_storage().resize_(0)  # FSDP2 has just allocated it; the forward pass reads none
             return None

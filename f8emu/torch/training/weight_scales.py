@@ -81,10 +81,6 @@ class Shard:
         """The rows of this rank."""
         return slice(min(self.n, self.rank * self.padded_rows), min(self.n, (self.rank + 1) * self.padded_rows))
 
-    def own_rows(self, amax: Tensor) -> Tensor:
-        """The part of a vector of all rows that is this rank's; one amax of all is every rank's."""
-        return amax if amax.numel() == 1 else amax[self.own]
-
     def padded(self, codes: Tensor) -> Tensor:
         """The codes of this rank as bytes, zero-padded to the rows that every rank sends."""
         codes = codes.view(torch.uint8)
