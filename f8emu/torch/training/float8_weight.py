@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import Granularity
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import UNCALLED, cast_pair_delayed
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.gathered_weight import GatheredWeight
-from f8emu.torch.training.operands import DelayedStates, find_source
+from f8emu.torch.training.operands import DelayedStates, cast_cols_in_rows, find_source
 from f8emu.torch.training.torch_internals import no_torch_function, with_aliases, wrapper_of
 from f8emu.torch.training.weight_scales import format_of, has_one_scale
 
@@ -289,11 +287,9 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
     rows, row_scale, _, _ = fused.cast_pair(x, fmt, source.rows, None, *settings)
     if has_one_scale(recipe):
         return _Codes(rows, None, row_scale, row_scale.clone(), None)
-    if recipe.grad_input.b.granularity is Granularity.ROWWISE:
-        inv_scale, col_scale = fused.scales(source.cols, fmt, *settings, 0)
-        return _Codes(rows, cast_columns(x, fmt, inv_scale), row_scale, col_scale, None)
-    cols, col_scale, _, _ = fused.cast_pair(x, fmt, source.cols, None, *settings)
-    return _Codes(rows, cols, row_scale, col_scale, None)
+    cols = cast_cols_in_rows(x, recipe.grad_input.b, source.cols, rule)
+    assert cols.scale is not None, "require_primary"
+    return _Codes(rows, cols.codes, row_scale, cols.scale, None)
 
 
 def refill(weight: Tensor | None) -> None:

@@ -14,6 +14,7 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import cast_pair_delayed
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
@@ -187,6 +188,21 @@ def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -
     codes, scale, of_rows = fused.cast_rows(x, name, rule.power_of_two, rule.amax_floor)
     of_tensor = fused.tensor_amax(of_rows) if col_kind is Granularity.TENSORWISE else None
     return Operand(codes, scale), ScaleSource(cols=of_tensor)
+
+
+def cast_cols_in_rows(x: Tensor, cols: Cast, amax: Tensor, rule: ScaleRule) -> Operand:
+    """The operand `cols` of `x` by its amax, or by those of its columns [N, 1].
+
+    Its codes are still in the layout of `x`; `transpose_codes` makes an operand of them.
+    """
+    name = format_name(cols)
+    assert name is not None, "codes were requested"
+    settings = (rule.power_of_two, rule.amax_floor)
+    if _granularity(cols) is Granularity.ROWWISE:
+        inv_scale, scale = fused.scales(amax, name, *settings, 0)
+        return Operand(cast_columns(x, name, inv_scale), scale)
+    codes, scale, _, _ = fused.cast_pair(x, name, amax, None, *settings)
+    return Operand(codes, scale)
 
 
 def format_name(*casts: Cast | None) -> str | None:

@@ -18,13 +18,14 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.columns import cast_columns, transpose_codes
+from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.fused.delayed import UNSET
 from f8emu.torch.training.operands import (
     Delayed,
     Operand,
     ScaleSource,
     cast_both,
+    cast_cols_in_rows,
     cast_delayed,
     find_source,
     format_name,
@@ -224,15 +225,10 @@ def _cast_gathered(
         source = find_sharded_source(x, rows, cols, shards)
         own, _ = cast_both(x, rows, None, source, rule)
         row = col = None if own is None else _gathered(own, tokens, kinds[0])
-        if kinds[1] is Granularity.ROWWISE:
-            name = format_name(cols)
-            assert source.cols is not None and name is not None, "rowwise is float8"
-            inv_scale, scale = fused.scales(source.cols, name, rule.power_of_two, rule.amax_floor, 0)
-            col = Operand(gather_rows(cast_columns(x, name, inv_scale), tokens), scale)
-        elif cols is not None and kinds[0] is not kinds[1]:
-            own, _ = cast_both(x, cols, None, ScaleSource(rows=source.cols), rule)
-            assert own is not None, "it was requested"
-            col = _gathered(own, tokens, kinds[1])
+        if cols is not None and (kinds[1] is Granularity.ROWWISE or kinds[0] is not kinds[1]):
+            assert source.cols is not None, "it was requested"
+            own = cast_cols_in_rows(x, cols, source.cols, rule)
+            col = Operand(gather_rows(own.codes, tokens), own.scale)  # of all tokens, on every rank
     if cols is not None:
         assert col is not None, "it was requested"
         col = Operand(transpose_codes(col.codes, col.codes), col.scale)
