@@ -26,6 +26,8 @@ from tests.torch_path.ranks import Raised, assert_nothing, join, run_cases, spaw
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
+_MIN_CUT = "aot_eager_decomp_partition"
+"""The partitioner of Inductor, without its code."""
 precompute = f8.precompute_float8_dynamic_scale_for_fsdp
 
 
@@ -35,9 +37,11 @@ class Block(nn.Module):
     def __init__(self, dim: int, hidden: int, bias: bool) -> None:
         super().__init__()
         self.w1, self.w2 = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias)
-        self.is_checkpointed = False
+        self.is_checkpointed = self.is_repeated = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_repeated:
+            x = checkpoint(self._own, self._own(x), use_reentrant=False)
         return checkpoint(self._own, x, use_reentrant=False) if self.is_checkpointed else self._own(x)
 
     def _own(self, x: Tensor) -> Tensor:
@@ -116,10 +120,14 @@ def compare(
     parts: int = 1,
     dtype: torch.dtype = torch.float32,
     precomputes: bool = True,
+    holds: bool = False,
     optimizer: Callable[..., Any] = AdamW,
     **options: Any,
 ) -> None:
-    """Trains a sharded model beside the one on one device: outputs, gradients, weights and states of every step."""
+    """Trains a sharded model beside the one on one device: outputs, gradients, weights and states of every step.
+
+    `holds`: weights stay gathered from one part of a step to the next.
+    """
     model = shard(make(recipe, True, **options)) if sharded is None else sharded
     reference = OneDevice(recipe, optimizer, **options)
     steps = optimizer([x for x in model.parameters() if x.requires_grad], lr=1e-2)
@@ -128,6 +136,7 @@ def compare(
         expected = reference.outputs(step, dtype, parts)
         for part in range(parts):
             model.set_requires_gradient_sync(part == parts - 1)
+            model.set_reshard_after_backward(part == parts - 1 or not holds)
             output = model(batch(step, rank, part).to(dtype))
             output.float().square().mean().backward()
             assert_same([output], [expected[part]], f"step {step}, output")
@@ -196,16 +205,17 @@ def checkpointed(recipe: str, backend: str | None) -> None:
 
 
 def unusual_weights(recipe: str) -> None:
-    """A frozen weight, and a block that is used twice in a step."""
+    """A frozen weight, a block that is used twice in a step, one that is recomputed in one of its two uses only."""
     model = make(recipe, True)
     reference = OneDevice(recipe)
     for one in (model, reference.model):
         one[0].w1.weight.requires_grad_(False)
+        one[1].is_repeated = True
     shard(model)
     for one in (model, reference.model):
         one.append(one[0])
     rank = dist.get_rank()
-    for step in range(2):
+    for step in range(STEPS):
         expected = reference.outputs(step)
         output = model(batch(step, rank))
         output.square().mean().backward()
@@ -218,12 +228,16 @@ def unusual_weights(recipe: str) -> None:
         model.zero_grad()
 
 
-def traffic(recipe: str, part: float) -> None:
+def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str | None = None) -> None:
     """Bytes that are gathered in a step, beside those of the same model in bfloat16; nothing but the codes."""
     found: list[int] = []
     count = 0
     for gather in (True, False):
         model = make(recipe, gather, bias=False)
+        for block in model:
+            block.is_checkpointed = checkpoints
+            if backend is not None:
+                block.compile(backend=backend, fullgraph=True)
         shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for step in range(2):
             count = 0
@@ -240,7 +254,8 @@ def traffic(recipe: str, part: float) -> None:
                     patch.setattr(dist, name, functools.partial(counted, real=real[name]))
                     if name != names[0]:
                         patch.setattr(dist, names[0], functools.partial(counted, real=real[names[0]]))
-                model(batch(step, dist.get_rank()).bfloat16()).square().mean().backward()
+                x = batch(step, dist.get_rank()).bfloat16().requires_grad_()  # as from an embedding
+                model(x).square().mean().backward()
         found.append(count)
     assert found[0] == part * found[1] > 0, found
 
@@ -322,7 +337,14 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         **{f"unusual, {recipe}": functools.partial(unusual_weights, recipe) for recipe in ("rowwise", "delayed")},
         "traffic, tensorwise": functools.partial(traffic, "tensorwise", 0.5),
         "traffic, delayed": functools.partial(traffic, "delayed", 0.5),
-        "traffic, rowwise": functools.partial(traffic, "rowwise", 0.75),
+        "traffic, rowwise": functools.partial(traffic, "rowwise", 0.5),
+        "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.5, backend=_MIN_CUT),
+        "traffic, rowwise, recomputed": functools.partial(traffic, "rowwise", 0.75, checkpoints=True),
+        # Of the two layers of a block only the first one's product is recomputed.
+        "traffic, rowwise, compiled, recomputed": functools.partial(
+            traffic, "rowwise", 0.625, checkpoints=True, backend=_MIN_CUT
+        ),
+        "held, rowwise": functools.partial(compare, "rowwise", parts=2, holds=True),
         "the scale of one rank": scale_of_one_rank,
         **{f"NaN, {recipe}": functools.partial(not_a_number, recipe) for recipe in ("tensorwise", "rowwise")},
         "forgotten": what_was_precomputed_is_forgotten,

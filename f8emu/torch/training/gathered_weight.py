@@ -4,6 +4,7 @@ Both operands of the weight travel as rows of it: `output` reads `rows` as they 
 codes of `weight^T`, after a transpose. Where both have one scale, they are the same codes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _a
 class GatheredWeight(Tensor):
     """[N, K] in the dtype of the gradient; it holds codes, so only a Float8Linear can compute with it."""
 
-    rows: Tensor
-    """[N, K] float8, the operand of `output`."""
     cols: Tensor | None
     """[N, K] float8, the operand of `grad_input` before its transpose; None where it is `rows`."""
     row_scale: Tensor
     """[1, 1] or [N, 1]."""
     col_scale: Tensor
     """[1, 1] or [K, 1]."""
+    gather_rows: Callable[[], None] | None = None
+    """Fills `rows` if FSDP2 did not."""
 
     def __new__(
         cls, rows: Tensor, cols: Tensor | None, row_scale: Tensor, col_scale: Tensor, dtype: torch.dtype
@@ -38,7 +39,22 @@ class GatheredWeight(Tensor):
     def __init__(
         self, rows: Tensor, cols: Tensor | None, row_scale: Tensor, col_scale: Tensor, dtype: torch.dtype
     ) -> None:
-        self.rows, self.cols, self.row_scale, self.col_scale = rows, cols, row_scale, col_scale
+        self._rows, self.cols, self.row_scale, self.col_scale = rows, cols, row_scale, col_scale
+
+    @property
+    def rows(self) -> Tensor:
+        """[N, K] float8, the operand of `output`.
+
+        They are gathered now if they are read where the last gather foresaw no reader: by a forward pass after a
+        backward pass without resharding, or one that a backward pass recomputes for a part of the calls only.
+        """
+        if self.gather_rows is not None and is_freed(self._rows):
+            self.gather_rows()
+        return self._rows
+
+    def both_codes(self) -> tuple[Tensor, Tensor]:
+        """`rows` and `cols` as they are, also if nothing was gathered."""
+        return self._rows, self._rows if self.cols is None else self.cols
 
     def of_output(self) -> Operand:
         """The operand of `output`, [N, K]."""
@@ -60,7 +76,8 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME and isinstance(args[0], cls):
             x = args[0]
-            same = cls(x.rows.detach(), x.cols, x.row_scale, x.col_scale, x.dtype)
+            same = cls(x._rows.detach(), x.cols, x.row_scale, x.col_scale, x.dtype)
+            same.gather_rows = x.gather_rows
             return with_aliases(func, args, kwargs or {}, same)
         raise UnsupportedError(
             f"{func}: the weight was gathered as float8 codes, with which only Float8Linear computes; read the sharded "
@@ -72,9 +89,14 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)})"
 
 
+def is_freed(codes: Tensor) -> bool:
+    """Whether FSDP2 holds no memory for these codes."""
+    return not torch.compiler.is_compiling() and codes.numel() > 0 and codes.untyped_storage().size() == 0
+
+
 def require_gathered(codes: Tensor) -> None:
     """Raise UnsupportedError in eager code if FSDP2 has not gathered what the backward pass reads."""
-    if not torch.compiler.is_compiling() and codes.numel() and codes.untyped_storage().size() == 0:
+    if is_freed(codes):
         raise UnsupportedError(
             "Float8Linear: in earlier steps FSDP2 gathered this weight again in the backward pass, now it does not, "
             "so the codes for grad_input are not there; choose reshard_after_forward before the first step, or convert "

@@ -6,8 +6,8 @@
 1. The amaxes of the whole weight: those of the rank's rows, then one all-reduce;
    `precompute_float8_dynamic_scale_for_fsdp` does it for all weights of a model at once. Under delayed scaling the
    scale is that of earlier steps.
-2. `fsdp_pre_all_gather`: the codes of the rank's rows for `output`. If `grad_input` needs other codes (rowwise), those
-   are gathered beside them where the backward pass will read them.
+2. `fsdp_pre_all_gather`: the codes of the rank's rows, for `output`. If `grad_input` needs other codes (rowwise), the
+   backward pass gathers those instead, and both where it recomputes `output`.
 3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast.
 
 Exactness: codes and scales are those of the whole weight on one device.
@@ -27,11 +27,11 @@ from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import CODES
 from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import cast_pair_delayed, chosen_inv_scale, mark_set
+from f8emu.torch.training.gathered_codes import GatheredCodes
 from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.operands import Delayed
 from f8emu.torch.training.torch_internals import (
     is_in_backward_pass,
-    keeping_version,
     pickled_as,
     with_aliases,
     wrapper_of,
@@ -40,7 +40,6 @@ from f8emu.torch.training.weight_scales import (
     LocalWeight,
     Shard,
     WeightScales,
-    all_gather,
     format_of,
     global_scales,
     has_one_scale,
@@ -72,14 +71,12 @@ class GatherState:
     """By `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes."""
     of_forward: WeightScales | None = None
     """Those of the last forward pass, for the backward pass."""
-    gathered_cols: Tensor | None = None
-    """The gathered codes for `grad_input` if they are not those for `output`, flat and padded; FSDP2 frees them."""
+    gathered: GatheredCodes | None = None
+    """The memory of gathered codes, if those for `grad_input` are not those for `output`."""
     is_gathered_in_backward: bool = False
     """Whether FSDP2 gathers the weight again in the backward pass, as was seen there."""
     shard: Shard | None = None
     """As FSDP2 told at the first gather."""
-    stream: Any = None
-    """The CUDA stream that computes with the gathered weight."""
 
 
 class ShardedWeight(Tensor):
@@ -153,36 +150,72 @@ class ShardedWeight(Tensor):
         if scales is None:
             (scales,) = global_scales([LocalWeight(x, recipe, shard)])
         state.of_forward = scales
-        codes = _codes_of_rows(x, recipe, shard, scales)
         if has_one_scale(recipe):
+            codes = _codes_of_rows(x, recipe, shard, scales)
             return (shard.padded(codes),), _Gathered(shard.n, scales.row_scale, scales.row_scale)
-        state.is_gathered_in_backward |= is_backward
-        if is_filled := is_backward or not state.is_gathered_in_backward:
-            gather_into(state, shard.padded(_codes_of_columns(x, recipe, scales)), shard)
-        found = _Gathered(shard.n, scales.row_scale, scales.col_scale, state.gathered_cols, is_filled)
-        return (shard.padded(codes),), found
+        codes, fills = self._gather_both(shard, scales, is_backward=is_backward)
+        return (codes,), _Gathered(shard.n, scales.row_scale, scales.col_scale, *fills)
+
+    def _gather_both(
+        self, shard: Shard, scales: WeightScales, *, is_backward: bool
+    ) -> tuple[Tensor, tuple[bool, bool]]:
+        """The codes that FSDP2 is to gather; the others, if the pass reads them, are gathered here. What is filled."""
+        x, state, recipe = self.plain, self.state, self.recipe
+        memory = state.gathered
+        if memory is None:
+            size = shard.padded_rows * shard.ranks * x.shape[1]
+            memory = state.gathered = GatheredCodes(x.new_empty(size, dtype=torch.uint8))
+        if is_backward and memory.rows is not None:
+            state.is_gathered_in_backward = True
+            if needs_rows := memory.begin_backward():
+                memory.gather(memory.rows, shard.padded(_codes_of_rows(x, recipe, shard, scales)), shard)
+            return shard.padded(_codes_of_columns(x, recipe, scales)), (needs_rows, True)
+        memory.begin_forward()
+        if needs_cols := not state.is_gathered_in_backward:
+            memory.gather(memory.cols, shard.padded(_codes_of_columns(x, recipe, scales)), shard)
+        return shard.padded(_codes_of_rows(x, recipe, shard, scales)), (True, needs_cols)
+
+    def _gather_rows(self) -> None:
+        """Fills the codes for `output` after a pass that did not."""
+        state = self.state
+        assert state.gathered is not None and state.gathered.rows is not None, "they were gathered before"
+        assert state.shard is not None, "known since the first gather"
+        if state.of_forward is None:
+            raise UnsupportedError(
+                "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
+                "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
+            )
+        own = _codes_of_rows(self.plain, self.recipe, state.shard, state.of_forward)
+        state.gathered.gather(state.gathered.rows, state.shard.padded(own), state.shard)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """The gathered weight, and the storage that FSDP2 frees with it; with `out`, that has been filled again."""
-        n, row_scale, col_scale, gathered, is_filled = metadata
-        if gathered is not None and gathered.is_cuda and self.state.stream is None:
-            self.state.stream = torch.cuda.current_stream()
-            gathered.record_stream(self.state.stream)  # it was allocated on the stream of FSDP2's copies
+        """The gathered weight, and the storages that FSDP2 frees with it; with `out`, that has been filled again."""
+        found: _Gathered = metadata
+        memory = self.state.gathered
         if out is not None:
             weight = local_tensor(out)
             assert isinstance(weight, GatheredWeight), "it was returned below"
-            weight.row_scale, weight.col_scale = row_scale, col_scale
-            if gathered is not None and not is_filled:
-                gathered.untyped_storage().resize_(0)  # FSDP2 has just allocated it; the forward pass reads none
+            weight.row_scale, weight.col_scale = found.row_scale, found.col_scale
+            if memory is not None and memory.rows is not None:
+                memory.read_by(*weight.both_codes())
+                # FSDP2 has just allocated both.
+                for codes, is_filled in ((memory.rows, found.has_rows), (memory.cols, found.has_cols)):
+                    if not is_filled:
+                        codes.untyped_storage().resize_(0)
             return None
         (codes,) = outputs
         dtype = CODES[format_of(self.recipe)]
-        rows = codes[:n].view(dtype)
-        cols = None if gathered is None else gathered.view(codes.shape)[:n].view(dtype)
-        weight = GatheredWeight(rows, cols, row_scale, col_scale, param_dtype)
-        return weight, () if gathered is None else (gathered,)
+        if memory is None:
+            return GatheredWeight(codes[: found.n].view(dtype), None, found.row_scale, found.col_scale, param_dtype), ()
+        memory.adopt(codes)
+        assert memory.rows is not None, "adopted"
+        rows, cols = (flat.view(codes.shape)[: found.n].view(dtype) for flat in (memory.rows, memory.cols))
+        weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
+        memory.read_by(rows, cols)
+        weight.gather_rows = self._gather_rows
+        return weight, (memory.rows, memory.cols)
 
 
 class _Gathered(NamedTuple):
@@ -192,10 +225,10 @@ class _Gathered(NamedTuple):
     """Rows of the whole weight, without padding."""
     row_scale: Tensor
     col_scale: Tensor
-    cols: Tensor | None = None
-    """The codes for `grad_input` of all ranks, flat, if they are not those for `output`."""
-    is_filled: bool = False
-    """Whether `cols` was gathered."""
+    has_rows: bool = True
+    """Whether the codes for `output` were gathered."""
+    has_cols: bool = True
+    """Whether those for `grad_input` were."""
 
 
 def _codes_of_rows(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
@@ -238,25 +271,6 @@ def delayed_state(module: Any, device: torch.device) -> Delayed | None:
     if buffers.amax_weight.device != device:
         buffers.to(device)
     return buffers.of_tensors()[1]
-
-
-def gather_into(state: GatherState, own: Tensor, shard: Shard) -> None:
-    """Gathers the codes of all ranks for `grad_input`, into storage that is kept and filled again."""
-    size = own.numel() * shard.ranks
-    if state.gathered_cols is None:
-        state.gathered_cols = own.new_empty(size)
-    gathered = state.gathered_cols
-    if gathered.untyped_storage().size() == 0:  # freed by FSDP2
-        if state.stream is None:
-            gathered.untyped_storage().resize_(size)
-        else:
-            # From the memory of the stream that reads and frees it, as FSDP2's own: a kernel of that stream may still
-            # be reading what was there before.
-            with torch.cuda.stream(state.stream):
-                gathered.untyped_storage().resize_(size)
-            torch.cuda.current_stream().wait_stream(state.stream)
-    with keeping_version(gathered):
-        all_gather(gathered, own.view(-1), shard.group)
 
 
 def gather_as_float8(layers: Iterable[nn.Linear]) -> None:
