@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.tiny:
         size, batch, length, rounds, steps = Size(64, 2, 4, 2, 128, 256), 2, 32, 1, 1
     else:
-        size, batch, length = Size(2048, 16, 32, 8, 8192, 32768), 2, 4096
+        size, batch, length = Size(2048, 16, 32, 8, 8192, 32768), arguments.batch, 4096
         rounds, steps = arguments.rounds, arguments.steps
     run = Run(ranks=ranks, size=size, batch=batch, length=length)
     with torch.device("meta"):
@@ -315,6 +315,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="torchrun -m benchmarks.tensor_parallel", description="A Llama under tensor parallelism, in float8."
     )
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 4,096 tokens (default 8)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of every subject (default 3)")
     parser.add_argument("--steps", type=int, default=5, help="steps a turn (default 5)")
     parser.add_argument("--tiny", action="store_true", help="two tiny blocks, one step: for tests")

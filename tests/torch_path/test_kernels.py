@@ -104,7 +104,10 @@ def settings(rule: ScaleRule) -> tuple[bool, float]:
 
 @ON_GPU
 def test_amaxes(x, kernels, assert_same_bits) -> None:
-    for operator in (fused.tensor_amax, fused.row_amax, fused.row_col_amax):
+    def from_amid_a_word(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return fused.row_col_amax(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape))
+
+    for operator in (fused.tensor_amax, fused.row_amax, fused.row_col_amax, from_amid_a_word):
         for found, wanted in zip(kernels(operator, x), results(operator(x)), strict=True):
             assert_same_bits(found, wanted, nan_codes=True)
 

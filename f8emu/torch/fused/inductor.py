@@ -97,11 +97,14 @@ def _lowering(overload: torch._ops.OpOverload, lower: Callable[..., Any]) -> Cal
 
 def _reduce_rows_and_cols(x: Any, sizes: list[int]) -> Any:
     from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
 
     m, n = sizes
+    # Ahead of time there is no host code that could look where the tensor begins.
+    has_pairs = not V.graph.cpp_wrapper and _plans().has_pairs(x.get_dtype(), n, x.get_device())
     amaxes = lowerings[torch.ops.aten.full.default]([m + n], 0.0, dtype=torch.float32, device=x.get_device())
     amaxes.realize()
-    _launch(_plans().row_col_amax(m, n), x, amaxes)
+    _launch(_plans().row_col_amax(m, n, has_pairs), x, amaxes)
     return amaxes
 
 

@@ -29,6 +29,8 @@ ROW_AMAX_TILE = (4, 1024)
 ROW_AMAX_WARPS = 8
 ROW_COL_AMAX_TILE = (128, 128)
 ROW_COL_AMAX_WARPS = 4
+PAIRS_CAPABILITY = (9, 0)
+"""Of GPUs that compare pairs of 16-bit integers."""
 SCALES_BLOCK = 256
 SCALES_WARPS = 4
 CAST_TILE = (64, 128)
@@ -111,6 +113,22 @@ class Plan:
 
     def _first_launch(self, tensors: tuple[Tensor, ...]) -> Any:
         return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, num_warps=self.warps)
+
+
+class PairsPlan(Plan):
+    """A plan that reads two numbers of 16 bits as one word, and another one for a tensor that begins amid a word."""
+
+    __slots__ = ("otherwise",)
+
+    def __init__(self, *plan: Any) -> None:
+        super().__init__(*plan[:-1])
+        self.otherwise: Plan = plan[-1]
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if tensors[0].data_ptr() & 3:
+            self.otherwise(*tensors)
+        else:
+            super().__call__(*tensors)
 
 
 class DelayedPlan(Plan):
@@ -207,12 +225,20 @@ def row_amax(m: int, n: int) -> Plan:
 
 
 @planned
-def row_col_amax(m: int, n: int) -> Plan:
+def row_col_amax(m: int, n: int, has_pairs: bool) -> Plan:
     """Tensors x [m, n], amaxes [m + n]: updated by those of the rows, then of the columns."""
     bm, bn = ROW_COL_AMAX_TILE
     tiles_n = blocks(n, bn)
-    kernel = scale_kernels.row_col_amax_kernel
-    return Plan(kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n), {"BM": bm, "BN": bn}, ROW_COL_AMAX_WARPS)
+    plan = blocks(m, bm) * tiles_n, (m, n, tiles_n), {"BM": bm, "BN": bn}, ROW_COL_AMAX_WARPS
+    if has_pairs:
+        return PairsPlan(scale_kernels.row_col_amax_of_pairs_kernel, *plan, row_col_amax(m, n, False))
+    return Plan(scale_kernels.row_col_amax_kernel, *plan)
+
+
+def has_pairs(dtype: torch.dtype, n: int, device: torch.device) -> bool:
+    """Whether rows of `n` numbers can be read as pairs of 16-bit numbers, and the GPU compares both at once."""
+    is_paired = dtype.itemsize == 2 and n % 2 == 0 and device.type == "cuda"
+    return is_paired and torch.cuda.get_device_capability(device) >= PAIRS_CAPABILITY
 
 
 @planned

@@ -142,7 +142,7 @@ def reduce_rows_and_cols(x: Tensor) -> Tensor:
     if (launch := kernels_for(x)) is None:
         return torch.cat(eager.row_col_amax(x)).flatten()
     amaxes = new_zeros(x, x.shape[0] + x.shape[1])
-    launch.row_col_amax(*x.shape)(x.contiguous(), amaxes)
+    launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device))(x.contiguous(), amaxes)
     return amaxes
 
 

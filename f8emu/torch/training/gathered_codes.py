@@ -10,7 +10,7 @@ refers to their storage, or if none refers to that of `grad_input`: then the ten
 checkpoint.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class GatheredCodes:
     """For `output`; known once FSDP2 has its buffer."""
     buffer: Tensor | None = None
     """FSDP2's, which lies in the storage of `rows` or of `cols`."""
+    beside: list[Tensor] = field(default_factory=list[Tensor])
+    """What is gathered beside it; FSDP2 has this list, and frees what it finds there with its buffer."""
     readers: tuple[Tensor, Tensor] | None = None
     """The operands of the layer, which autograd may have saved themselves."""
     idle: tuple[int, int] | None = None
@@ -52,6 +54,7 @@ class GatheredCodes:
 
     def begin_forward(self) -> None:
         """FSDP2 will fill `rows`."""
+        self.beside.clear()
         if self.buffer is None or self.rows is None:
             return
         self._lay_buffer_in(self.rows)
@@ -60,6 +63,7 @@ class GatheredCodes:
 
     def begin_backward(self) -> bool:
         """FSDP2 will fill `cols`; whether the pass reads `rows` too."""
+        self.beside.clear()
         assert self.rows is not None, "a forward pass came before"
         of_rows, of_cols = self._references()
         self._lay_buffer_in(self.cols)
@@ -67,11 +71,12 @@ class GatheredCodes:
 
     def gather(self, codes: Tensor, own: Tensor, shard: Shard) -> None:
         """Gathers `rows` or `cols` beside FSDP2, from those of this rank."""
-        self.allocate(codes)
+        self.beside.append(codes)
+        self._allocate(codes)
         with keeping_version(codes):
             all_gather(codes, own.view(-1), shard.group)
 
-    def allocate(self, codes: Tensor) -> None:
+    def _allocate(self, codes: Tensor) -> None:
         """Gives `rows` or `cols` their memory, if FSDP2 has freed it."""
         storage = codes.untyped_storage()
         if storage.size():

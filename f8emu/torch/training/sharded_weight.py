@@ -153,13 +153,11 @@ class ShardedWeight(Tensor):
         if has_one_scale(recipe):
             codes = _codes_of_rows(x, recipe, shard, scales)
             return (shard.padded(codes),), _Gathered(shard.n, scales.row_scale, scales.row_scale)
-        codes, fills = self._gather_both(shard, scales, is_backward=is_backward)
-        return (codes,), _Gathered(shard.n, scales.row_scale, scales.col_scale, *fills)
+        codes = self._gather_both(shard, scales, is_backward=is_backward)
+        return (codes,), _Gathered(shard.n, scales.row_scale, scales.col_scale)
 
-    def _gather_both(
-        self, shard: Shard, scales: WeightScales, *, is_backward: bool
-    ) -> tuple[Tensor, tuple[bool, bool]]:
-        """The codes that FSDP2 is to gather; the others, if the pass reads them, are gathered here. What is filled."""
+    def _gather_both(self, shard: Shard, scales: WeightScales, *, is_backward: bool) -> Tensor:
+        """Returns the codes that FSDP2 is to gather, and gathers the others if the pass reads them."""
         x, state, recipe = self.plain, self.state, self.recipe
         memory = state.gathered
         if memory is None:
@@ -167,13 +165,13 @@ class ShardedWeight(Tensor):
             memory = state.gathered = GatheredCodes(x.new_empty(size, dtype=torch.uint8))
         if is_backward and memory.rows is not None:
             state.is_gathered_in_backward = True
-            if needs_rows := memory.begin_backward():
+            if memory.begin_backward():
                 memory.gather(memory.rows, shard.padded(_codes_of_rows(x, recipe, shard, scales)), shard)
-            return shard.padded(_codes_of_columns(x, recipe, scales)), (needs_rows, True)
+            return shard.padded(_codes_of_columns(x, recipe, scales))
         memory.begin_forward()
-        if needs_cols := not state.is_gathered_in_backward:
+        if not state.is_gathered_in_backward:
             memory.gather(memory.cols, shard.padded(_codes_of_columns(x, recipe, scales)), shard)
-        return shard.padded(_codes_of_rows(x, recipe, shard, scales)), (True, needs_cols)
+        return shard.padded(_codes_of_rows(x, recipe, shard, scales))
 
     def _gather_rows(self) -> None:
         """Fills the codes for `output` after a pass that did not."""
@@ -191,19 +189,15 @@ class ShardedWeight(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """The gathered weight, and the storages that FSDP2 frees with it; with `out`, that has been filled again."""
+        """The gathered weight, and a list of what FSDP2 frees with it; with `out`, that has been filled again."""
         found: _Gathered = metadata
         memory = self.state.gathered
         if out is not None:
             weight = local_tensor(out)
             assert isinstance(weight, GatheredWeight), "it was returned below"
             weight.row_scale, weight.col_scale = found.row_scale, found.col_scale
-            if memory is not None and memory.rows is not None:
+            if memory is not None:
                 memory.read_by(*weight.both_codes())
-                # FSDP2 has just allocated both.
-                for codes, is_filled in ((memory.rows, found.has_rows), (memory.cols, found.has_cols)):
-                    if not is_filled:
-                        codes.untyped_storage().resize_(0)
             return None
         (codes,) = outputs
         dtype = CODES[format_of(self.recipe)]
@@ -215,7 +209,7 @@ class ShardedWeight(Tensor):
         weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
         memory.read_by(rows, cols)
         weight.gather_rows = self._gather_rows
-        return weight, (memory.rows, memory.cols)
+        return weight, memory.beside
 
 
 class _Gathered(NamedTuple):
@@ -225,10 +219,6 @@ class _Gathered(NamedTuple):
     """Rows of the whole weight, without padding."""
     row_scale: Tensor
     col_scale: Tensor
-    has_rows: bool = True
-    """Whether the codes for `output` were gathered."""
-    has_cols: bool = True
-    """Whether those for `grad_input` were."""
 
 
 def _codes_of_rows(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
