@@ -90,12 +90,14 @@ class WeightWatch:
     def check(self, layer: "Float8Linear", weight: Tensor) -> None:
         """Raise DelayedScalingError if `weight` changed since the last backward pass and the scales did not.
 
-        Not for a layer that an optimizer steps. The sums are compared, which waits for the device, only if there may
-        have been a step: the gradient was not just added to, or the weight was written to.
+        Not for a layer that an optimizer steps, nor in a CUDA graph, whose replays run no hooks. The sums are compared,
+        which waits for the device, only if there may have been a step: the gradient was not just added to, or the
+        weight was written to.
         """
         buffers, grad = layer.delayed, weight.grad
         assert buffers is not None, "only such a layer is watched"
-        if self.optimizer is not None and self.optimizer() is not None:
+        is_captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if is_captured or (self.optimizer is not None and self.optimizer() is not None):
             self._sum = self._after = None
             return
         is_same_step = False
