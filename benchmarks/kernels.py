@@ -1,5 +1,6 @@
 """The kernels of a step, by torch.profiler: what its time is made of."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,17 @@ from benchmarks.timing import Step, synchronize
 STEPS = 3
 _NAME_LENGTH = 160
 """CUTLASS's names are types of a thousand characters. Kernels that differ only later count as one."""
+
+
+KINDS = {
+    "collectives": "nccl",
+    "GEMMs": "nvjet|cutlass|gemm|cublas",
+    "attention": "sdpa|fmha|flash|cudnn",
+    "casts and amaxes": "^(cast|row|tensor|col|scales|transpose)[a-z_]*_kernel|cast_pair|amax|transpose_codes",
+    "optimizer and gradient norm": "multi_tensor_apply",
+    "FSDP2's copies": "chunk_cat|split_with_sizes",
+}
+"""Kind -> what the names of its kernels have in them; the first that does counts."""
 
 
 def kernels(step: Step, device: torch.device) -> list[dict[str, Any]]:
@@ -40,8 +52,16 @@ def kernels(step: Step, device: torch.device) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: -entry["us"])
 
 
+def kinds(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds of a step by kind of kernel; what the compiler has fused with a cast counts as a cast."""
+    totals = dict.fromkeys([*KINDS, "other"], 0.0)
+    for entry in found:
+        totals[next((kind for kind, names in KINDS.items() if re.search(names, entry["name"])), "other")] += entry["us"]
+    return totals
+
+
 def draw_kernels(title: str, found: Sequence[dict[str, Any]]) -> None:
-    """The kernels as a table, with their sum."""
+    """The kernels as a table, with their sum, then their kinds; collectives may run beside other kernels."""
     total = sum(entry["us"] for entry in found)
     rows = [
         [entry["name"][:100], f"{entry['calls']:g}", f"{entry['us']:.1f}", f"{entry['us'] / total:.1%}"]
@@ -49,3 +69,5 @@ def draw_kernels(title: str, found: Sequence[dict[str, Any]]) -> None:
     ]
     calls = sum(entry["calls"] for entry in found)
     draw(title, ("kernel", "calls", "us", "part"), [*rows, ["sum", f"{calls:g}", f"{total:.1f}", ""]])
+    parts = [[kind, f"{us:.1f}", f"{us / total:.1%}"] for kind, us in kinds(found).items() if us]
+    draw(f"{title}: kinds", ("kind", "us", "part"), parts)

@@ -19,6 +19,7 @@ from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.gemms import Shape
+from benchmarks.kernels import KINDS, kinds
 from benchmarks.models import TransformerBlock
 from benchmarks.subjects import SUBJECTS, converted
 from benchmarks.torchtitan import __main__ as titan
@@ -72,6 +73,9 @@ def test_linear_times_blocks(tmp_path: Path) -> None:
     assert times == sorted(times, reverse=True)
     (silu,) = (kernel for kernel in ours["kernels"] if kernel["name"] == "aten::silu")
     assert silu["calls"] == 1, "of one step"
+    total = dict.fromkeys([*KINDS, "other"], 0.0) | {"attention": 2.0, "casts and amaxes": 3.0, "other": 4.0}
+    names = ["fmha_reduce_head<true>(void", "triton_red_fused_abs_amax_mul_silu_view_8", "triton_poi_fused_add_view_9"]
+    assert kinds([{"name": name, "us": 2.0 + i} for i, name in enumerate(names)]) == total
     assert block["attention_ms"] > 0
     assert all(gemm["ms"] > 0 for gemm in report["gemms"])
 
