@@ -28,17 +28,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.functional import cross_entropy
 
-import f8emu.torch.distributed.tensor_parallel as float8_tp
 from benchmarks.ranks import DividedError, Ranks, join, leave, together
 from benchmarks.report import draw, facts, figure, say, write_json
 from benchmarks.subjects import BASELINE, AbsentError, converted, torchao_float8
 from benchmarks.timing import back_to_back, median, synchronize
-from examples.train_llama import Llama, Size, initialize
+from examples.train_llama import FLOAT8_STYLES, STYLES, Llama, Size, initialize, parallelize_tensors
 
 SUBJECTS = (BASELINE, "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed", "f8emu/rowwise")
 HEAD = "output"
@@ -77,7 +75,6 @@ class Subject:
     def step(self) -> None:
         """Forward, backward and optimizer, on the tokens of the step; nothing waits for the device."""
         tokens = tokens_of(len(self.losses) + len(self.launched), self.run)
-        # The logits stay cut along the vocabulary.
         with tp.loss_parallel():
             logits = self.model(tokens[:, :-1])
             loss: Any = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -114,7 +111,11 @@ def build(name: str, run: Run) -> Subject:
         model = Llama(run.size).to(torch.bfloat16)
     model.to_empty(device=run.ranks.device)
     converted(name, model, left_out=(HEAD,))
-    parallelize(name, model, run.ranks.mesh)
+    # The logits stay cut along the vocabulary.
+    head = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False)
+    parallelize_tensors(model, run.ranks.mesh, styles_of(name), head)
+    # A plain tensor: of one that waits for its collective, a compiled block returns a gradient of the wrong kind.
+    model.tok_embeddings.register_forward_hook(lambda _, inputs, output: output.clone())
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False)
     initialize(model, run.ranks.mesh)
@@ -127,25 +128,6 @@ def build(name: str, run: Run) -> Subject:
     return subject
 
 
-def parallelize(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Every block, the embedding and the head, in the styles of the subject's library."""
-    columns, rows, gather = styles_of(name)
-    whole, sequence = Replicate(), Shard(1)
-    head = tp.ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False)
-    plan: dict[str, tp.ParallelStyle] = {
-        "tok_embeddings": tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        HEAD: head,
-    }
-    plan |= {norm: tp.SequenceParallel() for norm in ("norm", "layers.*.attention_norm", "layers.*.ffn_norm")}
-    for module, by_column, by_row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
-        plan[f"layers.*.{module}"] = gather(input_layouts=sequence, desired_input_layouts=whole)
-        plan |= {f"layers.*.{module}.{layer}": columns() for layer in by_column}
-        plan[f"layers.*.{module}.{by_row}"] = rows(output_layouts=sequence)
-    tp.parallelize_module(model, mesh, plan)
-    # A plain tensor: of one that waits for its collective, a compiled block returns a gradient of the wrong kind.
-    model.get_submodule("tok_embeddings").register_forward_hook(lambda _, inputs, output: output.clone())
-
-
 def styles_of(name: str) -> tuple[Any, Any, Any]:
     """Column-parallel, row-parallel, and that of a module's input.
 
@@ -153,12 +135,11 @@ def styles_of(name: str) -> tuple[Any, Any, Any]:
         AbsentError: torchao is not installed.
     """
     if name == BASELINE:
-        return tp.ColwiseParallel, tp.RowwiseParallel, tp.PrepareModuleInput
+        return STYLES
     if name.startswith("f8emu/"):
-        module: Any = float8_tp
-    else:
-        torchao_float8()
-        module = importlib.import_module("torchao.float8.float8_tensor_parallel")
+        return FLOAT8_STYLES
+    torchao_float8()
+    module: Any = importlib.import_module("torchao.float8.float8_tensor_parallel")
     return module.Float8ColwiseParallel, module.Float8RowwiseParallel, module.PrepareFloat8ModuleInput
 
 

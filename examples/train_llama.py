@@ -55,6 +55,8 @@ SIZES = {
 }
 PEAK_FLOPS = 989e12  # of an H100 or H200 in bfloat16, dense: the MFU of every recipe is counted against it
 ATTENTION = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "cudnn")]
+STYLES = tp.ColwiseParallel, tp.RowwiseParallel, tp.PrepareModuleInput
+FLOAT8_STYLES = float8_tp.Float8ColwiseParallel, float8_tp.Float8RowwiseParallel, float8_tp.PrepareFloat8ModuleInput
 SOURCES = b"".join(file.read_bytes() for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
 
 
@@ -138,7 +140,9 @@ def build(options: argparse.Namespace, mesh: DeviceMesh) -> Llama:
         float8 = {"config": options.recipe, "enable_fsdp_float8_all_gather": options.all_gather}
         f8.convert_to_float8_training(model, module_filter_fn=lambda _, fqn: not any(x in fqn for x in kept), **float8)
     if mesh["tp"].size() > 1:
-        parallelize_tensors(model, mesh["tp"], float8=options.recipe in ("tensorwise", "rowwise", "delayed"))
+        styles = FLOAT8_STYLES if options.recipe in ("tensorwise", "rowwise", "delayed") else STYLES
+        head = tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_tensors(model, mesh["tp"], styles, head)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.layers:
         if options.compile:
@@ -150,16 +154,12 @@ def build(options: argparse.Namespace, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def parallelize_tensors(model: Llama, mesh: DeviceMesh, *, float8: bool) -> None:
+def parallelize_tensors(model: Llama, mesh: DeviceMesh, styles: Any, head: tp.ParallelStyle) -> None:
     """Tensor and sequence parallelism: between the blocks every rank has a part of the sequence."""
-    colwise = float8_tp.Float8ColwiseParallel if float8 else tp.ColwiseParallel
-    rowwise = float8_tp.Float8RowwiseParallel if float8 else tp.RowwiseParallel
-    gather = float8_tp.PrepareFloat8ModuleInput if float8 else tp.PrepareModuleInput
+    colwise, rowwise, gather = styles
     whole, sequence = Replicate(), Shard(1)
-    plan: dict[str, tp.ParallelStyle] = {
-        "tok_embeddings": tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "output": tp.ColwiseParallel(input_layouts=sequence, output_layouts=whole),
-    }
+    embeddings = tp.RowwiseParallel(input_layouts=whole, output_layouts=sequence)
+    plan: dict[str, tp.ParallelStyle] = {"tok_embeddings": embeddings, "output": head}
     plan |= {name: tp.SequenceParallel() for name in ("norm", "layers.*.attention_norm", "layers.*.ffn_norm")}
     for part, columns, row in (("attention", ("wq", "wk", "wv"), "wo"), ("feed_forward", ("w1", "w3"), "w2")):
         plan[f"layers.*.{part}"] = gather(input_layouts=sequence, desired_input_layouts=whole)

@@ -111,6 +111,11 @@ class DelayedBuffers(nn.Module):
         self.notes.is_weight_cast = self.notes.has_weight_scale = False
         self.notes.are_set = (False, False, False)
 
+    def follow(self, device: torch.device) -> None:
+        """Move to `device` if the state is elsewhere; one that had no memory is that before the first step."""
+        if self.amax_input.device != device:
+            self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
+
     def of_tensors(self) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales."""
         assert self.recipe.delayed is not None, "as in __init__"

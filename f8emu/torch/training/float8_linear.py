@@ -190,8 +190,7 @@ class Float8Linear(Linear):
             return None
         if not torch.compiler.is_compiling():
             self.delayed.notes.is_loaded = False
-            if self.delayed.amax_input.device != device:  # `fully_shard` moves parameters only
-                self.delayed.to(device)
+            self.delayed.follow(device)  # `fully_shard` moves parameters only
             weight = weight_of(self)
             if weight is not None:
                 self.weight_watch.watch(self, weight)  # it may be another one, or have been frozen until now

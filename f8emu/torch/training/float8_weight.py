@@ -274,8 +274,8 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
     fmt, rule = format_of(recipe), recipe.scale_rule
     settings = (rule.power_of_two, rule.amax_floor)
     x = x.contiguous()
-    if buffers is not None and buffers.amax_weight.device != x.device:
-        buffers.to_empty(device=x.device) if buffers.amax_weight.is_meta else buffers.to(x.device)
+    if buffers is not None:
+        buffers.follow(x.device)
     delayed = None if buffers is None else buffers.of_tensors()[1]
     if delayed is not None:
         amax = torch.full_like(delayed.amax, UNCALLED)

@@ -258,8 +258,7 @@ def delayed_state(module: Any, device: torch.device) -> Delayed | None:
     buffers = module.delayed
     if buffers is None:
         return None
-    if buffers.amax_weight.device != device:
-        buffers.to(device)
+    buffers.follow(device)
     return buffers.of_tensors()[1]
 
 

@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from f8emu.torch.training.delayed import ConvertedModel, DelayedBuffers, DelayedScalingError
-from f8emu.torch.training.delayed_update import StateOf, is_dtensor, update_states
+from f8emu.torch.training.delayed_update import StateOf, update_states
 from f8emu.torch.training.float8_weight import refill
 from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.torch_internals import not_compiled, own_parameters
+from f8emu.torch.training.weight_scales import local_tensor
 
 if TYPE_CHECKING:
     from f8emu.torch.training.float8_linear import Float8Linear
@@ -236,7 +237,7 @@ def _modules_of(parameter: Tensor) -> Iterable[nn.Module]:
 
 def _sum_of_bits(weight: Tensor) -> Tensor:
     """Over the bits of `weight`; of a large one over a sample of `_SAMPLE` places, so that it costs next to nothing."""
-    local: Tensor = getattr(weight, "to_local")() if is_dtensor(weight) else weight  # noqa: B009
+    local = local_tensor(weight)
     local = local.rows if isinstance(local, GatheredWeight) else local
     flat = local.detach().contiguous().view(-1)
     size = flat.element_size()
