@@ -204,6 +204,35 @@ def checkpointed(recipe: str, backend: str | None) -> None:
     compare(recipe, sharded=shard(model))
 
 
+def held() -> None:
+    """Weights that stay gathered from one microbatch to the next, recomputed by compiled code."""
+    model = make("rowwise", True)
+    for block in model:
+        block.is_checkpointed = True
+        block.compile(backend=_MIN_CUT, fullgraph=True)
+    compare("rowwise", sharded=shard(model), parts=2, holds=True)
+
+
+def skipped() -> None:
+    """What ranks gather does not depend on what one of them computes: one skips a frozen layer, and keeps a graph."""
+    model = make("rowwise", True)
+    model[1].w2.weight.requires_grad_(False)
+    model[1].is_checkpointed = True
+    shard(model)
+    kept: list[Tensor] = []
+    for step in range(STEPS):
+        x = batch(step, dist.get_rank())
+        if dist.get_rank() == 0:
+            model[1].forward = model[1]._own
+            kept.append(model(x).sum())
+            del model[1].forward
+        else:
+            model[1].forward = lambda x, block=model[1]: block.w1(x).sum(1, keepdim=True) + x
+            model(x)
+            del model[1].forward
+        model(x).square().mean().backward()
+
+
 def unusual_weights(recipe: str) -> None:
     """A frozen weight, a block that is used twice in a step, one that is recomputed in one of its two uses only."""
     model = make(recipe, True)
@@ -305,6 +334,11 @@ def what_was_not_gathered() -> None:
     model.set_reshard_after_forward(False)
     with pytest.raises(UnsupportedError, match="before the first step"):
         model(batch(0, dist.get_rank())).sum().backward()
+    model = shard(make("rowwise", True))
+    model(batch(0, dist.get_rank())).sum().backward()
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    with pytest.raises(UnsupportedError, match="without assign=True"):
+        model(batch(0, dist.get_rank()))
 
 
 def codes_are_no_values() -> None:
@@ -338,12 +372,10 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "traffic, tensorwise": functools.partial(traffic, "tensorwise", 0.5),
         "traffic, delayed": functools.partial(traffic, "delayed", 0.5),
         "traffic, rowwise": functools.partial(traffic, "rowwise", 0.5),
-        "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.5, backend=_MIN_CUT),
+        "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.75, backend=_MIN_CUT),
         "traffic, rowwise, recomputed": functools.partial(traffic, "rowwise", 0.75, checkpoints=True),
-        # Of the two layers of a block only the first one's product is recomputed.
-        "traffic, rowwise, compiled, recomputed": functools.partial(
-            traffic, "rowwise", 0.625, checkpoints=True, backend=_MIN_CUT
-        ),
+        "held, compiled": held,
+        "skipped": skipped,
         "held, rowwise": functools.partial(compare, "rowwise", parts=2, holds=True),
         "the scale of one rank": scale_of_one_rank,
         **{f"NaN, {recipe}": functools.partial(not_a_number, recipe) for recipe in ("tensorwise", "rowwise")},

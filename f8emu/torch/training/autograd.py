@@ -172,8 +172,6 @@ class Float8Backward(Function):
     ) -> Tensor:
         """Save what the backward pass needs."""
         own = weight if gathered is None else None
-        # As a tensor of its own: `GatheredCodes` counts what refers to the storage.
-        gathered = None if gathered is None else gathered.detach()
         ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, gathered, gathered_scale)
         # Amaxes are written in the backward pass, so they are not saved tensors.
         ctx.plan, ctx.dtype, ctx.of_weight, ctx.of_grad_output = plan, input.dtype, of_weight, of_grad_output

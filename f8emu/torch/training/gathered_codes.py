@@ -5,19 +5,25 @@ reads the codes for `output`, the backward pass those for `grad_input`, so the b
 it is the memory of the former, in the backward pass that of the latter. Each operand keeps a storage of its own, since
 autograd saves tensors that refer to it.
 
-A backward pass that recomputes `output` reads the codes for `output` too. They are gathered for it if a saved tensor
-refers to their storage, or if none refers to that of `grad_input`: then the tensors are still to be saved, by a
-checkpoint.
+A backward pass that recomputes `output` reads the codes for `output` too. What will be recomputed is known of eager
+code: what a checkpoint surrounds. Compiled code is taken to recompute all. All ranks must gather the same, so they
+agree on it before the first backward pass.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from f8emu.torch.training.torch_internals import base_of, keeping_version, references
-from f8emu.torch.training.weight_scales import Shard, all_gather
+from f8emu.torch.training.torch_internals import (
+    base_of,
+    is_in_backward_pass,
+    keeping_version,
+    top_saved_tensors_hooks,
+)
+from f8emu.torch.training.weight_scales import Shard, all_gather, reduce_max
 
 
 @dataclass(slots=True)
@@ -32,42 +38,55 @@ class GatheredCodes:
     """FSDP2's, which lies in the storage of `rows` or of `cols`."""
     beside: list[Tensor] = field(default_factory=list[Tensor])
     """What is gathered beside it; FSDP2 has this list, and frees what it finds there with its buffer."""
-    readers: tuple[Tensor, Tensor] | None = None
-    """The operands of the layer, which autograd may have saved themselves."""
-    idle: tuple[int, int] | None = None
-    """References to the codes for `output` and for `grad_input` while nothing is saved."""
+    gather_rows: Callable[[], None] | None = None
+    """Fills `rows` if FSDP2 did not."""
+    is_recomputed: bool = False
+    """Whether the backward pass may read `rows` too; never taken back."""
+    is_agreed: bool = False
+    """Whether the ranks have agreed on `is_recomputed`."""
     stream: Any = None
     """The CUDA stream that computes with the weight."""
 
     def adopt(self, output: Tensor) -> None:
         """Takes what FSDP2 has gathered first, a view of its buffer, as the memory of `rows`."""
+        self.follow_stream()
         if self.cols.is_cuda:
-            self.stream = torch.cuda.current_stream()
             self.cols.record_stream(self.stream)  # it was allocated on the stream of FSDP2's copies
         self.buffer = base_of(output)
         self.rows = self.buffer.detach()
 
-    def read_by(self, rows: Tensor, cols: Tensor) -> None:
-        """What the layer multiplies from now on."""
-        if self.readers is None or self.readers[0] is not rows:
-            self.readers, self.idle = (rows, cols), None
+    def follow_stream(self) -> None:
+        """Notes the current stream as the one that computes with the weight."""
+        if self.cols.is_cuda:
+            self.stream = torch.cuda.current_stream()
 
     def begin_forward(self) -> None:
         """FSDP2 will fill `rows`."""
         self.beside.clear()
-        if self.buffer is None or self.rows is None:
-            return
-        self._lay_buffer_in(self.rows)
-        seen = self._references()
-        self.idle = seen if self.idle is None else (min(seen[0], self.idle[0]), min(seen[1], self.idle[1]))
+        if self.rows is not None:
+            self._lay_buffer_in(self.rows)
 
-    def begin_backward(self) -> bool:
-        """FSDP2 will fill `cols`; whether the pass reads `rows` too."""
+    def begin_backward(self, shard: Shard) -> bool:
+        """FSDP2 will fill `cols`; whether the pass may read `rows` too."""
         self.beside.clear()
-        assert self.rows is not None, "a forward pass came before"
-        of_rows, of_cols = self._references()
         self._lay_buffer_in(self.cols)
-        return self.idle is None or of_rows > self.idle[0] or of_cols <= self.idle[1]
+        if not self.is_agreed:
+            vote = torch.full((1,), float(self.is_recomputed), device=self.cols.device)
+            reduce_max(vote, shard.group)
+            self.is_recomputed, self.is_agreed = bool(vote.item()), True
+        return self.is_recomputed
+
+    def before_read(self, rows: Tensor, *, is_compiled: bool) -> None:
+        """Called by a layer, or by compiled code, that is going to read `rows`.
+
+        They are gathered now, by a collective of all ranks, if the last gather foresaw no reader: in a forward pass
+        that follows a backward pass without resharding, or under a reentrant checkpoint.
+        """
+        # Compiled code turns gradients off around its own graphs, so nothing tells an evaluation from a training.
+        if is_compiled or is_in_backward_pass() or top_saved_tensors_hooks(True) is not None:
+            self.is_recomputed = True
+        if is_freed(rows) and self.gather_rows is not None:
+            self.gather_rows()
 
     def gather(self, codes: Tensor, own: Tensor, shard: Shard) -> None:
         """Gathers `rows` or `cols` beside FSDP2, from those of this rank."""
@@ -94,7 +113,7 @@ class GatheredCodes:
         assert self.buffer is not None, "adopt"
         self.buffer.data = codes  # set_() does not take a storage that is freed
 
-    def _references(self) -> tuple[int, int]:
-        assert self.readers is not None, "known after the first gather"
-        rows, cols = self.readers
-        return references(rows), references(cols)
+
+def is_freed(codes: Tensor) -> bool:
+    """Whether FSDP2 holds no memory for these codes."""
+    return codes.numel() > 0 and codes.untyped_storage().size() == 0

@@ -4,13 +4,13 @@ Both operands of the weight travel as rows of it: `output` reads `rows` as they 
 codes of `weight^T`, after a transpose. Where both have one scale, they are the same codes.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.torch.training.gathered_codes import GatheredCodes, is_freed
 from f8emu.torch.training.operands import Operand
 from f8emu.torch.training.torch_internals import with_aliases, wrapper_of
 
@@ -28,8 +28,8 @@ class GatheredWeight(Tensor):
     """[1, 1] or [N, 1]."""
     col_scale: Tensor
     """[1, 1] or [K, 1]."""
-    gather_rows: Callable[[], None] | None = None
-    """Fills `rows` if FSDP2 did not."""
+    memory: GatheredCodes | None = None
+    """Where the codes lie, if `cols` are others than `rows`."""
 
     def __new__(
         cls, rows: Tensor, cols: Tensor | None, row_scale: Tensor, col_scale: Tensor, dtype: torch.dtype
@@ -43,26 +43,22 @@ class GatheredWeight(Tensor):
 
     @property
     def rows(self) -> Tensor:
-        """[N, K] float8, the operand of `output`.
-
-        They are gathered now if they are read where the last gather foresaw no reader: by a forward pass after a
-        backward pass without resharding, or one that a backward pass recomputes for a part of the calls only.
-        """
-        if self.gather_rows is not None and is_freed(self._rows):
-            self.gather_rows()
+        """[N, K] float8, the operand of `output`. Compiled code reads it by this name."""
+        if self.memory is not None and not torch.compiler.is_compiling():
+            self.memory.before_read(self._rows, is_compiled=True)
         return self._rows
-
-    def both_codes(self) -> tuple[Tensor, Tensor]:
-        """`rows` and `cols` as they are, also if nothing was gathered."""
-        return self._rows, self._rows if self.cols is None else self.cols
 
     def of_output(self) -> Operand:
         """The operand of `output`, [N, K]."""
-        return Operand(self.rows, self.row_scale)
+        if torch.compiler.is_compiling():
+            return Operand(self.rows, self.row_scale)
+        if self.memory is not None:
+            self.memory.before_read(self._rows, is_compiled=False)
+        return Operand(self._rows, self.row_scale)
 
     def of_grad_input(self) -> Operand:
         """The operand of `grad_input`, [N, K], still to be transposed."""
-        return Operand(self.rows if self.cols is None else self.cols, self.col_scale)
+        return Operand(self.of_output().codes if self.cols is None else self.cols, self.col_scale)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["rows", "row_scale", "col_scale"]
@@ -77,7 +73,7 @@ class GatheredWeight(Tensor):
         if func in _SAME and isinstance(args[0], cls):
             x = args[0]
             same = cls(x._rows.detach(), x.cols, x.row_scale, x.col_scale, x.dtype)
-            same.gather_rows = x.gather_rows
+            same.memory = x.memory
             return with_aliases(func, args, kwargs or {}, same)
         raise UnsupportedError(
             f"{func}: the weight was gathered as float8 codes, with which only Float8Linear computes; read the sharded "
@@ -86,19 +82,14 @@ class GatheredWeight(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"GatheredWeight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)})"
-
-
-def is_freed(codes: Tensor) -> bool:
-    """Whether FSDP2 holds no memory for these codes."""
-    return not torch.compiler.is_compiling() and codes.numel() > 0 and codes.untyped_storage().size() == 0
+        return f"GatheredWeight({list(self.shape)}, {self._rows.dtype}, scale {list(self.row_scale.shape)})"
 
 
 def require_gathered(codes: Tensor) -> None:
     """Raise UnsupportedError in eager code if FSDP2 has not gathered what the backward pass reads."""
-    if is_freed(codes):
+    if not torch.compiler.is_compiling() and is_freed(codes):
         raise UnsupportedError(
             "Float8Linear: in earlier steps FSDP2 gathered this weight again in the backward pass, now it does not, "
-            "so the codes for grad_input are not there; choose reshard_after_forward before the first step, or convert "
-            "without enable_fsdp_float8_all_gather"
+            "so the codes for grad_input are not there; choose reshard_after_forward before the first step, call no "
+            "unshard() between the forward and the backward pass, or convert without enable_fsdp_float8_all_gather"
         )

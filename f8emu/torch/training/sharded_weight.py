@@ -165,7 +165,7 @@ class ShardedWeight(Tensor):
             memory = state.gathered = GatheredCodes(x.new_empty(size, dtype=torch.uint8))
         if is_backward and memory.rows is not None:
             state.is_gathered_in_backward = True
-            if memory.begin_backward():
+            if memory.begin_backward(shard):
                 memory.gather(memory.rows, shard.padded(_codes_of_rows(x, recipe, shard, scales)), shard)
             return shard.padded(_codes_of_columns(x, recipe, scales))
         memory.begin_forward()
@@ -175,16 +175,15 @@ class ShardedWeight(Tensor):
 
     def _gather_rows(self) -> None:
         """Fills the codes for `output` after a pass that did not."""
-        state = self.state
-        assert state.gathered is not None and state.gathered.rows is not None, "they were gathered before"
-        assert state.shard is not None, "known since the first gather"
-        if state.of_forward is None:
+        shard, memory, scales = self.state.shard, self.state.gathered, self.state.of_forward
+        assert shard is not None and memory is not None and memory.rows is not None, "they were gathered before"
+        if scales is None:
             raise UnsupportedError(
                 "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
                 "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
             )
-        own = _codes_of_rows(self.plain, self.recipe, state.shard, state.of_forward)
-        state.gathered.gather(state.gathered.rows, state.shard.padded(own), state.shard)
+        x = self.plain.to(memory.rows.device)  # FSDP2 may keep shards on the host
+        memory.gather(memory.rows, shard.padded(_codes_of_rows(x, self.recipe, shard, scales)), shard)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -196,8 +195,14 @@ class ShardedWeight(Tensor):
             weight = local_tensor(out)
             assert isinstance(weight, GatheredWeight), "it was returned below"
             weight.row_scale, weight.col_scale = found.row_scale, found.col_scale
+            if memory is not weight.memory:
+                raise UnsupportedError(
+                    "Float8Linear: a weight that FSDP2 has gathered was replaced by another; load weights into it "
+                    "(load_state_dict without assign=True), or replace them before the first step"
+                )
             if memory is not None:
-                memory.read_by(*weight.both_codes())
+                memory.follow_stream()
+                memory.gather_rows = self._gather_rows
             return None
         (codes,) = outputs
         dtype = CODES[format_of(self.recipe)]
@@ -207,8 +212,7 @@ class ShardedWeight(Tensor):
         assert memory.rows is not None, "adopted"
         rows, cols = (flat.view(codes.shape)[: found.n].view(dtype) for flat in (memory.rows, memory.cols))
         weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
-        memory.read_by(rows, cols)
-        weight.gather_rows = self._gather_rows
+        weight.memory, memory.gather_rows = memory, self._gather_rows
         return weight, memory.beside
 
 

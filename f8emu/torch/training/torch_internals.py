@@ -128,12 +128,6 @@ def base_of(view: Tensor) -> Tensor:
     return base
 
 
-def references(x: Tensor) -> int:
-    """How many tensors share the storage of `x`, and how often `x` itself is held outside of Python."""
-    of_storage = torch._C._storage_Use_Count(x.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
-    return of_storage + x._use_count()  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def wrapper_of(cls: Any, x: Tensor, dtype: torch.dtype | None = None) -> Any:
     """A tensor of a wrapper subclass, with the metadata of `x` and no elements."""
     return Tensor._make_wrapper_subclass(
