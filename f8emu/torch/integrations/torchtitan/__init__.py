@@ -14,7 +14,8 @@ torchtitan 0.3 converts trees of configurations, in a function of the user's tha
     config.model_spec = model_registry("8B", converters=[float8])
 
 With precomputed scales, which 0.3 has no key for: `config.model_spec.post_optimizer_build_fn =
-float8.build().post_optimizer_build`.
+float8.build().post_optimizer_build`. Tried with `parallelism.spmd_backend` "partial_dtensor" and "full_dtensor"; the
+default of 0.3.0, "spmd_types", needs a torch newer than 2.13, in bfloat16 too.
 
 Per-op selective checkpointing needs no option: torchtitan's policies see f8emu's GEMMs and amaxes as `aten.mm` and
 `aten.max`, and keep every second GEMM and all amaxes.
