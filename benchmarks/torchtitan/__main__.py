@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import draw_kernels
+from benchmarks.ranks import MULTICAST_OFF
 from benchmarks.report import draw, facts, figure, say, write_json
 
 _ADAPTER = "f8emu.torch.integrations.torchtitan"
@@ -57,10 +58,7 @@ VARIANTS: dict[str, list[str]] = {
 }
 """Options of torchtitan."""
 _ENVIRONMENT = {
-    # NVLink multicast can put GPUs that others share out of service.
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
+    **MULTICAST_OFF,
     # As torchtitan's run_train.sh: less fragmentation.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "OMP_NUM_THREADS": "8",

@@ -8,6 +8,7 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.dtypes import CHIP
 
 _FLOAT8_CAPABILITY = (8, 9)
+_PAIRS_CAPABILITY = (9, 0)
 
 
 @cache
@@ -16,6 +17,12 @@ def has_float8_hardware(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+
+
+@cache
+def compares_pairs(device: torch.device) -> bool:
+    """Whether `device` is a GPU that compares two pairs of 16-bit integers with one instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _PAIRS_CAPABILITY
 
 
 def require_hopper(call: str, device: torch.device) -> None:

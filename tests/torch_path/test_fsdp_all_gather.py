@@ -60,6 +60,15 @@ def shard(model: Any, **options: Any) -> Any:
     return fully_shard(model, **options)
 
 
+def prepared(model: Any, checkpoints: bool, backend: str | None) -> Any:
+    """The model, each block checkpointed or compiled or both."""
+    for block in model:
+        block.is_checkpointed = checkpoints
+        if backend is not None:
+            block.compile(backend=backend, fullgraph=True)
+    return model
+
+
 def batch(step: int, rank: int, part: int = 0) -> Tensor:
     """Other data on every rank, of other magnitudes, 33 rows."""
     generator = torch.Generator().manual_seed(1000 * part + 100 * step + rank)
@@ -194,23 +203,9 @@ def from_meta(recipe: str) -> None:
     compare(recipe, sharded=model)
 
 
-def checkpointed(recipe: str, backend: str | None) -> None:
+def checkpointed(recipe: str, backend: str | None, **options: Any) -> None:
     """The recomputed forward pass reads other codes than the backward pass around it."""
-    model = make(recipe, True)
-    for block in model:
-        block.is_checkpointed = True
-        if backend is not None:
-            block.compile(backend=backend, fullgraph=True)
-    compare(recipe, sharded=shard(model))
-
-
-def held() -> None:
-    """Weights that stay gathered from one microbatch to the next, recomputed by compiled code."""
-    model = make("rowwise", True)
-    for block in model:
-        block.is_checkpointed = True
-        block.compile(backend=_MIN_CUT, fullgraph=True)
-    compare("rowwise", sharded=shard(model), parts=2, holds=True)
+    compare(recipe, sharded=shard(prepared(make(recipe, True), True, backend)), **options)
 
 
 def skipped() -> None:
@@ -262,11 +257,7 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
     found: list[int] = []
     count = 0
     for gather in (True, False):
-        model = make(recipe, gather, bias=False)
-        for block in model:
-            block.is_checkpointed = checkpoints
-            if backend is not None:
-                block.compile(backend=backend, fullgraph=True)
+        model = prepared(make(recipe, gather, bias=False), checkpoints, backend)
         shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for step in range(2):
             count = 0
@@ -279,10 +270,8 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
                 return real(out, *args, **options)
 
             with pytest.MonkeyPatch.context() as patch:
-                for name in names[-1:]:
+                for name in names:
                     patch.setattr(dist, name, functools.partial(counted, real=real[name]))
-                    if name != names[0]:
-                        patch.setattr(dist, names[0], functools.partial(counted, real=real[names[0]]))
                 x = batch(step, dist.get_rank()).bfloat16().requires_grad_()  # as from an embedding
                 model(x).square().mean().backward()
         found.append(count)
@@ -374,7 +363,7 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "traffic, rowwise": functools.partial(traffic, "rowwise", 0.5),
         "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.75, backend=_MIN_CUT),
         "traffic, rowwise, recomputed": functools.partial(traffic, "rowwise", 0.75, checkpoints=True),
-        "held, compiled": held,
+        "held, compiled": functools.partial(checkpointed, "rowwise", _MIN_CUT, parts=2, holds=True),
         "skipped": skipped,
         "held, rowwise": functools.partial(compare, "rowwise", parts=2, holds=True),
         "the scale of one rank": scale_of_one_rank,

@@ -50,6 +50,7 @@ def described_gpu() -> Iterator[None]:
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *args: None),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args, **kwargs: True),
         mock.patch.object(inductor, "has_float8_hardware", lambda device: True),
+        mock.patch("f8emu.torch.fused.launch.compares_pairs", lambda device: True),
     ]
     with ExitStack() as stack:
         for patch in patches:

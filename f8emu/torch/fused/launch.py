@@ -18,6 +18,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, format_by_name
+from f8emu.torch.device import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
 from f8emu.torch.fused.arguments import new_zeros
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
@@ -29,8 +30,6 @@ ROW_AMAX_TILE = (4, 1024)
 ROW_AMAX_WARPS = 8
 ROW_COL_AMAX_TILE = (128, 128)
 ROW_COL_AMAX_WARPS = 4
-PAIRS_CAPABILITY = (9, 0)
-"""Of GPUs that compare pairs of 16-bit integers."""
 SCALES_BLOCK = 256
 SCALES_WARPS = 4
 CAST_TILE = (64, 128)
@@ -237,8 +236,7 @@ def row_col_amax(m: int, n: int, has_pairs: bool) -> Plan:
 
 def has_pairs(dtype: torch.dtype, n: int, device: torch.device) -> bool:
     """Whether rows of `n` numbers can be read as pairs of 16-bit numbers, and the GPU compares both at once."""
-    is_paired = dtype.itemsize == 2 and n % 2 == 0 and device.type == "cuda"
-    return is_paired and torch.cuda.get_device_capability(device) >= PAIRS_CAPABILITY
+    return dtype.itemsize == 2 and n % 2 == 0 and compares_pairs(device)
 
 
 @planned

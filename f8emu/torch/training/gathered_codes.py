@@ -42,8 +42,8 @@ class GatheredCodes:
     """Fills `rows` if FSDP2 did not."""
     is_recomputed: bool = False
     """Whether the backward pass may read `rows` too; never taken back."""
-    is_agreed: bool = False
-    """Whether the ranks have agreed on `is_recomputed`."""
+    has_begun_backward: bool = False
+    """Whether FSDP2 gathers for the backward pass too, as was seen there; the ranks agreed on `is_recomputed` then."""
     stream: Any = None
     """The CUDA stream that computes with the weight."""
 
@@ -60,20 +60,21 @@ class GatheredCodes:
         if self.cols.is_cuda:
             self.stream = torch.cuda.current_stream()
 
-    def begin_forward(self) -> None:
-        """FSDP2 will fill `rows`."""
+    def begin_forward(self) -> bool:
+        """FSDP2 will fill `rows`; whether `cols` must be filled too, since no gather for the backward pass is known."""
         self.beside.clear()
         if self.rows is not None:
             self._lay_buffer_in(self.rows)
+        return not self.has_begun_backward
 
     def begin_backward(self, shard: Shard) -> bool:
         """FSDP2 will fill `cols`; whether the pass may read `rows` too."""
         self.beside.clear()
         self._lay_buffer_in(self.cols)
-        if not self.is_agreed:
+        if not self.has_begun_backward:
             vote = torch.full((1,), float(self.is_recomputed), device=self.cols.device)
             reduce_max(vote, shard.group)
-            self.is_recomputed, self.is_agreed = bool(vote.item()), True
+            self.is_recomputed, self.has_begun_backward = bool(vote.item()), True
         return self.is_recomputed
 
     def before_read(self, rows: Tensor, *, is_compiled: bool) -> None:

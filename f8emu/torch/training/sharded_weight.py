@@ -73,8 +73,6 @@ class GatherState:
     """Those of the last forward pass, for the backward pass."""
     gathered: GatheredCodes | None = None
     """The memory of gathered codes, if those for `grad_input` are not those for `output`."""
-    is_gathered_in_backward: bool = False
-    """Whether FSDP2 gathers the weight again in the backward pass, as was seen there."""
     shard: Shard | None = None
     """As FSDP2 told at the first gather."""
 
@@ -152,7 +150,7 @@ class ShardedWeight(Tensor):
         state.of_forward = scales
         if has_one_scale(recipe):
             codes = _codes_of_rows(x, recipe, shard, scales)
-            return (shard.padded(codes),), _Gathered(shard.n, scales.row_scale, scales.row_scale)
+            return (codes,), _Gathered(shard.n, scales.row_scale, scales.row_scale)
         codes = self._gather_both(shard, scales, is_backward=is_backward)
         return (codes,), _Gathered(shard.n, scales.row_scale, scales.col_scale)
 
@@ -164,14 +162,12 @@ class ShardedWeight(Tensor):
             size = shard.padded_rows * shard.ranks * x.shape[1]
             memory = state.gathered = GatheredCodes(x.new_empty(size, dtype=torch.uint8))
         if is_backward and memory.rows is not None:
-            state.is_gathered_in_backward = True
             if memory.begin_backward(shard):
-                memory.gather(memory.rows, shard.padded(_codes_of_rows(x, recipe, shard, scales)), shard)
-            return shard.padded(_codes_of_columns(x, recipe, scales))
-        memory.begin_forward()
-        if not state.is_gathered_in_backward:
-            memory.gather(memory.cols, shard.padded(_codes_of_columns(x, recipe, scales)), shard)
-        return shard.padded(_codes_of_rows(x, recipe, shard, scales))
+                memory.gather(memory.rows, _codes_of_rows(x, recipe, shard, scales), shard)
+            return _codes_of_columns(x, recipe, shard, scales)
+        if memory.begin_forward():
+            memory.gather(memory.cols, _codes_of_columns(x, recipe, shard, scales), shard)
+        return _codes_of_rows(x, recipe, shard, scales)
 
     def _gather_rows(self) -> None:
         """Fills the codes for `output` after a pass that did not."""
@@ -183,7 +179,7 @@ class ShardedWeight(Tensor):
                 "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
             )
         x = self.plain.to(memory.rows.device)  # FSDP2 may keep shards on the host
-        memory.gather(memory.rows, shard.padded(_codes_of_rows(x, self.recipe, shard, scales)), shard)
+        memory.gather(memory.rows, _codes_of_rows(x, self.recipe, shard, scales), shard)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -226,18 +222,22 @@ class _Gathered(NamedTuple):
 
 
 def _codes_of_rows(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
-    """The codes of this rank's rows for `output`."""
+    """The codes of this rank's rows for `output`, padded."""
     fmt, rule = format_of(recipe), recipe.scale_rule
     if scales.row_amax.numel() == 1:
-        return fused.cast_pair_given(x, fmt, scales.row_inv_scale, True, False)[0]
-    return fused.cast_pair(x, fmt, scales.row_amax[shard.own], None, rule.power_of_two, rule.amax_floor)[0]
+        codes = fused.cast_pair_given(x, fmt, scales.row_inv_scale, True, False)[0]
+    else:
+        codes = fused.cast_pair(x, fmt, scales.row_amax[shard.own], None, rule.power_of_two, rule.amax_floor)[0]
+    return shard.padded(codes)
 
 
-def _codes_of_columns(x: Tensor, recipe: Recipe, scales: WeightScales) -> Tensor:
-    """The codes of this rank's rows for `grad_input`."""
+def _codes_of_columns(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
+    """The codes of this rank's rows for `grad_input`, padded."""
     if scales.col_inv_scale.numel() == 1:
-        return fused.cast_pair_given(x, format_of(recipe), scales.col_inv_scale, True, False)[0]
-    return cast_columns(x, format_of(recipe), scales.col_inv_scale)
+        codes = fused.cast_pair_given(x, format_of(recipe), scales.col_inv_scale, True, False)[0]
+    else:
+        codes = cast_columns(x, format_of(recipe), scales.col_inv_scale)
+    return shard.padded(codes)
 
 
 def _cast_delayed(x: Tensor, delayed: Delayed, recipe: Recipe, shard: Shard, notes: Any) -> tuple[Tensor, Tensor]:
