@@ -131,6 +131,7 @@ def compare(
     precomputes: bool = True,
     holds: bool = False,
     optimizer: Callable[..., Any] = AdamW,
+    before: Callable[[Any, int], None] = lambda model, step: None,
     **options: Any,
 ) -> None:
     """Trains a sharded model beside the one on one device: outputs, gradients, weights and states of every step.
@@ -142,6 +143,7 @@ def compare(
     steps = optimizer([x for x in model.parameters() if x.requires_grad], lr=1e-2)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
+        before(model, step)
         expected = reference.outputs(step, dtype, parts)
         for part in range(parts):
             model.set_requires_gradient_sync(part == parts - 1)
@@ -226,6 +228,16 @@ def skipped() -> None:
             model(x)
             del model[1].forward
         model(x).square().mean().backward()
+
+
+def recomputed_on_one_rank(backend: str | None) -> None:
+    """From the second step on one rank alone recomputes; it keeps what it needs, and gathers no more than the other."""
+
+    def change(model: Any, step: int) -> None:
+        if (step, dist.get_rank()) == (1, 1):
+            prepared(model, True, backend)
+
+    compare("rowwise", before=change)
 
 
 def unusual_weights(recipe: str) -> None:
@@ -361,10 +373,16 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "traffic, tensorwise": functools.partial(traffic, "tensorwise", 0.5),
         "traffic, delayed": functools.partial(traffic, "delayed", 0.5),
         "traffic, rowwise": functools.partial(traffic, "rowwise", 0.5),
-        "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.75, backend=_MIN_CUT),
+        "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.5, backend=_MIN_CUT),
         "traffic, rowwise, recomputed": functools.partial(traffic, "rowwise", 0.75, checkpoints=True),
+        # Of the two layers of a block only the first one's product is recomputed.
+        "traffic, rowwise, compiled, recomputed": functools.partial(
+            traffic, "rowwise", 0.625, checkpoints=True, backend=_MIN_CUT
+        ),
         "held, compiled": functools.partial(checkpointed, "rowwise", _MIN_CUT, parts=2, holds=True),
         "skipped": skipped,
+        "recomputed on one rank": functools.partial(recomputed_on_one_rank, None),
+        "recomputed on one rank, compiled": functools.partial(recomputed_on_one_rank, _MIN_CUT),
         "held, rowwise": functools.partial(compare, "rowwise", parts=2, holds=True),
         "the scale of one rank": scale_of_one_rank,
         **{f"NaN, {recipe}": functools.partial(not_a_number, recipe) for recipe in ("tensorwise", "rowwise")},

@@ -1,17 +1,16 @@
 """The memory of a gathered weight whose two operands have codes of their own, and what each pass fills of it.
 
-FSDP2 gathers a weight into one buffer, and frees it after the forward and after the backward pass. The forward pass
-reads the codes for `output`, the backward pass those for `grad_input`, so the buffer takes turns: in the forward pass
-it is the memory of the former, in the backward pass that of the latter. Each operand keeps a storage of its own, since
-autograd saves tensors that refer to it.
+The forward pass reads the codes for `output`, the backward pass those for `grad_input`: FSDP2 gathers the former, then
+the latter, into the storage that each has of its own, since autograd saves tensors that refer to it. After either pass
+FSDP2 frees both.
 
-A backward pass that recomputes `output` reads the codes for `output` too. What will be recomputed is known of eager
-code: what a checkpoint surrounds. Compiled code is taken to recompute all. All ranks must gather the same, so they
-agree on it before the first backward pass.
+A backward pass that recomputes `output` reads the codes for `output` too: in eager code what a checkpoint surrounds, in
+compiled code what autograd has saved. All ranks must gather the same, so they agree on it once, before the first
+backward pass. What a rank needs beyond that it keeps from its forward pass.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,13 @@ from f8emu.torch.training.torch_internals import (
     base_of,
     is_in_backward_pass,
     keeping_version,
+    references,
     top_saved_tensors_hooks,
 )
 from f8emu.torch.training.weight_scales import Shard, all_gather, reduce_max
+
+_OF_IDLE_OPERAND = 3
+"""Its storage is that of `rows` too, and Python refers to it."""
 
 
 @dataclass(slots=True)
@@ -34,64 +37,77 @@ class GatheredCodes:
     """For `grad_input`."""
     rows: Tensor | None = None
     """For `output`; known once FSDP2 has its buffer."""
+    operand: Tensor | None = None
+    """The view of `rows` that layers read, and that compiled code may save."""
     buffer: Tensor | None = None
-    """FSDP2's, which lies in the storage of `rows` or of `cols`."""
-    beside: list[Tensor] = field(default_factory=list[Tensor])
-    """What is gathered beside it; FSDP2 has this list, and frees what it finds there with its buffer."""
+    """FSDP2's, which lies in the storage of `rows` or of `cols` while it is filled, and has none otherwise."""
     gather_rows: Callable[[], None] | None = None
     """Fills `rows` if FSDP2 did not."""
-    is_recomputed: bool = False
-    """Whether the backward pass may read `rows` too; never taken back."""
-    has_begun_backward: bool = False
-    """Whether FSDP2 gathers for the backward pass too, as was seen there; the ranks agreed on `is_recomputed` then."""
+    is_in_checkpoint: bool = False
+    """Whether a checkpoint surrounds a reader of `rows` in the current step, so that it will read them again."""
+    is_recomputed: bool | None = None
+    """Whether backward passes gather `rows` too, as the ranks have agreed; None before the first gather for one."""
     stream: Any = None
     """The CUDA stream that computes with the weight."""
 
     def adopt(self, output: Tensor) -> None:
         """Takes what FSDP2 has gathered first, a view of its buffer, as the memory of `rows`."""
-        self.follow_stream()
-        if self.cols.is_cuda:
-            self.cols.record_stream(self.stream)  # it was allocated on the stream of FSDP2's copies
         self.buffer = base_of(output)
         self.rows = self.buffer.detach()
-
-    def follow_stream(self) -> None:
-        """Notes the current stream as the one that computes with the weight."""
+        self.end_gather()
         if self.cols.is_cuda:
-            self.stream = torch.cuda.current_stream()
+            self.cols.record_stream(self.stream)  # it was allocated on the stream of FSDP2's copies
 
     def begin_forward(self) -> bool:
         """FSDP2 will fill `rows`; whether `cols` must be filled too, since no gather for the backward pass is known."""
-        self.beside.clear()
+        self.is_in_checkpoint = False
         if self.rows is not None:
             self._lay_buffer_in(self.rows)
-        return not self.has_begun_backward
+        return self.is_recomputed is None
 
     def begin_backward(self, shard: Shard) -> bool:
-        """FSDP2 will fill `cols`; whether the pass may read `rows` too."""
-        self.beside.clear()
+        """FSDP2 will fill `cols`; whether `rows` must be filled too."""
         self._lay_buffer_in(self.cols)
-        if not self.has_begun_backward:
-            vote = torch.full((1,), float(self.is_recomputed), device=self.cols.device)
+        if self.is_recomputed is None:
+            vote = torch.full((1,), float(self._is_needed()), device=self.cols.device)
             reduce_max(vote, shard.group)
-            self.is_recomputed, self.has_begun_backward = bool(vote.item()), True
+            self.is_recomputed = bool(vote.item())
         return self.is_recomputed
 
-    def before_read(self, rows: Tensor, *, is_compiled: bool) -> None:
+    def end_gather(self) -> None:
+        """FSDP2 has filled its buffer. It frees it after the pass, so from here on the buffer is nothing."""
+        if self.cols.is_cuda:
+            self.stream = torch.cuda.current_stream()
+        self._lay_buffer_in(self.cols.new_empty(0))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """What FSDP2 may free now, after a pass; it asks when it does."""
+        for codes in (self.cols, self.rows):
+            is_kept = codes is self.rows and self.is_recomputed is False and self._is_needed()
+            if codes is not None and not is_freed(codes) and not is_kept:
+                yield codes
+
+    def before_read(self, rows: Tensor) -> None:
         """Called by a layer, or by compiled code, that is going to read `rows`.
 
         They are gathered now, by a collective of all ranks, if the last gather foresaw no reader: in a forward pass
         that follows a backward pass without resharding, or under a reentrant checkpoint.
         """
-        # Compiled code turns gradients off around its own graphs, so nothing tells an evaluation from a training.
-        if is_compiled or is_in_backward_pass() or top_saved_tensors_hooks(True) is not None:
-            self.is_recomputed = True
+        if not is_in_backward_pass() and top_saved_tensors_hooks(True) is not None:
+            self.is_in_checkpoint = True
         if is_freed(rows) and self.gather_rows is not None:
             self.gather_rows()
 
+    def _is_needed(self) -> bool:
+        """Whether this rank's backward pass reads `rows`.
+
+        Compiled code saves the operand itself or a view of it: one reference more than those of `rows` and of the
+        weight. One that is left for another reason does no harm.
+        """
+        return self.is_in_checkpoint or (self.operand is not None and references(self.operand) > _OF_IDLE_OPERAND)
+
     def gather(self, codes: Tensor, own: Tensor, shard: Shard) -> None:
         """Gathers `rows` or `cols` beside FSDP2, from those of this rank."""
-        self.beside.append(codes)
         self._allocate(codes)
         with keeping_version(codes):
             all_gather(codes, own.view(-1), shard.group)

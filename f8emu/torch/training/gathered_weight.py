@@ -43,18 +43,14 @@ class GatheredWeight(Tensor):
 
     @property
     def rows(self) -> Tensor:
-        """[N, K] float8, the operand of `output`. Compiled code reads it by this name."""
+        """[N, K] float8, the operand of `output`. Compiled code reads it by this name, and may save it."""
         if self.memory is not None and not torch.compiler.is_compiling():
-            self.memory.before_read(self._rows, is_compiled=True)
+            self.memory.before_read(self._rows)
         return self._rows
 
     def of_output(self) -> Operand:
         """The operand of `output`, [N, K]."""
-        if torch.compiler.is_compiling():
-            return Operand(self.rows, self.row_scale)
-        if self.memory is not None:
-            self.memory.before_read(self._rows, is_compiled=False)
-        return Operand(self._rows, self.row_scale)
+        return Operand(self.rows, self.row_scale)
 
     def of_grad_input(self) -> Operand:
         """The operand of `grad_input`, [N, K], still to be transposed."""
@@ -72,7 +68,7 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SAME and isinstance(args[0], cls):
             x = args[0]
-            same = cls(x._rows.detach(), x.cols, x.row_scale, x.col_scale, x.dtype)
+            same = cls(x._rows, x.cols, x.row_scale, x.col_scale, x.dtype)
             same.memory = x.memory
             return with_aliases(func, args, kwargs or {}, same)
         raise UnsupportedError(

@@ -197,7 +197,7 @@ class ShardedWeight(Tensor):
                     "(load_state_dict without assign=True), or replace them before the first step"
                 )
             if memory is not None:
-                memory.follow_stream()
+                memory.end_gather()
                 memory.gather_rows = self._gather_rows
             return None
         (codes,) = outputs
@@ -208,8 +208,8 @@ class ShardedWeight(Tensor):
         assert memory.rows is not None, "adopted"
         rows, cols = (flat.view(codes.shape)[: found.n].view(dtype) for flat in (memory.rows, memory.cols))
         weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
-        weight.memory, memory.gather_rows = memory, self._gather_rows
-        return weight, memory.beside
+        weight.memory, memory.operand, memory.gather_rows = memory, rows, self._gather_rows
+        return weight, memory
 
 
 class _Gathered(NamedTuple):

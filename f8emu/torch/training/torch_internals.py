@@ -128,6 +128,13 @@ def base_of(view: Tensor) -> Tensor:
     return base
 
 
+def references(x: Tensor) -> int:
+    """How many tensors lie in the storage of `x`, and how many references to `x` itself there are outside of Python."""
+    storage = x.untyped_storage()  # one more tensor's worth, while it lives
+    of_storage = torch._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportAttributeAccessIssue]
+    return of_storage + x._use_count()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def wrapper_of(cls: Any, x: Tensor, dtype: torch.dtype | None = None) -> Any:
     """A tensor of a wrapper subclass, with the metadata of `x` and no elements."""
     return Tensor._make_wrapper_subclass(
