@@ -54,6 +54,7 @@ from f8emu.spec.serialize import recipe_from_dict as recipe_from_dict
 from f8emu.spec.serialize import recipe_from_json as recipe_from_json
 from f8emu.spec.serialize import recipe_from_toml as recipe_from_toml
 from f8emu.spec.trace import DelayedState as DelayedState
+from f8emu.spec.trace import Float8State as Float8State
 from f8emu.spec.trace import GemmTrace as GemmTrace
 from f8emu.spec.trace import LinearTrace as LinearTrace
 from f8emu.spec.trace import OperandTrace as OperandTrace

@@ -23,6 +23,18 @@ class DelayedState(NamedTuple):
     """[] bool."""
 
 
+class Float8State(NamedTuple):
+    """The states of delayed scaling of a linear layer; None for a tensor that a recipe does not scale so.
+
+    JAX differentiates floating-point leaves only, so `initialized` is a float32 here, 0 or 1; None says that the scale
+    is known to be set, which saves a pass over the tensor. In a cotangent, `amax_history[0]` is the amax of the casts.
+    """
+
+    input: DelayedState | None
+    weight: DelayedState | None
+    grad_output: DelayedState | None
+
+
 class OperandTrace(NamedTuple):
     """One operand of one GEMM, seen as `[rows, summed dimension]`."""
 

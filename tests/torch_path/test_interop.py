@@ -38,12 +38,12 @@ def raw(x: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_travel_both_ways_without_a_copy(dtype) -> None:
     x = random_bits(dtype, (64, 48))
-    array = interop.to_jax(x)
+    array = interop.to_jax(x, copy=None)
     assert array.shape == (64, 48)
     assert array.dtype.name == str(dtype).removeprefix("torch.")
     assert array.unsafe_buffer_pointer() == x.data_ptr()
     assert np.asarray(array).tobytes() == raw(x).tobytes()
-    back = interop.to_torch(array)
+    back = interop.to_torch(array, copy=False)
     assert back.dtype is dtype
     assert back.data_ptr() == x.data_ptr()
     assert raw(back).tobytes() == raw(x).tobytes()
@@ -79,11 +79,18 @@ def test_any_layout_arrives(name, shares) -> None:
         "permuted": x.permute(1, 2, 0),
     }
     view = views[name]
-    array = interop.to_jax(view)
+    array = interop.to_jax(view, copy=None)
     assert array.shape == tuple(view.shape)
     assert np.asarray(array).tobytes() == raw(view).tobytes()
     assert (array.unsafe_buffer_pointer() == view.data_ptr()) is shares or view.numel() == 0
     assert raw(interop.to_torch(array)).tobytes() == raw(view).tobytes()
+    if not shares and view.numel():
+        with pytest.raises(OperandError, match=r"to_jax: copy=False asks for shared memory, but.*pass copy=None"):
+            interop.to_jax(view, copy=False)
+    numpy = interop.to_numpy(view, copy=False)
+    assert numpy.shape == tuple(view.shape)
+    assert numpy.tobytes() == raw(view).tobytes()
+    assert numpy.ctypes.data == view.data_ptr() or view.numel() == 0
 
 
 def test_gradients_and_inference_tensors_are_detached() -> None:

@@ -125,14 +125,14 @@ def _run(verb: str, operands: tuple[Tensor, ...], bias: Tensor | None = None, **
 
     device = operands[0].device
     if bias is not None:
-        options["bias"] = interop.to_jax(bias)
-    arrays = [interop.to_jax(x) for x in operands]
+        options["bias"] = interop.to_jax(bias, copy=None)
+    arrays = [interop.to_jax(x, copy=None) for x in operands]
     # The emulator's constants must be on the device of its operands, also if JAX's default device is another. If it is
     # the same, it is not set again: naming JAX's default device would recompile everything.
     place = interop.jax_device(device)
     with contextlib.nullcontext() if place == jax.devices()[0] else jax.default_device(place):
         result = getattr(f8ref.jax, verb)(*arrays, **options)
-    return interop.to_torch(result, device)
+    return interop.to_torch(result, device, copy=None)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,291 @@
+"""Arrays of torch, JAX and numpy (with ml_dtypes) into each other: same dtype, shape and bits.
+
+| from, to | way | shares memory (`copy=None`) |
+|---|---|---|
+| torch, JAX | DLPack, both ways | same device; compact and aligned to 64 bytes towards JAX |
+| torch, numpy | the integers of the dtype's width: numpy's DLPack knows no float8 | CPU; towards torch writable |
+| JAX, numpy | JAX's own | CPU; aligned to 64 bytes towards JAX; read-only towards numpy |
+
+Shared memory breaks a promise: JAX takes its arrays for immutable, but the tensor beside one can be written, in either
+direction. Therefore all functions copy by default. Who shares must not write to a tensor before the computation of JAX
+that reads it is done, and must not let JAX use an array whose tensor was written.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from f8emu.interop.frameworks import jax_device, require_jax, require_torch
+from f8emu.spec.errors import OperandError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+_ALIGNMENT = 64
+"""Bytes; XLA on the CPU copies whatever is aligned to less, and some of its versions refuse it."""
+_NARROWED = ("float64", "int64", "uint64", "complex128")
+"""JAX makes 32 bits of them, unless `jax_enable_x64` is set."""
+_OF_ML_DTYPES = (
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu bfloat16"  # numpy has them not
+).split()
+_DTYPES = frozenset(
+    [*"bool int8 int16 int32 uint8 uint16 uint32 float16 float32 complex64".split(), *_NARROWED, *_OF_ML_DTYPES]
+)
+"""What all three libraries have. Fewer than 8 bits are packed in one library and spread in another."""
+
+
+def to_jax(x: Any, *, copy: bool | None = True) -> Any:
+    """Tensors and numpy arrays as JAX arrays, in the same containers; gradients detached.
+
+    A tensor arrives on its own GPU where JAX sees it, else on the CPU; a numpy array on JAX's default device.
+
+    Args:
+        x: an array of any of the three libraries, None, or a dict, list, tuple or NamedTuple of such: codes with their
+            `Scales` are a scaled tensor.
+        copy: True copies always, None shares memory where both sides allow it, False raises where they do not.
+
+    Exactness: no bit changes; NaN payloads and subnormals included.
+
+    Raises:
+        MissingExtraError: jax is not installed.
+        OperandError: neither array nor container; a dtype that JAX has not, or would narrow to 32 bits; a distributed
+            or wrapped tensor; memory that cannot be shared under `copy=False`.
+    """
+    jax = require_jax("interop.to_jax")
+    return _mapped("to_jax", x, lambda leaf: _array_to_jax(jax, leaf, copy))
+
+
+def to_torch(x: Any, device: "torch.device | str | None" = None, *, copy: bool | None = True) -> Any:
+    """JAX and numpy arrays as tensors on `device` (None: where they are), in the same containers.
+
+    Waits until an array is computed. Tensors are contiguous, except under `copy=False`.
+
+    Args:
+        x: as in `to_jax`.
+        device: where the tensors go.
+        copy: as in `to_jax`.
+
+    Exactness: no bit changes; NaN payloads and subnormals included.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        OperandError: neither array nor container; a traced array; a dtype that torch has not; memory that cannot be
+            shared under `copy=False`.
+    """
+    torch = require_torch("interop.to_torch")
+    return _mapped("to_torch", x, lambda leaf: _array_to_torch(torch, leaf, device, copy))
+
+
+def to_numpy(x: Any, *, copy: bool | None = True) -> Any:
+    """Tensors and JAX arrays as numpy arrays, of ml_dtypes where numpy has no dtype, in the same containers.
+
+    Waits until an array is computed. Arrays are C-contiguous and writable where they are copied.
+
+    Args:
+        x: as in `to_jax`.
+        copy: as in `to_jax`.
+
+    Exactness: no bit changes; NaN payloads and subnormals included.
+
+    Raises:
+        OperandError: as `to_torch`.
+    """
+    return _mapped("to_numpy", x, lambda leaf: _array_to_numpy(leaf, copy))
+
+
+def library_of(x: Any) -> str | None:
+    """The library that an array belongs to: torch, jax or numpy; None where `x` is no array. Imports none of them."""
+    torch, jax, numpy = (sys.modules.get(name) for name in ("torch", "jax", "numpy"))
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch"
+    if jax is not None and isinstance(x, jax.Array):
+        return "jax"
+    return "numpy" if numpy is not None and isinstance(x, numpy.ndarray | numpy.generic) else None
+
+
+def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
+    library = library_of(x)
+    if library == "jax":
+        return jax.numpy.array(x, copy=True) if copy else x
+    dtype = _name(x)
+    if dtype in _NARROWED and not jax.config.jax_enable_x64:
+        raise OperandError(
+            f"to_jax: JAX narrows 64-bit types to 32 bits; got {x.dtype}; convert it to a 32-bit type first, or set "
+            "jax_enable_x64"
+        )
+    if library == "numpy":
+        array = jax.numpy.array(x, copy=True) if copy else jax.device_put(x, may_alias=True)
+        if copy is False and (array.device.platform != "cpu" or array.unsafe_buffer_pointer() != x.ctypes.data):
+            raise _not_shared(
+                "to_jax",
+                f"JAX copies numpy's array to {array.device}; it shares memory on the CPU that is row-major and at a "
+                f"multiple of {_ALIGNMENT} bytes",
+            )
+        return array
+    return _tensor_to_jax(jax, x, copy)
+
+
+def _tensor_to_jax(jax: Any, tensor: "torch.Tensor", copy: bool | None) -> Any:
+    torch = require_torch("interop.to_jax")
+    source = _plain("to_jax", tensor)
+    device = jax_device(source.device)
+    is_shared = (source.device.type == "cpu") == (device.platform == "cpu")
+    is_compact = source.is_contiguous() or (source.ndim >= 2 and source.mT.is_contiguous())
+    is_shared = is_shared and is_compact and source.data_ptr() % _ALIGNMENT == 0
+    if copy is False and not is_shared:
+        raise _not_shared(
+            "to_jax",
+            f"the tensor on {source.device} has strides {tuple(source.stride())} and address 0x{source.data_ptr():x}, "
+            f"the array would be on {device}; needed are one device, row-major or transposed memory, and an address "
+            f"that is a multiple of {_ALIGNMENT}",
+        )
+    if source.device.type == "cuda" and device.platform == "cpu":
+        source = source.contiguous().cpu()
+    elif copy or not is_shared:
+        source = source.clone(memory_format=torch.contiguous_format)
+    return jax.numpy.from_dlpack(source)
+
+
+def _array_to_torch(torch: Any, x: Any, device: Any, copy: bool | None) -> "torch.Tensor":
+    library = library_of(x)
+    if library == "torch":
+        source = x.detach()
+    else:
+        source = _numpy_to_torch(torch, x, copy) if library == "numpy" else _jax_to_torch(torch, x, copy)
+    if copy is False and device is not None and not _is_on(torch, source, device):
+        raise _not_shared("to_torch", f"the array is on {source.device}, the tensor would be on {torch.device(device)}")
+    placed = source if device is None else source.to(device)
+    if copy and placed is source and library != "numpy":
+        return placed.clone(memory_format=torch.contiguous_format)
+    return placed if copy is False else placed.contiguous()
+
+
+def _jax_to_torch(torch: Any, array: Any, copy: bool | None) -> "torch.Tensor":
+    _require_values("to_torch", array)
+    if len(array.devices()) > 1:
+        array = _gathered("to_torch", array, copy)
+    return torch.from_dlpack(array.block_until_ready())
+
+
+def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torch.Tensor":
+    """Copied into memory of torch's own, which is aligned for whoever shares it next."""
+    import numpy as np
+
+    array, dtype = np.asarray(array), getattr(torch, _name(array))
+    is_shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    if copy is False and not is_shared:
+        raise _not_shared("to_torch", f"numpy's array is read-only or has negative strides, {array.strides}")
+    integers = array.view(f"u{array.dtype.itemsize}") if _name(array) in _OF_ML_DTYPES else array
+    if copy is not True and is_shared:
+        return torch.from_numpy(integers).view(dtype)
+    tensor = torch.empty(array.shape, dtype=dtype)
+    np.copyto(_tensor_to_numpy(tensor).view(integers.dtype), integers)
+    return tensor
+
+
+def _array_to_numpy(x: Any, copy: bool | None) -> "np.ndarray":
+    import numpy as np
+
+    library = library_of(x)
+    if library == "torch":
+        source = _plain("to_numpy", x)
+        if copy is False and source.device.type != "cpu":
+            raise _not_shared("to_numpy", f"the tensor is on {source.device}")
+        array = _tensor_to_numpy(source.cpu())
+        copy = copy and source.device.type == "cpu"
+    elif library == "jax":
+        _require_values("to_numpy", x)
+        if copy is False and {device.platform for device in x.devices()} != {"cpu"}:
+            raise _not_shared("to_numpy", f"the array is on {x.devices()}")
+        if len(x.devices()) > 1:
+            x = _gathered("to_numpy", x, copy)
+        array = np.asarray(x)
+    else:
+        array = np.asarray(x)
+    return np.array(array, order="C", copy=True) if copy else array
+
+
+def _tensor_to_numpy(tensor: "torch.Tensor") -> "np.ndarray":
+    """The memory of a CPU tensor, whatever its strides."""
+    import ml_dtypes
+
+    name = _name(tensor)
+    if name not in _OF_ML_DTYPES:
+        return tensor.numpy()
+    torch = require_torch("interop.to_numpy")
+    integers = {1: torch.uint8, 2: torch.int16}[tensor.dtype.itemsize]
+    return tensor.view(integers).numpy().view(getattr(ml_dtypes, name))
+
+
+def _mapped(call: str, x: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` of every array in the containers; None stays."""
+    if library_of(x) is not None:
+        if _name(x) not in _DTYPES:
+            raise OperandError(
+                f"{call}: an array must have a dtype that torch, JAX and numpy have; got {x.dtype}; convert it first "
+                "(a key of JAX: jax.random.key_data)"
+            )
+        return function(x)
+    if x is None:
+        return None
+    if isinstance(x, Mapping):
+        return {key: _mapped(call, value, function) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_mapped(call, value, function) for value in x]
+    if isinstance(x, tuple):
+        values = [_mapped(call, value, function) for value in x]
+        return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
+    raise OperandError(
+        f"{call}: x must be an array of torch, JAX or numpy, or dicts, lists and tuples of them; got "
+        f"{type(x).__name__}; make an array of it, or pass the one that it holds"
+    )
+
+
+def _plain(call: str, tensor: "torch.Tensor") -> "torch.Tensor":
+    """The tensor without its gradient, if it has values of its own in strided memory."""
+    torch = require_torch(f"interop.{call}")
+    kind = type(tensor).__name__
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+        raise OperandError(
+            f"{call}: the tensor must hold its values itself; got a {kind}, which wraps others; of a DTensor give "
+            "full_tensor() or to_local(), of another class the plain tensor that it stands for"
+        )
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        held = "no memory (device meta)" if tensor.is_meta else f"layout {tensor.layout}"
+        raise OperandError(f"{call}: the tensor must have strided memory; got {held}; give it values, or to_dense()")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _require_values(call: str, array: Any) -> None:
+    jax = require_jax(f"interop.{call}")
+    if isinstance(array, jax.core.Tracer):
+        raise OperandError(
+            f"{call}: the array must have values; got {array} of a function that JAX traces (jit, grad, vmap); call it "
+            "outside, or wrap the function of torch in interop.jax_function"
+        )
+    if not array.is_fully_addressable:
+        raise OperandError(
+            f"{call}: all of the array must be on devices of this process; got {array.sharding}; gather it first, with "
+            "jax.experimental.multihost_utils.process_allgather"
+        )
+
+
+def _gathered(call: str, array: Any, copy: bool | None) -> Any:
+    jax = require_jax(f"interop.{call}")
+    if copy is False:
+        raise _not_shared(call, f"the array is spread over {len(array.devices())} devices")
+    return jax.device_put(array, min(array.devices(), key=lambda device: device.id))
+
+
+def _is_on(torch: Any, tensor: "torch.Tensor", device: Any) -> bool:
+    wanted = torch.device(device)
+    return tensor.device.type == wanted.type and wanted.index in (None, tensor.device.index)
+
+
+def _name(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _not_shared(call: str, why: str) -> OperandError:
+    return OperandError(f"{call}: copy=False asks for shared memory, but {why}; pass copy=None or copy=True")

@@ -1,0 +1,172 @@
+"""The state of delayed scaling between torch's flat tensors and JAX's `Float8State` of every layer.
+
+torch (`f8emu.torch.delayed_state_dict`): of a layer, stacked in the order of TENSORS,
+    amax_history [3, history_length], inv_scale [3], initialized [3], counts [3, 3], amax [3]
+JAX: `Float8State` of a `DelayedState` for each tensor that the recipe scales so,
+    amax_history [history_length], inv_scale [], initialized [] float32
+
+`amax` is what torch saw since the last update; JAX has it in its gradients, so that it does not travel. `counts` are
+for reports, and begin at zero.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from f8emu.interop.arrays import to_jax, to_numpy, to_torch
+from f8emu.interop.parameters import nested
+from f8emu.interop.rules import DEFAULT_RULES, ParameterRule, renamed
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.recipe import Recipe, recipe_by_name
+from f8emu.spec.scaling import TENSORS, DelayedScaling
+from f8emu.spec.trace import DelayedState, Float8State
+
+_FIELDS = ("amax_history", "inv_scale", "initialized", "counts", "amax")
+_UNCALLED = -1.0
+"""`f8emu.torch`'s amax of a tensor without a cast since the last update."""
+
+
+def float8_states_from_delayed_state_dict(
+    state: Mapping[str, Any],
+    recipe: Recipe | str = "delayed",
+    *,
+    rules: Sequence[ParameterRule] = DEFAULT_RULES,
+) -> dict[str, Any]:
+    """The state of a torch model for JAX: nested dicts as in the parameter tree, a `Float8State` for each layer.
+
+    Args:
+        state: what `f8emu.torch.delayed_state_dict` returned, or what a file gives back of it.
+        recipe: that of all layers.
+        rules: those of the parameters; a layer is renamed as its weight.
+
+    Exactness: no bit changes; `initialized` becomes a number.
+
+    Raises:
+        SpecError: a recipe without delayed scaling.
+        OperandError: missing or unknown entries, histories of another length, amaxes that no update has used yet.
+    """
+    call = "float8_states_from_delayed_state_dict"
+    delayed, have_states = _delayed(call, recipe)
+    layers: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        layer, _, name = key.rpartition(".")
+        layers.setdefault(layer, {})[name] = to_numpy(value, copy=None)
+    states: dict[str, Float8State] = {}
+    for layer, values in layers.items():
+        if set(values) != set(_FIELDS) or values["amax_history"].shape != (len(TENSORS), delayed.history_length):
+            shapes = {name: list(value.shape) for name, value in sorted(values.items())}
+            raise OperandError(
+                f"{call}: layer {layer!r} must have {', '.join(_FIELDS)}, with {delayed.history_length} amaxes of each "
+                f"tensor; got {shapes}; give what f8emu.torch.delayed_state_dict returned, and its recipe"
+            )
+        if not (values["amax"] == _UNCALLED).all():
+            raise OperandError(
+                f"{call}: layer {layer!r} has seen amaxes since its last update, {values['amax'].tolist()}, which "
+                "would be lost; step the optimizer, or call sync_float8_amax_and_scale_history(model), first"
+            )
+        of_tensors = (_state(values, i) if has_state else None for i, has_state in enumerate(have_states))
+        states[_layer(call, layer, rules, to="flax")] = Float8State(*of_tensors)
+    return nested(call, states)
+
+
+def delayed_state_dict_from_float8_states(
+    states: Any, recipe: Recipe | str = "delayed", *, rules: Sequence[ParameterRule] = DEFAULT_RULES
+) -> dict[str, Any]:
+    """The state of a JAX model for `f8emu.torch.load_delayed_state_dict`: the inverse of the other function here.
+
+    Args:
+        states: nested dicts with a `Float8State` for each layer.
+        recipe: that of all layers.
+        rules: those of the parameters.
+
+    Exactness: no bit changes; `initialized` becomes a bool.
+
+    Raises:
+        SpecError: a recipe without delayed scaling.
+        OperandError: a leaf that is no `Float8State` of this recipe.
+    """
+    call = "delayed_state_dict_from_float8_states"
+    delayed, have_states = _delayed(call, recipe)
+    found: dict[str, Any] = {}
+    for name, state in _layers(call, states, ""):
+        if tuple(of_tensor is not None for of_tensor in state) != have_states:
+            raise OperandError(
+                f"{call}: layer {name!r} must have states of {_names(have_states)}; got those of "
+                f"{_names([of_tensor is not None for of_tensor in state])}; give the recipe of these states"
+            )
+        layer = _layer(call, name, rules, to="torch")
+        fields = _stacked(to_numpy(state), delayed.history_length)
+        found |= {f"{layer}.{field}" if layer else field: to_torch(array) for field, array in fields.items()}
+    return found
+
+
+def _state(values: Mapping[str, Any], i: int) -> DelayedState:
+    """The state of one tensor."""
+    amax_history, inv_scale, initialized = (values[name][i] for name in DelayedState._fields)
+    return to_jax(DelayedState(amax_history, inv_scale, initialized.astype(inv_scale.dtype)))
+
+
+def _stacked(state: Float8State, history_length: int) -> dict[str, Any]:
+    """The tensors of torch's layer; for a tensor with dynamic scales, those before the first step."""
+    import numpy as np
+
+    fields = {
+        "amax_history": np.zeros((len(TENSORS), history_length), np.float32),
+        "inv_scale": np.ones(len(TENSORS), np.float32),
+        "initialized": np.zeros(len(TENSORS), np.bool_),
+        "counts": np.zeros((3, len(TENSORS)), np.int64),
+        "amax": np.full(len(TENSORS), _UNCALLED, np.float32),
+    }
+    for i, of_tensor in enumerate(state):
+        if of_tensor is not None:
+            fields["amax_history"][i] = of_tensor.amax_history
+            fields["inv_scale"][i] = of_tensor.inv_scale
+            fields["initialized"][i] = of_tensor.initialized is None or bool(of_tensor.initialized)
+    return fields
+
+
+def _delayed(call: str, recipe: Recipe | str) -> tuple[DelayedScaling, tuple[bool, ...]]:
+    """The rule, and which of TENSORS have a state: those with delayed scales that are cast at all."""
+    recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    if recipe.delayed is None:
+        raise SpecError(f"{call}: recipe must have delayed scaling; got {recipe.name!r}, whose scales have no state")
+    have_states = (
+        recipe.delayed_scaling_of(tensor) is not None
+        and any(not cast.is_high_precision for _, _, cast in recipe.casts(tensor))
+        for tensor in TENSORS
+    )
+    return recipe.delayed, tuple(have_states)
+
+
+def _names(have_states: Sequence[bool]) -> str:
+    return " and ".join(name for name, has_state in zip(TENSORS, have_states, strict=True) if has_state)
+
+
+def _layers(call: str, tree: Any, name: str) -> list[tuple[str, Float8State]]:
+    if isinstance(tree, Float8State):
+        return [(name, tree)]
+    if isinstance(tree, Mapping):
+        below = ((f"{name}.{key}" if name else str(key), value) for key, value in tree.items())
+        return [layer for key, value in below for layer in _layers(call, value, key)]
+    raise OperandError(
+        f"{call}: {name or 'states'!r} must be a Float8State or a dict of them; got {type(tree).__name__}; give the "
+        "states alone, without other variables"
+    )
+
+
+def _layer(call: str, layer: str, rules: Sequence[ParameterRule], *, to: str) -> str:
+    """The layer's name on the other side: that of its weight."""
+    if not rules or not layer:
+        return layer
+    weight = {"torch": ".weight", "flax": ".kernel"}
+    back = "torch" if to == "flax" else "flax"
+    axes = 2
+    try:
+        found, _ = renamed(rules, layer + weight[back], axes, to=to)
+    except OperandError as error:
+        raise OperandError(f"{call}: {error}") from None
+    if not found.endswith(weight[to]):
+        raise OperandError(
+            f"{call}: layer {layer!r}: the rules make {found!r} of its weight, which is no linear layer's; put a "
+            f"ParameterRule for it before the others"
+        )
+    return found.removesuffix(weight[to])

@@ -1,0 +1,84 @@
+"""The array libraries themselves: imported when they are needed, and the JAX device beside a torch device."""
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from f8emu.spec.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def require_jax(call: str) -> Any:
+    """The module `jax`, with its devices started.
+
+    Where torch sees a CUDA device, JAX's own client for it is started without preallocation, so that it takes memory
+    as it needs it: by default it would take three quarters of the GPU's away from torch. The option holds for the
+    start in this call and is then put back; a JAX that is running already, or one whose user has set
+    `jax_pjrt_client_create_options`, is left as it is.
+
+    Raises:
+        MissingExtraError: jax is not installed.
+    """
+    try:
+        import jax
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(call, "jax", "jax") from error
+    if _torch_sees_cuda():
+        _start_without_preallocation()
+    return jax
+
+
+def require_torch(call: str) -> Any:
+    """The module `torch`.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(call, "torch", "torch") from error
+    return torch
+
+
+def jax_device(device: "torch.device | str") -> Any:
+    """The JAX device on which arrays made from tensors on `device` live.
+
+    The same GPU where JAX has a CUDA backend that sees it, otherwise the CPU.
+
+    Raises:
+        MissingExtraError: jax or torch is not installed.
+    """
+    torch = require_torch("interop.jax_device")
+    jax = require_jax("interop.jax_device")
+    place = torch.device(device)
+    if place.type == "cuda":
+        index = torch.cuda.current_device() if place.index is None else place.index
+        try:
+            devices = jax.local_devices(backend="cuda")
+        except RuntimeError:
+            devices = []  # JAX was installed or started without CUDA
+        for candidate in devices:
+            if candidate.local_hardware_id == index:
+                return candidate
+    return jax.local_devices(backend="cpu")[0]
+
+
+def _torch_sees_cuda() -> bool:
+    torch = sys.modules.get("torch")  # not imported here: who has not loaded torch has no memory to lose to JAX
+    return torch is not None and torch.cuda.is_available()
+
+
+@functools.cache
+def _start_without_preallocation() -> None:
+    import jax
+
+    option = "jax_pjrt_client_create_options"
+    if getattr(jax.config, option) is None:
+        jax.config.update(option, {"preallocate": False})
+        try:
+            jax.devices()
+        finally:
+            jax.config.update(option, None)

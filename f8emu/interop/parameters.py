@@ -1,0 +1,157 @@
+"""Whole models: torch's state dict, names with dots, and JAX's parameter tree, nested dicts or any pytree."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from f8emu.interop.arrays import library_of, to_jax, to_torch
+from f8emu.interop.frameworks import require_jax
+from f8emu.interop.rules import DEFAULT_RULES, ParameterRule, renamed
+from f8emu.spec.errors import OperandError
+
+
+def params_from_state_dict(
+    state_dict: Mapping[str, Any],
+    *,
+    rules: Sequence[ParameterRule] = DEFAULT_RULES,
+    like: Any = None,
+    copy: bool | None = True,
+) -> Any:
+    """The parameters of a torch model as a tree of JAX arrays.
+
+        params = params_from_state_dict(model.state_dict(), rules=[*mine, *DEFAULT_RULES], like=variables["params"])
+
+    Args:
+        state_dict: name -> tensor; or numpy array, as safetensors loads it.
+        rules: names and axes on either side; the first that fits holds. `rules=()` changes neither, for equinox, whose
+            layers are torch's.
+        like: a tree of the structure that is wanted: nested dicts, a flax state, an equinox module. Names and shapes
+            must be its own, its leaves that are no arrays stay. None returns nested dicts, split at the dots.
+        copy: as in `to_jax`; a weight [out, in] can share its memory with a kernel [in, out].
+
+    Exactness: no bit and no dtype changes.
+
+    Raises:
+        OperandError: a name that no rule fits or that has no way back, two parameters of one name, an array that
+            cannot travel (`to_jax`), names or shapes other than those of `like`.
+    """
+    call = "params_from_state_dict"
+    arrays: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        found, array = _arranged(call, rules, name, tensor, to="flax")
+        _add(call, arrays, found, to_jax(array, copy=copy))
+    return nested(call, arrays) if like is None else _filled(call, like, arrays)
+
+
+def state_dict_from_params(
+    params: Any,
+    *,
+    rules: Sequence[ParameterRule] = DEFAULT_RULES,
+    like: Mapping[str, Any] | None = None,
+    copy: bool | None = True,
+) -> dict[str, Any]:
+    """The parameters of a JAX model as a state dict of tensors: the inverse of `params_from_state_dict`.
+
+    Args:
+        params: nested dicts, or any pytree; leaves that are no arrays are left out.
+        rules: as in `params_from_state_dict`.
+        like: a state dict of the torch model, whose names and shapes must come out; None compares nothing.
+        copy: as in `to_torch`.
+
+    Raises:
+        OperandError: as `params_from_state_dict`.
+    """
+    call = "state_dict_from_params"
+    state_dict: dict[str, Any] = {}
+    for name, leaf in _named_leaves(params):
+        if library_of(leaf) is not None:
+            found, array = _arranged(call, rules, name, leaf, to="torch")
+            _add(call, state_dict, found, to_torch(array, copy=copy))
+    if like is not None:
+        _require_same(call, {name: tuple(x.shape) for name, x in like.items()}, state_dict)
+    return state_dict
+
+
+def _arranged(call: str, rules: Sequence[ParameterRule], name: str, x: Any, *, to: str) -> tuple[str, Any]:
+    if library_of(x) is None:
+        raise OperandError(
+            f"{call}: parameter {name!r} must be an array of torch, JAX or numpy; got {type(x).__name__}; leave the "
+            "entry out"
+        )
+    if not rules:
+        return name, x
+    try:
+        found, rule = renamed(rules, name, x.ndim, to=to)
+        return found, rule.arranged(x, to=to)
+    except OperandError as error:
+        raise OperandError(f"{call}: {error}") from None
+
+
+def _add(call: str, arrays: dict[str, Any], name: str, array: Any) -> None:
+    if name in arrays:
+        raise OperandError(f"{call}: two parameters get the name {name!r}; give one of them a ParameterRule of its own")
+    arrays[name] = array
+
+
+def nested(call: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts of values whose names have dots.
+
+    Raises:
+        OperandError: a name below another.
+    """
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *above, last = name.split(".")
+        place = tree
+        for key in above:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                break
+        if not isinstance(place, dict) or last in place:
+            raise OperandError(f"{call}: {name!r} is below or above another parameter; rename one of them")
+        place[last] = value
+    return tree
+
+
+def _filled(call: str, like: Any, arrays: Mapping[str, Any]) -> Any:
+    """The tree `like` with these arrays as its leaves."""
+    jax = require_jax(f"interop.{call}")
+    leaves = list(_named_leaves(like))
+    _require_same(call, {name: tuple(leaf.shape) for name, leaf in leaves if _is_parameter(leaf)}, arrays)
+    filled = [arrays[name] if _is_parameter(leaf) else leaf for name, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(like), filled)
+
+
+def _is_parameter(leaf: Any) -> bool:
+    """An array, or the shape and dtype of one (`jax.eval_shape`)."""
+    return library_of(leaf) is not None or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
+def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """(keys joined by dots, leaf) of a pytree."""
+    jax = require_jax("interop.state_dict_from_params")
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield ".".join(_keys(path)), leaf
+
+
+def _keys(path: Sequence[Any]) -> Iterator[str]:
+    if path and getattr(path[-1], "name", "") == "value":
+        path = path[:-1]  # a variable of flax nnx, around its array
+    for key in path:
+        names = (str(getattr(key, field)) for field in ("key", "name", "idx") if hasattr(key, field))
+        yield next(names, str(key))
+
+
+def _require_same(call: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise OperandError(
+            f"{call}: the names must be those of `like`; missing {missing[:5]}, unknown {unknown[:5]}; give a "
+            "ParameterRule that leads from one to the other"
+        )
+    for name, shape in wanted.items():
+        got = tuple(found[name].shape)
+        if got != shape:
+            raise OperandError(
+                f"{call}: {name!r} must have shape {list(shape)} as in `like`; got {list(got)}; give a ParameterRule "
+                "with its axes, or the parameters of the same model"
+            )

@@ -1,0 +1,164 @@
+"""How names and axes of parameters differ between torch and flax: rules that read both ways."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from f8emu.spec.errors import OperandError, SpecError
+
+_FIELD = re.compile(r"\{(\w+)(\*?)\}")
+_AXIS = re.compile(r"\(([^()]*)\)|(\S+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRule:
+    """One kind of parameter: its name and the order of its axes on either side.
+
+        ParameterRule(
+            torch="layers.{i}.attention.wq.weight",
+            flax="layers_{i}.attention.query.kernel",
+            axes="(heads head_dim) in -> in heads head_dim",
+            sizes={"heads": 8},
+        )
+
+    Raises:
+        SpecError: names with different fields, or axes that are not the same on both sides.
+    """
+
+    torch: str
+    """Name in a state dict. `{x}` stands for any characters but dots, `{x*}` for any characters; either may be none."""
+    flax: str
+    """Name in a parameter tree, its keys joined by dots; the same fields."""
+    axes: str | None = None
+    """torch's axes -> flax's, as in einops: names, with parentheses around axes that are one in memory. None: any
+    number of axes, unchanged."""
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Sizes of axes in parentheses; one axis of each pair of parentheses may be left out."""
+
+    def __post_init__(self) -> None:
+        fields = [sorted(_FIELD.findall(name)) for name in (self.torch, self.flax)]
+        if fields[0] != fields[1]:
+            raise SpecError(
+                f"ParameterRule: both names need the same fields, or a name has no way back; got {self.torch!r} and "
+                f"{self.flax!r}"
+            )
+        sides = [] if self.axes is None else self.axes.split("->")
+        axes = [sorted(axis for group in _groups(side) for axis in group) for side in sides]
+        if self.axes is not None and (len(sides) != 2 or axes[0] != axes[1] or len(set(axes[0])) != len(axes[0])):
+            raise SpecError(
+                "ParameterRule: axes must be 'torch axes -> flax axes' with the same names on both sides, each once, "
+                f"as in 'out in -> in out'; got {self.axes!r}"
+            )
+
+    def renamed(self, name: str, *, to: str) -> str | None:
+        """The name on side `to` (torch or flax); None if this rule is not for `name`."""
+        source, target = (self.torch, self.flax) if to == "flax" else (self.flax, self.torch)
+        match = _pattern(source).fullmatch(name)
+        return None if match is None else _FIELD.sub(lambda found: match[found[1]], target)
+
+    def takes(self, ndim: int, *, to: str) -> bool:
+        """Whether an array of `ndim` axes can be on the side that is not `to`."""
+        return self.axes is None or len(self._sides(to)[0]) == ndim
+
+    def arranged(self, array: Any, *, to: str) -> Any:
+        """The array of torch, JAX or numpy with its axes as on side `to`; a view where the library gives one.
+
+        Raises:
+            OperandError: an axis in parentheses that its sizes do not divide, or sizes that are not given.
+        """
+        if self.axes is None:
+            return array
+        source, target = self._sides(to)
+        sizes = dict(self.sizes)
+        for group, size in zip(source, array.shape, strict=True):
+            sizes |= self._split(group, int(size))
+        flat = [axis for group in source for axis in group]
+        order = [flat.index(axis) for group in target for axis in group]
+        split = array if len(flat) == array.ndim else array.reshape(tuple(sizes[axis] for axis in flat))
+        turned = split.permute(order) if hasattr(split, "permute") else split.transpose(order)
+        shape = tuple(math.prod(sizes[axis] for axis in group) for group in target)
+        return turned if len(flat) == len(shape) else turned.reshape(shape)
+
+    def _sides(self, to: str) -> tuple[Sequence[tuple[str, ...]], Sequence[tuple[str, ...]]]:
+        assert self.axes is not None, "callers ask"
+        torch, flax = (_groups(side) for side in self.axes.split("->"))
+        return (torch, flax) if to == "flax" else (flax, torch)
+
+    def _split(self, group: tuple[str, ...], size: int) -> dict[str, int]:
+        """The sizes of the axes in one pair of parentheses."""
+        given = {axis: self.sizes[axis] for axis in group if axis in self.sizes}
+        left = [axis for axis in group if axis not in given]
+        known = math.prod(given.values())
+        if len(left) > 1 or size % known or (not left and size != known):
+            raise OperandError(
+                f"ParameterRule {self.torch!r}: axis ({' '.join(group)}) of size {size} must be split by sizes of all "
+                f"of its axes but one; got {dict(self.sizes)}; give the sizes of this model"
+            )
+        return given | {axis: size // known for axis in left}
+
+
+def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> tuple[str, ParameterRule]:
+    """The name on side `to` (torch or flax), and the rule that gives it.
+
+    Raises:
+        OperandError: no rule fits, or the rules lead back to another name.
+    """
+    back = "torch" if to == "flax" else "flax"
+    found, rule = next(_fitting(rules, name, ndim, to=to), (None, None))
+    if found is None or rule is None:
+        raise OperandError(
+            f"parameter {name!r} with {ndim} axes: no rule fits its name on the side of {back}; add a ParameterRule, "
+            "or end the rules with DEFAULT_RULES"
+        )
+    target = len(rule._sides(to)[1]) if rule.axes is not None else ndim
+    returned, _ = next(_fitting(rules, found, target, to=back), (None, None))
+    if returned != name:
+        raise OperandError(
+            f"parameter {name!r}: the rules make {found!r} of it, and of that {returned!r}; put a ParameterRule for "
+            "this name before the others, so that it has a way back"
+        )
+    return found, rule
+
+
+def _fitting(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) -> Iterator[tuple[str, ParameterRule]]:
+    for rule in rules:
+        found = rule.renamed(name, to=to)
+        if found is not None and rule.takes(ndim, to=to):
+            yield found, rule
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    parts: list[str] = []
+    end = 0
+    for found in _FIELD.finditer(name):
+        parts += [re.escape(name[end : found.start()]), f"(?P<{found[1]}>{'.*' if found[2] else '[^.]*'})"]
+        end = found.end()
+    return re.compile("".join([*parts, re.escape(name[end:])]))
+
+
+@cache
+def _groups(side: str) -> tuple[tuple[str, ...], ...]:
+    """The axes of one side; those in one pair of parentheses together."""
+    return tuple(tuple((found[1] or found[2]).split()) for found in _AXIS.finditer(side))
+
+
+DEFAULT_RULES = (
+    ParameterRule(
+        torch="{path*}embed{rest}.weight", flax="{path*}embed{rest}.embedding", axes="vocabulary d -> vocabulary d"
+    ),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.kernel", axes="out in -> in out"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.kernel", axes="out in h w -> h w in out"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.kernel", axes="out in w -> w in out"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.scale", axes="d -> d"),
+    ParameterRule(torch="{path*}.weight_scale", flax="{path*}.kernel_scale", axes="out in -> in out"),
+    ParameterRule(torch="{path*}.weight_scale", flax="{path*}.kernel_scale"),
+    ParameterRule(torch="{path*}.weight", flax="{path*}.embedding", axes="vocabulary d -> vocabulary d"),
+    ParameterRule(torch="{path*}", flax="{path*}"),
+)
+"""For layers that have the same names in both models. The first rule that fits a name and its number of axes holds:
+embeddings, recognised by their names; linear layers and convolutions; norms; scales of float8 weights, which turn with
+them; everything else, biases among them, unchanged."""
