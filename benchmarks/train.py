@@ -60,7 +60,7 @@ def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -
     start = time.perf_counter()
     for step in range(arguments.steps):
         for group in optimizer.param_groups:
-            group["lr"] = arguments.lr * _rate(step, arguments.steps)
+            group["lr"] = arguments.lr * rate(step, arguments.steps)
         tokens = corpus.batch(generator, rows, size["length"]).to(device)
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -78,7 +78,7 @@ def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
         held_out = [float(model(tokens.to(device))) for tokens in batches]
     run = {"name": name, "seed": seed, "seconds": round(seconds, 2), "losses": curve}
-    run |= {"training": _mean(curve[-LAST:]), "held_out": _mean(held_out)}
+    run |= {"training": mean(curve[-LAST:]), "held_out": mean(held_out)}
     run["parameters"] = sum(p.numel() for p in model.parameters())
     say(f"{name} seed {seed}: {run['training']:.4f} training, {run['held_out']:.4f} held out, {seconds:.1f} s")
     return run
@@ -94,13 +94,13 @@ def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for figure in FIGURES:
             of = [run[figure] for run in bf16.values()]
             shifts = [run[figure] - bf16[run["seed"]][figure] for run in own]
-            loss = _mean([run[figure] for run in own])
+            loss = mean([run[figure] for run in own])
             verdict[figure] = {
                 "loss": loss,
                 "bf16_least": min(of),
                 "bf16_greatest": max(of),
-                "bf16_mean": _mean(of),
-                "shift": _mean(shifts),
+                "bf16_mean": mean(of),
+                "shift": mean(shifts),
                 "shifts": shifts,
                 "in_range": min(of) <= loss <= max(of),
             }
@@ -120,7 +120,7 @@ def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     curves: dict[str, list[list[float]]] = {}
     for run in runs:
         curves.setdefault(run["name"], []).append(_smooth(run["losses"]))
-    means = {name: [_mean(losses) for losses in zip(*of, strict=True)] for name, of in curves.items()}
+    means = {name: [mean(losses) for losses in zip(*of, strict=True)] for name, of in curves.items()}
     lines = [(f"{BF16}, each seed", curve, {"color": "0.6", "linewidth": 2}) for curve in curves[BF16]]
     lines += [(name, curve, {"linewidth": 1}) for name, curve in means.items() if name != BF16]
     labelled: set[str] = set()
@@ -179,7 +179,7 @@ def _is_converted(module: nn.Module, fqn: str) -> bool:
     return fqn != HEAD
 
 
-def _rate(step: int, steps: int) -> float:
+def rate(step: int, steps: int) -> float:
     """Linear rise, then a cosine down to a tenth."""
     rise = min(WARMUP, max(1, steps // 4))
     if step < rise:
@@ -187,7 +187,7 @@ def _rate(step: int, steps: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
@@ -195,7 +195,7 @@ def _smooth(losses: Sequence[float], width: int = 10) -> list[float]:
     found = []
     for i in range(len(losses)):
         window = losses[max(0, i - width + 1) : i + 1]
-        found.append(_mean(window))
+        found.append(mean(window))
     return found
 
 

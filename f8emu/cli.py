@@ -95,8 +95,8 @@ def build_app() -> "typer.Typer":
             list[str] | None,
             typer.Argument(
                 metavar="[SUBJECT]...",
-                help="f8ref.numpy, f8ref.jax, torch, or package.module:function for a kernel that is called as "
-                "torch._scaled_mm is. By default those of the three whose packages are installed.",
+                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax, or package.module:function for a kernel that is called "
+                "as torch._scaled_mm is. By default those of the four whose packages are installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,

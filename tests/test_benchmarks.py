@@ -336,6 +336,33 @@ def test_training(tmp_path: Path) -> None:
     assert [verdict["name"] for verdict in report["verdicts"]] == ["tensorwise", "delayed"]
 
 
+def test_training_in_flax_beside_torch(tmp_path: Path) -> None:
+    """bfloat16 runs; the recipes are traced, since compiling the emulation of a whole model takes a minute."""
+    for library in ("flax", "optax"):
+        pytest.importorskip(library)
+    import jax
+
+    from benchmarks import jax_train
+
+    out = tmp_path / "jax_train.json"
+    assert jax_train.main(["--steps", "2", "--seeds", "1", "--recipes", "--json", str(out)]) == 0
+    report = _report(out)
+    runs = {(run["library"], run["name"]): run["losses"] for run in report["runs"]}
+    assert list(runs) == [("jax", "bf16"), ("torch", "bf16")]
+    for jax_loss, torch_loss in zip(*runs.values(), strict=True):
+        assert jax_loss == pytest.approx(torch_loss, abs=0.01), "not the same weights or batches"
+
+    tokens = jax.ShapeDtypeStruct((1, jax_train.SIZE["length"] + 1), "int32")
+    for recipe in ("rowwise", "delayed"):
+        model = jax_train.Transformer(**jax_train.SIZE, recipe=recipe)
+        variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
+        assert str(jax.make_jaxpr(model.apply)(variables, tokens)).count("f8_e4m3fn") > 0, recipe
+        states = jax.tree.leaves(variables.get("_overwrite_with_gradient", {}))
+        layers, tensors, fields = 6, 3, 3
+        assert len(states) == (layers * tensors * fields if recipe == "delayed" else 0)
+        assert {x.shape[0] for x in states} <= {jax_train.SIZE["layers"]}
+
+
 def test_the_verdict_of_training() -> None:
     def run(name: str, seed: int, loss: float) -> dict[str, Any]:
         return {"name": name, "seed": seed, "losses": [loss], "training": loss, "held_out": loss}

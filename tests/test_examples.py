@@ -15,7 +15,15 @@ from f8emu import E4M3FN, RECIPES, cli
 from f8emu.conformance import shipped_golden, write_golden
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-PUBLIC = {"f8emu", "f8emu.torch", "f8emu.torch.distributed.checkpoints", "f8emu.torch.integrations.huggingface"}
+HOSTS = ("einsum", "equinox", "flax_linen", "flax_nnx", "qwix")
+PUBLIC = {
+    "f8emu",
+    "f8emu.jax",
+    "f8emu.torch",
+    "f8emu.torch.distributed.checkpoints",
+    "f8emu.torch.integrations.huggingface",
+    *(f"f8emu.jax.hosts.{host}" for host in HOSTS),
+}
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
@@ -26,7 +34,8 @@ def run(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_examples_import_public_names_alone() -> None:
-    pytest.importorskip("transformers")
+    for library in ("transformers", "flax", "equinox", "qwix"):
+        pytest.importorskip(library)
     for path in EXAMPLES.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("f8"):
@@ -85,6 +94,33 @@ def test_peft_lora(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum("default): Linear" in line for line in model) == 4
     _, first, _, last = losses.split()
     assert float(last) < float(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "libraries"),
+    [("flax_linen", "flax optax"), ("flax_nnx", "flax optax"), ("equinox_swap", "equinox optax")],
+)
+def test_hosts_of_jax(name: str, libraries: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for library in libraries.split():
+        pytest.importorskip(library)
+    *layers, losses = run(name, capsys)
+    _, first, _, last = losses.split()
+    assert float(last) < float(first)
+    assert layers == (["Linear Float8Linear Float8Linear"] if name == "equinox_swap" else [])
+
+
+def test_jax_einsum(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("jax_einsum", capsys) == ["equal: True"]
+
+
+def test_qwix_provider(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("qwix")
+    differences = [float(line.split()[-1].removesuffix("%")) for line in run("qwix_provider", capsys)]
+    assert all(0 < difference < 15 for difference in differences)
+
+
+def test_torch_to_jax(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("torch_to_jax", capsys) == ["output equal: True", "gradient equal: True"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.distributed

@@ -1,4 +1,4 @@
-"""Who is verified: the three implementations of f8emu, and anyone's own kernel.
+"""Who is verified: the implementations of f8emu, and anyone's own kernel.
 
 A subject is a set of verbs that take and give numpy arrays of ml_dtypes, and the name of the engine behind them: an
 emulated torch must never be taken for hardware.
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from f8emu.conformance import jax_layer, torch_layer
 from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
 from f8emu.conformance.layer import LayerCase
-from f8emu.conformance.torch_layer import train
 from f8emu.spec import Format, Granularity, MissingExtraError, SpecError
 
 VERBS = (
@@ -86,7 +86,7 @@ class Subject:
 
 
 def load_subject(name: str, *, arrays: str = "torch") -> Subject:
-    """The subject called `f8ref.numpy`, `f8ref.jax`, `torch` or `package.module:function`.
+    """The subject called `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax` or `package.module:function`.
 
     `arrays` names the framework whose arrays an own kernel takes: torch, numpy or jax.
 
@@ -207,8 +207,26 @@ def _torch() -> Subject:
         name="torch",
         engine=f"torch {framework.version}, {multiplies}",
         verbs=without_split_k(verbs) if on_hardware else verbs,
-        train=partial(train, framework),
+        train=partial(torch_layer.train, framework),
         takes_any_size=False,
+        is_thread_safe=not framework.on_gpu,
+        runs_full_size=on_hardware,
+        chooses_split_k=on_hardware,
+    )
+
+
+def _f8emu_jax() -> Subject:
+    framework = jax_arrays("f8emu verify f8emu.jax")
+    implementation, engine = (importlib.import_module(name) for name in ("f8emu.jax", "f8emu.jax.gemm.engine"))
+    multiplies = engine.engine_of()
+    on_hardware = not multiplies.startswith("emulated")
+    names = [verb for verb in VERBS if verb != "linear"]  # its layer is made of dot_general, and that trains
+    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in names}
+    return Subject(
+        name="f8emu.jax",
+        engine=f"jax {framework.version}, {multiplies}",
+        verbs=without_split_k(verbs) if on_hardware else verbs,
+        train=partial(jax_layer.train, framework),
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
@@ -228,5 +246,6 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
     "f8ref.numpy": _f8ref_numpy,
     "f8ref.jax": _f8ref_jax,
     "torch": _torch,
+    "f8emu.jax": _f8emu_jax,
 }
 """Name -> loader, in the order in which they are verified by default."""

@@ -4,7 +4,7 @@ There is no second path to look into. Operands and product of a GEMM are taken w
 the functions that compute it (`TAPS`), behind the compiler; gradients and the state of delayed scaling are read where
 training leaves them. An amax or inv_scale stays inside of a kernel, so it is no part of such a layer.
 
-Compiled code calls GEMMs in the order of its compiler, so they are told apart by their sizes: `padded`. Taps are on
+Compiled code calls GEMMs in the order of its compiler, so they are told apart by their sizes (`executed`). Taps are on
 functions of the whole process, so one case runs at a time. torch is imported when a layer is run.
 """
 
@@ -14,29 +14,18 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
+from f8emu.conformance.executed import Executed, Parts, Tap, Wanted, gemm_parts, matched
 from f8emu.conformance.layer import LayerCase, LayerMode, Place
 from f8emu.spec import TENSORS, DelayedState
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Parts = dict[str, np.ndarray]
-
-
-class Tap(NamedTuple):
-    """A function that computes GEMMs: `(a, b, ...)`, or with scales `(a, b, scale_a, scale_b, ...)`."""
-
-    module: str
-    attribute: str
-    """Dotted, from the module."""
-    is_scaled: bool
-
 
 TAPS = (
     Tap("f8emu.torch.gemm.emulation", "scaled_mm", True),
@@ -47,29 +36,8 @@ TAPS = (
 """What the operators of f8emu call."""
 COMPILED_TAPS = (Tap("torch._inductor.select_algorithm", "extern_kernels._scaled_mm", True),)
 """What code that Inductor has generated calls besides."""
-_MULTIPLES = (4, 16, 16)
-"""Rows of a, rows of b and the summed dimension are zero-padded to no more than these."""
 _ALONE = threading.Lock()
 """Taps are on functions that all threads share."""
-
-
-class Executed(NamedTuple):
-    """One GEMM as its engine got it, its operands seen as `[rows, summed dimension]`, zero-padded."""
-
-    a: np.ndarray
-    b: np.ndarray
-    scale_a: np.ndarray | None
-    scale_b: np.ndarray | None
-    product: np.ndarray
-
-
-class Wanted(NamedTuple):
-    """One GEMM of the recipe."""
-
-    place: Place
-    name: str
-    sizes: tuple[int, int, int]
-    """Rows of a, rows of b, summed dimension."""
 
 
 def train(framework: Framework, case: LayerCase) -> Parts:
@@ -163,8 +131,8 @@ class _Run:
             outputs = self.forward(x)
         count = len(executed)
         of_forward = [Wanted(place, "output", case.gemm_sizes(place.layer)["output"]) for place in places]
-        for place, found, output in zip(places, _matched(of_forward, executed), outputs, strict=True):
-            parts |= _of_gemm(case, found)
+        for place, found, output in zip(places, matched(of_forward, executed), outputs, strict=True):
+            parts |= gemm_parts(case, found)
             parts[case.part(place, "result")] = self._store(output)
         executed.clear()
         # 2. Backward.
@@ -173,8 +141,8 @@ class _Run:
             torch.autograd.backward(outputs, grads)
         count += len(executed)
         wanted = [Wanted(p, name, case.gemm_sizes(p.layer)[name]) for p in reversed(places) for name in case.gemms[1:]]
-        for found in _matched(wanted, executed):
-            parts |= _of_gemm(case, found)
+        for found in matched(wanted, executed):
+            parts |= gemm_parts(case, found)
         executed.clear()
         # 3. What is left.
         parts[case.part(places[0], "gemms", of="pass")] = np.array(count)
@@ -190,44 +158,6 @@ class _Run:
 
         # A copy: buffers are used again.
         return self.framework.store(tensor.detach().clone(memory_format=torch.contiguous_format))
-
-
-def _of_gemm(case: LayerCase, found: tuple[Wanted, Executed | None]) -> Parts:
-    """Operands and product without their padding; nothing of a GEMM that did not run."""
-    (place, name, (rows_a, rows_b, k)), gemm = found
-    if gemm is None:
-        return {}
-    parts: Parts = {}
-    granularities = case.recipe.gemms[name].scaled_gemm_granularities
-    operands = ((gemm.a, gemm.scale_a, rows_a), (gemm.b, gemm.scale_b, rows_b))
-    for side, (codes, scale, rows), granularity in zip("ab", operands, granularities, strict=True):
-        if scale is not None:
-            scale_rows, scale_columns = granularity.scale_shape(rows, k)
-            parts[f"{name}.{side}.scale"] = scale[:scale_rows, :scale_columns]
-        parts[f"{name}.{side}.codes"] = codes[:rows, :k]
-        beyond = codes.view(f"u{codes.itemsize}").copy()
-        beyond[:rows, :k] = 0
-        parts[f"{name}.{side}.padding"] = np.array(np.count_nonzero(beyond))
-    parts[f"{name}.product"] = gemm.product[:rows_a, :rows_b]
-    return {case.part(place, part): array for part, array in parts.items()}
-
-
-def _matched(wanted: list[Wanted], executed: list[Executed]) -> Iterator[tuple[Wanted, Executed | None]]:
-    """Which GEMM of the recipe each one is: by its sizes, or where they say nothing by the order of the calls."""
-    left = list(executed)
-    found: list[Executed | None] = []
-    for gemm in wanted:
-        size = padded(gemm.sizes)
-        match = next((one for one in left if padded((len(one.a), *one.b.shape)) == size), None)
-        found.append(match)
-        left = [one for one in left if one is not match]
-    for gemm, match in zip(wanted, found, strict=True):
-        yield gemm, match if match is not None or not left else left.pop(0)
-
-
-def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes, whatever they were padded to."""
-    return tuple(-(-size // multiple) for size, multiple in zip(sizes, _MULTIPLES, strict=True))
 
 
 @contextmanager

@@ -15,8 +15,9 @@ CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["import
 PLANTS: dict[str, list[tuple[str, str]]] = {
     "floors": [
         ("f8emu/spec/formats.py", "import f8emu.interop"),
-        ("f8emu/interop.py", "import f8emu.torch"),
+        ("f8emu/interop/arrays.py", "import f8emu.torch"),
         ("f8emu/torch/cast.py", "import f8emu.conformance"),
+        ("f8emu/jax/cast.py", "import f8emu.torch"),
         ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.report"),
         ("f8emu/homeless.py", ""),
     ],
@@ -44,7 +45,13 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/torch/gemm/emulation.py", "import jax"),
         ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.jax"),
     ],
-    "interop": [("f8emu/interop.py", "import f8ref.jax")],
+    "jax-path": [
+        ("f8emu/jax/cast.py", "import torch"),
+        ("f8emu/jax/scale.py", "import f8ref.jax"),
+        ("f8emu/jax/gemm/emulation.py", "import f8ref.numpy"),
+        ("f8emu/jax/gemm/hardware.py", "from f8emu import interop"),
+    ],
+    "interop": [("f8emu/interop/arrays.py", "import f8ref.jax")],
     "reference-is-for-the-suite": [
         ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.numpy"),
         ("f8emu/cli.py", "from f8ref.jax import cast"),
@@ -119,8 +126,9 @@ def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: 
     [
         ("f8emu/conformance/compare.py", "import torch", "TID253"),
         ("f8emu/conformance/subject.py", "import f8ref.jax", "TID253"),
-        ("f8emu/interop.py", "from jax import numpy", "TID253"),
+        ("f8emu/interop/arrays.py", "from jax import numpy", "TID253"),
         ("f8emu/cli.py", "from f8emu.torch import cast", "TID253"),
+        ("f8emu/conformance/jax_layer.py", "import f8emu.jax", "TID253"),
         ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
         ("f8emu/torch/cast.py", "from . import scale", "TID252"),
     ],

@@ -22,7 +22,7 @@ for module in pkgutil.walk_packages(paths, package.__name__ + "."):
     try:
         importlib.import_module(module.name)
     except ModuleNotFoundError as error:
-        if error.name not in ("triton", "transformers", "torchtitan"):  # optional
+        if error.name not in ("triton", "transformers", "torchtitan", "flax", "equinox", "qwix"):  # optional
             raise
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
@@ -40,6 +40,7 @@ NEVER = {
     "f8emu.environment": ARRAYS | {"f8ref"},
     "f8emu.interop": ARRAYS | {"f8ref"},
     "f8emu.torch": {"jax", "jaxlib", "f8ref"},
+    "f8emu.jax": {"torch", "f8emu.torch", "f8emu.interop", "f8ref.exact", "f8ref.numpy"},
     "f8emu.conformance": FRAMEWORKS,
     "f8emu.doctor": FRAMEWORKS,
     "f8emu.cli": FRAMEWORKS,
@@ -47,7 +48,7 @@ NEVER = {
 # Packages whose modules need nothing but the standard library.
 STANDARD_LIBRARY_ONLY = ("f8emu", "f8emu.spec", "f8emu.environment", "f8ref.exact")
 # Packages that cannot be imported without an extra.
-NEEDS = {"f8ref.jax": "jax", "f8emu.torch": "torch"}
+NEEDS = {"f8ref.jax": "jax", "f8emu.jax": "jax", "f8emu.torch": "torch"}
 
 
 def loaded_by(package: str, *roots: Path) -> list[str]:

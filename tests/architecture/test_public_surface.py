@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import f8emu.spec
+from f8emu.spec import Format
 
 VERBS = (
     "amax cast decode dequantize initial_delayed_state mm quantize scale_from_amax scaled_grouped_mm scaled_mm "
@@ -25,7 +26,7 @@ SURFACE = {
     """,
     "f8emu.spec": """
         AccumulationModel AmaxHistoryReduction BFLOAT16 BLOCKWISE CHIPS Cast Chip DELAYED DelayedScaling
-        DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0FNU F8Error FLOAT16 FLOAT32 FLOAT8 FORMATS Format
+        DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0FNU F8Error FLOAT16 FLOAT32 FLOAT8 FORMATS Float8State Format
         GEMM_NAMES Gemm GemmTrace GoldenFileError Granularity HIGH_PRECISION HIGH_PRECISION_CAST HOPPER
         LinearTrace MAX_MARGIN MIN_AMAX_FLOOR MissingExtraError OPERANDS OperandError OperandTrace Overflow
         RECIPES RECIPE_ALIASES ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule Scales SpecError Specials TENSORS
@@ -34,6 +35,17 @@ SURFACE = {
     """,
     "f8ref.numpy": VERBS + " linear",
     "f8ref.jax": VERBS + " linear",
+    "f8emu.jax": VERBS
+    + """
+        DelayedDotGeneral DotGeneral Float8State compiler_options delayed_dot_general dot_general engine_of jit
+        linear_delayed_maximum linear_delayed_settled linear_delayed_state linear_delayed_update
+        overwrite_with_gradient shared_delayed_state
+    """,
+    "f8emu.interop": """
+        DEFAULT_RULES ParameterRule delayed_state_dict_from_float8_states float8_states_from_delayed_state_dict
+        jax_device jax_function params_from_state_dict require_jax require_torch state_dict_from_params to_jax to_numpy
+        to_torch torch_function
+    """,
     "f8emu.torch": VERBS
     + """
         ConversionEntry ConversionReport DelayedScalingError DelayedScalingState Float8ColwiseParallel
@@ -77,11 +89,18 @@ OF_TORCH: dict[str, dict[str, object]] = {
         "split_k": None,
     },
 }
+# The same of JAX.
+OF_JAX: dict[str, dict[str, object]] = {
+    "dequantize": {"out_dtype": "float32"},
+    "mm": {"engine": "auto", "split_k": None},
+    "scaled_grouped_mm": {"engine": "auto"},
+    "scaled_mm": {"engine": "auto", "granularity_a": None, "granularity_b": None, "split_k": None},
+}
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def load(name: str) -> ModuleType:
-    if name in ("f8ref.jax", "f8emu.torch"):
+    if name in ("f8ref.jax", "f8emu.jax", "f8emu.torch"):
         pytest.importorskip(name.split(".")[1])
     return importlib.import_module(name)
 
@@ -139,13 +158,17 @@ def test_signature_of_the_reference(module: str, verb: str) -> None:
     assert text(getattr(load(module), verb)) == SIGNATURES[verb]
 
 
-@pytest.mark.parametrize("verb", VERBS.split())  # a layer is Float8Linear there
-def test_signature_of_torch(verb: str) -> None:
-    """What is written for the oracle runs on torch: the same operands in the same order, the same keywords."""
+@pytest.mark.parametrize("verb", VERBS.split())  # a layer is Float8Linear or dot_general there
+@pytest.mark.parametrize(
+    ("module", "of_module"), [("f8emu.torch", OF_TORCH), ("f8emu.jax", OF_JAX)], ids=["torch", "jax"]
+)
+def test_signature_of_the_production_paths(module: str, of_module: dict[str, dict[str, object]], verb: str) -> None:
+    """What is written for the oracle runs there: the same operands in the same order, the same keywords."""
     oracle_positional, oracle_defaults = parameters(getattr(load("f8ref.numpy"), verb))
-    positional, defaults = parameters(getattr(load("f8emu.torch"), verb))
+    positional, defaults = parameters(getattr(load(module), verb))
     assert positional == oracle_positional
     differing = {k: v for k, v in defaults.items() if k not in oracle_defaults or v != oracle_defaults[k]}
-    as_text = {k: str(v) if type(v).__module__ == "torch" else v for k, v in differing.items()}
-    assert as_text == OF_TORCH.get(verb, {})
-    assert oracle_defaults.keys() - {"chip"} <= defaults.keys(), "torch has the chip that it runs on or emulates"
+    is_named = lambda v: isinstance(v, Format) or type(v).__module__ == "torch"  # noqa: E731
+    as_text = {k: str(v) if is_named(v) else v for k, v in differing.items()}
+    assert as_text == of_module.get(verb, {})
+    assert oracle_defaults.keys() - {"chip"} <= defaults.keys(), "they have the chip that they run on or emulate"

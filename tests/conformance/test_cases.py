@@ -9,12 +9,12 @@ import pytest
 
 from f8emu.conformance import cases, load_subject
 from f8emu.conformance.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
+from f8emu.conformance.executed import padded
 from f8emu.conformance.gemm import Mode
 from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
 from f8emu.conformance.layer import LayerMode, Place, place_of
 from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
-from f8emu.conformance.torch_layer import padded
 from f8emu.spec import (
     E4M3FN,
     E5M2,

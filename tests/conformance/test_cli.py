@@ -138,7 +138,10 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("verify", "f8ref.nump"), "unknown subject 'f8ref.nump'; known subjects are f8ref.numpy, f8ref.jax, torch"),
+        (
+            ("verify", "f8ref.nump"),
+            "unknown subject 'f8ref.nump'; known subjects are f8ref.numpy, f8ref.jax, torch, f8emu",
+        ),
         (("verify", "--stage", "goldn"), "unknown stage 'goldn'; known stages are formats"),
         (("verify", "--golden", "/no/such/file"), "cannot read /no/such/file"),
         (("verify", "--golden", __file__), "cut short, or foreign"),
@@ -196,19 +199,20 @@ def test_without_the_cli_extra(package: str) -> None:
 
 @pytest.mark.parametrize("package", ["jax", "torch"])
 def test_without_a_framework_what_can_run_does(package: str, few: Path, tmp_path: Path) -> None:
-    """Without torch the other two run; without JAX f8ref.numpy runs, and torch has no GEMM to show."""
+    """Without torch the others run; without JAX f8ref.numpy runs, and torch has no GEMM to show."""
     report = tmp_path / "report.json"
     arguments = ("verify", "--golden", str(few), "--stage", "golden", "--json", str(report))
     result = python(MAIN, *arguments, blocked=(package,))
     missing = {"jax": "f8ref.jax", "torch": "torch"}[package]
+    all_missing = {"jax": ["f8ref.jax", "f8emu.jax"], "torch": ["torch"]}[package]
     reason = f"f8emu verify {missing} needs the package '{package}', which is not installed"
     assert f"not run: {reason}" in result.stdout and f"pip install 'f8emu[{package}]'" in result.stdout
     assert "Traceback" not in result.stderr
     data = json.loads(report.read_text())
     found = {subject["name"]: subject["stages"][0]["status"] for subject in data["subjects"]}
-    assert list(data["not_run"]) == [missing] and data["not_run"][missing].startswith(reason)
+    assert sorted(data["not_run"]) == sorted(all_missing) and data["not_run"][missing].startswith(reason)
     if package == "torch":
-        assert result.returncode == 0 and found == {"f8ref.numpy": "equal", "f8ref.jax": "equal"}
+        assert result.returncode == 0 and found == dict.fromkeys(("f8ref.numpy", "f8ref.jax", "f8emu.jax"), "equal")
     else:
         assert result.returncode == 2 and found == {"f8ref.numpy": "equal", "torch": "not offered"}
         assert "NOT VERIFIED: torch (nothing ran)" in result.stdout and "no GEMMs: JAX" in result.stdout

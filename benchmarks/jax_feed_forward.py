@@ -1,0 +1,309 @@
+"""Llama's feed-forward block in JAX, forward and backward: bfloat16, flax's float8 and f8emu, timed side by side.
+
+    python -m benchmarks.jax_feed_forward --json OUT    RMSNorm, w1, w3, SiLU, product, w2, residual; 8,192 tokens
+
+Every subject is one program: the forward pass, the gradients of weights and input, and under delayed scaling the next
+states. Subjects take turns for several rounds, steps run back to back, and the figure is the median over rounds. Memory
+is the compiler's account of the program (`memory_analysis`): results and temporaries. Exit status 1 if a program of
+f8emu has a GEMM of codes that is no call of cuBLASLt on a GPU, or gives something that is not finite.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+import f8emu.jax
+from benchmarks.kernels import draw_kernels
+from benchmarks.report import draw, facts, figure, say, write_json
+from f8emu.spec import RECIPES
+
+BF16 = "bf16"
+FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
+SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
+FLOAT8_GEMM = "__cublas$lt$matmul$f8"
+"""XLA's name for cuBLASLt's float8 GEMM."""
+
+Linear = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Program(NamedTuple):
+    """A subject: a step, and what it is called with."""
+
+    step: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints a table, records, and gives the exit status."""
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(given)
+    is_gpu = jax.default_backend() == "gpu"
+    report = facts("benchmarks.jax_feed_forward", given, torch.device("cuda" if is_gpu else "cpu"))
+    report |= {name: getattr(arguments, name) for name in ("tokens", "dim", "hidden", "rounds", "steps")}
+    tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden)
+    entries: list[dict[str, Any]] = []
+    calls: dict[str, Callable[[], Any]] = {}
+    for subject in arguments.subjects:
+        entry: dict[str, Any] = {"subject": subject}
+        entries.append(entry)
+        try:
+            calls[subject] = _prepared(subject, tensors, arguments.kernels, entry)
+        except ImportError as error:
+            entry["absent"] = str(error)
+        except Exception as error:  # the others go on
+            entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        say(f"{subject}: {figure(entry, 'compile_s', '.1f')} s to compile")
+    times: dict[str, list[float]] = {subject: [] for subject in calls}
+    for _ in range(arguments.rounds):
+        for subject, call in calls.items():
+            times[subject].append(_back_to_back(call, arguments.steps))
+    for entry in entries:
+        if found := times.get(entry["subject"]):
+            entry |= {"ms": statistics.median(found), "ms_min": min(found), "ms_max": max(found)}
+    _compare(entries)
+    report["subjects"] = entries
+    _draw(arguments, entries)
+    if arguments.json:
+        write_json(arguments.json, report)
+    return int(any(_is_wrong(entry, is_gpu) for entry in entries if entry["subject"].startswith("f8emu/")))
+
+
+def _prepared(
+    subject: str, tensors: tuple[jax.Array, ...], profiled: Sequence[str], entry: dict[str, Any]
+) -> Callable[[], Any]:
+    """The compiled step; what is known of it goes into `entry`."""
+    step, arguments = _program(subject, tensors)
+    start = time.perf_counter()
+    compiled = f8emu.jax.jit(step).lower(*arguments).compile()
+    entry["compile_s"] = time.perf_counter() - start
+    text = compiled.as_text()
+    entry["float8_gemms"] = text.count(f'custom_call_target="{FLOAT8_GEMM}"')
+    entry["triton_kernels"] = text.count('custom_call_target="__gpu$xla.gpu.triton"')
+    memory = compiled.memory_analysis()
+    entry["bytes"] = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    results = jax.block_until_ready(compiled(*arguments))
+    if subject in profiled:
+        entry["kernels"] = _kernels(functools.partial(compiled, *arguments))
+    entry["is_finite"] = all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in jax.tree.leaves(results[:2]))
+    return functools.partial(compiled, *arguments)
+
+
+def _kernels(call: Callable[[], Any], steps: int = 3) -> list[dict[str, Any]]:
+    """Calls and microseconds a step of every kernel, the longest first."""
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
+            for _ in range(steps):
+                jax.block_until_ready(call())
+        for file in Path(directory).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+                for line in plane.lines if "GPU" in plane.name else ():
+                    for event in line.events if "Stream" in line.name else ():
+                        found.setdefault(event.name, []).append(event.duration_ns / 1e3)
+    kernels = [{"name": name, "calls": len(us) / steps, "us": sum(us) / steps} for name, us in found.items()]
+    return sorted(kernels, key=lambda kernel: -kernel["us"])
+
+
+def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
+    library, _, name = subject.partition("/")
+    if library == "flax":
+        return _of_flax(name, tensors)
+    if subject == BF16:
+        product: Any = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+    elif RECIPES[name].delayed is not None:
+        return _of_delayed(name, tensors)
+    else:
+        product = f8emu.jax.dot_general(name)
+    linear: Linear = functools.partial(_linear, product)
+
+    def step(x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
+        output, backward = jax.vjp(functools.partial(_block, (linear,) * 3), x, *weights)
+        return output, backward(_after(output, grad))
+
+    return Program(step, tensors)
+
+
+def _of_delayed(name: str, tensors: tuple[jax.Array, ...]) -> Program:
+    product: Any = f8emu.jax.delayed_dot_general(name)
+
+    def block(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
+        linears = [lambda x, w, s=s: product(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states]
+        return _block(linears, x, *weights)
+
+    def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
+        output, backward = jax.vjp(block, x, weights, states)
+        grad_x, grad_weights, amaxes = backward(_after(output, grad))
+        update = f8emu.jax.linear_delayed_update
+        return output, (grad_x, grad_weights), [update(*both, name) for both in zip(states, amaxes, strict=True)]
+
+    states = [f8emu.jax.linear_delayed_state(name) for _ in range(3)]
+    *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
+    return Program(step, ([f8emu.jax.linear_delayed_settled(state) for state in states], *tensors))
+
+
+def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
+    from flax import linen
+    from flax.linen import fp8_ops
+
+    x, grad, norm, *weights = tensors
+    dense = functools.partial(
+        linen.Dense,
+        use_bias=False,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        dot_general_cls=getattr(fp8_ops, name),
+    )
+    # Each layer is applied by itself, so that the block is the same code for every subject.
+    layers = [dense(w.shape[1]) for w in weights]
+    found = []
+    for layer, w in zip(layers, weights, strict=True):
+        shapes = jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((1, w.shape[0]), jnp.bfloat16))
+        others = {key: value for key, value in shapes.items() if key != "params"}
+        # flax starts with scales of one and histories of zeros.
+        found.append(
+            jax.tree.map_with_path(
+                lambda path, s: jnp.full(s.shape, float("scale" in jax.tree_util.keystr(path)), s.dtype), others
+            )
+        )
+
+    def block(x: jax.Array, norm: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
+        linears: list[Any] = [
+            lambda x, w, layer=layer, s=s: layer.apply({"params": {"kernel": w}, **s}, x)
+            for layer, s in zip(layers, states, strict=True)
+        ]
+        return _block(linears, x, norm, *weights)
+
+    def step(states: Any, x: jax.Array, grad: jax.Array, norm: jax.Array, *weights: jax.Array) -> Any:
+        output, backward = jax.vjp(block, x, norm, weights, states)
+        *grads, states = backward(_after(output, grad))  # flax overwrites its states with their gradients
+        return output, grads, states
+
+    return Program(step, (found, x, grad, norm, *weights))
+
+
+def _after(output: jax.Array, grad: jax.Array) -> jax.Array:
+    """The gradient once the output is there, as a loss has it; else XLA computes parts of both passes at once."""
+    return lax.optimization_barrier((output, grad))[1]
+
+
+def _linear(product: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    return product(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def _block(
+    linears: Sequence[Linear],
+    x: jax.Array,
+    norm: jax.Array,
+    w1: jax.Array,
+    w3: jax.Array,
+    w2: jax.Array,
+) -> jax.Array:
+    first, third, second = linears
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+    y = scaled.astype(jnp.bfloat16) * norm
+    return x + second(jax.nn.silu(first(y, w1)) * third(y, w3), w2)
+
+
+def _tensors(tokens: int, dim: int, hidden: int) -> tuple[jax.Array, ...]:
+    """Input, gradient, the weight of the norm, w1, w3, w2."""
+
+    @jax.jit
+    def made() -> tuple[jax.Array, ...]:
+        shapes = ((tokens, dim), (tokens, dim), (dim,), (dim, hidden), (dim, hidden), (hidden, dim))
+        factors = (1.0, 0.01, 0.1, dim**-0.5, dim**-0.5, hidden**-0.5)
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        x, grad, norm, *weights = (
+            (jax.random.normal(key, shape, jnp.float32) * factor)
+            for key, shape, factor in zip(keys, shapes, factors, strict=True)
+        )
+        return tuple(tensor.astype(jnp.bfloat16) for tensor in (x, grad, 1 + norm, *weights))
+
+    return jax.block_until_ready(made())
+
+
+def _back_to_back(call: Callable[[], Any], steps: int) -> float:
+    """Milliseconds a step."""
+    jax.block_until_ready(call())
+    start = time.perf_counter()
+    result = None
+    for _ in range(steps):
+        result = call()
+    jax.block_until_ready(result)
+    return 1e3 * (time.perf_counter() - start) / steps
+
+
+def _compare(entries: Sequence[dict[str, Any]]) -> None:
+    """Speed and memory, times those of bfloat16."""
+    bf16 = next((entry for entry in entries if entry["subject"] == BF16), {})
+    for entry in entries:
+        if "ms" in entry and "ms" in bf16:
+            entry |= {"speed": bf16["ms"] / entry["ms"], "memory": entry["bytes"] / bf16["bytes"]}
+
+
+def _is_wrong(entry: dict[str, Any], is_gpu: bool) -> bool:
+    if "failed" in entry or not entry.get("is_finite"):
+        return True
+    recipe = RECIPES[entry["subject"].partition("/")[2]]
+    is_blockwise = recipe.output.a.granularity.is_blockwise
+    gemms = sum(3 for gemm in recipe.gemms.values() if not gemm.is_high_precision)
+    return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms
+
+
+def _draw(arguments: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
+    columns = ["subject", "ms", "min - max", "speed", "GB", "memory", "float8 GEMMs", "Triton kernels"]
+    rows = []
+    for entry in entries:
+        if "ms" not in entry:
+            rows.append([entry["subject"], entry.get("absent") or entry.get("failed", "")])
+            continue
+        rows.append(
+            [
+                entry["subject"],
+                f"{entry['ms']:.3f}",
+                f"{entry['ms_min']:.3f} - {entry['ms_max']:.3f}",
+                figure(entry, "speed", ".3f"),
+                f"{entry['bytes'] / 1e9:.3f}",
+                figure(entry, "memory", ".3f"),
+                str(entry["float8_gemms"]),
+                str(entry["triton_kernels"]),
+            ]
+        )
+    sizes = f"{arguments.dim} -> {arguments.hidden} -> {arguments.dim}, {arguments.tokens} tokens"
+    for entry in entries:
+        if "kernels" in entry:
+            draw_kernels(
+                f"{entry['subject']}: the kernels of a step of {figure(entry, 'ms', '.3f')} ms", entry["kernels"]
+            )
+    draw(f"feed-forward block, {sizes}, forward + backward; speed and memory: times bf16's", columns, rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    summary = "Llama's feed-forward block in JAX: bfloat16, flax's float8 and f8emu."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.jax_feed_forward", description=summary)
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
+    parser.add_argument(
+        "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list its kernels"
+    )
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=14336)
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every subject (default 7)")
+    parser.add_argument("--steps", type=int, default=10, help="steps a turn (default 10)")
+    parser.add_argument("--json", type=Path, help="where to record")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""A linear layer of f8emu.jax as people train it: `dot_general` under a recipe, forward and backward, eager or jitted.
+
+As in `torch_layer`, operands and product of a GEMM are taken where its engine is entered, by taps on the functions that
+compute it; in a jitted layer a tap puts a callback into the program. Gradients are those of `jax.vjp`, and states those
+that `linear_delayed_update` makes of them. Jitted layers have their weight as a kernel [K, N], as flax does.
+
+Taps are on functions of the whole process, so one case runs at a time. JAX is imported when a layer is run.
+"""
+
+import importlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from f8emu.conformance.arrays import Framework
+from f8emu.conformance.executed import Executed, Parts, Tap, Wanted, gemm_parts, matched
+from f8emu.conformance.layer import LayerCase, LayerMode, Place
+from f8emu.spec import DelayedState
+
+TAPS = (
+    Tap("f8emu.jax.gemm.emulation", "scaled_mm", True),
+    Tap("f8emu.jax.gemm.emulation", "mm", False),
+    Tap("f8emu.jax.gemm.hardware", "scaled_mm", True),
+    Tap("f8emu.jax.gemm.hardware", "mm", False),
+)
+_ALONE = threading.Lock()
+"""Taps are on functions that all threads share."""
+
+
+def train(framework: Framework, case: LayerCase) -> Parts:
+    """The parts of `layer_trace.layer_parts`, as the layer gives them. Warnings are no part."""
+    with _ALONE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _Run(case, framework).parts()
+
+
+class _Run:
+    """One case: its layers as a function of input, parameters and states."""
+
+    def __init__(self, case: LayerCase, framework: Framework) -> None:
+        import jax
+
+        import f8emu.jax as f8
+
+        self.case, self.framework, self.f8 = case, framework, f8
+        self.numbers = range(1, case.layers + 1)
+        self.is_jitted = case.mode is LayerMode.COMPILED
+        is_delayed = case.recipe.delayed is not None
+        multiply: Any = f8.delayed_dot_general(case.recipe) if is_delayed else f8.dot_general(case.recipe)
+        self.states: list[Any] = [f8.linear_delayed_state(case.recipe) if is_delayed else None for _ in self.numbers]
+        dtype = framework.dtype(case.dtype)
+
+        def one_layer(x: Any, parameters: dict[str, Any], state: Any) -> Any:
+            dimensions = (((x.ndim - 1,), (0 if self.is_jitted else 1,)), ((), ()))
+            operands = (x, parameters["weight"]) if state is None else (x, parameters["weight"], state)
+            output = multiply(*operands, dimensions)
+            if "bias" not in parameters:
+                return output
+            return output + jax.numpy.broadcast_to(parameters["bias"].astype(dtype), output.shape)
+
+        def forward(trained: dict[str, Any], fixed: dict[str, Any]) -> list[Any]:
+            """All layers; `trained` is what has a gradient."""
+            x = (trained | fixed)["input"].astype(dtype)
+            states = trained.get("states", self.states if not trained else None)
+            return [
+                one_layer(x, {name: (trained | fixed)[name][i] for name in self.parameters}, states[i])
+                for i in range(case.layers)
+            ]
+
+        self.parameters = ("weight", "bias") if case.with_bias else ("weight",)
+        jit: Callable[..., Any] = f8.jit if self.is_jitted else lambda function: function
+        self.forward = jit(forward)
+        self.forward_and_backward = jit(lambda trained, fixed: jax.vjp(lambda t: forward(t, fixed), trained))
+        self.backward = jit(lambda pull, grads: pull(grads)[0])
+
+    def parts(self) -> Parts:
+        """All steps."""
+        case, parts = self.case, Parts()
+        with _tapped() as executed:
+            for step in range(1, case.steps + 1):
+                grads: dict[str, Any] | None = None
+                for turn in range(1, case.passes + 1):
+                    of_pass, found = self._pass(step, turn, executed)
+                    parts |= of_pass
+                    grads = found if grads is None else self._accumulated(grads, found)
+                for i, number in enumerate(self.numbers):
+                    for name in self.parameters:
+                        if grads is not None and name in grads:
+                            grad = np.asarray(grads[name][i])
+                            part = case.part(Place(step, layer=number), f"{name}.grad", of="step")
+                            parts[part] = grad.T if name == "weight" and self.is_jitted else grad
+                if case.updates:
+                    assert grads is not None, "there was a pass"
+                    parts |= self._update(step, grads["states"])
+        return parts
+
+    def _pass(self, step: int, turn: int, executed: list[Executed]) -> tuple[Parts, dict[str, Any]]:
+        """Forward and backward: the parts, and the gradients of everything trained."""
+        import jax
+
+        case, parts = self.case, Parts()
+        places = [Place(step, turn, number) for number in self.numbers]
+        tensors = [case.tensors(place) for place in places]
+        values: dict[str, Any] = {
+            "input": self._load(tensors[0]["input"]).reshape(*(case.batch or case.shape[:1]), -1),
+            "weight": [self._load(t["weight"].T.copy() if self.is_jitted else t["weight"]) for t in tensors],
+            "bias": [self._load(t["bias"]) for t in tensors if case.with_bias],
+            "states": self.states,
+        }
+        wanted = set(case.trained) | ({"bias", "states"} if case.trained else set())
+        trained = {name: value for name, value in values.items() if name in wanted}
+        fixed = {name: value for name, value in values.items() if name not in wanted and name != "states"}
+        # 1. Forward.
+        pull = None
+        if trained:
+            outputs, pull = self.forward_and_backward(trained, fixed)
+        else:
+            outputs = self.forward(trained, fixed)
+        self._wait(outputs)
+        count = len(executed)
+        of_forward = [Wanted(place, "output", case.gemm_sizes(place.layer)["output"]) for place in places]
+        for place, found, output in zip(places, matched(of_forward, executed), outputs, strict=True):
+            parts |= gemm_parts(case, found)
+            parts[case.part(place, "result")] = np.asarray(output)
+        executed.clear()
+        # 2. Backward.
+        grads: dict[str, Any] = {}
+        if pull is not None:
+            given = [self._load(t["grad_output"]).reshape(o.shape) for t, o in zip(tensors, outputs, strict=True)]
+            grads = jax.block_until_ready(self.backward(pull, given))
+            self._wait(grads)
+        count += len(executed)
+        of_backward = [
+            Wanted(place, name, case.gemm_sizes(place.layer)[name])
+            for place in reversed(places)
+            for name in case.gemms[1:]
+        ]
+        for found in matched(of_backward, executed):
+            parts |= gemm_parts(case, found)
+        executed.clear()
+        # 3. What is left.
+        parts[case.part(places[0], "gemms", of="pass")] = np.array(count)
+        if "input" in grads:
+            parts[case.part(places[0], "input.grad", of="pass")] = np.asarray(grads["input"])
+        return parts, grads
+
+    def _accumulated(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+        """The gradients of two passes: sums, and the maximum of amaxes."""
+        found: dict[str, Any] = {}
+        for name in self.parameters:
+            if name in a:
+                found[name] = [x + y for x, y in zip(a[name], b[name], strict=True)]
+        pairs = zip(a["states"], b["states"], strict=True)
+        found["states"] = [None if x is None else self.f8.linear_delayed_maximum(x, y) for x, y in pairs]
+        return found
+
+    def _update(self, step: int, amaxes: Sequence[Any]) -> Parts:
+        """The states of the next step."""
+        case, parts = self.case, Parts()
+        delayed = case.recipe.delayed
+        assert delayed is not None, "it has updates"
+        pairs = zip(self.states, amaxes, strict=True)
+        self.states = [self.f8.linear_delayed_update(state, found, case.recipe) for state, found in pairs]
+        for (i, number), tensor, field in product(enumerate(self.numbers), delayed.tensors, DelayedState._fields):
+            value = np.asarray(getattr(getattr(self.states[i], tensor), field))
+            part = case.part(Place(step, layer=number), f"delayed.{tensor}.{field}", of="step")
+            parts[part] = value != 0 if field == "initialized" else value
+        return parts
+
+    def _wait(self, arrays: Any) -> None:
+        """Until the arrays are there, and the callbacks have run."""
+        import jax
+
+        jax.block_until_ready(arrays)
+        jax.effects_barrier()
+
+    def _load(self, array: np.ndarray) -> Any:
+        return self.framework.load(array)
+
+
+@contextmanager
+def _tapped() -> Iterator[list[Executed]]:
+    """The GEMMs that run inside; whoever reads the list clears it."""
+    import jax
+    from jax.core import Tracer
+
+    executed: list[Executed] = []
+
+    def record(*arrays: Any) -> None:
+        a, b, scale_a, scale_b, product = (None if x is None else np.array(x) for x in arrays)
+        assert a is not None and b is not None and product is not None, "only scales may be missing"
+        executed.append(Executed(a, b, scale_a, scale_b, product))
+
+    def tapped(run: Callable[..., Any], is_scaled: bool) -> Callable[..., Any]:
+        def call(a: Any, b: Any, *rest: Any, **options: Any) -> Any:
+            result = run(a, b, *rest, **options)
+            scales = (rest[0], rest[1].T) if is_scaled else (None, None)
+            operands = (a, b.T, *scales, result.T if options.get("transposed") else result)
+            is_traced = any(isinstance(x, Tracer) for x in operands)
+            jax.debug.callback(record, *operands) if is_traced else record(*operands)
+            return result
+
+        return call
+
+    with ExitStack() as stack:
+        for module, attribute, is_scaled in TAPS:
+            owner = importlib.import_module(module)
+            stack.enter_context(patch.object(owner, attribute, tapped(getattr(owner, attribute), is_scaled)))
+        yield executed

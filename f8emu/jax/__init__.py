@@ -1,0 +1,37 @@
+"""f8emu for JAX: casts, scales, GEMMs and training with the bits of a Hopper GPU, on its tensor cores or emulated.
+
+`dot_general(recipe)` takes the place of `jax.lax.dot_general`. Importing this package loads JAX and never torch.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    from f8emu.spec.errors import MissingExtraError
+
+    raise MissingExtraError("f8emu.jax", "jax", "jax") from error
+
+from f8emu.jax.cast import cast as cast
+from f8emu.jax.cast import decode as decode
+from f8emu.jax.cast import dequantize as dequantize
+from f8emu.jax.cast import quantize as quantize
+from f8emu.jax.compiling import compiler_options as compiler_options
+from f8emu.jax.compiling import jit as jit
+from f8emu.jax.delayed_state import initial_delayed_state as initial_delayed_state
+from f8emu.jax.delayed_state import update_delayed_state as update_delayed_state
+from f8emu.jax.gemm.engine import engine_of as engine_of
+from f8emu.jax.gemm.scaled_mm import mm as mm
+from f8emu.jax.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
+from f8emu.jax.gemm.scaled_mm import scaled_mm as scaled_mm
+from f8emu.jax.scale import amax as amax
+from f8emu.jax.scale import scale_from_amax as scale_from_amax
+from f8emu.jax.training.delayed import linear_delayed_maximum as linear_delayed_maximum
+from f8emu.jax.training.delayed import linear_delayed_settled as linear_delayed_settled
+from f8emu.jax.training.delayed import linear_delayed_state as linear_delayed_state
+from f8emu.jax.training.delayed import linear_delayed_update as linear_delayed_update
+from f8emu.jax.training.delayed import overwrite_with_gradient as overwrite_with_gradient
+from f8emu.jax.training.delayed import shared_delayed_state as shared_delayed_state
+from f8emu.jax.training.dot_general import DelayedDotGeneral as DelayedDotGeneral
+from f8emu.jax.training.dot_general import DotGeneral as DotGeneral
+from f8emu.jax.training.dot_general import delayed_dot_general as delayed_dot_general
+from f8emu.jax.training.dot_general import dot_general as dot_general
+from f8emu.spec.trace import Float8State as Float8State

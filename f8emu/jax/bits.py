@@ -1,0 +1,134 @@
+"""Bit patterns of float32, bfloat16, float16 and float8 values, as integers.
+
+XLA may keep a bfloat16 value in float32, flush subnormals, and lose NaN in a maximum (NUMERICS 6); integers it computes
+as they are. So what decides a bit goes through here: values are read as the bits that are stored, magnitudes are
+compared as integers, and every NaN is replaced by one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from f8emu.spec.formats import BFLOAT16, FLOAT16, FLOAT32, Format, Specials
+
+NAN = 0x7FFFFFFF
+"""The one float32 NaN that f8emu emits [SPEC-1]."""
+INFINITY = 0x7F800000
+MAGNITUDE = 0x7FFFFFFF
+FRACTION = 0x007FFFFF
+HIDDEN = 0x00800000
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """The bit patterns of `x`, as unsigned integers of its width."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def float32_of(bits: jax.Array) -> jax.Array:
+    """The float32 values with these uint32 bit patterns."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def typed(codes: jax.Array, format: Format) -> jax.Array:
+    """The values of a format with these bit patterns, given as any unsigned integers."""
+    return lax.bitcast_convert_type(codes.astype(jnp.dtype(f"uint{format.bits}")), jnp.dtype(format.name))
+
+
+def sign_of(bits: jax.Array) -> jax.Array:
+    """The sign bits alone. Shifts: JAX reads the mask as an int32, for which it is too large."""
+    return (bits >> 31) << 31
+
+
+def one_nan(bits: jax.Array) -> jax.Array:
+    """Float32 bit patterns with every NaN replaced by the canonical NaN [SPEC-1]."""
+    return jnp.where(is_nan(bits), jnp.uint32(NAN), bits)
+
+
+def is_nan(bits: jax.Array) -> jax.Array:
+    """Whether each float32 bit pattern is a NaN."""
+    return (bits & MAGNITUDE) > INFINITY
+
+
+def float32_bits(codes: jax.Array, format: Format) -> jax.Array:
+    """Float32 bit patterns of the values that codes of a format have; every NaN is 0x7fffffff.
+
+    Shapes: any.
+    Exactness: exact; every value of these formats is a float32.
+    """
+    codes = codes.astype(jnp.uint32)
+    if format == FLOAT32:
+        return one_nan(codes)
+    if format == BFLOAT16:
+        return one_nan(codes << 16)
+    magnitude = codes & format.magnitude_mask
+    shift, rebias = FLOAT32.fraction_bits - format.fraction_bits, FLOAT32.bias - format.bias
+    bits = (magnitude << shift) + (rebias << FLOAT32.fraction_bits)
+    if not format.has_subnormals:  # E8M0: field 0 is 2^-127, a subnormal of float32
+        bits = jnp.where(magnitude == 0, jnp.uint32(HIDDEN >> 1), bits)
+    else:
+        # A subnormal is `magnitude` times the smallest one. The integer is exact as a float32, and its exponent moves
+        # by a constant; 0 becomes a negative exponent and is put right.
+        smallest = format.min_exponent - format.fraction_bits
+        normal = bits_of(magnitude.astype(jnp.int32).astype(jnp.float32)) - jnp.uint32(-smallest << 23)
+        bits = jnp.where(magnitude <= format.fraction_mask, jnp.where(magnitude == 0, jnp.uint32(0), normal), bits)
+    if format.infinity_code is not None:
+        bits = jnp.where(magnitude == format.infinity_code, jnp.uint32(INFINITY), bits)
+    if format.signed:
+        bits = bits | ((codes >> (format.bits - 1)) << 31)
+    if format.specials is Specials.NAN_NEGATIVE_ZERO:
+        nan = codes == format.nan_code
+    else:
+        nan = magnitude > (format.max_code if format.infinity_code is None else format.infinity_code)
+    return jnp.where(nan, jnp.uint32(NAN), bits)
+
+
+def value_bits(x: jax.Array) -> jax.Array:
+    """Float32 bit patterns of float32, bfloat16 or float16 values as they are stored; a NaN may be any.
+
+    A conversion to float32 would let XLA skip the rounding of what was computed before it in float32
+    (`xla_allow_excess_precision`, on unless turned off).
+    """
+    if x.dtype == jnp.float16:
+        return float32_bits(bits_of(x), FLOAT16)
+    bits = bits_of(x).astype(jnp.uint32)
+    return bits if x.dtype == jnp.float32 else bits << 16
+
+
+def rounded(exp: jax.Array, significand: jax.Array, width: int, *, is_normal: bool = False) -> jax.Array:
+    """Magnitude bits of the float32 nearest to `significand * 2^(exp - width + 1)`, ties to even.
+
+    `significand` has exactly `width` bits, 26 to 28, of which the last may be sticky. Subnormal results are rounded
+    where they end, and what rounds beyond the largest float32 is infinity; `is_normal` says that there are none.
+    """
+    # 1. 24 bits stay, and one less for each exponent below the normal range.
+    drop, one = width - 24, significand.dtype.type(1)
+    if not is_normal:
+        drop = (drop + jnp.clip(-126 - exp, 0, 25)).astype(significand.dtype)
+        exp = jnp.clip(exp, -126, 128)
+    half = one << (drop - 1)
+    kept = (significand + (half - 1) + ((significand >> drop) & 1)) >> drop
+    # 2. The hidden bit, or a carry into it, adds one to the exponent field.
+    bits = ((exp + 126).astype(jnp.uint32) << 23) + kept
+    return bits if is_normal else jnp.minimum(bits, jnp.uint32(INFINITY))
+
+
+def unpacked(code: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(exponent, significand in [2^23, 2^24)) of a finite float32 that is not 0; anything else gives harmless ones."""
+    field, fraction = (code >> 23) & 0xFF, code & FRACTION
+    shift = jnp.where(field == 0, jnp.minimum(lax.clz(fraction), jnp.uint32(31)) - 8, jnp.uint32(0))
+    exp = jnp.maximum(field, 1).astype(jnp.int32) - shift.astype(jnp.int32) - FLOAT32.bias
+    return exp, (fraction << shift) | HIDDEN
+
+
+def magnitudes(x: jax.Array) -> jax.Array:
+    """The bit patterns of `x` without the sign, in its own width.
+
+    They are ordered like the magnitudes, with infinity and NaN above the rest: an integer maximum keeps NaN.
+    """
+    bits = bits_of(x)
+    return bits & jnp.array((1 << (8 * x.dtype.itemsize - 1)) - 1, bits.dtype)
+
+
+def widened(magnitude: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Float32 bit patterns of magnitudes of a high-precision dtype, every NaN as the canonical one [SPEC-1]."""
+    return one_nan(value_bits(lax.bitcast_convert_type(magnitude, dtype)))

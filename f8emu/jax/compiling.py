@@ -1,0 +1,120 @@
+"""The compiler options that exactness needs on a GPU, and how a trace knows that its program has them.
+
+XLA may replace a float8 GEMM by a Triton fusion, whose bits follow no rule (NUMERICS 7); with
+`xla_gpu_enable_triton_gemm=False` it calls cuBLASLt. JAX takes compiler options for an outermost `jax.jit` only, and
+tells none of them to what it traces. So `jit` here sets the options and notes them in a context of JAX, which belongs
+to the key of JAX's caches: a function that was traced without them is traced again.
+"""
+
+import functools
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from f8emu.spec.errors import SpecError
+
+TRITON_GEMM = "xla_gpu_enable_triton_gemm"
+EXCESS_PRECISION = "xla_allow_excess_precision"
+
+
+class Options(NamedTuple):
+    """What is known of the compiler options of the program that is traced: it has no Triton GEMMs."""
+
+    excess_precision: bool
+    """Whether XLA surely keeps excess precision, which folds a scale into a bfloat16 GEMM (`gemm.hardware`)."""
+
+
+_options = jax.make_user_context(default_value=None)
+
+
+def known_options() -> Options | None:
+    """Those of the program that is traced; None if nothing says that it has no Triton GEMMs.
+
+    A program of a plain `jax.jit` has them if `XLA_FLAGS` says so for the whole process.
+    """
+    found: Options | None = _options.value
+    if found is None and _is_false(_flags().get(TRITON_GEMM)):
+        return Options(excess_precision=False)  # its own options, which are not known, may say otherwise
+    return found
+
+
+def compiler_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """`given` with the options that exactness needs.
+
+    Raises:
+        SpecError: `given` asks for Triton GEMMs.
+    """
+    found = dict(given or {})
+    if TRITON_GEMM in found and not _is_false(found[TRITON_GEMM]):
+        raise SpecError(
+            f"jit: compiler_options must leave {TRITON_GEMM} False; got {found[TRITON_GEMM]!r}; Triton GEMMs have "
+            "other bits than cuBLASLt's: use jax.jit for a program without float8 GEMMs"
+        )
+    excess = found.get(EXCESS_PRECISION, _flags().get(EXCESS_PRECISION, True))
+    return found | {TRITON_GEMM: False, EXCESS_PRECISION: not _is_false(excess)}
+
+
+def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """`jax.jit` with the compiler options that exact float8 GEMMs need on a GPU; elsewhere they change nothing.
+
+    Use it for the outermost function, a training step: `f8emu.jax.jit(jax.value_and_grad(loss))`. Inside of another
+    jit or transformation it is `jax.jit`, because JAX takes options of the outermost program only.
+
+    Args:
+        fun: the function; without it, the result is a decorator.
+        options: those of `jax.jit`; `compiler_options` are added to.
+
+    Raises:
+        SpecError: compiler options that ask for Triton GEMMs.
+    """
+    if fun is None:
+        return functools.partial(jit, **options)
+    given = compiler_options(options.pop("compiler_options", None))
+    known = Options(excess_precision=given[EXCESS_PRECISION])
+    outermost: Any
+    outermost, inner = jax.jit(fun, compiler_options=given, **options), jax.jit(fun, **options)
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_eager(jax.tree.leaves((args, kwargs))):
+            return inner(*args, **kwargs)
+        with _options(known):
+            return outermost(*args, **kwargs)
+
+    def known_to(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def found(*args: Any, **kwargs: Any) -> Any:
+            with _options(known):
+                return method(*args, **kwargs)
+
+        return found
+
+    for name in ("lower", "trace", "eval_shape", "clear_cache"):
+        setattr(call, name, known_to(getattr(outermost, name)))
+    return call
+
+
+def eager_options() -> Options:
+    """What is known of the programs that eager calls compile for themselves."""
+    return Options(excess_precision=compiler_options()[EXCESS_PRECISION])
+
+
+def is_eager(arrays: Iterable[Any]) -> bool:
+    """Whether JAX neither traces nor transforms here, so that a call may compile a program with its own options."""
+    # While JAX traces, arrays may still be concrete, closed over; the result of an operation is not.
+    return not any(isinstance(x, Tracer) for x in (*arrays, jnp.zeros(())))
+
+
+def _is_false(value: Any) -> bool:
+    return str(value).lower() in ("false", "0")
+
+
+def _flags() -> dict[str, str]:
+    """`XLA_FLAGS`, as XLA reads them when it starts."""
+    words = (word.lstrip("-").partition("=") for word in shlex.split(os.environ.get("XLA_FLAGS", "")))
+    return {name: value or "true" for name, _, value in words}

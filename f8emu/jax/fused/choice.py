@@ -1,0 +1,92 @@
+"""Where a kernel runs and where plain JAX: decided when JAX lowers a program, since only then the backend is known.
+
+A cast's kernel runs on CUDA devices of compute capability 8.9 and newer, which convert to float8; that of a GEMM on
+those whose tensor cores it was written for. XLA cannot partition it: in
+a program that XLA partitions over several devices it would gather the whole matrix first. There plain JAX runs, of
+which each device computes its part; in `jax.shard_map`, which partitions by itself, the kernel does.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+from f8emu.jax.lowering import is_partitioned
+
+
+def has_float8_conversions() -> bool:
+    """Whether all CUDA devices here convert to float8; true where there are none, and another machine will run it."""
+    return all(capability >= (8, 9) for capability in cuda_capabilities())
+
+
+def are_hopper() -> bool:
+    """Whether all CUDA devices here have Hopper's tensor cores, whose bits were measured; true where there are none."""
+    return all(major == 9 for major, _ in cuda_capabilities())
+
+
+def kernel_or_plain(
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    *args: Any,
+    runs_here: Callable[[], bool] = has_float8_conversions,
+) -> Any:
+    """`kernel(*args)` where kernels run, `plain(*args)` elsewhere; both return the same tree of arrays.
+
+    `runs_here`, asked when a program for CUDA is lowered, says whether the devices are those that the kernel is for.
+
+    Only the one that is chosen is lowered, so that a program for a CPU has no trace of the kernel.
+    """
+    leaves, tree = jax.tree.flatten(args)
+
+    def flat(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
+
+    # The kernel is traced for shapes alone: in `jax.shard_map` it need not know along which axes its arguments vary.
+    # The results vary as those of plain JAX do.
+    bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    jaxpr, shapes = jax.make_jaxpr(flat(plain), return_shape=True)(*leaves)
+    found = _choice.bind(*leaves, kernel=jax.make_jaxpr(flat(kernel))(*bare), plain=jaxpr, runs_here=runs_here)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+_choice = Primitive("f8emu_cast")
+_choice.multiple_results = True
+_choice.def_impl(lambda *args, kernel, plain, runs_here: jaxpr_as_fun(plain)(*args))
+_choice.def_abstract_eval(lambda *_, kernel, plain, runs_here: plain.out_avals)
+
+
+def _lower_plain(ctx: mlir.LoweringRuleContext, *args: Any, plain: ClosedJaxpr, **_: Any) -> Sequence[Any]:
+    return mlir.lower_fun(jaxpr_as_fun(plain), multiple_results=True)(ctx, *args)
+
+
+def _lower_for_cuda(
+    ctx: mlir.LoweringRuleContext, *args: Any, kernel: ClosedJaxpr, plain: ClosedJaxpr, runs_here: Callable[[], bool]
+) -> Sequence[Any]:
+    chosen = kernel if runs_here() and not is_partitioned(ctx) else plain
+    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *args)
+
+
+def _batch(args: Any, axes: Any, *, kernel: ClosedJaxpr, plain: ClosedJaxpr, runs_here: Callable[[], bool]) -> Any:
+    def batched(jaxpr: ClosedJaxpr) -> Callable[..., Any]:
+        return jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(axes))
+
+    found = kernel_or_plain(batched(kernel), batched(plain), *args, runs_here=runs_here)
+    return found, (0,) * len(found)
+
+
+mlir.register_lowering(_choice, _lower_plain)
+mlir.register_lowering(_choice, _lower_for_cuda, platform="cuda")
+batching.primitive_batchers[_choice] = _batch
+
+
+@cache
+def cuda_capabilities() -> tuple[tuple[int, ...], ...]:
+    """The compute capabilities of the CUDA devices here."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return ()
+    return tuple(tuple(map(int, str(device.compute_capability).split("."))) for device in devices)

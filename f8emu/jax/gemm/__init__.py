@@ -1,0 +1,1 @@
+"""The GEMMs: checks of their operands, and the two engines that compute them."""

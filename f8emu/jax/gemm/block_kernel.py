@@ -1,0 +1,276 @@
+"""The GEMM with block scales [EPI-5] as a Pallas kernel, for Triton on a Hopper GPU: XLA has none of its own.
+
+A program owns a tile of the output and walks along K. For every 128 of K it takes the codes through the tensor core,
+from zero, and adds the scaled partial to a float32 total that stays in registers.
+
+Exactness: the bits of `f8ref.jax.scaled_mm`, for these reasons.
+- `tensor_core_dot` over 128 codes is one chain of four steps [CHAIN-2]. Triton promotes a chain as often as an
+  attribute of its `tt.dot` says. Pallas leaves that at 0: then Triton takes the float16 tensor core, other bits at a
+  quarter of the speed. Hence a primitive of our own, which sets it; nothing public does.
+- The multiply-add is an instruction, `fma.rn.f32`, so that no compiler decides which product is fused. The product
+  before it is `mul`, which has no sum to fuse with.
+- A K beyond the end is padded with zero codes, whose partial is +0, under scales that exist and are the caller's: NaN
+  or infinite ones give NaN as they do in the oracle, whose last block is as short of codes.
+
+The functions here take what `checks` has checked. `interpret` runs them on a CPU, where the dot is XLA's: for tests.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import Granularity
+
+BLOCK_K = 128
+"""What one partial sum covers [EPI-5]."""
+_LAST_WITH_LAST = (((1,), (1,)), ((), ()))
+_SQUARE = Granularity.BLOCKWISE_128X128
+_NEVER_PROMOTED = 1 << 30
+_FMA = "fma.rn.f32 $0, $1, $2, $3;"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How the output is cut into programs."""
+
+    rows: int
+    cols: int
+    """Extents of the tile that a program has, powers of two; `cols` up to 128, to lie in one block of 128x128."""
+    parts: int
+    """How many dots the rows of a tile are given to, up to 128 for each: fewer rows need fewer registers at once."""
+    warps: int
+    stages: int
+    """How many steps of K are on their way to shared memory."""
+    group: int
+    """How many rows of tiles run together before the next column of tiles, for the sake of the L2 cache."""
+
+
+LAUNCH = Launch(rows=128, cols=128, parts=2, warps=4, stages=3, group=8)
+
+MOST_ELEMENTS = 2**31 - 2**20
+"""Pallas counts the offsets of smaller matrices, tiles that overhang included, as signed integers of 32 bits."""
+
+# In `jax.shard_map` a kernel must say along which axes of the mesh its results vary. `choice` says it for the kernels.
+_NOT_VARYING: dict[str, Any] = (
+    {"manual_axis_type": jax.sharding.ManualAxisType()} if hasattr(jax.sharding, "ManualAxisType") else {}
+)
+
+
+def fits(m: int, n: int, k: int, slices: int) -> bool:
+    """Whether the kernel takes a GEMM of these extents."""
+    padded_k = -(-k // BLOCK_K) * BLOCK_K
+    return IS_AVAILABLE and 0 < m * n * k and max(m * padded_k, n * padded_k, slices * m * n) <= MOST_ELEMENTS
+
+
+def block_mm(
+    left: jax.Array,
+    right: jax.Array,
+    scale_left: jax.Array,
+    scale_right: jax.Array,
+    granularities: tuple[Granularity, Granularity],
+    *,
+    out_dtype: Format,
+    slice_blocks: int,
+    right_first: bool = False,
+    launch: Launch = LAUNCH,
+    interpret: bool = False,
+) -> jax.Array:
+    """[EPI-5] `left @ right^T` of codes with block scales, K in slices of `slice_blocks` blocks [CHAIN-3].
+
+    `granularities` are those of left and right. `right_first`: the partial meets the right scale before the left one;
+    it matters where both operands have 1x128 scales.
+
+    Shapes: left [M, K], right [N, K], of any extents; scales as `Granularity.scale_shape` -> [slices, M, N]: of one
+    slice rounded to `out_dtype`, of several the float32 totals of each, to be added in order.
+    """
+    (m, k), n = left.shape, right.shape[0]
+    blocks = -(-k // BLOCK_K)
+    slices = -(-blocks // slice_blocks)
+    # 1. K in whole blocks, in which every row starts at a multiple of 16 bytes.
+    left, right = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -k % BLOCK_K, 0))) for x in (left, right))
+    # 2. Scales of 1x128 so that those of a step of K are contiguous. The casts write them so, then transpose as here.
+    scales = [s if g is _SQUARE else s.T for s, g in zip((scale_left, scale_right), granularities, strict=True)]
+    tiles = pl.cdiv(m, launch.rows), pl.cdiv(n, launch.cols)
+    place = functools.partial(_place, tiles=tiles, group=launch.group)
+
+    def scale_spec(scale: jax.Array, granularity: Granularity, axis: int) -> Any:
+        if granularity is _SQUARE:
+            return pl.BlockSpec(scale.shape, lambda i, s: (0, 0))
+        return pl.BlockSpec((blocks, (launch.rows, launch.cols)[axis]), lambda i, s: (0, place(i)[axis]))
+
+    dtype = jnp.dtype(out_dtype.name if slices == 1 else "float32")
+    return pl.pallas_call(
+        functools.partial(
+            _kernel,
+            extents=(m, n, blocks),
+            slice_blocks=slice_blocks,
+            granularities=granularities,
+            right_first=right_first,
+            launch=launch,
+            interpret=interpret,
+        ),
+        grid=(tiles[0] * tiles[1], slices),
+        in_specs=[
+            pl.BlockSpec((launch.rows, left.shape[1]), lambda i, s: (place(i)[0], 0)),
+            pl.BlockSpec((launch.cols, right.shape[1]), lambda i, s: (place(i)[1], 0)),
+            *(scale_spec(scale, g, axis) for axis, (scale, g) in enumerate(zip(scales, granularities, strict=True))),
+        ],
+        out_specs=pl.BlockSpec((None, launch.rows, launch.cols), lambda i, s: (s, *place(i))),
+        out_shape=jax.ShapeDtypeStruct((slices, m, n), dtype, **_NOT_VARYING),
+        compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
+        interpret=interpret,
+        name="f8emu_block_mm",
+    )(left, right, *scales)
+
+
+def _kernel(
+    left_ref: Any,
+    right_ref: Any,
+    left_scale_ref: Any,
+    right_scale_ref: Any,
+    out_ref: Any,
+    *,
+    extents: tuple[int, int, int],
+    slice_blocks: int,
+    granularities: tuple[Granularity, Granularity],
+    right_first: bool,
+    launch: Launch,
+    interpret: bool,
+) -> None:
+    m, n, blocks = extents
+    tiles = pl.cdiv(m, launch.rows), pl.cdiv(n, launch.cols)
+    row, col = _place(pl.program_id(0), tiles=tiles, group=launch.group)
+    part_rows = launch.rows // launch.parts
+    dot = _xla_dot if interpret else tensor_core_dot
+    fma = _two_roundings if interpret else _fused_multiply_add
+    # 1. Where the tile overhangs; None: nowhere, in no program.
+    rows_inside = [_inside(row, launch.rows, m, part * part_rows, part_rows) for part in range(launch.parts)]
+    cols_inside = _inside(col, launch.cols, n, 0, launch.cols)
+
+    def one_part(part: int, block: Any, ks: Any) -> tuple[jax.Array, jax.Array]:
+        """Codes of some rows in a block of K, and their scales: a column, or the one that they share."""
+        rows = pl.ds(part * part_rows, part_rows)
+        codes = _load(left_ref.at[rows, ks], _wide(rows_inside[part]))
+        if granularities[0] is _SQUARE:
+            return codes, left_scale_ref[(row * launch.rows + part * part_rows) // BLOCK_K, block]
+        return codes, _load(left_scale_ref.at[block, rows], rows_inside[part])[:, None]
+
+    def one_block(block: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # 2. Everything is on its way before the first dot waits.
+        ks = pl.ds(block * BLOCK_K, BLOCK_K)
+        right = _load(right_ref.at[:, ks], _wide(cols_inside))
+        if granularities[1] is _SQUARE:
+            of_cols = right_scale_ref[col * launch.cols // BLOCK_K, block]
+        else:
+            of_cols = _load(right_scale_ref.at[block, :], cols_inside)[None, :]
+        parts = [one_part(part, block, ks) for part in range(launch.parts)]
+        found: list[jax.Array] = []
+        for (left, of_rows), total in zip(parts, totals, strict=True):
+            # 3. Four steps of the tensor core; then the second product is in one rounding with the sum.
+            partial = dot(left, right)
+            if _SQUARE in granularities:
+                scale = of_rows * of_cols
+            else:
+                factors = of_rows, of_cols
+                partial, scale = partial * factors[right_first], factors[not right_first]
+            found.append(fma(partial, jnp.broadcast_to(scale, partial.shape), total))
+        return tuple(found)
+
+    # 4. A slice of K, from zero.
+    first, end = 0, blocks
+    if slice_blocks < blocks:
+        first = pl.program_id(1) * slice_blocks
+        end = jnp.minimum(first + slice_blocks, blocks)
+    zeros = (jnp.zeros((part_rows, launch.cols), jnp.float32),) * launch.parts
+    for part, total in enumerate(lax.fori_loop(first, end, one_block, zeros)):
+        inside = _both(rows_inside[part], cols_inside)
+        out = out_ref.at[pl.ds(part * part_rows, part_rows), :]
+        plgpu.store(out, total.astype(out_ref.dtype), mask=inside)  # [EPI-4] to nearest even
+
+
+def _place(program: Any, *, tiles: tuple[int, int], group: int) -> tuple[Any, Any]:
+    """The tile of a program: down a few rows of tiles, then to the next column, so that operands stay in the cache."""
+    programs = group * tiles[1]
+    first = program // programs * group
+    height = jnp.minimum(tiles[0] - first, group)
+    return first + program % programs % height, program % programs // height
+
+
+def _inside(tile: Any, extent: int, size: int, start: int, count: int) -> jax.Array | None:
+    """Which of `count` rows from `start` of a tile exist; None for all of them in every tile."""
+    if size % extent == 0:
+        return None
+    return tile * extent + start + lax.iota(jnp.int32, count) < size
+
+
+def _wide(inside: jax.Array | None) -> jax.Array | None:
+    return None if inside is None else jnp.broadcast_to(inside[:, None], (inside.shape[0], BLOCK_K))
+
+
+def _both(rows: jax.Array | None, cols: jax.Array | None) -> jax.Array | None:
+    if rows is None or cols is None:
+        return rows[:, None] if rows is not None else cols[None, :] if cols is not None else None
+    return rows[:, None] & cols[None, :]
+
+
+def _load(ref: Any, inside: jax.Array | None) -> jax.Array:
+    return plgpu.load(ref) if inside is None else plgpu.load(ref, mask=inside, other=jnp.zeros((), ref.dtype))
+
+
+def tensor_core_dot(left: jax.Array, right: jax.Array) -> jax.Array:
+    """`left [M, 128] @ right [N, 128]^T` of codes, float32, as one chain from zero; in kernels only."""
+    return _dot.bind(left, right)
+
+
+def _fused_multiply_add(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    (found,) = plgpu.elementwise_inline_asm(
+        _FMA, args=[x, y, z], constraints="=f,f,f,f", pack=1, result_shape_dtypes=[shape]
+    )
+    return found
+
+
+def _xla_dot(left: jax.Array, right: jax.Array) -> jax.Array:
+    return lax.dot_general(left, right, _LAST_WITH_LAST, preferred_element_type=jnp.float32)
+
+
+def _two_roundings(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
+    return x * y + z
+
+
+_dot = Primitive("f8emu_tensor_core_dot")
+_dot.def_abstract_eval(lambda left, right: ShapedArray((left.shape[0], right.shape[0]), jnp.dtype(jnp.float32)))
+
+
+def _is_lowered_by_pallas() -> bool:
+    """Tell Pallas how the dot is lowered to Triton. JAX has no public way to: a JAX without this one gets no kernel."""
+    try:
+        from jax._src.pallas.triton import lowering
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+        from jaxlib.triton import dialect
+    except ImportError:
+        return False
+    given: tuple[Any, ...] = (ir, arith, dialect, lowering)
+    ir, arith, dialect, lowering = given
+
+    def lower(ctx: Any, left: Any, right: Any) -> Any:
+        kind = ir.RankedTensorType.get(ctx.avals_out[0].shape, ir.F32Type.get())
+        zero = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get_f32(0.0)))
+        return dialect.dot(left, dialect.trans(right, (1, 0)), zero, max_num_imprecise_acc=_NEVER_PROMOTED)
+
+    lowering.register_lowering(_dot)(lower)
+    return True
+
+
+IS_AVAILABLE = _is_lowered_by_pallas()
+"""Whether this JAX can lower the kernel."""

@@ -1,0 +1,232 @@
+"""Which engine computes a GEMM: the device's tensor cores, or the emulation of Hopper's.
+
+An eager call asks the device of its operands. A trace does not know where it will run: it holds both engines, and JAX
+lowers the one of the backend (`jax.lax.platform_dependent`). A vmapped GEMM is one GEMM after another.
+"""
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.custom_batching import sequential_vmap
+
+from f8emu.jax.compiling import Options, is_eager
+from f8emu.jax.dtypes import CHIP
+from f8emu.jax.gemm import emulation, hardware, partition, planned
+from f8emu.jax.lowering import refuse_lowering
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.formats import FORMATS, Format
+from f8emu.spec.scaling import Granularity
+
+_FLOAT8_CAPABILITY = (8, 9)
+
+
+class Engine(Enum):
+    """What computes a GEMM."""
+
+    AUTO = "auto"
+    """HARDWARE on a GPU with float8 tensor cores, otherwise EMULATED."""
+    HARDWARE = "hardware"
+    EMULATED = "emulated"
+
+
+_NAMES = tuple(engine.value for engine in Engine)
+
+
+def check_engine(call: str, engine: str) -> None:
+    """Raise OperandError for an unknown engine."""
+    if engine not in _NAMES:
+        raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
+
+
+def engine_of(device: Any = None, engine: str = "auto") -> str:
+    """What computes a GEMM of arrays on `device`, JAX's default one for None; tells emulation and hardware apart.
+
+    Raises:
+        OperandError: an unknown engine.
+        UnsupportedError: "hardware" on a device without float8 tensor cores.
+    """
+    check_engine("engine_of", engine)
+    device = jax.devices()[0] if device is None else device
+    if engine != Engine.EMULATED.value and _has_float8(device):
+        return f"cuBLASLt on {device.device_kind}"
+    if engine == Engine.HARDWARE.value:
+        raise UnsupportedError(_no_hardware("engine_of", str(device)))
+    return f"emulated by f8ref.jax on {device.platform}"
+
+
+def scaled_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    granularities: tuple[Granularity, Granularity],
+    *,
+    bias: jax.Array | None,
+    out_dtype: Format,
+    use_fast_accum: bool,
+    engine: str,
+    split_k: int | None,
+    options: Options | None,
+    powers_of_two: bool = False,
+    transposed: bool = False,
+    sharded_k: str = partition.GATHER,
+) -> jax.Array:
+    """A checked `scaled_mm`, [N, M] with `transposed`; `options` are those of the program that is traced."""
+    formats = FORMATS[a.dtype.name], FORMATS[b.dtype.name]
+    chain = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    layout = partition.layout_of(
+        granularities, has_bias=bias is not None, transposed=transposed, sharded_k=_way(sharded_k, split_k)
+    )
+
+    def slices(a: jax.Array, b: jax.Array) -> int:
+        if split_k is not None:
+            return split_k
+        return planned.scaled_mm_split_k((a.shape[0], b.shape[1], a.shape[1]), formats, granularities, **chain)
+
+    def on_hardware(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
+        return hardware.scaled_mm(
+            a,
+            b,
+            scale_a,
+            scale_b,
+            granularities,
+            bias=bias,
+            **chain,
+            split_k=slices(a, b),
+            options=options,
+            powers_of_two=powers_of_two,
+            transposed=transposed,
+        )
+
+    def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
+        product = emulation.scaled_mm(a, b, scale_a, scale_b, granularities, bias=bias, **chain, split_k=slices(a, b))
+        return product.T if transposed else product
+
+    is_given = split_k is not None and not granularities[0].is_blockwise
+    operands = (a, b, scale_a, scale_b, bias)
+    return _choose("scaled_mm", engine, operands, on_hardware, emulated, layout, options, is_given)
+
+
+def scaled_grouped_mm(
+    *operands: jax.Array, out_dtype: Format, use_fast_accum: bool, engine: str, options: Options | None
+) -> jax.Array:
+    """A checked `scaled_grouped_mm`."""
+    chain = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    on_hardware = functools.partial(hardware.scaled_grouped_mm, **chain, options=options)
+    emulated = functools.partial(emulation.scaled_grouped_mm, **chain)
+    layout = partition.GROUPED
+    return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False)
+
+
+def mm(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    out_dtype: Format,
+    engine: str,
+    split_k: int | None,
+    layout: str,
+    options: Options | None,
+    transposed: bool = False,
+    sharded_k: str = partition.GATHER,
+) -> jax.Array:
+    """A checked `mm`; `layout` is that of the plan."""
+    parts = partition.layout_of(None, has_bias=False, transposed=transposed, sharded_k=_way(sharded_k, split_k))
+
+    def on_hardware(a: Any, b: Any) -> jax.Array:
+        return hardware.mm(a, b, out_dtype=out_dtype, options=options, transposed=transposed)
+
+    def emulated(a: Any, b: Any) -> jax.Array:
+        sizes = (a.shape[0], b.shape[1], a.shape[1])
+        slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype) if split_k is None else split_k
+        product = emulation.mm(a, b, out_dtype=out_dtype, split_k=slices)
+        return product.T if transposed else product
+
+    return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None)
+
+
+def _way(sharded_k: str, split_k: int | None) -> str:
+    """Slices that the caller counts are those of the whole of K."""
+    return sharded_k if split_k is None else partition.GATHER
+
+
+def _choose(
+    call: str,
+    engine: str,
+    operands: tuple[Any, ...],
+    on_hardware: Callable[..., jax.Array],
+    emulated: Callable[..., jax.Array],
+    layout: partition.Layout,
+    options: Options | None,
+    has_split_k: bool,
+) -> jax.Array:
+    """The product by the engine of the device, or of the backend that the trace is lowered for."""
+    check_engine(call, engine)
+    wants_hardware = engine == Engine.HARDWARE.value
+    given_split_k = (
+        f"{call}: on hardware the library chooses split_k; got a value; leave it out, or pass engine='emulated'"
+    )
+    if is_eager(operands):
+        operands = tuple(None if x is None else jnp.asarray(x) for x in operands)  # numpy's, kept for a backward pass
+        device = next(iter(operands[0].devices()))
+        if engine == Engine.EMULATED.value or not _has_float8(device):
+            if wants_hardware:
+                raise UnsupportedError(_no_hardware(call, str(device)))
+            return emulated(*operands)
+        if has_split_k:
+            raise UnsupportedError(given_split_k)
+        return on_hardware(*operands)
+
+    def on_cuda(*operands: Any) -> jax.Array:
+        if not _gpus_have_float8():
+            return elsewhere(*operands)
+        if has_split_k:
+            operands = (refuse_lowering(operands[0], given_split_k), *operands[1:])
+        if options is None:
+            operands = hardware.refuse_unknown_options(call, operands)
+        return partition.in_parts(on_hardware, operands, layout)
+
+    def elsewhere(*operands: Any) -> jax.Array:
+        if wants_hardware:
+            operands = (refuse_lowering(operands[0], _no_hardware(call, "another backend")), *operands[1:])
+        return partition.in_parts(emulated, operands, layout, as_bytes=True)
+
+    def either(*operands: Any) -> jax.Array:
+        if engine == Engine.EMULATED.value:
+            return partition.in_parts(emulated, operands, layout, as_bytes=True)
+        return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
+
+    if any(isinstance(x, Tracer) for x in operands):
+        return sequential_vmap(either)(*operands)
+    return either(*operands)
+
+
+def _no_hardware(call: str, found: str) -> str:
+    return (
+        f"{call}: engine='hardware' needs a CUDA device of compute capability 8.9 or newer; got {found}; run it on "
+        f"one, or pass engine='emulated' for the bits of {CHIP.name} on any device"
+    )
+
+
+def _has_float8(device: Any) -> bool:
+    """Whether `device` has float8 tensor cores. Only Hopper's bits were measured."""
+    if device.platform != "gpu":
+        return False
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return major.isdigit() and (int(major), int(minor or 0)) >= _FLOAT8_CAPABILITY
+
+
+@functools.cache
+def _gpus_have_float8() -> bool:
+    """Whether the CUDA devices of this process have float8; True where there are none, for a program lowered ahead."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return True
+    return all(map(_has_float8, devices))

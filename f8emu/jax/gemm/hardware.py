@@ -1,0 +1,330 @@
+"""The GEMMs on the tensor cores: `jax.lax.dot_general` of codes, which XLA gives to cuBLASLt (NUMERICS 7).
+
+Precision DEFAULT is fast accumulation [CHAIN-1], HIGHEST is promoted [CHAIN-2]. How scales are applied is a `Form`;
+`form_of` chooses it, and is the place to change after a measurement. All of it holds without Triton GEMMs only: eager
+calls compile programs with these options, and a trace whose options are not known is refused when it is lowered.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from f8emu.jax.compiling import TRITON_GEMM, Options, compiler_options, eager_options, is_eager
+from f8emu.jax.dtypes import CHIP
+from f8emu.jax.fused.choice import are_hopper, kernel_or_plain
+from f8emu.jax.gemm import block_kernel, emulation
+from f8emu.jax.lowering import refuse_lowering
+from f8emu.spec.formats import BFLOAT16, FLOAT32, Format
+from f8emu.spec.scaling import Granularity
+
+_BLOCK_K = 128
+"""What one partial sum of a GEMM with block scales covers [EPI-5]."""
+_LAST_WITH_LAST = (((1,), (1,)), ((), ()))
+"""`a [M, K]`, `b [N, K]`: what cuBLASLt's float8 GEMM takes without a transpose."""
+
+
+class Form(Enum):
+    """How a product of codes becomes an output."""
+
+    FOLDED = "folded"
+    """A bfloat16 dot times the product of the scales, typed bfloat16. XLA takes both into the call of cuBLASLt, whose
+    epilogue is [EPI-1] in float32, if excess precision is on: otherwise the factor is rounded to bfloat16 indeed."""
+    BFLOAT16 = "bfloat16"
+    """A bfloat16 dot times scales that are powers of two."""
+    FLOAT32 = "float32"
+    """A float32 dot, scaled, with the bias added and rounded as [EPI-1] to [EPI-4] say. Always exact, and slower: the
+    output travels once more, and as float32."""
+    BLOCKS = "blocks"
+    """[EPI-5] A Pallas kernel on Hopper, `block_kernel`: XLA has no GEMM with block scales. Elsewhere, and where XLA
+    partitions the program, a float32 dot for every 128 of K, added up on integers: the same bits, and very slow."""
+
+
+def form_of(
+    granularities: tuple[Granularity, Granularity],
+    out_dtype: Format,
+    *,
+    has_bias: bool,
+    powers_of_two: bool,
+    options: Options,
+) -> Form:
+    """How the scales of a GEMM are applied: the fastest form that is exact.
+
+    `powers_of_two`: all scales are powers of two, by the recipe's rule, from amaxes of their operands. Multiplying by
+    them then commutes with the rounding to bfloat16, as long as nothing leaves the range of normal numbers:
+    - No result is subnormal. A scale is at least `amax_floor / max`, 2^-48 for E4M3 and the default floor; terms are
+      multiples of 2^(e_max - 13) with e_max >= -12 [ACC-3], so that a sum is 0 or at least 2^-25, and the scaled one
+      at least 2^-121. A smaller floor, and E5M2, do not get here (`training.matmul`).
+    - Overflow is the same, except where `acc * scale_b` lies within 2^-9 below 2^128 and `scale_a` is below 1: the
+      rounded accumulator makes an infinity of it. An accumulator is below K * 2^18, so this takes a row of the weight
+      with an amax above 2^98 / K * 2^20.
+    """
+    if granularities[0].is_blockwise:
+        return Form.BLOCKS
+    if out_dtype != BFLOAT16 or has_bias:
+        return Form.FLOAT32
+    if granularities[0] is Granularity.TENSORWISE:
+        return Form.FOLDED if options.excess_precision else Form.FLOAT32
+    return Form.BFLOAT16 if powers_of_two else Form.FLOAT32
+
+
+def scaled_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    granularities: tuple[Granularity, Granularity],
+    *,
+    bias: jax.Array | None,
+    out_dtype: Format,
+    use_fast_accum: bool,
+    split_k: int,
+    options: Options | None,
+    powers_of_two: bool = False,
+    transposed: bool = False,
+) -> jax.Array:
+    """A checked `scaled_mm`; `split_k` is of block scales only, in other GEMMs the library cuts K as it likes.
+
+    Shapes: a [M, K], b [K, N], of any extents: they are zero-padded -> [M, N], or [N, M] with `transposed`, which
+    costs nothing here.
+    """
+    settings = (granularities, out_dtype, use_fast_accum, split_k, powers_of_two, transposed)
+    return _run("scaled_mm", _scaled_mm, (a, b, scale_a, scale_b, bias), settings, options)
+
+
+def scaled_grouped_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    offs: jax.Array,
+    *,
+    out_dtype: Format,
+    use_fast_accum: bool,
+    options: Options | None,
+) -> jax.Array:
+    """A checked `scaled_grouped_mm` [EPI-6], as one GEMM of all rows for every group: XLA has no grouped one."""
+    settings = (out_dtype, use_fast_accum)
+    return _run("scaled_grouped_mm", _scaled_grouped_mm, (a, b, scale_a, scale_b, offs), settings, options)
+
+
+def mm(
+    a: jax.Array, b: jax.Array, *, out_dtype: Format, options: Options | None, transposed: bool = False
+) -> jax.Array:
+    """A checked `mm` of bfloat16 [BF16-1], by cuBLAS. XLA measures which of its kernels is the fastest, and those that
+    split K [BF16-2] are among them: S is not the plan's by necessity.
+    """
+    return _run("mm", _mm, (a, b), (out_dtype, transposed), options)
+
+
+def _run(
+    call: str, function: Callable[..., jax.Array], operands: tuple[Any, ...], settings: tuple[Any, ...], known: Any
+) -> jax.Array:
+    if is_eager(operands):
+        return _program(function)(operands, settings, eager_options())
+    if known is None:
+        operands = refuse_unknown_options(call, operands)
+    return function(operands, settings, known or Options(excess_precision=False))
+
+
+def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`operands`; raises UnsupportedError when they are lowered: the options of the program are not known."""
+    refusal = (
+        f"{call}: on a GPU exact bits need a program compiled with {TRITON_GEMM}=False; got one whose options are "
+        "not known; use f8emu.jax.jit in place of jax.jit for the outermost function, or set XLA_FLAGS="
+        f"--{TRITON_GEMM}=false before JAX starts; engine='emulated' needs neither"
+    )
+    return (refuse_lowering(operands[0], refusal), *operands[1:])
+
+
+@functools.cache
+def _program(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A program of its own, for eager calls."""
+    return jax.jit(function, static_argnums=(1, 2), compiler_options=compiler_options())
+
+
+def _scaled_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
+    a, b, scale_a, scale_b, bias = operands
+    granularities, out_dtype, use_fast_accum, split_k, powers_of_two, transposed = settings
+    form = form_of(granularities, out_dtype, has_bias=bias is not None, powers_of_two=powers_of_two, options=options)
+    # 1. The left operand of the dot, and the factors of its rows and of its columns in the order of [EPI-2].
+    b, scale_b = b.T, scale_b.T
+    left, right = (b, a) if transposed else (a, b)
+    factors = (scale_b, scale_a.T) if transposed else (scale_b.T, scale_a)
+    # 2. The product.
+    match form:
+        case Form.BLOCKS:
+            given = (granularities, out_dtype, split_k, transposed)
+            return _block_scaled((a, b, scale_a, scale_b), *given)
+        case Form.FOLDED:
+            # Without the barrier XLA rounds the factor to bfloat16 before it looks for something to fold.
+            factor = lax.optimization_barrier(scale_a.reshape(()) * scale_b.reshape(())).astype(jnp.bfloat16)
+            return _dot(left, right, use_fast_accum, jnp.bfloat16, factor)
+        case Form.BFLOAT16:
+            product = _dot(left, right, use_fast_accum, jnp.bfloat16).astype(jnp.float32)
+            return (product * factors[0] * factors[1]).astype(jnp.bfloat16)
+        case Form.FLOAT32:
+            product = _dot(left, right, use_fast_accum, jnp.float32)
+    # 3. Scales, bias and one rounding.
+    if granularities[0] is Granularity.TENSORWISE:
+        product = product * (scale_a * scale_b)  # [EPI-1]
+    else:
+        product = (product * factors[0]) * factors[1]  # [EPI-2]
+    if bias is not None:
+        addend = bias.astype(jnp.float32)
+        product = lax.optimization_barrier(product)  # [EPI-3] a fused multiply-add would round once
+        product = product + (addend[:, None] if transposed else addend[None, :])
+    return _rounded(product, out_dtype)
+
+
+def _scaled_grouped_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
+    a, b, scale_a, scale_b, offs = operands
+    out_dtype, use_fast_accum = settings
+    rows = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
+    starts = jnp.concatenate([jnp.zeros_like(offs[:1]), offs[:-1]])
+
+    def one_group(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        b_g, scale_g, start, end = group
+        product = _dot(a, b_g.T, use_fast_accum, jnp.float32)
+        product = _rounded((product * scale_g[None, :]) * scale_a[:, None], out_dtype)
+        return jnp.where((rows >= start) & (rows < end), product, total), None
+
+    total = jnp.zeros((a.shape[0], b.shape[2]), out_dtype.name)
+    return lax.scan(one_group, total, (b, scale_b, starts, offs))[0]
+
+
+def _mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
+    a, b = operands
+    out_dtype, transposed = settings
+    dtype = jnp.bfloat16 if out_dtype == BFLOAT16 else jnp.float32
+    if transposed:
+        product = lax.dot_general(b, a, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
+    else:
+        product = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+    return product if out_dtype == BFLOAT16 else _rounded(product, out_dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
+    """`a [M, K] @ b [N, K]^T` of codes, zero-padded to the multiples that the tensor core takes, times a factor []."""
+    m, n = a.shape[0], b.shape[0]
+    precision = lax.Precision.DEFAULT if use_fast_accum else lax.Precision.HIGHEST
+    product = lax.dot_general(
+        _padded(a), _padded(b), _LAST_WITH_LAST, precision=precision, preferred_element_type=dtype
+    )
+    # XLA folds a factor that follows the dot directly: before the padding is cut off.
+    product = product if factor is None else product * factor
+    return product[:m, :n]
+
+
+def _padded(codes: jax.Array) -> jax.Array:
+    rows, columns = (-size % CHIP.size_multiple for size in codes.shape)
+    if not rows and not columns:
+        return codes
+    return lax.pad(codes, jnp.zeros((), codes.dtype), ((0, rows, 0), (0, columns, 0)))
+
+
+def _block_scaled(
+    operands: tuple[jax.Array, ...],
+    granularities: tuple[Granularity, Granularity],
+    out_dtype: Format,
+    split_k: int,
+    transposed: bool,
+) -> jax.Array:
+    """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, or its transpose."""
+
+    def plain(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
+        total = _blocks(a, b, scale_a, scale_b, granularities, split_k)
+        return _rounded(total.T if transposed else total, out_dtype)
+
+    def kernel(*operands: jax.Array) -> jax.Array:
+        return _by_kernel(operands, granularities, out_dtype, split_k, transposed)
+
+    (m, k), n = operands[0].shape, operands[1].shape[0]
+    if not block_kernel.fits(m, n, k, split_k):
+        return plain(*operands)
+    return kernel_or_plain(kernel, plain, *operands, runs_here=are_hopper)
+
+
+def _by_kernel(
+    operands: Sequence[jax.Array],
+    granularities: tuple[Granularity, Granularity],
+    out_dtype: Format,
+    split_k: int,
+    transposed: bool,
+    **how: Any,
+) -> jax.Array:
+    """`_block_scaled` by a kernel on the tensor cores; `how` it is launched."""
+    a, b, scale_a, scale_b = operands
+    slices = block_kernel.block_mm(
+        *((b, a, scale_b, scale_a) if transposed else (a, b, scale_a, scale_b)),
+        (granularities[1], granularities[0]) if transposed else granularities,
+        out_dtype=out_dtype,
+        slice_blocks=_slice_blocks(a.shape[1], granularities, split_k),
+        right_first=transposed,
+        **how,
+    )
+    if slices.shape[0] == 1:
+        return slices[0]
+    return _rounded(functools.reduce(jnp.add, slices), out_dtype)  # [CHAIN-3] in order
+
+
+def _slice_blocks(k: int, granularities: tuple[Granularity, Granularity], split_k: int) -> int:
+    """[CHAIN-3] How many blocks of K a slice has."""
+    multiple = CHIP.block_scaled_model(granularities).split_k_multiple
+    return math.ceil(math.ceil(k / split_k) / multiple) * multiple // _BLOCK_K
+
+
+def _blocks(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    granularities: tuple[Granularity, Granularity],
+    split_k: int,
+) -> jax.Array:
+    """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, float32, in slices of K that are added in order [CHAIN-3]."""
+    (m, k), n = a.shape, b.shape[0]
+    blocks = -(-k // _BLOCK_K)
+    spread_a, spread_b = (
+        _every_row(scale, g, rows) for scale, g, rows in zip((scale_a, scale_b), granularities, (m, n), strict=True)
+    )
+    a, b = (lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, -k % _BLOCK_K, 0))) for x in (a, b))
+    scales_first = granularities != (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+
+    def one_block(i: jax.Array, total: jax.Array) -> jax.Array:
+        a_i, b_i = (lax.dynamic_slice_in_dim(x, i * _BLOCK_K, _BLOCK_K, 1) for x in (a, b))
+        s_a = lax.dynamic_slice_in_dim(spread_a, i, 1, 1)
+        s_b = lax.dynamic_slice_in_dim(spread_b, i, 1, 1).T
+        # One chain over 128 is the same in both ways of accumulation.
+        return emulation.promote(_dot(a_i, b_i, True, jnp.float32), s_a, s_b, total, scales_first=scales_first)
+
+    length = _slice_blocks(k, granularities, split_k)
+    total = None
+    for first in range(0, blocks, length):
+        end = min(first + length, blocks)
+        found = lax.fori_loop(first, end, one_block, jnp.zeros((m, n), jnp.float32))
+        total = found if total is None else lax.optimization_barrier(total) + found
+    assert total is not None, "there is no GEMM without K"
+    return total
+
+
+def _every_row(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Array:
+    """128x128 scales repeated for each of their rows; other scales as they are."""
+    if granularity is not Granularity.BLOCKWISE_128X128:
+        return scale
+    return lax.slice_in_dim(jnp.repeat(scale, _BLOCK_K, axis=0), 0, rows, axis=0)
+
+
+def _rounded(product: jax.Array, out_dtype: Format) -> jax.Array:
+    """[EPI-4] Rounded once; nothing that follows may take part in it."""
+    if out_dtype == BFLOAT16:
+        # Unlike a conversion, which excess precision allows XLA to leave out, this is kept.
+        return lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
+    if out_dtype == FLOAT32:
+        return lax.optimization_barrier(product)  # else the caller's addition makes a fused multiply-add of the scale
+    return lax.optimization_barrier(product.astype(out_dtype.name))

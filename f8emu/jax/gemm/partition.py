@@ -1,0 +1,225 @@
+"""A GEMM in a program that XLA partitions over several devices: what each of them multiplies.
+
+Every device gathers the codes that it lacks, a byte an element, and runs the GEMM of its part, emulated or on the tensor
+cores, scaled and rounded as any other. M and N are divided as the operands and the product are, which changes no bit.
+Where both operands are divided along K, as the tokens of `grad_weight` are under data parallelism, there are two ways:
+
+    "sum"     each device multiplies its part of K, and the products are added (an all-reduce in the product's dtype):
+              the bits of the sum of these products, as of any JAX or torch program that is sharded so
+    "gather"  the codes are gathered along K, and rows of the product divided in exchange: the bits of one device
+
+XLA alone would cut a dot of codes open: the parts would be added before they are scaled, and a scale that was to be
+folded into the GEMM would be rounded to bfloat16. And it would gather what the emulation makes of codes, as float32.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from f8emu.jax.lowering import is_partitioned
+from f8emu.spec.errors import OperandError
+from f8emu.spec.scaling import Granularity
+
+SUM, GATHER = "sum", "gather"
+WAYS = (SUM, GATHER)
+"""What is done where both operands are divided along K."""
+_BLOCK = 128
+
+Names = tuple[str | None, ...]
+"""What the dimensions of an array are: "m", "n", "k", or None for one that is never divided."""
+Axes = tuple[str, ...]
+"""Axes of the mesh along which a dimension is divided."""
+
+
+class Layout(NamedTuple):
+    """The dimensions of a GEMM's arrays."""
+
+    operands: tuple[Names, ...]
+    """Of `a` and `b`, then of the others."""
+    result: Names
+    sharded_k: str = GATHER
+
+
+def check_sharded_k(call: str, sharded_k: str) -> None:
+    """Raise OperandError for an unknown way."""
+    if sharded_k not in WAYS:
+        raise OperandError(f"{call}: sharded_k must be one of {', '.join(WAYS)}; got {sharded_k!r}")
+
+
+def layout_of(
+    granularities: tuple[Granularity, Granularity] | None, *, has_bias: bool, transposed: bool, sharded_k: str
+) -> Layout:
+    """Of `scaled_mm` with scales of these granularities, or of `mm` for None."""
+    operands: tuple[Names, ...] = (("m", "k"), ("k", "n"))
+    if granularities is not None:
+        operands += (_scale(granularities[0], "m"), _scale(granularities[1], "n")[::-1])
+    if has_bias:
+        operands += (("n",),)
+        sharded_k = GATHER  # a bias is added once
+    return Layout(operands, ("n", "m") if transposed else ("m", "n"), sharded_k)
+
+
+GROUPED = Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
+"""Of `scaled_grouped_mm`."""
+
+
+def in_parts(
+    product: Callable[..., jax.Array], operands: Sequence[Any], layout: Layout, *, as_bytes: bool = False
+) -> jax.Array:
+    """`product(*operands)`, of which each device computes its part where XLA partitions the program.
+
+    `product` is a function of arrays of any extents; of an operand that is None the layout has nothing. It is traced
+    without the axes of a mesh, so that in `jax.shard_map` loops of the emulation need not say along which they vary.
+    `as_bytes` gathers codes as uint8: XLA's CPU backend would gather float8 as float16.
+    """
+    given = [i for i, x in enumerate(operands) if x is not None]
+
+    def whole(*arrays: Any) -> jax.Array:
+        full: list[Any] = [None] * len(operands)
+        for i, x in zip(given, arrays, strict=True):
+            full[i] = x
+        return product(*full)
+
+    arrays = [jnp.asarray(operands[i]) for i in given]
+    dtypes = [x.dtype for x in arrays]
+
+    def of_bytes(*arrays: Any) -> jax.Array:
+        return whole(*(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
+
+    def from_bytes(*arrays: Any) -> jax.Array:
+        return parted(*(lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays))
+
+    bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    of_whole = jax.make_jaxpr(whole)(*bare)
+    (result,) = of_whole.out_avals
+    like = jax.make_jaxpr(functools.partial(_like, layout, result.dtype))(*arrays)
+    product_of_part = of_bytes if as_bytes else whole
+    parted = custom_partitioning(product_of_part)
+    parted.def_partition(functools.partial(_partition, layout, product_of_part), sharding_rule=_rule(layout))
+    of_parts = jax.make_jaxpr(from_bytes if as_bytes else parted)(*bare)
+    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like)
+
+
+_gemm = Primitive("f8emu_gemm")
+_gemm.def_impl(lambda *args, whole, parted, like: jaxpr_as_fun(whole)(*args)[0])
+_gemm.def_abstract_eval(lambda *_, whole, parted, like: like.out_avals[0])
+
+
+def _lower(
+    ctx: mlir.LoweringRuleContext, *args: Any, whole: ClosedJaxpr, parted: ClosedJaxpr, like: ClosedJaxpr
+) -> Sequence[Any]:
+    chosen = parted if is_partitioned(ctx) else whole
+    bare = ctx.replace(avals_in=chosen.in_avals, avals_out=chosen.out_avals)
+    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(bare, *args)
+
+
+mlir.register_lowering(_gemm, _lower)
+
+
+def _like(layout: Layout, dtype: Any, *arrays: jax.Array) -> jax.Array:
+    """An array that varies along the axes of `jax.shard_map` as the product does; it is never computed."""
+    reduced = [jnp.max(x.astype(jnp.float32)) for x in arrays]
+    # Codes come before scales, which have fewer elements: they have the last word.
+    given = [*zip(arrays, layout.operands, strict=True)][::-1]
+    extents = {name: size for x, names in given for name, size in _sizes(x, names)}
+    shape = [extents[name] for name in layout.result if name is not None]
+    if len(shape) < 2:
+        shape = [arrays[0].shape[0], *shape]
+    return jnp.broadcast_to(functools.reduce(jnp.add, reduced), shape).astype(dtype)
+
+
+def _sizes(x: Any, names: Names) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in zip(names, x.shape, strict=True) if name is not None]
+
+
+def _partition(
+    layout: Layout, product: Callable[..., jax.Array], mesh: Any, args: Sequence[Any], result: Any
+) -> tuple[Any, Callable[..., jax.Array], NamedSharding, tuple[NamedSharding, ...]]:
+    """What each device computes, and how its operands and its product lie."""
+    arrays = [*zip(args, layout.operands, strict=True)]
+    # 1. Along which axes K is divided in both operands.
+    k_axes = _common(_axes(arrays[0], "k"), _axes(arrays[1], "k"))
+    k_axes = _divides(mesh, arrays, "k", k_axes)
+    summed = k_axes if layout.sharded_k == SUM else ()
+    # 2. M and N: as the product is wanted, or else as the operands are; no axis twice.
+    taken, chosen = set(summed), {"k": summed}
+    for name, operand in (("m", arrays[0]), ("n", arrays[1])):
+        axes = _axes((result, layout.result), name) or _axes(operand, name)
+        axes = _divides(mesh, arrays, name, tuple(axis for axis in axes if axis not in taken))
+        chosen[name] = axes
+        taken.update(axes)
+    # 3. What is gathered along K could be multiplied by every device: let each have some of the rows instead.
+    spare = tuple(axis for axis in k_axes if axis not in taken)
+    chosen["m"] = _divides(mesh, arrays, "m", chosen["m"] + spare)
+
+    def part(*operands: jax.Array) -> jax.Array:
+        found = product(*operands)
+        return lax.psum(found, summed) if summed else found
+
+    def sharding(names: Names) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(chosen.get(name or "") or None for name in names)))
+
+    return mesh, part, sharding(layout.result), tuple(map(sharding, layout.operands))
+
+
+def _axes(array: tuple[Any, Names], name: str) -> Axes:
+    """Along which axes the dimension `name` is divided."""
+    x, names = array
+    if name not in names:
+        return ()
+    spec = (*x.sharding.spec, *(None,) * len(names))
+    axes = spec[names.index(name)]
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+
+
+def _common(a: Axes, b: Axes) -> Axes:
+    same = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return a[: next(same, min(len(a), len(b)))]
+
+
+def _divides(mesh: Any, arrays: Sequence[tuple[Any, Names]], name: str, axes: Axes) -> Axes:
+    """The first of `axes` that divide the dimension evenly, and between blocks that share a scale."""
+    sizes = {size for x, names in arrays for n, size in zip(names, x.shape, strict=True) if n == name}
+    found: Axes = ()
+    for axis in axes:
+        parts = math.prod(mesh.shape[a] for a in (*found, axis))
+        unit = parts * (_BLOCK if len(sizes) > 1 else 1)
+        if not sizes or max(sizes) % unit:
+            break
+        found += (axis,)
+    return found
+
+
+def _rule(layout: Layout) -> str:
+    """The dimensions, as XLA's partitioner takes them."""
+    # One that is divided in blocks has another size, and a name of its own.
+    names: dict[int, str] = {}
+
+    def words(of_array: Names, is_scale: bool) -> str:
+        found = []
+        for name in of_array:
+            if name is None or is_scale:
+                names[len(names)] = word = f"s{len(names)}"
+                found.append(word)
+            else:
+                found.append(name)
+        return " ".join(found)
+
+    operands = [words(of_array, i >= 2) for i, of_array in enumerate(layout.operands)]
+    return ", ".join(operands) + " -> " + words(layout.result, False)
+
+
+def _scale(granularity: Granularity, rows: str) -> Names:
+    """The dimensions of the scales of an operand [rows, K]."""
+    if granularity is Granularity.TENSORWISE:
+        return (None, None)
+    return (rows, None) if granularity is Granularity.ROWWISE else (rows, "k")

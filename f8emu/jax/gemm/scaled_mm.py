@@ -1,0 +1,163 @@
+"""The GEMMs: scaled_mm, scaled_grouped_mm and mm, on the tensor cores or emulated."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from f8emu.jax.compiling import known_options
+from f8emu.jax.gemm import engine as engines
+from f8emu.jax.gemm.checks import check_mm, check_output, check_scaled_grouped_mm, check_scaled_mm
+from f8emu.jax.lowering import differentiable_no_more
+from f8emu.spec.scaling import Granularity
+
+_NO_GRADIENT = (
+    "{}: codes have no gradient, so that the verbs have none; differentiate f8emu.jax.dot_general(recipe), or put "
+    "jax.lax.stop_gradient around what goes in"
+)
+
+
+def scaled_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    out_dtype: Any = "bfloat16",
+    use_fast_accum: bool = False,
+    engine: str = "auto",
+    granularity_a: Granularity | str | None = None,
+    granularity_b: Granularity | str | None = None,
+    split_k: int | None = None,
+) -> jax.Array:
+    """The float8 GEMM of a Hopper tensor core: `out = round(accumulate(a @ b) * scales + bias)`.
+
+    Granularities that are not given are inferred from the shapes of the scales; the first that fits is taken:
+    tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them if the shapes fit more than one: a
+    single row with block scales, or K <= 128.
+
+    Shapes:
+        a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
+        [ceil(M / 128), ceil(K / 128)], and of `b`, as the transposed scales of `b.T`: one element, [1, N],
+        [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of any high precision -> [M, N] of out_dtype.
+
+    Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
+    traced. `engine="hardware"`: the bits of the device. `split_k` is for the emulation of a split that the library's
+    heuristic chose [CHAIN-3]: None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only value on the
+    hardware. A shape that the plan does not know is emulated without a split; a warning says so once.
+
+    Args:
+        a: left operand.
+        b: right operand.
+        scale_a: factors that decode `a`.
+        scale_b: factors that decode `b`.
+        bias: added in float32 after scaling [EPI-3].
+        out_dtype: float32, bfloat16 or float16: a Format, its name or a dtype.
+        use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
+        engine: "auto" (hardware on a CUDA device with float8, otherwise emulated), "hardware" or "emulated".
+        granularity_a: of `scale_a`, if its shape is ambiguous.
+        granularity_b: of `scale_b`, if its shape is ambiguous.
+        split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
+
+    Raises:
+        OperandError: wrong dtype, shape or scales.
+        UnsupportedError: what the hardware or the engine does not support; the message names a remedy. If the call is
+            traced, this may be raised when the program is lowered.
+    """
+    out = check_output("scaled_mm", out_dtype)
+    engines.check_engine("scaled_mm", engine)
+    checked = check_scaled_mm(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        bias=bias,
+        use_fast_accum=use_fast_accum,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        split_k=split_k,
+    )
+    operands = checked[:5]
+    if 0 in (*checked.a.shape, checked.b.shape[1]) and bias is None:
+        return jnp.zeros((checked.a.shape[0], checked.b.shape[1]), out.name)
+    a, b, scale_a, scale_b, bias = differentiable_no_more(operands, _NO_GRADIENT.format("scaled_mm"))
+    return engines.scaled_mm(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        checked.granularities,
+        bias=bias,
+        out_dtype=out,
+        use_fast_accum=use_fast_accum,
+        engine=engine,
+        split_k=split_k,
+        options=known_options(),
+    )
+
+
+def scaled_grouped_mm(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    offs: jax.Array,
+    *,
+    out_dtype: Any = "bfloat16",
+    use_fast_accum: bool = False,
+    engine: str = "auto",
+) -> jax.Array:
+    """One rowwise float8 GEMM per group of rows, each with its own `b[i]` [EPI-6].
+
+    Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
+
+    Shapes:
+        a [total_M, K], b [groups, K, N], float8_e4m3fn; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
+        int32 [groups], the end of each group's rows -> [total_M, N] of out_dtype.
+
+    Exactness: that of `scaled_mm`. On hardware every group is a GEMM of all rows, of which its own are kept.
+
+    Raises:
+        OperandError: wrong dtype or shape.
+        UnsupportedError: what the hardware or this engine does not do.
+    """
+    out = check_output("scaled_grouped_mm", out_dtype)
+    engines.check_engine("scaled_grouped_mm", engine)
+    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs)
+    operands = tuple(jnp.asarray(x) for x in (a, b, scale_a, scale_b, offs))
+    if 0 in (*operands[0].shape, *operands[1].shape):
+        return jnp.zeros((operands[0].shape[0], operands[1].shape[2]), out.name)
+    operands = differentiable_no_more(operands, _NO_GRADIENT.format("scaled_grouped_mm"))
+    return engines.scaled_grouped_mm(
+        *operands, out_dtype=out, use_fast_accum=use_fast_accum, engine=engine, options=known_options()
+    )
+
+
+def mm(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    out_dtype: Any = "bfloat16",
+    engine: str = "auto",
+    split_k: int | None = None,
+) -> jax.Array:
+    """The bfloat16 GEMM of a Hopper tensor core [BF16-1], for GEMMs that a recipe keeps in high precision.
+
+    Shapes:
+        a [M, K], b [K, N], bfloat16, of any extents -> [M, N] of out_dtype.
+
+    Exactness: that of `scaled_mm`; `split_k` as there [BF16-2], the plan's for two row-major matrices ("nn").
+
+    Raises:
+        OperandError: wrong dtype or shape.
+        UnsupportedError: what the hardware or this engine does not do.
+    """
+    out = check_output("mm", out_dtype)
+    engines.check_engine("mm", engine)
+    check_mm(a, b, split_k)
+    operands = (jnp.asarray(a), jnp.asarray(b))
+    if 0 in (*operands[0].shape, operands[1].shape[1]):
+        return jnp.zeros((operands[0].shape[0], operands[1].shape[1]), out.name)
+    a, b = differentiable_no_more(operands, _NO_GRADIENT.format("mm"))
+    return engines.mm(a, b, out_dtype=out, engine=engine, split_k=split_k, layout="nn", options=known_options())

@@ -1,0 +1,10 @@
+"""Where a library needs more than `dot_general=f8emu.jax.dot_general(recipe)`. Each module imports its library.
+
+| library | dynamic scaling | delayed scaling |
+|---|---|---|
+| flax linen | `nn.Dense(dot_general=dot_general(recipe))` | `flax_linen.Float8DotGeneral` |
+| flax nnx | `nnx.Linear(dot_general=dot_general(recipe))` | `flax_nnx.Float8DotGeneral` |
+| `jnp.einsum` | `einsum.einsum`, which knows the weight | no |
+| equinox | `equinox.convert_linears` | `equinox.convert_linears` |
+| qwix | `qwix.Float8Provider` | no |
+"""

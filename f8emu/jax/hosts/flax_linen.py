@@ -1,0 +1,112 @@
+"""flax linen: the state of delayed scaling as variables whose gradient is their next value.
+
+    nn.Dense(64, dot_general=f8emu.jax.dot_general("rowwise"))                            # no state, nothing from here
+    nn.Dense(64, dot_general_cls=functools.partial(Float8DotGeneral, recipe="delayed"))
+
+The states are in the collection that flax's own float8 uses, so that `flax.training.train_state.TrainState` carries
+them: `TrainState.create(params=variables)` and gradients of all variables.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+
+from f8emu.jax.training.delayed import linear_delayed_state, overwrite_with_gradient
+from f8emu.jax.training.dot_general import delayed_dot_general, dot_general
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import Recipe, recipe_by_name
+from f8emu.spec.trace import Float8State
+
+_CALLED = "_f8emu_called"
+
+
+class Float8DotGeneral(nn.Module):
+    """`dot_general(recipe)` as a module, for `dot_general_cls`; under delayed scaling with the state of its layer.
+
+    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none. A layer
+    that did not run in a step has the gradient zero, with which it starts anew.
+    """
+
+    recipe: Recipe | str = "delayed"
+    engine: str = "auto"
+    overwrites: bool = True
+    """Whether the gradient of the state is the next state. Otherwise it is made of amaxes, to accumulate gradients:
+    `linear_delayed_maximum` of those of several batches, then `linear_delayed_update` of every layer."""
+
+    @nn.compact
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        **options: Any,
+    ) -> jax.Array:
+        """As `jax.lax.dot_general`; lhs is the recipe's input, rhs its weight.
+
+        Raises:
+            UnsupportedError: a second call with the same state, in one pass.
+            OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
+        """
+        recipe = recipe_by_name(self.recipe) if isinstance(self.recipe, str) else self.recipe
+        given = (dimension_numbers, precision, preferred_element_type)
+        if recipe.delayed is None:
+            return dot_general(recipe, engine=self.engine)(lhs, rhs, *given, **options)
+        self._note_call()
+        state = self.variable(OVERWRITE_WITH_GRADIENT, "state", linear_delayed_state, recipe).value
+        state = overwrite_with_gradient(state, recipe) if self.overwrites else state
+        return delayed_dot_general(recipe, engine=self.engine)(lhs, rhs, state, *given, **options)
+
+    def _note_call(self) -> None:
+        scope = self.scope
+        assert scope is not None, "flax calls bound modules only"
+        called: set[Any] = vars(scope.root).setdefault(_CALLED, set())
+        if scope.path in called:
+            raise UnsupportedError(
+                f"Float8DotGeneral: a layer with delayed scaling may be called once in a pass; {'/'.join(scope.path)} "
+                "was called twice, and JAX would add its amaxes; use a recipe with dynamic scales where weights are "
+                "shared"
+            )
+        called.add(scope.path)
+
+
+def float8_states(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The states in flax's variables, by layer: what `f8emu.interop` converts for torch.
+
+    Returns:
+        Nested dicts with the names of the parameter tree, a `Float8State` for each layer.
+    """
+    return _without_module(variables.get(OVERWRITE_WITH_GRADIENT, {}))
+
+
+def with_float8_states(variables: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables with other states, such as those that `f8emu.interop` made of torch's.
+
+    Raises:
+        OperandError: states of other layers.
+    """
+    mine = variables.get(OVERWRITE_WITH_GRADIENT, {})
+    wanted, found = jax.tree.structure(_without_module(mine)), jax.tree.structure(states)
+    if wanted != found:
+        raise OperandError(
+            f"with_float8_states: states must be of the layers of these variables, {wanted}; got {found}; convert them "
+            "with the rules of the parameters"
+        )
+    filled = jax.tree.unflatten(jax.tree.structure(mine), jax.tree.leaves(states))
+    return {**variables, OVERWRITE_WITH_GRADIENT: filled}
+
+
+def _without_module(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The collection without the two innermost names: of the module in its layer, and of its variable."""
+    found: dict[str, Any] = {}
+    for name, below in tree.items():
+        inner = below.get("state") if len(below) == 1 else None
+        if isinstance(inner, Float8State):
+            assert len(tree) == 1, "a linear layer has one dot_general"
+            return inner  # type: ignore[return-value]
+        found[name] = _without_module(below)
+    return found

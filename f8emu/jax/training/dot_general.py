@@ -1,0 +1,326 @@
+"""`dot_general(recipe)`: float8 in place of `jax.lax.dot_general`, for whatever takes such a function.
+
+The left operand is the recipe's `input`, the right one its `weight`. Their dimensions are brought to [B, M, K] and
+[B, N, K]; every entry of the batch is a linear layer of its own, with its own scales. A matrix that lies transposed, as
+a kernel [K, N] of flax does, is not moved: its two operands change places.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from f8emu.jax.compiling import known_options
+from f8emu.jax.dtypes import require_values
+from f8emu.jax.gemm.checks import check_output
+from f8emu.jax.gemm.engine import check_engine
+from f8emu.jax.gemm.partition import SUM, check_sharded_k
+from f8emu.jax.training.matmul import Plan, float8_matmul
+from f8emu.jax.training.sharding import Specs, check_specs, divided, require_checked_axes, vary_alike
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.recipe import Recipe, recipe_by_name
+from f8emu.spec.trace import Float8State
+
+Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+"""((contracting of lhs, of rhs), (batch of lhs, of rhs)), as `jax.lax.dot_general` takes them."""
+
+
+def dot_general(
+    recipe: Recipe | str, *, engine: str = "auto", in_specs: Specs | None = None, sharded_k: str = SUM
+) -> "DotGeneral":
+    """`jax.lax.dot_general` under a recipe: a frozen, hashable function with its signature and gradients.
+
+    Made outside of a trace or inside, equal recipes give equal functions, so that it may be a static argument or the
+    `dot_general` of a module.
+
+    Args:
+        recipe: a recipe or the name of one. Delayed scaling has a state: that is `delayed_dot_general`.
+        engine: "auto" (hardware on a CUDA device with float8, otherwise emulated), "hardware" or "emulated".
+        in_specs: the PartitionSpecs of lhs and rhs, for a call in `jax.shard_map`, where an array is the part of one
+            device: amaxes are then those of the whole matrices. Without it every device has scales of its own.
+        sharded_k: what is done under `jax.jit` where both operands of a GEMM are sharded along the dimension that is
+            summed, as the tokens of grad_weight under data parallelism. "sum": each device multiplies its part and the
+            products are added, as for `jax.lax.dot_general`. "gather": codes are gathered; the bits of one device.
+
+    Raises:
+        SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
+        OperandError: an unknown engine or way of sharded K, or specs that are none.
+    """
+    call = "dot_general"
+    static = _static_recipe(call, recipe, is_delayed=False)
+    return DotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
+
+
+def delayed_dot_general(
+    recipe: Recipe | str = "delayed", *, engine: str = "auto", in_specs: Specs | None = None, sharded_k: str = SUM
+) -> "DelayedDotGeneral":
+    """As `dot_general`, for a recipe with delayed scaling: the function takes a `Float8State` after its operands.
+
+    The gradient of the state is made of amaxes, for `linear_delayed_update`.
+
+    Raises:
+        SpecError: not a static recipe, no recipe of that name, or one without delayed scaling.
+        OperandError: an unknown engine or way of sharded K, or specs that are none.
+    """
+    call = "delayed_dot_general"
+    static = _static_recipe(call, recipe, is_delayed=True)
+    return DelayedDotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DotGeneral:
+    """A function like `jax.lax.dot_general`; made by `dot_general`."""
+
+    recipe: Recipe
+    engine: str = "auto"
+    in_specs: Specs | None = None
+    sharded_k: str = SUM
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Dimensions,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """The three GEMMs of the recipe, one now and two in the backward pass.
+
+        Shapes:
+            as `jax.lax.dot_general`; float32, bfloat16 or float16 -> `preferred_element_type`, or the dtype of lhs.
+            Gradients have the dtypes of lhs and rhs.
+
+        Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated.
+
+        Raises:
+            OperandError: wrong dtypes or dimensions.
+            UnsupportedError: a precision, which the recipe decides; a second derivative; what the engine does not do.
+        """
+        return _dot_general(
+            "dot_general", self, lhs, rhs, None, dimension_numbers, precision, preferred_element_type, out_sharding
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayedDotGeneral:
+    """A function like `jax.lax.dot_general` with a state; made by `delayed_dot_general`."""
+
+    recipe: Recipe
+    engine: str = "auto"
+    in_specs: Specs | None = None
+    sharded_k: str = SUM
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        state: Float8State,
+        dimension_numbers: Dimensions,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        """As `DotGeneral.__call__`, with scales of earlier steps from `state`.
+
+        Batch dimensions are refused: a state is that of one layer, and `jax.vmap` maps over states too.
+
+        Raises:
+            OperandError: wrong dtypes or dimensions, or the state of another recipe.
+            UnsupportedError: as `DotGeneral.__call__`.
+        """
+        call = "delayed_dot_general"
+        _require_state(call, self.recipe, state)
+        return _dot_general(
+            call, self, lhs, rhs, state, dimension_numbers, precision, preferred_element_type, out_sharding
+        )
+
+
+def state_tensors(recipe: Recipe) -> tuple[bool, bool, bool]:
+    """Which of input, weight and grad_output have a state: those with delayed scales that are cast at all."""
+    found = (
+        recipe.delayed_scaling_of(tensor) is not None
+        and any(not cast.is_high_precision for _, _, cast in recipe.casts(tensor))
+        for tensor in Float8State._fields
+    )
+    x, w, g = found
+    return x, w, g
+
+
+def _dot_general(
+    call: str,
+    function: DotGeneral | DelayedDotGeneral,
+    lhs: Any,
+    rhs: Any,
+    state: Float8State | None,
+    dimension_numbers: Dimensions,
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+) -> jax.Array:
+    # 1. What was given.
+    input_dtype = require_values(call, lhs, name="lhs")
+    weight_dtype = require_values(call, rhs, name="rhs")
+    _refuse_precision(call, precision)
+    out_dtype = input_dtype if preferred_element_type is None else check_output(call, preferred_element_type)
+    lhs_shape, rhs_shape = tuple(lhs.shape), tuple(rhs.shape)
+    (lhs_k, rhs_k), (lhs_b, rhs_b) = _dimensions(call, dimension_numbers, lhs_shape, rhs_shape)
+    lhs_free = [i for i in range(len(lhs_shape)) if i not in (*lhs_k, *lhs_b)]
+    rhs_free = [i for i in range(len(rhs_shape)) if i not in (*rhs_k, *rhs_b)]
+    along, rhs_shape = divided(call, function.in_specs, (len(lhs_shape), lhs_free, lhs_k), (rhs_shape, rhs_free, rhs_k))
+    _require_equal(call, lhs_shape, rhs_shape, (lhs_k, rhs_k), (lhs_b, rhs_b))
+    require_checked_axes(call, state)
+    # 2. Both operands as matrices, or stacks of them.
+    lhs, rhs = vary_alike(jnp.asarray(lhs), jnp.asarray(rhs))
+    x, input_is_t = _as_matrices(lhs, lhs_b, lhs_free, lhs_k)
+    w, weight_is_t = _as_matrices(rhs, rhs_b, rhs_free, rhs_k)
+    shape = [*(lhs_shape[i] for i in (*lhs_b, *lhs_free)), *(rhs_shape[i] for i in rhs_free)]
+    # 3. The product.
+    plan = Plan(
+        recipe=function.recipe,
+        engine=function.engine,
+        options=known_options(),
+        out_dtype=out_dtype,
+        input_dtype=input_dtype,
+        weight_dtype=weight_dtype,
+        is_input_transposed=input_is_t,
+        is_weight_transposed=weight_is_t,
+        sharded_k=function.sharded_k,
+        divided=along,
+        settled=None if state is None else _settled(state),
+    )
+    if state is not None and lhs_b:
+        raise OperandError(
+            f"{call}: a state is that of one layer, so there must be no batch dimensions; got {lhs_b} of lhs; use "
+            "jax.vmap over operands and states, or move the batch into the rows of lhs"
+        )
+    if 0 in (*lhs_shape, *rhs_shape):
+        product = jnp.zeros(shape, out_dtype.name)  # of no layer: there is nothing to cast
+    elif lhs_b:
+        product: jax.Array = jax.vmap(functools.partial(float8_matmul, plan), in_axes=(0, 0, None))(x, w, None)
+    else:
+        product = float8_matmul(plan, x, w, state)
+    product = product.reshape(shape)
+    return product if out_sharding is None else jax.sharding.reshard(product, out_sharding)
+
+
+def _as_matrices(
+    x: jax.Array, batch: Sequence[int], free: Sequence[int], contracting: Sequence[int]
+) -> tuple[jax.Array, bool]:
+    """`x` as [B, rows, K] or [B, K, rows], without the B where there are no batch dimensions; whether the latter."""
+    is_transposed = bool(free) and bool(contracting) and list(contracting) == sorted(contracting)
+    is_transposed = is_transposed and max(contracting) < min(free)
+    order = [*batch, *(contracting if is_transposed else free), *(free if is_transposed else contracting)]
+    sizes = [math.prod(x.shape[i] for i in group) for group in (batch, free, contracting)]
+    matrix = (sizes[2], sizes[1]) if is_transposed else (sizes[1], sizes[2])
+    moved = x if order == list(range(x.ndim)) else lax.transpose(x, order)
+    return moved.reshape((sizes[0], *matrix) if batch else matrix), is_transposed
+
+
+def _dimensions(
+    call: str, numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...]
+) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
+    """The dimension numbers as lists."""
+    try:
+        (lhs_k, rhs_k), (lhs_b, rhs_b) = ((list(map(int, a)), list(map(int, b))) for a, b in numbers)
+    except (TypeError, ValueError):
+        raise OperandError(
+            f"{call}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs batch)); got "
+            f"{numbers!r}; a linear layer's are (((lhs.ndim - 1,), (0,)), ((), ()))"
+        ) from None
+    for side, shape, k, b in (("lhs", lhs, lhs_k, lhs_b), ("rhs", rhs, rhs_k, rhs_b)):
+        used = [*k, *b]
+        if len(set(used)) < len(used) or any(not 0 <= i < len(shape) for i in used):
+            raise OperandError(
+                f"{call}: contracting and batch dimensions of {side} must be different ones of its {len(shape)}; got "
+                f"{k} and {b}"
+            )
+    if not lhs_k:
+        raise OperandError(
+            f"{call}: a linear layer sums over a dimension; got dimension_numbers without a contracting one; use "
+            "jax.lax.dot_general, or a multiplication"
+        )
+    return (lhs_k, rhs_k), (lhs_b, rhs_b)
+
+
+def _require_equal(
+    call: str,
+    lhs: tuple[int, ...],
+    rhs: tuple[int, ...],
+    contracting: tuple[list[int], list[int]],
+    batch: tuple[list[int], list[int]],
+) -> None:
+    of_k, of_b = (
+        [[shape[i] for i in dims] for shape, dims in zip((lhs, rhs), pair, strict=True)]
+        for pair in (contracting, batch)
+    )
+    if of_k[0] != of_k[1] or of_b[0] != of_b[1]:
+        raise OperandError(
+            f"{call}: contracting and batch dimensions must have equal sizes in lhs {list(lhs)} and rhs {list(rhs)}; "
+            f"got {of_k[0]} and {of_k[1]}, {of_b[0]} and {of_b[1]}; check dimension_numbers"
+        )
+
+
+def _refuse_precision(call: str, precision: Any) -> None:
+    given = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, "default", lax.Precision.DEFAULT) for p in given):
+        raise UnsupportedError(
+            f"{call}: the recipe decides how a float8 GEMM accumulates, so precision must be None; got {precision}; "
+            "set use_fast_accum of the recipe's GEMMs, or keep this layer in jax.lax.dot_general"
+        )
+
+
+def _require_state(call: str, recipe: Recipe, state: Any) -> None:
+    delayed = recipe.delayed
+    assert delayed is not None, "it was checked when the function was made"
+    fits = isinstance(state, Float8State)
+    found: tuple[Any, ...] = state if isinstance(state, Float8State) else ()
+    for has_state, of_tensor in zip(state_tensors(recipe), found, strict=False):
+        fits = fits and has_state == (of_tensor is not None)
+        if fits and of_tensor is not None:
+            fits = tuple(jnp.shape(of_tensor.amax_history)) == (delayed.history_length,)
+            fits = fits and all(
+                jnp.result_type(leaf) == jnp.float32 and jnp.ndim(leaf) == (leaf is of_tensor.amax_history)
+                for leaf in of_tensor
+                if leaf is not None
+            )
+    if not fits:
+        raise OperandError(
+            f"{call}: state must be the Float8State of recipe {recipe.name!r}, all float32, histories of "
+            f"{delayed.history_length}; got {jax.tree.map(jnp.shape, state)}; start with linear_delayed_state(recipe)"
+        )
+
+
+def _settled(state: Float8State) -> tuple[bool, bool, bool]:
+    x, w, g = (of_tensor is not None and of_tensor.initialized is None for of_tensor in state)
+    return x, w, g
+
+
+def _static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
+    if isinstance(recipe, str):
+        recipe = recipe_by_name(recipe)
+    if not isinstance(recipe, Recipe):
+        raise SpecError(
+            f"{call}: recipe must be a Recipe or the name of one, known when the function is traced; got "
+            f"{type(recipe).__name__}; close over it, or make it a static argument of jit"
+        )
+    if (recipe.delayed is not None) != is_delayed:
+        other = "dot_general, which takes no state" if is_delayed else "delayed_dot_general, which takes a state"
+        kind = "without" if is_delayed else "with"
+        raise SpecError(f"{call}: got recipe {recipe.name!r} {kind} delayed scaling; use {other}")
+    return recipe
+
+
+def _settings(call: str, engine: str, in_specs: Any, sharded_k: str) -> dict[str, Any]:
+    check_engine(call, engine)
+    check_sharded_k(call, sharded_k)
+    if in_specs is not None:
+        in_specs = check_specs(call, in_specs)
+    return {"engine": engine, "in_specs": in_specs, "sharded_k": sharded_k}

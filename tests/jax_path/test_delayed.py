@@ -1,0 +1,219 @@
+"""Delayed scaling in JAX: 50 steps beside torch's, amaxes as gradients, accumulation, stacked states, and refusals."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import f8emu.jax as f8
+from f8emu.spec import (
+    DELAYED,
+    TENSORS,
+    TENSORWISE,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    DelayedState,
+    Float8State,
+    OperandError,
+    Recipe,
+    SpecError,
+)
+from tests.jax_path.layers import WEIGHT, assert_same_bits, draw
+
+# Of states whose parts may be missing: the tests know which are there.
+linear_delayed_state: Any = f8.linear_delayed_state
+linear_delayed_update: Any = f8.linear_delayed_update
+linear_delayed_maximum: Any = f8.linear_delayed_maximum
+linear_delayed_settled: Any = f8.linear_delayed_settled
+M, N, K = 33, 50, 70
+MOST_RECENT = replace(
+    DELAYED, delayed=DelayedScaling(history_length=3, reduction=AmaxHistoryReduction.MOST_RECENT, margin=2)
+)
+
+
+def step_of(recipe: Recipe) -> Callable[..., Any]:
+    """(x, w, g, state) -> output and gradients, and the amaxes."""
+    multiply = f8.delayed_dot_general(recipe)
+
+    def step(x: Any, w: Any, g: Any, state: Float8State) -> Any:
+        output, pull = jax.vjp(lambda x, w, s: multiply(x, w, s, WEIGHT), x, w, state)
+        *grads, amaxes = pull(g)
+        return (output, *grads), amaxes
+
+    return step
+
+
+def tensors(step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Input, weight and grad_output of a step; now and then zeros, infinities and leaps in magnitude."""
+    size = np.float32(2.0 ** (step % 7 - 3) * (0 if step == 9 else 1))
+    x, w, g = (draw(*shape, seed=3 * step + i, dtype="float32") for i, shape in enumerate(((M, K), (N, K), (M, N))))
+    if step == 12:
+        g[3, 4] = np.inf
+    if step == 15:
+        x[0, 0] = np.nan
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    return (x * size).astype(bfloat16), w.astype(bfloat16), g.astype(bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:f8emu.torch. under delayed scaling the amax was infinite")
+def test_50_steps_beside_torch() -> None:
+    """Output, gradients, and after every step the whole state: histories, scales, flags."""
+    torch, f8_torch = pytest.importorskip("torch"), pytest.importorskip("f8emu.torch")
+    recipe = MOST_RECENT
+    plain = torch.nn.Sequential(torch.nn.Linear(K, N, bias=False)).to(torch.bfloat16)
+    f8_torch.convert_to_float8_training(plain, config=recipe, pad=True)
+    model: Any = plain[0]
+    step, state = f8.jit(step_of(recipe)), linear_delayed_state(recipe)
+    update = f8.jit(lambda state, amaxes: linear_delayed_update(state, amaxes, recipe))
+    for i in range(50):
+        x, w, g = tensors(i)
+        x_torch, g_torch = (torch.from_numpy(a.view(np.uint16).copy()).view(torch.bfloat16) for a in (x, g))
+        with torch.no_grad():
+            model.weight.copy_(torch.from_numpy(w.view(np.uint16).copy()).view(torch.bfloat16))
+        model.weight.grad = None
+        output = model(x_torch.requires_grad_())
+        output.backward(g_torch)
+        found, amaxes = step(x, w, g, state)
+        of_torch: Any = (output.detach(), x_torch.grad, model.weight.grad)
+        for observed, tensor in zip(found, of_torch, strict=True):
+            assert_same_bits(observed, tensor.view(torch.uint16).numpy().view(x.dtype))
+        # 2. The state.
+        f8_torch.sync_float8_amax_and_scale_history(plain)
+        state = update(state, amaxes)
+        of_torch = f8_torch.delayed_state_dict(model)
+        for name, of_tensor in zip(TENSORS, state, strict=True):
+            for field, value in of_tensor._asdict().items():
+                wanted = of_torch[field][TENSORS.index(name)].numpy()
+                assert_same_bits(value, wanted.astype(np.float32))
+
+
+def test_settled_states_and_accumulation() -> None:
+    """Without flags the bits are the same; of several passes and of several uses the largest amax counts."""
+    step, state = step_of(DELAYED), linear_delayed_state()
+    assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
+    with pytest.raises(OperandError, match="every scale must be set"):
+        linear_delayed_settled(state)
+    _, first = step(*tensors(1), state)
+    _, second = step(*tensors(4), state)
+    amaxes = [[np.abs(x.astype(np.float32)).max() for x in tensors(i)] for i in (1, 4)]
+    both = linear_delayed_maximum(first, second)
+    assert [float(of.amax_history[0]) for of in both] == np.max(amaxes, axis=0).tolist()
+    state = linear_delayed_update(state, both)
+    assert [float(of.amax_history[0]) for of in state] == np.max(amaxes, axis=0).tolist()
+    settled = linear_delayed_settled(state)
+    assert all(of.initialized is None for of in settled)
+    (wanted, of_flags), (found, of_settled) = step(*tensors(2), state), step(*tensors(2), settled)
+    for observed, right in zip(found, wanted, strict=True):
+        assert_same_bits(observed, right)
+    assert jax.tree.structure(of_settled) == jax.tree.structure(settled)
+    updated = linear_delayed_update(settled, of_settled)
+    assert all(of.initialized is None for of in updated)
+    for one, other in zip(updated, linear_delayed_update(state, of_flags), strict=True):
+        assert_same_bits(one.inv_scale, other.inv_scale)
+        assert_same_bits(one.amax_history, other.amax_history)
+
+
+def test_amaxes_are_of_the_casts_that_were_made() -> None:
+    """A layer of which no gradient is asked but the state's casts no grad_output; a call without any gradient none."""
+    x, w, g = tensors(1)
+    _, pull = jax.vjp(lambda s: f8.delayed_dot_general()(x, w, s, WEIGHT), linear_delayed_state())
+    (amaxes,) = pull(g)
+    assert [float(of.amax_history[0]) > 0 for of in amaxes] == [True, True, False]
+
+
+def test_one_state_for_several_uses_and_overwriting() -> None:
+    """JAX adds gradients; copies of a shared state bring the maximum. The new state may be the gradient itself."""
+    multiply, (x, w, _) = f8.delayed_dot_general(), tensors(1)
+    state = linear_delayed_state()
+
+    def total(state: Float8State, x: Any) -> Any:
+        copies = f8.shared_delayed_state(f8.overwrite_with_gradient(state), 2)
+        uses = (jax.tree.map(lambda leaf, i=i: leaf[i], copies) for i in range(2))
+        return sum(multiply(x * 2**i, w, s, WEIGHT).astype(jnp.float32).sum() for i, s in enumerate(uses))
+
+    gradient, _ = jax.grad(total, argnums=(0, 1))(state, jnp.asarray(x))
+    one = np.float32(1)
+    amaxes = Float8State(
+        *(
+            DelayedState(jnp.zeros(16).at[0].set(amax), jnp.zeros(()), jnp.zeros(()))
+            for amax in (np.abs(x.astype(np.float32)).max() * 2, np.abs(w.astype(np.float32)).max(), one)
+        )
+    )
+    jax.tree.map(assert_same_bits, gradient, linear_delayed_update(state, amaxes))
+
+
+def test_stacked_states() -> None:
+    """Layers in a scan: one state each, stacked, updated by vmap; buffers of the old states may be donated."""
+    multiply, layers = f8.delayed_dot_general(), 2
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), linear_delayed_state())
+    x, w = (jnp.stack([jnp.asarray(tensors(i)[j]) for i in (1, 2)]) for j in (0, 1))
+
+    def total(states: Float8State) -> Any:
+        def one(carry: Any, of_layer: Any) -> Any:
+            x, w, state = of_layer
+            return carry + multiply(x, w, state, WEIGHT).astype(jnp.float32).sum(), None
+
+        return jax.lax.scan(one, jnp.zeros(()), (x, w, states))[0]
+
+    def step(states: Float8State) -> Float8State:
+        return jax.vmap(lambda s, a: linear_delayed_update(s, a))(states, jax.grad(total)(states))
+
+    updated = f8.jit(step, donate_argnums=0)(states)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
+    for i in range(layers):
+        wanted = (np.abs(np.asarray(a[i], np.float32)).max() for a in (x, w))
+        for of_tensor, amax in zip(updated, wanted, strict=False):
+            assert_same_bits(of_tensor.amax_history[i, 0], np.float32(amax))
+
+
+STATE = linear_delayed_state()
+NO_STATE: Any = None
+X, W = jnp.ones((2, 16, 32), jnp.bfloat16), jnp.ones((2, 16, 32), jnp.bfloat16)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no state": (
+        lambda: f8.delayed_dot_general()(X[0], W[0], NO_STATE, WEIGHT),
+        OperandError,
+        "must be the Float8State",
+    ),
+    "of another recipe": (
+        lambda: f8.delayed_dot_general(MOST_RECENT)(X[0], W[0], STATE, WEIGHT),
+        OperandError,
+        r"histories of 3; got .*\(16,\).*linear_delayed_state",
+    ),
+    "of a part": (
+        lambda: f8.delayed_dot_general()(X[0], W[0], STATE._replace(weight=None), WEIGHT),
+        OperandError,
+        "must be the Float8State",
+    ),
+    "with bool": (
+        lambda: f8.delayed_dot_general()(
+            X[0], W[0], STATE._replace(input=STATE.input._replace(initialized=jnp.ones((), bool))), WEIGHT
+        ),
+        OperandError,
+        "all float32",
+    ),
+    "batch": (
+        lambda: f8.delayed_dot_general()(X, W, STATE, (((2,), (2,)), ((0,), (0,)))),
+        OperandError,
+        "no batch dimensions; got .0. of lhs; use jax.vmap",
+    ),
+    "dynamic": (lambda: linear_delayed_state("rowwise"), SpecError, "needs a recipe with delayed scaling"),
+    "update of dynamic": (lambda: linear_delayed_update(STATE, STATE, TENSORWISE), SpecError, "delayed scaling"),
+    "amaxes of a part": (
+        lambda: linear_delayed_update(STATE, STATE._replace(input=None)),
+        OperandError,
+        "got DelayedState and NoneType for input",
+    ),
+    "traced settling": (lambda: jax.jit(linear_delayed_settled)(STATE), OperandError, "outside of a trace"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,327 @@
+"""dot_general under a recipe: its bits in every manner of JAX, what it keeps and lowers to, and what it refuses.
+
+That every code and product is the oracle's is the matter of `test_layers`.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from jax.sharding import PartitionSpec
+
+import f8emu.jax as f8
+from f8emu.jax import compiling
+from f8emu.spec import (
+    BLOCKWISE,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    OperandError,
+    Recipe,
+    SpecError,
+    UnsupportedError,
+    recipe_from_json,
+)
+from tests.jax_path.layers import KERNEL, WEIGHT, assert_same_bits, draw, expected, passes
+
+M, N, K = 33, 50, 70
+DYNAMIC = (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, BLOCKWISE)
+pytestmark = pytest.mark.filterwarnings("ignore:f8emu.jax. into how many slices")
+
+
+def operands(dtype: str = "bfloat16", *, layers: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Input, weight and grad_output of some layers, stacked, each of another magnitude."""
+    size = np.exp2(3 * np.arange(layers, dtype=np.float32))[:, None, None]
+    shapes = ((layers, M, K), (layers, N, K), (layers, M, N))
+    x, w, g = ((draw(*shape, seed=i, dtype="float32") * size).astype(dtype_of(dtype)) for i, shape in enumerate(shapes))
+    return x, w, g
+
+
+def dtype_of(name: str) -> np.dtype:
+    return np.dtype(jnp.dtype(name))
+
+
+def layer(recipe: Recipe | str = TENSORWISE, numbers: Any = WEIGHT, **options: Any) -> Callable[[Any, Any], Any]:
+    multiply = f8.dot_general(recipe, **options)
+    return lambda x, w: multiply(x, w, numbers)
+
+
+@functools.cache
+def stack() -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """Three tensorwise layers, and the oracle's output, grad_input and grad_weight of each, stacked."""
+    x, w, g = operands()
+    found = [expected(TENSORWISE, *of_layer) for of_layer in zip(x, w, g, strict=True)]
+    return (x, w, g), tuple(map(np.stack, zip(*found, strict=True)))
+
+
+def test_signature_is_that_of_jax() -> None:
+    own = list(inspect.signature(f8.dot_general(TENSORWISE)).parameters.values())
+    wanted = list(inspect.signature(jax.lax.dot_general).parameters.values())
+    assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in wanted]
+
+
+def test_function_is_static_data() -> None:
+    """Equal recipes give equal functions, so that one program serves them, also after a round trip through JSON."""
+    one, other = f8.dot_general("rowwise"), f8.dot_general(recipe_from_json(ROWWISE.to_json()))
+    assert one == other and hash(one) == hash(other) and one != f8.dot_general("tensorwise")
+    with pytest.raises(AttributeError):
+        one.engine = "hardware"  # pyright: ignore[reportAttributeAccessIssue]
+    traced = 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def multiply(function: Any, x: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return jnp.zeros(())
+
+    for function in (one, other):
+        multiply(function, 1.0)
+    assert traced == 1
+
+
+@pytest.mark.parametrize("manner", ["batch dimensions", "jit of scan of checkpoint"])
+def test_many_layers_at_once(manner: str) -> None:
+    """A batch, which is a vmap, and a scan are of layers, each with its own scales."""
+    arrays, wanted = stack()
+    if manner == "batch dimensions":
+        found = passes(layer(numbers=(((2,), (2,)), ((0,), (0,)))), *arrays)
+    else:
+
+        def all_layers(x: Any, w: Any) -> Any:
+            one = jax.checkpoint(layer())
+            return jax.lax.scan(lambda carry, of_layer: (carry, one(*of_layer)), 0, (x, w))[1]
+
+        found = f8.jit(functools.partial(passes, all_layers))(*arrays)
+    for observed, right in zip(found, wanted, strict=True):
+        assert_same_bits(observed, right)
+
+
+def test_any_dimensions_mean_the_same_layer() -> None:
+    """Contracting dimensions in any place and number, einsum, transposed operands: the bits of the plain layer."""
+    (x, w, g), (y, dx, dw) = ([a[0] for a in arrays] for arrays in stack())
+    # 1. A kernel [K, N], and an input [K, M]: gradients come in the same layouts.
+    found = passes(layer(numbers=(((0,), (0,)), ((), ()))), x.T.copy(), w.T.copy(), g)
+    for observed, right in zip(found, (y, dx.T, dw.T), strict=True):
+        assert_same_bits(observed, right)
+    # 2. Two contracting dimensions, in another order on each side, between free ones.
+    x_4 = x.reshape(3, 11, 7, 10).transpose(0, 3, 1, 2)  # [3, 10, 11, 7]
+    w_3 = w.T.reshape(7, 10, N)
+    numbers = (((3, 1), (0, 1)), ((), ()))
+    output, dx_4, dw_3 = passes(layer(numbers=numbers), x_4, w_3, g.reshape(3, 11, N))
+    assert_same_bits(output, y.reshape(3, 11, N))
+    assert_same_bits(np.asarray(dx_4).transpose(0, 2, 3, 1).reshape(M, K), dx)
+    assert_same_bits(np.asarray(dw_3).reshape(K, N), dw.T)
+    # 3. einsum with a function of ours.
+    multiply = f8.dot_general(TENSORWISE)
+    einsum = functools.partial(jnp.einsum, "abk,nk->abn", _dot_general=multiply)
+    assert_same_bits(einsum(x.reshape(3, 11, K), w), y.reshape(3, 11, N))
+
+
+def test_with_64_bit_types() -> None:
+    x, w, g = (a[0] for a in operands("float16", layers=1))
+    wanted = expected(ROWWISE, x, w, g)
+    with jax.enable_x64(True):
+        found = passes(layer(ROWWISE), *map(jnp.asarray, (x, w, g)))
+    for observed, right in zip(found, wanted, strict=True):
+        assert_same_bits(observed, right)
+
+
+def test_dtype_of_the_output() -> None:
+    """Rounded once, from the accumulator; gradients keep the dtypes of the operands."""
+    x, w, _ = (a[0] for a in stack()[0])
+    output, dx, dw = passes(
+        lambda x, w: f8.dot_general(TENSORWISE)(x, w, WEIGHT, None, jnp.float32), x, w, np.ones((M, N), np.float32)
+    )
+    in_float32 = expected(TENSORWISE, x.astype(np.float32), w, np.ones((M, N), np.float32))
+    assert_same_bits(output, in_float32[0])
+    assert dx.dtype == dw.dtype == jnp.bfloat16
+    empty = passes(layer(), x[:0], w, np.ones((0, N), x.dtype))
+    assert [a.shape for a in empty] == [(0, N), (0, K), (N, K)] and not np.asarray(empty[2], np.float32).any()
+
+
+# What is kept, and what it lowers to
+
+
+@pytest.mark.parametrize("recipe", DYNAMIC, ids=lambda recipe: recipe.name)
+def test_backward_keeps_codes(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+    """But for scales no more than a bfloat16 layer keeps: of the input codes, where it is cast, and the weight."""
+    x, w = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((128, 256), jnp.bfloat16)
+    wrapped = lambda x, w: layer(recipe)(x + 1, w + 1)  # neither is an argument, which is there anyway  # noqa: E731
+    print_saved_residuals(wrapped, x, w)
+    kept = re.findall(r"^(\w+)\[([\d,]*)\]", capsys.readouterr().out, re.MULTILINE)
+    sizes = {"bf16": 2, "f32": 0, "f8_e4m3fn": 1}
+    total = sum(sizes[dtype] * int(np.prod([int(n) for n in shape.split(",") if n])) for dtype, shape in kept)
+    assert total <= 2 * (x.size + w.size)
+    codes = [dtype for dtype, _ in kept if dtype.startswith("f8")]
+    assert len(codes) == (0 if recipe is ROWWISE_WITH_GW_HP else 1)
+
+
+def lowered(recipe: Recipe, jit: Any, platform: str, **options: Any) -> str:
+    x, w, g = jnp.ones((M, K), jnp.bfloat16), jnp.ones((K, N), jnp.bfloat16), jnp.ones((M, N), jnp.bfloat16)
+    if recipe.delayed is None:
+        step = lambda x, w, g: passes(layer(recipe, KERNEL, **options), x, w, g)  # noqa: E731
+    else:
+        state = f8.linear_delayed_settled(f8.linear_delayed_state(recipe)._replace(**of_ones(recipe)))
+        multiply = f8.delayed_dot_general(recipe, **options)
+        step = lambda x, w, g: passes(lambda x, w: multiply(x, w, state, KERNEL), x, w, g)  # noqa: E731
+    return jit(step).trace(x, w, g).lower(lowering_platforms=(platform,)).as_text()
+
+
+def of_ones(recipe: Recipe) -> dict[str, Any]:
+    state = f8.linear_delayed_state(recipe)
+    return {name: getattr(state, name)._replace(initialized=jnp.ones(())) for name in state._fields}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_lowered_for_a_gpu(recipe: Recipe) -> None:
+    """Every GEMM of the recipe is a dot of codes, with the precision of its accumulation; no division loops."""
+    text = lowered(recipe, f8.jit, "cuda")
+    dots = re.findall(r"dot_general .*?precision = \[(\w+), \w+\] : \(tensor<\w*?x(\w+)>, tensor<\w*?x(\w+)>\)", text)
+    kinds = {"f8E4M3FN": "float8_e4m3fn", "f8E5M2": "float8_e5m2", "bf16": None}
+    for gemm, (precision, *types) in zip(recipe.gemms.values(), dots, strict=True):
+        # A product of the gradient of a kernel [K, N] has its operands the other way round.
+        assert sorted(map(str, (kinds[t[-len(t.lstrip("0123456789x")) :]] for t in types))) == sorted(
+            str(cast.format) if cast.format else "None" for cast in (gemm.a, gemm.b)
+        )
+        is_promoted = not (gemm.use_fast_accum or gemm.is_high_precision or gemm.a.granularity.is_blockwise)
+        assert precision == ("HIGHEST" if is_promoted else "DEFAULT")
+    assert text.count("stablehlo.while") == (3 if recipe is BLOCKWISE else 0)  # over blocks of K
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_lowered_for_a_cpu(recipe: Recipe) -> None:
+    text = lowered(recipe, jax.jit, "cpu")
+    assert not re.search(r"dot_general .*f8E", text)
+    assert "accumulators" in text or "blockwise_totals" in text  # of f8ref.jax
+
+
+def test_a_program_without_the_options_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU alone; inside of our jit, a jitted function that was traced without them is traced again."""
+    with pytest.raises(UnsupportedError, match=r"use f8emu\.jax\.jit .* or set XLA_FLAGS"):
+        lowered(TENSORWISE, jax.jit, "cuda")
+    lowered(TENSORWISE, jax.jit, "cuda", engine="emulated")
+    x, w = jnp.ones((M, K), jnp.bfloat16), jnp.ones((N, K), jnp.bfloat16)
+    inner = jax.jit(layer())
+    inner.trace(x, w)
+    assert "f8E4M3FN" in f8.jit(lambda x, w: inner(x, w)).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    with pytest.raises(UnsupportedError, match="compiled with"):
+        jax.jit(lambda x, w: inner(x, w)).trace(x, w).lower(lowering_platforms=("cuda",))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_foo=1 --xla_gpu_enable_triton_gemm=false")
+    assert "f8E4M3FN" in lowered(TENSORWISE, jax.jit, "cuda")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
+    assert compiling.known_options() is None
+
+
+def test_excess_precision_off_changes_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scale is folded into a bfloat16 dot only where XLA surely takes it into the call."""
+    off = functools.partial(f8.jit, compiler_options={"xla_allow_excess_precision": False})
+    assert re.search(r"dot_general.*-> tensor<\w+xbf16>", lowered(TENSORWISE, f8.jit, "cuda"))
+    assert not re.search(r"dot_general.*-> tensor<\w+xbf16>", lowered(TENSORWISE, off, "cuda"))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_allow_excess_precision=false")
+    assert compiling.compiler_options()["xla_allow_excess_precision"] is False
+    with pytest.raises(SpecError, match=r"must leave xla_gpu_enable_triton_gemm False; got True"):
+        f8.jit(layer(), compiler_options={"xla_gpu_enable_triton_gemm": True})
+
+
+def test_our_jit_is_jit() -> None:
+    """A decorator with the options of jax.jit; donated buffers; nested; under transformations."""
+    (x, w, _), (y, *_) = ([a[0] for a in arrays] for arrays in stack())
+
+    @f8.jit(static_argnames="numbers", donate_argnums=0)
+    def run(x: Any, w: Any, numbers: Any) -> Any:
+        return layer(numbers=numbers)(x, w), x + 1
+
+    donated = jnp.asarray(x)
+    assert_same_bits(run(donated, w, numbers=WEIGHT)[0], y)
+    assert donated.is_deleted()
+    assert run.__name__ == "run" and run.eval_shape(x, w, numbers=WEIGHT)[0].shape == (M, N)
+    deleted = jnp.asarray(x)
+    deleted.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        layer()(deleted, w)
+    assert_same_bits(f8.jit(lambda x, w: run(x, w, numbers=WEIGHT)[0])(x, w), y)  # nested: no options of its own
+
+
+# Refusals
+
+
+def test_differentiable_once() -> None:
+    x, w, _ = (a[0] for a in stack()[0])
+
+    def total(x: Any) -> Any:
+        return layer()(x, w).astype(jnp.float32).sum()
+
+    with pytest.raises(UnsupportedError, match=r"got a second derivative"):
+        jax.grad(lambda x: jax.grad(total)(x).astype(jnp.float32).sum())(x)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(total, (x,), (x,))
+
+
+ONE = jnp.ones((16, 32), jnp.bfloat16)
+F8 = ONE.astype(jnp.float8_e4m3fn)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "codes": (lambda: layer()(F8, F8), OperandError, r"lhs must be one of float32, .*; got float8_e4m3fn; convert"),
+    "integers": (lambda: layer()(ONE, ONE.astype(jnp.int32)), OperandError, r"rhs must be .* got int32"),
+    "float64": (lambda: layer()(np.ones((16, 32)), ONE), OperandError, r"lhs must be .* got float64"),
+    "no array": (lambda: layer()([[1.0]], ONE), OperandError, r"lhs must be a JAX array; got list"),
+    "shapes": (lambda: layer(numbers=KERNEL)(ONE, ONE), OperandError, r"equal sizes .* got \[32\] and \[16\]"),
+    "dimension": (lambda: layer(numbers=(((2,), (1,)), ((), ())))(ONE, ONE), OperandError, r"lhs must be different"),
+    "twice": (lambda: layer(numbers=(((1, 1), (1, 1)), ((), ())))(ONE, ONE), OperandError, r"lhs must be different"),
+    "numbers": (lambda: layer(numbers=((1,), (1,)))(ONE, ONE), OperandError, r"dimension_numbers must be \(\(lhs"),
+    "no sum": (lambda: layer(numbers=(((), ()), ((), ())))(ONE, ONE), OperandError, r"sums over a dimension"),
+    "precision": (
+        lambda: f8.dot_general("rowwise")(ONE, ONE, WEIGHT, jax.lax.Precision.HIGHEST),
+        UnsupportedError,
+        r"precision must be None; got HIGHEST",
+    ),
+    "output": (
+        lambda: f8.dot_general("rowwise")(ONE, ONE, WEIGHT, None, jnp.float8_e5m2),
+        UnsupportedError,
+        r"out_dtype must be one of .* got float8_e5m2",
+    ),
+    "recipe": (lambda: f8.dot_general("rowise"), SpecError, r"rowise"),
+    "traced recipe": (
+        lambda: jax.jit(lambda r: f8.dot_general(r))(1.0),
+        SpecError,
+        r"known when the function is traced",
+    ),
+    "recipe as argument": (lambda: jax.jit(lambda r: 1)(ROWWISE), TypeError, r"Recipe"),
+    "delayed": (lambda: f8.dot_general("delayed"), SpecError, r"with delayed scaling; use delayed_dot_general"),
+    "not delayed": (lambda: f8.delayed_dot_general("rowwise"), SpecError, r"without delayed scaling; use dot_general"),
+    "engine": (lambda: f8.dot_general("rowwise", engine="gpu"), OperandError, r"engine must be one of auto, hardware"),
+    "hardware": (
+        lambda: layer(engine="hardware")(ONE, ONE),
+        UnsupportedError,
+        r"engine='hardware' needs a CUDA device .*; got .*cpu.*; run it on one, or pass engine='emulated'",
+    ),
+    "hardware, traced": (
+        lambda: f8.jit(layer(engine="hardware"))(ONE, ONE),
+        UnsupportedError,
+        r"engine='hardware' needs a CUDA device",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_out_sharding() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    (x, w, _), (y, *_) = ([a[0] for a in arrays] for arrays in stack())
+    with jax.set_mesh(mesh):
+        found = jax.jit(
+            lambda x, w: f8.dot_general(TENSORWISE)(x, w, WEIGHT, out_sharding=PartitionSpec("data", None))
+        )(x, w)
+    assert_same_bits(found, y)

@@ -1,0 +1,191 @@
+"""The GEMMs of f8emu.jax: the oracle's bits, traced and not; what surrounds the dot on hardware; refusals.
+
+The suite's stages (`f8emu verify f8emu.jax`) put all recorded and generated GEMMs to the verbs.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import f8emu.jax as f8
+import f8ref.jax
+import f8ref.numpy as reference
+from f8emu.jax.compiling import Options
+from f8emu.jax.gemm import hardware
+from f8emu.jax.gemm.hardware import Form, form_of
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    Format,
+    Granularity,
+    OperandError,
+    ScaleRule,
+    SpecError,
+    UnsupportedError,
+)
+from tests.jax_path.layers import assert_same_bits, draw
+
+TENSOR, ROW, VECTOR, SQUARE = Granularity
+POWERS = ScaleRule(power_of_two=True)
+FOLDABLE = Options(excess_precision=True)
+M, N, K = 20, 24, 300
+scaled_mm: Any = f8.scaled_mm  # takes arrays of numpy too
+scaled_grouped_mm: Any = f8.scaled_grouped_mm
+
+
+def codes(rows: int, k: int, seed: int, format: Format = E4M3FN) -> np.ndarray:
+    return reference.cast(draw(rows, k, seed=seed, dtype="float32") * np.float32(16), format)
+
+
+def scales(granularity: Granularity, rows: int, k: int, seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return np.exp2(random.uniform(-6, 2, granularity.scale_shape(rows, k))).astype(np.float32)
+
+
+def operands(pair: tuple[Granularity, Granularity]) -> tuple[np.ndarray, ...]:
+    a, b = codes(M, K, 1), codes(N, K, 2)
+    return a, b.T, scales(pair[0], M, K, 3), scales(pair[1], N, K, 4).T
+
+
+def test_traced_and_mapped() -> None:
+    """In a jit, and of a vmap one GEMM after another; granularities inferred; bias, split_k and float16."""
+    a, b, scale_a, scale_b = operands((ROW, ROW))
+    bias = draw(N, seed=5, dtype="float32")
+    options: dict[str, Any] = {"bias": bias, "out_dtype": FLOAT16, "use_fast_accum": True, "split_k": 2}
+    wanted = reference.scaled_mm(a, b, scale_a, scale_b, granularity_a=ROW, granularity_b=ROW, **options)
+    assert_same_bits(scaled_mm(a, b, scale_a, scale_b, **options), wanted)
+    stacked = jnp.stack([jnp.asarray(scale_a), jnp.asarray(scale_a) * 2])
+    found = jax.jit(jax.vmap(lambda s: scaled_mm(a, b, s, scale_b, **options)))(stacked)
+    assert_same_bits(found[0], wanted)
+    doubled = reference.scaled_mm(a, b, scale_a * 2, scale_b, granularity_a=ROW, granularity_b=ROW, **options)
+    assert_same_bits(found[1], doubled)
+
+
+def test_grouped() -> None:
+    a, b = codes(40, 64, 1), np.stack([codes(24, 64, 2 + i).T for i in range(3)])
+    scale_a, scale_b = scales(ROW, 40, 64, 6)[:, 0], np.stack([scales(ROW, 24, 64, 7 + i)[:, 0] for i in range(3)])
+    offs = np.array([8, 8, 40], np.int32)
+    wanted = reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs)
+    assert_same_bits(scaled_grouped_mm(a, b, scale_a, scale_b, offs), wanted)
+    found = hardware_on_cpu(hardware._scaled_grouped_mm, (a, b, scale_a, scale_b, offs), (BFLOAT16, False))
+    assert_same_bits(found, wanted)
+
+
+def emulated_dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -> jax.Array:
+    """What cuBLASLt gives for `hardware._dot`, as far as it is measured."""
+    one = jnp.ones((1, 1), jnp.float32)
+    return f8ref.jax.scaled_mm(a, b.T, one, one, out_dtype=jnp.dtype(dtype).name, use_fast_accum=use_fast_accum)
+
+
+def hardware_on_cpu(function: Any, arrays: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+    """A function of `gemm.hardware` with the tensor core's dot emulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hardware, "_dot", emulated_dot)
+        return function(tuple(None if x is None else jnp.asarray(x) for x in arrays), settings, FOLDABLE)
+
+
+@pytest.mark.parametrize(
+    ("pair", "out", "split_k"),
+    [
+        ((TENSOR, TENSOR), FLOAT32, 1),
+        ((ROW, ROW), BFLOAT16, 1),
+        ((VECTOR, VECTOR), BFLOAT16, 2),
+        ((VECTOR, SQUARE), FLOAT16, 1),
+    ],
+    ids=["tensor", "row", "vector", "square"],
+)
+def test_what_surrounds_the_dot_on_hardware(pair: tuple[Granularity, Granularity], out: Format, split_k: int) -> None:
+    """Scales in their order, blocks of K and slices, one rounding: the oracle's bits around the same accumulators."""
+    arrays = operands(pair)
+    fast = not pair[0].is_blockwise
+    options = {"out_dtype": out, "use_fast_accum": fast, "split_k": split_k if pair[0].is_blockwise else 1}
+    wanted = reference.scaled_mm(*arrays, granularity_a=pair[0], granularity_b=pair[1], **options)
+    for transposed in (False, True):
+        settings = (pair, out, fast, split_k, False, transposed)
+        found = hardware_on_cpu(hardware._scaled_mm, (*arrays, None), settings)
+        assert_same_bits(found, wanted.T if transposed else wanted)
+
+
+def test_forms() -> None:
+    """The fastest form that is exact."""
+    pairs = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "block": (VECTOR, SQUARE)}
+
+    def form(
+        pair: str, out: Format = BFLOAT16, *, bias: bool = False, powers: bool = True, excess: bool = True
+    ) -> Form:
+        return form_of(pairs[pair], out, has_bias=bias, powers_of_two=powers, options=Options(excess_precision=excess))
+
+    assert form("tensor") is Form.FOLDED and form("row") is Form.BFLOAT16
+    assert {form(p, powers=powers) for p in ("block",) for powers in (True, False)} == {Form.BLOCKS}
+    others = [form("tensor", excess=False), form("row", powers=False)]
+    others += [form(p, out) for p, out in itertools.product(("tensor", "row"), (FLOAT32, FLOAT16))]
+    others += [form(p, bias=True) for p in ("tensor", "row")]
+    assert set(others) == {Form.FLOAT32}
+
+
+def test_powers_of_two_commute_with_rounding() -> None:
+    """The claim of `form_of`, at the smallest and the largest accumulators and scales that E4M3 and the rule allow."""
+    random = np.random.default_rng(0)
+    # 1. Accumulators: multiples of 2^-25 with up to 24 significant bits, and the smallest ones.
+    acc = np.ldexp(random.integers(1 << 20, 1 << 24, 20000), random.integers(-45, 15, 20000)).astype(np.float32)
+    acc = np.concatenate([np.trunc(acc * 2.0**25) / np.float32(2.0**25), np.arange(1, 2000) * 2.0**-25]).astype(
+        np.float32
+    )
+    # 2. Scales, of rows and columns: from those of an amax of 0 to the largest without overflow of `acc * scale_b`.
+    assert float(reference.scale_from_amax(np.zeros((1, 1), np.float32), E4M3FN, POWERS).scale[0, 0]) == 2.0**-48
+    for low, high in ((-48, -40), (-48, 90), (80, 90)):
+        row, column = (np.ldexp(1.0, random.integers(low, high + 1, acc.size)).astype(np.float32) for _ in range(2))
+        with np.errstate(over="ignore"):
+            wanted = ((acc * column) * row).astype(jnp.bfloat16)
+            found = ((acc.astype(jnp.bfloat16).astype(np.float32) * column) * row).astype(jnp.bfloat16)
+        assert_same_bits(found, wanted)
+
+
+ONE = jnp.ones((1, 1), jnp.float32)
+A = jnp.ones((16, 32), jnp.float8_e4m3fn)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "values": (lambda: f8.scaled_mm(jnp.ones((16, 32)), A.T, ONE, ONE), OperandError, r"a must be .* got float32"),
+    "not transposed": (lambda: f8.scaled_mm(A, A, ONE, ONE), OperandError, r"pass a weight .N, K. as weight.T"),
+    "scale": (lambda: f8.scaled_mm(A, A.T, jnp.ones((3, 1)), ONE), OperandError, r"must have shapes .* got \[3, 1\]"),
+    "scale dtype": (lambda: f8.scaled_mm(A, A.T, ONE.astype(jnp.bfloat16), ONE), OperandError, r"scale_a .* float32"),
+    "pair": (
+        lambda: f8.scaled_mm(A.astype(jnp.float8_e5m2), A.astype(jnp.float8_e5m2).T, ONE, ONE),
+        UnsupportedError,
+        E5M2.name,
+    ),
+    "output": (lambda: f8.scaled_mm(A, A.T, ONE, ONE, out_dtype="float8_e4m3fn"), UnsupportedError, "float8 output"),
+    "bias": (lambda: f8.scaled_mm(A, A.T, ONE, ONE, bias=jnp.ones(3)), OperandError, r"bias must have shape"),
+    "split_k": (lambda: f8.scaled_mm(A, A.T, ONE, ONE, split_k=0), SpecError, r"static integer of at least 1.* got 0"),
+    "engine": (lambda: f8.mm(A, A, engine="cuda"), OperandError, r"engine must be one of"),
+    "mm of codes": (lambda: f8.mm(A, A.T), OperandError, r"a must be one of bfloat16; got float8_e4m3fn"),
+    "groups": (lambda: f8.scaled_grouped_mm(A, A, ONE, ONE, jnp.ones(1, jnp.int32)), OperandError, "scaled_mm"),
+    "hardware": (lambda: f8.engine_of(None, "hardware"), UnsupportedError, r"got .*cpu"),
+    "gradient": (
+        lambda: jax.grad(lambda s: f8.scaled_mm(A, A.T, s, ONE, out_dtype="float32").sum())(ONE),
+        UnsupportedError,
+        r"codes have no gradient.* differentiate f8emu\.jax\.dot_general",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_split_k_is_refused_where_hardware_runs() -> None:
+    traced = f8.jit(lambda a: f8.scaled_mm(a, a.T, ONE, ONE, split_k=2)).trace(A)
+    traced.lower(lowering_platforms=("cpu",))
+    with pytest.raises(UnsupportedError, match="on hardware the library chooses split_k"):
+        traced.lower(lowering_platforms=("cuda",))
+    assert f8.engine_of() == "emulated by f8ref.jax on cpu"
