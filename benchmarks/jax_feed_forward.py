@@ -92,6 +92,7 @@ def _prepared(
     entry["triton_kernels"] = text.count('custom_call_target="__gpu$xla.gpu.triton"')
     memory = compiled.memory_analysis()
     entry["bytes"] = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    entry["peak_bytes"] = getattr(memory, "peak_memory_in_bytes", None)  # with the arguments, of later versions of JAX
     results = jax.block_until_ready(compiled(*arguments))
     if subject in profiled:
         entry["kernels"] = _kernels(functools.partial(compiled, *arguments))

@@ -52,9 +52,15 @@ class Launch:
     """How many steps of K are on their way to shared memory."""
     group: int
     """How many rows of tiles run together before the next column of tiles, for the sake of the L2 cache."""
+    ahead: bool
+    """Whether scales of columns are loaded one step early: with as many threads as columns Triton passes them through
+    shared memory, and would wait for them before the dot. It takes registers."""
 
 
-LAUNCH = Launch(rows=128, cols=128, parts=2, warps=4, stages=3, group=8)
+SQUARE_LAUNCH = Launch(rows=64, cols=128, parts=1, warps=4, stages=3, group=8, ahead=True)
+"""With a 128x128 side. Chosen from 15 on an H200: larger tiles were faster for a long N and slower for a long K."""
+VECTORS_LAUNCH = Launch(rows=128, cols=64, parts=2, warps=4, stages=3, group=8, ahead=False)
+"""With 1x128 scales on both sides."""
 
 MOST_ELEMENTS = 2**31 - 2**20
 """Pallas counts the offsets of smaller matrices, tiles that overhang included, as signed integers of 32 bits."""
@@ -63,6 +69,11 @@ MOST_ELEMENTS = 2**31 - 2**20
 _NOT_VARYING: dict[str, Any] = (
     {"manual_axis_type": jax.sharding.ManualAxisType()} if hasattr(jax.sharding, "ManualAxisType") else {}
 )
+
+
+def launch_of(granularities: tuple[Granularity, Granularity]) -> Launch:
+    """The launch for a pair of scales."""
+    return SQUARE_LAUNCH if _SQUARE in granularities else VECTORS_LAUNCH
 
 
 def fits(m: int, n: int, k: int, slices: int) -> bool:
@@ -81,7 +92,7 @@ def block_mm(
     out_dtype: Format,
     slice_blocks: int,
     right_first: bool = False,
-    launch: Launch = LAUNCH,
+    launch: Launch | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """[EPI-5] `left @ right^T` of codes with block scales, K in slices of `slice_blocks` blocks [CHAIN-3].
@@ -93,6 +104,7 @@ def block_mm(
     slice rounded to `out_dtype`, of several the float32 totals of each, to be added in order.
     """
     (m, k), n = left.shape, right.shape[0]
+    launch = launch or launch_of(granularities)
     blocks = -(-k // BLOCK_K)
     slices = -(-blocks // slice_blocks)
     # 1. K in whole blocks, in which every row starts at a multiple of 16 bytes.
@@ -161,17 +173,26 @@ def _kernel(
         rows = pl.ds(part * part_rows, part_rows)
         codes = _load(left_ref.at[rows, ks], _wide(rows_inside[part]))
         if granularities[0] is _SQUARE:
-            return codes, left_scale_ref[(row * launch.rows + part * part_rows) // BLOCK_K, block]
+            square = (row * launch.rows + part * part_rows) // BLOCK_K
+            return codes, left_scale_ref[jnp.minimum(square, left_scale_ref.shape[0] - 1), block]  # some overhang
         return codes, _load(left_scale_ref.at[block, rows], rows_inside[part])[:, None]
 
-    def one_block(block: Any, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def col_scales(block: Any) -> jax.Array:
+        if granularities[1] is _SQUARE:
+            return right_scale_ref[col * launch.cols // BLOCK_K, block]
+        return _load(right_scale_ref.at[block, :], cols_inside)
+
+    def one_block(block: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # 2. Everything is on its way before the first dot waits.
+        if launch.ahead:
+            of_cols, *totals = carry
+            carried = [col_scales(jnp.minimum(block + 1, blocks - 1))]
+        else:
+            of_cols, totals = col_scales(block), carry
+            carried = []
+        of_cols = of_cols[None, :] if of_cols.ndim else of_cols
         ks = pl.ds(block * BLOCK_K, BLOCK_K)
         right = _load(right_ref.at[:, ks], _wide(cols_inside))
-        if granularities[1] is _SQUARE:
-            of_cols = right_scale_ref[col * launch.cols // BLOCK_K, block]
-        else:
-            of_cols = _load(right_scale_ref.at[block, :], cols_inside)[None, :]
         parts = [one_part(part, block, ks) for part in range(launch.parts)]
         found: list[jax.Array] = []
         for (left, of_rows), total in zip(parts, totals, strict=True):
@@ -183,7 +204,7 @@ def _kernel(
                 factors = of_rows, of_cols
                 partial, scale = partial * factors[right_first], factors[not right_first]
             found.append(fma(partial, jnp.broadcast_to(scale, partial.shape), total))
-        return tuple(found)
+        return (*carried, *found)
 
     # 4. A slice of K, from zero.
     first, end = 0, blocks
@@ -191,7 +212,8 @@ def _kernel(
         first = pl.program_id(1) * slice_blocks
         end = jnp.minimum(first + slice_blocks, blocks)
     zeros = (jnp.zeros((part_rows, launch.cols), jnp.float32),) * launch.parts
-    for part, total in enumerate(lax.fori_loop(first, end, one_block, zeros)):
+    carry = (col_scales(jnp.asarray(first, jnp.int32)), *zeros) if launch.ahead else zeros
+    for part, total in enumerate(lax.fori_loop(first, end, one_block, carry)[launch.ahead :]):
         inside = _both(rows_inside[part], cols_inside)
         out = out_ref.at[pl.ds(part * part_rows, part_rows), :]
         plgpu.store(out, total.astype(out_ref.dtype), mask=inside)  # [EPI-4] to nearest even

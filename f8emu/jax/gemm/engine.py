@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 
-from f8emu.jax.compiling import Options, is_eager
+from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
 from f8emu.jax.dtypes import CHIP
 from f8emu.jax.gemm import emulation, hardware, partition, planned
 from f8emu.jax.lowering import refuse_lowering
@@ -35,6 +35,8 @@ class Engine(Enum):
     EMULATED = "emulated"
 
 
+_PROGRAMS: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
+"""Of eager calls with arrays on several devices."""
 _NAMES = tuple(engine.value for engine in Engine)
 
 
@@ -110,7 +112,8 @@ def scaled_mm(
 
     is_given = split_k is not None and not granularities[0].is_blockwise
     operands = (a, b, scale_a, scale_b, bias)
-    return _choose("scaled_mm", engine, operands, on_hardware, emulated, layout, options, is_given)
+    key = (granularities, out_dtype, use_fast_accum, split_k, powers_of_two)
+    return _choose("scaled_mm", engine, operands, on_hardware, emulated, layout, options, is_given, key)
 
 
 def scaled_grouped_mm(
@@ -121,7 +124,8 @@ def scaled_grouped_mm(
     on_hardware = functools.partial(hardware.scaled_grouped_mm, **chain, options=options)
     emulated = functools.partial(emulation.scaled_grouped_mm, **chain)
     layout = partition.GROUPED
-    return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False)
+    key = (out_dtype, use_fast_accum)
+    return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False, key)
 
 
 def mm(
@@ -148,7 +152,8 @@ def mm(
         product = emulation.mm(a, b, out_dtype=out_dtype, split_k=slices)
         return product.T if transposed else product
 
-    return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None)
+    key = (out_dtype, split_k, layout)
+    return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None, key)
 
 
 def _way(sharded_k: str, split_k: int | None) -> str:
@@ -165,23 +170,17 @@ def _choose(
     layout: partition.Layout,
     options: Options | None,
     has_split_k: bool,
+    key: tuple[Any, ...],
 ) -> jax.Array:
-    """The product by the engine of the device, or of the backend that the trace is lowered for."""
+    """The product by the engine of the device, or of the backend that the trace is lowered for.
+
+    `key` tells apart what the functions compute, with the call, the engine and the layout.
+    """
     check_engine(call, engine)
     wants_hardware = engine == Engine.HARDWARE.value
     given_split_k = (
         f"{call}: on hardware the library chooses split_k; got a value; leave it out, or pass engine='emulated'"
     )
-    if is_eager(operands):
-        operands = tuple(None if x is None else jnp.asarray(x) for x in operands)  # numpy's, kept for a backward pass
-        device = next(iter(operands[0].devices()))
-        if engine == Engine.EMULATED.value or not _has_float8(device):
-            if wants_hardware:
-                raise UnsupportedError(_no_hardware(call, str(device)))
-            return emulated(*operands)
-        if has_split_k:
-            raise UnsupportedError(given_split_k)
-        return on_hardware(*operands)
 
     def on_cuda(*operands: Any) -> jax.Array:
         if not _gpus_have_float8():
@@ -190,18 +189,34 @@ def _choose(
             operands = (refuse_lowering(operands[0], given_split_k), *operands[1:])
         if options is None:
             operands = hardware.refuse_unknown_options(call, operands)
-        return partition.in_parts(on_hardware, operands, layout)
+        return partition.in_parts(on_hardware, operands, layout, is_emulated=False)
 
     def elsewhere(*operands: Any) -> jax.Array:
         if wants_hardware:
             operands = (refuse_lowering(operands[0], _no_hardware(call, "another backend")), *operands[1:])
-        return partition.in_parts(emulated, operands, layout, as_bytes=True)
+        return partition.in_parts(emulated, operands, layout, is_emulated=True)
 
     def either(*operands: Any) -> jax.Array:
         if engine == Engine.EMULATED.value:
-            return partition.in_parts(emulated, operands, layout, as_bytes=True)
+            return partition.in_parts(emulated, operands, layout, is_emulated=True)
         return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
 
+    if is_eager(operands):
+        operands = tuple(None if x is None else jnp.asarray(x) for x in operands)  # numpy's, kept for a backward pass
+        device = next(iter(operands[0].devices()))
+        if any(len(x.devices()) > 1 for x in operands if x is not None):
+            options = eager_options()  # of the program, in which each device computes a part
+            program = _PROGRAMS.setdefault(
+                (call, engine, layout, *key), jax.jit(lambda *x: either(*x), compiler_options=compiler_options())
+            )
+            return program(*operands)
+        if engine == Engine.EMULATED.value or not _has_float8(device):
+            if wants_hardware:
+                raise UnsupportedError(_no_hardware(call, str(device)))
+            return emulated(*operands)
+        if has_split_k:
+            raise UnsupportedError(given_split_k)
+        return on_hardware(*operands)
     if any(isinstance(x, Tracer) for x in operands):
         return sequential_vmap(either)(*operands)
     return either(*operands)

@@ -1,4 +1,5 @@
-"""The GEMMs on the tensor cores: `jax.lax.dot_general` of codes, which XLA gives to cuBLASLt (NUMERICS 7).
+"""The GEMMs on the tensor cores: `jax.lax.dot_general` of codes, which XLA gives to cuBLASLt (NUMERICS 7), and a
+kernel of our own for block scales.
 
 Precision DEFAULT is fast accumulation [CHAIN-1], HIGHEST is promoted [CHAIN-2]. How scales are applied is a `Form`;
 `form_of` chooses it, and is the place to change after a measurement. All of it holds without Triton GEMMs only: eager

@@ -1,7 +1,8 @@
 """A GEMM in a program that XLA partitions over several devices: what each of them multiplies.
 
-Every device gathers the codes that it lacks, a byte an element, and runs the GEMM of its part, emulated or on the tensor
-cores, scaled and rounded as any other. M and N are divided as the operands and the product are, which changes no bit.
+Every device gathers the codes that it lacks, a byte an element, and runs the GEMM of its part, emulated or on the
+tensor cores, scaled and rounded as any other. M and N are divided as the operands and the product are, which changes no
+bit.
 Where both operands are divided along K, as the tokens of `grad_weight` are under data parallelism, there are two ways:
 
     "sum"     each device multiplies its part of K, and the products are added (an all-reduce in the product's dtype):
@@ -26,7 +27,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from f8emu.jax.lowering import is_partitioned
-from f8emu.spec.errors import OperandError
+from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.scaling import Granularity
 
 SUM, GATHER = "sum", "gather"
@@ -73,13 +74,12 @@ GROUPED = Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)
 
 
 def in_parts(
-    product: Callable[..., jax.Array], operands: Sequence[Any], layout: Layout, *, as_bytes: bool = False
+    product: Callable[..., jax.Array], operands: Sequence[Any], layout: Layout, *, is_emulated: bool
 ) -> jax.Array:
     """`product(*operands)`, of which each device computes its part where XLA partitions the program.
 
     `product` is a function of arrays of any extents; of an operand that is None the layout has nothing. It is traced
     without the axes of a mesh, so that in `jax.shard_map` loops of the emulation need not say along which they vary.
-    `as_bytes` gathers codes as uint8: XLA's CPU backend would gather float8 as float16.
     """
     given = [i for i, x in enumerate(operands) if x is not None]
 
@@ -96,28 +96,43 @@ def in_parts(
         return whole(*(lax.bitcast_convert_type(x, dtype) for x, dtype in zip(arrays, dtypes, strict=True)))
 
     def from_bytes(*arrays: Any) -> jax.Array:
+        # XLA's CPU backend would gather float8 as float16.
         return parted(*(lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x for x in arrays))
 
     bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     of_whole = jax.make_jaxpr(whole)(*bare)
     (result,) = of_whole.out_avals
     like = jax.make_jaxpr(functools.partial(_like, layout, result.dtype))(*arrays)
-    product_of_part = of_bytes if as_bytes else whole
+    product_of_part = of_bytes if is_emulated else whole
     parted = custom_partitioning(product_of_part)
     parted.def_partition(functools.partial(_partition, layout, product_of_part), sharding_rule=_rule(layout))
-    of_parts = jax.make_jaxpr(from_bytes if as_bytes else parted)(*bare)
-    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like)
+    of_parts = jax.make_jaxpr(from_bytes if is_emulated else parted)(*bare)
+    return _gemm.bind(*arrays, whole=of_whole, parted=of_parts, like=like, is_emulated=is_emulated)
 
 
 _gemm = Primitive("f8emu_gemm")
-_gemm.def_impl(lambda *args, whole, parted, like: jaxpr_as_fun(whole)(*args)[0])
-_gemm.def_abstract_eval(lambda *_, whole, parted, like: like.out_avals[0])
+_gemm.def_impl(lambda *args, whole, **_: jaxpr_as_fun(whole)(*args)[0])
+_gemm.def_abstract_eval(lambda *_, like, **__: like.out_avals[0])
 
 
 def _lower(
-    ctx: mlir.LoweringRuleContext, *args: Any, whole: ClosedJaxpr, parted: ClosedJaxpr, like: ClosedJaxpr
+    ctx: mlir.LoweringRuleContext,
+    *args: Any,
+    whole: ClosedJaxpr,
+    parted: ClosedJaxpr,
+    like: ClosedJaxpr,
+    is_emulated: bool,
 ) -> Sequence[Any]:
-    chosen = parted if is_partitioned(ctx) else whole
+    chosen = whole
+    if is_partitioned(ctx):
+        # XLA takes no partitioning of ours for what is left to it inside of jax.shard_map.
+        is_left_over = bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
+        if is_left_over and not is_emulated:
+            raise UnsupportedError(
+                "scaled_mm: in a jax.shard_map over some axes of a mesh XLA would add parts of a float8 GEMM before "
+                "they are scaled; got axes that axis_names leaves out; let it have all axes of the mesh, or use jax.jit"
+            )
+        chosen = whole if is_left_over else parted
     bare = ctx.replace(avals_in=chosen.in_avals, avals_out=chosen.out_avals)
     return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(bare, *args)
 

@@ -21,7 +21,15 @@ from f8emu.jax.gemm.checks import check_output
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.gemm.partition import SUM, check_sharded_k
 from f8emu.jax.training.matmul import Plan, float8_matmul
-from f8emu.jax.training.sharding import Specs, check_specs, divided, require_checked_axes, vary_alike
+from f8emu.jax.training.sharding import (
+    Specs,
+    check_specs,
+    divided,
+    explicit_mesh,
+    product_sharding,
+    require_checked_axes,
+    vary_alike,
+)
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.trace import Float8State
@@ -177,6 +185,17 @@ def _dot_general(
     along, rhs_shape = divided(call, function.in_specs, (len(lhs_shape), lhs_free, lhs_k), (rhs_shape, rhs_free, rhs_k))
     _require_equal(call, lhs_shape, rhs_shape, (lhs_k, rhs_k), (lhs_b, rhs_b))
     require_checked_axes(call, state)
+    mesh = explicit_mesh(lhs, rhs)
+    if mesh is not None:
+        # Sharding in types: that of the product by JAX's rule for dot_general, casts and GEMMs as XLA divides them.
+        wanted = product_sharding(mesh, lhs, rhs, dimension_numbers, out_sharding)
+        rest = dimension_numbers, precision, preferred_element_type, None
+
+        def whole(lhs: Any, rhs: Any, state: Any) -> jax.Array:
+            return _dot_general(call, function, lhs, rhs, state, *rest)
+
+        automatic: Any = jax.sharding.auto_axes(whole, axes=mesh.explicit_axes, out_sharding=wanted)
+        return automatic(lhs, rhs, state)
     # 2. Both operands as matrices, or stacks of them.
     lhs, rhs = vary_alike(jnp.asarray(lhs), jnp.asarray(rhs))
     x, input_is_t = _as_matrices(lhs, lhs_b, lhs_free, lhs_k)

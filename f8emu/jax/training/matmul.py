@@ -135,8 +135,8 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     if g_transposed is not None:
         x = _taken(kept.input, input_is_t)
         d_weight = _gemm("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
-        parts = axes.gathered_n, axes.gathered_k
-        d_weight = scattered_sum(d_weight, parts[::-1] if weight_is_t else parts).astype(plan.weight_dtype.name)
+        n, k = axes.gathered_n, axes.gathered_k
+        d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
     # 3. The amaxes, as the gradient of the state.
     if kept.amaxes is not None:
         assert kept.state is not None, "it is kept with the amaxes"
@@ -165,7 +165,7 @@ def _cast(
     recipe = plan.recipe
     deferred = int(not is_transposed) if defers_cols and cols is not None else None
     if is_transposed:
-        rows, cols, axes = cols, rows, axes[::-1]
+        rows, cols, axes = cols, rows, (axes[1], axes[0])
     amax = None
     if state is None:
         by_rows, by_cols = cast_both(x, rows, cols, recipe.scale_rule, axes=axes, deferred=deferred)

@@ -3,9 +3,9 @@
 In a program that XLA partitions an array is the whole one, and so is its amax. In `jax.shard_map` an array is the part
 of one device, and only the caller knows of what: `in_specs` of `dot_general` says it, in the words of `jax.shard_map`.
 Amaxes are then reduced with a maximum along the axes that divide what shares a scale. A weight that is divided along an
-axis of the tokens, as under FSDP, is gathered as codes, and its gradient is a scattered sum. Otherwise products are those
-of this device's parts: with K divided, `output` is one addend, and JAX adds gradients of what does not vary along an
-axis, as for `lax.dot_general`.
+axis of the tokens, as under FSDP, is gathered as codes, and its gradient is a scattered sum. Otherwise products are
+those of this device's parts: with K divided, `output` is one addend, and JAX adds gradients of what does not vary along
+an axis, as for `lax.dot_general`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.scaling import Granularity
@@ -58,12 +58,15 @@ class Divided(NamedTuple):
         return frozenset((*self.m, *self.n, *self.k))
 
 
+_UNDIVIDED = Divided()
+
+
 def check_specs(call: str, in_specs: Any) -> Specs:
     """The specs; raises OperandError for what is no pair of PartitionSpecs."""
     pair = in_specs if isinstance(in_specs, tuple) and not isinstance(in_specs, PartitionSpec) else ()
     if len(pair) != 2 or not all(isinstance(spec, PartitionSpec) for spec in pair):
         raise OperandError(
-            f"{call}: in_specs must be the PartitionSpecs of lhs and rhs, as in_specs of jax.shard_map; got {in_specs!r}"
+            f"{call}: in_specs must be the PartitionSpecs of lhs and rhs, as those of jax.shard_map; got {in_specs!r}"
         )
     return pair[0], pair[1]
 
@@ -122,6 +125,30 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def explicit_mesh(*arrays: Any) -> AbstractMesh | None:
+    """The mesh of arrays whose types say how they are sharded; None for others."""
+    for x in arrays:
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty and mesh.explicit_axes:
+            return mesh.abstract_mesh
+    return None
+
+
+def product_sharding(
+    mesh: AbstractMesh, lhs: Any, rhs: Any, dimension_numbers: Any, out_sharding: Any
+) -> NamedSharding:
+    """How `jax.lax.dot_general` would shard its product; its error where it does not know, and needs `out_sharding`."""
+    if isinstance(out_sharding, PartitionSpec):
+        out_sharding = NamedSharding(mesh, out_sharding)
+    product = functools.partial(
+        lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        out_sharding=out_sharding,
+        preferred_element_type=lhs.dtype,
+    )
+    return jax.typeof(jax.eval_shape(product, lhs, rhs)).sharding
+
+
 def global_amax(amax: jax.Array, axes: Axes) -> jax.Array:
     """The largest of the devices' amaxes; exact, on integers, which keep NaN."""
     if not axes:
@@ -147,7 +174,7 @@ def scattered_sum(x: jax.Array, axes: tuple[Axes, Axes]) -> jax.Array:
     return x
 
 
-def as_gradient(amax: jax.Array, axes: frozenset[str], divided: Divided = Divided()) -> jax.Array:
+def as_gradient(amax: jax.Array, axes: frozenset[str], divided: Divided = _UNDIVIDED) -> jax.Array:
     """An amax as the gradient of a state that varies along `axes`: the largest of those it does not vary along.
 
     Raises:
@@ -185,8 +212,8 @@ def require_whole_blocks(
         for of_block, extent, along in zip(block, shape, axes, strict=True):
             if along and of_block is not None and extent % of_block:
                 raise OperandError(
-                    f"dot_general: with {granularity.value} scales a device's part of a dimension must be a multiple of "
-                    f"{of_block}; got {extent} along {', '.join(along)}; divide another dimension, or use jax.jit "
+                    f"dot_general: with {granularity.value} scales a device's part of a dimension must be a multiple "
+                    f"of {of_block}; got {extent} along {', '.join(along)}; divide another dimension, or use jax.jit "
                     "without jax.shard_map"
                 )
 
@@ -228,7 +255,7 @@ def _require_manual(call: str, axes: set[str]) -> dict[str, int]:
     manual = {} if mesh.empty else {axis: mesh.shape[axis] for axis in mesh.manual_axes}
     if not axes <= manual.keys():
         raise OperandError(
-            f"{call}: in_specs is for jax.shard_map, and must name axes of its mesh; got {sorted(axes)}, and around are "
-            f"{sorted(manual)}; under jax.jit alone leave in_specs out: arrays are whole there"
+            f"{call}: in_specs is for jax.shard_map, and must name axes of its mesh; got {sorted(axes)}, and around "
+            f"are {sorted(manual)}; under jax.jit alone leave in_specs out: arrays are whole there"
         )
     return manual
