@@ -3,6 +3,8 @@
 python examples/flax_nnx.py
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,20 +27,26 @@ class Model(nnx.Module):
         return self.down(nnx.gelu(self.up(x)))
 
 
-@nnx.jit
-def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
+@f8emu.jax.jit  # nnx.jit does not set the compiler options that a GPU needs
+def step(graph: Any, variables: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    model, optimizer = nnx.merge(graph, variables)
     loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2), argnums=BOTH)(model)
     of_params, states = nnx.split_state(grads, nnx.Param, OverwriteWithGradient)
     optimizer.update(model, of_params)
     nnx.update(model, states)  # the gradient of a state is the next state
-    return loss
+    return nnx.state((model, optimizer)), loss
 
 
 def main() -> None:
     x, y = jax.random.normal(jax.random.key(0), (2, 64, 64))
     model = Model(nnx.Rngs(1))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    losses = [float(step(model, optimizer, x, y)) for _ in range(10)]
+    graph, variables = nnx.split((model, optimizer))
+    losses = []
+    for _ in range(10):
+        variables, loss = step(graph, variables, x, y)
+        losses.append(float(loss))
+    nnx.update((model, optimizer), variables)
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 

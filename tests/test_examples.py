@@ -3,13 +3,16 @@
 import ast
 import runpy
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import f8emu.jax
 import f8ref.numpy as f8
 from f8emu import E4M3FN, RECIPES, cli
 from f8emu.conformance import shipped_golden, write_golden
@@ -100,12 +103,30 @@ def test_peft_lora(capsys: pytest.CaptureFixture[str]) -> None:
     ("name", "libraries"),
     [("flax_linen", "flax optax"), ("flax_nnx", "flax optax"), ("equinox_swap", "equinox optax")],
 )
-def test_hosts_of_jax(name: str, libraries: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_of_jax(
+    name: str, libraries: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They run, and their steps have programs for GPUs."""
     for library in libraries.split():
         pytest.importorskip(library)
+    jit = f8emu.jax.jit
+    programs: list[str] = []
+
+    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+        step = jit(function)
+
+        def call(*args: Any) -> Any:
+            if not programs:
+                programs.append(step.trace(*args).lower(lowering_platforms=("cuda",)).as_text())
+            return step(*args)
+
+        return call
+
+    monkeypatch.setattr(f8emu.jax, "jit", kept)
     *layers, losses = run(name, capsys)
     _, first, _, last = losses.split()
     assert float(last) < float(first)
+    assert "f8E4M3FN" in programs[0]
     assert layers == (["Linear Float8Linear Float8Linear"] if name == "equinox_swap" else [])
 
 

@@ -42,15 +42,15 @@ def to_jax(x: Any, *, copy: bool | None = True) -> Any:
 
     Args:
         x: an array of any of the three libraries, None, or a dict, list, tuple or NamedTuple of such: codes with their
-            `Scales` are a scaled tensor.
+            `Scales` are a scaled tensor. Other mappings (OrderedDict, FrozenDict) come back as dicts.
         copy: True copies always, None shares memory where both sides allow it, False raises where they do not.
 
     Exactness: no bit changes; NaN payloads and subnormals included.
 
     Raises:
         MissingExtraError: jax is not installed.
-        OperandError: neither array nor container; a dtype that JAX has not, or would narrow to 32 bits; a distributed
-            or wrapped tensor; memory that cannot be shared under `copy=False`.
+        OperandError: neither array nor container; a dtype that JAX has not, or would narrow to 32 bits; a distributed,
+            wrapped or nested tensor; a masked array; memory that cannot be shared under `copy=False`.
     """
     jax = require_jax("interop.to_jax")
     return _mapped("to_jax", x, lambda leaf: _array_to_jax(jax, leaf, copy))
@@ -70,8 +70,8 @@ def to_torch(x: Any, device: "torch.device | str | None" = None, *, copy: bool |
 
     Raises:
         MissingExtraError: torch is not installed.
-        OperandError: neither array nor container; a traced array; a dtype that torch has not; memory that cannot be
-            shared under `copy=False`.
+        OperandError: neither array nor container; a traced or masked array; a dtype that torch has not; memory that
+            cannot be shared under `copy=False`.
     """
     torch = require_torch("interop.to_torch")
     return _mapped("to_torch", x, lambda leaf: _array_to_torch(torch, leaf, device, copy))
@@ -89,7 +89,7 @@ def to_numpy(x: Any, *, copy: bool | None = True) -> Any:
     Exactness: no bit changes; NaN payloads and subnormals included.
 
     Raises:
-        OperandError: as `to_torch`.
+        OperandError: as `to_torch`; a distributed, wrapped or nested tensor.
     """
     return _mapped("to_numpy", x, lambda leaf: _array_to_numpy(leaf, copy))
 
@@ -115,6 +115,9 @@ def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
             "jax_enable_x64"
         )
     if library == "numpy":
+        import numpy as np
+
+        x = np.asarray(x)
         array = jax.numpy.array(x, copy=True) if copy else jax.device_put(x, may_alias=True)
         if copy is False and (array.device.platform != "cpu" or array.unsafe_buffer_pointer() != x.ctypes.data):
             raise _not_shared(
@@ -173,9 +176,14 @@ def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torc
     import numpy as np
 
     array, dtype = np.asarray(array), getattr(torch, _name(array))
-    is_shared = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+    is_shared = array.flags.writeable
+    is_shared = is_shared and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
     if copy is False and not is_shared:
-        raise _not_shared("to_torch", f"numpy's array is read-only or has negative strides, {array.strides}")
+        raise _not_shared(
+            "to_torch",
+            f"numpy's array is read-only or has negative strides, or strides {array.strides} that its {array.itemsize} "
+            "bytes an element do not divide",
+        )
     integers = array.view(f"u{array.dtype.itemsize}") if _name(array) in _OF_ML_DTYPES else array
     if copy is not True and is_shared:
         return torch.from_numpy(integers).view(dtype)
@@ -220,11 +228,17 @@ def _tensor_to_numpy(tensor: "torch.Tensor") -> "np.ndarray":
 
 def _mapped(call: str, x: Any, function: Callable[[Any], Any]) -> Any:
     """`function` of every array in the containers; None stays."""
-    if library_of(x) is not None:
+    library = library_of(x)
+    if library is not None:
         if _name(x) not in _DTYPES:
+            remedy = "give jax.random.key_data of it" if _name(x).startswith("key<") else "convert it first"
             raise OperandError(
-                f"{call}: an array must have a dtype that torch, JAX and numpy have; got {x.dtype}; convert it first "
-                "(a key of JAX: jax.random.key_data)"
+                f"{call}: an array must have a dtype that torch, JAX and numpy have; got {x.dtype}; {remedy}"
+            )
+        if library == "numpy" and hasattr(x, "mask"):
+            raise OperandError(
+                f"{call}: torch and JAX have no masked arrays, and the mask would be lost; got a {type(x).__name__}; "
+                "give x.filled(value), or x.data and x.mask"
             )
         return function(x)
     if x is None:
@@ -246,6 +260,11 @@ def _plain(call: str, tensor: "torch.Tensor") -> "torch.Tensor":
     """The tensor without its gradient, if it has values of its own in strided memory."""
     torch = require_torch(f"interop.{call}")
     kind = type(tensor).__name__
+    if tensor.is_nested:
+        raise OperandError(
+            f"{call}: the tensor must have one size along each axis; got a nested tensor; give its parts, "
+            "list(tensor.unbind()), or torch.nested.to_padded_tensor"
+        )
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
         raise OperandError(
             f"{call}: the tensor must hold its values itself; got a {kind}, which wraps others; of a DTensor give "

@@ -45,7 +45,7 @@ def float8_states_from_delayed_state_dict(
         OperandError: missing or unknown entries, histories of another length, amaxes that no update has used yet.
     """
     call = "float8_states_from_delayed_state_dict"
-    delayed, have_states = _delayed(call, recipe)
+    recipe, delayed = _delayed(call, recipe)
     layers: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         layer, _, name = key.rpartition(".")
@@ -63,7 +63,7 @@ def float8_states_from_delayed_state_dict(
                 f"{call}: layer {layer!r} has seen amaxes since its last update, {values['amax'].tolist()}, which "
                 "would be lost; step the optimizer, or call sync_float8_amax_and_scale_history(model), first"
             )
-        of_tensors = (_state(values, i) if has_state else None for i, has_state in enumerate(have_states))
+        of_tensors = (_state(values, i) if t in recipe.delayed_tensors else None for i, t in enumerate(TENSORS))
         states[_layer(call, layer, rules, to="flax")] = Float8State(*of_tensors)
     return nested(call, states)
 
@@ -85,13 +85,14 @@ def delayed_state_dict_from_float8_states(
         OperandError: a leaf that is no `Float8State` of this recipe.
     """
     call = "delayed_state_dict_from_float8_states"
-    delayed, have_states = _delayed(call, recipe)
+    recipe, delayed = _delayed(call, recipe)
     found: dict[str, Any] = {}
     for name, state in _layers(call, states, ""):
-        if tuple(of_tensor is not None for of_tensor in state) != have_states:
+        got = tuple(tensor for tensor, of_tensor in zip(TENSORS, state, strict=True) if of_tensor is not None)
+        if got != recipe.delayed_tensors:
             raise OperandError(
-                f"{call}: layer {name!r} must have states of {_names(have_states)}; got those of "
-                f"{_names([of_tensor is not None for of_tensor in state])}; give the recipe of these states"
+                f"{call}: layer {name!r} must have states of {' and '.join(recipe.delayed_tensors)}; got those of "
+                f"{' and '.join(got)}; give the recipe of these states"
             )
         layer = _layer(call, name, rules, to="torch")
         fields = _stacked(to_numpy(state), delayed.history_length)
@@ -124,21 +125,12 @@ def _stacked(state: Float8State, history_length: int) -> dict[str, Any]:
     return fields
 
 
-def _delayed(call: str, recipe: Recipe | str) -> tuple[DelayedScaling, tuple[bool, ...]]:
-    """The rule, and which of TENSORS have a state: those with delayed scales that are cast at all."""
+def _delayed(call: str, recipe: Recipe | str) -> tuple[Recipe, DelayedScaling]:
+    """The recipe and its rule of delayed scaling."""
     recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
     if recipe.delayed is None:
         raise SpecError(f"{call}: recipe must have delayed scaling; got {recipe.name!r}, whose scales have no state")
-    have_states = (
-        recipe.delayed_scaling_of(tensor) is not None
-        and any(not cast.is_high_precision for _, _, cast in recipe.casts(tensor))
-        for tensor in TENSORS
-    )
-    return recipe.delayed, tuple(have_states)
-
-
-def _names(have_states: Sequence[bool]) -> str:
-    return " and ".join(name for name, has_state in zip(TENSORS, have_states, strict=True) if has_state)
+    return recipe, recipe.delayed
 
 
 def _layers(call: str, tree: Any, name: str) -> list[tuple[str, Float8State]]:

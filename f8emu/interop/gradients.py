@@ -24,8 +24,9 @@ def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
     Arguments and results are tensors, or dicts, lists and tuples of them; what else is in the arguments reaches
     `function` as it is. Results lie on the device of the first tensor.
 
-    Limits: first derivatives only; runs eagerly (torch.compile leaves it out of its graphs); `function` must be pure,
-    since a state that it changes is not seen.
+    Limits: first derivatives only, by torch.autograd, without the transformations of `torch.func` (grad, vmap); runs
+    eagerly (torch.compile leaves it out of its graphs); `function` must be pure, since a state that it changes is not
+    seen.
 
     Exactness: the bits of `function` and of `jax.vjp`, under `jax.jit` if `function` is jitted.
 
@@ -87,7 +88,7 @@ def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
             own_args, own_kwargs = jax.tree.unflatten(structure, filled)
             results, treedef = jax.tree.flatten(function(*own_args, **own_kwargs))
             treedefs.append(treedef)
-            return results
+            return [jax.numpy.asarray(result) for result in results]
 
         found = JaxFunction.apply(flat, *(leaves[place] for place in places))
         return jax.tree.unflatten(treedefs[-1], found)
@@ -120,7 +121,8 @@ def jax_function(
 
     Raises:
         MissingExtraError: jax or torch is not installed.
-        OperandError: results of another number, shape or dtype than `result`.
+        OperandError: results of another number, shape or dtype than `result`; keywords; an argument that is no array.
+        UnsupportedError: a second derivative.
     """
     torch = require_torch("interop.jax_function")
     jax = require_jax("interop.jax_function")
@@ -150,6 +152,17 @@ def jax_function(
             return jax.pure_callback(host, shapes, *args, vmap_method=vmap_method)
         return jax.tree.map(jax.numpy.asarray, host(*args))
 
+    @jax.custom_jvp
+    def once(x: Any) -> Any:
+        return x
+
+    @once.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise UnsupportedError(
+            "jax_function: the gradient of a torch function has no gradient in JAX; got a second derivative; "
+            "differentiate twice in torch, and wrap that function"
+        )
+
     @jax.custom_vjp
     def call(*args: Any) -> Any:
         expected = structs(args)
@@ -157,6 +170,7 @@ def jax_function(
 
     def call_bwd(args: Sequence[Any], cotangents: Any) -> Any:
         cotangents = [x for x in jax.tree.leaves(cotangents) if x.dtype != jax.dtypes.float0]
+        args, cotangents = once((tuple(args), cotangents))
         is_wanted = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in args]
         shapes = tuple(
             jax.ShapeDtypeStruct(x.shape, x.dtype) for x, wanted in zip(args, is_wanted, strict=True) if wanted
@@ -167,7 +181,26 @@ def jax_function(
         )
 
     call.defvjp(lambda *args: (call(*args), args), call_bwd)
-    return functools.wraps(function)(lambda *args: call(*(jax.numpy.asarray(x) for x in args)))
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            raise OperandError(
+                f"jax_function: arguments must be positional; got the keywords {', '.join(kwargs)}; bind them before: "
+                "jax_function(functools.partial(function, name=value), result)"
+            )
+        return call(*(_argument(jax, x) for x in args))
+
+    return checked
+
+
+def _argument(jax: Any, x: Any) -> Any:
+    try:
+        return jax.numpy.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise OperandError(
+            f"jax_function: arguments must be arrays; got {type(x).__name__}; pass the arrays that it holds one by one"
+        ) from error
 
 
 def _checked(jax: Any, found: Any, expected: Any) -> Any:

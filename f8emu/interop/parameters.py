@@ -1,6 +1,6 @@
 """Whole models: torch's state dict, names with dots, and JAX's parameter tree, nested dicts or any pytree."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from f8emu.interop.arrays import library_of, to_jax, to_torch
@@ -17,6 +17,9 @@ def params_from_state_dict(
     copy: bool | None = True,
 ) -> Any:
     """The parameters of a torch model as a tree of JAX arrays.
+
+    Give `like` where names are ambiguous: an Embedding whose name does not contain `embed` looks like a linear layer
+    to DEFAULT_RULES, and its table would be transposed; names and shapes are compared with those of `like`.
 
         params = params_from_state_dict(model.state_dict(), rules=[*mine, *DEFAULT_RULES], like=variables["params"])
 
@@ -38,7 +41,7 @@ def params_from_state_dict(
     arrays: dict[str, Any] = {}
     for name, tensor in state_dict.items():
         found, array = _arranged(call, rules, name, tensor, to="flax")
-        _add(call, arrays, found, to_jax(array, copy=copy))
+        _add(call, arrays, found, _converted(call, name, to_jax, array, copy))
     return nested(call, arrays) if like is None else _filled(call, like, arrays)
 
 
@@ -65,7 +68,7 @@ def state_dict_from_params(
     for name, leaf in _named_leaves(params):
         if library_of(leaf) is not None:
             found, array = _arranged(call, rules, name, leaf, to="torch")
-            _add(call, state_dict, found, to_torch(array, copy=copy))
+            _add(call, state_dict, found, _converted(call, name, to_torch, array, copy))
     if like is not None:
         _require_same(call, {name: tuple(x.shape) for name, x in like.items()}, state_dict)
     return state_dict
@@ -84,6 +87,13 @@ def _arranged(call: str, rules: Sequence[ParameterRule], name: str, x: Any, *, t
         return found, rule.arranged(x, to=to)
     except OperandError as error:
         raise OperandError(f"{call}: {error}") from None
+
+
+def _converted(call: str, name: str, convert: Callable[..., Any], array: Any, copy: bool | None) -> Any:
+    try:
+        return convert(array, copy=copy)
+    except OperandError as error:
+        raise OperandError(f"{call}: parameter {name!r}: {error}; or leave the entry out") from None
 
 
 def _add(call: str, arrays: dict[str, Any], name: str, array: Any) -> None:

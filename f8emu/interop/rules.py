@@ -161,4 +161,7 @@ DEFAULT_RULES = (
 )
 """For layers that have the same names in both models. The first rule that fits a name and its number of axes holds:
 embeddings, recognised by their names; linear layers and convolutions; norms; scales of float8 weights, which turn with
-them; everything else, biases among them, unchanged."""
+them; everything else, biases among them, unchanged.
+
+Transposed convolutions need a rule of their own: by names and axes they look like convolutions, and torch has
+[in, out, h, w]."""

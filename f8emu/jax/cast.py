@@ -1,6 +1,6 @@
 """Conversions between high-precision values and float8 codes: decode, cast, quantize, dequantize.
 
-Operations that XLA fuses with their neighbours. No function here has a gradient of its own.
+Operations that XLA fuses with their neighbours. The verbs refuse to be differentiated: codes have no gradient.
 
 The product of a value and its inv_scale is the one float32 operation that decides bits. It is safe on every backend:
 - The value is read from its stored bits, so that no rounding before it is skipped (`bits.value_bits`).
@@ -18,6 +18,7 @@ from jax import lax
 
 from f8emu.jax import bits
 from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format, require_values, rows_of
+from f8emu.jax.lowering import without_gradient
 from f8emu.jax.scale import Block, require_scales, spread
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, HIGH_PRECISION, Format, Overflow
@@ -36,8 +37,10 @@ def decode(x: jax.Array) -> jax.Array:
 
     Raises:
         OperandError: wrong dtype.
+        UnsupportedError: a derivative.
     """
-    return _decode(jnp.asarray(x), format_of("decode", "x", x, _DECODABLE))
+    source = format_of("decode", "x", x, _DECODABLE)
+    return _decode(without_gradient("decode", jnp.asarray(x)), source)
 
 
 def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -54,9 +57,10 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -
     Raises:
         OperandError: wrong dtype (float64 would be rounded twice).
         SpecError: unknown format.
+        UnsupportedError: a derivative.
     """
     require_values("cast", x)
-    return _cast(jnp.asarray(x), float8_format("cast", format), Overflow(overflow))
+    return _cast(without_gradient("cast", jnp.asarray(x)), float8_format("cast", format), Overflow(overflow))
 
 
 def quantize(
@@ -73,13 +77,15 @@ def quantize(
     Raises:
         OperandError: wrong dtype or rank, or scales of another shape.
         SpecError: unknown format or granularity.
+        UnsupportedError: a derivative.
     """
     require_values("quantize", x)
     target = float8_format("quantize", format)
     granularity = granularity_by_name("quantize", granularity)
     rows, k = rows_of("quantize", x)
     inv_scale = require_scales("quantize", "inv_scale", inv_scale, rows, k, granularity, x.shape)
-    return quantize_blocks(jnp.asarray(x).reshape(rows, k), inv_scale, target, granularity.block).reshape(x.shape)
+    values, inv_scale = without_gradient("quantize", (jnp.asarray(x), inv_scale))
+    return quantize_blocks(values.reshape(rows, k), inv_scale, target, granularity.block).reshape(x.shape)
 
 
 def dequantize(
@@ -101,6 +107,7 @@ def dequantize(
     Raises:
         OperandError: wrong dtype or rank, or scales of another shape.
         SpecError: unknown granularity or format.
+        UnsupportedError: a derivative.
     """
     granularity = granularity_by_name("dequantize", granularity)
     source = format_of("dequantize", "codes", codes, FLOAT8_NAMES)
@@ -111,8 +118,8 @@ def dequantize(
         )
     rows, k = rows_of("dequantize", codes, name="codes")
     scale = require_scales("dequantize", "scale", scale, rows, k, granularity, codes.shape)
-    values = _dequantize(jnp.asarray(codes).reshape(rows, k), scale, source, target, granularity.block)
-    return values.reshape(codes.shape)
+    codes, scale = without_gradient("dequantize", (jnp.asarray(codes), scale))
+    return _dequantize(codes.reshape(rows, k), scale, source, target, granularity.block).reshape(codes.shape)
 
 
 def encode(values: jax.Array, format: Format, overflow: Overflow = Overflow.SATURATE) -> jax.Array:

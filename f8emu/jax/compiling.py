@@ -62,8 +62,8 @@ def compiler_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
 def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """`jax.jit` with the compiler options that exact float8 GEMMs need on a GPU; elsewhere they change nothing.
 
-    Use it for the outermost function, a training step: `f8emu.jax.jit(jax.value_and_grad(loss))`. Inside of another
-    jit or transformation it is `jax.jit`, because JAX takes options of the outermost program only.
+    Use it for the outermost function, a training step, and around transformations: `jit(jax.value_and_grad(loss))`.
+    Inside of another jit or transformation it is `jax.jit`, because JAX takes options of the outermost program only.
 
     Args:
         fun: the function; without it, the result is a decorator.
@@ -74,29 +74,44 @@ def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """
     if fun is None:
         return functools.partial(jit, **options)
-    given = compiler_options(options.pop("compiler_options", None))
-    known = Options(excess_precision=given[EXCESS_PRECISION])
-    outermost: Any
-    outermost, inner = jax.jit(fun, compiler_options=given, **options), jax.jit(fun, **options)
+    return _Jitted(fun, options)
 
-    @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+
+class _Jitted:
+    """A function of `jit`. Its methods are those of its class: what wraps it must not take them over as its own."""
+
+    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]) -> None:
+        given = compiler_options(options.pop("compiler_options", None))
+        self._known = Options(excess_precision=given[EXCESS_PRECISION])
+        self._outermost: Any = jax.jit(fun, compiler_options=given, **options)
+        self._inner: Any = jax.jit(fun, **options)
+        functools.update_wrapper(self, fun, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_eager(jax.tree.leaves((args, kwargs))):
-            return inner(*args, **kwargs)
-        with _options(known):
-            return outermost(*args, **kwargs)
+            return self._inner(*args, **kwargs)
+        with _options(self._known):
+            return self._outermost(*args, **kwargs)
 
-    def known_to(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def found(*args: Any, **kwargs: Any) -> Any:
-            with _options(known):
-                return method(*args, **kwargs)
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
 
-        return found
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of `jax.jit`; likewise the others."""
+        with _options(self._known):
+            return self._outermost.lower(*args, **kwargs)
 
-    for name in ("lower", "trace", "eval_shape", "clear_cache"):
-        setattr(call, name, known_to(getattr(outermost, name)))
-    return call
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        with _options(self._known):
+            return self._outermost.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        with _options(self._known):
+            return self._outermost.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        self._outermost.clear_cache()
+        self._inner.clear_cache()
 
 
 def eager_options() -> Options:

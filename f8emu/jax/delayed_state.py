@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax.dtypes import float8_format, format_of
-from f8emu.jax.scale import scale_from_amax
+from f8emu.jax.scale import scales_of
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, ScaleRule
@@ -68,7 +68,7 @@ def _update(
     history = jnp.concatenate([newest, older])
     is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
     reference = lax.bitcast_convert_type(newest[0] if is_most_recent else jnp.max(history), jnp.float32)
-    inv_scale = scale_from_amax(reference, target, rule, margin=delayed.margin).inv_scale
+    inv_scale = scales_of(reference, target, rule, margin=delayed.margin).inv_scale
     inv_scale = jnp.where(is_usable, lax.bitcast_convert_type(inv_scale, jnp.uint32), kept)
     return DelayedState(
         amax_history=lax.bitcast_convert_type(history, jnp.float32),

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from f8emu.spec import formats
 from f8emu.spec.chip import HOPPER
-from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.formats import FLOAT8, FORMATS, HIGH_PRECISION, Format, format_by_name
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import FLOAT8, FORMATS, HIGH_PRECISION, Format
 
 CHIP = HOPPER
 """The chip whose GEMMs run or are emulated."""
@@ -52,8 +52,8 @@ def operand_format(call: str, format: Any) -> Format:
     return found
 
 
-def output_format(call: str, out_dtype: Any) -> Format:
-    """The format of an output, given itself, by name or as a dtype.
+def output_format(call: str, out_dtype: Any, *, name: str = "out_dtype") -> Format:
+    """The format of an output, given itself, by name or as a dtype; the caller's argument is called `name`.
 
     Raises:
         SpecError: no format has that name.
@@ -61,9 +61,12 @@ def output_format(call: str, out_dtype: Any) -> Format:
     """
     found = named(out_dtype)
     if isinstance(found, str):
-        found = format_by_name(found)
+        if found not in FORMATS:
+            known = ", ".join(HIGH_PRECISION_NAMES)
+            raise SpecError(f"{call}: {name} must be one of {known}; got {found}; convert the result")
+        found = FORMATS[found]
     if not isinstance(found, Format):
-        raise OperandError(f"{call}: out_dtype must be a dtype, a Format or its name; got {out_dtype!r}")
+        raise OperandError(f"{call}: {name} must be a dtype, a Format or its name; got {out_dtype!r}")
     return found
 
 

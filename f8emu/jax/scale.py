@@ -1,6 +1,6 @@
 """From an array to its scales: amax and the scale rule, with the same bits on every backend of XLA.
 
-No function has a gradient of its own: a layer's backward pass treats scales as constants.
+The verbs refuse to be differentiated: a layer's backward pass treats scales as constants.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jax import lax
 
 from f8emu.jax import bits
 from f8emu.jax.dtypes import float8_format, format_of, require_values, rows_of
+from f8emu.jax.lowering import without_gradient
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name
@@ -35,11 +36,12 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
     Raises:
         OperandError: wrong dtype or rank.
         SpecError: unknown granularity.
+        UnsupportedError: a derivative.
     """
     require_values("amax", x)
     granularity = granularity_by_name("amax", granularity)
     rows, k = rows_of("amax", x)
-    return group_amax(jnp.asarray(x).reshape(rows, k), granularity.block)
+    return group_amax(without_gradient("amax", jnp.asarray(x)).reshape(rows, k), granularity.block)
 
 
 def scale_from_amax(amax: jax.Array, format: Any, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
@@ -56,11 +58,23 @@ def scale_from_amax(amax: jax.Array, format: Any, rule: ScaleRule = ScaleRule(),
     Raises:
         OperandError: wrong dtype.
         SpecError: unknown format, or a margin out of range.
+        UnsupportedError: a derivative.
     """
     target = float8_format("scale_from_amax", format)
     format_of("scale_from_amax", "amax", amax, (FLOAT32.name,))
     require_margin("scale_from_amax", margin)
-    return _scale_from_amax(jnp.asarray(amax), target, rule, margin)
+    return scales_of(without_gradient("scale_from_amax", jnp.asarray(amax)), target, rule, margin)
+
+
+@functools.partial(jax.jit, static_argnames=("target", "rule", "margin"))
+def scales_of(amax: jax.Array, target: Format, rule: ScaleRule, margin: int = 0) -> Scales:
+    """`scale_from_amax` for casts inside of a layer, whose gradient is the layer's."""
+    found = bits.bits_of(amax)
+    # A negative number is below the floor; a negative NaN is a NaN.
+    is_below = (bits.sign_of(found) != 0) & ~bits.is_nan(found)
+    magnitude = jnp.where(is_below, jnp.uint32(0), found & bits.MAGNITUDE)
+    inv_scale = bits.float32_of(inv_scale_bits(magnitude, target, rule, margin))
+    return Scales(inv_scale, reciprocal(inv_scale))
 
 
 @jax.jit
@@ -192,16 +206,6 @@ def spread(scale: jax.Array, block: Block, shape: tuple[int, ...]) -> jax.Array:
         if size is not None and size > 1:
             scale = lax.slice_in_dim(jnp.repeat(scale, size, axis=axis), 0, extent, axis=axis)
     return scale
-
-
-@functools.partial(jax.jit, static_argnames=("target", "rule", "margin"))
-def _scale_from_amax(amax: jax.Array, target: Format, rule: ScaleRule, margin: int) -> Scales:
-    found = bits.bits_of(amax)
-    # A negative number is below the floor; a negative NaN is a NaN.
-    is_below = (bits.sign_of(found) != 0) & ~bits.is_nan(found)
-    magnitude = jnp.where(is_below, jnp.uint32(0), found & bits.MAGNITUDE)
-    inv_scale = bits.float32_of(inv_scale_bits(magnitude, target, rule, margin))
-    return Scales(inv_scale, reciprocal(inv_scale))
 
 
 def _float32_bits(value: float) -> int:

@@ -174,6 +174,12 @@ class Recipe:
         return self.delayed if self.delayed is not None and tensor in self.delayed.tensors else None
 
     @property
+    def delayed_tensors(self) -> tuple[str, ...]:
+        """The tensors that have a state of delayed scaling: those with delayed scales that are cast at all."""
+        is_cast = {source for _, source, cast in self.casts() if not cast.is_high_precision}
+        return tuple(t for t in TENSORS if self.delayed_scaling_of(t) is not None and t in is_cast)
+
+    @property
     def content_hash(self) -> str:
         """SHA-256 of all fields but the name, in hex: two recipes with equal hashes give equal bits."""
         content = {k: v for k, v in self.to_dict().items() if k != "name"}

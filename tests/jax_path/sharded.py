@@ -124,7 +124,7 @@ def assert_right(found: Any, recipe: Recipe, arrays: Arrays, parts: Mapping[str,
             raise AssertionError(f"{name}: {error}") from None
     if amaxes:
         assert [float(of.amax_history[0]) for of in found[3]] == amaxes
-        assert all(not np.asarray(of.amax_history[1:]).any() and float(of.inv_scale) == 0 for of in found[3])
+        assert all(not np.asarray(of.amax_history[1:]).any() and float(of.inv_scale) == 1 for of in found[3])
 
 
 def gathers(text: str) -> list[tuple[str, tuple[int, ...]]]:

@@ -1,5 +1,8 @@
 """Casts of f8emu.jax against the oracle, and against what XLA would make of them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,6 +11,7 @@ import pytest
 
 import f8ref.numpy as reference
 from f8emu.jax.cast import cast, decode, dequantize, quantize
+from f8emu.jax.scale import amax, scale_from_amax
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
@@ -20,6 +24,7 @@ from f8emu.spec import (
     OperandError,
     Overflow,
     SpecError,
+    UnsupportedError,
 )
 from f8ref.numpy.cast import convert
 
@@ -161,3 +166,29 @@ def test_wrong_arguments_are_refused() -> None:
         dequantize(cast(x, E4M3FN), one, out_dtype="float8_e5m2")
     with pytest.raises(SpecError, match="granularity"):
         quantize(x, one, E4M3FN, "columnwise")
+
+
+VERBS: dict[str, Callable[[jax.Array], Any]] = {
+    "cast": lambda x: cast(x, E4M3FN),
+    "quantize": lambda x: quantize(x, jnp.float32(1), E4M3FN),
+    "quantize, scale": lambda x: quantize(jnp.ones((2, 3)), x[0, 0], E4M3FN),
+    "decode": lambda x: decode(x.astype(jnp.bfloat16)),
+    "dequantize": lambda x: dequantize(x.astype(jnp.float8_e4m3fn), jnp.float32(1)),
+    "amax": amax,
+    "scale_from_amax": lambda x: scale_from_amax(x, E4M3FN).scale,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_refuse_to_be_differentiated(verb: str) -> None:
+    """Their gradients were silently zero. Without a derivative, all transformations stay."""
+
+    def total(x: jax.Array) -> jax.Array:
+        return VERBS[verb](x).astype(jnp.float32).sum()
+
+    x = jnp.ones((2, 3))
+    for function in (total, jax.jit(total)):
+        with pytest.raises(UnsupportedError, match=rf"{verb.split(',')[0]}: codes have no gradient.*dot_general"):
+            jax.grad(function)(x)
+    stopped = jax.grad(lambda x: x.sum() + total(jax.lax.stop_gradient(x)))
+    assert_same_bits(jax.jit(jax.vmap(stopped))(jnp.stack([x, x])), jnp.ones((2, 2, 3)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from f8emu.spec import (
     OperandError,
     Recipe,
     SpecError,
+    UnsupportedError,
 )
 from tests.jax_path.layers import WEIGHT, assert_same_bits, draw
 
@@ -170,6 +171,70 @@ def test_stacked_states() -> None:
             assert_same_bits(of_tensor.amax_history[i, 0], np.float32(amax))
 
 
+def test_a_state_that_jax_added_is_broken() -> None:
+    """The gradient counts uses: two of them are an error, in a trace NaN; also of settled states and next states."""
+    multiply, (x, w, _) = f8.delayed_dot_general(), map(jnp.asarray, tensors(1))
+
+    def twice(overwrites: bool) -> Any:
+        def total(state: Any, x: Any) -> Any:
+            use = f8.overwrite_with_gradient if overwrites else lambda state: state
+            return sum(multiply(x * i, w, use(state), WEIGHT).astype(jnp.float32).sum() for i in (1, 2))
+
+        return lambda state: jax.grad(total, argnums=(0, 1))(state, x)[0]
+
+    state = linear_delayed_state()
+    ones = Float8State(*(of._replace(initialized=jnp.ones(())) for of in state))
+    update = jax.jit(linear_delayed_update)
+    for one in (state, linear_delayed_settled(ones)):
+        amaxes = twice(False)(one)
+        with pytest.raises(OperandError, match="state is for one call of a pass"):
+            linear_delayed_update(one, amaxes)
+        assert all(jnp.isnan(of.inv_scale) for of in update(one, amaxes))
+    # 1. Next states that were added, or taken the maximum of; a next state is no gradient of amaxes.
+    added = twice(True)(state)
+    for broken in (added, linear_delayed_maximum(ones, ones)):
+        with pytest.raises(OperandError, match="state is for one call of a pass"):
+            f8.overwrite_with_gradient(broken)
+        assert all(jnp.isnan(of.inv_scale) for of in jax.jit(f8.overwrite_with_gradient)(broken))
+    with pytest.raises(OperandError, match="must keep initialized"):
+        f8.overwrite_with_gradient(linear_delayed_settled(ones))
+
+
+def test_mapping_operands_and_not_the_state() -> None:
+    """JAX would add the amaxes of the entries. Without a gradient of the state, or with a state each, it is fine."""
+    multiply, (x, w, _) = f8.delayed_dot_general(), map(jnp.asarray, tensors(1))
+    xs, state = jnp.stack([x, x * 2]), linear_delayed_state()
+
+    def total(state: Any, w: Any, axes: Any) -> Any:
+        return jax.vmap(lambda x, s: multiply(x, w, s, WEIGHT), axes)(xs, state).astype(jnp.float32).sum()
+
+    for gradient in (jax.grad(total), jax.jit(jax.grad(jax.checkpoint(total, static_argnums=2)), static_argnums=2)):
+        with pytest.raises(UnsupportedError, match=r"a state is for one call.*shared_delayed_state"):
+            gradient(state, w, (0, None))
+    assert jax.grad(total, argnums=1)(state, w, (0, None)).shape == w.shape
+    amaxes = jax.grad(lambda s: total(f8.shared_delayed_state(s, 2), w, (0, 0)))(state)
+    assert_same_bits(amaxes.input.amax_history[0], np.abs(np.asarray(xs, np.float32)).max())
+    assert [float(of.inv_scale) for of in amaxes] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(0, 70, 50), (33, 0, 50), (33, 70, 0)])
+def test_an_empty_operand_keeps_the_state(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    step, state = step_of(DELAYED), linear_delayed_state()
+    state = linear_delayed_update(state, step(*tensors(1), state)[1])
+    x, w, g = (jnp.ones(of, jnp.bfloat16) for of in ((m, k), (n, k), (m, n)))
+    (y, dx, dw), amaxes = step(x, w, g, state)
+    assert (y.shape, dx.shape, dw.shape) == (g.shape, x.shape, w.shape)
+    assert not any(jnp.any(values != 0) for values in (y, dx, dw))
+    updated = linear_delayed_update(state, amaxes)
+    for name, tensor in zip(TENSORS, (x, w, g), strict=True):
+        of_tensor, before = getattr(updated, name), getattr(state, name)
+        assert float(of_tensor.initialized) == 1
+        assert float(of_tensor.amax_history[0]) == (tensor.size > 0)
+        if not tensor.size:
+            assert_same_bits(of_tensor.inv_scale, before.inv_scale)
+
+
 STATE = linear_delayed_state()
 NO_STATE: Any = None
 X, W = jnp.ones((2, 16, 32), jnp.bfloat16), jnp.ones((2, 16, 32), jnp.bfloat16)
@@ -207,6 +272,28 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear_delayed_update(STATE, STATE._replace(input=None)),
         OperandError,
         "got DelayedState and NoneType for input",
+    ),
+    "cast state": (
+        lambda: f8.delayed_dot_general()(X[0], W[0], jax.tree.map(lambda v: v.astype(jnp.bfloat16), STATE), WEIGHT),
+        OperandError,
+        r"bfloat16\(16,\)",
+    ),
+    "state of dicts": (
+        lambda: f8.delayed_dot_general()(X[0], W[0], cast(Any, {"input": {}}), WEIGHT),
+        OperandError,
+        r"got dict; .*restore with linear_delayed_state\(recipe\) as the template",
+    ),
+    "update of dicts": (lambda: linear_delayed_update({}, {}), OperandError, "state must be a Float8State.*got dict"),
+    "maximum of others": (
+        lambda: linear_delayed_maximum(STATE, STATE._replace(input=STATE.input._replace(initialized=None))),
+        OperandError,
+        "must be gradients of one state",
+    ),
+    "no uses": (lambda: f8.shared_delayed_state(STATE, 0), OperandError, "at least 1; got 0"),
+    "settling zeros": (
+        lambda: linear_delayed_settled(jax.tree.map(jnp.zeros_like, STATE._replace(input=None, weight=None))),
+        OperandError,
+        "that of grad_output is not.*no gradient is taken",
     ),
     "traced settling": (lambda: jax.jit(linear_delayed_settled)(STATE), OperandError, "outside of a trace"),
 }

@@ -287,7 +287,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "output": (
         lambda: f8.dot_general("rowwise")(ONE, ONE, WEIGHT, None, jnp.float8_e5m2),
         UnsupportedError,
-        r"out_dtype must be one of .* got float8_e5m2",
+        r"preferred_element_type must be one of .* got float8_e5m2",
+    ),
+    "output of 64 bits": (
+        lambda: f8.dot_general("rowwise")(ONE, ONE, WEIGHT, None, np.float64),
+        SpecError,
+        r"dot_general: preferred_element_type must be one of float32, bfloat16, float16; got float64; convert",
     ),
     "recipe": (lambda: f8.dot_general("rowise"), SpecError, r"rowise"),
     "traced recipe": (
@@ -327,3 +332,27 @@ def test_out_sharding() -> None:
             lambda x, w: f8.dot_general(TENSORWISE)(x, w, WEIGHT, out_sharding=PartitionSpec("data", None))
         )(x, w)
     assert_same_bits(found, y)
+
+
+def test_our_jit_lends_its_methods_to_nobody() -> None:
+    """What wraps a function takes over its attributes: ahead of time a gradient is a gradient too."""
+    f = f8.jit(lambda w: (w**2).sum())
+    w = jnp.ones((4, 2))
+    assert jax.eval_shape(jax.grad(f), w).shape == f8.jit(jax.grad(f)).eval_shape(w).shape == (4, 2)
+    assert jnp.array_equal(jax.jit(jax.grad(f)).lower(w).compile()(w), 2 * w)
+    jax.jit(f8.dot_general("rowwise"), static_argnums=2)  # takes weak references
+
+
+def test_a_backward_pass_belongs_to_its_own_program() -> None:
+    """A forward pass under our jit does not vouch for a backward pass under another, and needs not be asked for it."""
+    x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((48, 32), jnp.bfloat16)
+
+    def forward(w: jax.Array) -> Any:
+        return jax.vjp(lambda w: layer(engine="hardware")(x, w), w)
+
+    _, pull = jax.eval_shape(f8.jit(forward), w)
+    g = jax.ShapeDtypeStruct((16, 48), jnp.bfloat16)
+    lower: dict[str, Any] = {"lowering_platforms": ("cuda",)}
+    with pytest.raises(UnsupportedError, match=r"f8emu\.jax\.jit"):
+        jax.jit(lambda pull, g: pull(g)).trace(pull, g).lower(**lower)
+    f8.jit(lambda pull, g: pull(g)).trace(pull, g).lower(**lower)

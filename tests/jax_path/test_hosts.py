@@ -207,6 +207,29 @@ def test_a_shared_layer_with_delayed_scaling_is_refused() -> None:
         Shared().init(jax.random.key(0), draw(16, 16))
 
 
+def test_states_that_flax_uses_more_than_once_are_refused() -> None:
+    """Scanned over time, called twice, or mapped over a batch: JAX would add their amaxes."""
+
+    class Cell(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return linen.Dense(16, use_bias=False, dot_general_cls=DELAYED, name="dense")(x), None
+
+    x, broadcast = draw(16, 16), ["params", OVERWRITE_WITH_GRADIENT]
+    scanned = linen.scan(Cell, variable_broadcast=broadcast, split_rngs={"params": False}, length=2)()
+    variables = scanned.init(jax.random.key(0), x, None)
+    run = jax.jit(lambda v: scanned.apply(v, x, None)[0].sum())
+    grads = jax.grad(run)(variables)
+    assert jnp.isnan(run({**variables, OVERWRITE_WITH_GRADIENT: grads[OVERWRITE_WITH_GRADIENT]}))
+    with pytest.raises(UnsupportedError, match=r"operands that jax.vmap maps and a state that it does not"):
+        jax.grad(lambda v: jax.vmap(lambda x: Cell().apply(v, x, None)[0])(x[None]).sum())(variables)
+    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0), dot_general=flax_nnx.Float8DotGeneral())
+    wrt = nnx.DiffState(0, flax_nnx.OverwriteWithGradient)
+    nnx.update(layer, nnx.grad(lambda layer: layer(layer(x)).sum(), argnums=wrt)(layer))
+    with pytest.raises(OperandError, match="a state is for one call of a pass"):
+        layer(x)
+
+
 def test_delayed_scaling_in_nnx() -> None:
     """As in linen; the gradients of variables that overwrite themselves are split from those of parameters."""
 
@@ -257,6 +280,16 @@ def test_delayed_scaling_in_equinox() -> None:
     same(grads.weight, of_kernel.T)
 
 
+def test_per_example_gradients_in_equinox() -> None:
+    """The gradient of one example, mapped, has the bits of a single call."""
+    layer = convert_linears(eqx.nn.Linear(16, 32, key=jax.random.key(0)), "tensorwise")
+    grad = jax.grad(lambda layer, x: (layer(x) ** 2).sum())
+    x = draw(2, 16) * jnp.float32([[1], [64]])
+    mapped = jax.vmap(grad, in_axes=(None, 0))(layer, x)
+    for i in range(2):
+        same(jax.tree.map(operator.itemgetter(i), mapped), grad(layer, x[i]))
+
+
 def test_equinox_modules_map_their_layers_themselves() -> None:
     """Attention maps its projections over the tokens: one scale for a tensor, as without the map."""
     attention = eqx.nn.MultiheadAttention(2, 32, key=jax.random.key(0))
@@ -303,6 +336,11 @@ def test_einsum_knows_the_weight() -> None:
 def test_other_sums_are_refused(subscripts: str) -> None:
     with pytest.raises(OperandError, match=r"einsum: subscripts must be 'input,weight->result'.*use jnp.einsum"):
         einsum(subscripts, draw(4, 8), draw(8, 4), dot_general=jax.lax.dot_general)
+
+
+def test_einsum_has_no_place_for_a_state() -> None:
+    with pytest.raises(OperandError, match=r"einsum: .*got a delayed_dot_general, which takes a state; close over it"):
+        einsum("md,dh->mh", draw(4, 8), draw(8, 4), dot_general=f8.delayed_dot_general())
 
 
 def test_qwix_converts_the_modules_of_its_rules() -> None:

@@ -134,7 +134,8 @@ def test_layouts_of_numpy(order: str) -> None:
 def test_numpy_memory_that_torch_cannot_share() -> None:
     array = np.zeros(4, np.float32)
     array.flags.writeable = False
-    for refused in (array, np.zeros(4, np.float32)[::-1]):
+    record = np.zeros(4, [("x", np.float32), ("flag", np.int8)])["x"]
+    for refused in (array, np.zeros(4, np.float32)[::-1], record):
         assert interop.to_torch(refused, copy=None).tolist() == [0.0] * 4
         with pytest.raises(OperandError, match=r"to_torch: copy=False asks.*read-only or has negative strides"):
             interop.to_torch(refused, copy=False)
@@ -185,9 +186,18 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"to_torch: an array must have a dtype that.*got <U1; convert",
     ),
     "objects": (lambda: interop.to_jax(np.array([None])), r"to_jax: an array must have a dtype.*got object"),
-    "four bits": (lambda: interop.to_torch(jnp.zeros(2, jnp.int4)), r"to_torch: .*got int4"),
+    "four bits": (lambda: interop.to_torch(jnp.zeros(2, jnp.int4)), r"to_torch: .*got int4; convert it first$"),
     "a key": (lambda: interop.to_torch(jax.random.key(0)), r"to_torch: .*got key<fry>; .*key_data"),
     "no memory": (lambda: interop.to_jax(meta()), r"to_jax: the tensor must have strided memory; got.*meta"),
+    "nested": (
+        lambda: interop.to_jax(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+        r"to_jax: the tensor must have one size along each axis; got a nested tensor; give its parts",
+    ),
+    "masked": (
+        lambda: interop.to_numpy(np.ma.array([1.0], mask=[True])),
+        r"to_numpy: .*no masked arrays.*got a MaskedArray; give x.filled",
+    ),
+    "a scalar, shared": (lambda: interop.to_jax(np.float32(2), copy=False), r"to_jax: copy=False asks"),
     "sparse": (lambda: interop.to_numpy(torch.eye(2).to_sparse()), r"to_numpy: .*strided memory; got layout.*to_dense"),
     "traced": (lambda: jax.jit(interop.to_torch)(jnp.ones(2)), r"to_torch: the array must have values.*jax_function"),
     "traced, numpy": (lambda: jax.vmap(interop.to_numpy)(jnp.ones(2)), r"to_numpy: the array must have values"),

@@ -73,6 +73,11 @@ def test_limits_of_a_jax_function() -> None:
         torch.autograd.grad(square(x).sum() + x.exp().sum(), x, create_graph=True)
 
 
+def test_numbers_of_a_jax_function_become_tensors() -> None:
+    y, two = interop.torch_function(lambda x: (x.sum(), 2.0))(torch.ones(3).requires_grad_())
+    assert (y.item(), two.item()) == (3.0, 2.0)
+
+
 def test_a_jax_function_in_a_compiled_model() -> None:
     double = interop.torch_function(lambda x: x * 2)
     compiled = torch.compile(lambda x: double(x + 1) + 1, backend="eager")
@@ -123,6 +128,22 @@ def test_what_a_torch_function_returns_is_compared() -> None:
     twice = interop.jax_function(lambda x: x * 2, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(twice, (jnp.ones(3),), (jnp.ones(3),))
+
+
+def twice_differentiated(x: jax.Array) -> jax.Array:
+    square = interop.jax_function(torch.square, lambda x: x)
+    return jax.grad(lambda x: jax.grad(lambda x: square(x).sum())(x).sum())(x)
+
+
+def test_limits_of_a_torch_function() -> None:
+    square = interop.jax_function(torch.square, lambda x: x)
+    with pytest.raises(OperandError, match=r"jax_function: .*got the keywords x; .*functools.partial"):
+        square(x=jnp.ones(3))
+    with pytest.raises(OperandError, match=r"jax_function: arguments must be arrays; got dict; pass the arrays"):
+        square({"x": jnp.ones(3)})
+    for function in (twice_differentiated, jax.jit(twice_differentiated)):
+        with pytest.raises(UnsupportedError, match=r"jax_function: .*got a second derivative; differentiate twice in"):
+            function(jnp.ones(3))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

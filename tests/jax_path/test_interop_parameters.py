@@ -213,6 +213,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"axis \(h d\) of size 2 must be split",
     ),
     "64 bits": ({"a.b": torch.zeros(2, dtype=torch.float64)}, {}, r"JAX narrows 64-bit types"),
+    "a counter of torch's": (
+        nn.BatchNorm1d(2).state_dict(),
+        {},
+        r"parameter 'num_batches_tracked': to_jax: JAX narrows 64-bit.*int64.*leave the entry out",
+    ),
 }
 
 

@@ -287,6 +287,15 @@ def test_delayed_may_keep_one_gemm_in_high_precision() -> None:
     assert recipe.grad_weight.is_high_precision
 
 
+def test_tensors_with_a_state_of_delayed_scaling() -> None:
+    """Those with delayed scales that are cast at all."""
+    assert RECIPES["tensorwise"].delayed_tensors == ()
+    assert RECIPES["delayed"].delayed_tensors == ("input", "weight", "grad_output")
+    plain = Gemm(a=Cast(format=None), b=Cast(format=None))
+    forward_only = dataclasses.replace(RECIPES["delayed"], grad_input=plain, grad_weight=plain)
+    assert forward_only.delayed_tensors == ("input", "weight")
+
+
 @pytest.mark.parametrize("name", HASHES)
 def test_content_hash_is_pinned(name: str) -> None:
     """A changed hash says that recorded results belong to other bits: it needs a line under "Bit changes"."""

@@ -24,7 +24,7 @@ from f8emu.jax.fused.kernels import (
 )
 from f8emu.jax.fused.kernels import magnitudes as magnitudes_of
 from f8emu.jax.fused.plain import Cast
-from f8emu.jax.scale import inv_scale_bits, scale_from_amax
+from f8emu.jax.scale import inv_scale_bits, scales_of
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 
@@ -95,7 +95,7 @@ def cast_blocks(
         else:
             largest = largest[:, :extent].T
         amax = bits.float32_of(bits.one_nan(largest.astype(jnp.uint32)))
-        return codes.pop(0), scale_from_amax(amax, format, rule)
+        return codes.pop(0), scales_of(amax, format, rule)
 
     return cast(row_granularity, m, False), cast(col_granularity, n, True)
 

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from f8emu.jax import bits
 from f8emu.jax.fused.plain import Cast
-from f8emu.jax.scale import inv_scale_bits, scale_from_amax
+from f8emu.jax.scale import inv_scale_bits, scales_of
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import ScaleRule
 
@@ -264,7 +264,7 @@ def cast_rows(
     outs = [*code_specs(launch, x.shape, format, True, False), amaxes]
     ins = [pl.BlockSpec((rows, cols), lambda i, j: (i, j))]
     codes, largest = call(kernel, launch, grid, ins, outs, interpret, "cast_rows")(x)
-    return codes, scale_from_amax(_amax_of(largest[:m, None]), format, rule)
+    return codes, scales_of(_amax_of(largest[:m, None]), format, rule)
 
 
 def _amax_of(largest: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ it is stored, also for its transpose: the codes are transposed, a byte an elemen
 import jax
 
 from f8emu.jax.cast import quantize_blocks
-from f8emu.jax.scale import Block, group_amax, scale_from_amax
+from f8emu.jax.scale import Block, group_amax, scales_of
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
@@ -84,5 +84,5 @@ def cast_blocks(
 
 
 def _cast(x: jax.Array, block: Block, format: Format, rule: ScaleRule) -> Cast:
-    scales = scale_from_amax(group_amax(x, block), format, rule)
+    scales = scales_of(group_amax(x, block), format, rule)
     return quantize_blocks(x, scales.inv_scale, format, block), scales

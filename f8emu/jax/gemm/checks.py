@@ -106,18 +106,18 @@ def check_mm(a: Any, b: Any, split_k: int | None) -> None:
     check_split_k("mm", split_k)
 
 
-def check_output(call: str, out_dtype: Any) -> Format:
-    """The format of an output.
+def check_output(call: str, out_dtype: Any, *, name: str = "out_dtype") -> Format:
+    """The format of an output, which the caller gave as the argument `name`.
 
     Raises:
         SpecError: no such format.
         UnsupportedError: one that no GEMM gives.
     """
-    found = output_format(call, out_dtype)
+    found = output_format(call, out_dtype, name=name)
     if found not in HIGH_PRECISION:
         known = ", ".join(HIGH_PRECISION_NAMES)
         raise UnsupportedError(
-            f"{call}: out_dtype must be one of {known}; got {found}; quantize the result: float8 output is not modelled"
+            f"{call}: {name} must be one of {known}; got {found}; quantize the result: float8 output is not modelled"
         )
     return found
 

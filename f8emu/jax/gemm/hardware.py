@@ -137,8 +137,9 @@ def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, .
     """`operands`; raises UnsupportedError when they are lowered: the options of the program are not known."""
     refusal = (
         f"{call}: on a GPU exact bits need a program compiled with {TRITON_GEMM}=False; got one whose options are "
-        "not known; use f8emu.jax.jit in place of jax.jit for the outermost function, or set XLA_FLAGS="
-        f"--{TRITON_GEMM}=false before JAX starts; engine='emulated' needs neither"
+        "not known; use f8emu.jax.jit in place of jax.jit for the outermost function, around transformations: "
+        f"f8emu.jax.jit(jax.grad(loss)); or set XLA_FLAGS=--{TRITON_GEMM}=false before JAX starts, where another "
+        "library calls jax.jit (nnx.jit, eqx.filter_jit); engine='emulated' needs neither"
     )
     return (refuse_lowering(operands[0], refusal), *operands[1:])
 

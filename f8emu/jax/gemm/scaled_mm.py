@@ -8,13 +8,8 @@ import jax.numpy as jnp
 from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.checks import check_mm, check_output, check_scaled_grouped_mm, check_scaled_mm
-from f8emu.jax.lowering import differentiable_no_more
+from f8emu.jax.lowering import without_gradient
 from f8emu.spec.scaling import Granularity
-
-_NO_GRADIENT = (
-    "{}: codes have no gradient, so that the verbs have none; differentiate f8emu.jax.dot_general(recipe), or put "
-    "jax.lax.stop_gradient around what goes in"
-)
 
 
 def scaled_mm(
@@ -81,7 +76,7 @@ def scaled_mm(
     operands = checked[:5]
     if 0 in (*checked.a.shape, checked.b.shape[1]) and bias is None:
         return jnp.zeros((checked.a.shape[0], checked.b.shape[1]), out.name)
-    a, b, scale_a, scale_b, bias = differentiable_no_more(operands, _NO_GRADIENT.format("scaled_mm"))
+    a, b, scale_a, scale_b, bias = without_gradient("scaled_mm", operands)
     return engines.scaled_mm(
         a,
         b,
@@ -128,7 +123,7 @@ def scaled_grouped_mm(
     operands = tuple(jnp.asarray(x) for x in (a, b, scale_a, scale_b, offs))
     if 0 in (*operands[0].shape, *operands[1].shape):
         return jnp.zeros((operands[0].shape[0], operands[1].shape[2]), out.name)
-    operands = differentiable_no_more(operands, _NO_GRADIENT.format("scaled_grouped_mm"))
+    operands = without_gradient("scaled_grouped_mm", operands)
     return engines.scaled_grouped_mm(
         *operands, out_dtype=out, use_fast_accum=use_fast_accum, engine=engine, options=known_options()
     )
@@ -159,5 +154,5 @@ def mm(
     operands = (jnp.asarray(a), jnp.asarray(b))
     if 0 in (*operands[0].shape, operands[1].shape[1]):
         return jnp.zeros((operands[0].shape[0], operands[1].shape[1]), out.name)
-    a, b = differentiable_no_more(operands, _NO_GRADIENT.format("mm"))
+    a, b = without_gradient("mm", operands)
     return engines.mm(a, b, out_dtype=out, engine=engine, split_k=split_k, layout="nn", options=known_options())

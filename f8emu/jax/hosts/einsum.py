@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from f8emu.jax.training.dot_general import DelayedDotGeneral
 from f8emu.spec.errors import OperandError
 
 
@@ -28,8 +29,13 @@ def einsum(subscripts: str, input: Any, weight: Any, *, dot_general: Callable[..
     Exactness: that of `dot_general`; axes in both operands and the result are layers of their own.
 
     Raises:
-        OperandError: other subscripts.
+        OperandError: other subscripts, or a `delayed_dot_general`, which takes a state.
     """
+    if isinstance(dot_general, DelayedDotGeneral):
+        raise OperandError(
+            "einsum: dot_general must take two operands and their dimensions; got a delayed_dot_general, which takes a "
+            "state; close over it: lambda x, w, dimensions: delayed(x, w, state, dimensions)"
+        )
     x, w, result = _names(subscripts, jnp.ndim(input), jnp.ndim(weight))
     batch = [name for name in result if name in x and name in w]
     summed = [name for name in x if name in w and name not in result]

@@ -3,17 +3,23 @@
     model = convert_linears(model, "rowwise", where=lambda path, linear: linear.out_features % 16 == 0)
 
 equinox maps a layer of one token over all tokens with `jax.vmap`. A float8 layer gathers what is mapped into the rows
-of one matrix, so that a tensor has one scale, not one for each token.
+of one matrix, so that a tensor has one scale, not one for each token. A gradient inside of `jax.vmap` is not gathered:
+gradients of single examples have the bits of single calls.
+
+`eqx.filter_jit` does not set the compiler options that a GPU needs. There a step is a function of `f8emu.jax.jit` that
+takes `params` of `params, static = eqx.partition(model, eqx.is_array)`, and the model is `eqx.combine(params, static)`.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 
+from f8emu.jax.compiling import is_eager
 from f8emu.jax.training.delayed import linear_delayed_state, overwrite_with_gradient
 from f8emu.jax.training.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.recipe import Recipe, recipe_by_name
@@ -46,7 +52,8 @@ class Float8Linear(eqx.Module):
             OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
         """
         state = None if self.state is None else overwrite_with_gradient(self.state, self.recipe)
-        y = _product(self.recipe, self.engine)(x, self.weight, state)
+        leaves, tree = jax.tree.flatten((x, self.weight, state))
+        y = _bind(_Product(self.recipe, self.engine, tree), *leaves)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias, y.shape).astype(y.dtype)
 
 
@@ -82,43 +89,58 @@ def _is_linear(x: Any) -> bool:
     return isinstance(x, eqx.nn.Linear)
 
 
-@functools.cache
-def _product(recipe: Recipe, engine: str) -> Callable[..., jax.Array]:
-    """`x [..., K], weight [N, K], state -> [..., N]`; mapped over x alone, x has one more leading axis."""
+class _Product(NamedTuple):
+    """`x [..., K], weight [N, K], state -> [..., N]`, as a function of the leaves of its arguments."""
 
-    def product(x: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
+    recipe: Recipe
+    engine: str
+    tree: Any
+
+    def __call__(self, *leaves: jax.Array) -> jax.Array:
+        x, weight, state = jax.tree.unflatten(self.tree, leaves)
         dimensions = ((x.ndim - 1,), (1,)), ((), ())
         if state is None:
-            return dot_general(recipe, engine=engine)(x, weight, dimensions)
-        return delayed_dot_general(recipe, engine=engine)(x, weight, state, dimensions)
-
-    # JAX differentiates nothing that has a rule for vmap. So both passes have such a rule, and the backward pass casts
-    # once more; in one program XLA finds that it is the same.
-    def gradients(grad_output: jax.Array, x: jax.Array, weight: jax.Array, state: Any) -> tuple[Any, Any, Any]:
-        return jax.vjp(product, x, weight, state)[1](grad_output)
-
-    forward, backward = jax.custom_batching.custom_vmap(product), jax.custom_batching.custom_vmap(gradients)
-
-    @forward.def_vmap
-    def forward_rule(size: int, is_mapped: Any, *args: Any) -> tuple[Any, Any]:
-        if is_mapped[0] and not any(jax.tree.leaves(is_mapped[1:])):
-            return forward(*args), True
-        return jax.vmap(product, _axes(is_mapped))(*args), True  # an ensemble: every member is a layer of its own
-
-    @backward.def_vmap
-    def backward_rule(size: int, is_mapped: Any, grad_output: jax.Array, *args: Any) -> tuple[Any, Any]:
-        if is_mapped[1] and not any(jax.tree.leaves(is_mapped[2:])):
-            if not is_mapped[0]:
-                grad_output = jnp.broadcast_to(grad_output, (size, *grad_output.shape))
-            x, weight, state = backward(grad_output, *args)
-            return (x, weight, state), (True, False, jax.tree.map(lambda leaf: False, state))
-        found = jax.vmap(gradients, _axes(is_mapped))(grad_output, *args)
-        return found, jax.tree.map(lambda leaf: True, found)
-
-    float8 = jax.custom_vjp(forward)
-    float8.defvjp(lambda *args: (forward(*args), args), lambda args, grad_output: backward(grad_output, *args))
-    return float8
+            return dot_general(self.recipe, engine=self.engine)(x, weight, dimensions)
+        return delayed_dot_general(self.recipe, engine=self.engine)(x, weight, state, dimensions)
 
 
-def _axes(is_mapped: Any) -> Any:
-    return jax.tree.map(lambda leaf: 0 if leaf else None, tuple(is_mapped))
+def _bind(product: _Product, *leaves: jax.Array) -> jax.Array:
+    """`product(*leaves)`, whose rows `jax.vmap` gathers."""
+    if is_eager(leaves):
+        return product(*leaves)
+    return _linear.bind(*leaves, product=product, jaxpr=jax.make_jaxpr(product)(*leaves))
+
+
+# A primitive, since `custom_vmap` has no gradient: one taken inside of `jax.vmap` is that of each example by itself,
+# and one taken outside that of all rows, which were gathered before.
+_linear = Primitive("f8emu_linear")
+_linear.def_impl(lambda *leaves, product, jaxpr: product(*leaves))
+_linear.def_abstract_eval(lambda *_, product, jaxpr: jaxpr.out_avals[0])
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, product: _Product, jaxpr: ClosedJaxpr) -> Any:
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *leaves)
+
+
+def _batch(leaves: Any, axes: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> tuple[jax.Array, int]:
+    x, *rest = leaves
+    if all(axis is None for axis in axes[1:]):
+        return _bind(product, jnp.moveaxis(x, axes[0], 0), *rest), 0
+    return jax.vmap(product, tuple(axes))(*leaves), 0  # an ensemble: every member is a layer of its own
+
+
+def _jvp(primals: Any, tangents: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> tuple[jax.Array, jax.Array]:
+    given = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_given(*changed: jax.Array) -> jax.Array:
+        leaves = list(primals)
+        for i, leaf in zip(given, changed, strict=True):
+            leaves[i] = leaf
+        return product(*leaves)
+
+    return jax.jvp(of_given, [primals[i] for i in given], [tangents[i] for i in given])
+
+
+mlir.register_lowering(_linear, _lower)
+batching.primitive_batchers[_linear] = _batch
+ad.primitive_jvps[_linear] = _jvp

@@ -26,8 +26,12 @@ _CALLED = "_f8emu_called"
 class Float8DotGeneral(nn.Module):
     """`dot_general(recipe)` as a module, for `dot_general_cls`; under delayed scaling with the state of its layer.
 
-    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none. A layer
-    that did not run in a step has the gradient zero, with which it starts anew.
+    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none; one that
+    was added, by a scan over time for example, is refused in the next pass, and under `jax.jit` gives NaN.
+
+    flax's TrainState overwrites states whatever the gradient is: a layer that gets none in a step, not called or behind
+    `jax.lax.stop_gradient`, has the gradient zero, with which it starts anew. Models with such layers need
+    `overwrites=False`. An empty batch keeps the scales.
     """
 
     recipe: Recipe | str = "delayed"
@@ -49,7 +53,9 @@ class Float8DotGeneral(nn.Module):
         """As `jax.lax.dot_general`; lhs is the recipe's input, rhs its weight.
 
         Raises:
-            UnsupportedError: a second call with the same state, in one pass.
+            UnsupportedError: a second call with the same state, in one pass, or a gradient below a `jax.vmap` over
+                lhs and not the state.
+            OperandError: a state that JAX added or an optimizer changed.
             OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
         """
         recipe = recipe_by_name(self.recipe) if isinstance(self.recipe, str) else self.recipe

@@ -9,6 +9,9 @@ In a step, gradients are taken of both kinds of variables, and split:
     grads, states = nnx.grad(loss, argnums=wrt)(model).split(nnx.Param, OverwriteWithGradient)
     optimizer.update(model, grads)
     nnx.update(model, states)
+
+`nnx.jit` does not set the compiler options that a GPU needs. There the step is a function of `f8emu.jax.jit` that takes
+`graph, variables = nnx.split((model, optimizer))`, begins with `nnx.merge` and returns `nnx.state((model, optimizer))`.
 """
 
 from typing import Any
@@ -28,21 +31,34 @@ class OverwriteWithGradient(nnx.Variable):
 class Float8DotGeneral(nnx.Module):
     """`delayed_dot_general(recipe)` with the state of its layer; every layer needs one of its own.
 
-    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none.
+    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none; one that
+    was added, of a layer that is called twice for example, is refused in the next pass, and under a jit gives NaN.
+
+    A layer that gets no gradient in a step, not called or behind `jax.lax.stop_gradient`, has the gradient zero, and
+    `nnx.update` makes it start anew. Models with such layers need `overwrites=False`. An empty batch keeps the scales.
 
     Args:
         recipe: one with delayed scaling.
         engine: as in `f8emu.jax.dot_general`.
+        overwrites: whether the gradient of the state is the next state. Otherwise it is made of amaxes, for
+            `linear_delayed_update` of every layer.
 
     Raises:
         SpecError: a recipe without delayed scaling.
     """
 
-    def __init__(self, recipe: Recipe | str = "delayed", *, engine: str = "auto") -> None:
+    def __init__(self, recipe: Recipe | str = "delayed", *, engine: str = "auto", overwrites: bool = True) -> None:
+        self.overwrites = overwrites
         self.function = delayed_dot_general(recipe, engine=engine)
         self.state = OverwriteWithGradient(linear_delayed_state(recipe))
 
     def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> jax.Array:
-        """As `jax.lax.dot_general`; lhs is the recipe's input, rhs its weight."""
-        state = overwrite_with_gradient(self.state.get_value(), self.function.recipe)
+        """As `jax.lax.dot_general`; lhs is the recipe's input, rhs its weight.
+
+        Raises:
+            OperandError: a state that JAX added or an optimizer changed.
+            OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
+        """
+        state = self.state.get_value()
+        state = overwrite_with_gradient(state, self.function.recipe) if self.overwrites else state
         return self.function(lhs, rhs, state, *args, **options)

@@ -7,6 +7,15 @@
 JAX adds the gradients of a state that is used more than once, and a sum of amaxes is none. So one state is for one call
 of a step: give each use of a shared one its own copy with `shared_delayed_state`, and take `linear_delayed_maximum` of
 the gradients of several passes. Layers in a scan have stacked states, and `jax.vmap` of these functions serves them.
+
+The gradient of a state, for each of its tensors:
+
+    amax_history  [amax, 0, ..]  the amax of the casts, where the newest one will be; 0 without a cast
+    inv_scale     1              the number of uses: what JAX adds shows here, also without `initialized`
+    initialized   0              not 0 in a next state (`overwrite_with_gradient`), which is no gradient of amaxes
+
+A next state that JAX added has an `initialized` above 1. Such states, and gradients with another number than one use
+(or none, of a layer that did not run), are broken: an error where values are known, in a trace an inv_scale of NaN.
 """
 
 import functools
@@ -18,15 +27,22 @@ from jax import lax
 from jax.core import Tracer
 
 from f8emu.jax.delayed_state import initial_delayed_state, update_delayed_state
-from f8emu.jax.training.dot_general import state_tensors
+from f8emu.jax.training.dot_general import described_state
 from f8emu.jax.training.operands import float8_of
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, Float8State
 
+_INFINITY = 0x7F800000
+
 
 def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
-    """The state of a linear layer before its first step.
+    """The state of a linear layer before its first step: empty histories, scales that are not set.
+
+    Shapes:
+        of each tensor with delayed scales amax_history [history_length], inv_scale [], initialized [], all float32.
+
+    Exactness: no arithmetic.
 
     Raises:
         SpecError: a recipe without delayed scaling.
@@ -36,25 +52,30 @@ def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
     first = initial_delayed_state(recipe.delayed)
     first = first._replace(initialized=first.initialized.astype(jnp.float32))
     # Each its own arrays, so that all may be donated.
-    return Float8State(*(jax.tree.map(jnp.array, first) if has else None for has in state_tensors(recipe)))
+    return Float8State(*(jax.tree.map(jnp.array, first) if t in recipe.delayed_tensors else None for t in TENSORS))
 
 
 def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
     """The state of the next step, by the rule of `DelayedScaling`; `amaxes` is the gradient of the state.
 
+    Shapes:
+        those of `linear_delayed_state`; stacked states by `jax.vmap`.
+
     Exactness: that of `update_delayed_state`, so that states are those of `f8emu.torch`.
 
     Raises:
         SpecError: a recipe without delayed scaling.
-        OperandError: states that are not of this recipe.
+        OperandError: states that are not of this recipe; amaxes that JAX added or an optimizer changed, and a state
+            without a scale (in a trace: inv_scale NaN).
     """
     call = "linear_delayed_update"
     recipe = _delayed(call, recipe)
     delayed = recipe.delayed
     assert delayed is not None
+    _require_float8_states(call, state=state, amaxes=amaxes)
     found: list[DelayedState | None] = []
-    for tensor, has_state, of_tensor, gradient in zip(TENSORS, state_tensors(recipe), state, amaxes, strict=True):
-        if has_state != (of_tensor is not None) or (of_tensor is None) != (gradient is None):
+    for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
+        if (tensor in recipe.delayed_tensors) != (of_tensor is not None) or (of_tensor is None) != (gradient is None):
             raise OperandError(
                 f"{call}: state and amaxes must have a DelayedState for each tensor with delayed scales of recipe "
                 f"{recipe.name!r}; got {type(of_tensor).__name__} and {type(gradient).__name__} for {tensor}"
@@ -68,43 +89,87 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
             of_tensor._replace(initialized=is_set), gradient.amax_history[0], format, recipe.scale_rule, delayed
         )
         flag = None if of_tensor.initialized is None else new.initialized.astype(jnp.float32)
-        found.append(new._replace(initialized=flag))
+        broken = _is_broken(of_tensor) | _is_sum(gradient)
+        found.append(_loud(call, tensor, new._replace(initialized=flag), broken))
     return Float8State(*found)
 
 
 def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
     """The larger amaxes of two gradients of a state: of the passes of a step, where gradients are accumulated.
 
+    Shapes:
+        any, the same of both.
+
     Exactness: a maximum of integers, which keeps NaN.
+
+    Raises:
+        OperandError: no states, or states of different tensors, lengths or with and without `initialized`.
     """
+    call = "linear_delayed_maximum"
+    _require_float8_states(call, a=a, b=b)
+    if jax.tree.structure(a) != jax.tree.structure(b) or jax.tree.map(jnp.shape, a) != jax.tree.map(jnp.shape, b):
+        raise OperandError(
+            f"{call}: both must be gradients of one state; got {described_state(a)} and {described_state(b)}; settle "
+            "states (linear_delayed_settled) between steps, not between the passes of one"
+        )
 
     def larger(x: jax.Array, y: jax.Array) -> jax.Array:
         bits = (lax.bitcast_convert_type(v, jnp.int32) for v in (x, y))
         return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32)
 
-    return jax.tree.map(larger, a, b)
+    found = jax.tree.map(larger, a, b)
+    # Next states are no amaxes: added flags show it.
+    return _with_flags(found, jax.tree.map(jnp.add, _flags(a), _flags(b)))
 
 
 def linear_delayed_settled(state: Float8State) -> Float8State:
     """The state without `initialized`, once every scale is set: casts then take one pass over their tensor, not two.
 
-    For a host that looks after the first steps; a function that takes the result is traced anew.
+    For a loop that looks after the first steps; a function that takes the result is traced anew. A state that
+    overwrites itself keeps the flag (`overwrite_with_gradient`).
+
+    Shapes:
+        any, as those of the state.
+
+    Exactness: casts have the bits that they have with the flag.
 
     Raises:
-        OperandError: a scale that is not set yet, or a traced state.
+        OperandError: a scale that is not set yet or is not above 0, a traced state, or no state.
     """
+    call = "linear_delayed_settled"
+    _require_float8_states(call, state=state)
     for tensor, of_tensor in zip(TENSORS, state, strict=True):
-        flag = None if of_tensor is None else of_tensor.initialized
-        if isinstance(flag, Tracer) or (flag is not None and not bool(jnp.all(flag != 0))):
+        if of_tensor is None:
+            continue
+        flag = 1 if of_tensor.initialized is None else of_tensor.initialized
+        if any(isinstance(leaf, Tracer) for leaf in of_tensor) or not bool(
+            jnp.all(flag == 1) & jnp.all(_is_scale(of_tensor.inv_scale))
+        ):
             raise OperandError(
-                f"linear_delayed_settled: every scale must be set, and known outside of a trace; that of {tensor} is "
-                "not; call it between steps, after an update with a positive amax"
+                f"{call}: every scale must be set, and known outside of a trace; that of {tensor} is not; call it "
+                "between steps, after an update with a positive amax of every tensor; a layer of which no gradient is "
+                "taken, or that gets zeros, never casts a grad_output, and cannot be settled"
             )
     return Float8State(*(None if of_tensor is None else of_tensor._replace(initialized=None) for of_tensor in state))
 
 
 def shared_delayed_state(state: Float8State, uses: int) -> Float8State:
-    """`uses` copies of a state, stacked in front, for as many calls of a step; their gradient is the largest amaxes."""
+    """`uses` copies of a state, stacked in front, for as many calls of a step; their gradient is the largest amaxes.
+
+    `overwrite_with_gradient` goes around the state, not around its copies.
+
+    Shapes:
+        leaf [..] -> [uses, ..].
+
+    Exactness: copies; the gradient is a maximum of integers, which keeps NaN.
+
+    Raises:
+        OperandError: no state, or `uses` below 1.
+    """
+    call = "shared_delayed_state"
+    _require_float8_states(call, state=state)
+    if not isinstance(uses, int) or uses < 1:
+        raise OperandError(f"{call}: uses must be a number of calls, at least 1; got {uses!r}")
     return _shared(uses, state)
 
 
@@ -117,7 +182,9 @@ def _largest(uses: int, _: None, gradient: Any) -> tuple[Any]:
     def of_leaf(leaf: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(leaf, jnp.int32), axis=0), jnp.float32)
 
-    return (jax.tree.map(of_leaf, gradient),)
+    # Next states are no amaxes: added flags show it.
+    flags = jax.tree.map(lambda flag: flag.sum(0), _flags(gradient))
+    return (_with_flags(jax.tree.map(of_leaf, gradient), flags),)
 
 
 _shared.defvjp(lambda uses, state: (_shared(uses, state), None), _largest)
@@ -126,22 +193,94 @@ _shared.defvjp(lambda uses, state: (_shared(uses, state), None), _largest)
 def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
     """The state, whose gradient is now the state of the next step: flax's overwrite-with-gradient.
 
+    A layer that gets no gradient in a step, not called or behind `jax.lax.stop_gradient`, has a next state of zeros,
+    with which it starts anew: the scale of its next step is that of its tensors then. `linear_delayed_update` keeps it.
+
+    Shapes:
+        those of `linear_delayed_state`.
+
+    Exactness: that of `linear_delayed_update`.
+
     Raises:
         SpecError: a recipe without delayed scaling.
+        OperandError: a settled state, since its flag is what shows that it got no gradient or several; a state that JAX
+            added or an optimizer changed (in a trace: inv_scale NaN).
     """
-    return _overwritten(_delayed("overwrite_with_gradient", recipe), state)
+    call = "overwrite_with_gradient"
+    recipe = _delayed(call, recipe)
+    _require_float8_states(call, state=state)
+    if any(of_tensor is not None and of_tensor.initialized is None for of_tensor in state):
+        raise OperandError(
+            f"{call}: a state that overwrites itself must keep initialized; got a settled one; use "
+            "linear_delayed_update with settled states"
+        )
+    return _overwritten(recipe, state)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _overwritten(recipe: Recipe, state: Any) -> Any:
-    return state
+    of_tensors = (
+        None if t is None else _loud("overwrite_with_gradient", name, t, _is_broken(t))
+        for name, t in zip(TENSORS, state, strict=True)
+    )
+    return Float8State(*of_tensors)
 
 
 def _next(recipe: Recipe, state: Any, amaxes: Any) -> tuple[Any]:
     return (linear_delayed_update(state, amaxes, recipe),)
 
 
-_overwritten.defvjp(lambda recipe, state: (state, state), _next)
+_overwritten.defvjp(lambda recipe, state: (_overwritten(recipe, state), state), _next)
+
+
+def _is_scale(inv_scale: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(inv_scale, jnp.int32)
+    return (bits > 0) & (bits <= _INFINITY)
+
+
+def _is_broken(state: DelayedState) -> jax.Array:
+    """Whether it is none: a sum, what an optimizer made of one, or a scale that is said to be set and is none."""
+    flag = jnp.ones((), jnp.float32) if state.initialized is None else jnp.asarray(state.initialized)
+    return ~((flag == 0) | ((flag == 1) & _is_scale(jnp.asarray(state.inv_scale))))
+
+
+def _is_sum(gradient: DelayedState) -> jax.Array:
+    """Whether a gradient is that of another number than one use, or none at all."""
+    uses = jnp.asarray(gradient.inv_scale)
+    flag = jnp.zeros((), jnp.float32) if gradient.initialized is None else jnp.asarray(gradient.initialized)
+    return ~(((uses == 0) | (uses == 1)) & (flag == 0))
+
+
+def _loud(call: str, tensor: str, state: DelayedState, broken: jax.Array) -> DelayedState:
+    """The state, its inv_scale NaN if it is broken; OperandError where that is known."""
+    if isinstance(broken, Tracer):
+        return state._replace(inv_scale=jnp.where(broken, jnp.float32(jnp.nan), state.inv_scale))
+    if bool(jnp.any(broken)):
+        raise OperandError(
+            f"{call}: a state is for one call of a pass, and its gradient not for an optimizer; got a state of "
+            f"{tensor}, or a gradient of it, that was added to another, scaled or otherwise changed, or has no scale; "
+            "give each call a copy (shared_delayed_state), and combine passes with linear_delayed_maximum"
+        )
+    return state
+
+
+def _flags(state: Float8State) -> list[Any]:
+    return [None if of_tensor is None else of_tensor.initialized for of_tensor in state]
+
+
+def _with_flags(state: Float8State, flags: list[Any]) -> Float8State:
+    pairs = zip(state, flags, strict=True)
+    return Float8State(*(None if t is None else t._replace(initialized=flag) for t, flag in pairs))
+
+
+def _require_float8_states(call: str, **states: Any) -> None:
+    for name, state in states.items():
+        fits = isinstance(state, Float8State) and all(isinstance(t, DelayedState | None) for t in state)
+        if not fits or any(jnp.result_type(leaf) != jnp.float32 for leaf in jax.tree.leaves(state)):
+            raise OperandError(
+                f"{call}: {name} must be a Float8State of float32 arrays; got {described_state(state)}; start with "
+                "linear_delayed_state(recipe), or restore with linear_delayed_state(recipe) as the template"
+            )
 
 
 def _delayed(call: str, recipe: Any) -> Recipe:

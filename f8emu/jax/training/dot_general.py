@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.jax.compiling import known_options
 from f8emu.jax.dtypes import require_values
 from f8emu.jax.gemm.checks import check_output
 from f8emu.jax.gemm.engine import check_engine
@@ -32,7 +31,7 @@ from f8emu.jax.training.sharding import (
 )
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import Recipe, recipe_by_name
-from f8emu.spec.trace import Float8State
+from f8emu.spec.trace import DelayedState, Float8State
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 """((contracting of lhs, of rhs), (batch of lhs, of rhs)), as `jax.lax.dot_general` takes them."""
@@ -80,7 +79,7 @@ def delayed_dot_general(
     return DelayedDotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class DotGeneral:
     """A function like `jax.lax.dot_general`; made by `dot_general`."""
 
@@ -105,7 +104,9 @@ class DotGeneral:
             as `jax.lax.dot_general`; float32, bfloat16 or float16 -> `preferred_element_type`, or the dtype of lhs.
             Gradients have the dtypes of lhs and rhs.
 
-        Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated.
+        Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated. Two exceptions
+            on Hopper: a bfloat16 product under power-of-two row scales may be infinite where a row of the weight has
+            an amax above 2^98 (`gemm.hardware.form_of`), and a GEMM in high precision is cut along K as cuBLAS likes.
 
         Raises:
             OperandError: wrong dtypes or dimensions.
@@ -116,7 +117,7 @@ class DotGeneral:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class DelayedDotGeneral:
     """A function like `jax.lax.dot_general` with a state; made by `delayed_dot_general`."""
 
@@ -142,24 +143,14 @@ class DelayedDotGeneral:
 
         Raises:
             OperandError: wrong dtypes or dimensions, or the state of another recipe.
-            UnsupportedError: as `DotGeneral.__call__`.
+            UnsupportedError: as `DotGeneral.__call__`; a gradient of the state below a `jax.vmap` over operands and not
+                over the state.
         """
         call = "delayed_dot_general"
         _require_state(call, self.recipe, state)
         return _dot_general(
             call, self, lhs, rhs, state, dimension_numbers, precision, preferred_element_type, out_sharding
         )
-
-
-def state_tensors(recipe: Recipe) -> tuple[bool, bool, bool]:
-    """Which of input, weight and grad_output have a state: those with delayed scales that are cast at all."""
-    found = (
-        recipe.delayed_scaling_of(tensor) is not None
-        and any(not cast.is_high_precision for _, _, cast in recipe.casts(tensor))
-        for tensor in Float8State._fields
-    )
-    x, w, g = found
-    return x, w, g
 
 
 def _dot_general(
@@ -177,7 +168,9 @@ def _dot_general(
     input_dtype = require_values(call, lhs, name="lhs")
     weight_dtype = require_values(call, rhs, name="rhs")
     _refuse_precision(call, precision)
-    out_dtype = input_dtype if preferred_element_type is None else check_output(call, preferred_element_type)
+    out_dtype = input_dtype
+    if preferred_element_type is not None:
+        out_dtype = check_output(call, preferred_element_type, name="preferred_element_type")
     lhs_shape, rhs_shape = tuple(lhs.shape), tuple(rhs.shape)
     (lhs_k, rhs_k), (lhs_b, rhs_b) = _dimensions(call, dimension_numbers, lhs_shape, rhs_shape)
     lhs_free = [i for i in range(len(lhs_shape)) if i not in (*lhs_k, *lhs_b)]
@@ -205,7 +198,6 @@ def _dot_general(
     plan = Plan(
         recipe=function.recipe,
         engine=function.engine,
-        options=known_options(),
         out_dtype=out_dtype,
         input_dtype=input_dtype,
         weight_dtype=weight_dtype,
@@ -220,12 +212,18 @@ def _dot_general(
             f"{call}: a state is that of one layer, so there must be no batch dimensions; got {lhs_b} of lhs; use "
             "jax.vmap over operands and states, or move the batch into the rows of lhs"
         )
-    if 0 in (*lhs_shape, *rhs_shape):
+    if state is not None:
+        # What is empty gets zeros, so that a state has its gradient: without amaxes, which leaves the scale as it is.
+        if 0 in (*x.shape, *w.shape):
+            x, w = (jnp.pad(matrix, [(0, int(n == 0)) for n in matrix.shape]) for matrix in (x, w))
+        product = float8_matmul(plan, x, w, state)
+        product = product.reshape(-1)[:0] if 0 in shape else product
+    elif 0 in (*lhs_shape, *rhs_shape):
         product = jnp.zeros(shape, out_dtype.name)  # of no layer: there is nothing to cast
     elif lhs_b:
         product: jax.Array = jax.vmap(functools.partial(float8_matmul, plan), in_axes=(0, 0, None))(x, w, None)
     else:
-        product = float8_matmul(plan, x, w, state)
+        product = float8_matmul(plan, x, w, None)
     product = product.reshape(shape)
     return product if out_sharding is None else jax.sharding.reshard(product, out_sharding)
 
@@ -301,8 +299,9 @@ def _require_state(call: str, recipe: Recipe, state: Any) -> None:
     assert delayed is not None, "it was checked when the function was made"
     fits = isinstance(state, Float8State)
     found: tuple[Any, ...] = state if isinstance(state, Float8State) else ()
-    for has_state, of_tensor in zip(state_tensors(recipe), found, strict=False):
-        fits = fits and has_state == (of_tensor is not None)
+    for tensor, of_tensor in zip(Float8State._fields, found, strict=False):
+        fits = fits and (tensor in recipe.delayed_tensors) == (of_tensor is not None)
+        fits = fits and isinstance(of_tensor, DelayedState | None)
         if fits and of_tensor is not None:
             fits = tuple(jnp.shape(of_tensor.amax_history)) == (delayed.history_length,)
             fits = fits and all(
@@ -313,8 +312,16 @@ def _require_state(call: str, recipe: Recipe, state: Any) -> None:
     if not fits:
         raise OperandError(
             f"{call}: state must be the Float8State of recipe {recipe.name!r}, all float32, histories of "
-            f"{delayed.history_length}; got {jax.tree.map(jnp.shape, state)}; start with linear_delayed_state(recipe)"
+            f"{delayed.history_length}; got {described_state(state)}; start with linear_delayed_state(recipe), or "
+            "restore with linear_delayed_state(recipe) as the template"
         )
+
+
+def described_state(state: Any) -> str:
+    """The type of what should be a `Float8State`; dtypes and shapes of one, for errors."""
+    if not isinstance(state, Float8State):
+        return type(state).__name__
+    return str(jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}", state))
 
 
 def _settled(state: Float8State) -> tuple[bool, bool, bool]:

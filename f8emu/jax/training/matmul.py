@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from f8emu.jax.compiling import Options
+from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm import engine as engines
-from f8emu.jax.lowering import differentiable_no_more
+from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
 from f8emu.jax.training.operands import Deferred, Operand, Side, cast_both, cast_delayed
 from f8emu.jax.training.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
 from f8emu.spec.formats import E4M3FN, Format
@@ -31,7 +31,14 @@ _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
 _TWICE = (
     "dot_general: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
-    "would make it 0; use jax.lax.dot_general where second derivatives are needed"
+    "would make it 0; use jax.lax.dot_general where second derivatives are needed, or jax.lax.stop_gradient around "
+    "what an inner gradient is taken of"
+)
+
+_MAPPED = (
+    "delayed_dot_general: a state is for one call of a step; got operands that jax.vmap maps and a state that it does "
+    "not, so that JAX would add the amaxes of its entries; put the mapped axis into the rows of lhs instead, or give "
+    "every entry a state: shared_delayed_state(state, size), mapped too"
 )
 
 
@@ -40,8 +47,6 @@ class Plan(NamedTuple):
 
     recipe: Recipe
     engine: str
-    options: Options | None
-    """Of the program that the call was traced in; the backward pass is traced later, and belongs to the same one."""
     out_dtype: Format
     input_dtype: Format
     """Of `input` and of the products of the backward pass."""
@@ -110,6 +115,11 @@ def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.
     wanted = (input.perturbed, weight.perturbed, any(leaf.perturbed for leaf in jax.tree.leaves(state)))
     values = input.value, weight.value, jax.tree.map(lambda leaf: leaf.value, state)
     x, w, s = differentiable_no_more(values, _TWICE)
+    if wanted[2]:
+        of_tensors = (
+            t if t is None else t._replace(inv_scale=refuse_mapped_alone(t.inv_scale, x, w, refusal=_MAPPED)) for t in s
+        )
+        s = Float8State(*of_tensors)
     return _forward(plan, x, w, s, wanted)
 
 
@@ -194,7 +204,7 @@ def _gemm(
 ) -> jax.Array:
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert a is not None and b is not None, "they were cast for it"
-    where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": plan.options}
+    where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": known_options()}
     where |= {"transposed": transposed, "sharded_k": plan.sharded_k}
     if spec.is_high_precision:
         return engines.mm(a.codes, b.codes.T, out_dtype=out_dtype, layout=_LAYOUTS[name], **where)
@@ -251,7 +261,7 @@ def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> O
 
 
 def _cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
-    """The gradient of a state: amaxes, where the newest one of a history will be."""
+    """The gradient of a state: the encoding is that of `training.delayed`."""
     delayed, settled = plan.recipe.delayed, plan.settled
     assert delayed is not None and settled is not None, "only such a recipe has a state"
 
@@ -260,8 +270,8 @@ def _cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8St
             return None
         assert of_state is not None, "the amax is of a cast with a state"
         amax = as_gradient(amax, varying(of_state.amax_history), plan.divided)
-        zero = as_gradient(jnp.zeros((), jnp.float32), varying(of_state.inv_scale))
+        uses, zero = (as_gradient(jnp.full((), n, jnp.float32), varying(of_state.inv_scale)) for n in (1, 0))
         history = jnp.concatenate([amax.reshape(1), jnp.zeros(delayed.history_length - 1, jnp.float32)])
-        return DelayedState(amax_history=history, inv_scale=zero, initialized=None if is_settled else zero)
+        return DelayedState(amax_history=history, inv_scale=uses, initialized=None if is_settled else zero)
 
     return Float8State(*map(of_tensor, amaxes, settled, state))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from f8emu.jax.fused import casts
-from f8emu.jax.scale import reciprocal, scale_from_amax
+from f8emu.jax.scale import reciprocal, scales_of
 from f8emu.jax.training.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
@@ -125,7 +125,7 @@ def cast_delayed(
     amax, inv_scale = None, jnp.reshape(state.inv_scale, (1, 1))
     if state.initialized is not None:
         amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1])
-        own = scale_from_amax(amax, format, rule, margin=delayed.margin).inv_scale
+        own = scales_of(amax, format, rule, margin=delayed.margin).inv_scale
         inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own)
     scales = Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
     both = tuple(None if _granularity(cast) is None else scales for cast in (rows, cols))
@@ -183,13 +183,13 @@ def _scales(
         of_rows = casts.row_amax(x)
     if Granularity.TENSORWISE in (row_kind, col_kind):
         of_tensor = global_amax(casts.tensor_amax(x if of_rows is None else of_rows), axes[0] + axes[1])
-    tensor_scales = None if of_tensor is None else scale_from_amax(of_tensor, format, rule)
+    tensor_scales = None if of_tensor is None else scales_of(of_tensor, format, rule)
 
     def scales(kind: Granularity | None, amaxes: jax.Array | None, along: Axes) -> Scales | None:
         if kind is not Granularity.ROWWISE:
             return None if kind is None else tensor_scales
         assert amaxes is not None, "they were found above"
-        return scale_from_amax(global_amax(amaxes, along), format, rule)
+        return scales_of(global_amax(amaxes, along), format, rule)
 
     return scales(row_kind, of_rows, axes[1]), scales(col_kind, of_cols, axes[0])
 

@@ -1,0 +1,151 @@
+"""Layers of f8emu.jax on two GPUs: the bits of the oracle and of one GPU, and what travels between them.
+
+    python -m benchmarks.proofs.jax_sharding --json OUT
+    XLA_FLAGS=--xla_force_host_platform_device_count=2 JAX_PLATFORMS=cpu python -m benchmarks.proofs.jax_sharding
+
+The second command runs the emulation on two virtual devices. First the cases of `tests/jax_path/sharded.py` on two
+devices, against `f8ref.numpy`; then larger layers, two devices against one, with the collectives and GEMM calls of the
+compiled programs. Where codes are gathered along K, bits must be equal; where products are added, the differing ones
+are counted. Exit status 1 if something that should be exact differs, or does not run.
+"""
+
+import argparse
+import functools
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import f8emu.jax as f8
+from benchmarks.report import facts, say, write_json
+from f8emu.spec import recipe_by_name
+from tests.jax_path import sharded
+
+DATA, MODEL = "data", "model"
+COLUMN, ROW = (P(DATA), P(None, MODEL), P(DATA, MODEL)), (P(DATA, MODEL), P(MODEL), P(DATA))
+FSDP = (P(DATA), P(DATA), P(DATA))
+BY_DATA, BY_MODEL = (2, 1), (1, 2)
+EVEN, BLOCKS = (96, 160, 64), (256, 256, 256)
+_COLLECTIVE = re.compile(r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+_GEMM = re.compile(r'custom_call_target="(__cublas\S*|__cudnn\S*|triton\S*)"')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs, prints a line for each case, records, and gives the exit status."""
+    given = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.jax_sharding")
+    parser.add_argument("--json", type=Path, help="where to record")
+    arguments = parser.parse_args(given)
+    if len(jax.devices()) != 2:
+        parser.error(f"two devices are needed; JAX sees {len(jax.devices())}")
+    is_gpu = jax.default_backend() == "gpu"
+    report = facts("benchmarks.proofs.jax_sharding", given, torch.device("cuda" if is_gpu else "cpu"))
+    report |= {"device": f"{report['device']} x 2", "engine": f8.engine_of(), "cases": []}
+    for name, case in {**_against_the_oracle(), **_against_one_device(is_gpu)}.items():
+        entry = _run(name, case)
+        report["cases"].append(entry)
+        say(f"{entry['verdict']:8}{name:58}{entry['seconds']:5.1f} s  {entry.get('differing', '')}")
+        for line in (*entry.get("program", ()), entry.get("why", "")):
+            say(f"{'':12}{line}") if line else None
+        if arguments.json:
+            write_json(arguments.json, report)
+    wrong = [entry["case"] for entry in report["cases"] if entry["verdict"] != "equal"]
+    say(f"{len(report['cases'])} cases, {len(wrong)} wrong: {', '.join(wrong)}" if wrong else "all as they should be")
+    return int(bool(wrong))
+
+
+def _run(name: str, case: Callable[[], dict[str, Any] | None]) -> dict[str, Any]:
+    start = time.perf_counter()
+    entry: dict[str, Any] = {"case": name, "verdict": "equal"}
+    try:
+        entry |= case() or {}
+    except AssertionError as error:
+        entry |= {"verdict": "differs", "why": str(error)[:300]}
+    except Exception:  # the others go on
+        entry |= {"verdict": "failed", "why": traceback.format_exc(limit=-3)}
+    return entry | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def _against_the_oracle() -> dict[str, Callable[[], Any]]:
+    """One axis of two devices serves as data or as model."""
+    by_xla = functools.partial(sharded.by_xla, jit=f8.jit)
+    two = {"parts": {"grad_weight": 2}, "gathered": 2}
+    by_hand = sharded.by_hand
+    return {
+        "jit, FSDP, tensorwise": lambda: by_xla("tensorwise", BY_DATA, FSDP, **two),
+        "jit, FSDP, rowwise": lambda: by_xla("rowwise", BY_DATA, FSDP, **two, sizes=EVEN),
+        "jit, FSDP, delayed": lambda: by_xla("delayed", BY_DATA, FSDP, **two, sizes=EVEN),
+        "jit, FSDP, blockwise": lambda: by_xla("blockwise", BY_DATA, FSDP, **two, sizes=BLOCKS),
+        "jit, FSDP, tensorwise, K gathered": lambda: by_xla("tensorwise", BY_DATA, FSDP, sizes=EVEN),
+        "jit, row, tensorwise": lambda: by_xla("tensorwise", BY_MODEL, ROW, parts={"output": 2}, sizes=EVEN),
+        "jit, column, rowwise": lambda: by_xla("rowwise", BY_MODEL, COLUMN, parts={"grad_input": 2}),
+        "jit, column, tensorwise, explicit axes": lambda: by_xla(
+            "tensorwise", BY_MODEL, COLUMN, parts={"grad_input": 2}, explicit=True
+        ),
+        "shard_map, FSDP, tensorwise": lambda: by_hand(
+            "tensorwise", BY_DATA, FSDP, {"grad_weight": 2}, gathered=2, sizes=EVEN
+        ),
+        "shard_map, FSDP, delayed": lambda: by_hand("delayed", BY_DATA, FSDP, {"grad_weight": 2}, gathered=2),
+        "shard_map, FSDP, blockwise": lambda: by_hand(
+            "blockwise", BY_DATA, FSDP, {"grad_weight": 2}, gathered=2, sizes=BLOCKS
+        ),
+        "shard_map, row, rowwise": lambda: by_hand("rowwise", BY_MODEL, ROW, {"output": 2}, sizes=EVEN, outside=False),
+        "shard_map, FSDP, three steps of delayed": sharded.training,
+    }
+
+
+def _against_one_device(is_gpu: bool) -> dict[str, Callable[[], Any]]:
+    sizes = (4096, 2048, 1024) if is_gpu else (64, 96, 32)
+    layers = (("FSDP", BY_DATA, FSDP, "tensorwise"), ("row", BY_MODEL, ROW, "rowwise"))
+    cases = [(*layer, way) for layer in layers for way in ("sum", "gather")]
+    cases.append(("column", BY_MODEL, COLUMN, "delayed", "gather"))
+    return {
+        f"two against one, {kind}, {name}, {way}": functools.partial(_two_against_one, sizes, shape, specs, name, way)
+        for kind, shape, specs, name, way in cases
+    }
+
+
+def _two_against_one(
+    sizes: tuple[int, int, int], shape: tuple[int, int], specs: tuple[P, P, P], name: str, way: str
+) -> dict[str, Any]:
+    """Differing bits of output and gradients, and what the program of two devices calls."""
+    arrays, recipe = sharded.tensors(*sizes), recipe_by_name(name)
+    step = functools.partial(sharded.step, sharded.layer(recipe, sharded_k=way))
+    state, mesh = sharded.state_of(recipe), sharded.mesh_of(*shape)
+    one = f8.jit(step)(*(jax.device_put(x, jax.devices()[0]) for x in arrays), state)
+    program = f8.jit(
+        step, out_shardings=tuple(NamedSharding(mesh, spec) for spec in (specs[2], specs[0], specs[1], P()))
+    )
+    given = (*sharded.placed(mesh, arrays, specs), state)
+    compiled = program.lower(*given).compile()
+    two = compiled(*given)
+    differing = {
+        part: [int((np.asarray(a).view(np.uint16) != np.asarray(b).view(np.uint16)).sum()), int(b.size)]
+        for part, a, b in zip(sharded.NAMES, one, two, strict=False)
+    }
+    assert way == "sum" or not any(count for count, _ in differing.values()), str(differing)
+    return {"differing": differing, "program": _calls(compiled.as_text())}
+
+
+def _calls(text: str) -> list[str]:
+    """Collectives and library calls of a compiled program, in its order."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if hit := _COLLECTIVE.search(line):
+            found.append(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}")
+        elif gemm := _GEMM.search(line):
+            found.append(gemm[1])
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
