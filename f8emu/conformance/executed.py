@@ -3,7 +3,10 @@
 Compiled code calls GEMMs in the order of its compiler, so they are told apart by their sizes (`padded`).
 """
 
+import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +16,7 @@ from f8emu.conformance.layer import LayerCase, Place
 Parts = dict[str, np.ndarray]
 _MULTIPLES = (4, 16, 16)
 """Rows of a, rows of b and the summed dimension are zero-padded to no more than these."""
+_ALONE = threading.Lock()
 
 
 class Tap(NamedTuple):
@@ -22,6 +26,23 @@ class Tap(NamedTuple):
     attribute: str
     """Dotted, from the module."""
     is_scaled: bool
+
+
+def engine_taps(package: str) -> tuple[Tap, ...]:
+    """Where the engines of `f8emu.torch` or `f8emu.jax` are entered."""
+    return tuple(
+        Tap(f"{package}.gemm.{engine}", verb, verb == "scaled_mm")
+        for engine in ("emulation", "hardware")
+        for verb in ("scaled_mm", "mm")
+    )
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One case at a time, without warnings: taps are on functions that all threads share."""
+    with _ALONE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class Executed(NamedTuple):

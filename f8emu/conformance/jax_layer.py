@@ -8,8 +8,6 @@ Taps are on functions of the whole process, so one case runs at a time. JAX is i
 """
 
 import importlib
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
@@ -19,24 +17,16 @@ from unittest.mock import patch
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.executed import Executed, Parts, Tap, Wanted, gemm_parts, matched
+from f8emu.conformance.executed import Executed, Parts, Wanted, alone, engine_taps, gemm_parts, matched
 from f8emu.conformance.layer import LayerCase, LayerMode, Place
 from f8emu.spec import DelayedState
 
-TAPS = (
-    Tap("f8emu.jax.gemm.emulation", "scaled_mm", True),
-    Tap("f8emu.jax.gemm.emulation", "mm", False),
-    Tap("f8emu.jax.gemm.hardware", "scaled_mm", True),
-    Tap("f8emu.jax.gemm.hardware", "mm", False),
-)
-_ALONE = threading.Lock()
-"""Taps are on functions that all threads share."""
+TAPS = engine_taps("f8emu.jax")
 
 
 def train(framework: Framework, case: LayerCase) -> Parts:
     """The parts of `layer_trace.layer_parts`, as the layer gives them. Warnings are no part."""
-    with _ALONE, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with alone():
         return _Run(case, framework).parts()
 
 

@@ -9,8 +9,6 @@ functions of the whole process, so one case runs at a time. torch is imported wh
 """
 
 import importlib
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
@@ -20,30 +18,22 @@ from unittest.mock import patch
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.executed import Executed, Parts, Tap, Wanted, gemm_parts, matched
+from f8emu.conformance.executed import Executed, Parts, Tap, Wanted, alone, engine_taps, gemm_parts, matched
 from f8emu.conformance.layer import LayerCase, LayerMode, Place
 from f8emu.spec import TENSORS, DelayedState
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAPS = (
-    Tap("f8emu.torch.gemm.emulation", "scaled_mm", True),
-    Tap("f8emu.torch.gemm.emulation", "mm", False),
-    Tap("f8emu.torch.gemm.hardware", "scaled_mm", True),
-    Tap("f8emu.torch.gemm.hardware", "mm", False),
-)
+TAPS = engine_taps("f8emu.torch")
 """What the operators of f8emu call."""
 COMPILED_TAPS = (Tap("torch._inductor.select_algorithm", "extern_kernels._scaled_mm", True),)
 """What code that Inductor has generated calls besides."""
-_ALONE = threading.Lock()
-"""Taps are on functions that all threads share."""
 
 
 def train(framework: Framework, case: LayerCase) -> Parts:
     """The parts of `layer_trace.layer_parts`, as the layer gives them. Warnings are no part."""
-    with _ALONE, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with alone():
         return _Run(case, framework).parts()
 
 

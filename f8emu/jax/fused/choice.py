@@ -1,9 +1,9 @@
 """Where a kernel runs and where plain JAX: decided when JAX lowers a program, since only then the backend is known.
 
-A cast's kernel runs on CUDA devices of compute capability 8.9 and newer, which convert to float8; that of a GEMM on
-those whose tensor cores it was written for. XLA cannot partition it: in
-a program that XLA partitions over several devices it would gather the whole matrix first. There plain JAX runs, of
-which each device computes its part; in `jax.shard_map`, which partitions by itself, the kernel does.
+The kernel of a cast runs on CUDA devices of compute capability 8.9 and newer, which convert to float8; that of a GEMM
+on those whose tensor cores it was written for. XLA cannot partition a kernel: in a program over several devices it
+would gather the whole matrix first. There plain JAX runs, of which each device computes its part; in `jax.shard_map`,
+which partitions by itself, the kernel does.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,13 @@ from jax.interpreters import batching, mlir
 
 from f8emu.jax.lowering import is_partitioned
 
+FLOAT8_CAPABILITY = (8, 9)
+"""The first compute capability that converts to float8 and multiplies it."""
+
 
 def has_float8_conversions() -> bool:
     """Whether all CUDA devices here convert to float8; true where there are none, and another machine will run it."""
-    return all(capability >= (8, 9) for capability in cuda_capabilities())
+    return all(capability >= FLOAT8_CAPABILITY for capability in cuda_capabilities())
 
 
 def are_hopper() -> bool:

@@ -57,7 +57,7 @@ MOST_ELEMENTS = 2**31 - 2**20
 
 # In `jax.shard_map` a kernel must say along which axes of the mesh its results vary. `choice` says it for the kernels.
 # JAX 0.10 and 0.11 call the argument so.
-_NOT_VARYING: dict[str, Any] = (
+NOT_VARYING: dict[str, Any] = (
     {"manual_axis_type": jax.sharding.ManualAxisType()} if hasattr(jax.sharding, "ManualAxisType") else {}
 )
 
@@ -116,7 +116,7 @@ def call(kernel: Any, launch: Launch, grid: tuple[int, ...], ins: Any, outs: Any
         grid=grid,
         in_specs=ins,
         out_specs=[spec for spec, _ in outs],
-        out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype, **_NOT_VARYING) for _, out in outs],
+        out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype, **NOT_VARYING) for _, out in outs],
         compiler_params=params,
         interpret=interpret,
         name=f"f8emu_{name}",

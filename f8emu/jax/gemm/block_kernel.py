@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 
+from f8emu.jax.fused.kernels import MOST_ELEMENTS, NOT_VARYING
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
 
@@ -61,14 +62,6 @@ SQUARE_LAUNCH = Launch(rows=64, cols=128, parts=1, warps=4, stages=3, group=8, a
 """With a 128x128 side. Chosen from 15 on an H200: larger tiles were faster for a long N and slower for a long K."""
 VECTORS_LAUNCH = Launch(rows=128, cols=64, parts=2, warps=4, stages=3, group=8, ahead=False)
 """With 1x128 scales on both sides."""
-
-MOST_ELEMENTS = 2**31 - 2**20
-"""Pallas counts the offsets of smaller matrices, tiles that overhang included, as signed integers of 32 bits."""
-
-# In `jax.shard_map` a kernel must say along which axes of the mesh its results vary. `choice` says it for the kernels.
-_NOT_VARYING: dict[str, Any] = (
-    {"manual_axis_type": jax.sharding.ManualAxisType()} if hasattr(jax.sharding, "ManualAxisType") else {}
-)
 
 
 def launch_of(granularities: tuple[Granularity, Granularity]) -> Launch:
@@ -137,7 +130,7 @@ def block_mm(
             *(scale_spec(scale, g, axis) for axis, (scale, g) in enumerate(zip(scales, granularities, strict=True))),
         ],
         out_specs=pl.BlockSpec((None, launch.rows, launch.cols), lambda i, s: (s, *place(i))),
-        out_shape=jax.ShapeDtypeStruct((slices, m, n), dtype, **_NOT_VARYING),
+        out_shape=jax.ShapeDtypeStruct((slices, m, n), dtype, **NOT_VARYING),
         compiler_params=plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
         name="f8emu_block_mm",

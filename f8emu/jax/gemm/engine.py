@@ -17,13 +17,12 @@ from jax.custom_batching import sequential_vmap
 
 from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
 from f8emu.jax.dtypes import CHIP
+from f8emu.jax.fused.choice import FLOAT8_CAPABILITY, has_float8_conversions
 from f8emu.jax.gemm import emulation, hardware, partition, planned
 from f8emu.jax.lowering import refuse_lowering
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FORMATS, Format
 from f8emu.spec.scaling import Granularity
-
-_FLOAT8_CAPABILITY = (8, 9)
 
 
 class Engine(Enum):
@@ -183,7 +182,7 @@ def _choose(
     )
 
     def on_cuda(*operands: Any) -> jax.Array:
-        if not _gpus_have_float8():
+        if not has_float8_conversions():
             return elsewhere(*operands)
         if has_split_k:
             operands = (refuse_lowering(operands[0], given_split_k), *operands[1:])
@@ -234,14 +233,4 @@ def _has_float8(device: Any) -> bool:
     if device.platform != "gpu":
         return False
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return major.isdigit() and (int(major), int(minor or 0)) >= _FLOAT8_CAPABILITY
-
-
-@functools.cache
-def _gpus_have_float8() -> bool:
-    """Whether the CUDA devices of this process have float8; True where there are none, for a program lowered ahead."""
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return True
-    return all(map(_has_float8, devices))
+    return major.isdigit() and (int(major), int(minor or 0)) >= FLOAT8_CAPABILITY
