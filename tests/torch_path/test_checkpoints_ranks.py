@@ -223,7 +223,9 @@ def run_trainer(
 def test_a_kill_during_a_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     codes, before = run_trainer(2, folder, steps=3, kill_at=2)
-    assert codes == [1, -signal.SIGKILL], "rank 0 ends by itself, with an error"
+    # Python's status of an error, or abort(): gloo's threads of a group whose peer died may outlive the interpreter
+    assert codes[0] in (1, -signal.SIGABRT), "rank 0 ends by itself, with an error"
+    assert codes[1] == -signal.SIGKILL
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "unfinished-2"]
     assert [line.split()[1] for line in before[1:]] == ["1/3", "2/3"]
     codes, after = run_trainer(1, folder, steps=2)
