@@ -54,9 +54,9 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     "interop": [("f8emu/interop/arrays.py", "import f8ref.jax")],
     "reference-is-for-the-suite": [
         ("f8emu/torch/gemm/scaled_mm.py", "import f8ref.numpy"),
-        ("f8emu/cli.py", "from f8ref.jax import cast"),
+        ("f8emu/cli/verify.py", "from f8ref.jax import cast"),
     ],
-    "cli": [("f8emu/cli.py", "import torch")],
+    "cli": [("f8emu/cli/verify.py", "import torch")],
 }
 
 
@@ -127,7 +127,7 @@ def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: 
         ("f8emu/conformance/compare.py", "import torch", "TID253"),
         ("f8emu/conformance/subject.py", "import f8ref.jax", "TID253"),
         ("f8emu/interop/arrays.py", "from jax import numpy", "TID253"),
-        ("f8emu/cli.py", "from f8emu.torch import cast", "TID253"),
+        ("f8emu/cli/verify.py", "from f8emu.torch import cast", "TID253"),
         ("f8emu/conformance/jax_layer.py", "import f8emu.jax", "TID253"),
         ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
         ("f8emu/torch/cast.py", "from . import scale", "TID252"),

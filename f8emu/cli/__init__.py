@@ -1,0 +1,69 @@
+"""The command line, one file a command.
+
+typer and rich come with the extra [cli] and are imported when the commands are built; torch and JAX when a subject
+needs them. The exit statuses are `frame.STATUSES`.
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+from f8emu import __version__
+from f8emu.cli import doctor, plan, recipes, record, verify
+from f8emu.cli.frame import BAD_USAGE, STATUSES
+from f8emu.spec import MissingExtraError
+
+if TYPE_CHECKING:
+    import typer
+
+_COMMANDS = (verify, recipes, doctor, record, plan)
+"""In the order of the help."""
+
+
+def main() -> None:
+    """The entry point `f8emu`."""
+    try:
+        app = build_app()
+    except MissingExtraError as error:
+        print(error, file=sys.stderr)
+        sys.exit(BAD_USAGE)
+    app()
+
+
+def build_app() -> "typer.Typer":
+    """The commands.
+
+    Raises:
+        MissingExtraError: typer or rich is not installed.
+    """
+    for package in ("typer", "rich"):
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            raise MissingExtraError("f8emu", package, "cli") from None
+    import typer
+
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="float8 training recipes, with the bits of a Hopper GPU on any machine.",
+        epilog=STATUSES,
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"f8emu {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def _options(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+        ] = False,
+    ) -> None:
+        pass
+
+    for command in _COMMANDS:
+        command.add_to(app)
+    return app

@@ -1,0 +1,73 @@
+"""What every command shares: exit statuses, errors as messages, files read and written, the width of tables."""
+
+import io
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from f8emu.spec import F8Error, SpecError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DIFFERENT = 1
+BAD_USAGE = 2
+INTERRUPTED = 130
+"""As a shell reports a process that Ctrl-C ended."""
+STATUSES = (
+    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 bad usage, a missing package, a "
+    "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C."
+)
+_PIPE_WIDTH = 160
+"""Of a table that goes to a file; a terminal's own width otherwise."""
+
+
+def guarded(command: Callable[..., int], *args: object) -> int:
+    """The exit status of a command; an error of ours is a message and bad usage, not a traceback."""
+    try:
+        return command(*args)
+    except (F8Error, OSError) as error:
+        print(error, file=sys.stderr)
+        return BAD_USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:  # Python would exit with the status of a difference
+        traceback.print_exc()
+        return BAD_USAGE
+
+
+def text_of(command: str, path: Path) -> str:
+    """A text file, or a SpecError that names the command."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
+
+
+@contextmanager
+def opened(command: str, path: Path | None) -> Iterator[TextIO | None]:
+    """The file to write, opened before any work; its old text is kept until the new one is complete."""
+    if path is None:
+        yield None
+        return
+    text = io.StringIO()
+    try:
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{command}: cannot write {path}: {error}; give a path in a directory that exists") from None
+    with file:
+        yield text
+        if file.seekable():
+            file.truncate(0)
+        file.write(text.getvalue())
+
+
+def console() -> "Console":
+    """Where tables go."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
