@@ -2,20 +2,25 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from f8emu.conformance.breakdown import Tallies, tallied
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
+from f8emu.conformance.difference_map import DifferenceMap
 from f8emu.conformance.golden import GoldenFile, shipped_golden
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.ulps import UlpHistogram, merged
 from f8emu.spec import SpecError
 
 _THREADS = 4
+_WORST = 6
+"""Cases of a stage of which the map is kept."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -52,6 +57,12 @@ class StageResult:
     """The first ones, of all cases."""
     first_differences: dict[str, int] = field(default_factory=dict)
     """Of cases with parts: which part was the first that differed, and how often."""
+    tallies: Tallies = field(default_factory=dict)
+    """Trait -> value -> how many cases and outputs have it, and how many of those differ."""
+    ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    """dtype -> how far off its outputs are that differ."""
+    places: list[DifferenceMap] = field(default_factory=list)
+    """Where the bits differ, of the cases with the largest shares of differing outputs."""
 
     @property
     def status(self) -> Status:
@@ -225,6 +236,8 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
     for outcome in ran:
         if outcome.first_difference:
             differences[outcome.first_difference] = differences.get(outcome.first_difference, 0) + 1
+    dtypes = dict.fromkeys(dtype for outcome in ran for dtype in outcome.ulps)
+    places = [outcome.place for outcome in ran if outcome.place is not None]
     return StageResult(
         stage=stage.name,
         title=stage.title,
@@ -238,4 +251,7 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         reason=next((outcome.not_offered for outcome in outcomes if outcome.not_offered), ""),
         mismatches=[mismatch for outcome in ran for mismatch in outcome.mismatches][:errors],
         first_differences=differences,
+        tallies=tallied(ran),
+        ulps={dtype: merged(outcome.ulps[dtype] for outcome in ran if dtype in outcome.ulps) for dtype in dtypes},
+        places=sorted(places, key=lambda place: -place.share)[:_WORST],
     )
