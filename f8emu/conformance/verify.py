@@ -62,7 +62,7 @@ class StageResult:
     ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
     """dtype -> how far off its outputs are that differ."""
     places: list[DifferenceMap] = field(default_factory=list)
-    """Where the bits differ, of the cases with the largest shares of differing outputs."""
+    """Where the bits differ, of the worst cases."""
 
     @property
     def status(self) -> Status:
@@ -237,7 +237,6 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         if outcome.first_difference:
             differences[outcome.first_difference] = differences.get(outcome.first_difference, 0) + 1
     dtypes = dict.fromkeys(dtype for outcome in ran for dtype in outcome.ulps)
-    places = [outcome.place for outcome in ran if outcome.place is not None]
     return StageResult(
         stage=stage.name,
         title=stage.title,
@@ -253,5 +252,18 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         first_differences=differences,
         tallies=tallied(ran),
         ulps={dtype: merged(outcome.ulps[dtype] for outcome in ran if dtype in outcome.ulps) for dtype in dtypes},
-        places=sorted(places, key=lambda place: -place.share)[:_WORST],
+        places=_worst(ran),
     )
+
+
+def _worst(outcomes: Sequence[Outcome]) -> list[DifferenceMap]:
+    """The maps with the largest shares; one of each dtype and first trait before a second, so that they tell more."""
+    seen: dict[tuple[str, ...], int] = {}
+    ranked: list[tuple[int, float, DifferenceMap]] = []
+    found = [outcome for outcome in outcomes if outcome.place is not None]
+    for outcome in sorted(found, key=lambda outcome: -outcome.place.share if outcome.place else 0.0):
+        assert outcome.place is not None
+        key = (outcome.place.dtype, *list(outcome.traits.values())[:1])
+        seen[key] = seen.get(key, 0) + 1
+        ranked.append((seen[key], -outcome.place.share, outcome.place))
+    return [place for *_, place in sorted(ranked, key=lambda rank: rank[:2])[:_WORST]]
