@@ -41,6 +41,16 @@ class Tally:
         return self.outputs_differing / self.outputs if self.outputs else 0.0
 
 
+def percent(share: float) -> str:
+    """`0 %` and `100 %` are exact; what is close to them says so."""
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "< 0.1 %"
+    if 99.9 < value < 100:
+        return "> 99.9 %"
+    return f"{value:.1f} %" if value % 100 else f"{value:.0f} %"
+
+
 Tallies = Mapping[str, Mapping[str, Tally]]
 """Trait -> value -> tally."""
 
@@ -78,7 +88,7 @@ class Breakdown:
 
     def telling(self) -> dict[str, dict[str, Tally]]:
         """The traits that have more than one value: of the others everything is in one row."""
-        return {trait: dict(values) for trait, values in self.tallies.items() if len(values) > 1}
+        return {trait: _ordered(values) for trait, values in self.tallies.items() if len(values) > 1}
 
     def sentences(self) -> Iterator[str]:
         """One for each trait of which some values differ and others never do; what rules out most cases first."""
@@ -89,8 +99,7 @@ class Breakdown:
             if differing and equal:
                 cases = sum(values[value].cases for value in equal)
                 sentence = (
-                    f"{trait}: all {self.whole.cases_differing} cases that differ have {_either(differing)}; "
-                    f"the {cases} with {_either(equal)} are equal"
+                    f"By {trait}: {_either(equal)} is equal in all {cases} cases; what differs has {_either(differing)}"
                 )
                 found.append((cases, sentence))
         for _, sentence in sorted(found, key=lambda item: -item[0]):
@@ -124,6 +133,13 @@ def _joined(stages: "Sequence[StageResult]") -> Breakdown:
     dtypes = dict.fromkeys(dtype for stage in stages for dtype in stage.ulps)
     ulps = {dtype: merged(stage.ulps[dtype] for stage in stages if dtype in stage.ulps) for dtype in dtypes}
     return Breakdown(stages=tuple(stage.title for stage in stages), whole=whole, tallies=tallies, ulps=ulps)
+
+
+def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:
+    """Ranges by number, anything else as it came."""
+    if all(value[:1].isdigit() for value in values):
+        return dict(sorted(values.items(), key=lambda item: int(item[0].split()[0].split("x")[0])))
+    return dict(values)
 
 
 def _either(values: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ class DifferenceMap:
     cell: tuple[int, int]
     """Rows and columns of the output in one cell."""
     differing: np.ndarray
-    """[R, C] int32: outputs of the cell that differ."""
+    """[R, C] integers: outputs of the cell that differ."""
     farthest: np.ndarray
     """[R, C] int64: their largest distance in ulps, signed as `distances` signs it."""
     apart: np.ndarray
@@ -47,13 +47,13 @@ class DifferenceMap:
         """What the picture shows, in words."""
         rows, columns = ((self.differing.sum(axis=axis) > 0) for axis in (1, 0))
         words = [
-            f"{self.outputs_differing} of {self.outputs} outputs differ",
+            f"{self.outputs_differing:,} of {self.outputs:,} outputs differ",
             f"in {rows.sum()} of {rows.size} rows{self._of_cells(0)} and "
             f"{columns.sum()} of {columns.size} columns{self._of_cells(1)}",
         ]
         finite = self.farthest[(self.differing > 0) & ~self.apart]
         if finite.size:
-            words.append(f"by {finite.min():+d} to {finite.max():+d} ulps")
+            words.append(f"by {finite.min():+,} to {finite.max():+,} ulps")
         if self.apart.any():
             words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side alone")
         return ", ".join(words)
@@ -75,9 +75,9 @@ def difference_map(case: str, part: str, observed: np.ndarray, expected: np.ndar
         dtype=np.asarray(expected).dtype.name,
         shape=np.shape(expected),
         cell=cell,
-        differing=np.sum(_cells(wrong, cell), axis=-1, dtype=np.int32),
+        differing=np.asarray(np.count_nonzero(_cells(wrong, cell), axis=-1)),
         farthest=np.where(-lowest > highest, lowest, highest),
-        apart=np.max(_cells(wrong & apart, cell), axis=-1),
+        apart=np.asarray(_cells(wrong & apart, cell).any(axis=-1)),
     )
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 _ROW = 150
 """Height in pixels of the histogram of one dtype."""
+_LEAST = 4
+"""Bins on either side of a histogram at the least, so that few bars do not become walls."""
 _GAPS = 48
 """Cells of a map up to which lines are drawn between them."""
 
@@ -30,11 +32,11 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
 
     found = dict(breakdown.ulps)
     indices = [index for histogram in found.values() for index in histogram.finite]
-    first, last = min(indices, default=-1), max(indices, default=1)
+    first, last = min([*indices, -_LEAST]), max([*indices, _LEAST])
     apart = [name for name in (*APART, NOT_COMPARED) if any(name in histogram.apart for histogram in found.values())]
     # the bins in order, then, after a gap, what has no distance
     places: dict[int | str, int] = {index: index for index in range(first, last + 1)}
-    places |= {name: last + 2 + i for i, name in enumerate(apart)}
+    places |= {name: last + 2 * (i + 1) for i, name in enumerate(apart)}
     figure: Figure = make_subplots(rows=len(found), cols=1, shared_xaxes=True, vertical_spacing=0.2 / len(found))
     for row, (dtype, histogram) in enumerate(found.items(), 1):
         for keys, look in _looks(places):
@@ -50,8 +52,9 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
         figure.update_yaxes(ticksuffix=" %", nticks=4, rangemode="tozero", row=row, col=1)
         head = f"<b>{dtype}</b>, {histogram.total:,} outputs differ"
         figure.add_annotation(
-            text=head, x=0, xref="x domain", xanchor="left", y=1, yanchor="bottom", showarrow=False, row=row, col=1
-        )
+            text=head, x=0, xref="x domain", xanchor="left", y=1, yref=f"y{row if row > 1 else ''} domain",
+            yanchor="bottom", showarrow=False,
+        )  # fmt: skip
     ticks = {"tickvals": list(places.values()), "ticktext": [_short(key) for key in places], "zeroline": False}
     figure.update_xaxes(**ticks, tickangle=0 if len(places) < 14 else -60)
     figure.update_xaxes(title={"text": _AXIS}, row=len(found), col=1)
@@ -124,7 +127,7 @@ def _name(key: int | str) -> str:
 def _short(key: int | str) -> str:
     """What fits under a bar: `-4`, `+2k`, `NaN for number`."""
     if isinstance(key, str):
-        return key.replace(" for ", "<br>for ").replace("not ", "not<br>").replace("the other ", "other<br>")
+        return key
     if key == 0:
         return "\N{PLUS-MINUS SIGN}0"
     sign, magnitude = "\N{MINUS SIGN}" if key < 0 else "+", 1 << (min(abs(key), LAST_BIN - 1) - 1)
@@ -156,7 +159,7 @@ def map_plot(place: DifferenceMap) -> Plot:
         z=np.where(without_distance, 0, index).astype(np.float32), x=x, y=y, zmin=-limit, zmax=limit,
         colorscale=_scale(limit), xgap=gap, ygap=gap, customdata=np.stack([place.differing, place.farthest], axis=-1),
         hovertemplate=f"{where}<br>%{{customdata[0]}} differ, %{{customdata[1]:+}} ulps<extra></extra>",
-        colorbar=_colour_bar(limit),
+        colorbar=_colour_bar(limit, place.cell != (1, 1)),
     )  # fmt: skip
     figure.add_trace(distances, row=2, col=1)
     if without_distance.any():
@@ -170,9 +173,10 @@ def map_plot(place: DifferenceMap) -> Plot:
     quiet: dict[str, Any] = {"marker": {"color": palette.QUIET, "line": {"width": 0}}, "hoverinfo": "skip"}
     figure.add_trace(Bar(x=x, y=100 * share.mean(axis=0), **quiet), row=1, col=1)
     figure.add_trace(Bar(x=100 * share.mean(axis=1), y=y, orientation="h", **quiet), row=2, col=2)
-    percent: dict[str, Any] = {"range": [0, 100], "tickvals": [0, 100], "ticksuffix": " %"}
-    figure.update_yaxes(percent, row=1, col=1)
-    figure.update_xaxes(percent, row=2, col=2)
+    percent: dict[str, Any] = {"range": [0, 100], "tickvals": [0, 100], "ticktext": ["0", "100 %"]}
+    figure.update_yaxes(zeroline=False, showgrid=False)
+    figure.update_yaxes(**percent, row=1, col=1)
+    figure.update_xaxes(**percent, row=2, col=2)
     figure.update_yaxes(autorange="reversed", title={"text": named[0]}, row=2, col=1)
     figure.update_yaxes(autorange="reversed", row=2, col=2)
     figure.update_xaxes(title={"text": named[1]}, row=2, col=1)
@@ -183,7 +187,7 @@ def map_plot(place: DifferenceMap) -> Plot:
     return Plot(
         figure=figure,
         title=f"{place.case}{part}",
-        alt=f"{place.summary()}. Bars: the share of each column and row that differs.",
+        alt=f"{place.summary()}. Bars: the share of each {named[1]} and {named[0]} that differs.",
     )
 
 
@@ -197,13 +201,14 @@ def _scale(limit: int) -> list[list[object]]:
     ]  # fmt: skip
 
 
-def _colour_bar(limit: int) -> dict[str, Any]:
+def _colour_bar(limit: int, is_reduced: bool) -> dict[str, Any]:
     step = -(-limit // 4)
+    what = "most ulps of a cell" if is_reduced else "ulps"
     marks = [m for m in range(-limit, limit + 1) if m % step == 0]
     return {
         "orientation": "h", "thickness": 9, "y": -0.16, "yanchor": "top", "len": 0.86, "x": 0, "xanchor": "left",
         "outlinewidth": 0, "tickvals": marks, "ticktext": ["equal" if m == 0 else _short(m) for m in marks],
-        "title": {"text": "ulps, largest of a cell: nearer to zero | farther from zero", "side": "bottom"},
+        "title": {"text": f"nearer to zero | {what} | farther from zero", "side": "bottom"},
     }  # fmt: skip
 
 

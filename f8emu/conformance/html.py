@@ -11,7 +11,7 @@ from f8emu.conformance.verify import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:
-    from f8emu.conformance.diagnosis import Diagnosis
+    from f8emu.conformance.diagnosis import Diagnosis  # pyright: ignore[reportMissingImports]
 
 COMMAND = "f8emu verify"
 _MAPS = 6
@@ -126,14 +126,14 @@ def _diagnosis(diagnoses: "Sequence[Diagnosis]") -> Section:
     rows: list[list[str | Cell | Share]] = []
     tried: list[Block] = []
     for diagnosis in diagnoses:
-        best = diagnosis.best
-        under_own = Share(value=diagnosis.outputs_equal / max(diagnosis.outputs_total, 1))
-        if best is None:
-            explained = Cell(text="follows the chip's rules", tone="good")
-            rows.append([diagnosis.kind, explained, under_own, under_own])
+        own, best = Share(value=diagnosis.outputs_equal / max(diagnosis.outputs_total, 1)), diagnosis.best
+        if diagnosis.error:
+            rows.append([diagnosis.kind, Cell(text=diagnosis.error, tone="bad"), "", ""])
+        elif best is None:
+            rows.append([diagnosis.kind, Cell(text="it follows the chip's rules", tone="good"), own, own])
         else:
             tone: Tone = "" if best.is_complete else "warn"
-            rows.append([diagnosis.kind, Cell(text=best.sentence, tone=tone), under_own, Share(value=best.share)])
+            rows.append([diagnosis.kind, Cell(text=best.sentence, tone=tone), own, Share(value=best.share)])
         others: list[list[str | Cell | Share]] = [
             [" and ".join(e.alterations), e.sentence, Share(value=e.share)] for e in diagnosis.tried
         ]
@@ -193,9 +193,10 @@ def _counted(tally: Tally) -> list[str | Cell | Share]:
 
 
 def _where(subject: SubjectResult) -> Iterator[Section]:
-    places = [place for stage in subject.stages for place in stage.places]
-    if places:
-        worst = sorted(places, key=lambda place: -place.share)[:_MAPS]
+    # the worst of every stage before the second worst of one
+    ranked = [(rank, place) for stage in subject.stages for rank, place in enumerate(stage.places)]
+    worst = [place for _, place in sorted(ranked, key=lambda item: item[0])[:_MAPS]]
+    if worst:
         yield Section(
             title="Where the bits differ",
             lead="The outputs of the worst cases, row by column: grey is equal, blue is nearer to zero than expected, "

@@ -17,6 +17,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal, assert_never
 
+from f8emu.conformance.breakdown import percent
 from f8emu.conformance.palette import DARK
 from f8emu.spec import MissingExtraError
 
@@ -44,13 +45,7 @@ class Share:
 
     @property
     def text(self) -> str:
-        """`0 %` and `100 %` are exact; what is close to them says so."""
-        percent = 100 * self.value
-        if 0 < percent < 0.1:
-            return "< 0.1 %"
-        if 99.9 < percent < 100:
-            return "> 99.9 %"
-        return f"{percent:.1f} %" if percent % 100 else f"{percent:.0f} %"
+        return percent(self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +198,20 @@ def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-_SIGNS: dict[Tone, str] = {"good": "\N{CHECK MARK} ", "bad": "\N{MULTIPLICATION X} ", "warn": "\N{WARNING SIGN} "}
+_SIGNS: dict[Tone, str] = {"good": "\N{CHECK MARK}", "bad": "\N{MULTIPLICATION X}", "warn": "\N{WARNING SIGN}"}
+
+
+def _sign(tone: Tone) -> str:
+    """Before the words, for the eye alone."""
+    return f'<span aria-hidden="true">{_SIGNS[tone]}\N{NO-BREAK SPACE}</span>' if tone in _SIGNS else ""
 
 
 def _verdict(verdict: Cell | None) -> str:
     if verdict is None:
         return ""
-    sign = f'<span aria-hidden="true">{_SIGNS.get(verdict.tone, "")}</span>'
-    return f'<p class="verdict {verdict.tone}" id="verdict">{sign}<span>{escape(verdict.text)}</span></p>'
+    return (
+        f'<p class="verdict {verdict.tone}" id="verdict">{_sign(verdict.tone)}<span>{escape(verdict.text)}</span></p>'
+    )
 
 
 def _section(section: Section, key: str, level: int) -> str:
@@ -243,7 +244,7 @@ def _block(block: Block, key: str) -> str:
 
 
 def _plot(plot: Plot, key: str) -> str:
-    height = plot.figure.layout.height or 420
+    height = plot.figure.to_plotly_json()["layout"].get("height", 420)
     # a "<" in a JSON string may be escaped: so nothing in a name can end the script
     figure = str(plot.figure.to_json()).replace("<", "\\u003c")
     numbers = f"<details><summary>The numbers</summary>{_table(plot.data)}</details>" if plot.data else ""
@@ -282,7 +283,7 @@ def _cell(cell: str | Cell | Share, column: int, table: Table) -> str:
         bar = f'<span class="track"><span{"" if cell.value else " class=none"} style="width:{width}"></span></span>'
         return f'<td><div class="share">{bar}<span>{escape(cell.text)}</span></div></td>'
     cell = Cell(text=cell) if isinstance(cell, str) else cell
-    text = f"{_SIGNS.get(cell.tone, '')}{escape(cell.text)}"
+    text = f"{_sign(cell.tone)}{escape(cell.text)}"
     tag, scope = ("th", " scope=row") if column == 0 else ("td", "")
     return f"<{tag}{scope}{_class(column, table, cell)}>{text}</{tag}>"
 

@@ -93,6 +93,15 @@ class UlpHistogram:
     def total(self) -> int:
         return sum(self.finite.values()) + sum(self.apart.values())
 
+    @property
+    def not_compared(self) -> int:
+        return self.apart.get(NOT_COMPARED, 0)
+
+    @property
+    def without_distance(self) -> int:
+        """A NaN or an infinity is on one side alone."""
+        return sum(self.apart.values()) - self.not_compared
+
     def labelled(self) -> dict[str, int]:
         """Label -> outputs, from the most negative to the most positive, then what has no distance."""
         finite = {bin_label(index): self.finite[index] for index in sorted(self.finite)}
