@@ -73,6 +73,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
         title="Distance of the outputs that differ",
         alt="; ".join(_in_words(dtype, histogram) for dtype, histogram in found.items()) + ".",
         data=ulp_table(found),
+        min_width=18 * max(len(places), 20),
     )
 
 
@@ -182,7 +183,7 @@ def map_plot(place: DifferenceMap) -> Plot:
     figure.update_xaxes(title={"text": named[1]}, row=2, col=1)
     figure.update_xaxes(visible=False, row=1, col=2)
     figure.update_yaxes(visible=False, row=1, col=2)
-    figure.update_layout(**_layout(height=430, top=8), bargap=0)
+    figure.update_layout(**_layout(height=430, top=8, right=26), bargap=0)
     part = f" {place.part}" if place.part else ""
     return Plot(
         figure=figure,
@@ -212,12 +213,12 @@ def _colour_bar(limit: int, is_reduced: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _layout(*, height: int, top: int) -> dict[str, Any]:
+def _layout(*, height: int, top: int, right: int = 8) -> dict[str, Any]:
     axis = {"gridcolor": palette.LINE, "zerolinecolor": palette.QUIET, "linecolor": palette.QUIET, "automargin": True}
     return {
         "template": {"layout": {"xaxis": {**axis, "showgrid": False}, "yaxis": axis}},
         "height": height,
-        "margin": {"l": 8, "r": 8, "t": top, "b": 8},
+        "margin": {"l": 8, "r": right, "t": top, "b": 8},
         "showlegend": False,
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",

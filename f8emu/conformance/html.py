@@ -1,6 +1,7 @@
 """The report of `f8emu verify` as a page: verdict, why, where, how far, and on which machine."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from f8emu.conformance.breakdown import Breakdown, Tally, breakdowns
@@ -235,6 +236,7 @@ def _machine(result: Result, command: Sequence[str], seconds: float, not_run: Ma
         ("recorded GEMMs", f"{golden.path.name}, {len(golden.cases)} cases recorded on {golden.device}"),
         ("its SHA-256", golden.sha256),
         ("command", " ".join(command)),
+        ("written", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
         ("took", f"{seconds:.1f} s"),
     ]
     items += [(f"not run: {name}", reason) for name, reason in not_run.items()]

@@ -93,6 +93,8 @@ class Plot:
     """What it shows, in words that stand in for it."""
     data: Table | None = None
     """Its numbers."""
+    min_width: int = 300
+    """In pixels; on a narrower screen the figure scrolls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +182,7 @@ def render(command: str, page: Page) -> str:
 <noscript><p>The figures need JavaScript; their numbers are in the tables below each.</p></noscript>
 {body}
 </main>
-<footer>One file, readable offline: it loads nothing and sends nothing.</footer>
+<footer><p>One file, readable offline: it loads nothing and sends nothing.</p></footer>
 <script type="application/json" id="dark-colours">{json.dumps(DARK)}</script>
 <script>{library}</script>
 <script>{script}</script>
@@ -248,10 +250,12 @@ def _plot(plot: Plot, key: str) -> str:
     # a "<" in a JSON string may be escaped: so nothing in a name can end the script
     figure = str(plot.figure.to_json()).replace("<", "\\u003c")
     numbers = f"<details><summary>The numbers</summary>{_table(plot.data)}</details>" if plot.data else ""
+    caption = f'<strong id="{key}-title">{escape(plot.title)}</strong>{escape(plot.alt)}'
+    size = f"height:{height}px;min-width:{plot.min_width}px"
+    image = f'<div class="plot" role="img" aria-label="{escape(plot.alt)}" style="{size}"></div>'
     return (
-        f'<figure aria-labelledby="{key}-title"><figcaption><strong id="{key}-title">{escape(plot.title)}</strong>'
-        f'{escape(plot.alt)}</figcaption><div class="plot" role="img" aria-label="{escape(plot.alt)}" '
-        f'style="height:{height}px"></div><script type="application/json">{figure}</script>{numbers}</figure>\n'
+        f'<figure aria-labelledby="{key}-title"><figcaption>{caption}</figcaption><div class="frame">{image}'
+        f'<script type="application/json">{figure}</script></div>{numbers}</figure>\n'
     )
 
 
