@@ -87,11 +87,15 @@ class Breakdown:
         return ", ".join(self.stages)
 
     def telling(self) -> dict[str, dict[str, Tally]]:
-        """The traits that have more than one value: of the others everything is in one row."""
+        """The traits that have more than one value, unless every output of every value differs."""
+        if self.whole.outputs_differing == self.whole.outputs:
+            return {}
         return {trait: _ordered(values) for trait, values in self.tallies.items() if len(values) > 1}
 
     def sentences(self) -> Iterator[str]:
         """One for each trait of which some values differ and others never do; what rules out most cases first."""
+        if self.whole.outputs_differing == self.whole.outputs:
+            yield "Every output of every case differs."
         found: list[tuple[int, str]] = []
         for trait, values in self.telling().items():
             differing = [value for value, tally in values.items() if tally.cases_differing]

@@ -56,7 +56,8 @@ def _by_distance(breakdown: Breakdown, name: str) -> "Table":
     drawn = _table(title, columns, numeric=len(columns) - 1)
     for dtype, histogram in breakdown.ulps.items():
         counts = (str(rows[dtype][i] or "-") for i in used)
-        drawn.add_row(dtype, str(histogram.total), *counts, f"{histogram.lowest:+d}", f"{histogram.highest:+d}")
+        extremes = (f"{x:+d}" if histogram.finite else "-" for x in (histogram.lowest, histogram.highest))
+        drawn.add_row(dtype, str(histogram.total), *counts, *extremes)
     return drawn
 
 

@@ -86,7 +86,7 @@ def _in_words(dtype: str, histogram: UlpHistogram) -> str:
     if histogram.finite:
         words.append(f"by {histogram.lowest:+,} to {histogram.highest:+,} ulps")
     name, count = max(histogram.labelled().items(), key=lambda item: item[1])
-    words.append(f"most often {name} ({100 * count / histogram.total:.0f} %)")
+    words.append(f"most often: {name} ({100 * count / histogram.total:.0f} %)")
     return ", ".join(words)
 
 
@@ -96,7 +96,8 @@ def ulp_table(ulps: Mapping[str, UlpHistogram]) -> Table:
     rows = [[bin_label(i), *(f"{histogram.finite.get(i, 0):,}" for histogram in ulps.values())] for i in indices]
     for name in (*APART, NOT_COMPARED):
         if any(name in histogram.apart for histogram in ulps.values()):
-            rows.append([name, *(f"{histogram.apart.get(name, 0):,}" for histogram in ulps.values())])
+            label = f"{name}: raised, or of another dtype or shape" if name == NOT_COMPARED else name
+            rows.append([label, *(f"{histogram.apart.get(name, 0):,}" for histogram in ulps.values())])
     return Table(
         caption="Outputs that differ, by distance in ulps: + is farther from zero than expected, - is nearer or beyond",
         columns=["distance in ulps", *ulps],
@@ -175,6 +176,7 @@ def map_plot(place: DifferenceMap) -> Plot:
     figure.add_trace(Bar(x=x, y=100 * share.mean(axis=0), **quiet), row=1, col=1)
     figure.add_trace(Bar(x=100 * share.mean(axis=1), y=y, orientation="h", **quiet), row=2, col=2)
     percent: dict[str, Any] = {"range": [0, 100], "tickvals": [0, 100], "ticktext": ["0", "100 %"]}
+    figure.update_xaxes(zeroline=False)
     figure.update_yaxes(zeroline=False, showgrid=False)
     figure.update_yaxes(**percent, row=1, col=1)
     figure.update_xaxes(**percent, row=2, col=2)

@@ -38,7 +38,8 @@ def to_html(
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    sections = [_subject(subject, errors, (diagnoses or {}).get(subject.name, ())) for subject in result.subjects]
+    sections = [_overview(result)] if len(result.subjects) > 1 else []
+    sections += [_subject(subject, errors, (diagnoses or {}).get(subject.name, ())) for subject in result.subjects]
     sections.append(_machine(result, command, seconds, not_run))
     tone: Tone = "good" if result.is_equal else "bad" if result.has_difference else "warn"
     names = [subject.name for subject in result.subjects]
@@ -59,6 +60,22 @@ def _lead(result: Result) -> str:
     if outputs == equal and cases == equal_cases:
         return f"{words}: all are equal." if outputs else f"{words}."
     return f"{words}: {outputs - equal:,} outputs in {cases - equal_cases:,} cases differ."
+
+
+def _overview(result: Result) -> Section:
+    titles = list(dict.fromkeys(stage.title for subject in result.subjects for stage in subject.stages))
+    rows: list[list[str | Cell | Share]] = []
+    for subject in result.subjects:
+        status = {stage.title: _status(stage) for stage in subject.stages}
+        rows.append([subject.name, *(status.get(title, "") for title in titles)])
+    return Section(
+        title="Overview",
+        blocks=[Table(caption="Who agrees, stage by stage", columns=("subject", *titles), rows=rows)],
+    )
+
+
+def _status(stage: StageResult) -> Cell:
+    return Cell(text=stage.status.value, tone=_TONES[stage.status])
 
 
 def _subject(subject: SubjectResult, errors: int, diagnoses: "Sequence[Diagnosis]") -> Section:
@@ -83,7 +100,7 @@ def _subject(subject: SubjectResult, errors: int, diagnoses: "Sequence[Diagnosis
 def _stages(subject: SubjectResult) -> Table:
     rows: list[list[str | Cell | Share]] = []
     for stage in subject.stages:
-        status = Cell(text=stage.status.value, tone=_TONES[stage.status])
+        status = _status(stage)
         if stage.status is Status.NOT_OFFERED:
             rows.append([stage.title, status, "", "", "", "", stage.reason])
             continue
@@ -138,7 +155,7 @@ def _diagnosis(diagnoses: "Sequence[Diagnosis]") -> Section:
         others: list[list[str | Cell | Share]] = [
             [" and ".join(e.alterations), e.sentence, Share(value=e.share)] for e in diagnosis.tried
         ]
-        if others:
+        if len(others) > 1:
             columns = ("alteration", "in words", "outputs explained")
             table = Table(caption=f"{diagnosis.kind}: what was tried, best first", columns=columns, rows=others)
             tried.append(Details(summary=f"{diagnosis.kind}: {len(others)} explanations tried", blocks=[table]))
@@ -171,7 +188,10 @@ def _breakdown(breakdown: Breakdown) -> Section:
     points = list(breakdown.sentences())
     blocks: list[Block] = [Text(points=points)] if points else []
     blocks += [table] if rows else []
-    blocks += [ulp_plot(breakdown)] if breakdown.ulps else []
+    if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
+        blocks.append(ulp_plot(breakdown))
+    else:
+        blocks.append(Text(points=("No output could be compared: the cases raised, or gave another dtype or shape.",)))
     whole = breakdown.whole
     return Section(
         title=f"What differs: {breakdown.title}",

@@ -87,7 +87,7 @@ class UlpHistogram:
     """`observed for expected` of `APART`, or `NOT_COMPARED` -> outputs."""
     lowest: int = 0
     highest: int = 0
-    """The extreme distances, 0 if there is none beyond."""
+    """The extreme distances; both 0 where there is none."""
 
     @property
     def total(self) -> int:
@@ -122,8 +122,8 @@ def ulp_histogram(observed: np.ndarray, expected: np.ndarray) -> UlpHistogram:
     return UlpHistogram(
         finite={int(index): int(count) for index, count in zip(found, counts, strict=True)},
         apart={name: int(kinds[3 * o + e]) for (o, e), name in _APART.items() if kinds[3 * o + e]},
-        lowest=int(min(finite.min(initial=0), 0)),
-        highest=int(max(finite.max(initial=0), 0)),
+        lowest=int(finite.min()) if finite.size else 0,
+        highest=int(finite.max()) if finite.size else 0,
     )
 
 
@@ -134,13 +134,17 @@ def _kind(array: np.ndarray) -> np.ndarray:
 
 def merged(histograms: Iterable[UlpHistogram]) -> UlpHistogram:
     """All of them counted together."""
+    found = list(histograms)
     finite: dict[int, int] = {}
     apart: dict[str, int] = {}
-    lowest = highest = 0
-    for histogram in histograms:
+    for histogram in found:
         for index, count in histogram.finite.items():
             finite[index] = finite.get(index, 0) + count
         for name, count in histogram.apart.items():
             apart[name] = apart.get(name, 0) + count
-        lowest, highest = min(lowest, histogram.lowest), max(highest, histogram.highest)
-    return UlpHistogram(finite=finite, apart=apart, lowest=lowest, highest=highest)
+    return UlpHistogram(
+        finite=finite,
+        apart=apart,
+        lowest=min((histogram.lowest for histogram in found if histogram.finite), default=0),
+        highest=max((histogram.highest for histogram in found if histogram.finite), default=0),
+    )
