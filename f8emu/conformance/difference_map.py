@@ -92,7 +92,7 @@ def _rows(array: np.ndarray) -> np.ndarray:
 
 def is_matrix(shape: tuple[int, ...]) -> bool:
     """Whether rows and columns of a map are those of the output."""
-    return len(shape) == 2 and shape[0] > 1
+    return len(shape) == 2 and min(shape) > 1
 
 
 def _cells(array: np.ndarray, cell: tuple[int, int]) -> np.ndarray:
