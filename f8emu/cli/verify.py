@@ -71,7 +71,7 @@ def _verify(
     from f8emu.conformance.breakdown_tables import breakdown_tables
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.html import to_html
-    from f8emu.conformance.page import require_plotly
+    from f8emu.conformance.page_html import require_plotly
     from f8emu.conformance.verify import stages_by_name, verify
 
     start = time.perf_counter()

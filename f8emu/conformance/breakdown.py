@@ -114,7 +114,7 @@ def breakdowns(stages: "Sequence[StageResult]") -> list[Breakdown]:
     """The breakdowns of the stages that differ, each together with those whose cases have the same traits."""
     groups: dict[tuple[str, ...], list[StageResult]] = {}
     for stage in stages:
-        if stage.tallies:
+        if stage.cases_total:
             groups.setdefault(tuple(stage.tallies), []).append(stage)
     found = [_joined(group) for group in groups.values()]
     return [breakdown for breakdown in found if breakdown.whole.cases_differing]

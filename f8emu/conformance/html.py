@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from f8emu.conformance.breakdown import Breakdown, Tally, breakdowns
 from f8emu.conformance.figures import map_plot, ulp_plot
-from f8emu.conformance.page import Block, Cell, Details, Facts, Page, Plots, Section, Share, Table, Text, Tone, render
+from f8emu.conformance.page import Block, Cell, Details, Facts, Page, Plots, Section, Share, Table, Text, Tone
+from f8emu.conformance.page_html import render
 from f8emu.conformance.report import verdict
 from f8emu.conformance.verify import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from f8emu import cli
 from f8emu.conformance import load_subject, palette, shipped_golden, subject, write_golden
-from f8emu.conformance.page import Cell, Page, Section, Share, Table, Text, render
+from f8emu.conformance.page import Cell, Page, Section, Share, Table, Text
+from f8emu.conformance.page_html import render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install chromium")
