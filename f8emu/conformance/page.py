@@ -3,8 +3,8 @@
     page = Page(title="Worst layers", sections=[Section(title="layers.3", blocks=[Table(...), Plot(...)])])
     Path("out.html").write_text(render("f8emu inspect", page), encoding="utf-8")
 
-Every figure has a title, a description and, where it has many, its numbers as a table: a page can be read without
-colours, and without the figures.
+Every figure has a title, a description and, where they are few enough to read, its numbers as a table: a page can be
+read without colours, and without the figures.
 """
 
 from collections.abc import Sequence

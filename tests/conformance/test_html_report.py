@@ -9,6 +9,7 @@ import zlib
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import load_subject, palette, shipped_golden, subject, write_golden
+from f8emu.conformance import load_subject, palette, shipped_golden, subject, verify, write_golden
+from f8emu.conformance.html import to_html
 from f8emu.conformance.page import Cell, Page, Section, Share, Table, Text
 from f8emu.conformance.page_html import render
 
@@ -161,6 +163,36 @@ def test_page_can_be_read_without_figures_and_colours(page: Path) -> None:
     assert text.count("<table>") == text.count("<caption>") >= 5
     assert "http:" not in text and "https:" in text, "of the hostile name alone"
     assert text.count("https:") == unescape(text).count(HOSTILE)
+
+
+def test_diagnosis_says_what_is_explained_and_what_is_not() -> None:
+    """The dataclasses of `diagnosis`, by their fields."""
+
+    def explained(equal: int) -> SimpleNamespace:
+        names = ("no promotion",)
+        return SimpleNamespace(alterations=names, sentence=f"sums {equal}", share=equal / 8, is_complete=equal == 8)
+
+    tried = (explained(6), explained(4))
+    kinds = [
+        SimpleNamespace(kind="fast", error="", outputs_equal=8, outputs_total=8, best=None, tried=()),
+        SimpleNamespace(kind="slow", error="", outputs_equal=2, outputs_total=8, best=explained(8), tried=()),
+        SimpleNamespace(kind="odd", error="", outputs_equal=2, outputs_total=8, best=explained(6), tried=tried),
+        SimpleNamespace(kind="bad", error="raised", outputs_equal=0, outputs_total=0, best=None, tried=()),
+    ]
+    reference = load_subject("f8ref.numpy")
+    result = verify([reference], stages=["golden"], golden=replace(shipped_golden(), cases=shipped_golden().cases[:1]))
+    diagnoses: Any = {reference.name: kinds}
+    text = to_html(result, command=["f8emu"], seconds=0.0, diagnoses=diagnoses)
+    rows = [re.sub(r"<[^>]+>", "|", row) for row in re.findall(r"<tr>(.*?)</tr>", unescape(text))]
+    words = [[word.strip("\N{NO-BREAK SPACE}") for word in row.split("|") if word.strip()] for row in rows]
+    table = [row for row in words if row[0] in ("fast", "slow", "odd", "bad")]
+    assert table == [
+        ["fast", "\N{CHECK MARK}", "it follows the chip's rules", "100 %", "100 %"],
+        ["slow", "sums 8", "25.0 %", "100 %"],
+        ["odd", "\N{WARNING SIGN}", "sums 6", "25.0 %", "75.0 %"],
+        ["bad", "\N{MULTIPLICATION X}", "raised"],
+    ]
+    assert "<summary>odd: 2 explanations tried</summary>" in text and "<summary>slow" not in text
 
 
 def test_helper_escapes_and_counts() -> None:
