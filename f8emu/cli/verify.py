@@ -41,6 +41,10 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
+        html_file: Annotated[
+            Path | None,
+            typer.Option("--html", metavar="OUT", help="Write the report as one page with figures."),
+        ] = None,
         stage: Annotated[
             list[str] | None, typer.Option(help="Run this stage only; may be repeated. All by default.")
         ] = None,
@@ -51,20 +55,30 @@ def add_to(app: "typer.Typer") -> None:
 
         Ctrl-C ends the run; the stages that were finished are reported.
         """
-        raise typer.Exit(guarded(_verify, subjects or [], golden, json_file, stage or [], errors, arrays.value))
+        files = (json_file, html_file)
+        raise typer.Exit(guarded(_verify, subjects or [], golden, files, stage or [], errors, arrays.value))
 
 
 def _verify(
-    names: list[str], golden: Path | None, json_file: Path | None, stages: list[str], errors: int, arrays: str
+    names: list[str],
+    golden: Path | None,
+    files: tuple[Path | None, Path | None],
+    stages: list[str],
+    errors: int,
+    arrays: str,
 ) -> int:
-
     from f8emu.conformance import report
+    from f8emu.conformance.breakdown_tables import breakdown_tables
     from f8emu.conformance.golden import read_golden, shipped_golden
+    from f8emu.conformance.html import to_html
+    from f8emu.conformance.page_html import require_plotly
     from f8emu.conformance.verify import stages_by_name, verify
 
     start = time.perf_counter()
     stages_by_name(stages)  # a misspelt name is told before anything is loaded
-    with opened("verify", json_file) as out:
+    if files[1] is not None:
+        require_plotly("f8emu verify --html")
+    with opened("verify", files[0]) as out, opened("verify", files[1]) as page:
         recorded = shipped_golden() if golden is None else read_golden(golden)
         subjects, not_run = _load(names, arrays)
         with report.progress_bar() as progress:
@@ -72,16 +86,20 @@ def _verify(
         screen = console()
         for subject in result.subjects:
             screen.print(report.table(subject))
+            for part in breakdown_tables(subject):
+                screen.print(part, markup=False)
         for line in report.mismatch_lines(result, errors):
             print(line)
         for reason in not_run.values():
             print(f"not run: {reason}")
         seconds = time.perf_counter() - start
         print(f"{report.verdict(result)}; {recorded.path.name} {recorded.sha256[:12]}; {seconds:.1f} s")
+        command = ["f8emu", *sys.argv[1:]]
         if out is not None:
-            command = ["f8emu", *sys.argv[1:]]
             data = report.to_json(result, command=command, seconds=seconds, errors=errors, not_run=not_run)
             out.write(json.dumps(data, indent=1) + "\n")
+        if page is not None:
+            page.write(to_html(result, command=command, seconds=seconds, errors=errors, not_run=not_run))
     if result.is_interrupted:
         return INTERRUPTED
     return DIFFERENT if result.has_difference else 0 if result.is_equal else BAD_USAGE

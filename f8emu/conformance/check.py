@@ -6,14 +6,18 @@ from itertools import islice
 
 import numpy as np
 
-from f8emu.conformance.compare import Describe, Mismatch, different, mismatches, shape_fault
+from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
+from f8emu.conformance.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.spec import MissingExtraError
 
 Parts = Mapping[str, np.ndarray]
 """Name -> array, in the order in which they are computed; a case with one output calls it ""."""
 DescribePart = Callable[[str, tuple[int, ...]], str]
 """(part, index of an output) -> the inputs that lead to it."""
+Traits = Mapping[str, str]
+"""Trait -> value: `accumulation` -> `promoted`. What a breakdown counts differences by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class Case:
     recorded: Parts | None = None
     """The answer, where it was recorded on hardware; otherwise the judge is asked."""
     describe: DescribePart | None = None
+    traits: Traits = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,11 @@ class Outcome:
     """The first part that differs."""
     mismatches: list[Mismatch] = field(default_factory=list)
     """The first ones, as many as were asked for."""
+    traits: Traits = field(default_factory=dict)
+    ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    """dtype -> how far off its outputs are that differ, of all parts; empty of a case that is equal."""
+    place: DifferenceMap | None = None
+    """Where the first part that differs does so."""
 
 
 def answer(case: Case, judge: Subject | None) -> Parts | Exception:
@@ -57,36 +67,47 @@ def answer(case: Case, judge: Subject | None) -> Parts | Exception:
 def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int) -> Outcome:
     """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
-        return _failed(case, 0, f"the oracle raised {_text(answers)}")
-    total = sum(array.size for array in answers.values())
+        return _failed(case, {}, f"the oracle raised {_text(answers)}")
     try:
         given = case.run(subject)
     except (NotOffered, MissingExtraError) as reason:  # torch without JAX casts, and emulates no GEMM
-        return Outcome(case=case.id, not_offered=str(reason))
+        return Outcome(case=case.id, not_offered=str(reason), traits=case.traits)
     except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
-        return _failed(case, total, f"raised {_text(error)}")
+        return _failed(case, answers, f"raised {_text(error)}")
 
-    equal = 0
+    total = sum(array.size for array in answers.values())
+    wrong = 0
     first: str | None = None
     found: list[Mismatch] = []
+    place: DifferenceMap | None = None
+    ulps: dict[str, UlpHistogram] = {}
     for part, expected in answers.items():
         array = given.get(part)
         fault = shape_fault(array, expected)
-        wrong = expected.size if fault or array is None else int(np.count_nonzero(different(array, expected)))
-        equal += expected.size - wrong
-        if first is None and (fault or wrong):  # what follows a difference follows from it
+        if fault or array is None:
+            histogram = UlpHistogram(apart={NOT_COMPARED: expected.size})
+        else:
+            histogram = ulp_histogram(array, expected)
+        wrong += histogram.total
+        if histogram.total:
+            ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), histogram))
+        if first is None and (fault or histogram.total):  # what follows a difference follows from it
             first = part
             if fault or array is None:
                 found = [Mismatch(case=case.id, part=part, error=fault)]
             else:
                 found = list(islice(mismatches(case.id, part, array, expected, _describe(case, part)), kept))
+                place = difference_map(case.id, part, array, expected)
     return Outcome(
         case=case.id,
         is_equal=first is None,
         outputs_total=total,
-        outputs_equal=equal,
+        outputs_equal=total - wrong,
         first_difference=first or "",
         mismatches=found,
+        traits=case.traits,
+        ulps=ulps,
+        place=place,
     )
 
 
@@ -95,8 +116,18 @@ def _describe(case: Case, part: str) -> Describe | None:
     return None if describe is None else lambda index: describe(part, index)
 
 
-def _failed(case: Case, total: int, error: str) -> Outcome:
-    return Outcome(case=case.id, outputs_total=total, mismatches=[Mismatch(case=case.id, error=error)])
+def _failed(case: Case, answers: Parts, error: str) -> Outcome:
+    ulps: dict[str, UlpHistogram] = {}
+    for expected in answers.values():
+        missing = UlpHistogram(apart={NOT_COMPARED: expected.size})
+        ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), missing))
+    return Outcome(
+        case=case.id,
+        outputs_total=sum(array.size for array in answers.values()),
+        mismatches=[Mismatch(case=case.id, error=error)],
+        traits=case.traits,
+        ulps=ulps,
+    )
 
 
 def _text(error: Exception) -> str:

@@ -57,6 +57,8 @@ class GemmCase:
     split_k: int = 1
     """[CHAIN-3] How many slices of K the library chose."""
     sample: Sample | None = None
+    distribution: str = ""
+    """Of the operands, where they were drawn."""
 
     @property
     def k(self) -> int:

@@ -86,6 +86,7 @@ def scaled_case(
         use_fast_accum=use_fast_accum,
         split_k=split_k,
         sample=sample,
+        distribution=distribution,
     )
 
 
@@ -142,6 +143,7 @@ def _grouped() -> Iterator[GemmCase]:
             scale_b=r.uniform(0.1, 9, (4, 32)).astype(np.float32),
             offs=np.array([16, 16, 48, 64], np.int32),
             use_fast_accum=fast,
+            distribution="normal",
         )
 
 
@@ -157,4 +159,5 @@ def _bf16() -> Iterator[GemmCase]:
             b=draw(distribution, (n, k), BFLOAT16, name + "b"),
             out_dtype=HIGH_PRECISION[i % 2],
             split_k=slices,
+            distribution=distribution,
         )

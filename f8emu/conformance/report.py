@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from f8emu.conformance.breakdown_tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
@@ -109,6 +110,7 @@ def to_json(
                 "engine": subject.engine,
                 "equal": subject.is_equal,
                 "stages": [_stage_json(stage, errors) for stage in subject.stages],
+                "breakdowns": breakdown_json(subject),
             }
             for subject in result.subjects
         ],

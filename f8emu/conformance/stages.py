@@ -25,7 +25,7 @@ from f8emu.conformance.cases import (
     quantize_inputs,
     values,
 )
-from f8emu.conformance.check import Case, Parts
+from f8emu.conformance.check import Case, Parts, Traits
 from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.gemm_cases import gemm_cases
@@ -35,6 +35,7 @@ from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.traits import gemm_traits, layer_traits, recorded_inputs
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
 
@@ -59,22 +60,25 @@ def _formats(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     """Every code decoded; every bfloat16 and float16 and the boundaries of float32 cast, under both policies."""
     for fmt in DECODED:
         x = all_codes(fmt)
-        yield _value_case(f"decode {fmt}", lambda s, x=x: s.verbs["decode"](x), x)
+        traits = {"operation": "decode", "format": fmt.name}
+        yield _value_case(f"decode {fmt}", lambda s, x=x: s.verbs["decode"](x), x, traits=traits)
     for source, target, overflow in CASTS:
         x = cast_inputs(source, target)
         yield _value_case(
             f"cast {source} to {target} {overflow.value}",
             lambda s, x=x, target=target, overflow=overflow: s.verbs["cast"](x, target, overflow=overflow),
             x,
+            traits={"operation": "cast", "format": target.name, "from": source.name, "overflow": overflow.value},
         )
 
 
-def _value_case(name: str, run: Callable[[Subject], np.ndarray], *inputs: np.ndarray) -> Case:
+def _value_case(name: str, run: Callable[[Subject], np.ndarray], *inputs: np.ndarray, traits: Traits) -> Case:
     """A case whose output has the shape of its inputs."""
     return Case(
         id=name,
         run=lambda subject: {"": run(subject)},
         describe=lambda part, index: " ".join(hexadecimal(x[index]) for x in inputs),
+        traits=traits,
     )
 
 
@@ -89,6 +93,7 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             id=f"amax {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value}",
             run=lambda s, x=x, g=granularity: {"": s.verbs["amax"](x, g)},
             describe=lambda part, index, x=x: abbreviated(x, "x"),
+            traits={"operation": "amax", "granularity": granularity.value, "inputs": distribution},
         )
     for i, (distribution, shape, granularity) in enumerate(quantize_inputs()):
         x, target = values(distribution, shape, HIGH_PRECISION[i % 3]), HOPPER.operand_formats[i // 2 % 2]
@@ -97,6 +102,12 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             id=f"quantize {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value} to {target}",
             run=partial(_quantize, x, factors, target, granularity),
             describe=partial(_describe_quantize, x, factors, granularity),
+            traits={
+                "operation": "quantize and dequantize",
+                "granularity": granularity.value,
+                "inputs": distribution,
+                "format": target.name,
+            },
         )
     for (rule, margin), target in product(SCALE_RULES, HOPPER.operand_formats):
         amax = amax_corners()
@@ -105,6 +116,7 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             id=f"scale_from_amax {target}{power} floor {rule.amax_floor:g} margin {margin}",
             run=partial(_scale_from_amax, amax, target, rule, margin),
             describe=lambda part, index, amax=amax: hexadecimal(amax[index]),
+            traits={"operation": "scale_from_amax", "format": target.name, "rule": _rule(rule)},
         )
     for delayed, rule, target in DELAYED_TRACES:
         name = f"delayed {delayed.reduction.value} of {delayed.history_length} margin {delayed.margin} {target}"
@@ -112,7 +124,12 @@ def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
             id=name + (" power of two" if rule.power_of_two else ""),
             run=partial(_delayed, delayed, rule, target),
             describe=lambda part, index: "amaxes " + " ".join(f"{x:g}" for x in DELAYED_AMAXES),
+            traits={"operation": "delayed scaling", "format": target.name, "rule": _rule(rule)},
         )
+
+
+def _rule(rule: ScaleRule) -> str:
+    return "power of two" if rule.power_of_two else "any scale"
 
 
 def _quantize(x: np.ndarray, factors: np.ndarray, fmt: Format, granularity: Granularity, subject: Subject) -> Parts:
@@ -151,28 +168,30 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     for case in golden.cases:
         mode = case.gemm.mode.value
         name = case.id if mode in case.id else f"{case.id} {mode}"
-        yield _gemm_case(case.gemm, f"{name} {_options(case.gemm)}", recorded=case.out)
+        traits = gemm_traits(case.gemm, recorded_inputs(case.name, case.gemm.mode))
+        yield _gemm_case(case.gemm, f"{name} {_options(case.gemm)}", traits, recorded=case.out)
 
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     for gemm in gemm_cases():
         if subject.takes(gemm):
-            yield _gemm_case(gemm, f"{gemm.id} {_options(gemm)}")
+            yield _gemm_case(gemm, f"{gemm.id} {_options(gemm)}", gemm_traits(gemm))
 
 
 def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     if not subject.runs_full_size:
         raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
     for gemm in live_cases():
-        yield _gemm_case(gemm, gemm.id)
+        yield _gemm_case(gemm, gemm.id, gemm_traits(gemm))
 
 
-def _gemm_case(gemm: GemmCase, name: str, recorded: np.ndarray | None = None) -> Case:
+def _gemm_case(gemm: GemmCase, name: str, traits: Traits, recorded: np.ndarray | None = None) -> Case:
     return Case(
         id=name,
         run=lambda subject: {"": subject.gemm(gemm)},
         recorded=None if recorded is None else {"": recorded},
         describe=lambda part, index: describe_gemm(gemm, index),
+        traits=traits,
     )
 
 
@@ -224,7 +243,12 @@ def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
         raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
     for case in layer_cases(full_size=subject.runs_full_size):
         if (case.mode is LayerMode.TRACE) == (subject.train is None):
-            yield Case(id=case.id, run=partial(_run_layer, case), describe=partial(describe_layer, case))
+            yield Case(
+                id=case.id,
+                run=partial(_run_layer, case),
+                describe=partial(describe_layer, case),
+                traits=layer_traits(case),
+            )
 
 
 def _run_layer(case: LayerCase, subject: Subject) -> Parts:

@@ -2,20 +2,25 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
+from f8emu.conformance.breakdown import Tallies, tallied
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
+from f8emu.conformance.difference_map import DifferenceMap
 from f8emu.conformance.golden import GoldenFile, shipped_golden
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.ulps import UlpHistogram, merged
 from f8emu.spec import SpecError
 
 _THREADS = 4
+_WORST = 6
+"""Cases of a stage of which the map is kept."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -52,6 +57,12 @@ class StageResult:
     """The first ones, of all cases."""
     first_differences: dict[str, int] = field(default_factory=dict)
     """Of cases with parts: which part was the first that differed, and how often."""
+    tallies: Tallies = field(default_factory=dict)
+    """Trait -> value -> how many cases and outputs have it, and how many of those differ."""
+    ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    """dtype -> how far off its outputs are that differ."""
+    places: list[DifferenceMap] = field(default_factory=list)
+    """Where the bits differ, of the worst cases."""
 
     @property
     def status(self) -> Status:
@@ -225,6 +236,7 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
     for outcome in ran:
         if outcome.first_difference:
             differences[outcome.first_difference] = differences.get(outcome.first_difference, 0) + 1
+    dtypes = dict.fromkeys(dtype for outcome in ran for dtype in outcome.ulps)
     return StageResult(
         stage=stage.name,
         title=stage.title,
@@ -238,4 +250,20 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         reason=next((outcome.not_offered for outcome in outcomes if outcome.not_offered), ""),
         mismatches=[mismatch for outcome in ran for mismatch in outcome.mismatches][:errors],
         first_differences=differences,
+        tallies=tallied(ran),
+        ulps={dtype: merged(outcome.ulps[dtype] for outcome in ran if dtype in outcome.ulps) for dtype in dtypes},
+        places=_worst(ran),
     )
+
+
+def _worst(outcomes: Sequence[Outcome]) -> list[DifferenceMap]:
+    """The maps with the largest shares; one of each dtype and first trait before a second, so that they tell more."""
+    seen: dict[tuple[str, ...], int] = {}
+    ranked: list[tuple[int, float, DifferenceMap]] = []
+    found = [outcome for outcome in outcomes if outcome.place is not None]
+    for outcome in sorted(found, key=lambda outcome: -outcome.place.share if outcome.place else 0.0):
+        assert outcome.place is not None
+        key = (outcome.place.dtype, *list(outcome.traits.values())[:1])
+        seen[key] = seen.get(key, 0) + 1
+        ranked.append((seen[key], -outcome.place.share, outcome.place))
+    return [place for *_, place in sorted(ranked, key=lambda rank: rank[:2])[:_WORST]]

@@ -1,0 +1,224 @@
+"""What a difference is broken down into: ulps against numpy's own neighbours, shares by trait, maps; all add up."""
+
+import io
+import re
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rich.console import Console
+
+from f8emu.conformance import Subject, load_subject, report, shipped_golden, verify
+from f8emu.conformance.breakdown import Tally, breakdowns, percent
+from f8emu.conformance.breakdown_tables import breakdown_tables
+from f8emu.conformance.check import Case, answer, run_case
+from f8emu.conformance.compare import different
+from f8emu.conformance.difference_map import MAX_CELLS, difference_map
+from f8emu.conformance.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
+from f8emu.conformance.verify import Result
+
+NOBODY = Subject(name="nobody", engine="none", verbs={})
+
+
+# How far
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz])
+def test_distance_of_every_pair_of_codes(dtype: type) -> None:
+    """The rank among all values of the format, sorted by numpy, says how far apart two codes are."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype)
+    values = codes.astype(np.float64)
+    ranks = np.searchsorted(np.unique(values[np.isfinite(values)]), values)
+    observed, expected = (x.ravel() for x in np.meshgrid(np.arange(256), np.arange(256)))
+    distance, apart = distances(codes[observed], codes[expected])
+    finite = np.isfinite(values[observed]) & np.isfinite(values[expected])
+    assert np.array_equal(apart, ~finite & different(codes[observed], codes[expected]))
+    sign = np.where(values[expected] < 0, -1, 1)
+    assert np.array_equal(distance[finite], ((ranks[observed] - ranks[expected]) * sign)[finite])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_steps_of_nextafter(dtype: Any) -> None:
+    x = np.array([1.0, -1.0, 6e-8, -2.5, 1023.999], dtype)
+    farther = nearer = x
+    for steps in range(1, 6):
+        farther = np.nextafter(farther, np.copysign(dtype(np.inf), x))
+        nearer = np.nextafter(nearer, -np.copysign(dtype(np.inf), x))
+        assert distances(farther, x)[0].tolist() == [steps] * x.size
+        assert distances(nearer, x)[0].tolist() == [-steps] * x.size
+
+
+def test_histogram_counts_every_output_that_differs() -> None:
+    nan, inf = np.nan, np.inf
+    pairs = [
+        (1.0, nan),
+        (1.0, inf),
+        (inf, 1.0),
+        (-inf, inf),
+        (inf, nan),
+        (nan, 1.0),
+        (nan, -inf),
+        (nan, nan),
+        (2.0, 2.0),
+    ]
+    pairs += [(0.0, -0.0), (np.float32(1 + 2**-23), 1.0), (np.float32(1 + 2**-21), 1.0), (1.0, np.float32(1 + 2**-22))]
+    observed, expected = np.array(pairs, np.float32).T
+    histogram = ulp_histogram(observed, expected)
+    assert histogram.labelled() == {
+        "-2": 1, "zero of the other sign": 1, "+1": 1, "+3 to +4": 1,
+        "number for infinity": 1, "number for NaN": 1, "infinity for number": 1, "the other infinity": 1,
+        "infinity for NaN": 1, "NaN for number": 1, "NaN for infinity": 1,
+    }  # fmt: skip
+    assert histogram.total == np.count_nonzero(different(observed, expected)) == 11
+    assert (histogram.lowest, histogram.highest) == (-2, 4)
+    twice = merged((histogram, histogram))
+    assert (twice.total, twice.highest, twice.without_distance) == (22, 4, 14)
+    assert ulp_histogram(np.array([7, 3], np.uint8), np.array([3, 3], np.uint8)).labelled() == {"+3 to +4": 1}
+
+
+def test_a_distance_lies_in_the_bin_of_its_label() -> None:
+    distance = np.concatenate([np.arange(-5000, 5001), [2**16, 2**16 + 1, -(2**16) - 1, 2**31]])
+    for d, index in zip(distance.tolist(), bins(distance).tolist(), strict=True):
+        label = bin_label(index)
+        numbers = [int(text) for text in re.findall(r"[+-]?\d+", label)]
+        if abs(index) == LAST_BIN:
+            assert abs(d) > abs(numbers[0]) == 2**16 and d * numbers[0] > 0, (d, label)
+        else:
+            assert (min(numbers, default=0) <= d <= max(numbers, default=0)) and label.startswith(("+", "-", "zero")), d
+
+
+# Where
+
+
+def test_map_of_a_matrix_and_of_larger_outputs() -> None:
+    expected = np.ones((300, 70), np.float32)
+    observed = expected.copy()
+    observed[7, 3] = np.nextafter(np.float32(1), np.float32(2))
+    observed[6, 3] = np.float32(1 - 2**-22)
+    observed[299, 69] = np.nan
+    place = difference_map("case", "part", observed, expected)
+    assert place.cell == (3, 1) and place.differing.shape == (100, 70)
+    assert place.outputs_differing == 3 and place.differing[2, 3] == 2 and place.farthest[2, 3] == -4
+    assert place.apart.nonzero() == (np.array([99]), np.array([69]))
+    assert "3 of 21,000 outputs differ, in 2 of 100 rows of cells (3 each) and 2 of 70 columns" in place.summary()
+    assert "by -4 to -4 ulps" in place.summary()
+    for shape in ((1000,), (1000, 1), (1, 1000), (10, 10, 10)):
+        x = np.arange(1000, dtype=np.float32).reshape(shape)
+        vector = difference_map("case", "", x, np.zeros(shape, np.float32))
+        assert vector.differing.shape == (4, MAX_CELLS) and vector.outputs_differing == 999
+
+
+# A case
+
+
+def _case(expected: dict[str, np.ndarray], given: dict[str, np.ndarray]) -> Case:
+    return Case(id="case", run=lambda s: given, recorded=expected, traits={"kind": "planted"})
+
+
+def test_outcome_keeps_how_far_and_where() -> None:
+    ones = np.ones((4, 6), np.float32)
+    wrong = ones.copy()
+    wrong[1, 2:4] = 1 + 2.0**-23
+    case = _case({"a": ones, "b": ones, "c": ones}, {"a": ones, "b": wrong, "c": ones[:2]})
+    outcome = run_case(case, NOBODY, answer(case, None), 1)
+    assert (outcome.outputs_total, outcome.outputs_equal, outcome.first_difference) == (72, 46, "b")
+    assert outcome.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
+    assert outcome.place is not None and outcome.place.part == "b"
+    assert np.argwhere(outcome.place.differing).tolist() == [[1, 2], [1, 3]]
+    assert len(outcome.mismatches) == 1 and outcome.traits == {"kind": "planted"}
+
+    def breaks(subject: Subject) -> dict[str, np.ndarray]:
+        raise MemoryError
+
+    failed = run_case(replace(case, run=breaks), NOBODY, answer(case, None), 1)
+    assert failed.ulps["float32"].labelled() == {NOT_COMPARED: 72} and failed.place is None
+    equal = run_case(_case({"": ones}, {"": ones}), NOBODY, {"": ones}, 1)
+    assert equal.is_equal and equal.ulps == {} and equal.place is None
+
+
+# A subject
+
+
+@pytest.fixture(scope="module")
+def planted() -> Result:
+    """Never promotes, and has NaN in a corner: float16 outputs of large cases alone."""
+    right = load_subject("f8ref.numpy")
+
+    def scaled_mm(*operands: np.ndarray, **options: Any) -> np.ndarray:
+        out = right.verbs["scaled_mm"](*operands, **{**options, "use_fast_accum": True}).copy()
+        if out.dtype == np.float16 and out.shape[0] == 48:
+            out[:2, -3:] = np.nan
+        return out
+
+    subject = replace(right, name="planted", verbs={"scaled_mm": scaled_mm}, chooses_split_k=True)
+    golden = replace(shipped_golden(), cases=shipped_golden().cases[:16])
+    return verify([subject], stages=["formats", "golden", "gemms"], golden=golden)
+
+
+def test_breakdown_names_what_differs(planted: Result) -> None:
+    subject = planted.subjects[0]
+    (found,) = breakdowns(subject.stages)
+    assert found.stages == ("recorded GEMMs", "generated GEMMs"), "the same traits, counted together"
+    stages = subject.stages[1:]
+    whole = Tally(
+        cases=sum(stage.cases_total for stage in stages),
+        cases_differing=sum(stage.cases_total - stage.cases_equal for stage in stages),
+        outputs=sum(stage.outputs_total for stage in stages),
+        outputs_differing=sum(stage.outputs_total - stage.outputs_equal for stage in stages),
+    )
+    assert found.whole == whole and whole.cases_differing > 20
+    assert list(found.tallies) == [
+        "accumulation", "scales", "operands", "output", "bias", "K", "tail of K", "slices of K", "inputs",
+    ]  # fmt: skip
+    for values in found.tallies.values():
+        assert sum(values.values(), Tally()) == whole
+    assert sum(histogram.total for histogram in found.ulps.values()) == whole.outputs_differing
+    assert list(found.telling()["K"]) == ["1 to 128", "129 to 512", "513 to 2048"], "in order"
+    fast = found.tallies["accumulation"]["fast"]
+    assert fast.cases_differing == 6, "NaN in a corner: 6 of float16 and 48 rows"
+    assert found.ulps["float16"].apart["NaN for number"] > 0
+
+
+def test_sentence_of_what_never_differs(planted: Result) -> None:
+    (subject,) = planted.subjects
+    stage = next(stage for stage in subject.stages if stage.stage == "golden")
+    (found,) = breakdowns([stage])
+    (sentence,) = [s for s in found.sentences() if s.startswith("By accumulation")]
+    assert sentence == "By accumulation: fast is equal in all 8 cases; what differs has promoted"
+
+
+def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:
+    (found,) = report.to_json(planted, command=[], seconds=0.0)["subjects"][0]["breakdowns"]
+    assert found["by"]["accumulation"]["fast"]["cases_differing"] == 6
+    histogram = found["ulps"]["float32"]
+    assert sum(histogram["histogram"].values()) == histogram["total"] > 0
+    assert sum(ulps["total"] for ulps in found["ulps"].values()) == found["whole"]["outputs_differing"]
+
+    screen = Console(width=200, file=io.StringIO())
+    for part in breakdown_tables(planted.subjects[0]):
+        screen.print(part)
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    fast = found["by"]["accumulation"]["fast"]
+    counts = rf"6/{fast['cases']} .* {fast['outputs_differing']}/{fast['outputs']} "
+    assert re.search(rf"accumulation │ fast +│ +{counts}", text), text
+    heads = next(line for line in text.splitlines() if "lowest" in line)
+    assert "NaN, infinity" in heads and "zero's sign" not in heads, "only what is there has a column"
+    assert "not compared" in heads, "fast accumulation of block scales is refused: those cases raise"
+    row = next(line for line in text.splitlines() if line.startswith("│ float32  "))
+    assert f" {found['ulps']['float32']['total']} " in row
+
+
+def test_nothing_is_broken_down_where_all_is_equal() -> None:
+    result = verify(
+        [load_subject("f8ref.numpy")],
+        stages=["golden"],
+        golden=replace(shipped_golden(), cases=shipped_golden().cases[:2]),
+    )
+    assert result.is_equal and breakdowns(result.subjects[0].stages) == []
+    assert result.subjects[0].stages[0].places == []
+
+
+def test_percentages_are_exact_at_the_ends() -> None:
+    assert [percent(x) for x in (0, 1e-9, 0.5, 1 - 1e-9, 1)] == ["0 %", "< 0.1 %", "50.0 %", "> 99.9 %", "100 %"]

@@ -1,0 +1,232 @@
+"""The page of `f8emu verify --html`, looked at by a browser: drawn, without an error, and nothing leaves the file."""
+
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from f8emu import cli
+from f8emu.conformance import load_subject, palette, shipped_golden, subject, verify, write_golden
+from f8emu.conformance.html import to_html
+from f8emu.conformance.page import Cell, Page, Section, Share, Table, Text
+from f8emu.conformance.page_html import render
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install chromium")
+HOSTILE = "</script><script>document.title = 'stolen'</script><img src='https://example.com/x'>\"&planted"
+"""The name of a subject."""
+
+
+class Seen(NamedTuple):
+    """What a browser makes of a page."""
+
+    dom: str
+    """After its scripts."""
+    console: list[str]
+    """Every message: errors of scripts, and what the policy forbade."""
+    screenshot: Path
+
+
+def looked_at(page: Path, *options: str) -> Seen:
+    """A quarter of the size: every pixel is unpacked below."""
+    assert CHROMIUM is not None
+    picture = page.with_suffix(".png")
+    quiet = "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", *quiet.split(), "--enable-logging=stderr",
+        f"--user-data-dir={page.with_suffix('.profile')}", "--virtual-time-budget=20000", "--window-size=1200,4400",
+        "--hide-scrollbars", "--force-device-scale-factor=0.25", "--dump-dom", f"--screenshot={picture}", *options,
+        page.as_uri(),
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return Seen(dom=run.stdout, console=re.findall(r":CONSOLE.*?\] (.*)", run.stderr), screenshot=picture)
+
+
+def pixels_of(png: bytes) -> np.ndarray:
+    """The pixels of a PNG of 8 bits a channel, RGB or RGBA, as its standard says (section 9: filters)."""
+    place, data = 8, b""
+    width, height, depth, kind = struct.unpack(">IIBB", png[16:26])
+    assert depth == 8 and kind in (2, 6)
+    n = 3 if kind == 2 else 4
+    while place < len(png):
+        (size,) = struct.unpack(">I", png[place : place + 4])
+        if png[place + 4 : place + 8] == b"IDAT":
+            data += png[place + 8 : place + 8 + size]
+        place += size + 12
+    data = zlib.decompress(data)
+    stride = 1 + width * n
+    above = bytearray(stride + n)  # with a pixel of zeros to the left
+    rows = []
+    for start in range(0, height * stride, stride):
+        row = bytearray(n) + data[start + 1 : start + stride]
+        for i in range(n, len(row)):
+            left, up, corner = row[i - n], above[i], above[i - n]
+            row[i] = (row[i] + _guess(data[start], left, up, corner)) & 255
+        rows.append(np.frombuffer(row, np.uint8)[n:].reshape(width, n)[:, :3])
+        above = row
+    return np.stack(rows)
+
+
+def _guess(kind: int, left: int, up: int, corner: int) -> int:
+    if kind == 4:
+        p = left + up - corner
+        return min((left, up, corner), key=lambda value: abs(value - p))
+    return (0, left, up, (left + up) // 2)[kind]
+
+
+def count_of(pixels: np.ndarray, colour: str) -> int:
+    """How many pixels have it."""
+    wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return int((pixels == wanted).all(axis=-1).sum())
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.build_app(), list(arguments))
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a subject whose promoted GEMMs are wrong, and whose name is hostile."""
+    folder = tmp_path_factory.mktemp("page")
+    right = load_subject("f8ref.numpy")
+
+    def scaled_mm(*operands: np.ndarray, **options: Any) -> np.ndarray:
+        out = right.verbs["scaled_mm"](*operands, **{**options, "use_fast_accum": True}).copy()
+        out[:2, -3:] = np.nan
+        return out
+
+    golden = folder / "few.safetensors"
+    shipped = shipped_golden()
+    write_golden(golden, shipped.cases[:16], shipped.metadata)
+    planted = replace(right, name=HOSTILE, engine=HOSTILE, verbs={"scaled_mm": scaled_mm}, chooses_split_k=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(subject.SUBJECTS, "planted", lambda: planted)
+        path = folder / "report.html"
+        arguments = ["verify", "planted", "f8ref.numpy", "--golden", str(golden), "--stage", "golden"]
+        status, _, error = invoke(*arguments, "--html", str(path))
+    assert (status, error.strip()) == (1, "")
+    return path
+
+
+@needs_chromium
+def test_browser_draws_every_figure_and_nothing_leaves_the_file(page: Path) -> None:
+    light = looked_at(page)
+    assert light.console == []
+    assert "<title>Do the bits agree? 2 subjects - f8emu verify</title>" in light.dom
+    plots = light.dom.count('class="plot ')
+    assert f'data-drawn="{plots}"' in light.dom and plots == 1 + 6
+    assert light.dom.count("<image ") >= 6, "a heat map is an image in the figure"
+    assert light.dom.count('class="point"') > 20, "bars"
+    pixels = pixels_of(light.screenshot.read_bytes())
+    for colour in (palette.BELOW, palette.ABOVE, palette.APART, palette.QUIET):
+        assert count_of(pixels, colour) > 40, colour
+    shown = unescape(re.sub(r"<(script|style)\b.*?</\1>|<[^>]+>", " ", light.dom, flags=re.DOTALL))
+    assert HOSTILE in shown, "as text"
+    assert "NOT EQUAL: " in shown and "equal in all 8 cases" not in shown
+
+    dark = looked_at(page, "--blink-settings=preferredColorScheme=0")
+    assert dark.console == []
+    pixels = pixels_of(dark.screenshot.read_bytes())
+    for colour in (palette.BELOW, palette.ABOVE, palette.APART, palette.QUIET):
+        assert count_of(pixels, palette.DARK[colour]) > 40, colour
+    assert count_of(pixels, palette.DARK[palette.PAPER]) > pixels[..., 0].size // 2
+
+
+@needs_chromium
+def test_the_page_forbids_what_it_did_not_write(page: Path, tmp_path: Path) -> None:
+    """Were a name not escaped, the policy would stop it; and the console tells: the check above can fail."""
+    injected = "<script>document.title = 'stolen'</script><img src='https://example.com/x.png' alt=''>"
+    altered = tmp_path / "altered.html"
+    altered.write_text(page.read_text(encoding="utf-8").replace("<main", injected + "<main"), encoding="utf-8")
+    seen = looked_at(altered)
+    assert "<title>Do the bits agree?" in seen.dom
+    assert len(seen.console) == 2 and all("Content Security Policy" in line for line in seen.console), seen.console
+
+
+def test_page_can_be_read_without_figures_and_colours(page: Path) -> None:
+    text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(re.findall(r'<figure aria-labelledby="[^"]+"><figcaption><strong', text)) == 7
+    assert len(re.findall(r'role="img" aria-label="[^"]{40,}"', text)) == 7
+    assert "</span>different</td>" in text and "</span>equal</td>" in text
+    assert text.count("<table>") == text.count("<caption>") >= 5
+    assert "http:" not in text and "https:" in text, "of the hostile name alone"
+    assert text.count("https:") == unescape(text).count(HOSTILE)
+
+
+def test_diagnosis_says_what_is_explained_and_what_is_not() -> None:
+    """The dataclasses of `diagnosis`, by their fields."""
+
+    def explained(equal: int) -> SimpleNamespace:
+        names = ("no promotion",)
+        return SimpleNamespace(alterations=names, sentence=f"sums {equal}", share=equal / 8, is_complete=equal == 8)
+
+    tried = (explained(6), explained(4))
+    kinds = [
+        SimpleNamespace(kind="fast", error="", outputs_equal=8, outputs_total=8, best=None, tried=()),
+        SimpleNamespace(kind="slow", error="", outputs_equal=2, outputs_total=8, best=explained(8), tried=()),
+        SimpleNamespace(kind="odd", error="", outputs_equal=2, outputs_total=8, best=explained(6), tried=tried),
+        SimpleNamespace(kind="bad", error="raised", outputs_equal=0, outputs_total=0, best=None, tried=()),
+    ]
+    reference = load_subject("f8ref.numpy")
+    result = verify([reference], stages=["golden"], golden=replace(shipped_golden(), cases=shipped_golden().cases[:1]))
+    diagnoses: Any = {reference.name: kinds}
+    text = to_html(result, command=["f8emu"], seconds=0.0, diagnoses=diagnoses)
+    rows = [re.sub(r"<[^>]+>", "|", row) for row in re.findall(r"<tr>(.*?)</tr>", unescape(text))]
+    words = [[word.strip("\N{NO-BREAK SPACE}") for word in row.split("|") if word.strip()] for row in rows]
+    table = [row for row in words if row[0] in ("fast", "slow", "odd", "bad")]
+    assert table == [
+        ["fast", "\N{CHECK MARK}", "it follows the chip's rules", "100 %", "100 %"],
+        ["slow", "sums 8", "25.0 %", "100 %"],
+        ["odd", "\N{WARNING SIGN}", "sums 6", "25.0 %", "75.0 %"],
+        ["bad", "\N{MULTIPLICATION X}", "raised"],
+    ]
+    assert "<summary>odd: 2 explanations tried</summary>" in text and "<summary>slow" not in text
+
+
+def test_helper_escapes_and_counts() -> None:
+    table = Table(
+        caption="<c>",
+        columns=("<a>", "b"),
+        rows=[["one", Cell(text="<x>", tone="bad", is_code=True)], ["", Share(value=0.25)], ["two", "y"]],
+        starts=frozenset((0, 2)),
+        numeric=frozenset((1,)),
+    )
+    part = Section(title="<t>", lead="<l>", blocks=[table, Text(points=("<p>", "q"))])
+    text = render("f8emu test", Page(title="<title>", sections=[part, replace(part, title="second")]))
+    assert not re.search(
+        r"<(c|a|x|t|l|p)>", text.replace("<p>One file", "").replace("<p>The figures", "").replace("<p>&lt;", "")
+    )
+    assert '<th scope="rowgroup" rowspan="2">one</th>' in text and '<th scope="rowgroup" rowspan="1">two</th>' in text
+    assert '<td class="number mono bad">' in text and 'style="width:25.00%"' in text and "25.0 %" in text
+    assert text.count('href="#part-') == 2 and text.count('<section id="part-') == 2
+
+
+def test_without_plotly_the_remedy_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    path = tmp_path / "out.html"
+    status, out, error = invoke("verify", "f8ref.numpy", "--html", str(path))
+    assert (status, out) == (2, "") and not path.exists()
+    assert error.strip() == (
+        "f8emu verify --html needs the package 'plotly', which is not installed; "
+        "install it with: pip install 'f8emu[report]'"
+    )
+    status, out, error = invoke("verify", "f8ref.numpy", "--html", "/no/such/place/out.html")
+    assert status == 2
+
+
+def test_a_path_that_cannot_be_written_is_told_first() -> None:
+    status, out, error = invoke("verify", "f8ref.numpy", "--html", "/no/such/place/out.html")
+    assert (status, out) == (2, "") and "verify: cannot write /no/such/place/out.html" in error
