@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from f8emu.spec import formats
-from f8emu.spec.chip import HOPPER
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, FORMATS, HIGH_PRECISION, Format
 

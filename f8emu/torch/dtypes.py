@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from f8emu.spec import formats
-from f8emu.spec.chip import HOPPER
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, Format, format_by_name
 

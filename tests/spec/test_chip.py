@@ -39,7 +39,7 @@ def test_steps_tile_what_they_are_chained_over(chip: str, name: str, model: Accu
 
 
 def test_what_hopper_multiplies() -> None:
-    assert HOPPER.capability_major == 9
+    assert HOPPER.capability == (9, 0)
     assert HOPPER.operand_formats == (E4M3FN, E5M2)
     assert HOPPER.format_pairs == ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
     assert HOPPER.granularity_pairs == ((T, T), (R, R), (V, V), (V, S), (S, V))
