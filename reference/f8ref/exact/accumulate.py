@@ -138,11 +138,12 @@ def _own_exponent(accumulator: Number, model: AccumulationModel) -> int:
 
 
 def _rounded(total: Fraction, model: AccumulationModel) -> Number:
-    """[ACC-5] The sum of a step normalised and cut again, or [CHIP-4] rounded to nearest even; a sum of zero is +0."""
+    """[ACC-5] The sum of a step normalised and cut again, or [CHIP-4] rounded to nearest even; what is zero then is +0."""
     if total == 0:
         return ZERO
     if model.rounding is Rounding.NEAREST_EVEN:
-        return round_to(finite(total), model.accumulator)
+        nearest = round_to(finite(total), model.accumulator)
+        return ZERO if nearest.is_zero else nearest
     exponent = max(exponent_of(abs(total)), model.accumulator.min_exponent)
     if exponent > model.accumulator.max_exponent:
         return infinity(total < 0)
