@@ -3,6 +3,8 @@
 Products are int32 and their sums 64 bits wide. The accumulator is a float32 bit pattern, which holds float16 too.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -31,11 +33,13 @@ def taken(
     return a, b, formats
 
 
+@functools.partial(jax.jit, static_argnames=("format", "into"))
 def _converted(x: jax.Array, format: Format, into: Format) -> jax.Array:
     # On bit patterns: XLA may flush what is subnormal.
     return typed(round_to_code(float32_bits(codes(x, format), format), into, Overflow.NONFINITE), into)
 
 
+@functools.partial(jax.jit, static_argnames="order")
 def _ordered(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % len(order))])
     groups = x.reshape(*x.shape[:-1], -1, len(order))
