@@ -11,7 +11,7 @@ from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, FORMATS, HIGH_PRECISION, Format
 
 CHIP = HOPPER
-"""The chip whose GEMMs run or are emulated."""
+"""The chip whose GEMMs run or are emulated where no other is named."""
 
 FLOAT8_NAMES: tuple[str, ...] = tuple(format.name for format in FLOAT8)
 """The dtypes that a cast gives."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.device import require_hopper
@@ -213,7 +214,8 @@ def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
     if device.type in ("cpu", "meta"):
         engine = "auto"  # the model may still move
     is_blockwise = any(cast.granularity.is_blockwise for _, _, cast in recipe.casts())
-    if resolve_engine("convert_to_float8_training", device, engine) is Engine.HARDWARE and is_blockwise:
+    found = resolve_engine("convert_to_float8_training", device, engine, CHIPS[recipe.chip])
+    if found is Engine.HARDWARE and is_blockwise:
         require_hopper(f"convert_to_float8_training: recipe {recipe.name!r} with block scales", device)
 
 
