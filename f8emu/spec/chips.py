@@ -26,7 +26,11 @@ def _float16(model: AccumulationModel) -> AccumulationModel:
 
 
 def _instructions(
-    name: str, float8: AccumulationModel, float16: AccumulationModel | None, bfloat16_name: str, bfloat16: AccumulationModel
+    name: str,
+    float8: AccumulationModel,
+    float16: AccumulationModel | None,
+    bfloat16_name: str,
+    bfloat16: AccumulationModel,
 ) -> tuple[Instruction, ...]:
     found = [Instruction(name=name, format_pairs=_OCP, out=FLOAT32, model=float8)]
     if float16 is not None:

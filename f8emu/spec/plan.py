@@ -284,12 +284,12 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
 
 @cache
 def is_planned(caller: str, chip: Chip) -> bool:
-    """Whether there is a plan for the GEMMs of `chip`; if not, S is 1, its source unknown, and a warning says so once."""
+    """Whether there is a plan for the GEMMs of `chip`; if not, S is 1 of unknown source, and a warning says so once."""
     if chip == HOPPER:
         return True
     warnings.warn(
-        f"{caller}: into how many slices a library on {chip} cuts K is not known; its GEMMs are emulated without a split. "
-        "Pass split_k if you know it. This is said once",
+        f"{caller}: into how many slices a library on {chip} cuts K is not known; its GEMMs are emulated without a "
+        "split. Pass split_k if you know it. This is said once",
         stacklevel=2,
     )
     return False

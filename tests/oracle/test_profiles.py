@@ -1,9 +1,5 @@
 """The profiles of chips: exact, numpy and JAX agree on all of them, and the public recordings are what they compute."""
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,20 +7,10 @@ import pytest
 import f8ref.exact as exact
 import f8ref.numpy as reference
 from f8emu.spec import (
-    BFLOAT16,
-    BLACKWELL_MMA,
-    CDNA3,
     CHIPS,
-    FLOAT16,
-    FLOAT32,
-    HOPPER,
     Chip,
-    Evidence,
     Format,
     Instruction,
-    OperandError,
-    Rounding,
-    UnsupportedError,
 )
 
 jax_reference = pytest.importorskip("f8ref.jax")
@@ -51,7 +37,9 @@ def drawn(rng: np.random.Generator, format: Format, shape: tuple[int, ...]) -> n
 
 
 @pytest.mark.parametrize(
-    ("chip", "instruction"), INSTRUCTIONS, ids=[f"{c.name} {i.name} {i.out} {i.format_pairs[0][0]}" for c, i in INSTRUCTIONS]
+    ("chip", "instruction"),
+    INSTRUCTIONS,
+    ids=[f"{c.name} {i.name} {i.out} {i.format_pairs[0][0]}" for c, i in INSTRUCTIONS],
 )
 def test_the_three_agree_on_every_instruction(chip: Chip, instruction: Instruction) -> None:
     rng = np.random.default_rng(13)

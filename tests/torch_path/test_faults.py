@@ -1,6 +1,7 @@
 """Bad input and faults in converted layers: amaxes beyond every scale, values that are not finite, what is shared, and
 hardware that is not there."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import (
+    CHIPS,
     DELAYED,
     E4M3FN,
     E5M2,
@@ -315,7 +317,9 @@ def test_the_engine_of_a_gpu(capability: tuple[int, int], own: str | None, monke
         with contextlib.nullcontext() if own is None else pytest.warns(RuntimeWarning, match=f"pass chip='{own}'"):
             assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
-        wanted = r"needs .* torch knows none" if chip.capability is None else r"needs tensors on .*\d\.\d; got cuda:0; move"
+        wanted = (
+            r"needs .* torch knows none" if chip.capability is None else r"needs tensors on .*\d\.\d; got cuda:0; move"
+        )
         with pytest.raises(UnsupportedError, match=f"call: engine='hardware' {wanted}"):
             resolve_engine("call", gpu, "hardware", chip)
 
@@ -347,7 +351,9 @@ def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monk
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
     with FakeTensorMode():
         model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
-        with pytest.raises(UnsupportedError, match=r"engine='hardware' needs .* 9\.0; got cuda:0; move .*'Blackwell tcgen05'"):
+        with pytest.raises(
+            UnsupportedError, match=r"engine='hardware' needs .* 9\.0; got cuda:0; move .*'Blackwell tcgen05'"
+        ):
             f8.convert_to_float8_training(model, config="blockwise", engine="hardware")
         assert type(model[0]) is nn.Linear, "nothing has changed"
         f8.convert_to_float8_training(model, config="blockwise", engine="emulated")

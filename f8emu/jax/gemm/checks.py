@@ -12,7 +12,6 @@ from f8emu.spec.formats import BFLOAT16, FLOAT32, HIGH_PRECISION, Format
 from f8emu.spec.scaling import Granularity, granularity_by_name
 
 
-
 class Checked(NamedTuple):
     """The operands of a `scaled_mm` as arrays, scales in the shapes of their granularities."""
 

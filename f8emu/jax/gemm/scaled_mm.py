@@ -57,8 +57,8 @@ def scaled_mm(
         granularity_a: of `scale_a`, if its shape is ambiguous.
         granularity_b: of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
-        chip: whose bits: a profile of `f8emu.spec.CHIPS` or its name. Each says what it stands on (`evidence`); none but
-            Hopper has a plan, and S is then 1.
+        chip: whose bits: a profile of `f8emu.spec.CHIPS` or its name. Each says what it stands on (`evidence`). Only
+            Hopper has a plan: for others S is 1.
 
     Raises:
         OperandError: wrong dtype, shape or scales.
@@ -149,7 +149,7 @@ def mm(
     split_k: int | None = None,
     chip: Chip | str = HOPPER,
 ) -> jax.Array:
-    """The bfloat16 GEMM of a chip's tensor core, Hopper's by default [BF16-1], for GEMMs that a recipe keeps in high precision.
+    """The bfloat16 GEMM of a chip's tensor core, Hopper's by default, for GEMMs kept in high precision [BF16-1].
 
     Shapes:
         a [M, K], b [K, N], bfloat16, of any extents -> [M, N] of out_dtype.

@@ -144,7 +144,9 @@ def scaled_grouped_mm(
 
 
 @operator(
-    schema=f"(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip={_DEFAULT}) -> Tensor", opaque=False)
+    schema=f"(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip={_DEFAULT}) -> Tensor",
+    opaque=False,
+)
 def mm(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None, chip: str = HOPPER.name
 ) -> Tensor:
@@ -157,7 +159,9 @@ def mm(
 
 
 @operator(
-    schema=f"(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip={_DEFAULT}) -> Tensor", tags=_TAGS)
+    schema=f"(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip={_DEFAULT}) -> Tensor",
+    tags=_TAGS,
+)
 def run_mm(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None, chip: str = HOPPER.name
 ) -> Tensor:

@@ -21,7 +21,7 @@ _INT32_TERMS = 16
 def taken(
     model: AccumulationModel, a: jax.Array, b: jax.Array, formats: tuple[Format, Format]
 ) -> tuple[jax.Array, jax.Array, tuple[Format, Format]]:
-    """The operands as the steps take them: converted [CHIP-1], and K in the model's order, padded to whole orders [CHIP-2].
+    """The operands as the steps take them: converted [CHIP-1], K in the model's order and padded to whole orders [CHIP-2].
 
     Shapes: a [..., K], b [..., K, N] typed -> the same, K rounded up.
     """
@@ -56,7 +56,9 @@ def general_step(
     magnitude = accumulator & 0x7FFFFFFF
     field = (magnitude >> FLOAT32.fraction_bits).astype(jnp.int32)
     own = jnp.maximum(field, 1) - FLOAT32.bias
-    sig = (accumulator & FLOAT32.fraction_mask | (field > 0).astype(jnp.uint32) << FLOAT32.fraction_bits).astype(jnp.int32)
+    sig = (accumulator & FLOAT32.fraction_mask | (field > 0).astype(jnp.uint32) << FLOAT32.fraction_bits).astype(
+        jnp.int32
+    )
     # [ACC-2] float32 holds a subnormal of float16 normalised; its exponent is float16's smallest.
     limited = jnp.maximum(own, model.accumulator.min_exponent)
     e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, limited)
@@ -96,7 +98,7 @@ def _floored_total(
     own: jax.Array,
     e_acc: jax.Array,
 ) -> tuple[Wide, jax.Array]:
-    """[CHIP-6] The sum of the products and the accumulator, each floored to its own unit, and the smaller of the units."""
+    """[CHIP-6] The sum of the products and the accumulator, each floored to its own unit, and the smaller unit."""
     groups = [range(first, model.step_k, floored.interleaved) for first in range(floored.interleaved)]
     largest = [_largest(a, b, group) for group in groups]
     e_dot = largest[0]

@@ -64,7 +64,15 @@ def linear(
     states = _require_states(recipe, tensors, delayed_state)
 
     def gemm(name: str) -> GemmTrace:
-        return _gemm(name, recipe, tensors, states, dtype, (split_k or {}).get(name, 1), CHIPS[recipe.chip] if chip is None else chip)
+        return _gemm(
+            name,
+            recipe,
+            tensors,
+            states,
+            dtype,
+            (split_k or {}).get(name, 1),
+            CHIPS[recipe.chip] if chip is None else chip,
+        )
 
     output = gemm("output")
     result = output.product if bias is None else _add_bias(output.product, jnp.asarray(bias), dtype)

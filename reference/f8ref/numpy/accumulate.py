@@ -43,7 +43,7 @@ class Operand(NamedTuple):
 def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
     """A typed matrix [rows, K] as an operand, in integers wide enough for the sums of the model's step.
 
-    [CHIP-1] It is converted, and [CHIP-2] K put in the model's order and padded to whole orders, where the model says so.
+    Where the model says so, it is converted [CHIP-1], and K put in an order and padded to whole ones [CHIP-2].
     """
     if model.operand is not None:
         assert model.operand == FLOAT16, model
@@ -64,8 +64,8 @@ def tensor_core_step(
 ) -> NDArray[np.float32]:
     """`accumulator + sum over k of a * b`, as the tensor core adds: aligned and cut, on Hopper never rounded.
 
-    Shapes: `a` [step_k, M], `b` [step_k, N]; `accumulator` and the result [M, N]; if paired, `a` and `b` [step_k, cases],
-    the others [cases].
+    Shapes: `a` [step_k, M], `b` [step_k, N]; `accumulator` and the result [M, N]. If paired, `a` and `b`
+    [step_k, cases], the others [cases].
     Exactness: bit for bit that of an H200, on the recorded cases.
     """
     start = unpack(codes_of(accumulator, FLOAT32), FLOAT32, a.numbers.significand.dtype.type)
@@ -204,9 +204,7 @@ def accumulate(a: Operand, b: Operand, model: AccumulationModel, split_k: int = 
     return total
 
 
-def multiply_add(
-    a: Operand, b: Operand, c: NDArray[np.float32], model: AccumulationModel
-) -> NDArray[np.float32]:
+def multiply_add(a: Operand, b: Operand, c: NDArray[np.float32], model: AccumulationModel) -> NDArray[np.float32]:
     """`dot(a, b) + c` of each case, c being the first accumulator, or the first total of a model that promotes.
 
     Shapes: paired `a`, `b` [K, cases]; c and the result [cases].
@@ -219,9 +217,9 @@ def multiply_add(
 
 
 def _normalized(total: Array, unit: Array, model: AccumulationModel) -> NDArray[np.float32]:
-    """`total * 2^unit` cut or rounded to `1 + result_fraction_bits` significant bits, in the accumulator's range [ACC-5].
+    """`total * 2^unit` cut or rounded to `1 + result_fraction_bits` significant bits, in its format's range [ACC-5].
 
-    Below the smallest normal the weight of the last place stays, as in the format; beyond the largest number is infinity.
+    Below the smallest normal the weight of the last place stays, as in the format; beyond the largest is infinity.
     """
     format = model.accumulator
     bit_length = np.frexp(np.abs(total).astype(np.float64))[1]  # exact: |total| < 2^53

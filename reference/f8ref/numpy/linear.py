@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
     BFLOAT16,
-    HIGH_PRECISION,
     CHIPS,
+    HIGH_PRECISION,
     OPERANDS,
     TENSORS,
     TRANSPOSED,
@@ -78,7 +78,13 @@ def linear(
             _operand(tensors[source].T if is_transposed else tensors[source], source, cast, recipe, states.get(source))
             for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
         )
-        return GemmTrace(a, b, _product(a, b, spec, out_format, (split_k or {}).get(name, 1), CHIPS[recipe.chip] if chip is None else chip))
+        return GemmTrace(
+            a,
+            b,
+            _product(
+                a, b, spec, out_format, (split_k or {}).get(name, 1), CHIPS[recipe.chip] if chip is None else chip
+            ),
+        )
 
     output = gemm("output")
     grad_input = grad_weight = None

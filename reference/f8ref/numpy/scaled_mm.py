@@ -193,9 +193,7 @@ def mm(
     return convert(accumulated, out_format)
 
 
-def mma(
-    a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32"
-) -> Array:
+def mma(a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32") -> Array:
     """`dot(a, b) + c` of every case by one matrix instruction of the chip, or several in a row where K is longer.
 
     c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3].
@@ -215,7 +213,8 @@ def mma(
     c_C, _ = typed_array(c, (out_format,), "mma: c")
     if a_CK.ndim != 2 or b_CK.shape != a_CK.shape or c_C.shape != a_CK.shape[:1]:
         raise OperandError(
-            f"mma: a and b must be [cases, K] and c [cases]; got {a_CK.shape}, {b_CK.shape} and {c_C.shape}; reshape them"
+            f"mma: a and b must be [cases, K] and c [cases]; got {a_CK.shape}, {b_CK.shape} and {c_C.shape}; "
+            "reshape them"
         )
     operands = (operand(x, f, model)._replace(is_paired=True) for x, f in ((a_CK, format_a), (b_CK, format_b)))
     with np.errstate(over="ignore", invalid="ignore"):
