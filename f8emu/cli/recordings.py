@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, console, opened
-from f8emu.spec import MissingExtraError, SpecError
+from f8emu.spec import Evidence, MissingExtraError, SpecError
 
 
 def verify_recordings(
@@ -31,8 +31,11 @@ def verify_recordings(
         with report.progress_bar() as progress:
             result = replay(subjects, file, errors=errors, progress=progress)
         screen = console()
-        for recording in file.recordings:
-            print(f"{len(recording.d)} cases: {recording.id} ({recording.chip.evidence.value})")
+        for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
+            print(
+                f"{name}: profile {chip}"
+                + ("" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})")
+            )
         for subject in result.subjects:
             screen.print(report.table(subject))
         for line in report.mismatch_lines(result, errors):

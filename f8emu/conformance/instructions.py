@@ -1,7 +1,7 @@
 """Recordings of single instructions replayed: `d = dot(a, b) + c`, a file of anybody's against the profiles of chips.
 
-A file is a safetensors container with tensors `CHIP.FORMAT.a` and `.b` (codes [cases, K], uint8 or uint16), `.c` and `.d`
-(float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16) beside
+A file is a safetensors container with tensors `CHIP.FORMAT.a` and `.b` (codes [cases, K], uint8 or uint16), `.c` and
+`.d` (float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16) beside
 `.d` or in its place. CHIP is a name that `profile_of` knows, FORMAT one of `FORMATS_IN_FILES`.
 """
 
@@ -88,7 +88,7 @@ class Recording:
     d: np.ndarray
     """Of `out`, [cases]; uint16 with `keeps_low_half`."""
     keeps_low_half: bool = False
-    """The file has not the float16 result but the low half of its float32 pattern: three bits of it, for normal ones."""
+    """The file has the low half of the float16 result's float32 pattern: three bits, of a normal one."""
 
     @property
     def id(self) -> str:
@@ -120,7 +120,11 @@ class RecordingsFile:
     def stage(self) -> Stage:
         """The stage of the suite that replays it."""
         return Stage(
-            name="instructions", title="recorded instructions", needs=("mma",), cases=lambda s, _: self._cases(s), judge=None
+            name="instructions",
+            title="recorded instructions",
+            needs=("mma",),
+            cases=lambda s, _: self._cases(s),
+            judge=None,
         )
 
     def _cases(self, subject: Subject) -> Iterator[Case]:
@@ -243,13 +247,11 @@ def _recordings(
 def _profile(name: str, profile: str) -> Chip:
     if profile not in CHIPS:
         known = ", ".join(CHIPS)
-        raise SpecError(f"verify --chip {name}={profile}: expected NAME=PROFILE with PROFILE one of {known}; got {profile!r}")
+        raise SpecError(f"verify --chip {name}={profile}: expected PROFILE to be one of {known}; got {profile!r}")
     return CHIPS[profile]
 
 
-def _exact_mma(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_dtype: Format
-) -> np.ndarray:
+def _exact_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_dtype: Format) -> np.ndarray:
     import f8ref.exact
 
     options: dict[str, Any] = {"chip": chip, "out_format": out_dtype}

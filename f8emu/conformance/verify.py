@@ -139,8 +139,8 @@ def verify(
 ) -> Result:
     """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
 
-    `only` gives stages themselves, in place of the suite's. `errors` is how many mismatches each stage keeps; all are counted. KeyboardInterrupt ends the run, and the result
-    has the stages that were finished.
+    `only` gives stages themselves, in place of the suite's. `errors` is how many mismatches each stage keeps; all are
+    counted. KeyboardInterrupt ends the run, and the result has the stages that were finished.
 
     Raises:
         SpecError: an unknown stage.

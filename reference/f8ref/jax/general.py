@@ -21,7 +21,7 @@ _INT32_TERMS = 16
 def taken(
     model: AccumulationModel, a: jax.Array, b: jax.Array, formats: tuple[Format, Format]
 ) -> tuple[jax.Array, jax.Array, tuple[Format, Format]]:
-    """The operands as the steps take them: converted [CHIP-1], K in the model's order and padded to whole orders [CHIP-2].
+    """The operands as the steps take them: converted [CHIP-1], K in the model's order, padded to whole ones [CHIP-2].
 
     Shapes: a [..., K], b [..., K, N] typed -> the same, K rounded up.
     """
