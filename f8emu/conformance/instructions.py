@@ -1,8 +1,8 @@
 """Recordings of single instructions replayed: `d = dot(a, b) + c`, a file of anybody's against the profiles of chips.
 
 A file is a safetensors container with tensors `CHIP.FORMAT.a` and `.b` (codes [cases, K], uint8 or uint16), `.c` and
-`.d` (float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16) beside
-`.d` or in its place. CHIP is a name that `profile_of` knows, FORMAT one of `FORMATS_IN_FILES`.
+`.d` (float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16)
+beside `.d` or in its place. CHIP is a name of `PROFILES` or one that the caller adds, FORMAT one of `FORMATS_IN_FILES`.
 """
 
 import hashlib
@@ -210,8 +210,8 @@ def _recordings(
     where, format = f"{chip_name}.{name}", FORMATS_IN_FILES[name]
     if chip_name not in profiles:
         raise GoldenFileError(
-            f"{_CALL}: {path}: expected chips among {', '.join(profiles)}; found {chip_name!r}; say which profile it is "
-            f"with --chip {chip_name}=PROFILE, PROFILE one of {', '.join(CHIPS)}"
+            f"{_CALL}: {path}: expected chips among {', '.join(profiles)}; found {chip_name!r}; say which "
+            f"profile it is with --chip {chip_name}=PROFILE, PROFILE one of {', '.join(CHIPS)}"
         )
     missing = [role for role in ("a", "b", "c") if role not in group]
     if missing or not ({"d", "d_float16"} & group.keys()):

@@ -112,7 +112,7 @@ def _aligned_sum(terms: Sequence[tuple[Number, int]], model: AccumulationModel) 
 def _floored_sum(
     accumulator: Number, groups: Sequence[Sequence[Product]], model: AccumulationModel, floored: FlooredSum
 ) -> Fraction:
-    """[CHIP-6] Interleaved sums of products, floored to one unit and added; that and the accumulator, floored."""
+    """[CHIP-6] Interleaved sums of products, floored to a unit and added; that and the accumulator floored."""
     sums = [_aligned_sum([(p.number, p.exponent) for p in group if not p.number.is_zero], model) for group in groups]
     exponents = [exponent for _, exponent in sums if exponent is not None]
     total = Fraction(0)
