@@ -61,5 +61,5 @@ def test_what_is_said_and_refused() -> None:
     a = jnp.zeros((16, 16), "bfloat16")
     with pytest.raises(SpecError, match="mm: chip must be one of 'Hopper', 'Ada'"):
         f8.mm(a, a, chip="Volta")
-    with pytest.raises(UnsupportedError, match="engine='hardware' needs a device .* CDNA3 .* and JAX knows none; got"):
+    with pytest.raises(UnsupportedError, match=r"engine='hardware' needs a device .* CDNA3 .* and JAX knows none; got"):
         f8.mm(a, a, engine="hardware", chip="CDNA3")

@@ -25,6 +25,9 @@ def not_planned() -> Iterator[None]:
         yield
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
 def bits(x: Any) -> np.ndarray:
     return np.asarray(x).view(np.uint32)
 
@@ -79,5 +82,7 @@ def test_what_is_said_and_refused() -> None:
     blocks = {"granularity_a": "blockwise_1x128", "granularity_b": "blockwise_1x128"}
     with pytest.raises(UnsupportedError, match="scaled_mm: Ada takes scales tensorwise x tensorwise"):
         f8.scaled_mm(a, a.t(), torch.ones(16, 1), torch.ones(1, 16), out_dtype=torch.float32, chip="Ada", **blocks)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(UnsupportedError, match="engine='hardware' needs tensors on Ada, a CUDA device .* 8.9; got cpu"):
+    with pytest.raises(
+        UnsupportedError, match=r"engine='hardware' needs tensors on Ada, a CUDA device .* 8.9; got cpu"
+    ):
         f8.mm(a.bfloat16(), a.bfloat16(), engine="hardware", chip="Ada")

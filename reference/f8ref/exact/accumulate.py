@@ -138,7 +138,7 @@ def _own_exponent(accumulator: Number, model: AccumulationModel) -> int:
 
 
 def _rounded(total: Fraction, model: AccumulationModel) -> Number:
-    """[ACC-5] The sum of a step normalised and cut again, or [CHIP-4] rounded to nearest even; what is zero then is +0."""
+    """[ACC-5] The sum of a step normalised and cut, or [CHIP-4] rounded to nearest even; what is zero then is +0."""
     if total == 0:
         return ZERO
     if model.rounding is Rounding.NEAREST_EVEN:

@@ -122,13 +122,18 @@ def _floored_dot(
     sums: list[Array] = []
     largest: list[Array] = []
     for first in range(floored.interleaved):
-        part = slice(first, None, floored.interleaved)
-        e = exponent[part].max(axis=0, initial=2 * ABSENT)
-        terms = times_power_of_two(product[part], shift[part] - (e - model.aligned_fraction_bits))
+        group = slice(first, None, floored.interleaved)
+        e = exponent[group].max(axis=0, initial=2 * ABSENT)
+        terms = times_power_of_two(product[group], shift[group] - (e - model.aligned_fraction_bits))
         sums.append(terms.sum(axis=0, dtype=terms.dtype))
         largest.append(e)
-    e_max = np.maximum.reduce(largest)
-    return sum(_floored_shift(x, e - e_max) for x, e in zip(sums, largest, strict=True)), e_max  # type: ignore[return-value]
+    e_max = largest[0]
+    for exponent in largest[1:]:
+        e_max = np.maximum(e_max, exponent)
+    dot = np.zeros_like(sums[0])
+    for part, e in zip(sums, largest, strict=True):
+        dot = dot + _floored_shift(part, e - e_max)
+    return dot, e_max
 
 
 def _floored_total(
@@ -252,7 +257,7 @@ def _sum(total: NDArray[np.float32], partial: NDArray[np.float32], format: Forma
     """
     with np.errstate(over="ignore", invalid="ignore"):
         found = total + partial
-        return found if format == FLOAT32 else found.astype(np.float16).astype(np.float32)
+        return found if format == FLOAT32 else np.asarray(found, np.float16).astype(np.float32)
 
 
 def _nonfinite_sum(start: NDArray[np.float32] | None, a: Operand, b: Operand) -> NDArray[np.float32]:
