@@ -5,6 +5,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
+from f8emu import interop
+from f8emu.doctor.diagnosis import engine_of_torch as doctor_engine
 from f8emu.spec import (
     CHIPS,
     DELAYED,
@@ -322,6 +325,15 @@ def test_the_engine_of_a_gpu(capability: tuple[int, int], own: str | None, monke
         )
         with pytest.raises(UnsupportedError, match=f"call: engine='hardware' {wanted}"):
             resolve_engine("call", gpu, "hardware", chip)
+
+
+def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch, (10, 0))
+    monkeypatch.setattr(interop, "jax_device", lambda device: SimpleNamespace(device_kind="a B200"))
+    text = doctor_engine("cuda")
+    assert text.startswith(
+        "emulated by f8ref.jax on a B200; chip='Blackwell tcgen05' runs on the hardware, its profile is unverified"
+    )
 
 
 def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: pytest.MonkeyPatch) -> None:

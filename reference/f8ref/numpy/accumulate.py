@@ -247,7 +247,8 @@ def _nearest(x: Array, n: Array) -> Array:
     rest = magnitude - (kept << n)
     half = np.where(n > 0, np.ones_like(kept) << np.maximum(n - 1, 0), 0)
     up = (n > 0) & ((rest > half) | ((rest == half) & (kept & 1 == 1)))
-    return np.where(x < 0, -(kept + up), kept + up)
+    rounded: Array = kept + up
+    return np.where(x < 0, -rounded, rounded)
 
 
 def _sum(total: NDArray[np.float32], partial: NDArray[np.float32], format: Format) -> NDArray[np.float32]:
