@@ -197,8 +197,11 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """The name; with the start of the content hash where it is not the named recipe of that name."""
-        return self.name if RECIPES.get(self.name) == self else f"{self.name} ({self.content_hash[:12]})"
+        """The name; with the start of the content hash, and the chip if it is not Hopper, where it is not that named recipe."""
+        if RECIPES.get(self.name) == self:
+            return self.name
+        on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
+        return f"{self.name} ({self.content_hash[:12]}){on}"
 
     def to_dict(self) -> dict[str, object]:
         """Plain dict of strings, numbers and booleans; what TOML and JSON hold."""

@@ -170,6 +170,7 @@ def test_a_recipe_has_a_chip() -> None:
     assert 'chip = "Ada"' in ada.to_toml() and "chip" not in ROWWISE.to_toml()
     assert ada.content_hash != ROWWISE.content_hash and replace(ada, chip="Hopper") == ROWWISE
     assert "chip: Ada, instructions recorded, GEMMs around them assumed" in ada.explain()
+    assert ada.label == f"mine ({ada.content_hash[:12]}) on Ada"
     explained = replace(ROWWISE, name="mine", chip="Blackwell tcgen05").explain()
     assert "chip: Blackwell tcgen05, unverified" in explained and "every 128" not in explained
     with pytest.raises(SpecError, match="Recipe 'blockwise': chip must be one of"):

@@ -11,7 +11,7 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.spec import ADA, CHIPS, TENSORWISE, SpecError, UnsupportedError
+from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, Gemm, Recipe, SpecError, UnsupportedError
 from f8emu.spec.plan import is_planned
 from tests.torch_path.layers import draw
 
@@ -86,3 +86,14 @@ def test_what_is_said_and_refused() -> None:
         UnsupportedError, match=r"engine='hardware' needs tensors on Ada, a CUDA device .* 8.9; got cpu"
     ):
         f8.mm(a.bfloat16(), a.bfloat16(), engine="hardware", chip="Ada")
+
+
+def test_a_layer_with_formats_of_another_chip_is_refused() -> None:
+    cast = Cast(format=E4M3FNUZ)
+    gemm = Gemm(a=cast, b=cast)
+    recipe = Recipe(name="fnuz", output=gemm, grad_input=gemm, grad_weight=gemm, chip="CDNA3")
+    message = (
+        r"Float8Linear: layers cast to .*; recipe fnuz \(.*\) on CDNA3 \(unverified\) to float8_e4m3fnuz; train with"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        f8.Float8Linear(32, 32, recipe=recipe)
