@@ -197,7 +197,7 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """The name; with the start of the content hash, and the chip if it is not Hopper, where it is not that named recipe."""
+        """The name; with the start of the content hash, and a chip that is not Hopper, where it is no named recipe."""
         if RECIPES.get(self.name) == self:
             return self.name
         on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"

@@ -297,7 +297,7 @@ def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
         if cast.format is not None and cast.format not in CHIP.operand_formats:
             known = " or ".join(format.name for format in CHIP.operand_formats)
             raise UnsupportedError(
-                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with f8emu.jax.dot_general, "
-                f"or multiply with scaled_mm(..., chip={config.chip!r})"
+                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with "
+                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={config.chip!r})"
             )
     return config
