@@ -176,7 +176,7 @@ def chip_by_name(call: str, chip: Chip | str) -> Chip:
         SpecError: none of `CHIPS`; the message lists them.
     """
     found = CHIPS.get(chip.name if isinstance(chip, Chip) else chip)
-    if found is None or (isinstance(chip, Chip) and found != chip):
+    if found is None or (isinstance(chip, Chip) and found is not chip and found != chip):
         known = ", ".join(map(repr, CHIPS))
         raise SpecError(f"{call}: chip must be one of {known}, or such a profile of f8emu.spec.CHIPS; got {chip!r}")
     return found

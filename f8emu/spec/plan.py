@@ -282,17 +282,21 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
     return plan.split_k(gemm) if (library, chip) == (plan.library, plan.chip) else _UNKNOWN
 
 
-@cache
 def is_planned(caller: str, chip: Chip) -> bool:
     """Whether there is a plan for the GEMMs of `chip`; if not, S is 1 of unknown source, and a warning says so once."""
-    if chip == HOPPER:
-        return True
+    if chip is not HOPPER:
+        warn_without_plan(caller, str(chip))
+    return chip is HOPPER
+
+
+@cache
+def warn_without_plan(caller: str, chip: str) -> None:
+    """Say that S of a chip's GEMMs is not known."""
     warnings.warn(
         f"{caller}: into how many slices a library on {chip} cuts K is not known; its GEMMs are emulated without a "
         "split. Pass split_k if you know it. This is said once",
-        stacklevel=2,
+        stacklevel=3,
     )
-    return False
 
 
 @cache

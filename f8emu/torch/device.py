@@ -20,10 +20,15 @@ def has_float8_hardware(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
 
 
-@cache
 def is_device_of(chip: Chip, device: torch.device) -> bool:
     """Whether the library of `device` is the one whose bits the profile has."""
-    return has_float8_hardware(device) and torch.cuda.get_device_capability(device) == chip.capability
+    return has_float8_hardware(device) and capability_of(device) == chip.capability
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
 
 
 @cache

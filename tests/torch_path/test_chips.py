@@ -12,14 +12,14 @@ import torch
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, Gemm, Recipe, SpecError, UnsupportedError
-from f8emu.spec.plan import is_planned
+from f8emu.spec.plan import warn_without_plan
 from tests.torch_path.layers import draw
 
 
 @pytest.fixture(autouse=True)
 def not_planned() -> Iterator[None]:
     """No other chip has a plan of splits, which is said once."""
-    is_planned.cache_clear()
+    warn_without_plan.cache_clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="f8emu.torch: into how many slices a library on Ada cuts K")
         yield

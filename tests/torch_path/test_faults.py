@@ -31,7 +31,7 @@ from f8emu.spec import (
     Recipe,
     UnsupportedError,
 )
-from f8emu.torch.device import has_float8_hardware, is_device_of
+from f8emu.torch.device import has_float8_hardware, capability_of
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_once
@@ -289,7 +289,7 @@ def test_an_update_takes_as_many_operations_for_a_large_model() -> None:
 @pytest.fixture(autouse=True)
 def ask_the_device_again() -> Iterator[None]:
     """What f8emu remembers of a device belongs to one test."""
-    caches = (has_float8_hardware, is_device_of, warn_once)
+    caches = (has_float8_hardware, capability_of, warn_once)
     for function in caches:
         function.cache_clear()
     yield
