@@ -31,7 +31,7 @@ from f8emu.spec import (
     Recipe,
     UnsupportedError,
 )
-from f8emu.torch.device import has_float8_hardware, capability_of
+from f8emu.torch.device import capability_of, has_float8_hardware
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_once
