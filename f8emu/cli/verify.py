@@ -50,12 +50,26 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         errors: Annotated[int, typer.Option(min=0, help="Mismatches to print for each subject.")] = 20,
         arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
+        recordings: Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", help="Replay recordings of single instructions, in place of the suite."),
+        ] = None,
+        chip: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=PROFILE", help="Which profile a chip of --recordings has; may be repeated."),
+        ] = None,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
 
         Ctrl-C ends the run; the stages that were finished are reported.
         """
         files = (json_file, html_file)
+        if recordings is not None or chip:
+            from f8emu.cli.recordings import verify_recordings
+
+            if recordings is None or golden is not None or stage:
+                raise typer.BadParameter("--chip goes with --recordings, and neither with --golden or --stage")
+            raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
         raise typer.Exit(guarded(_verify, subjects or [], golden, files, stage or [], errors, arrays.value))
 
 

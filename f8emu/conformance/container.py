@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,8 @@ REMEDY = "copy the file again, record one with `f8emu record OUT`, or leave --go
 
 _DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
+    "U16": np.dtype(np.uint16),
+    "U32": np.dtype(np.uint32),
     "I32": np.dtype(np.int32),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -30,12 +33,23 @@ _LONGEST_HEADER = 100_000_000
 """As the format's own limit."""
 
 
-def decode_container(blob: bytes, source: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+class _Source(NamedTuple):
+    """What an error says of the file."""
+
+    call: str
+    path: str
+    remedy: str
+
+
+def decode_container(
+    blob: bytes, path: str, *, call: str = "read_golden", remedy: str = REMEDY
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Tensors (read-only views of `blob`) and metadata.
 
     Raises:
-        GoldenFileError: not a safetensors file, or one cut short; `source` names it.
+        GoldenFileError: not a safetensors file, or one cut short; it names `call` and `path` and ends in `remedy`.
     """
+    source = _Source(call, path, remedy)
     if len(blob) < _LENGTH:
         raise _fault(source, f"at least {_LENGTH} bytes of header length", f"{len(blob)} bytes")
     (length,) = struct.unpack_from("<Q", blob)
@@ -84,7 +98,7 @@ def write_container(path: Path, tensors: Mapping[str, np.ndarray], metadata: Map
     partial.replace(path)
 
 
-def _tensor(name: str, entry: object, data: memoryview, source: str) -> np.ndarray:
+def _tensor(name: str, entry: object, data: memoryview, source: _Source) -> np.ndarray:
     match entry:
         case {"dtype": str(dtype_name), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
             pass
@@ -103,5 +117,5 @@ def _tensor(name: str, entry: object, data: memoryview, source: str) -> np.ndarr
     return np.frombuffer(data[begin:end], dtype=dtype).reshape(shape)
 
 
-def _fault(source: str, expected: str, observed: str) -> GoldenFileError:
-    return GoldenFileError(f"read_golden: {source}: expected {expected}; found {observed}; {REMEDY}")
+def _fault(source: _Source, expected: str, observed: str) -> GoldenFileError:
+    return GoldenFileError(f"{source.call}: {source.path}: expected {expected}; found {observed}; {source.remedy}")

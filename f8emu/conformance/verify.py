@@ -143,20 +143,21 @@ def verify(
     subjects: Sequence[Subject],
     *,
     stages: Sequence[str] = (),
+    only: Sequence[Stage] | None = None,
     golden: GoldenFile | None = None,
     errors: int = 20,
     progress: Progress | None = None,
 ) -> Result:
     """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
 
-    `errors` is how many mismatches each stage keeps; all are counted. KeyboardInterrupt ends the run, and the result
-    has the stages that were finished.
+    `only` gives stages themselves, in place of the suite's. `errors` is how many mismatches each stage keeps; all are
+    counted. KeyboardInterrupt ends the run, and the result has the stages that were finished.
 
     Raises:
         SpecError: an unknown stage.
         GoldenFileError: the shipped file cannot be read.
     """
-    chosen = stages_by_name(stages)
+    chosen = stages_by_name(stages) if only is None else only
     golden = shipped_golden() if golden is None else golden
     run = _Run(golden, errors, progress or _Silent())
     results: list[SubjectResult] = []

@@ -14,11 +14,9 @@ from f8emu.doctor.jax_probes import probe_jax
 from f8emu.doctor.probe import Probe
 from f8emu.doctor.torch_probes import probe_torch
 from f8emu.environment import versions
-from f8emu.spec import MissingExtraError
+from f8emu.spec import CHIPS, HOPPER, MissingExtraError
 
 _T = TypeVar("_T")
-
-_MEASURED_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ def diagnose() -> Diagnosis:
     for device in devices:
         if device.library == "torch":
             name = device.kind
-            engines[name] = _tried(f"engine for {name}", lambda name=name: _engine(name), "none", problems)
+            engines[name] = _tried(f"engine for {name}", lambda name=name: engine_of_torch(name), "none", problems)
     return Diagnosis(
         system=platform.platform(),
         versions={name: found or "not installed" for name, found in versions().items()},
@@ -121,14 +119,16 @@ def _jax_devices() -> list[Device]:
     return [Device(library="jax", kind=kind, name=jax.devices(kind)[0].device_kind) for kind in kinds]
 
 
-def _engine(device: str) -> str:
+def engine_of_torch(device: str) -> str:
+    """What computes GEMMs of torch tensors with `engine="auto"`, and which chip a GPU that is not Hopper is."""
     import torch
 
-    from f8emu.torch.gemm.engine import Engine, resolve_engine
+    from f8emu.torch.device import is_device_of
 
-    if resolve_engine("doctor", torch.device(device), Engine.AUTO.value) is Engine.EMULATED:
-        return f"emulated by f8ref.jax on {interop.jax_device(device).device_kind}"
-    text = f"hardware, torch._scaled_mm on {torch.cuda.get_device_name()}"
-    if torch.cuda.get_device_capability() != _MEASURED_CAPABILITY:
-        text += "; its bits were never measured: engine='emulated' gives Hopper's"
+    own = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
+    if HOPPER in own:
+        return f"hardware, torch._scaled_mm on {torch.cuda.get_device_name()}"
+    text = f"emulated by f8ref.jax on {interop.jax_device(device).device_kind}"
+    for chip in own:
+        text += f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}"
     return text

@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from f8emu.spec import formats
-from f8emu.spec.chip import HOPPER
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, FORMATS, HIGH_PRECISION, Format
 
 CHIP = HOPPER
-"""The chip whose GEMMs run or are emulated."""
+"""The chip whose GEMMs run or are emulated where no other is named."""
 
 FLOAT8_NAMES: tuple[str, ...] = tuple(format.name for format in FLOAT8)
 """The dtypes that a cast gives."""

@@ -1,9 +1,18 @@
 """The one recipe spec: frozen, hashable data that every backend reads. No array code, standard library only."""
 
-from f8emu.spec.chip import CHIPS as CHIPS
-from f8emu.spec.chip import HOPPER as HOPPER
 from f8emu.spec.chip import AccumulationModel as AccumulationModel
 from f8emu.spec.chip import Chip as Chip
+from f8emu.spec.chip import Evidence as Evidence
+from f8emu.spec.chip import FlooredSum as FlooredSum
+from f8emu.spec.chip import Instruction as Instruction
+from f8emu.spec.chip import Rounding as Rounding
+from f8emu.spec.chips import ADA as ADA
+from f8emu.spec.chips import BLACKWELL_MMA as BLACKWELL_MMA
+from f8emu.spec.chips import BLACKWELL_TCGEN05 as BLACKWELL_TCGEN05
+from f8emu.spec.chips import CDNA3 as CDNA3
+from f8emu.spec.chips import CHIPS as CHIPS
+from f8emu.spec.chips import HOPPER as HOPPER
+from f8emu.spec.chips import chip_by_name as chip_by_name
 from f8emu.spec.errors import F8Error as F8Error
 from f8emu.spec.errors import GoldenFileError as GoldenFileError
 from f8emu.spec.errors import MissingExtraError as MissingExtraError

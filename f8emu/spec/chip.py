@@ -1,14 +1,50 @@
-"""What a chip multiplies and how it adds, as data.
+"""What a chip multiplies and how it adds, as data: the shape of a profile. `f8emu.spec.chips` holds the profiles.
 
-The numbers of `HOPPER` are measured on an NVIDIA H200; `reference/NUMERICS.md` states the rules by id. The algorithms
-are in `f8ref.exact`, `f8ref.numpy` and `f8ref.jax`, each written on its own. None of them names a chip: another chip is
-another instance here.
+`reference/NUMERICS.md` states the rules by id. The algorithms are in `f8ref.exact`, `f8ref.numpy` and `f8ref.jax`, each
+written on its own. None of them names a chip: another chip is another instance.
 """
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
-from f8emu.spec.formats import E4M3FN, E5M2, Format
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import Granularity
+
+
+class Evidence(Enum):
+    """What a profile stands on."""
+
+    RECORDED = "recorded"
+    """Whole GEMMs recorded on the chip have these bits."""
+    RECORDED_INSTRUCTION = "instructions recorded, GEMMs around them assumed"
+    """Public recordings of single instructions have these bits. How the chip's library chains and scales is taken to be
+    as on Hopper."""
+    LITERATURE = "unverified"
+    """Published descriptions only; nothing recorded was replayed here."""
+
+
+class Rounding(Enum):
+    """How the sum of a step becomes the accumulator."""
+
+    TOWARD_ZERO = "toward zero"
+    """[ACC-5]"""
+    NEAREST_EVEN = "nearest even"
+    """[CHIP-4]"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlooredSum:
+    """[CHIP-6] A step that adds up its products first, apart from the accumulator, and floors what it aligns."""
+
+    interleaved: int
+    """Products k, k + this, k + 2 * this, ... have a sum of their own; these sums are then aligned and floored."""
+    fraction_bits: int
+    """Below the largest exponent, that of the accumulator included: the sum of the products is floored to these."""
+    accumulator_fraction_bits: int
+    """The same for the accumulator."""
+    accumulator_reach: int | None
+    """An accumulator whose exponent is further than this below the largest is left out; None: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +56,35 @@ class AccumulationModel:
     aligned_fraction_bits: int
     """[ACC-3] Every term of a step is cut toward zero to a multiple of `2^(e_max - this)`."""
     result_fraction_bits: int
-    """[ACC-5] The sum of a step is normalised and cut toward zero to this many fraction bits."""
+    """[ACC-5] The sum of a step is normalised and cut toward zero, or rounded, to this many fraction bits."""
     promote_k: int | None
-    """[CHAIN-2] After this much of K the chain restarts from zero, and the partial is added to a float32 total
-    with round to nearest even; None [CHAIN-1] is one chain over all of K."""
+    """[CHAIN-2] After this much of K the chain restarts from zero, and the partial is added to a total of the
+    accumulator's format with round to nearest even; None [CHAIN-1] is one chain over all of K."""
     split_k_multiple: int
     """[CHAIN-3] The length of a split-K slice is `ceil(K / S)` rounded up to a multiple of this."""
+    rounding: Rounding = Rounding.TOWARD_ZERO
+    """[ACC-5], [CHIP-4]"""
+    accumulator: Format = FLOAT32
+    """Whose exponent range the accumulator has: float32 or float16."""
+    order: tuple[int, ...] = ()
+    """[CHIP-2] K is consumed in this order within every `len(order)` of it; () is the order of K."""
+    operand: Format | None = None
+    """[CHIP-1] The operands are converted to this format first, which is exact; raw exponents are then its own."""
+    floored: FlooredSum | None = None
+    """[CHIP-6] In place of [ACC-2] to [ACC-4]'s one sum; None is one sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """`d = dot(a, b) + c` of one matrix instruction, or of several in a row where K is longer than one."""
+
+    name: str
+    """The assembler's, without shapes that make no difference."""
+    format_pairs: tuple[tuple[Format, Format], ...]
+    """Formats of (a, b)."""
+    out: Format
+    """Of c and d."""
+    model: AccumulationModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +92,10 @@ class Chip:
     """The GEMMs of one chip and its library."""
 
     name: str
-    capability_major: int
-    """CUDA's compute capability before the dot."""
+    evidence: Evidence
+    capability: tuple[int, int] | None
+    """CUDA's compute capability of the devices whose own library has these bits; None: no device that torch or JAX
+    would run such a GEMM on."""
 
     format_pairs: tuple[tuple[Format, Format], ...]
     """Float8 formats (a, b) that are multiplied."""
@@ -59,6 +120,12 @@ class Chip:
     """Float8 operands with block scales: the chain within each block of K. [EPI-5] adds up the blocks."""
     square_split_k_multiple: int
     """[CHAIN-3] Where one operand has 128x128 scales, in place of the `split_k_multiple` of `block_scaled`."""
+    instructions: tuple[Instruction, ...] = ()
+    """Single instructions, for `mma`; where two fit, the first."""
+
+    def __str__(self) -> str:
+        """The name; that of a profile from the literature says so."""
+        return self.name if self.evidence is not Evidence.LITERATURE else f"{self.name} ({self.evidence.value})"
 
     @property
     def operand_formats(self) -> tuple[Format, ...]:
@@ -75,6 +142,21 @@ class Chip:
             return self.block_scaled
         return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)
 
+    def instruction(self, call: str, formats: tuple[Format, Format], out: Format) -> Instruction:
+        """The instruction of operands (a, b) and an accumulator of format `out`.
+
+        Raises:
+            UnsupportedError: the profile has none.
+        """
+        for instruction in self.instructions:
+            if formats in instruction.format_pairs and out == instruction.out:
+                return instruction
+        known = "; ".join(f"{_pairs(i.format_pairs)} -> {i.out}" for i in self.instructions)
+        raise UnsupportedError(
+            f"{call}: the profile of {self} has the instructions {known or 'none'}; got {_pair(formats)} -> {out}; "
+            "cast to one of these, or choose another chip"
+        )
+
     def refusal(
         self,
         formats: tuple[Format, Format],
@@ -87,20 +169,20 @@ class Chip:
         A call that asks for one raises UnsupportedError with these words, a recipe SpecError.
         """
         if formats not in self.format_pairs:
-            return f"{self.name} multiplies {_pairs(self.format_pairs)}; got {_pair(formats)}; cast to one of these"
+            return f"{self} multiplies {_pairs(self.format_pairs)}; got {_pair(formats)}; cast to one of these"
         if granularities not in self.granularity_pairs:
             return (
-                f"{self.name} takes scales {_pairs(self.granularity_pairs)}; got {_pair(granularities)}; "
+                f"{self} takes scales {_pairs(self.granularity_pairs)}; got {_pair(granularities)}; "
                 "to use a tensorwise scale beside rowwise ones, repeat it for every row"
             )
         if granularities[0].is_blockwise:
             if formats not in self.block_scaled_format_pairs:
                 return (
-                    f"{self.name} takes block scales of {_pairs(self.block_scaled_format_pairs)}; got "
+                    f"{self} takes block scales of {_pairs(self.block_scaled_format_pairs)}; got "
                     f"{_pair(formats)}; cast to one of these, or scale by row"
                 )
             if use_fast_accum:
-                return f"{self.name} has no fast accumulation beside block scales; pass use_fast_accum=False"
+                return f"{self} has no fast accumulation beside block scales; pass use_fast_accum=False"
         return None
 
 
@@ -110,35 +192,3 @@ def _pairs(pairs: tuple[tuple[Format, Format] | tuple[Granularity, Granularity],
 
 def _pair(pair: tuple[Format, Format] | tuple[Granularity, Granularity]) -> str:
     return " x ".join(x.name if isinstance(x, Format) else x.value for x in pair)
-
-
-_HOPPER_CHAIN = AccumulationModel(
-    step_k=32, aligned_fraction_bits=13, result_fraction_bits=13, promote_k=None, split_k_multiple=128
-)
-
-HOPPER = Chip(
-    name="Hopper",
-    capability_major=9,
-    format_pairs=((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2)),
-    block_scaled_format_pairs=((E4M3FN, E4M3FN),),
-    granularity_pairs=(
-        (Granularity.TENSORWISE, Granularity.TENSORWISE),
-        (Granularity.ROWWISE, Granularity.ROWWISE),
-        (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
-        (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
-        (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
-    ),
-    size_multiple=16,  # the tensor core's operands are read 16 bytes at a time
-    vector_multiple=4,  # and so is a column of float32 scales
-    float8=replace(_HOPPER_CHAIN, promote_k=128),
-    float8_fast=_HOPPER_CHAIN,
-    block_scaled=_HOPPER_CHAIN,
-    square_split_k_multiple=512,  # four blocks, to which the library pads the columns of 128x128 scales
-    bfloat16=AccumulationModel(
-        step_k=16, aligned_fraction_bits=25, result_fraction_bits=23, promote_k=None, split_k_multiple=64
-    ),
-)
-"""H100 and H200, sm_90; the bits were recorded on an H200."""
-
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in (HOPPER,)}
-"""Every known chip by name."""

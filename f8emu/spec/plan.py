@@ -6,12 +6,15 @@ trees were fitted on shapes off the grid of the recording and on no block scales
 Everything is in `data/`, one file for a chip and library.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, HIGH_PRECISION
 from f8emu.spec.scaling import Granularity
@@ -277,6 +280,23 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
     """
     plan = shipped_plan()
     return plan.split_k(gemm) if (library, chip) == (plan.library, plan.chip) else _UNKNOWN
+
+
+def is_planned(caller: str, chip: Chip) -> bool:
+    """Whether there is a plan for the GEMMs of `chip`; if not, S is 1 of unknown source, and a warning says so once."""
+    if chip is not HOPPER:
+        warn_without_plan(caller, str(chip))
+    return chip is HOPPER
+
+
+@cache
+def warn_without_plan(caller: str, chip: str) -> None:
+    """Say that S of a chip's GEMMs is not known."""
+    warnings.warn(
+        f"{caller}: into how many slices a library on {chip} cuts K is not known; its GEMMs are emulated without a "
+        "split. Pass split_k if you know it. This is said once",
+        stacklevel=3,
+    )
 
 
 @cache

@@ -18,13 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from f8emu.spec.chip import CHIPS
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS, chip_by_name
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, Format
 from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
-
-_OPERAND_FORMATS = tuple(dict.fromkeys(format for chip in CHIPS.values() for format in chip.operand_formats))
-"""Formats that some chip multiplies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +33,8 @@ class Cast:
     granularity: Granularity = Granularity.TENSORWISE
 
     def __post_init__(self) -> None:
-        if self.format is not None and self.format not in _OPERAND_FORMATS:
-            known = " or ".join(f.name for f in _OPERAND_FORMATS)
+        if self.format is not None and self.format not in OPERAND_FORMATS:
+            known = " or ".join(f.name for f in OPERAND_FORMATS)
             raise SpecError(
                 f"Cast: format must be the Format {known}, or None for high precision; "
                 f"got the {type(self.format).__name__} {self.format}"
@@ -77,14 +75,19 @@ class Gemm:
             if self.use_fast_accum:
                 raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
             return
-        formats, granularities = (a.format, b.format), self.scaled_gemm_granularities
-        refusals = [c.refusal(formats, granularities, use_fast_accum=self.use_fast_accum) for c in CHIPS.values()]
-        if all(refusals):
-            raise SpecError("Gemm: " + ". ".join(str(refusal) for refusal in refusals))
+        if all(self.refusal(chip) for chip in CHIPS.values()):
+            raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
 
     @property
     def is_high_precision(self) -> bool:
         return self.a.is_high_precision
+
+    def refusal(self, chip: Chip) -> str | None:
+        """Why `chip` has no such GEMM, and the way out; None if it has."""
+        if self.a.format is None or self.b.format is None:
+            return None
+        formats, granularities = (self.a.format, self.b.format), self.scaled_gemm_granularities
+        return chip.refusal(formats, granularities, use_fast_accum=self.use_fast_accum)
 
     @property
     def scaled_gemm_granularities(self) -> tuple[Granularity, Granularity]:
@@ -136,8 +139,15 @@ class Recipe:
     scale_rule: ScaleRule = ScaleRule()
     delayed: DelayedScaling | None = None
     """None is dynamic scaling: every cast uses its own amax."""
+    chip: str = HOPPER.name
+    """Whose bits the emulation gives: a name of `f8emu.spec.CHIPS`."""
 
     def __post_init__(self) -> None:
+        with_chip = chip_by_name(f"Recipe {self.name!r}", self.chip)
+        for name, gemm in self.gemms.items():
+            refusal = gemm.refusal(with_chip)
+            if refusal is not None:
+                raise SpecError(f"Recipe {self.name!r}: {name}: {refusal}; or choose another chip")
         for tensor in TENSORS:
             formats = {c.format for _, _, c in self.casts(tensor) if c.format is not None}
             if len(formats) > 1:
@@ -187,8 +197,11 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """The name; with the start of the content hash where it is not the named recipe of that name."""
-        return self.name if RECIPES.get(self.name) == self else f"{self.name} ({self.content_hash[:12]})"
+        """The name; with the start of the content hash, and a chip that is not Hopper, where it is no named recipe."""
+        if RECIPES.get(self.name) == self:
+            return self.name
+        on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
+        return f"{self.name} ({self.content_hash[:12]}){on}"
 
     def to_dict(self) -> dict[str, object]:
         """Plain dict of strings, numbers and booleans; what TOML and JSON hold."""
@@ -209,6 +222,9 @@ class Recipe:
     def explain(self) -> str:
         """The recipe in words and its three GEMMs as equations."""
         lines = [f"{self.name}  ({self.content_hash[:12]})"]
+        chip = CHIPS[self.chip]
+        if chip != HOPPER:
+            lines.append(f"chip: {chip.name}, {chip.evidence.value}")
         if self.delayed is None:
             lines.append("scales: dynamic, from the amax of the tensor that is cast")
         else:
@@ -225,12 +241,13 @@ class Recipe:
             lines.append(f"{name} {shape} = cast({a}) @ cast({b}), summed over {k}")
             lines.append(f"    a: {gemm.a}")
             lines.append(f"    b: {gemm.b}")
+            model = chip.bfloat16 if gemm.is_high_precision else chip.float8_model(use_fast_accum=gemm.use_fast_accum)
             if gemm.is_high_precision:
                 lines.append("    bfloat16 matmul, one chain")
-            elif gemm.use_fast_accum:
-                lines.append("    fast accumulation: one chain")
+            elif model.promote_k is not None:
+                lines.append(f"    accumulation promoted to float32 every {model.promote_k}")
             else:
-                lines.append("    accumulation promoted to float32 every 128")
+                lines.append("    fast accumulation: one chain" if gemm.use_fast_accum else "    one chain")
         return "\n".join(lines)
 
 

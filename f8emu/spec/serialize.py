@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any, TypeVar, cast
 
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import format_by_name
 from f8emu.spec.recipe import GEMM_NAMES, HIGH_PRECISION_CAST, Cast, Gemm, Recipe
@@ -28,6 +29,8 @@ _E = TypeVar("_E", bound=Enum)
 def recipe_to_dict(recipe: Recipe) -> dict[str, object]:
     """Plain dict of strings, numbers, booleans and dicts, with every default written out."""
     data: dict[str, object] = {"schema": SCHEMA, "name": recipe.name}
+    if recipe.chip != HOPPER.name:  # left out, so that recipes of before chips could be named keep text and hash
+        data["chip"] = recipe.chip
     data["scale_rule"] = {
         "power_of_two": recipe.scale_rule.power_of_two,
         "amax_floor": recipe.scale_rule.amax_floor,
@@ -96,7 +99,7 @@ def recipe_from_dict(data: object) -> Recipe:
     Raises:
         SpecError: an unknown, missing or ill-typed key, or an impossible recipe; the message names the place.
     """
-    top = _table(data, "recipe", required=("name", *GEMM_NAMES), optional=("schema", "scale_rule", "delayed"))
+    top = _table(data, "recipe", required=("name", *GEMM_NAMES), optional=("schema", "chip", "scale_rule", "delayed"))
     schema = _typed(top.get("schema", SCHEMA), "schema", int)
     if schema != SCHEMA:
         raise SpecError(f"recipe: schema {schema} is unknown; this version of f8emu reads schema {SCHEMA}")
@@ -107,6 +110,7 @@ def recipe_from_dict(data: object) -> Recipe:
         grad_weight=_gemm_from_dict(top["grad_weight"], "grad_weight"),
         scale_rule=_scale_rule_from_dict(top.get("scale_rule", {}), "scale_rule"),
         delayed=_delayed_from_dict(top["delayed"], "delayed") if "delayed" in top else None,
+        chip=_typed(top.get("chip", HOPPER.name), "chip", str),
     )
 
 

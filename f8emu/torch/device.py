@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 
+from f8emu.spec.chip import Chip
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.dtypes import CHIP
 
@@ -19,6 +20,17 @@ def has_float8_hardware(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
 
 
+def is_device_of(chip: Chip, device: torch.device) -> bool:
+    """Whether the library of `device` is the one whose bits the profile has."""
+    return has_float8_hardware(device) and capability_of(device) == chip.capability
+
+
+@cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
 @cache
 def compares_pairs(device: torch.device) -> bool:
     """Whether `device` is a GPU that compares two pairs of 16-bit integers with one instruction."""
@@ -28,8 +40,8 @@ def compares_pairs(device: torch.device) -> bool:
 def require_hopper(call: str, device: torch.device) -> None:
     """Raise UnsupportedError unless `device` is a Hopper GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major != CHIP.capability_major:
+    if (major, minor) != CHIP.capability:
         raise UnsupportedError(
-            f"{call}: torch has it for {CHIP.name} only, compute capability {CHIP.capability_major}.0; "
+            f"{call}: torch has it for {CHIP.name} only, compute capability 9.0; "
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}; pass engine='emulated'"
         )

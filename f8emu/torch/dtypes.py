@@ -6,17 +6,15 @@ from typing import Any
 import torch
 
 from f8emu.spec import formats
-from f8emu.spec.chip import HOPPER
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FLOAT8, Format, format_by_name
 
 CHIP = HOPPER
-"""The chip whose GEMMs run or are emulated."""
+"""The chip whose GEMMs run or are emulated where no other is named."""
 
 FLOAT8_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in FLOAT8)
 """The results of a cast."""
-OPERAND_DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, format.name) for format in CHIP.operand_formats)
-"""What the tensor core multiplies."""
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The inputs of a cast and the outputs of a GEMM."""
 

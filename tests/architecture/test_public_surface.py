@@ -25,16 +25,17 @@ SURFACE = {
         ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule TENSORWISE recipe_by_name recipe_from_json recipe_from_toml
     """,
     "f8emu.spec": """
-        AccumulationModel AmaxHistoryReduction BFLOAT16 BLOCKWISE CHIPS Cast Chip DELAYED DelayedScaling
-        DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0FNU F8Error FLOAT16 FLOAT32 FLOAT8 FORMATS Float8State Format
-        GEMM_NAMES Gemm GemmTrace GoldenFileError Granularity HIGH_PRECISION HIGH_PRECISION_CAST HOPPER
+        ADA AccumulationModel AmaxHistoryReduction BFLOAT16 BLACKWELL_MMA BLACKWELL_TCGEN05 BLOCKWISE CDNA3 CHIPS Cast
+        Chip DELAYED DelayedScaling DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0FNU Evidence F8Error FLOAT16 FLOAT32
+        FLOAT8 FORMATS Float8State FlooredSum Format
+        GEMM_NAMES Gemm GemmTrace GoldenFileError Granularity HIGH_PRECISION HIGH_PRECISION_CAST HOPPER Instruction
         LinearTrace MAX_MARGIN MIN_AMAX_FLOOR MissingExtraError OPERANDS OperandError OperandTrace Overflow
-        RECIPES RECIPE_ALIASES ROWWISE ROWWISE_WITH_GW_HP Recipe ScaleRule Scales SpecError Specials TENSORS
-        TENSORWISE TRANSPOSED UnsupportedError float8_format format_by_name granularity_by_name
+        RECIPES RECIPE_ALIASES ROWWISE ROWWISE_WITH_GW_HP Recipe Rounding ScaleRule Scales SpecError Specials TENSORS
+        TENSORWISE TRANSPOSED UnsupportedError chip_by_name float8_format format_by_name granularity_by_name
         output_format recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
     """,
-    "f8ref.numpy": VERBS + " linear",
-    "f8ref.jax": VERBS + " linear",
+    "f8ref.numpy": VERBS + " linear mma",
+    "f8ref.jax": VERBS + " linear mma",
     "f8emu.jax": VERBS
     + """
         DelayedDotGeneral DotGeneral Float8State compiler_options delayed_dot_general dot_general engine_of jit
@@ -64,8 +65,9 @@ SIGNATURES = {
     "decode": "(x)",
     "dequantize": "(codes, scale, granularity=TENSORWISE)",
     "initial_delayed_state": "(delayed)",
-    "linear": "(recipe, input, weight, grad_output=None, bias=None, *, delayed_state=None, split_k=None, chip=Hopper)",
+    "linear": "(recipe, input, weight, grad_output=None, bias=None, *, delayed_state=None, split_k=None, chip=None)",
     "mm": "(a, b, *, out_dtype='bfloat16', split_k=1, chip=Hopper)",
+    "mma": "(a, b, c, *, chip=Hopper, out_dtype='float32')",
     "quantize": "(x, inv_scale, format, granularity=TENSORWISE)",
     "scale_from_amax": "(amax, format, rule=ScaleRule(power_of_two=False, amax_floor=1e-12), *, margin=0)",
     "scaled_grouped_mm": "(a, b, scale_a, scale_b, offs, *, out_dtype='bfloat16', use_fast_accum=False, chip=Hopper)",

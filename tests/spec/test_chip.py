@@ -4,7 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from f8emu.spec import CHIPS, E4M3FN, E4M3FNUZ, E5M2, HOPPER, AccumulationModel, Format, Granularity
+from f8emu.spec import (
+    BFLOAT16,
+    BLOCKWISE,
+    CHIPS,
+    E4M3FN,
+    E4M3FNUZ,
+    E5M2,
+    FLOAT16,
+    FLOAT32,
+    HOPPER,
+    ROWWISE,
+    AccumulationModel,
+    Format,
+    Granularity,
+    SpecError,
+    UnsupportedError,
+    chip_by_name,
+    recipe_from_json,
+    recipe_from_toml,
+)
 
 T, R = Granularity.TENSORWISE, Granularity.ROWWISE
 V, S = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
@@ -39,7 +58,7 @@ def test_steps_tile_what_they_are_chained_over(chip: str, name: str, model: Accu
 
 
 def test_what_hopper_multiplies() -> None:
-    assert HOPPER.capability_major == 9
+    assert HOPPER.capability == (9, 0)
     assert HOPPER.operand_formats == (E4M3FN, E5M2)
     assert HOPPER.format_pairs == ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
     assert HOPPER.granularity_pairs == ((T, T), (R, R), (V, V), (V, S), (S, V))
@@ -96,3 +115,67 @@ def test_a_refusal_says_what_there_is_and_what_was_asked_for(
 ) -> None:
     refusal = HOPPER.refusal(formats, granularities, **options)
     assert refusal is not None and text in refusal and refusal.startswith("Hopper ")
+
+
+def test_a_profile_says_what_it_stands_on() -> None:
+    found = {name: chip.evidence.value for name, chip in CHIPS.items()}
+    assumed = "instructions recorded, GEMMs around them assumed"
+    assert found == {
+        "Hopper": "recorded",
+        "Ada": assumed,
+        "Blackwell mma.sync": assumed,
+        "Blackwell tcgen05": "unverified",
+        "CDNA3": "unverified",
+    }
+    assert list(map(str, CHIPS.values())) == [
+        *("Hopper", "Ada", "Blackwell mma.sync"),
+        *("Blackwell tcgen05 (unverified)", "CDNA3 (unverified)"),
+    ]
+    refusal = CHIPS["CDNA3"].refusal((E4M3FN, E4M3FN), (T, T))
+    assert refusal is not None and refusal.startswith("CDNA3 (unverified) multiplies float8_e4m3fnuz x")
+
+
+def test_instructions_of_the_public_recordings() -> None:
+    """NUMERICS 11: steps, aligned bits, result bits, what is added when."""
+    model = CHIPS["Ada"].instruction("test", (E5M2, E5M2), FLOAT32).model
+    assert (model.step_k, model.aligned_fraction_bits, model.result_fraction_bits, model.promote_k) == (
+        16,
+        13,
+        13,
+        None,
+    )
+    model = CHIPS["Ada"].instruction("test", (BFLOAT16, BFLOAT16), FLOAT32).model
+    assert (model.step_k, model.aligned_fraction_bits, model.result_fraction_bits) == (8, 24, 23)
+    for name in ("Hopper", "Blackwell mma.sync"):
+        model = CHIPS[name].instruction("test", (E4M3FN, E4M3FN), FLOAT16).model
+        assert (model.step_k, model.aligned_fraction_bits, model.promote_k, model.operand) == (16, 25, 32, FLOAT16)
+        assert model.order[:16] == (0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
+        assert sorted(model.order) == list(range(32)) and model.accumulator == FLOAT16
+    with pytest.raises(
+        UnsupportedError, match=r"test: the profile of Hopper has .* got bfloat16 x bfloat16 -> float16"
+    ):
+        HOPPER.instruction("test", (BFLOAT16, BFLOAT16), FLOAT16)
+
+
+def test_a_chip_is_named_or_given() -> None:
+    assert chip_by_name("test", "Ada") is chip_by_name("test", CHIPS["Ada"]) is CHIPS["Ada"]
+    for unknown in ("ada", replace(HOPPER, size_multiple=8), 7):
+        with pytest.raises(SpecError, match="test: chip must be one of 'Hopper', 'Ada', "):
+            chip_by_name("test", unknown)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_recipe_has_a_chip() -> None:
+    ada = replace(ROWWISE, name="mine", chip="Ada")
+    assert recipe_from_toml(ada.to_toml()) == recipe_from_json(ada.to_json()) == ada != ROWWISE
+    assert 'chip = "Ada"' in ada.to_toml() and "chip" not in ROWWISE.to_toml()
+    assert ada.content_hash != ROWWISE.content_hash and replace(ada, chip="Hopper") == ROWWISE
+    assert "chip: Ada, instructions recorded, GEMMs around them assumed" in ada.explain()
+    assert ada.label == f"mine ({ada.content_hash[:12]}) on Ada"
+    explained = replace(ROWWISE, name="mine", chip="Blackwell tcgen05").explain()
+    assert "chip: Blackwell tcgen05, unverified" in explained and "every 128" not in explained
+    with pytest.raises(SpecError, match="Recipe 'blockwise': chip must be one of"):
+        replace(BLOCKWISE, chip="Volta")
+    with pytest.raises(SpecError, match=r"Recipe 'blockwise': output: Ada takes scales .*; or choose another chip"):
+        replace(BLOCKWISE, chip="Ada")
+    with pytest.raises(SpecError, match=r"Recipe 'rowwise': output: CDNA3 \(unverified\) multiplies"):
+        replace(ROWWISE, chip="CDNA3")

@@ -180,7 +180,8 @@ def e4m3(granularity: Granularity = Granularity.TENSORWISE) -> Cast:
 IMPOSSIBLE: dict[str, tuple[Callable[[], object], str]] = {
     "float16 operand": (
         lambda: Cast(format=FLOAT16),
-        "Cast: format must be the Format float8_e4m3fn or float8_e5m2, or None for high precision; "
+        "Cast: format must be the Format float8_e4m3fn or float8_e5m2 or float8_e4m3fnuz or float8_e5m2fnuz, "
+        "or None for high precision; "
         "got the Format float16",
     ),
     "E8M0 operand": (lambda: Cast(format=E8M0FNU), "got the Format float8_e8m0fnu"),

@@ -1,9 +1,11 @@
 """Bad input and faults in converted layers: amaxes beyond every scale, values that are not finite, what is shared, and
 hardware that is not there."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
+from f8emu import interop
+from f8emu.doctor.diagnosis import engine_of_torch as doctor_engine
 from f8emu.spec import (
+    CHIPS,
     DELAYED,
     E4M3FN,
     E5M2,
@@ -26,10 +31,10 @@ from f8emu.spec import (
     Recipe,
     UnsupportedError,
 )
-from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.device import capability_of, has_float8_hardware
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm import operators as gemm_operators
-from f8emu.torch.gemm.engine import Engine, resolve_engine
+from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_once
 from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -284,9 +289,12 @@ def test_an_update_takes_as_many_operations_for_a_large_model() -> None:
 @pytest.fixture(autouse=True)
 def ask_the_device_again() -> Iterator[None]:
     """What f8emu remembers of a device belongs to one test."""
-    has_float8_hardware.cache_clear()
+    caches = (has_float8_hardware, capability_of, warn_once)
+    for function in caches:
+        function.cache_clear()
     yield
-    has_float8_hardware.cache_clear()
+    for function in caches:
+        function.cache_clear()
 
 
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
@@ -298,17 +306,34 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) 
 
 
 @pytest.mark.parametrize(
-    "capability, has_float8", [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)], ids=str
+    "capability, own", [((8, 0), None), ((8, 9), "Ada"), ((9, 0), "Hopper"), ((10, 0), "Blackwell tcgen05")], ids=str
 )
-def test_the_engine_of_a_gpu(capability: tuple[int, int], has_float8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_a_gpu(capability: tuple[int, int], own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hardware where it is the chip whose bits are asked for; a GPU that stands idle is said, once."""
     gpu = pretend_a_gpu(monkeypatch, capability)
-    assert resolve_engine("call", gpu, "auto") is (Engine.HARDWARE if has_float8 else Engine.EMULATED)
-    assert resolve_engine("call", gpu, "emulated") is Engine.EMULATED
-    if has_float8:
-        assert resolve_engine("call", gpu, "hardware") is Engine.HARDWARE
-    else:
-        with pytest.raises(UnsupportedError, match=r"call: engine='hardware' needs .* 8\.9 or newer; got cuda:0; move"):
-            resolve_engine("call", gpu, "hardware")
+    for name, chip in CHIPS.items():
+        assert resolve_engine("call", gpu, "emulated", chip) is Engine.EMULATED
+        if name == own:
+            assert resolve_engine("call", gpu, "auto", chip) is Engine.HARDWARE
+            assert resolve_engine("call", gpu, "hardware", chip) is Engine.HARDWARE
+            continue
+        with contextlib.nullcontext() if own is None else pytest.warns(RuntimeWarning, match=f"pass chip='{own}'"):
+            assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
+        assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
+        wanted = (
+            r"needs .* torch knows none" if chip.capability is None else r"needs tensors on .*\d\.\d; got cuda:0; move"
+        )
+        with pytest.raises(UnsupportedError, match=f"call: engine='hardware' {wanted}"):
+            resolve_engine("call", gpu, "hardware", chip)
+
+
+def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch, (10, 0))
+    monkeypatch.setattr(interop, "jax_device", lambda device: SimpleNamespace(device_kind="a B200"))
+    text = doctor_engine("cuda")
+    assert text.startswith(
+        "emulated by f8ref.jax on a B200; chip='Blackwell tcgen05' runs on the hardware, its profile is unverified"
+    )
 
 
 def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,8 +363,10 @@ def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monk
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
     with FakeTensorMode():
         model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
-        with pytest.raises(UnsupportedError, match=r"recipe 'blockwise' with block scales: .*; another GPU has 10\.0"):
-            f8.convert_to_float8_training(model, config="blockwise")
+        with pytest.raises(
+            UnsupportedError, match=r"engine='hardware' needs .* 9\.0; got cuda:0; move .*'Blackwell tcgen05'"
+        ):
+            f8.convert_to_float8_training(model, config="blockwise", engine="hardware")
         assert type(model[0]) is nn.Linear, "nothing has changed"
         f8.convert_to_float8_training(model, config="blockwise", engine="emulated")
 
@@ -351,10 +378,10 @@ def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPat
     expected = both_passes(layer, tensors)
     gpu = pretend_a_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(
-        gemm_operators, "resolve_engine", lambda call, device, engine: resolve_engine(call, gpu, engine)
+        gemm_operators, "resolve_engine", lambda call, device, engine, chip: resolve_engine(call, gpu, engine, chip)
     )
     for ours, theirs in zip(both_passes(layer, tensors), expected, strict=True):
         assert_same_bits(ours, theirs)
     layer.engine = "hardware"
-    with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 8\.9 or newer; got cuda:0"):
+    with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 9\.0; got cuda:0"):
         layer(tensors["input"])

@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from f8emu.jax.dtypes import CHIP, HIGH_PRECISION_NAMES, format_of, output_format
+from f8emu.jax.dtypes import HIGH_PRECISION_NAMES, format_of, output_format
+from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
-from f8emu.spec.formats import BFLOAT16, E4M3FN, FLOAT32, HIGH_PRECISION, Format
+from f8emu.spec.formats import BFLOAT16, FLOAT32, HIGH_PRECISION, Format
 from f8emu.spec.scaling import Granularity, granularity_by_name
-
-_OPERAND_NAMES = tuple(format.name for format in CHIP.operand_formats)
 
 
 class Checked(NamedTuple):
@@ -35,6 +34,7 @@ def check_scaled_mm(
     granularity_a: Granularity | str | None,
     granularity_b: Granularity | str | None,
     split_k: int | None,
+    chip: Chip,
 ) -> Checked:
     """The operands of a `scaled_mm`.
 
@@ -44,13 +44,14 @@ def check_scaled_mm(
         UnsupportedError: a combination that the chip has no GEMM for, or that is not modelled.
     """
     call = "scaled_mm"
-    formats = format_of(call, "a", a, _OPERAND_NAMES), format_of(call, "b", b, _OPERAND_NAMES)
+    names = tuple(format.name for format in chip.operand_formats)
+    formats = format_of(call, "a", a, names), format_of(call, "b", b, names)
     m, n, k = _extents(call, a, b)
     check_split_k(call, split_k)
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         format_of(call, name, scale, (FLOAT32.name,))
-    pair = _granularities(call, m, n, k, scale_a, scale_b, granularity_a, granularity_b)
-    refusal = CHIP.refusal(formats, pair, use_fast_accum=use_fast_accum)
+    pair = _granularities(call, chip, m, n, k, scale_a, scale_b, granularity_a, granularity_b)
+    refusal = chip.refusal(formats, pair, use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"{call}: {refusal}")
     if bias is not None:
@@ -65,7 +66,7 @@ def check_scaled_mm(
     return Checked(a, b, scale_a, scale_b, bias, pair)
 
 
-def check_scaled_grouped_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any) -> None:
+def check_scaled_grouped_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, chip: Chip) -> None:
     """The operands of a `scaled_grouped_mm` [EPI-6].
 
     Raises:
@@ -73,7 +74,7 @@ def check_scaled_grouped_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: An
     """
     call = "scaled_grouped_mm"
     for name, x in (("a", a), ("b", b)):
-        format_of(call, name, x, (E4M3FN.name,))
+        format_of(call, name, x, (chip.format_pairs[0][0].name,))
     for name, x in (("scale_a", scale_a), ("scale_b", scale_b)):
         format_of(call, name, x, (FLOAT32.name,))
     if str(getattr(offs, "dtype", None)) != "int32":
@@ -143,6 +144,7 @@ def _extents(call: str, a: Any, b: Any) -> tuple[int, int, int]:
 
 def _granularities(
     call: str,
+    chip: Chip,
     m: int,
     n: int,
     k: int,
@@ -154,7 +156,7 @@ def _granularities(
     """Those that are given, or the first pair of the chip that fits the shapes of the scales."""
     given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in (granularity_a, granularity_b))
     expected: list[str] = []
-    for pair in CHIP.granularity_pairs:
+    for pair in chip.granularity_pairs:
         if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
             continue
         shapes = pair[0].scale_shape(m, k), pair[1].scale_shape(n, k)[::-1]  # those of b.T, transposed
@@ -166,7 +168,7 @@ def _granularities(
             return pair
         expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {pair[0].value} x {pair[1].value}")
     if given_a is not None and given_b is not None and not expected:
-        raise UnsupportedError(f"{call}: {CHIP.refusal(CHIP.format_pairs[0], (given_a, given_b))}")
+        raise UnsupportedError(f"{call}: {chip.refusal(chip.format_pairs[0], (given_a, given_b))}")
     raise OperandError(
         f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
         f"{list(scale_a.shape)} and {list(scale_b.shape)}; scales of b are those of its transpose [N, K], transposed"

@@ -1,12 +1,13 @@
 """The GEMMs without a tensor core: emulated by `f8ref.jax`, which only this module may import.
 
-They run on whatever backend they are lowered for, and give the bits of an H200 there (NUMERICS 1 to 5). JAX compiles a
-program for every shape, so sizes are not rounded up as for torch: under a trace they are static anyway.
+They run on whatever backend they are lowered for, and give the bits of the chip there (NUMERICS 1 to 5, 11). JAX
+compiles a program for every shape, so sizes are not rounded up as for torch: under a trace they are static anyway.
 """
 
 import jax
 
 import f8ref.jax
+from f8emu.spec.chip import Chip
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
 from f8ref.jax import softfloat
@@ -23,6 +24,7 @@ def scaled_mm(
     out_dtype: Format,
     use_fast_accum: bool,
     split_k: int,
+    chip: Chip,
 ) -> jax.Array:
     """`f8ref.jax.scaled_mm`."""
     return f8ref.jax.scaled_mm(
@@ -36,6 +38,7 @@ def scaled_mm(
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
         split_k=split_k,
+        chip=chip,
     )
 
 
@@ -48,14 +51,17 @@ def scaled_grouped_mm(
     *,
     out_dtype: Format,
     use_fast_accum: bool,
+    chip: Chip,
 ) -> jax.Array:
     """`f8ref.jax.scaled_grouped_mm`."""
-    return f8ref.jax.scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    return f8ref.jax.scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=chip
+    )
 
 
-def mm(a: jax.Array, b: jax.Array, *, out_dtype: Format, split_k: int) -> jax.Array:
+def mm(a: jax.Array, b: jax.Array, *, out_dtype: Format, split_k: int, chip: Chip) -> jax.Array:
     """`f8ref.jax.mm`."""
-    return f8ref.jax.mm(a, b, out_dtype=out_dtype, split_k=split_k)
+    return f8ref.jax.mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=chip)
 
 
 def promote(

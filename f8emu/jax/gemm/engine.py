@@ -1,4 +1,4 @@
-"""Which engine computes a GEMM: the device's tensor cores, or the emulation of Hopper's.
+"""Which engine computes a GEMM: the device's tensor cores, or the emulation of a chip's.
 
 An eager call asks the device of its operands. A trace does not know where it will run: it holds both engines, and JAX
 lowers the one of the backend (`jax.lax.platform_dependent`). A vmapped GEMM is one GEMM after another.
@@ -16,10 +16,11 @@ from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 
 from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
-from f8emu.jax.dtypes import CHIP
-from f8emu.jax.fused.choice import FLOAT8_CAPABILITY, has_float8_conversions
+from f8emu.jax.fused.choice import cuda_capabilities
 from f8emu.jax.gemm import emulation, hardware, partition, planned
 from f8emu.jax.lowering import refuse_lowering
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FORMATS, Format
 from f8emu.spec.scaling import Granularity
@@ -29,7 +30,7 @@ class Engine(Enum):
     """What computes a GEMM."""
 
     AUTO = "auto"
-    """HARDWARE on a GPU with float8 tensor cores, otherwise EMULATED."""
+    """HARDWARE on a GPU that is the chip whose bits are asked for, otherwise EMULATED."""
     HARDWARE = "hardware"
     EMULATED = "emulated"
 
@@ -45,20 +46,23 @@ def check_engine(call: str, engine: str) -> None:
         raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
 
 
-def engine_of(device: Any = None, engine: str = "auto") -> str:
+def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HOPPER) -> str:
     """What computes a GEMM of arrays on `device`, JAX's default one for None; tells emulation and hardware apart.
 
     Raises:
         OperandError: an unknown engine.
-        UnsupportedError: "hardware" on a device without float8 tensor cores.
+        SpecError: an unknown chip.
+        UnsupportedError: "hardware" on a device that is not that chip.
     """
     check_engine("engine_of", engine)
+    chip = chip_by_name("engine_of", chip)
     device = jax.devices()[0] if device is None else device
-    if engine != Engine.EMULATED.value and _has_float8(device):
+    if engine != Engine.EMULATED.value and _is_device_of(chip, device):
         return f"cuBLASLt on {device.device_kind}"
     if engine == Engine.HARDWARE.value:
-        raise UnsupportedError(_no_hardware("engine_of", str(device)))
-    return f"emulated by f8ref.jax on {device.platform}"
+        raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
+    found = f"emulated by f8ref.jax on {device.platform}"
+    return found if chip == HOPPER else f"{chip} {found}"
 
 
 def scaled_mm(
@@ -77,6 +81,7 @@ def scaled_mm(
     powers_of_two: bool = False,
     transposed: bool = False,
     sharded_k: str = partition.GATHER,
+    chip: Chip = HOPPER,
 ) -> jax.Array:
     """A checked `scaled_mm`, [N, M] with `transposed`; `options` are those of the program that is traced."""
     formats = FORMATS[a.dtype.name], FORMATS[b.dtype.name]
@@ -88,7 +93,9 @@ def scaled_mm(
     def slices(a: jax.Array, b: jax.Array) -> int:
         if split_k is not None:
             return split_k
-        return planned.scaled_mm_split_k((a.shape[0], b.shape[1], a.shape[1]), formats, granularities, **chain)
+        return planned.scaled_mm_split_k(
+            (a.shape[0], b.shape[1], a.shape[1]), formats, granularities, **chain, chip=chip
+        )
 
     def on_hardware(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
         return hardware.scaled_mm(
@@ -106,25 +113,32 @@ def scaled_mm(
         )
 
     def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
-        product = emulation.scaled_mm(a, b, scale_a, scale_b, granularities, bias=bias, **chain, split_k=slices(a, b))
+        product = emulation.scaled_mm(
+            a, b, scale_a, scale_b, granularities, bias=bias, **chain, split_k=slices(a, b), chip=chip
+        )
         return product.T if transposed else product
 
     is_given = split_k is not None and not granularities[0].is_blockwise
     operands = (a, b, scale_a, scale_b, bias)
     key = (granularities, out_dtype, use_fast_accum, split_k, powers_of_two)
-    return _choose("scaled_mm", engine, operands, on_hardware, emulated, layout, options, is_given, key)
+    return _choose("scaled_mm", engine, operands, on_hardware, emulated, layout, options, is_given, key, chip)
 
 
 def scaled_grouped_mm(
-    *operands: jax.Array, out_dtype: Format, use_fast_accum: bool, engine: str, options: Options | None
+    *operands: jax.Array,
+    out_dtype: Format,
+    use_fast_accum: bool,
+    engine: str,
+    options: Options | None,
+    chip: Chip = HOPPER,
 ) -> jax.Array:
     """A checked `scaled_grouped_mm`."""
     chain = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     on_hardware = functools.partial(hardware.scaled_grouped_mm, **chain, options=options)
-    emulated = functools.partial(emulation.scaled_grouped_mm, **chain)
+    emulated = functools.partial(emulation.scaled_grouped_mm, **chain, chip=chip)
     layout = partition.GROUPED
     key = (out_dtype, use_fast_accum)
-    return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False, key)
+    return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False, key, chip)
 
 
 def mm(
@@ -138,6 +152,7 @@ def mm(
     options: Options | None,
     transposed: bool = False,
     sharded_k: str = partition.GATHER,
+    chip: Chip = HOPPER,
 ) -> jax.Array:
     """A checked `mm`; `layout` is that of the plan."""
     parts = partition.layout_of(None, has_bias=False, transposed=transposed, sharded_k=_way(sharded_k, split_k))
@@ -147,12 +162,12 @@ def mm(
 
     def emulated(a: Any, b: Any) -> jax.Array:
         sizes = (a.shape[0], b.shape[1], a.shape[1])
-        slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype) if split_k is None else split_k
-        product = emulation.mm(a, b, out_dtype=out_dtype, split_k=slices)
+        slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype, chip=chip) if split_k is None else split_k
+        product = emulation.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip)
         return product.T if transposed else product
 
     key = (out_dtype, split_k, layout)
-    return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None, key)
+    return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None, key, chip)
 
 
 def _way(sharded_k: str, split_k: int | None) -> str:
@@ -170,6 +185,7 @@ def _choose(
     options: Options | None,
     has_split_k: bool,
     key: tuple[Any, ...],
+    chip: Chip,
 ) -> jax.Array:
     """The product by the engine of the device, or of the backend that the trace is lowered for.
 
@@ -182,7 +198,7 @@ def _choose(
     )
 
     def on_cuda(*operands: Any) -> jax.Array:
-        if not has_float8_conversions():
+        if not all(capability == chip.capability for capability in cuda_capabilities()) or chip.capability is None:
             return elsewhere(*operands)
         if has_split_k:
             operands = (refuse_lowering(operands[0], given_split_k), *operands[1:])
@@ -192,7 +208,7 @@ def _choose(
 
     def elsewhere(*operands: Any) -> jax.Array:
         if wants_hardware:
-            operands = (refuse_lowering(operands[0], _no_hardware(call, "another backend")), *operands[1:])
+            operands = (refuse_lowering(operands[0], _no_hardware(call, "another device", chip)), *operands[1:])
         return partition.in_parts(emulated, operands, layout, is_emulated=True)
 
     def either(*operands: Any) -> jax.Array:
@@ -206,12 +222,12 @@ def _choose(
         if any(len(x.devices()) > 1 for x in operands if x is not None):
             options = eager_options()  # of the program, in which each device computes a part
             program = _PROGRAMS.setdefault(
-                (call, engine, layout, *key), jax.jit(lambda *x: either(*x), compiler_options=compiler_options())
+                (call, engine, layout, chip, *key), jax.jit(lambda *x: either(*x), compiler_options=compiler_options())
             )
             return program(*operands)
-        if engine == Engine.EMULATED.value or not _has_float8(device):
+        if engine == Engine.EMULATED.value or not _is_device_of(chip, device):
             if wants_hardware:
-                raise UnsupportedError(_no_hardware(call, str(device)))
+                raise UnsupportedError(_no_hardware(call, str(device), chip))
             return emulated(*operands)
         if has_split_k:
             raise UnsupportedError(given_split_k)
@@ -221,16 +237,21 @@ def _choose(
     return either(*operands)
 
 
-def _no_hardware(call: str, found: str) -> str:
+def _no_hardware(call: str, found: str, chip: Chip) -> str:
+    if chip.capability is None:
+        wanted = f"a device whose library has the bits of {chip}, and JAX knows none"
+    else:
+        major, minor = chip.capability
+        wanted = f"{chip}, a CUDA device of compute capability {major}.{minor}"
     return (
-        f"{call}: engine='hardware' needs a CUDA device of compute capability 8.9 or newer; got {found}; run it on "
-        f"one, or pass engine='emulated' for the bits of {CHIP.name} on any device"
+        f"{call}: engine='hardware' needs {wanted}; got {found}; run it on one, name the chip that the device is "
+        f"(chip=, one of {', '.join(CHIPS)}), or pass engine='emulated' for the bits of {chip} on any device"
     )
 
 
-def _has_float8(device: Any) -> bool:
-    """Whether `device` has float8 tensor cores. Only Hopper's bits were measured."""
-    if device.platform != "gpu":
+def _is_device_of(chip: Chip, device: Any) -> bool:
+    """Whether the library of `device` is the one whose bits the profile has."""
+    if device.platform != "gpu" or chip.capability is None:
         return False
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return major.isdigit() and (int(major), int(minor or 0)) >= FLOAT8_CAPABILITY
+    return major.isdigit() and (int(major), int(minor or 0)) == chip.capability

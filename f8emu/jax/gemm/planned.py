@@ -3,8 +3,9 @@
 import warnings
 
 from f8emu.jax.dtypes import CHIP as TARGET
+from f8emu.spec.chip import Chip
 from f8emu.spec.formats import Format
-from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, scaled_gemm_name, split_k
+from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, is_planned, scaled_gemm_name, split_k
 from f8emu.spec.scaling import Granularity
 
 _SAID: set[str] = set()
@@ -18,10 +19,11 @@ def scaled_mm_split_k(
     *,
     out_dtype: Format,
     use_fast_accum: bool,
+    chip: Chip,
 ) -> int:
     """S of a `scaled_mm` of M, N and K."""
     m, n, k = sizes
-    if 0 in sizes:
+    if 0 in sizes or not is_planned("f8emu.jax", chip):
         return 1
     pads_rows = granularities[0] is Granularity.BLOCKWISE_1X128
     return _split_k(
@@ -38,10 +40,10 @@ def scaled_mm_split_k(
     )
 
 
-def mm_split_k(sizes: tuple[int, int, int], layout: str, *, out_dtype: Format) -> int:
+def mm_split_k(sizes: tuple[int, int, int], layout: str, *, out_dtype: Format, chip: Chip) -> int:
     """S of a bfloat16 `mm` of M, N and K; `layout` as cuBLAS names it (`f8emu.spec.plan.LAYOUTS`)."""
     m, n, k = sizes
-    if 0 in sizes:
+    if 0 in sizes or not is_planned("f8emu.jax", chip):
         return 1
     n, k = _rounded_up(n, TARGET.size_multiple), _rounded_up(k, TARGET.size_multiple)
     return _split_k(PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=out_dtype.name))

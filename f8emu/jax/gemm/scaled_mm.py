@@ -9,6 +9,8 @@ from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.checks import check_mm, check_output, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.jax.lowering import without_gradient
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.scaling import Granularity
 
 
@@ -25,8 +27,9 @@ def scaled_mm(
     granularity_a: Granularity | str | None = None,
     granularity_b: Granularity | str | None = None,
     split_k: int | None = None,
+    chip: Chip | str = HOPPER,
 ) -> jax.Array:
-    """The float8 GEMM of a Hopper tensor core: `out = round(accumulate(a @ b) * scales + bias)`.
+    """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
     Granularities that are not given are inferred from the shapes of the scales; the first that fits is taken:
     tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them if the shapes fit more than one: a
@@ -50,18 +53,22 @@ def scaled_mm(
         bias: added in float32 after scaling [EPI-3].
         out_dtype: float32, bfloat16 or float16: a Format, its name or a dtype.
         use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
-        engine: "auto" (hardware on a CUDA device with float8, otherwise emulated), "hardware" or "emulated".
+        engine: "auto" (hardware on a CUDA device that is the chip, otherwise emulated), "hardware" or "emulated".
         granularity_a: of `scale_a`, if its shape is ambiguous.
         granularity_b: of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
+        chip: whose bits: a profile of `f8emu.spec.CHIPS` or its name. Each says what it stands on (`evidence`). Only
+            Hopper has a plan: for others S is 1.
 
     Raises:
         OperandError: wrong dtype, shape or scales.
+        SpecError: an unknown chip.
         UnsupportedError: what the hardware or the engine does not support; the message names a remedy. If the call is
             traced, this may be raised when the program is lowered.
     """
     out = check_output("scaled_mm", out_dtype)
     engines.check_engine("scaled_mm", engine)
+    chip = chip_by_name("scaled_mm", chip)
     checked = check_scaled_mm(
         a,
         b,
@@ -72,6 +79,7 @@ def scaled_mm(
         granularity_a=granularity_a,
         granularity_b=granularity_b,
         split_k=split_k,
+        chip=chip,
     )
     operands = checked[:5]
     if 0 in (*checked.a.shape, checked.b.shape[1]) and bias is None:
@@ -89,6 +97,7 @@ def scaled_mm(
         engine=engine,
         split_k=split_k,
         options=known_options(),
+        chip=chip,
     )
 
 
@@ -102,6 +111,7 @@ def scaled_grouped_mm(
     out_dtype: Any = "bfloat16",
     use_fast_accum: bool = False,
     engine: str = "auto",
+    chip: Chip | str = HOPPER,
 ) -> jax.Array:
     """One rowwise float8 GEMM per group of rows, each with its own `b[i]` [EPI-6].
 
@@ -119,13 +129,14 @@ def scaled_grouped_mm(
     """
     out = check_output("scaled_grouped_mm", out_dtype)
     engines.check_engine("scaled_grouped_mm", engine)
-    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs)
+    chip = chip_by_name("scaled_grouped_mm", chip)
+    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, chip)
     operands = tuple(jnp.asarray(x) for x in (a, b, scale_a, scale_b, offs))
     if 0 in (*operands[0].shape, *operands[1].shape):
         return jnp.zeros((operands[0].shape[0], operands[1].shape[2]), out.name)
     operands = without_gradient("scaled_grouped_mm", operands)
     return engines.scaled_grouped_mm(
-        *operands, out_dtype=out, use_fast_accum=use_fast_accum, engine=engine, options=known_options()
+        *operands, out_dtype=out, use_fast_accum=use_fast_accum, engine=engine, options=known_options(), chip=chip
     )
 
 
@@ -136,8 +147,9 @@ def mm(
     out_dtype: Any = "bfloat16",
     engine: str = "auto",
     split_k: int | None = None,
+    chip: Chip | str = HOPPER,
 ) -> jax.Array:
-    """The bfloat16 GEMM of a Hopper tensor core [BF16-1], for GEMMs that a recipe keeps in high precision.
+    """The bfloat16 GEMM of a chip's tensor core, Hopper's by default, for GEMMs kept in high precision [BF16-1].
 
     Shapes:
         a [M, K], b [K, N], bfloat16, of any extents -> [M, N] of out_dtype.
@@ -150,9 +162,12 @@ def mm(
     """
     out = check_output("mm", out_dtype)
     engines.check_engine("mm", engine)
+    chip = chip_by_name("mm", chip)
     check_mm(a, b, split_k)
     operands = (jnp.asarray(a), jnp.asarray(b))
     if 0 in (*operands[0].shape, operands[1].shape[1]):
         return jnp.zeros((operands[0].shape[0], operands[1].shape[1]), out.name)
     a, b = without_gradient("mm", operands)
-    return engines.mm(a, b, out_dtype=out, engine=engine, split_k=split_k, layout="nn", options=known_options())
+    return engines.mm(
+        a, b, out_dtype=out, engine=engine, split_k=split_k, layout="nn", options=known_options(), chip=chip
+    )

@@ -22,6 +22,7 @@ from f8emu.jax.gemm import engine as engines
 from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
 from f8emu.jax.training.operands import Deferred, Operand, Side, cast_both, cast_delayed
 from f8emu.jax.training.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
+from f8emu.spec.chips import CHIPS
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity, ScaleRule
@@ -205,7 +206,7 @@ def _gemm(
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert a is not None and b is not None, "they were cast for it"
     where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": known_options()}
-    where |= {"transposed": transposed, "sharded_k": plan.sharded_k}
+    where |= {"transposed": transposed, "sharded_k": plan.sharded_k, "chip": CHIPS[plan.recipe.chip]}
     if spec.is_high_precision:
         return engines.mm(a.codes, b.codes.T, out_dtype=out_dtype, layout=_LAYOUTS[name], **where)
     granularities = spec.scaled_gemm_granularities

@@ -9,16 +9,16 @@ shapes, strides, dtypes and devices, so they work on fake tensors too.
 import torch
 from torch import Tensor
 
+from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
-from f8emu.spec.formats import FORMATS
+from f8emu.spec.formats import FORMATS, Format
 from f8emu.spec.scaling import Granularity, granularity_by_name
-from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, OPERAND_DTYPES
+from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES
 
 SIZE_MULTIPLE = CHIP.size_multiple
 """K and N must be multiples of this."""
 VECTOR_MULTIPLE = CHIP.vector_multiple
 """With 1x128 scales of `a`, M must be a multiple of this."""
-_FORMATS = {dtype: FORMATS[str(dtype).removeprefix("torch.")] for dtype in OPERAND_DTYPES}
 
 
 def check_scaled_mm(
@@ -33,6 +33,7 @@ def check_scaled_mm(
     granularity_a: str | None,
     granularity_b: str | None,
     split_k: int | None,
+    chip: Chip = CHIP,
 ) -> tuple[Granularity, Granularity]:
     """Check the operands of a `scaled_mm` and return the granularities of `a` and `b`.
 
@@ -42,15 +43,14 @@ def check_scaled_mm(
         UnsupportedError: a combination that the chip has no GEMM for, or that is not modelled.
     """
     call = "scaled_mm"
-    m, k, n = _check_matrices(call, a, b, OPERAND_DTYPES)
+    m, k, n = _check_matrices(call, a, b, _dtypes(chip.operand_formats))
     _check_float8_layout(call, a, b, k)
     _check_split_k(call, split_k)
     _check_scale_dtypes(call, a, scale_a, scale_b)
-    pair = _granularities(call, m, k, n, scale_a, scale_b, granularity_a, granularity_b)
+    pair = _granularities(call, chip, m, k, n, scale_a, scale_b, granularity_a, granularity_b)
     if pair[0] is Granularity.ROWWISE and not (scale_a.is_contiguous() and scale_b.is_contiguous()):
         raise OperandError(f"{call}: rowwise scales must be contiguous; call scale.contiguous() first")
-    formats = _FORMATS[a.dtype], _FORMATS[b.dtype]
-    refusal = CHIP.refusal(formats, pair, use_fast_accum=use_fast_accum)
+    refusal = chip.refusal((_format(a), _format(b)), pair, use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"{call}: {refusal}")
     if pair[0] is Granularity.BLOCKWISE_1X128 and m % VECTOR_MULTIPLE:
@@ -65,7 +65,7 @@ def check_scaled_mm(
 
 
 def check_scaled_grouped_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *, out_dtype: torch.dtype
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, *, out_dtype: torch.dtype, chip: Chip = CHIP
 ) -> None:
     """Check the operands of a `scaled_grouped_mm` [EPI-6].
 
@@ -80,7 +80,7 @@ def check_scaled_grouped_mm(
         )
     if b.shape[0] == 0:
         raise OperandError(f"{call}: b has no groups; there is nothing to compute, skip the call")
-    total_m, k, n = _check_matrices(call, a, b[0], (torch.float8_e4m3fn,))
+    total_m, k, n = _check_matrices(call, a, b[0], _dtypes(chip.format_pairs[0][:1]))
     _check_float8_layout(call, a, b[0], k)
     groups = b.shape[0]
     _check_scale_dtypes(call, a, scale_a, scale_b)
@@ -124,6 +124,14 @@ def check_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int | Non
     _check_matrices("mm", a, b, (torch.bfloat16,))
     _check_output("mm", out_dtype, HIGH_PRECISION_DTYPES)
     _check_split_k("mm", split_k)
+
+
+def _dtypes(formats: tuple[Format, ...]) -> tuple[torch.dtype, ...]:
+    return tuple(getattr(torch, format.name) for format in formats)
+
+
+def _format(x: Tensor) -> Format:
+    return FORMATS[str(x.dtype).removeprefix("torch.")]
 
 
 def _check_matrices(call: str, a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int, int]:
@@ -187,6 +195,7 @@ def _check_devices(call: str, a: Tensor, **others: Tensor) -> None:
 
 def _granularities(
     call: str,
+    chip: Chip,
     m: int,
     k: int,
     n: int,
@@ -197,7 +206,7 @@ def _granularities(
 ) -> tuple[Granularity, Granularity]:
     given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in (granularity_a, granularity_b))
     expected = []
-    for pair in CHIP.granularity_pairs:
+    for pair in chip.granularity_pairs:
         if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
             continue
         rows, columns = pair[1].scale_shape(n, k)  # of b seen as [N, K]; its scales are passed transposed
@@ -210,7 +219,7 @@ def _granularities(
             return pair
         expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {pair[0].value} x {pair[1].value}")
     if given_a is not None and given_b is not None and not expected:
-        raise UnsupportedError(f"{call}: {CHIP.refusal(CHIP.format_pairs[0], (given_a, given_b))}")
+        raise UnsupportedError(f"{call}: {chip.refusal(chip.format_pairs[0], (given_a, given_b))}")
     raise OperandError(
         f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
         f"{list(scale_a.shape)} and {list(scale_b.shape)}; scales of b are those of its transpose [N, K], transposed"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from f8emu import interop
+from f8emu.spec.chip import Chip
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm.extents import (
     BLOCK_K,
     Extents,
@@ -36,6 +36,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     split_k: int,
+    chip: Chip,
 ) -> Tensor:
     """`f8ref.jax.scaled_mm` on tensors.
 
@@ -44,12 +45,12 @@ def scaled_mm(
     """
     (m, k), n = a.shape, b.shape[1]
     if granularities[0].is_blockwise:
-        slice_blocks = CHIP.block_scaled_model(granularities).split_k_multiple // BLOCK_K
+        slice_blocks = chip.block_scaled_model(granularities).split_k_multiple // BLOCK_K
         extents = rounded_extents(m, k, split_k=split_k, block_k=BLOCK_K, slice_blocks=slice_blocks)
         scale_a = _padded_block_scales(scale_a, granularities[0], extents, extents.m, -0.0)
         scale_b = _padded_block_scales(scale_b.t(), granularities[1], extents, n, 0.0).t()
     else:
-        multiple = CHIP.float8_model(use_fast_accum=use_fast_accum).split_k_multiple
+        multiple = chip.float8_model(use_fast_accum=use_fast_accum).split_k_multiple
         extents = rounded_extents(m, k, split_k=split_k, block_k=multiple)
         if granularities[0] is Granularity.ROWWISE:
             scale_a = padded_scales(scale_a, (extents.m, 1), -0.0)
@@ -62,6 +63,7 @@ def scaled_mm(
         out_dtype=_name(out_dtype),
         use_fast_accum=use_fast_accum,
         split_k=extents.slices,
+        chip=chip,
     )
     return first_rows(product, m)
 
@@ -79,6 +81,7 @@ def scaled_grouped_mm(
     *,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    chip: Chip,
 ) -> Tensor:
     """`f8ref.jax.scaled_grouped_mm` on tensors.
 
@@ -86,7 +89,7 @@ def scaled_grouped_mm(
         MissingExtraError: jax is not installed.
     """
     m, k = a.shape
-    extents = rounded_extents(m, k, split_k=1, block_k=CHIP.float8.split_k_multiple)
+    extents = rounded_extents(m, k, split_k=1, block_k=chip.float8.split_k_multiple)
     extents = extents._replace(padded_slice_k=k)  # K is that of the weights; added rows belong to no group
     scale_a = padded_scales(scale_a[:, None], (extents.m, 1), 0.0)[:, 0]
     product = _run(
@@ -94,20 +97,21 @@ def scaled_grouped_mm(
         (padded_operand(a, extents), b, scale_a, scale_b, offs),
         out_dtype=_name(out_dtype),
         use_fast_accum=use_fast_accum,
+        chip=chip,
     )
     return first_rows(product, m)
 
 
-def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int) -> Tensor:
+def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int, chip: Chip) -> Tensor:
     """`f8ref.jax.mm` on tensors.
 
     Raises:
         MissingExtraError: jax is not installed.
     """
     (m, k), n = a.shape, b.shape[1]
-    extents = rounded_extents(m, k, split_k=split_k, block_k=CHIP.bfloat16.split_k_multiple)
+    extents = rounded_extents(m, k, split_k=split_k, block_k=chip.bfloat16.split_k_multiple)
     operands = padded_operand(a, extents), padded_operand(b.t(), extents, n).t()
-    return first_rows(_run("mm", operands, out_dtype=_name(out_dtype), split_k=extents.slices), m)
+    return first_rows(_run("mm", operands, out_dtype=_name(out_dtype), split_k=extents.slices, chip=chip), m)
 
 
 def emulator_name(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """The GEMMs as torch operators: `f8emu::scaled_mm`, `f8emu::scaled_grouped_mm` and `f8emu::mm`.
 
 An operator checks its operands by the hardware's rules (`checks`) and chooses the engine: tensor cores (`hardware`) or
-the emulation of Hopper's (`emulation`). In compiled code both happen once, at trace time, and the graph then holds
+the emulation of a chip's (`emulation`). In compiled code both happen once, at trace time, and the graph then holds
 `aten._scaled_mm` itself, or an opaque operator (`run_scaled_mm`, `run_mm`) where a compiler would change the bits of
 the GEMM: emulated, blockwise, in bfloat16, and where Inductor tunes GEMMs. Dispatch modes see `aten.mm`.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm import emulation, hardware
@@ -24,6 +25,7 @@ from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware requires."""
+_DEFAULT = f'"{HOPPER.name}"'
 _CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine]] = {}
 """Signature of a `scaled_mm` that was checked -> its granularities and engine; the oldest entry is dropped first."""
 _MOST_CHECKED = 4096
@@ -31,7 +33,8 @@ _MOST_CHECKED = 4096
 
 @operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
-    "bool use_fast_accum, str engine, str? granularity_a, str? granularity_b, int? split_k) -> Tensor",
+    "bool use_fast_accum, str engine, str? granularity_a, str? granularity_b, int? split_k, "
+    f"str chip={_DEFAULT}) -> Tensor",
     opaque=False,
 )
 def scaled_mm(
@@ -46,18 +49,27 @@ def scaled_mm(
     granularity_a: str | None,
     granularity_b: str | None,
     split_k: int | None,
+    chip: str = HOPPER.name,
 ) -> Tensor:
     """`f8emu.torch.scaled_mm`, its granularities as names."""
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     # 1. Checks and choice of engine: once per signature. Not cached in a trace, whose sizes may be symbols.
-    others = (granularity_a, granularity_b, split_k)
+    others = (granularity_a, granularity_b, split_k, chip)
     signature = None if is_watched(a) else (engine, *options.values(), *others, a, b, scale_a, scale_b)
     known = None if signature is None else _CHECKED.get(signature := tuple(map(signature_of, signature)))
     if known is None:
         pair = check_scaled_mm(
-            a, b, scale_a, scale_b, **options, granularity_a=granularity_a, granularity_b=granularity_b, split_k=split_k
+            a,
+            b,
+            scale_a,
+            scale_b,
+            **options,
+            granularity_a=granularity_a,
+            granularity_b=granularity_b,
+            split_k=split_k,
+            chip=CHIPS[chip],
         )
-        found = resolve_engine("scaled_mm", a.device, engine)
+        found = resolve_engine("scaled_mm", a.device, engine, CHIPS[chip])
         if found is Engine.HARDWARE:
             _refuse_split_k("scaled_mm", split_k)
         known = pair, found
@@ -70,13 +82,14 @@ def scaled_mm(
     if found is Engine.HARDWARE:
         if not (pair[0].is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
             return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options))
-    settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k)
+    settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k, chip)
     return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(a, b, scale_a, scale_b, bias, *settings))
 
 
 @operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
-    "bool use_fast_accum, str engine, str granularity_a, str granularity_b, int? split_k) -> Tensor",
+    "bool use_fast_accum, str engine, str granularity_a, str granularity_b, int? split_k, "
+    f"str chip={_DEFAULT}) -> Tensor",
     tags=_TAGS,
 )
 def run_scaled_mm(
@@ -91,6 +104,7 @@ def run_scaled_mm(
     granularity_a: str,
     granularity_b: str,
     split_k: int | None,
+    chip: str = HOPPER.name,
 ) -> Tensor:
     """A checked `scaled_mm`, on the chosen engine; `split_k` None is that of the plan [PLAN-1]."""
     pair = Granularity(granularity_a), Granularity(granularity_b)
@@ -98,13 +112,13 @@ def run_scaled_mm(
     if engine == Engine.HARDWARE.value:
         return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
     if split_k is None:  # here, since sizes may be symbols while a compiler traces
-        split_k = scaled_mm_split_k(a, b, pair, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
-    return emulation.scaled_mm(a, b, scale_a, scale_b, pair, **options, split_k=split_k)
+        split_k = scaled_mm_split_k(a, b, pair, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=CHIPS[chip])
+    return emulation.scaled_mm(a, b, scale_a, scale_b, pair, **options, split_k=split_k, chip=CHIPS[chip])
 
 
 @operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offs, ScalarType out_dtype, "
-    "bool use_fast_accum, str engine) -> Tensor",
+    f"bool use_fast_accum, str engine, str chip={_DEFAULT}) -> Tensor",
     tags=_TAGS,
 )
 def scaled_grouped_mm(
@@ -116,35 +130,47 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     engine: str,
+    chip: str = HOPPER.name,
 ) -> Tensor:
     """`f8emu.torch.scaled_grouped_mm`."""
-    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=out_dtype)
+    profile = CHIPS[chip]
+    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=out_dtype, chip=profile)
     options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    if resolve_engine("scaled_grouped_mm", a.device, engine) is Engine.HARDWARE:
+    if resolve_engine("scaled_grouped_mm", a.device, engine, profile) is Engine.HARDWARE:
         return hardware.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
     if offs.device.type == "cpu":  # on a GPU, reading the values would wait for the device
         check_group_ends(offs, a.shape[0])
-    return emulation.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
+    return emulation.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options, chip=profile)
 
 
-@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor", opaque=False)
-def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
+@operator(
+    schema=f"(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip={_DEFAULT}) -> Tensor",
+    opaque=False,
+)
+def mm(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None, chip: str = HOPPER.name
+) -> Tensor:
     """`f8emu.torch.mm`."""
     check_mm(a, b, out_dtype=out_dtype, split_k=split_k)
-    found = resolve_engine("mm", a.device, engine)
+    found = resolve_engine("mm", a.device, engine, CHIPS[chip])
     if found is Engine.HARDWARE:
         _refuse_split_k("mm", split_k)
-    return seen_as_mm(a, b, out_dtype, lambda: run_mm(a, b, out_dtype, found.value, split_k))
+    return seen_as_mm(a, b, out_dtype, lambda: run_mm(a, b, out_dtype, found.value, split_k, chip))
 
 
-@operator(schema="(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k) -> Tensor", tags=_TAGS)
-def run_mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None) -> Tensor:
+@operator(
+    schema=f"(Tensor a, Tensor b, ScalarType out_dtype, str engine, int? split_k, str chip={_DEFAULT}) -> Tensor",
+    tags=_TAGS,
+)
+def run_mm(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None, chip: str = HOPPER.name
+) -> Tensor:
     """A checked `mm`, on the chosen engine; `split_k` None is that of the plan [PLAN-1]."""
     if engine == Engine.HARDWARE.value:
         return hardware.mm(a, b, out_dtype=out_dtype)
     if split_k is None:
-        split_k = mm_split_k(a, b, out_dtype=out_dtype)
-    return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k)
+        split_k = mm_split_k(a, b, out_dtype=out_dtype, chip=CHIPS[chip])
+    return emulation.mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=CHIPS[chip])
 
 
 @fake(run_scaled_mm)
@@ -164,8 +190,9 @@ def _(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
     engine: str,
+    chip: str = HOPPER.name,
 ) -> Tensor:
-    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=out_dtype)
+    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype=out_dtype, chip=CHIPS[chip])
     return a.new_empty((a.shape[0], b.shape[2]), dtype=out_dtype)
 
 

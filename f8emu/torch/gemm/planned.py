@@ -5,7 +5,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, scaled_gemm_name, split_k
+from f8emu.spec.chip import Chip
+from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, is_planned, scaled_gemm_name, split_k
 from f8emu.spec.scaling import Granularity
 
 _SAID: set[str] = set()
@@ -19,9 +20,10 @@ def scaled_mm_split_k(
     *,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    chip: Chip,
 ) -> int:
     """S of a `scaled_mm`."""
-    if 0 in a.shape or 0 in b.shape:
+    if 0 in a.shape or 0 in b.shape or not is_planned("f8emu.torch", chip):
         return 1
     return _split_k(
         PlannedGemm(
@@ -37,9 +39,9 @@ def scaled_mm_split_k(
     )
 
 
-def mm_split_k(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> int:
+def mm_split_k(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> int:
     """S of a bfloat16 `mm`."""
-    if 0 in a.shape or 0 in b.shape:
+    if 0 in a.shape or 0 in b.shape or not is_planned("f8emu.torch", chip):
         return 1
     layout = ("t" if _is_transposed(b) else "n") + ("t" if _is_transposed(a) else "n")
     m, k = a.shape

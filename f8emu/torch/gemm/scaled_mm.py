@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
@@ -23,8 +25,9 @@ def scaled_mm(
     granularity_a: Granularity | str | None = None,
     granularity_b: Granularity | str | None = None,
     split_k: int | None = None,
+    chip: Chip | str = HOPPER,
 ) -> Tensor:
-    """The float8 GEMM of a Hopper tensor core: `out = round(accumulate(a @ b) * scales + bias)`.
+    """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
     The operands are those of `torch._scaled_mm`. Granularities that are not given are inferred from the shapes of the
     scales; the first that fits is taken: tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them
@@ -50,14 +53,17 @@ def scaled_mm(
         out_dtype: float32, bfloat16 or float16. None asks for the dtype of `a`, as in `torch._scaled_mm`; a float8
             output is not modelled, so None is refused.
         use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
-        engine: "auto" (hardware if the tensors are on a CUDA device with float8, otherwise emulated), "hardware" or
-            "emulated".
+        engine: "auto" (hardware if the tensors are on a CUDA device that is the chip, otherwise emulated), "hardware"
+            or "emulated".
         granularity_a: of `scale_a`, if its shape is ambiguous.
         granularity_b: of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
+        chip: whose bits: a profile of `f8emu.spec.CHIPS` or its name. Each says what it stands on (`evidence`). Only
+            Hopper has a plan: for others S is 1.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.
+        SpecError: an unknown chip.
         UnsupportedError: what the hardware or the engine does not support; the message names a remedy.
         MissingExtraError: emulation, but jax is not installed.
     """
@@ -80,6 +86,7 @@ def scaled_mm(
         _granularity_name(granularity_a),
         _granularity_name(granularity_b),
         split_k,
+        chip_by_name("scaled_mm", chip).name,
     )
 
 
@@ -93,6 +100,7 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype | Format | str = torch.bfloat16,
     use_fast_accum: bool = False,
     engine: str = "auto",
+    chip: Chip | str = HOPPER,
 ) -> Tensor:
     """One rowwise float8 GEMM per group of rows, each with its own `b[i]` [EPI-6], as `torch._scaled_grouped_mm`.
 
@@ -110,7 +118,8 @@ def scaled_grouped_mm(
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("offs", offs)):
         require_tensor("scaled_grouped_mm", name, x)
     dtype = output_dtype("scaled_grouped_mm", out_dtype)
-    return gemm_operators.scaled_grouped_mm(a, b, scale_a, scale_b, offs, dtype, use_fast_accum, engine)
+    name = chip_by_name("scaled_grouped_mm", chip).name
+    return gemm_operators.scaled_grouped_mm(a, b, scale_a, scale_b, offs, dtype, use_fast_accum, engine, name)
 
 
 def mm(
@@ -120,8 +129,9 @@ def mm(
     out_dtype: torch.dtype | Format | str = torch.bfloat16,
     engine: str = "auto",
     split_k: int | None = None,
+    chip: Chip | str = HOPPER,
 ) -> Tensor:
-    """The bfloat16 GEMM of a Hopper tensor core [BF16-1], for GEMMs that a recipe keeps in high precision.
+    """The bfloat16 GEMM of a chip's tensor core, Hopper's by default, for GEMMs kept in high precision [BF16-1].
 
     Shapes:
         a [M, K], b [K, N], bfloat16 in any layout, K and N multiples of 16 -> [M, N] of out_dtype.
@@ -135,7 +145,8 @@ def mm(
     """
     require_tensor("mm", "a", a)
     require_tensor("mm", "b", b)
-    return gemm_operators.mm(a, b, output_dtype("mm", out_dtype), engine, split_k)
+    name = chip_by_name("mm", chip).name
+    return gemm_operators.mm(a, b, output_dtype("mm", out_dtype), engine, split_k, name)
 
 
 def _granularity_name(granularity: Granularity | str | None) -> str | None:

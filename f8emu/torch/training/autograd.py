@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
+from f8emu.torch.dtypes import CHIP
 from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
@@ -134,7 +135,7 @@ def float8_matmul(
 
 @torch.no_grad()
 def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype) -> Tensor:
-    product = gemm(x, w, plan.recipe.output, dtype, plan.engine)
+    product = gemm(x, w, plan.recipe.output, dtype, plan.engine, plan.recipe.chip)
     return product if plan.layout is None else sum_products(product, plan.layout)
 
 
@@ -209,15 +210,15 @@ class Float8Backward(Function):
                 source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
                 _, w = cast_both(weight, None, cols, source, recipe.scale_rule)
             assert w is not None, "it was requested"
-            d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
+            d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine, recipe.chip)
             g = w = None  # frees their memory for the other product
         if g_transposed is not None:
-            d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
+            d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine, recipe.chip)
             d_weight = d_weight.to(ctx.weight_dtype)
         return d_input, d_weight, *(None,) * 11
 
 
-def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
+def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str, chip: str = CHIP.name) -> Tensor:
     """`a @ b^T` as one GEMM of the recipe, of any sizes.
 
     K and N are zero-padded to the multiples that the tensor core takes; results are bit-identical, since a zero product
@@ -233,7 +234,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
     pad_k, pad_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
     if spec.a.format is None:
         padded_a, padded_b = _padded(a.codes, 0, pad_k), _padded(b.codes, pad_n, pad_k)
-        product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, None)
+        product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, None, chip)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
     pad_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
@@ -250,6 +251,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
         granularity_a.value,
         granularity_b.value,
         None,
+        chip,
     )
     return _first_of(product, m, n)
 

@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
+from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.device import require_hopper
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
-from f8emu.torch.gemm.engine import Engine, resolve_engine
+from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, sharded_layers
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
 from f8emu.torch.training.delayed import ConvertedModel
@@ -79,9 +79,8 @@ def convert_to_float8_training(
         SpecError: no such recipe.
         OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
             the model is unchanged.
-        UnsupportedError: `engine="hardware"` on a device without float8, a recipe with block scales on a GPU that has
-            float8 but is not Hopper, weights that are sharded already, or ones that cannot be float8 alone or travel
-            as float8.
+        UnsupportedError: `engine="hardware"` on a device that is not the chip of the recipe, formats that layers do not
+            cast to, weights that are sharded already, or ones that cannot be float8 alone or travel as float8.
     """
     recipe = resolve_recipe("convert_to_float8_training", config)
     if enable_fsdp_float8_all_gather:
@@ -210,11 +209,8 @@ def _replaced(module: nn.Module, old: Mapping[str, nn.Linear], new: Mapping[int,
 
 
 def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
-    if device.type in ("cpu", "meta"):
-        engine = "auto"  # the model may still move
-    is_blockwise = any(cast.granularity.is_blockwise for _, _, cast in recipe.casts())
-    if resolve_engine("convert_to_float8_training", device, engine) is Engine.HARDWARE and is_blockwise:
-        require_hopper(f"convert_to_float8_training: recipe {recipe.name!r} with block scales", device)
+    if device.type not in ("cpu", "meta"):  # from these the model may still move
+        resolve_engine("convert_to_float8_training", device, engine, CHIPS[recipe.chip])
 
 
 def _check_primary(

@@ -62,7 +62,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     place = _FeedForwardBackward.apply(x1, x3, w1, w2, w3, settings, gate, up, *flat)
     # 3. output.
     with torch.no_grad():
-        product = gemm(hidden, b2, recipe.output, dtype, engine)
+        product = gemm(hidden, b2, recipe.output, dtype, engine, recipe.chip)
     return Output.apply(place, product)
 
 
@@ -167,7 +167,7 @@ def _cast_gradients(
 def _product(a: Operand, weight: Tensor, state: Delayed | None, settings: _Settings) -> tuple[Tensor, Scales | None]:
     """`output` of one layer, and under delayed scaling the scales of its weight."""
     b, used = _cast_weight(weight, state, settings.recipe)
-    return gemm(a, b, settings.recipe.output, settings.dtype, settings.engine), used
+    return gemm(a, b, settings.recipe.output, settings.dtype, settings.engine, settings.recipe.chip), used
 
 
 def _cast_weight(weight: Tensor, state: Delayed | None, recipe: Recipe) -> tuple[Operand, Scales | None]:
@@ -183,13 +183,13 @@ def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor] | None
     source = ScaleSource(given=None if scales is None else Scales(*scales))
     _, b = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
     assert b is not None, "it was requested"
-    return gemm(a, b, recipe.grad_input, settings.dtype, settings.engine)
+    return gemm(a, b, recipe.grad_input, settings.dtype, settings.engine, recipe.chip)
 
 
 def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings) -> Tensor:
     """`grad_weight` of one layer, in the dtype of its weight."""
     assert a is not None and b is not None, "they were requested"
-    product = gemm(a, Operand(*b), settings.recipe.grad_weight, settings.dtype, settings.engine)
+    product = gemm(a, Operand(*b), settings.recipe.grad_weight, settings.dtype, settings.engine, settings.recipe.chip)
     return product.to(weight.dtype)
 
 

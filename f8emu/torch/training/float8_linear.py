@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
 from f8emu.torch.bias import add_bias
-from f8emu.torch.dtypes import require_values
+from f8emu.torch.dtypes import CHIP, require_values
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
@@ -284,6 +284,7 @@ def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
 
     Raises:
         SpecError: no such recipe, or not a recipe.
+        UnsupportedError: a recipe with formats of another chip that layers do not cast to.
     """
     if isinstance(config, str):
         return recipe_by_name(config)
@@ -292,4 +293,11 @@ def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
         raise SpecError(
             f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"
         )
+    for _, _, cast in config.casts():
+        if cast.format is not None and cast.format not in CHIP.operand_formats:
+            known = " or ".join(format.name for format in CHIP.operand_formats)
+            raise UnsupportedError(
+                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with "
+                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={config.chip!r})"
+            )
     return config

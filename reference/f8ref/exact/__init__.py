@@ -19,6 +19,7 @@ from f8ref.exact.accumulate import accumulate as accumulate
 from f8ref.exact.accumulate import accumulate_split as accumulate_split
 from f8ref.exact.accumulate import chain as chain
 from f8ref.exact.accumulate import product as product
+from f8ref.exact.accumulate import products_of as products_of
 from f8ref.exact.accumulate import promote as promote
 from f8ref.exact.accumulate import raw_exponent as raw_exponent
 from f8ref.exact.accumulate import tensor_core_step as tensor_core_step
@@ -46,6 +47,7 @@ from f8ref.exact.scale import scale_from_amax as scale_from_amax
 from f8ref.exact.scaled_mm import blockwise as blockwise
 from f8ref.exact.scaled_mm import group_of_row as group_of_row
 from f8ref.exact.scaled_mm import mm_dot as mm_dot
+from f8ref.exact.scaled_mm import mma as mma
 from f8ref.exact.scaled_mm import output_code as output_code
 from f8ref.exact.scaled_mm import rowwise as rowwise
 from f8ref.exact.scaled_mm import scaled_dot as scaled_dot

@@ -1,6 +1,6 @@
 """The tensor core: products, one accumulation step, and how steps are chained along K.
 
-The numbers (32 products a step, 13 fraction bits, ...) are in `f8emu.spec.chip`; this is the algorithm. For
+The numbers (32 products a step, 13 fraction bits, ...) are in `f8emu.spec.chips`; this is the algorithm. For
 float8 on Hopper, with `e` the largest exponent of a step:
 
     product     [OP-2]   |----|......|          sig_a * sig_b at 2^(exp_a + exp_b), exact
@@ -8,7 +8,7 @@ float8 on Hopper, with `e` the largest exponent of a step:
     sum         [ACC-4]  exact
     accumulator [ACC-5]  1 + 13 significant bits, the rest dropped
 
-Nothing here rounds to nearest but the float32 additions of [CHAIN-2] and [CHAIN-3].
+On Hopper nothing here rounds to nearest but the float32 additions of [CHAIN-2] and [CHAIN-3].
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from f8emu.spec.chip import AccumulationModel
+from f8emu.spec.chip import AccumulationModel, FlooredSum, Rounding
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import FLOAT32, Format
-from f8ref.exact.cast import decode, float32
+from f8emu.spec.formats import Format
+from f8ref.exact.cast import decode, encode, float32, round_to
 from f8ref.exact.number import (
     NAN,
     ZERO,
@@ -54,6 +54,30 @@ def product(a: int, b: int, a_format: Format, b_format: Format) -> Product:
     return Product(number, raw_exponent(a, a_format) + raw_exponent(b, b_format))
 
 
+def products_of(
+    a: Sequence[int], b: Sequence[int], a_format: Format, b_format: Format, model: AccumulationModel
+) -> list[Product]:
+    """The products of a row of a and a column of b, in the order in which the model's steps take them.
+
+    [CHIP-1] Where the model converts its operands, they are codes of that format. [CHIP-2] Where it has an order of its
+    own, zeros pad K to whole orders: they take no part in anything.
+    """
+    into_a, into_b = model.operand or a_format, model.operand or b_format
+    found = [
+        product(_converted(code_a, a_format, into_a), _converted(code_b, b_format, into_b), into_a, into_b)
+        for code_a, code_b in zip(a, b, strict=True)
+    ]
+    if not model.order:
+        return found
+    length = len(model.order)
+    found += [Product(ZERO, 0)] * (-len(found) % length)
+    return [found[start + k] for start in range(0, len(found), length) for k in model.order]
+
+
+def _converted(code: int, format: Format, into: Format) -> int:
+    return code if into == format else encode(decode(code, format), into)
+
+
 def tensor_core_step(accumulator: Number, products: Sequence[Product], model: AccumulationModel) -> Number:
     """One step: the accumulator after at most `model.step_k` products were added to it.
 
@@ -65,24 +89,63 @@ def tensor_core_step(accumulator: Number, products: Sequence[Product], model: Ac
     special = _special_sum([accumulator, *(p.number for p in products)])
     if special is not None:
         return special
-
-    # [ACC-2] The largest exponent of the terms that are not zero; the accumulator's is its own, as in float32.
+    if model.floored is not None:
+        groups = [products[k :: model.floored.interleaved] for k in range(model.floored.interleaved)]
+        return _rounded(_floored_sum(accumulator, groups, model, model.floored), model)
+    # [ACC-2] The largest exponent of the terms that are not zero; the accumulator's is its own, as in its format.
     terms = [(p.number, p.exponent) for p in products if not p.number.is_zero]
     if not accumulator.is_zero:
-        terms.append((accumulator, max(exponent_of(accumulator.magnitude), FLOAT32.min_exponent)))
-    if not terms:
-        return ZERO
-    e_max = max(exponent for _, exponent in terms)
+        terms.append((accumulator, _own_exponent(accumulator, model)))
+    return _rounded(_aligned_sum(terms, model)[0], model)
 
+
+def _aligned_sum(terms: Sequence[tuple[Number, int]], model: AccumulationModel) -> tuple[Fraction, int | None]:
+    """The sum of terms (number, exponent), each cut to the largest exponent's unit, and that exponent."""
+    if not terms:
+        return Fraction(0), None
+    e_max = max(exponent for _, exponent in terms)
     # [ACC-3] Each term becomes an integer count of units, [ACC-4] and integers add exactly.
     unit = power_of_two(e_max - model.aligned_fraction_bits)
-    total = sum(_cut(term, unit) for term, _ in terms) * unit
+    return sum(_cut(term, unit) for term, _ in terms) * unit, e_max
 
-    # [ACC-5] Normalise, and cut again.
+
+def _floored_sum(
+    accumulator: Number, groups: Sequence[Sequence[Product]], model: AccumulationModel, floored: FlooredSum
+) -> Fraction:
+    """[CHIP-6] Interleaved sums of products, floored to a unit and added; that and the accumulator floored."""
+    sums = [_aligned_sum([(p.number, p.exponent) for p in group if not p.number.is_zero], model) for group in groups]
+    exponents = [exponent for _, exponent in sums if exponent is not None]
+    total = Fraction(0)
+    if exponents:
+        unit = power_of_two(max(exponents) - model.aligned_fraction_bits)
+        total = sum(part // unit for part, _ in sums) * unit
+    if not accumulator.is_zero:
+        exponents.append(_own_exponent(accumulator, model))
+    if not exponents:
+        return Fraction(0)
+    e_max = max(exponents)
+    unit = power_of_two(e_max - floored.fraction_bits)
+    total = total // unit * unit
+    reach = floored.accumulator_reach
+    if accumulator.is_zero or (reach is not None and _own_exponent(accumulator, model) < e_max - reach):
+        return total
+    unit = power_of_two(e_max - floored.accumulator_fraction_bits)
+    return total + accumulator.value // unit * unit
+
+
+def _own_exponent(accumulator: Number, model: AccumulationModel) -> int:
+    return max(exponent_of(accumulator.magnitude), model.accumulator.min_exponent)
+
+
+def _rounded(total: Fraction, model: AccumulationModel) -> Number:
+    """[ACC-5] The sum of a step normalised and cut, or [CHIP-4] rounded to nearest even; what is zero then is +0."""
     if total == 0:
         return ZERO
-    exponent = max(exponent_of(abs(total)), FLOAT32.min_exponent)
-    if exponent > FLOAT32.max_exponent:
+    if model.rounding is Rounding.NEAREST_EVEN:
+        nearest = round_to(finite(total), model.accumulator)
+        return ZERO if nearest.is_zero else nearest
+    exponent = max(exponent_of(abs(total)), model.accumulator.min_exponent)
+    if exponent > model.accumulator.max_exponent:
         return infinity(total < 0)
     unit = power_of_two(exponent - model.result_fraction_bits)
     return finite(_cut(finite(total), unit) * unit)
@@ -104,29 +167,32 @@ def _special_sum(terms: Sequence[Number]) -> Number | None:
     return infinity(signs.pop()) if signs else None
 
 
-def chain(products: Sequence[Product], model: AccumulationModel) -> Number:
-    """[CHAIN-1] One chain of steps from zero, [ACC-1] `step_k` products at a time in the order of K.
+def chain(products: Sequence[Product], model: AccumulationModel, start: Number = ZERO) -> Number:
+    """[CHAIN-1] One chain of steps, [ACC-1] `step_k` products at a time in the order of K.
 
     The last step may be shorter: the zeros that pad it take no part in anything.
     """
-    accumulator = ZERO
+    accumulator = start
     for step in _slices(products, model.step_k):
         accumulator = tensor_core_step(accumulator, step, model)
     return accumulator
 
 
-def promote(products: Sequence[Product], model: AccumulationModel) -> Number:
-    """[CHAIN-2] A chain from zero for every `promote_k` products, added to a float32 total, nearest even, in order."""
+def promote(products: Sequence[Product], model: AccumulationModel, start: Number = ZERO) -> Number:
+    """[CHAIN-2] A chain from zero for every `promote_k` products, added to a total, nearest even, in order.
+
+    The total is float32, or the format of the accumulator [CHIP-3].
+    """
     assert model.promote_k is not None, model
-    total = ZERO
+    total = start
     for block in _slices(products, model.promote_k):
-        total = float32(add(total, chain(block, model)))
+        total = round_to(add(total, chain(block, model)), model.accumulator)
     return total
 
 
-def accumulate(products: Sequence[Product], model: AccumulationModel) -> Number:
-    """[CHAIN-1] or, where the model promotes, [CHAIN-2]."""
-    return chain(products, model) if model.promote_k is None else promote(products, model)
+def accumulate(products: Sequence[Product], model: AccumulationModel, start: Number = ZERO) -> Number:
+    """[CHAIN-1] or, where the model promotes, [CHAIN-2]; `start` is the c of an instruction."""
+    return chain(products, model, start) if model.promote_k is None else promote(products, model, start)
 
 
 def accumulate_split(products: Sequence[Product], model: AccumulationModel, split_k: int = 1) -> Number:

@@ -6,11 +6,12 @@ kernels is the one place where a product is not rounded before it is added [EPI-
 
 from collections.abc import Sequence
 
-from f8emu.spec.chip import HOPPER, AccumulationModel, Chip
+from f8emu.spec.chip import AccumulationModel, Chip
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format, Overflow
 from f8emu.spec.scaling import Granularity
-from f8ref.exact.accumulate import Product, accumulate_split, chain, k_slices, product
+from f8ref.exact.accumulate import Product, accumulate, accumulate_split, chain, k_slices, products_of
 from f8ref.exact.cast import decode, encode, float32
 from f8ref.exact.number import ZERO, Number, add, multiply
 
@@ -63,15 +64,16 @@ def scaled_dot(
             f"scale(s) for each operand; got {len(scale_a)} and {len(scale_b)}"
         )
 
-    products = [product(a, b, a_format, b_format) for a, b in zip(a_codes, b_codes, strict=True)]
     scales_a = [decode(code, FLOAT32) for code in scale_a]
     scales_b = [decode(code, FLOAT32) for code in scale_b]
     if granularity_a.is_blockwise:
         model = chip.block_scaled_model((granularity_a, granularity_b))
+        products = products_of(a_codes, b_codes, *formats, model)
         both_vectors = granularity_a is granularity_b
         result = blockwise(products, scales_a, scales_b, model, split_k, both_vectors=both_vectors)
     else:
-        accumulator = accumulate_split(products, chip.float8_model(use_fast_accum=use_fast_accum), split_k)
+        model = chip.float8_model(use_fast_accum=use_fast_accum)
+        accumulator = accumulate_split(products_of(a_codes, b_codes, *formats, model), model, split_k)
         epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else rowwise
         result = epilogue(accumulator, scales_a[0], scales_b[0])
     return output_code(result, None if bias is None else decode(bias, FLOAT32), out_format)
@@ -168,5 +170,31 @@ def mm_dot(
     """
     if len(a_codes) != len(b_codes):
         raise OperandError(f"mm_dot: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
-    products = [product(a, b, BFLOAT16, BFLOAT16) for a, b in zip(a_codes, b_codes, strict=True)]
+    products = products_of(a_codes, b_codes, BFLOAT16, BFLOAT16, chip.bfloat16)
     return output_code(accumulate_split(products, chip.bfloat16, split_k), None, out_format)
+
+
+def mma(
+    a_codes: Sequence[int],
+    b_codes: Sequence[int],
+    c: int,
+    *,
+    a_format: Format,
+    b_format: Format,
+    out_format: Format = FLOAT32,
+    chip: Chip = HOPPER,
+) -> int:
+    """`dot(a, b) + c` by one matrix instruction of the chip, or several in a row if K is longer: a code, as c is.
+
+    Where the accumulator is a term of a step, c is the first accumulator [ACC-2], [CHIP-6]; where instructions are made
+    of others, it is added to their sum [CHIP-3].
+
+    Raises:
+        OperandError: different lengths.
+        UnsupportedError: formats that the profile has no instruction for.
+    """
+    model = chip.instruction("mma", (a_format, b_format), out_format).model
+    if len(a_codes) != len(b_codes):
+        raise OperandError(f"mma: a and b must have the same K; got {len(a_codes)} and {len(b_codes)} codes")
+    products = products_of(a_codes, b_codes, a_format, b_format, model)
+    return encode(accumulate(products, model, decode(c, out_format)), out_format, Overflow.NONFINITE)

@@ -15,5 +15,6 @@ from f8ref.jax.linear import linear as linear
 from f8ref.jax.scale import amax as amax
 from f8ref.jax.scale import scale_from_amax as scale_from_amax
 from f8ref.jax.scaled_mm import mm as mm
+from f8ref.jax.scaled_mm import mma as mma
 from f8ref.jax.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8ref.jax.scaled_mm import scaled_mm as scaled_mm

@@ -21,17 +21,17 @@ from f8ref.jax.codec import float32_bits, is_finite
 
 _ZERO_FLOAT8 = -57
 """Exponent given to a zero operand: below the accumulator's beside any partner, and twice it still fits int8."""
-_ZERO_BFLOAT16 = -1000
-"""The same for bfloat16, in int16."""
+ZERO_EXPONENT = -1000
+"""The same for wider formats, in int16."""
 
 
 class Operand(NamedTuple):
     """A block of codes, taken apart; what is not finite counts as zero here, see `special_terms`."""
 
     value: jax.Array
-    """Float32: the value of a float8 code; the signed integer significand of a bfloat16 code."""
+    """Float32: the value of a float8 code; the signed integer significand of an `integer_operand`."""
     exponent: jax.Array
-    """Raw exponent [OP-1], a subnormal's being the smallest; int8 for float8, int16 for bfloat16."""
+    """Raw exponent [OP-1], a subnormal's being the smallest; int8 for float8, int16 for an `integer_operand`."""
 
 
 def float8_operand(code: jax.Array, format: Format) -> Operand:
@@ -42,12 +42,12 @@ def float8_operand(code: jax.Array, format: Format) -> Operand:
     return Operand(softfloat.from_bits(value), exponent.astype(jnp.int8))
 
 
-def bfloat16_operand(code: jax.Array, format: Format) -> Operand:
-    """A block of bfloat16 codes (uint32) taken apart."""
+def integer_operand(code: jax.Array, format: Format) -> Operand:
+    """A block of codes (uint32) of at most 16 bits taken apart, their significands as integers."""
     is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
     sig = (code & format.fraction_mask) | _hidden_bit(code, format)
     sig = jnp.where(is_term, sig, jnp.uint32(0)).astype(jnp.float32)
-    exponent = jnp.where(is_term, _raw_exponent(code, format), _ZERO_BFLOAT16)
+    exponent = jnp.where(is_term, _raw_exponent(code, format), ZERO_EXPONENT)
     return Operand(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
 
 
@@ -83,7 +83,7 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
     magnitude = accumulator & 0x7FFFFFFF
     exponent = _raw_exponent(accumulator, FLOAT32)
     sig = (accumulator & FLOAT32.fraction_mask) | _hidden_bit(accumulator, FLOAT32)
-    e_acc = jnp.where(magnitude == 0, 2 * _ZERO_BFLOAT16, exponent)
+    e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, exponent)
     e_max = jnp.maximum(_largest_exponent(a, b).astype(jnp.int32), e_acc)
     # 2. [ACC-3] A product of integer significands weighs 2^(e - 14). Its factor to units of 2^(e_max - 25) is at most
     #    2^11; where the factor would be subnormal, 0 gives the same term.

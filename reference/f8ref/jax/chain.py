@@ -4,18 +4,32 @@ K is walked in blocks, on Hopper of 128 for float8 and 64 for bfloat16: the stre
 or the unit of a split-K slice. The codes of a block are taken apart once and then used by all of its steps.
 """
 
+import functools
 import math
 from collections.abc import Callable
+from enum import Enum
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec import BFLOAT16, AccumulationModel, Format
+from f8emu.spec import BFLOAT16, AccumulationModel, Format, Rounding
 from f8ref.jax import softfloat
-from f8ref.jax.accumulate import Operand, bfloat16_operand, bfloat16_step, float8_operand, float8_step, special_terms
+from f8ref.jax.accumulate import Operand, bfloat16_step, float8_operand, float8_step, integer_operand, special_terms
 from f8ref.jax.codec import is_finite
+from f8ref.jax.general import general_step, rounded_sum
+
+
+class Step(Enum):
+    """How a step is computed."""
+
+    FLOAT8 = "float8"
+    """In float32; the accumulator is float32."""
+    BFLOAT16 = "bfloat16"
+    """In int32; the accumulator is a bit pattern."""
+    GENERAL = "general"
+    """In wide integers; the accumulator is a bit pattern."""
 
 
 class Chain(NamedTuple):
@@ -28,6 +42,21 @@ class Chain(NamedTuple):
     split_k: int = 1
     scale_block_k: int | None = None
     """K that shares a block scale."""
+    has_start: bool = False
+    """Whether the chain starts from any number, not from zero."""
+
+    @property
+    def step(self) -> Step:
+        """What computes the steps: float32 or int32 where their terms fit it."""
+        model = self.model
+        is_cut = model.rounding is Rounding.TOWARD_ZERO and model.floored is None
+        is_float8 = self.a_format.bits == self.b_format.bits == 8
+        term_bits = model.aligned_fraction_bits + 2 + model.step_k.bit_length()
+        if is_cut and is_float8 and term_bits < 24 and not self.has_start:
+            return Step.FLOAT8
+        if is_cut and self.a_format == BFLOAT16 and model.result_fraction_bits == 23 and term_bits <= 32:
+            return Step.BFLOAT16
+        return Step.GENERAL
 
     @property
     def unit_k(self) -> int:
@@ -64,9 +93,9 @@ def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
     Shapes: codes of any unsigned dtype, a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
     """
     zero = _zero(chain, a, b)
-    is_float8 = chain.a_format != BFLOAT16
+    is_float8 = chain.step is Step.FLOAT8
     # A float8 partial is 0 or of 2^-33 to 2^60, and so is every total: XLA's own float32 addition has nothing to flush.
-    add = jnp.add if is_float8 else softfloat.add
+    add = jnp.add if is_float8 else functools.partial(rounded_sum, chain.model)
     block_sum = _block_sum(chain, a, b)
 
     def one_slice(first: jax.Array | int, end: jax.Array | int) -> jax.Array:
@@ -86,6 +115,24 @@ def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
     return _with_specials(chain, a, b, softfloat.bits(total) if is_float8 else total)
 
 
+def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    """`a @ b + c` of one tile, c the first accumulator or, where the model promotes, the first total [CHIP-3].
+
+    Shapes: as `chained_sum`, c [TM, TN] float32 bit patterns, as the result.
+    """
+    block_sum = _block_sum(chain, a, b)
+    if chain.model.promote_k is None:
+        total = lax.fori_loop(0, chain.blocks, block_sum, c)
+    else:
+        zero = jnp.zeros_like(c)
+        total = lax.fori_loop(0, chain.blocks, lambda i, t: rounded_sum(chain.model, t, block_sum(i, zero)), c)
+    # [SPEC-1] IEEE's sum of what is not finite: where the products have nothing of it, adding them changes nothing.
+    from_products = _with_specials(chain, a, b, jnp.zeros_like(c))
+    special = softfloat.add(from_products, c)
+    is_special = ((from_products & 0x7FFFFFFF) >= softfloat.INFINITY) | ((c & 0x7FFFFFFF) >= softfloat.INFINITY)
+    return jnp.where(is_special, special, total)
+
+
 def blockwise_sum(
     chain: Chain,
     a: jax.Array,
@@ -103,10 +150,12 @@ def blockwise_sum(
 
     def one_block(i: jax.Array, total: jax.Array) -> jax.Array:
         a_i, b_i = _block(chain, a, i, 1), _block(chain, b, i, 0)
-        return promote(i, _with_specials(chain, a_i, b_i, softfloat.bits(block_sum(i, zero))), total)
+        partial = block_sum(i, zero)
+        partial = softfloat.bits(partial) if chain.step is Step.FLOAT8 else partial
+        return promote(i, _with_specials(chain, a_i, b_i, partial), total)
 
     def one_slice(first: jax.Array | int, end: jax.Array | int) -> jax.Array:
-        return lax.fori_loop(first, end, one_block, softfloat.bits(zero))
+        return lax.fori_loop(first, end, one_block, jnp.zeros(zero.shape, jnp.uint32))
 
     length = chain.blocks_per_slice
     if length >= chain.blocks:
@@ -120,8 +169,8 @@ def blockwise_sum(
 
 
 def _zero(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An accumulator of one tile: float32 for float8, uint32 bit patterns for bfloat16."""
-    return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32 if chain.a_format == BFLOAT16 else jnp.float32)
+    """An accumulator of one tile: float32 for the steps of float8, uint32 bit patterns for others."""
+    return jnp.zeros((a.shape[0], b.shape[1]), jnp.float32 if chain.step is Step.FLOAT8 else jnp.uint32)
 
 
 def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
@@ -131,10 +180,13 @@ def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
 def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """(block index, accumulator) -> the accumulator after all steps of the block."""
     step_k = chain.model.step_k
-    if chain.a_format == BFLOAT16:
-        take_apart, one_step = bfloat16_operand, bfloat16_step
-    else:
-        take_apart, one_step = float8_operand, float8_step
+    take_apart = float8_operand if chain.step is Step.FLOAT8 else integer_operand
+    fraction_bits = chain.a_format.fraction_bits + chain.b_format.fraction_bits
+
+    def one_step(model: AccumulationModel, accumulator: jax.Array, a_s: Operand, b_s: Operand) -> jax.Array:
+        if chain.step is Step.GENERAL:
+            return general_step(model, fraction_bits, accumulator, a_s, b_s)
+        return (float8_step if chain.step is Step.FLOAT8 else bfloat16_step)(model, accumulator, a_s, b_s)
 
     def block_sum(i: jax.Array, accumulator: jax.Array) -> jax.Array:
         a_i = take_apart(_block(chain, a, i, 1).astype(jnp.uint32), chain.a_format)

@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from f8emu.spec import Granularity
 from f8ref.jax import softfloat
-from f8ref.jax.chain import Chain, blockwise_sum, chained_sum
+from f8ref.jax.chain import Chain, blockwise_sum, chained_sum, multiply_add
 from f8ref.jax.codec import narrow_codes
 from f8ref.jax.tiles import Index, TileLimit, for_platform, padded, padded_columns, tiled, window
 
@@ -137,6 +137,21 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
         return lax.fori_loop(0, groups, one_group, jnp.zeros((m, wide), jnp.uint32))
 
     return for_platform(m, wide, walk)[:, :n]
+
+
+@_program
+def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax.Array:
+    """Float32 bit patterns of `a[i] . b[i] + c[i]`.
+
+    Shapes: typed codes a, b [cases, K], c [cases] uint32 float32 bit patterns -> [cases] uint32.
+    """
+    a_codes = padded(narrow_codes(a, chain.a_format), a.shape[0], chain.padded_k)
+    b_codes = padded(narrow_codes(b, chain.b_format), b.shape[0], chain.padded_k)
+
+    def one(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+        return multiply_add(chain, a[None, :], b[:, None], c[None, None])[0, 0]
+
+    return jax.vmap(one)(a_codes, b_codes, c)
 
 
 def _padded_codes(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

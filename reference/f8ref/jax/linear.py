@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from f8emu.spec import (
     BFLOAT16,
-    HOPPER,
+    CHIPS,
     OPERANDS,
     TRANSPOSED,
     Cast,
@@ -40,7 +40,7 @@ def linear(
     *,
     delayed_state: Mapping[str, DelayedState] | None = None,
     split_k: Mapping[str, int] | None = None,
-    chip: Chip = HOPPER,
+    chip: Chip | None = None,
 ) -> LinearTrace:
     """Forward, and with `grad_output` backward, of `input @ weight^T + bias` as the recipe's kernels compute it.
 
@@ -48,6 +48,7 @@ def linear(
     input too. A high precision GEMM rounds its operands to bfloat16. Under delayed scaling a cast uses the state's
     inv_scale, and before the first update the one that its own amax would give; the state is not updated here.
     `split_k` gives the slices of K of a GEMM by its name [CHAIN-3], static; a GEMM that it does not name is not split.
+    `chip` is a profile in place of the recipe's.
 
     Shapes: input [M, K], weight [N, K], grad_output [M, N], bias [N]; float32, bfloat16 or float16.
     Exactness: bit-exact to the parts, `scaled_mm` and `mm`. Traceable with the recipe static.
@@ -63,7 +64,15 @@ def linear(
     states = _require_states(recipe, tensors, delayed_state)
 
     def gemm(name: str) -> GemmTrace:
-        return _gemm(name, recipe, tensors, states, dtype, (split_k or {}).get(name, 1), chip)
+        return _gemm(
+            name,
+            recipe,
+            tensors,
+            states,
+            dtype,
+            (split_k or {}).get(name, 1),
+            CHIPS[recipe.chip] if chip is None else chip,
+        )
 
     output = gemm("output")
     result = output.product if bias is None else _add_bias(output.product, jnp.asarray(bias), dtype)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from f8emu.spec import (
     BFLOAT16,
+    FLOAT8,
     FLOAT32,
     HOPPER,
     Chip,
@@ -17,9 +18,10 @@ from f8emu.spec import (
     output_format,
 )
 from f8ref.jax.chain import Chain
-from f8ref.jax.codec import dtype_format, high_precision_format
+from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format
 from f8ref.jax.epilogue import finish, product
-from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators
+from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators, multiply_adds
+from f8ref.jax.general import taken
 
 
 def scaled_mm(
@@ -62,13 +64,13 @@ def scaled_mm(
     _require_scale(call, "scale_a", scale_a, pair[0], pair[0].scale_shape(m, k))
     _require_scale(call, "scale_b", scale_b, pair[1], pair[1].scale_shape(n, k)[::-1])
     out = output_format(call, out_dtype)
-    if pair[0].is_blockwise:
-        chain = Chain(chip.block_scaled_model(pair), *formats, k, slices, scale_block_k=pair[0].block[1])
-    else:
-        chain = Chain(chip.float8_model(use_fast_accum=use_fast_accum), *formats, k, slices)
+    is_blockwise = pair[0].is_blockwise
+    model = chip.block_scaled_model(pair) if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum)
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
+    a, b, formats = taken(model, a, b, formats)
+    chain = Chain(model, *formats, a.shape[1], slices, scale_block_k=pair[0].block[1] if is_blockwise else None)
     addend = _bias(call, bias, n)
-    if pair[0].is_blockwise:
+    if is_blockwise:
         every_row, every_column = _spread(scale_a, pair[0], 0, m), _spread(scale_b, pair[1], 1, n)
         return finish(blockwise_totals(a, b, every_row, every_column, chain, pair), (), addend, out)
     if pair[0] is Granularity.TENSORWISE:
@@ -114,9 +116,11 @@ def scaled_grouped_mm(
             f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [G, K, N], [total_M], [G, N] and [G]; "
             f"got {', '.join(map(str, shapes))}. A 2-d b has no groups: that is scaled_mm"
         )
-    chain = Chain(chip.float8_model(use_fast_accum=use_fast_accum), *formats, a.shape[1])
     out = output_format(call, out_dtype)
     a, b, scale_a, scale_b, offs = map(jnp.asarray, (a, b, scale_a, scale_b, offs))
+    model = chip.float8_model(use_fast_accum=use_fast_accum)
+    a, b, formats = taken(model, a, b, formats)
+    chain = Chain(model, *formats, a.shape[1])
     if b.shape[0] == 0:
         return jnp.zeros((a.shape[0], b.shape[2]), out.name)
     totals = grouped_accumulators(a, b, offs, chain)
@@ -152,6 +156,36 @@ def mm(
     _, _, k = _extents("mm", a, b)
     chain = Chain(chip.bfloat16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
     return finish(accumulators(jnp.asarray(a), jnp.asarray(b), chain), (), None, output_format("mm", out_dtype))
+
+
+def mma(
+    a: jax.Array, b: jax.Array, c: jax.Array, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32"
+) -> jax.Array:
+    """`dot(a, b) + c` of every case by one matrix instruction of the chip, or several in a row where K is longer.
+
+    c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3].
+
+    Shapes: a, b [cases, K], c [cases] of `out_dtype` -> [cases].
+    Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
+
+    Raises:
+        OperandError: operands of the wrong dtype or shape.
+        SpecError: an unknown `out_dtype`.
+        UnsupportedError: formats that the chip's profile has no instruction for.
+    """
+    names = tuple(f.name for f in (BFLOAT16, *FLOAT8))
+    formats = dtype_format(a, "mma", "a", names), dtype_format(b, "mma", "b", names)
+    out = output_format("mma", out_dtype)
+    model = chip.instruction("mma", formats, out).model
+    dtype_format(c, "mma", "c", (out.name,))
+    a, b, c = map(jnp.asarray, (a, b, c))
+    if a.ndim != 2 or b.shape != a.shape or c.shape != a.shape[:1]:
+        raise OperandError(
+            f"mma: a and b must be [cases, K] and c [cases]; got {a.shape}, {b.shape} and {c.shape}; reshape them"
+        )
+    a, transposed, formats = taken(model, a, b.T, formats)
+    chain = Chain(model, *formats, a.shape[1], has_start=True)
+    return finish(multiply_adds(a, transposed.T, float32_bits(codes(c, out), out), chain), (), None, out)
 
 
 def _spread(scale: jax.Array, granularity: Granularity, axis: int, extent: int) -> jax.Array:

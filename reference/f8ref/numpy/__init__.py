@@ -6,6 +6,7 @@ from f8ref.numpy.cast import dequantize as dequantize
 from f8ref.numpy.cast import quantize as quantize
 from f8ref.numpy.delayed_state import initial_delayed_state as initial_delayed_state
 from f8ref.numpy.delayed_state import update_delayed_state as update_delayed_state
+from f8ref.numpy.instruction import mma as mma
 from f8ref.numpy.linear import linear as linear
 from f8ref.numpy.scale import amax as amax
 from f8ref.numpy.scale import scale_from_amax as scale_from_amax

@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
     BFLOAT16,
+    CHIPS,
     HIGH_PRECISION,
-    HOPPER,
     OPERANDS,
     TENSORS,
     TRANSPOSED,
@@ -47,12 +47,13 @@ def linear(
     *,
     delayed_state: DelayedStates | None = None,
     split_k: Mapping[str, int] | None = None,
-    chip: Chip = HOPPER,
+    chip: Chip | None = None,
 ) -> LinearTrace:
     """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
 
     All products have the dtype of `input`. A bias is rounded to that dtype and added to the rounded output.
     `split_k` gives the slices of K of a GEMM by its name [CHAIN-3]; a GEMM that it does not name is not split.
+    `chip` is a profile in place of the recipe's.
     Delayed scales come from `delayed_state` (tensor name -> state), which stays as it is: calling
     `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is initialised, a
     cast uses its own amax.
@@ -77,7 +78,13 @@ def linear(
             _operand(tensors[source].T if is_transposed else tensors[source], source, cast, recipe, states.get(source))
             for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
         )
-        return GemmTrace(a, b, _product(a, b, spec, out_format, (split_k or {}).get(name, 1), chip))
+        return GemmTrace(
+            a,
+            b,
+            _product(
+                a, b, spec, out_format, (split_k or {}).get(name, 1), CHIPS[recipe.chip] if chip is None else chip
+            ),
+        )
 
     output = gemm("output")
     grad_input = grad_weight = None

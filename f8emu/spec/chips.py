@@ -1,0 +1,182 @@
+"""The profiles of chips. `HOPPER` is measured on an NVIDIA H200; what each of the others stands on is its `evidence`.
+
+Sources: recordings of single instructions by north-numerical-computing/MATLAB-tensor-core (BSD-2, arXiv 2512.07004),
+replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for what is marked unverified (NUMERICS 11).
+"""
+
+from dataclasses import replace
+
+from f8emu.spec.chip import AccumulationModel, Chip, Evidence, FlooredSum, Instruction, Rounding
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import BFLOAT16, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, FLOAT16, FLOAT32, Format
+from f8emu.spec.scaling import Granularity
+
+_OCP = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2))
+_FNUZ = ((E4M3FNUZ, E4M3FNUZ), (E5M2FNUZ, E4M3FNUZ), (E4M3FNUZ, E5M2FNUZ), (E5M2FNUZ, E5M2FNUZ))
+_BF16 = ((BFLOAT16, BFLOAT16),)
+_UNBLOCKED = (
+    (Granularity.TENSORWISE, Granularity.TENSORWISE),
+    (Granularity.ROWWISE, Granularity.ROWWISE),
+)
+
+
+def _float16(model: AccumulationModel) -> AccumulationModel:
+    """[CHIP-4] The same with a float16 accumulator."""
+    return replace(model, accumulator=FLOAT16, result_fraction_bits=10, rounding=Rounding.NEAREST_EVEN)
+
+
+def _instructions(
+    name: str,
+    float8: AccumulationModel,
+    float16: AccumulationModel | None,
+    bfloat16_name: str,
+    bfloat16: AccumulationModel,
+) -> tuple[Instruction, ...]:
+    found = [Instruction(name=name, format_pairs=_OCP, out=FLOAT32, model=float8)]
+    if float16 is not None:
+        found.append(Instruction(name="mma", format_pairs=_OCP, out=FLOAT16, model=float16))
+    return (*found, Instruction(name=bfloat16_name, format_pairs=_BF16, out=FLOAT32, model=bfloat16))
+
+
+_HOPPER_CHAIN = AccumulationModel(
+    step_k=32, aligned_fraction_bits=13, result_fraction_bits=13, promote_k=None, split_k_multiple=128
+)
+_BFLOAT16_CHAIN = AccumulationModel(
+    step_k=16, aligned_fraction_bits=25, result_fraction_bits=23, promote_k=None, split_k_multiple=64
+)
+_CONVERTED = AccumulationModel(
+    step_k=16,
+    aligned_fraction_bits=25,
+    result_fraction_bits=23,
+    promote_k=32,  # [CHIP-3] one instruction, to which c is added
+    split_k_multiple=128,
+    # [CHIP-2] A thread holds four neighbours of K in a register; its lower half makes the first step.
+    order=tuple(k for first in (0, 2) for k in range(32) if k % 4 in (first, first + 1)),
+    operand=FLOAT16,  # [CHIP-1]
+)
+"""Float8 `mma.sync` where the tensor core has no such instruction: two of float16 [CHIP-1..3]."""
+
+HOPPER = Chip(
+    name="Hopper",
+    evidence=Evidence.RECORDED,
+    capability=(9, 0),
+    format_pairs=_OCP[:3],
+    block_scaled_format_pairs=((E4M3FN, E4M3FN),),
+    granularity_pairs=(
+        *_UNBLOCKED,
+        (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
+        (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
+        (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
+    ),
+    size_multiple=16,  # the tensor core's operands are read 16 bytes at a time
+    vector_multiple=4,  # and so is a column of float32 scales
+    float8=replace(_HOPPER_CHAIN, promote_k=128),
+    float8_fast=_HOPPER_CHAIN,
+    block_scaled=_HOPPER_CHAIN,
+    square_split_k_multiple=512,  # four blocks, to which the library pads the columns of 128x128 scales
+    bfloat16=_BFLOAT16_CHAIN,
+    instructions=_instructions("wgmma", _HOPPER_CHAIN, _float16(_CONVERTED), "mma", _BFLOAT16_CHAIN),
+)
+"""H100 and H200, sm_90; the bits were recorded on an H200."""
+
+_ADA_CHAIN = replace(_HOPPER_CHAIN, step_k=16)
+_ADA_BFLOAT16 = replace(_BFLOAT16_CHAIN, step_k=8, aligned_fraction_bits=24)  # [CHIP-5]
+
+ADA = replace(
+    HOPPER,
+    name="Ada",
+    evidence=Evidence.RECORDED_INSTRUCTION,
+    capability=(8, 9),
+    block_scaled_format_pairs=(),
+    granularity_pairs=_UNBLOCKED,
+    float8=replace(_ADA_CHAIN, promote_k=128),
+    float8_fast=_ADA_CHAIN,
+    block_scaled=_ADA_CHAIN,
+    bfloat16=_ADA_BFLOAT16,
+    instructions=_instructions("mma", _ADA_CHAIN, _float16(_ADA_CHAIN), "mma", _ADA_BFLOAT16),
+)
+"""L40S and other sm_89. That partials are promoted every 128 without fast accumulation is an assumption."""
+
+BLACKWELL_MMA = replace(
+    HOPPER,
+    name="Blackwell mma.sync",
+    evidence=Evidence.RECORDED_INSTRUCTION,
+    capability=None,
+    block_scaled_format_pairs=(),
+    granularity_pairs=_UNBLOCKED,
+    float8=_CONVERTED,
+    float8_fast=_CONVERTED,
+    block_scaled=_CONVERTED,
+    instructions=_instructions("mma", _CONVERTED, _float16(_CONVERTED), "mma", _BFLOAT16_CHAIN),
+)
+"""B200, sm_100, kernels made of `mma.sync`; the library's own kernels use tcgen05."""
+
+_TCGEN05_CHAIN = replace(_HOPPER_CHAIN, aligned_fraction_bits=25, result_fraction_bits=23)
+
+BLACKWELL_TCGEN05 = replace(
+    HOPPER,
+    name="Blackwell tcgen05",
+    evidence=Evidence.LITERATURE,
+    capability=(10, 0),
+    block_scaled_format_pairs=(),
+    granularity_pairs=_UNBLOCKED,
+    float8=_TCGEN05_CHAIN,
+    float8_fast=_TCGEN05_CHAIN,
+    block_scaled=_TCGEN05_CHAIN,
+    instructions=_instructions("tcgen05.mma", _TCGEN05_CHAIN, _float16(_TCGEN05_CHAIN), "tcgen05.mma", _BFLOAT16_CHAIN),
+)
+"""B200, sm_100, as MMA-Sim describes it [CHIP-7]."""
+
+_CDNA3_CHAIN = AccumulationModel(
+    step_k=16,
+    aligned_fraction_bits=24,
+    result_fraction_bits=23,
+    promote_k=None,
+    split_k_multiple=128,
+    rounding=Rounding.NEAREST_EVEN,
+    floored=FlooredSum(interleaved=2, fraction_bits=31, accumulator_fraction_bits=24, accumulator_reach=25),
+)
+_CDNA3_BFLOAT16 = replace(
+    _CDNA3_CHAIN,
+    step_k=8,
+    split_k_multiple=64,
+    floored=FlooredSum(interleaved=1, fraction_bits=31, accumulator_fraction_bits=24, accumulator_reach=None),
+)
+
+CDNA3 = replace(
+    HOPPER,
+    name="CDNA3",
+    evidence=Evidence.LITERATURE,
+    capability=None,
+    format_pairs=_FNUZ[:3],
+    block_scaled_format_pairs=(),
+    granularity_pairs=_UNBLOCKED,
+    float8=_CDNA3_CHAIN,
+    float8_fast=_CDNA3_CHAIN,
+    block_scaled=_CDNA3_CHAIN,
+    bfloat16=_CDNA3_BFLOAT16,
+    instructions=(
+        Instruction(name="v_mfma", format_pairs=_FNUZ, out=FLOAT32, model=_CDNA3_CHAIN),
+        Instruction(name="v_mfma", format_pairs=_BF16, out=FLOAT32, model=_CDNA3_BFLOAT16),
+    ),
+)
+"""MI300, gfx942, as MMA-Sim describes it [CHIP-6]."""
+
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in (HOPPER, ADA, BLACKWELL_MMA, BLACKWELL_TCGEN05, CDNA3)}
+"""Every known chip by name."""
+
+OPERAND_FORMATS: tuple[Format, ...] = tuple(dict.fromkeys(f for chip in CHIPS.values() for f in chip.operand_formats))
+"""Float8 formats that some chip multiplies."""
+
+
+def chip_by_name(call: str, chip: Chip | str) -> Chip:
+    """A profile, given itself or by its name.
+
+    Raises:
+        SpecError: none of `CHIPS`; the message lists them.
+    """
+    found = CHIPS.get(chip.name if isinstance(chip, Chip) else chip)
+    if found is None or (isinstance(chip, Chip) and found is not chip and found != chip):
+        known = ", ".join(map(repr, CHIPS))
+        raise SpecError(f"{call}: chip must be one of {known}, or such a profile of f8emu.spec.CHIPS; got {chip!r}")
+    return found

@@ -1,0 +1,178 @@
+"""A step of any profile, in integers: what `accumulate` has no faster way for, NUMERICS 11.
+
+Products are int32 and their sums 64 bits wide. The accumulator is a float32 bit pattern, which holds float16 too.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Overflow, Rounding
+from f8ref.jax import softfloat, wide
+from f8ref.jax.accumulate import ZERO_EXPONENT, Operand
+from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
+from f8ref.jax.wide import Wide
+
+_INT32_TERMS = 16
+"""Terms below 2^27 whose sum int32 holds."""
+
+
+def taken(
+    model: AccumulationModel, a: jax.Array, b: jax.Array, formats: tuple[Format, Format]
+) -> tuple[jax.Array, jax.Array, tuple[Format, Format]]:
+    """The operands as the steps take them: converted [CHIP-1], K in the model's order, padded to whole ones [CHIP-2].
+
+    Shapes: a [..., K], b [..., K, N] typed -> the same, K rounded up.
+    """
+    if model.operand is not None:
+        a, b = (_converted(x, format, model.operand) for x, format in zip((a, b), formats, strict=True))
+        formats = (model.operand, model.operand)
+    if model.order:
+        a, b = _ordered(a, model.order), jnp.swapaxes(_ordered(jnp.swapaxes(b, -1, -2), model.order), -1, -2)
+    return a, b, formats
+
+
+@functools.partial(jax.jit, static_argnames=("format", "into"))
+def _converted(x: jax.Array, format: Format, into: Format) -> jax.Array:
+    # On bit patterns: XLA may flush what is subnormal.
+    return typed(round_to_code(float32_bits(codes(x, format), format), into, Overflow.NONFINITE), into)
+
+
+@functools.partial(jax.jit, static_argnames="order")
+def _ordered(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % len(order))])
+    groups = x.reshape(*x.shape[:-1], -1, len(order))
+    return groups[..., jnp.array(order)].reshape(x.shape)
+
+
+def general_step(
+    model: AccumulationModel, fraction_bits: int, accumulator: jax.Array, a: Operand, b: Operand
+) -> jax.Array:
+    """The accumulator after one step, [TM, TN] uint32 float32 bit patterns.
+
+    Shapes: a [TM, step_k], b [step_k, TN], integer significands; `fraction_bits` are those of a product.
+    """
+    magnitude = accumulator & 0x7FFFFFFF
+    field = (magnitude >> FLOAT32.fraction_bits).astype(jnp.int32)
+    own = jnp.maximum(field, 1) - FLOAT32.bias
+    sig = (accumulator & FLOAT32.fraction_mask | (field > 0).astype(jnp.uint32) << FLOAT32.fraction_bits).astype(
+        jnp.int32
+    )
+    # [ACC-2] float32 holds a subnormal of float16 normalised; its exponent is float16's smallest.
+    limited = jnp.maximum(own, model.accumulator.min_exponent)
+    e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, limited)
+    is_negative = accumulator >> 31 != 0
+
+    if model.floored is None:
+        e_max = jnp.maximum(_largest(a, b, range(model.step_k)), e_acc)
+        unit = e_max - model.aligned_fraction_bits
+        total = _cut_sum(model, fraction_bits, a, b, range(model.step_k), unit)
+        start = _cut(sig, own - FLOAT32.fraction_bits - unit)
+        total = wide.plus(total, wide.widened(jnp.where(is_negative, -start, start)))
+    else:
+        signed = jnp.where(is_negative, -sig, sig)
+        total, unit = _floored_total(model, model.floored, fraction_bits, a, b, signed, own, e_acc)
+    result = _rounded(model, total, unit)
+    return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
+
+
+def rounded_sum(model: AccumulationModel, total: jax.Array, partial: jax.Array) -> jax.Array:
+    """[CHAIN-2] `total + partial`, rounded to nearest even to the accumulator's format, as float32 bit patterns.
+
+    float32 has 24 bits, twice the 11 of float16 and two more, so rounding twice is rounding once.
+    """
+    found = softfloat.add(total, partial)
+    if model.accumulator == FLOAT32:
+        return found
+    return float32_bits(round_to_code(found, model.accumulator, Overflow.NONFINITE), model.accumulator)
+
+
+def _floored_total(
+    model: AccumulationModel,
+    floored: FlooredSum,
+    fraction_bits: int,
+    a: Operand,
+    b: Operand,
+    sig: jax.Array,
+    own: jax.Array,
+    e_acc: jax.Array,
+) -> tuple[Wide, jax.Array]:
+    """[CHIP-6] The sum of the products and the accumulator, each floored to its own unit, and the smaller unit."""
+    groups = [range(first, model.step_k, floored.interleaved) for first in range(floored.interleaved)]
+    largest = [_largest(a, b, group) for group in groups]
+    e_dot = largest[0]
+    for exponent in largest[1:]:
+        e_dot = jnp.maximum(e_dot, exponent)
+    dot = jnp.zeros_like(e_dot)
+    for group, exponent in zip(groups, largest, strict=True):
+        part = _int32_sum(fraction_bits, a, b, group, exponent - model.aligned_fraction_bits)
+        dot = dot + (part >> jnp.minimum(e_dot - exponent, 31))  # an arithmetic shift rounds down
+
+    e_max = jnp.maximum(e_dot, e_acc)
+    finer = floored.fraction_bits - model.aligned_fraction_bits
+    total = wide.floored(wide.shifted_left(wide.widened(dot), finer), e_max - e_dot)
+    scaled = sig << (floored.accumulator_fraction_bits - FLOAT32.fraction_bits)
+    kept = scaled >> jnp.clip(e_max - own, 0, 31)
+    if floored.accumulator_reach is not None:
+        kept = jnp.where(e_max - e_acc > floored.accumulator_reach, 0, kept)
+    start = wide.shifted_left(wide.widened(kept), floored.fraction_bits - floored.accumulator_fraction_bits)
+    return wide.plus(total, start), e_max - floored.fraction_bits
+
+
+def _largest(a: Operand, b: Operand, group: range) -> jax.Array:
+    largest = a.exponent[:, group[0], None] + b.exponent[group[0], None, :]
+    for k in group[1:]:
+        largest = jnp.maximum(largest, a.exponent[:, k, None] + b.exponent[k, None, :])
+    return largest.astype(jnp.int32)
+
+
+def _cut_sum(
+    model: AccumulationModel, fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array
+) -> Wide:
+    parts = [group[i : i + _INT32_TERMS] for i in range(0, len(group), _INT32_TERMS)]
+    total = wide.widened(_int32_sum(fraction_bits, a, b, parts[0], unit))
+    for part in parts[1:]:
+        total = wide.plus(total, wide.widened(_int32_sum(fraction_bits, a, b, part, unit)))
+    return total
+
+
+def _int32_sum(fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array) -> jax.Array:
+    """[ACC-3], [ACC-4] The products of a group in units of `2^unit`, each cut toward zero."""
+    total = jnp.zeros_like(unit)
+    for k in group:
+        # At most 22 bits: exact in float32.
+        product = (a.value[:, k, None] * b.value[k, None, :]).astype(jnp.int32)
+        pair = a.exponent[:, k, None].astype(jnp.int32) + b.exponent[k, None, :].astype(jnp.int32)
+        cut = _cut(jnp.abs(product), pair - fraction_bits - unit)
+        total = total + jnp.where(product < 0, -cut, cut)
+    return total
+
+
+def _cut(magnitude: jax.Array, n: jax.Array) -> jax.Array:
+    """`magnitude * 2^n` cut to an integer; it fits, or is zero."""
+    return magnitude << jnp.clip(n, 0, 31) >> jnp.clip(-n, 0, 31)
+
+
+def _rounded(model: AccumulationModel, total: Wide, unit: jax.Array) -> jax.Array:
+    """[ACC-5], [CHIP-4] Float32 bit patterns of `total * 2^unit`, cut or rounded; what is zero then is +0."""
+    high, low = wide.magnitude(total)
+    zeros, top = wide.normalised(high, low)
+    exponent = unit + 63 - zeros
+    # 1. Places below the smallest normal, their last bit sticky; then those of every number.
+    below = jnp.clip(model.accumulator.min_exponent - exponent, 0, 31).astype(jnp.uint32)
+    top = top >> below | (((top << 1) << (31 - below)) != 0).astype(jnp.uint32)
+    places = 31 - model.result_fraction_bits
+    kept, rest = top >> places, top & ((1 << places) - 1)
+    if model.rounding is Rounding.NEAREST_EVEN:
+        half = 1 << (places - 1)
+        kept = kept + ((rest > half) | ((rest == half) & ((kept & 1) != 0))).astype(jnp.uint32)
+    # 2. As float32, which holds it exactly; from the format's largest binade on it is infinite.
+    last_place = jnp.maximum(exponent, model.accumulator.min_exponent) - model.result_fraction_bits
+    shift = softfloat.leading_zeros(kept)
+    leading = last_place + 31 - shift.astype(jnp.int32)
+    packed = softfloat.pack_toward_zero(leading, kept << shift)
+    packed = jnp.where((leading > model.accumulator.max_exponent) & (kept != 0), jnp.uint32(softfloat.INFINITY), packed)
+    packed = jnp.where((high | low) == 0, jnp.uint32(0), packed)
+    is_negative = (total.high < 0) & (packed != 0)
+    return jnp.where(is_negative, packed | jnp.uint32(1) << 31, packed)

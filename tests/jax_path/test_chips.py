@@ -1,0 +1,65 @@
+"""`chip=` and `Recipe.chip` of f8emu.jax: the bits of another chip's profile."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import f8emu.jax as f8
+import f8ref.numpy as reference
+from f8emu.spec import ADA, TENSORWISE, SpecError, UnsupportedError
+
+
+@pytest.fixture(autouse=True)
+def not_planned() -> Iterator[None]:
+    """No other chip has a plan of splits, which is said once."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="f8emu.jax: into how many slices a library on Ada cuts K")
+        yield
+
+
+def bits(x: Any) -> np.ndarray:
+    return np.asarray(x).view(np.uint32)
+
+
+def drawn(rows: int, k: int) -> np.ndarray:
+    return np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
+
+
+def test_scaled_mm_of_another_chip() -> None:
+    a, b = (jnp.asarray(drawn(rows, 160)).astype("float8_e4m3fn") for rows in (16, 32))
+    one = jnp.full((1, 1), 0.75)
+    options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "chip": ADA}
+    expected = bits(reference.scaled_mm(np.asarray(a), np.asarray(b).T, np.asarray(one), np.asarray(one), **options))
+    assert np.array_equal(bits(f8.scaled_mm(a, b.T, one, one, **options)), expected)
+    assert np.array_equal(bits(jax.jit(lambda *x: f8.scaled_mm(*x, **options))(a, b.T, one, one)), expected)
+    assert not np.array_equal(bits(f8.scaled_mm(a, b.T, one, one, out_dtype="float32", use_fast_accum=True)), expected)
+
+
+def test_dot_general_follows_the_chip_of_its_recipe() -> None:
+    recipe = replace(TENSORWISE, name="ada", chip="Ada")
+    x, weight, grad = drawn(16, 160), drawn(32, 160), drawn(17, 32)[:16]
+    expected = reference.linear(recipe, x, weight, grad)
+    assert expected.grad_weight is not None and expected.grad_input is not None
+    dot = f8.dot_general(recipe)
+    output, pull = jax.vjp(lambda x, w: dot(x, w, (((1,), (1,)), ((), ()))), x, weight)
+    gradients = pull(jnp.asarray(grad))
+    for found, trace in zip(
+        (output, *gradients), (expected.output, expected.grad_input, expected.grad_weight), strict=True
+    ):
+        assert np.array_equal(bits(found), bits(trace.product))
+
+
+def test_what_is_said_and_refused() -> None:
+    cpu = jax.devices("cpu")[0]
+    assert f8.engine_of(cpu, chip="Blackwell tcgen05") == "Blackwell tcgen05 (unverified) emulated by f8ref.jax on cpu"
+    a = jnp.zeros((16, 16), "bfloat16")
+    with pytest.raises(SpecError, match="mm: chip must be one of 'Hopper', 'Ada'"):
+        f8.mm(a, a, chip="Volta")
+    with pytest.raises(UnsupportedError, match=r"engine='hardware' needs a device .* CDNA3 .* and JAX knows none; got"):
+        f8.mm(a, a, engine="hardware", chip="CDNA3")
