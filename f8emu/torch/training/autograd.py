@@ -234,11 +234,11 @@ class Float8Backward(Function):
         return d_input, d_weight, *(None,) * 12
 
 
-def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:
+def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str, *, split_k: int | None = None) -> Tensor:
     """`a @ b^T` as one GEMM of the recipe, of any sizes.
 
     K and N are zero-padded to the multiples that the tensor core takes; results are bit-identical, since a zero product
-    takes no part in the accumulation [ACC-1], [ACC-2].
+    takes no part in the accumulation [ACC-1], [ACC-2]. `split_k` as for `scaled_mm`.
 
     Shapes:
         a.codes [M, K], b.codes [N, K] -> [M, N] of dtype.
@@ -250,7 +250,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
     pad_k, pad_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
     if spec.a.format is None:
         padded_a, padded_b = _padded(a.codes, 0, pad_k), _padded(b.codes, pad_n, pad_k)
-        product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, None)
+        product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, split_k)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
     pad_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
@@ -266,7 +266,7 @@ def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) ->
         engine,
         granularity_a.value,
         granularity_b.value,
-        None,
+        split_k,
     )
     return _first_of(product, m, n)
 
