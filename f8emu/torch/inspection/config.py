@@ -1,6 +1,6 @@
 """What an inspection looks at, from code or from a TOML file.
 
-    layers = 'layers\\.[0-3]\\..*'
+    layers = 'layers[.][0-3][.].*'
     every = 10
     statistics = ["underflows%", "sqnr", "amax"]
     gemms = ["fprop", "wgrad"]
@@ -24,8 +24,8 @@ GEMMS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
 TENSORS = ("input", "weight", "grad_output", "product")
 TE_TENSORS = {"activation": "input", "gradient": "grad_output", "output": "product", "wgrad": "product"}
 VALUE_STATISTICS = ("amax", "nan", "inf", "zero", "mean", "std", "l1_norm", "l2_norm", "dynamic_range")
-"""Of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest magnitude that is
-not zero."""
+"""Of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest magnitude that
+is not zero."""
 CAST_STATISTICS = ("underflow", "saturation", "sqnr", "mse", "dynamic_range_block")
 """Of a cast. underflow: the share of values that are not zero and become zero. saturation: the share that rounds beyond
 the format's largest. sqnr: of the cast in decibels. dynamic_range_block: the largest within 1x128 values."""
@@ -34,20 +34,9 @@ OPERAND_STATISTICS = ("scale_min", "scale_max", "nan_codes", "zero_codes", "satu
 GEMM_STATISTICS = ("error",)
 """The error of a GEMM in its three parts (`gemm_error`)."""
 STATISTICS = (*VALUE_STATISTICS, *CAST_STATISTICS, *OPERAND_STATISTICS, *GEMM_STATISTICS)
-DEFAULT_STATISTICS = (
-    "amax",
-    "nan",
-    "inf",
-    "underflow",
-    "saturation",
-    "sqnr",
-    "dynamic_range",
-    "scale_min",
-    "scale_max",
-)
+DEFAULT_STATISTICS = ("amax", "nan", "inf", "underflow", "saturation", "sqnr", "scale_min", "scale_max")
 TE_STATISTICS = {
     "underflows%": "underflow",
-    "underflows_num": "underflow",
     "overflows%": "saturation",
     "cur_amax": "amax",
     "max_blockwise_dynamic_range": "dynamic_range_block",
@@ -131,9 +120,7 @@ def config_from_toml(text: str, source: str = "TOML") -> InspectConfig:
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise SpecError(
-            f"inspect: {source} must be TOML; got an error: {error}; see InspectConfig for the keys"
-        ) from None
+        raise SpecError(f"inspect: {source} must be TOML; {error}; its keys are those of InspectConfig") from None
     return config_of(found, source)
 
 
@@ -153,7 +140,8 @@ def config_of(config: "InspectConfig | Mapping[str, Any] | str | Path | None", s
     unknown = [key for key in config if key not in known]
     if unknown:
         raise SpecError(f"inspect: {source} has keys that are not known: {unknown}; known are {', '.join(known)}")
-    return InspectConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in config.items()})
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+    return InspectConfig(**options)
 
 
 def _set(config: InspectConfig, name: str, value: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ from f8emu.torch.scale import amax, scale_from_amax
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.observation import GemmSeen, Observation, TensorSeen, observe
 from f8emu.torch.training.operands import Delayed, Operand
-from f8emu.torch.training.torch_internals import named_modules, not_compiled
+from f8emu.torch.training.torch_internals import named_modules, not_compiled, to_list
 
 _log = logging.getLogger("f8emu")
 SCHEMA = 1
@@ -316,15 +316,9 @@ class Inspector:
             found = {name: next(unread) for name in item.statistics}
             if "recipe" not in item.record and (event := self._event(item.record, found)) is not None:
                 events.append(event)
-            wanted = {
-                name: value for name, value in found.items() if name.startswith("error_") or self._is_wanted(name)
-            }
-            values = {
-                name: [float(x) for x in value.tolist()] for name, value in item.values.items() if name != "codes"
-            }
-            if "codes" in item.values:
-                values |= {"codes": [f"{code:02x}" for code in item.values["codes"].tolist()]}  # pyright: ignore
-            records.append({**item.record, **wanted, **values})
+            wanted = {name: value for name, value in found.items() if self._is_wanted(name)}
+            first = {name: _listed(values) for name, values in item.values.items()}
+            records.append({**item.record, **wanted, **first})
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
         if events:
@@ -335,7 +329,7 @@ class Inspector:
                 self._on_event(event)
 
     def _is_wanted(self, name: str) -> bool:
-        return name in self.config.statistics
+        return name in self.config.statistics or name.startswith("error_")
 
     def _event(self, record: Record, found: Mapping[str, float]) -> Event | None:
         """NaN before infinity before overflow, of one operand or product."""
@@ -364,6 +358,12 @@ class Inspector:
             "every": self.config.every,
             "start": self.number,
         }
+
+
+def _listed(values: Tensor) -> list[Any]:
+    """Numbers; codes as hexadecimal digits."""
+    found = to_list(values)
+    return [f"{code:02x}" for code in found] if values.dtype is torch.uint8 else found
 
 
 def _first_values(operand: Operand, cast: Cast, before: Tensor | None, count: int) -> dict[str, Tensor]:

@@ -26,8 +26,8 @@ class Log(Protocol):
 class JsonLog:
     """A file of one JSON object a line. The lines of a step are written at once, and are on the disk when it returns.
 
-    A file of an earlier run goes on; a line that a crash cut off is ended. NaN and infinities are strings. If the disk is
-    full, that is said once and training goes on without a file.
+    A file of an earlier run goes on; a line that a crash cut off is ended. NaN and infinities are strings. If the disk
+    is full, that is said once and training goes on without a file.
 
     Raises:
         SpecError: a file that cannot be opened.
@@ -82,8 +82,8 @@ class TensorBoardLog:
             tensorboard = importlib.import_module("torch.utils.tensorboard")
         except ImportError:
             raise UnsupportedError(
-                "inspect: tensorboard=... needs the package 'tensorboard', which is not installed; install it with: pip "
-                "install tensorboard"
+                "inspect: tensorboard=... needs the package 'tensorboard', which is not installed; install it with: "
+                "pip install tensorboard"
             ) from None
         self._writer = tensorboard.SummaryWriter(folder)
 

@@ -49,7 +49,7 @@ def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
 
 
 def cast_statistics(
-    x: Tensor, cast: Cast, rule: ScaleRule, wanted: Collection[str], inv_scale: Tensor | None, margin: int = 0
+    x: Tensor, cast: Cast, rule: ScaleRule, wanted: Collection[str], inv_scale: Tensor | None
 ) -> Statistics:
     """Of the cast of `x` [rows, K], those of `CAST_STATISTICS` that are wanted; none of one in high precision.
 
@@ -69,15 +69,15 @@ def cast_statistics(
     if not {"underflow", "saturation", "sqnr", "mse"} & set(wanted):
         return found
     if inv_scale is None:
-        inv_scale, scale = scale_from_amax(amax(x, cast.granularity), cast.format, rule, margin=margin)
+        used, scale = scale_from_amax(amax(x, cast.granularity), cast.format, rule)
     else:
-        scale = reciprocal(inv_scale)
-    codes = quantize(x, inv_scale, cast.format, cast.granularity)
+        used, scale = inv_scale, reciprocal(inv_scale)
+    codes = quantize(x, used, cast.format, cast.granularity)
     if "underflow" in wanted:
         is_lost = ((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)
         found["underflow"] = is_lost.sum() / x.numel()
     if "saturation" in wanted:
-        scaled = x.float() * spread_scale("inspect", "inv_scale", inv_scale, x, cast.granularity)
+        scaled = x.float() * spread_scale("inspect", "inv_scale", used, x, cast.granularity)
         half_unit = 2.0 ** (cast.format.max_exponent - cast.format.fraction_bits - 1)
         found["saturation"] = (scaled.abs() > cast.format.max + half_unit).sum() / x.numel()
     if "sqnr" in wanted or "mse" in wanted:
@@ -91,7 +91,7 @@ def cast_statistics(
 
 
 def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) -> Statistics:
-    """Of an operand as its GEMM got it, those of `OPERAND_STATISTICS` that are wanted; none of one in high precision."""
+    """Of an operand as its GEMM got it, those of `OPERAND_STATISTICS` that are wanted; none in high precision."""
     found: Statistics = {}
     if cast.format is None or operand.scale is None or operand.codes.numel() == 0:
         return found
