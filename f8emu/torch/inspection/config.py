@@ -73,8 +73,8 @@ class InspectConfig:
     first_values: int = 0
     """How many of the first values of each operand to record, before the cast, as hexadecimal codes and after it."""
     saturation_event: float = 0.01
-    """A larger share of values that round beyond the format's largest is an event, as NaN and infinity are. Under delayed
-    scaling a few do whenever a tensor grows."""
+    """A larger share of values that round beyond the format's largest is an event, as NaN and infinity are. Under
+    delayed scaling a few do whenever a tensor grows."""
     path: str | None = None
     """The JSONL file; other ranks than 0 append `.rank<number>`."""
     tensorboard: str | None = None
