@@ -25,6 +25,9 @@ from f8emu.torch.gemm.engine import engine_of as engine_of
 from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8emu.torch.gemm.scaled_mm import scaled_mm as scaled_mm
+from f8emu.torch.inspection.config import InspectConfig as InspectConfig
+from f8emu.torch.inspection.inspector import Inspector as Inspector
+from f8emu.torch.inspection.inspector import inspect as inspect
 from f8emu.torch.scale import amax as amax
 from f8emu.torch.scale import scale_from_amax as scale_from_amax
 from f8emu.torch.training.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy

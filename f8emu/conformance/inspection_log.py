@@ -1,0 +1,142 @@
+"""What the JSON lines of `f8emu.torch.inspect` say: the worst places of a run, and its events."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from f8emu.spec import SpecError
+
+SCHEMA = 1
+"""The newest that this reader knows."""
+_LONGEST = 1 << 20
+"""Bytes of a line; ours have a few hundred."""
+HIGHER_IS_WORSE = ("underflow", "saturation", "error_total", "error_quantisation", "error_accumulation", "nan", "inf")
+LOWER_IS_WORSE = ("sqnr",)
+MEASURES = (*LOWER_IS_WORSE, *HIGHER_IS_WORSE)
+"""By which places can be sorted."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """An operand or product of one GEMM of a layer, over all steps and ranks."""
+
+    layer: str
+    gemm: str
+    operand: str
+    tensor: str
+    cast: str
+    steps: list[int] = field(default_factory=list)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    """Measure -> its value at each of `steps`; NaN where it was not taken."""
+
+    def worst(self, measure: str) -> float | None:
+        """The worst value of a measure; None if it was not taken."""
+        values = [value for value in self.curves.get(measure, []) if not math.isnan(value)]
+        if not values:
+            return None
+        return min(values) if measure in LOWER_IS_WORSE else max(values)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A whole file."""
+
+    headers: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    places: list[Place]
+    is_cut: bool
+    """Whether the last line is incomplete: the run was ended while it wrote."""
+
+    def worst(self, measure: str, count: int) -> list[Place]:
+        """The places where a measure is worst, the worst first."""
+        found = [(value, place) for place in self.places if (value := place.worst(measure)) is not None]
+        found.sort(key=lambda pair: pair[0], reverse=measure in HIGHER_IS_WORSE)
+        return [place for _, place in found[:count]]
+
+
+def read_run(path: Path) -> Run:
+    """Read a file, line by line.
+
+    Raises:
+        SpecError: a file that cannot be read, is no inspection, or was written by a newer f8emu.
+    """
+    headers: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    places: dict[tuple[str, ...], Place] = {}
+    is_cut = False
+    for number, record in _records(path):
+        if record is None:
+            is_cut = True
+            break
+        if not headers and "schema" not in record:
+            raise _bad(path, number, "the first line must be that of f8emu.torch.inspect, with its schema")
+        if "schema" in record:
+            if not isinstance(record["schema"], int) or record["schema"] > SCHEMA:
+                raise _bad(
+                    path, number, f"schema must be at most {SCHEMA}, not {record['schema']!r}: a newer f8emu wrote it"
+                )
+            headers.append(record)
+        elif "event" in record:
+            events.append(record)
+        elif "recipe" not in record:
+            try:
+                key = tuple(str(record[name]) for name in ("layer", "gemm", "operand", "tensor"))
+                step = int(record["step"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise _bad(
+                    path, number, f"a record must have layer, gemm, operand, tensor and step: {error!r}"
+                ) from None
+            place = places.setdefault(key, _place(key, str(record.get("cast", ""))))
+            for measure in MEASURES:
+                curve = place.curves.setdefault(measure, [])
+                curve.append(_number(record.get(measure)))
+            place.steps.append(step)
+    return Run(headers=headers, events=events, places=list(places.values()), is_cut=is_cut)
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(number, object) of each line; None for a last one that is incomplete."""
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LONGEST):
+                number += 1
+                if not line.endswith(b"\n") and len(line) < _LONGEST:
+                    yield number, None
+                    return
+                # A crash cut this line off, and the next run ended it: `JsonLog`.
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    if number > 1 and len(line) < _LONGEST:
+                        continue
+                    raise _bad(path, number, f"every line must be a JSON object: {error}") from None
+                if not isinstance(record, dict):
+                    raise _bad(path, number, f"every line must be a JSON object, not a {type(record).__name__}")
+                yield number, record
+            if number == 0:
+                raise _bad(path, 0, "it is empty")
+    except OSError as error:
+        raise SpecError(
+            f"inspect: cannot read {path}: {error}; give the path of a file of f8emu.torch.inspect"
+        ) from None
+
+
+def _number(value: object) -> float:
+    """A number as `JsonLog` writes it; NaN if it is none."""
+    try:
+        return math.nan if value is None or isinstance(value, bool) else float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _place(key: Sequence[str], cast: str) -> Place:
+    layer, gemm, operand, tensor = key
+    return Place(layer=layer, gemm=gemm, operand=operand, tensor=tensor, cast=cast)
+
+
+def _bad(path: Path, line: int, what: str) -> SpecError:
+    return SpecError(f"inspect: {path}, line {line}: {what}; give a file that f8emu.torch.inspect wrote")

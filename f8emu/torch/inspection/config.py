@@ -1,0 +1,160 @@
+"""What an inspection looks at, from code or from a TOML file.
+
+    layers = 'layers[.][0-3][.].*'
+    every = 10
+    statistics = ["underflows%", "sqnr", "amax"]
+    gemms = ["fprop", "wgrad"]
+    path = "inspection.jsonl"
+
+TransformerEngine's names of GEMMs, tensors and statistics are accepted beside ours.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from f8emu.spec.errors import SpecError
+from f8emu.spec.recipe import GEMM_NAMES, recipe_by_name
+
+GEMMS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
+"""TransformerEngine's name -> ours."""
+TENSORS = ("input", "weight", "grad_output", "product")
+TE_TENSORS = {"activation": "input", "gradient": "grad_output", "output": "product", "wgrad": "product"}
+VALUE_STATISTICS = ("amax", "nan", "inf", "zero", "mean", "std", "l1_norm", "l2_norm", "dynamic_range")
+"""Of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest magnitude that
+is not zero."""
+CAST_STATISTICS = ("underflow", "saturation", "sqnr", "mse", "dynamic_range_block")
+"""Of a cast. underflow: the share of values that are not zero and become zero. saturation: the share that rounds beyond
+the format's largest. sqnr: of the cast in decibels. dynamic_range_block: the largest within 1x128 values."""
+OPERAND_STATISTICS = ("scale_min", "scale_max", "nan_codes", "zero_codes", "saturated_codes")
+"""Of the operand as the GEMM got it; a saturated code is that of the format's largest value."""
+GEMM_STATISTICS = ("error",)
+"""The error of a GEMM in its three parts (`gemm_error`)."""
+STATISTICS = (*VALUE_STATISTICS, *CAST_STATISTICS, *OPERAND_STATISTICS, *GEMM_STATISTICS)
+DEFAULT_STATISTICS = ("amax", "nan", "inf", "underflow", "saturation", "sqnr", "scale_min", "scale_max")
+TE_STATISTICS = {
+    "underflows%": "underflow",
+    "overflows%": "saturation",
+    "cur_amax": "amax",
+    "max_blockwise_dynamic_range": "dynamic_range_block",
+    "scale_inv_min": "scale_min",
+    "scale_inv_max": "scale_max",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectConfig:
+    """What to look at, when, and where it goes.
+
+    Raises:
+        SpecError: a name that is not known, a pattern that does not compile, or a number out of range.
+    """
+
+    layers: str = ".*"
+    """A regular expression that a layer's whole name must match."""
+    start: int = 0
+    """The first step that is looked at; the first step of a run is 0."""
+    end: int | None = None
+    """The step at which looking ends; None: never."""
+    every: int = 1
+    """Look at steps `start`, `start + every`, ..."""
+    statistics: tuple[str, ...] = DEFAULT_STATISTICS
+    """Of STATISTICS, or as TransformerEngine calls them."""
+    gemms: tuple[str, ...] = GEMM_NAMES
+    tensors: tuple[str, ...] = TENSORS
+    """Whose statistics are taken: the operands' tensors, and product."""
+    what_if: tuple[str, ...] = ()
+    """Recipes under which the casts are taken too, with dynamic scales."""
+    sample: int = 16
+    """Rows and columns of a GEMM whose error is taken."""
+    first_values: int = 0
+    """How many of the first values of each operand to record, before the cast, as hexadecimal codes and after it."""
+    saturation_event: float = 0.01
+    """A larger share of values that round beyond the format's largest is an event, as NaN and infinity are. Under
+    delayed scaling a few do whenever a tensor grows."""
+    path: str | None = None
+    """The JSONL file; other ranks than 0 append `.rank<number>`."""
+    tensorboard: str | None = None
+    """A folder of TensorBoard."""
+
+    def __post_init__(self) -> None:
+        for name in ("statistics", "gemms", "tensors", "what_if"):
+            value: object = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise SpecError(f"InspectConfig: {name} must be a list of names; got {value!r}")
+        _set(self, "statistics", _known("statistics", self.statistics, STATISTICS, TE_STATISTICS))
+        _set(self, "gemms", _known("gemms", self.gemms, GEMM_NAMES, GEMMS))
+        _set(self, "tensors", _known("tensors", self.tensors, TENSORS, TE_TENSORS))
+        _set(self, "what_if", tuple(recipe_by_name(name).name for name in self.what_if))
+        try:
+            re.compile(self.layers)
+        except (re.error, TypeError) as error:
+            raise SpecError(
+                f"InspectConfig: layers must be a regular expression; got {self.layers!r}: {error}; escape dots as \\."
+            ) from None
+        for name, least in (("start", 0), ("every", 1), ("sample", 1), ("first_values", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise SpecError(f"InspectConfig: {name} must be an integer of at least {least}; got {value!r}")
+        if self.end is not None and (not isinstance(cast("object", self.end), int) or self.end < self.start):
+            raise SpecError(f"InspectConfig: end must be an integer not before start={self.start}; got {self.end!r}")
+
+    def is_watched(self, layer: str) -> bool:
+        """Whether a layer of that name is looked at."""
+        return re.fullmatch(self.layers, layer) is not None
+
+    def is_step(self, step: int) -> bool:
+        """Whether that step is looked at."""
+        is_before_end = self.end is None or step < self.end
+        return step >= self.start and is_before_end and (step - self.start) % self.every == 0
+
+
+def config_from_toml(text: str, source: str = "TOML") -> InspectConfig:
+    """The configuration that a TOML text holds, its keys those of `InspectConfig`.
+
+    Raises:
+        SpecError: no TOML, a key that is not known, or what `InspectConfig` refuses.
+    """
+    try:
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"inspect: {source} must be TOML; {error}; its keys are those of InspectConfig") from None
+    return config_of(found, source)
+
+
+def config_of(config: "InspectConfig | Mapping[str, Any] | str | Path | None", source: str = "config") -> InspectConfig:
+    """A configuration, the keys of one, or the path of a TOML file."""
+    if config is None:
+        return InspectConfig()
+    if isinstance(config, InspectConfig):
+        return config
+    if isinstance(config, (str, Path)):
+        try:
+            text = Path(config).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(f"inspect: cannot read {config}: {error}; give the path of a TOML file") from None
+        return config_from_toml(text, str(config))
+    known = [field.name for field in fields(InspectConfig)]
+    unknown = [key for key in config if key not in known]
+    if unknown:
+        raise SpecError(f"inspect: {source} has keys that are not known: {unknown}; known are {', '.join(known)}")
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+    return InspectConfig(**options)
+
+
+def _set(config: InspectConfig, name: str, value: tuple[str, ...]) -> None:
+    object.__setattr__(config, name, value)  # the dataclass is frozen once it is made
+
+
+def _known(key: str, names: Sequence[str], ours: Sequence[str], others: Mapping[str, str]) -> tuple[str, ...]:
+    found = [others.get(name, name) for name in names]
+    unknown = [name for name in found if name not in ours]
+    if unknown:
+        raise SpecError(
+            f"InspectConfig: {key} must be of {', '.join(ours)}, or TransformerEngine's {', '.join(others)}; got "
+            f"{', '.join(map(repr, unknown))}"
+        )
+    return tuple(dict.fromkeys(found))

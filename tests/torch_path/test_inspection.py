@@ -1,0 +1,435 @@
+"""What observers see is what was computed, and changes no bit; the inspection of it against numpy, and its log."""
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from typer.testing import CliRunner
+
+import f8emu.torch as f8
+import f8ref.numpy as reference
+from benchmarks.corpus import Corpus
+from benchmarks.models import Llama
+from f8emu import cli
+from f8emu.spec import (
+    BLOCKWISE,
+    DELAYED,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    OperandError,
+    Recipe,
+    SpecError,
+    UnsupportedError,
+)
+from f8emu.torch.inspection.config import config_of
+from f8emu.torch.inspection.log import JsonLog
+from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
+
+BF16 = torch.bfloat16
+Draw = Callable[..., Tensor]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+class Seen:
+    """An observer that keeps copies."""
+
+    def __init__(self) -> None:
+        self.tensors: Counter[tuple[str, str]] = Counter()
+        self.gemms: Counter[tuple[str, str]] = Counter()
+        self.wrong: list[str] = []
+
+    def tensor(self, seen: TensorSeen) -> None:
+        self.tensors[seen.layer, seen.tensor] += 1
+
+    def gemm(self, seen: GemmSeen) -> None:
+        """Count, and repeat the GEMM with the oracle."""
+        self.gemms[seen.layer, seen.gemm] += 1
+        if seen.spec.is_high_precision:
+            a, b = (to_numpy(x.codes) for x in (seen.a, seen.b))
+            expected = reference.mm(a, b.T, split_k=seen.split_k)
+        else:
+            pair = seen.spec.scaled_gemm_granularities
+            a, b = to_numpy(seen.a.codes), to_numpy(seen.b.codes)
+            assert seen.a.scale is not None and seen.b.scale is not None
+            scales = [
+                np.broadcast_to(to_numpy(scale), granularity.scale_shape(*codes.shape))
+                for scale, granularity, codes in zip((seen.a.scale, seen.b.scale), pair, (a, b), strict=True)
+            ]
+            expected = reference.scaled_mm(
+                a,
+                b.T,
+                scales[0],
+                scales[1].T,
+                granularity_a=pair[0],
+                granularity_b=pair[1],
+                use_fast_accum=seen.spec.use_fast_accum,
+                split_k=seen.split_k,
+            )
+        if not np.array_equal(expected.view(np.uint16), to_numpy(seen.product).view(np.uint16)):
+            self.wrong.append(f"{seen.layer} {seen.gemm}")
+
+
+def to_numpy(x: Tensor) -> np.ndarray:
+    name = str(x.dtype).removeprefix("torch.")
+    flat = x.detach().reshape(-1).contiguous().view(torch.uint8).numpy().copy()
+    return flat.view(np.dtype(getattr(ml_dtypes, name, None) or name)).reshape(x.shape)
+
+
+class Block(nn.Module):
+    """A residual block whose activation checkpoint recomputes a SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.compute, x, use_reentrant=False)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def model_of(recipe: Recipe, make: Callable[[], nn.Module] = Block, layers: int = 2, only: str = "") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(make() for _ in range(layers))).to(BF16)
+    f8.convert_to_float8_training(model, config=recipe, module_filter_fn=lambda _, name: name.endswith(only))
+    return model
+
+
+def passed(model: nn.Sequential, seen: Seen | None, step: int) -> list[Tensor]:
+    """Output and gradients of one pass, watched or not."""
+    x = draw(32, 32, seed=step).requires_grad_()
+    observation = None if seen is None else observe(model, seen)
+    output = model(x)
+    output.float().square().sum().backward()
+    if observation is not None:
+        observation.remove()
+    assert x.grad is not None
+    found = [output.detach().clone(), x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    return found
+
+
+def is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(x.view(torch.int16), y.view(torch.int16)) for x, y in zip(found, expected, strict=True))
+
+
+def check_counts(seen: Seen, layers: int, times: int) -> None:
+    """Every matrix and GEMM once a pass, though checkpointing computes those of the forward twice."""
+    assert set(seen.tensors.values()) == {times} and len(seen.tensors) == layers * 3
+    assert set(seen.gemms.values()) == {times} and len(seen.gemms) == layers * 3
+    assert not seen.wrong
+
+
+@pytest.mark.parametrize("recipe", (DELAYED, ROWWISE_WITH_GW_HP), ids=lambda recipe: recipe.name)
+def test_an_observer_sees_each_gemm_once_and_changes_no_bit(recipe: Recipe) -> None:
+    seen, watched, plain = Seen(), model_of(recipe), model_of(recipe)
+    for step in range(3):
+        assert is_same(passed(watched, seen if step else None, step), passed(plain, None, step))
+        for model in (watched, plain) if recipe.delayed is not None else ():
+            f8.sync_float8_amax_and_scale_history(model)
+    check_counts(seen, layers=6, times=2)
+
+
+def test_the_fused_block_shows_what_it_never_writes() -> None:
+    """hidden and both gradients exist as codes alone; shown are those that the codes were made of."""
+    block = f8.Float8FeedForward(32, 32, dtype=BF16, recipe=BLOCKWISE)
+    values: dict[tuple[str, str], Tensor] = {}
+    codes: dict[tuple[str, str], Any] = {}
+
+    class Keep(Seen):
+        def tensor(self, seen: TensorSeen) -> None:
+            values[seen.layer, seen.tensor] = seen.value.clone()
+
+        def gemm(self, seen: GemmSeen) -> None:
+            super().gemm(seen)
+            codes[seen.layer, seen.gemm] = to_numpy(seen.a.codes)
+
+    keep = Keep()
+    observe(block, keep)
+    block(draw(32, 32, seed=1).requires_grad_()).float().square().sum().backward()
+    assert len(values) == len(codes) == 9 and not keep.wrong
+    for layer, gemm, tensor in (
+        ("w2", "output", "input"),
+        ("w1", "grad_input", "grad_output"),
+        ("w3", "grad_input", "grad_output"),
+    ):
+        cast = BLOCKWISE.gemms[gemm].a
+        assert cast.format is not None
+        x = to_numpy(values[layer, tensor])
+        scales = reference.scale_from_amax(reference.amax(x, cast.granularity), cast.format)
+        expected = reference.quantize(x, scales.inv_scale, cast.format, cast.granularity)
+        np.testing.assert_array_equal(codes[layer, gemm].view(np.uint8), expected.view(np.uint8))
+
+
+def test_compiled_code_has_taps_only_while_somebody_watches() -> None:
+    """The recipe whose kept input once changed its bits when it was watched, in a checkpointed graph."""
+    graphs, seen = list[str](), Seen()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx  # imports what is deprecated
+
+        graphs.append(graph.print_readable(print_output=False))
+        return compile_fx(graph, inputs)
+
+    model = model_of(ROWWISE_WITH_GW_HP, layers=1, only="w2")
+    model.compile(backend=backend, fullgraph=True)
+    expected = passed(model, None, 0)
+    for is_watched in (True, False, True):
+        assert is_same(passed(model, seen if is_watched else None, 0), expected)
+    # Each runs again: no third graph.
+    without, with_taps = graphs
+    assert "observe" not in without and with_taps.count("= torch.ops.f8emu.observe_gemm") == 3
+    check_counts(seen, layers=1, times=2)
+
+
+def test_copies_and_pickles_of_an_observed_layer_are_not_observed() -> None:
+    import copy
+    import pickle
+
+    model = model_of(ROWWISE, layers=1)
+    observation = observe(model, Seen())
+    assert model[0].w1.tap is not None
+    assert copy.deepcopy(model)[0].w1.tap is None and pickle.loads(pickle.dumps(model[0].w1)).tap is None
+    observation.remove()
+    assert "tap" not in model[0].w1.__dict__
+    with pytest.raises(OperandError, match="must be a Float8Linear"):
+        observe(model, Seen(), {"0": model[0]})
+
+
+@pytest.mark.parametrize("recipe", (ROWWISE, BLOCKWISE), ids=lambda recipe: recipe.name)
+def test_statistics_are_those_of_numpy(recipe: Recipe, tmp_path: Path) -> None:
+    """Of the forward GEMM: casts by ml_dtypes, the parts of the error by the oracle on all of it."""
+    m, n, k = 40, 48, 256
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(k, n, bias=False, dtype=BF16)), config=recipe)
+    x = draw(m, k, seed=1) * torch.logspace(-5, 1, k).to(BF16)
+    path = tmp_path / "run.jsonl"
+    wanted = ["underflows%", "overflows%", "sqnr", "cur_amax", "error", "scale_inv_max", "zero_codes", "nan"]
+    config = {"path": str(path), "statistics": wanted, "sample": 64, "gemms": ["fprop"], "first_values": 3}
+    with f8.inspect(model, config) as inspector:
+        output = model(x)
+        inspector.step()
+    records = {r["operand"]: r for r in map(json.loads, path.read_text().splitlines()) if "operand" in r}
+    gemm, values = recipe.output, {"a": to_numpy(x), "b": to_numpy(model[0].weight)}
+    codes, scales, decoded = {}, {}, {}
+    for side, value in values.items():
+        cast = getattr(gemm, side)
+        inv_scale, scales[side] = reference.scale_from_amax(
+            reference.amax(value, cast.granularity), cast.format, recipe.scale_rule
+        )
+        spread = np.repeat(inv_scale, -(-k // inv_scale.shape[1]), axis=1)[:, :k]
+        spread = np.repeat(spread, -(-len(value) // len(spread)), axis=0)[: len(value)]
+        with np.errstate(all="ignore"):
+            scaled = np.clip(value.astype(np.float32) * spread, -cast.format.max, cast.format.max)
+        codes[side] = scaled.astype(getattr(ml_dtypes, cast.format.name))
+        shape = {"a": (m, k), "b": (n, k)}[side]
+        factor = np.repeat(
+            np.repeat(scales[side], -(-k // scales[side].shape[1]), axis=1)[:, :k], m if side == "a" else n, axis=0
+        )
+        factor = factor[:: max(1, len(factor) // shape[0])][: shape[0]]
+        decoded[side] = codes[side].astype(np.float64) * factor
+        record, exact = records[side], value.astype(np.float64)
+        is_zero = codes[side].astype(np.float32) == 0
+        assert record["zero_codes"] == np.count_nonzero(is_zero)
+        assert record["underflow"] == pytest.approx(np.mean(is_zero & (exact != 0)), rel=1e-6)
+        assert record["saturation"] == 0 and record["nan"] == 0
+        assert record["amax"] == np.abs(exact).max()
+        assert record["scale_max"] == scales[side].max()
+        noise = decoded[side].astype(np.float32).astype(np.float64) - exact
+        assert record["sqnr"] == pytest.approx(10 * math.log10((exact**2).sum() / (noise**2).sum()), rel=1e-5)
+        assert record["before"] == exact.ravel()[:3].tolist()
+        assert [int(code, 16) for code in record["codes"]] == codes[side].view(np.uint8).ravel()[:3].tolist()
+        assert record["after"] == decoded[side].ravel()[:3].tolist()
+    # The sample is all of the GEMM, beside 128x128 scales too: n is less than a block.
+    pair = gemm.scaled_gemm_granularities
+    options = {"granularity_a": pair[0], "granularity_b": pair[1], "use_fast_accum": gemm.use_fast_accum}
+    split = records["product"]["split_k"]
+    float32 = reference.scaled_mm(
+        codes["a"], codes["b"].T, scales["a"], scales["b"].T, out_dtype="float32", split_k=split, **options
+    ).astype(np.float64)
+    exact, dequantised = (x["a"].astype(np.float64) @ x["b"].astype(np.float64).T for x in (values, decoded))
+    product = to_numpy(output).astype(np.float64)
+    parts = {
+        "quantisation": dequantised - exact,
+        "accumulation": float32 - dequantised,
+        "rounding": product - float32,
+        "total": product - exact,
+    }
+    for name, part in parts.items():
+        share = np.linalg.norm(part) / np.linalg.norm(exact)
+        assert share > 0, name
+        assert records["product"][f"error_{name}"] == pytest.approx(share, rel=1e-6), name
+    assert records["product"]["error_bits"] == 1
+
+
+def test_a_layer_that_overflows_at_step_40_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The byte-level Llama of benchmarks.train under delayed scaling, from step 36 on."""
+    text = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("test_*.py"))[:4])
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    corpus = Corpus(data, data, {})
+    torch.manual_seed(0)
+    model = Llama(layers=2, dim=128, hidden=128, heads=2, kv_heads=2, length=64)
+    f8.convert_to_float8_training(model, config=DELAYED, module_filter_fn=lambda _, fqn: fqn != "head")
+    names = [name for name, module in model.named_modules() if isinstance(module, f8.Float8Linear)]
+    culprit = next(
+        name for name in names if name.endswith("1.feed_forward.w3") or name.endswith("1.mlp.w3") or "w3" in name
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    path, told = tmp_path / "run.jsonl", list[Any]()
+    config = {"path": str(path), "every": 2, "statistics": ["overflows%", "amax"]}
+    with caplog.at_level(logging.WARNING, "f8emu"):
+        with f8.inspect(model, config, optimizer=optimizer, step=36, on_event=told.append) as inspector:
+            for step in range(36, 42):
+                if step == 40:
+                    with torch.no_grad():
+                        model.get_submodule(culprit).weight.mul_(64)
+                optimizer.zero_grad()
+                with torch.autocast("cpu", dtype=BF16):
+                    loss = model(corpus.batch(generator, 2, 64))
+                loss.backward()
+                optimizer.step()
+    first = inspector.events[0]
+    assert (first.step, first.kind, first.layer) == (40, "overflow", culprit), inspector.events[:3]
+    assert (first.gemm, first.operand, first.tensor) == ("output", "b", "weight") and first.amount > 0.5
+    assert (
+        told == inspector.events
+        and f"step 40: overflow in layer {culprit}, GEMM output, operand b (weight)" in caplog.text
+    )
+    # The command line says it too.
+    result = CliRunner().invoke(cli.build_app(), ["inspect", str(path), "--by", "saturation", "--top", "3"])
+    assert result.exit_code == 0
+    assert f"step 40: overflow in {culprit} output b (weight)" in result.stdout.replace("\n", " ")
+    out = tmp_path / "worst.json"
+    assert (
+        CliRunner().invoke(cli.build_app(), ["inspect", str(path), "--by", "saturation", "--json", str(out)]).exit_code
+        == 0
+    )
+    worst = json.loads(out.read_text())["worst"][0]
+    assert worst["layer"] == culprit and worst["tensor"] == "weight" and worst["steps"] == 3  # 36, 38, 40
+
+
+def test_a_nan_is_named_where_it_began() -> None:
+    model = model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=3)
+    with torch.no_grad():
+        model[1].weight[3, 5] = torch.nan
+    with f8.inspect(model, {"layers": "[0-9]"}) as inspector:
+        model(draw(16, 32, seed=1))
+    event = inspector.events[0]
+    assert (event.step, event.kind, event.layer, event.gemm, event.tensor, event.amount) == (
+        0,
+        "nan",
+        "1",
+        "output",
+        "weight",
+        1,
+    )
+    assert [e.layer for e in inspector.events][-1] == "2"
+
+
+def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
+    """An outlier in every row: under one scale nearly all other values underflow, in blocks only its neighbours."""
+    x = torch.full((32, 512), 1e-4, dtype=BF16)
+    x[:, 0] = 1000
+    path = tmp_path / "run.jsonl"
+    model = model_of(DELAYED, lambda: nn.Linear(512, 32), layers=1)
+    with f8.inspect(
+        model, {"path": str(path), "what_if": ["blockwise", "rowwise"], "tensors": ["activation"], "gemms": ["fprop"]}
+    ):
+        model(x)
+    found = {
+        r.get("recipe", "own"): r["underflow"]
+        for r in map(json.loads, path.read_text().splitlines())
+        if "underflow" in r
+    }
+    assert found == pytest.approx({"own": 511 / 512, "rowwise": 511 / 512, "blockwise": 127 / 512})
+
+
+def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.jsonl"
+    model = model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
+    with f8.inspect(model, {"path": str(path)}):
+        model(draw(16, 32, seed=1))
+    lines = path.read_text().splitlines()
+    path.write_text(path.read_text()[:-20])  # a crash
+    runner = CliRunner()
+    result = runner.invoke(cli.build_app(), ["inspect", str(path)])
+    assert result.exit_code == 0 and "the last line is incomplete" in result.stdout
+    with f8.inspect(model, {"path": str(path)}):
+        pass
+    assert len(path.read_text().splitlines()) == len(lines) + 1
+    assert runner.invoke(cli.build_app(), ["inspect", str(path)]).exit_code == 0
+    if Path("/dev/full").exists():
+        with caplog.at_level(logging.WARNING, "f8emu"):
+            log = JsonLog("/dev/full")
+            log.write([{"step": 1}])
+            log.write([{"step": 2}])
+            log.close()
+        assert caplog.text.count("No space left on device") == 1
+    for text, message in (
+        ("", "it is empty"),
+        ("hello\n", "line 1: every line must be a JSON object"),
+        ('{"schema": 99}\n', "a newer f8emu wrote it"),
+        ('{"step": 1}\n', "the first line must be"),
+        ('{"schema": 1}\n{"step": 1}\n', "line 2: a record must have"),
+        ('["x"]\n', "not a list"),
+    ):
+        path.write_text(text)
+        result = runner.invoke(cli.build_app(), ["inspect", str(path)])
+        assert result.exit_code == 2 and message in result.stderr, text
+
+
+def test_the_configuration_takes_the_names_of_transformer_engine_and_refuses_others(tmp_path: Path) -> None:
+    file = tmp_path / "inspect.toml"
+    file.write_text(
+        'layers = "a[.].*"\nevery = 10\nstart = 5\nend = 30\n'
+        'gemms = ["fprop", "wgrad"]\nstatistics = ["underflows%", "mse"]\n'
+    )
+    config = config_of(file)
+    assert config.gemms == ("output", "grad_weight") and config.statistics == ("underflow", "mse")
+    assert [step for step in range(50) if config.is_step(step)] == [5, 15, 25]
+    assert config.is_watched("a.b") and not config.is_watched("b.a.b")
+    for keys, message in (
+        ({"statistic": []}, "keys that are not known"),
+        ({"statistics": ["underflow", "kurtosis"]}, "'kurtosis'"),
+        ({"gemms": "fprop"}, "list of names"),
+        ({"layers": "("}, "regular expression"),
+        ({"every": 0}, "at least 1"),
+        ({"what_if": ["mxfp8"]}, "mxfp8"),
+        ({"end": -1}, "not before start"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            config_of(keys)
+    model = model_of(ROWWISE, layers=1)
+    with pytest.raises(OperandError, match=r"matches none of 3 Float8Linear, such as '0[.]w1'"):
+        f8.inspect(model, {"layers": "w1"})
+    with pytest.raises(SpecError, match="cannot write"):
+        f8.inspect(model, {"path": str(tmp_path / "none" / "run.jsonl")})
+    try:
+        import tensorboard  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        with pytest.raises(UnsupportedError, match="pip install tensorboard"):
+            f8.inspect(model, {"tensorboard": str(tmp_path)})
