@@ -61,6 +61,10 @@ class StepWriter:
             self._fault = _text(error)
 
     @property
+    def name(self) -> str:
+        return self._header.name
+
+    @property
     def fault(self) -> str:
         """Why the step could not be finished; empty if nothing is wrong with it."""
         return self._fault

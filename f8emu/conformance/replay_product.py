@@ -15,6 +15,8 @@ _SIZE_MULTIPLE = 16
 """Operands are zero-padded to it along K, and the slices of K are those of the padded length [CHAIN-3]."""
 _BLOCK = 128
 _MOST_SLICES = 16
+_SHORTEST_SLICE = 64
+"""Of K, in bfloat16 [BF16-2]."""
 _TRIED = 64
 """Rows and columns on which another S is tried."""
 
@@ -155,7 +157,7 @@ def _other_split(
         )
     )
     part = taken(record, arrays, rows, columns)
-    most = min(_MOST_SLICES, record.k // _BLOCK)
+    most = min(_MOST_SLICES, -(-record.k // _SHORTEST_SLICE))
     for slices in range(1, most + 1):
         if slices != record.split_k and not different(product_of(record, part, judge, slices), part.product).any():
             return slices
