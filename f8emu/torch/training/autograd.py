@@ -25,6 +25,7 @@ from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.gathered_weight import GatheredWeight, require_gathered
+from f8emu.torch.training.observation import Tap, show_gemm, show_tensor
 from f8emu.torch.training.operands import (
     Delayed,
     DelayedStates,
@@ -84,6 +85,7 @@ def float8_matmul(
     plan: Plan,
     shared: InputOperands | None,
     delayed: DelayedStates | None,
+    tap: Tap | None,
 ) -> Tensor:
     """`input @ weight^T` under a recipe, differentiable.
 
@@ -98,10 +100,14 @@ def float8_matmul(
         plan: recipe and engine.
         shared: the operands of `input`, if another layer has cast it already.
         delayed: the state of input, weight and grad_output under delayed scaling.
+        tap: where observers watch.
     """
     recipe = plan.recipe
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
     with torch.no_grad():
+        if tap is not None:
+            show_tensor(tap.forward, "input", input)
+            show_tensor(tap.forward, "weight", weight)
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
         x = cast_input(input, plan, of_input) if shared is None else shared
         rows, cols = recipe.output.b, recipe.grad_input.b
@@ -123,18 +129,20 @@ def float8_matmul(
     #    The product is computed outside of the autograd function: inside, torch 2.11 would save it in a compiled
     #    checkpointed region. Where nothing is recomputed, it goes in as an argument, and `Output` is not needed.
     is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
-    product = None if is_recomputed else _product(x.output, w, plan, input.dtype)
+    product = None if is_recomputed else _product(x.output, w, plan, input.dtype, tap)
     saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
-    output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product)
+    output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product, tap)
     # 3. output.
     if product is None:
-        output = Output.apply(output, _product(x.output, w, plan, input.dtype))
+        output = Output.apply(output, _product(x.output, w, plan, input.dtype, tap))
     return output
 
 
 @torch.no_grad()
-def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype) -> Tensor:
+def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype, tap: Tap | None) -> Tensor:
     product = gemm(x, w, plan.recipe.output, dtype, plan.engine)
+    if tap is not None:
+        show_gemm(tap.forward, "output", x, w, product)
     return product if plan.layout is None else sum_products(product, plan.layout)
 
 
@@ -169,13 +177,14 @@ class Float8Backward(Function):
         of_weight: Delayed | None,
         of_grad_output: Delayed | None,
         product: Tensor | None,
+        tap: Tap | None,
     ) -> Tensor:
         """Save what the backward pass needs."""
         own = weight if gathered is None else None
         ctx.save_for_backward(kept, kept_scale, own, w_amax, w_inv_scale, w_scale, gathered, gathered_scale)
         # Amaxes are written in the backward pass, so they are not saved tensors.
         ctx.plan, ctx.dtype, ctx.of_weight, ctx.of_grad_output = plan, input.dtype, of_weight, of_grad_output
-        ctx.weight_dtype = weight.dtype
+        ctx.weight_dtype, ctx.tap = weight.dtype, tap
         if product is not None:
             return product.detach()  # not a view, so it can be modified in place
         m = input.shape[0] if plan.layout is None else plan.layout.output_rows(input.shape[0])
@@ -188,6 +197,9 @@ class Float8Backward(Function):
         (grad_output,) = grads
         kept, kept_scale, weight, w_amax, w_inv_scale, w_scale, gathered, gathered_scale = ctx.saved_tensors
         recipe, engine = ctx.plan.recipe, ctx.plan.engine
+        tap: Tap | None = ctx.tap
+        if tap is not None:
+            show_tensor(tap.backward, "grad_output", grad_output)
         wants_input, wants_weight = ctx.needs_input_grad[0], kept is not None
         rows = recipe.grad_input.a if wants_input else None
         cols = recipe.grad_weight.a if wants_weight else None
@@ -210,11 +222,16 @@ class Float8Backward(Function):
                 _, w = cast_both(weight, None, cols, source, recipe.scale_rule)
             assert w is not None, "it was requested"
             d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine)
+            if tap is not None:
+                show_gemm(tap.backward, "grad_input", g, w, d_input)
             g = w = None  # frees their memory for the other product
         if g_transposed is not None:
-            d_weight = gemm(g_transposed, Operand(kept, kept_scale), recipe.grad_weight, ctx.dtype, engine)
+            kept_operand = Operand(kept, kept_scale)
+            d_weight = gemm(g_transposed, kept_operand, recipe.grad_weight, ctx.dtype, engine)
+            if tap is not None:
+                show_gemm(tap.backward, "grad_weight", g_transposed, kept_operand, d_weight)
             d_weight = d_weight.to(ctx.weight_dtype)
-        return d_input, d_weight, *(None,) * 11
+        return d_input, d_weight, *(None,) * 12
 
 
 def gemm(a: Operand, b: Operand, spec: Gemm, dtype: torch.dtype, engine: str) -> Tensor:

@@ -16,6 +16,7 @@ from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.float8_weight import Float8Weight, refill, written_over
+from f8emu.torch.training.observation import Tap
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
@@ -58,6 +59,9 @@ class Float8Linear(Linear):
     """Under tensor parallelism, the placements to which the layer brings a sum over ranks (`Float8RowwiseParallel`)."""
     traced_input: TracedInput | None = None
     """What the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
+
+    tap: Tap | None = None
+    """Where observers watch the layer (`observation`); None if there are none."""
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class Float8Linear(Linear):
             x = shared.gathered
         if isinstance(weight, Float8Weight):
             weight.note_call(delayed)
-        output = float8_matmul(x, weight, plan, shared, delayed)
+        output = float8_matmul(x, weight, plan, shared, delayed, self.tap)
         if bias is not None:
             output = add_bias(output, bias)
         if parts is not None:
