@@ -42,7 +42,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 def stored(array: np.ndarray) -> Stored:
     data = np.ascontiguousarray(array)
-    return Stored(DTYPES.get(array.dtype.name, "U8"), array.shape, memoryview(data.view(np.uint8).reshape(-1)))
+    return Stored(DTYPES.get(array.dtype.name, "U8"), array.shape, data.view(np.uint8).reshape(-1).data)
 
 
 def header(recipe: Recipe, **changes: Any) -> StepHeader:
