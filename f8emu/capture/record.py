@@ -89,6 +89,8 @@ class GemmRecord(_Record):
     """How well S is known: a value of `Source`."""
     recipe: str
     """Content hash."""
+    is_sharded: bool
+    """Whether operands are parts of tensors that other ranks hold the rest of, whose amaxes count too."""
 
     def __post_init__(self) -> None:
         known: tuple[tuple[str, tuple[str, ...]], ...] = (

@@ -61,7 +61,8 @@ def diff_lines(found: CaptureDiff, errors: int) -> Iterator[str]:
     yield from (f"A / B: {text}" for text in found.context)
     if found.divergences:
         yield f"first divergence: {found.divergences[0].line()}"
-        yield from _mismatches(found.divergences[0].mismatches, errors)
+        for one in found.divergences[0].mismatches[:errors]:
+            yield f"  {one.part} [{', '.join(map(str, one.index))}]: A {one.observed}  B {one.expected}"
         yield from _listed("also differ", [one.line() for one in found.divergences[1:]], errors)
     yield from _listed("A alone has", found.only_a, errors)
     yield from _listed("B alone has", found.only_b, errors)

@@ -166,7 +166,7 @@ class _Run:
             self.found.damaged.append(str(captured.path))
         self.found.gemms += 1
         recipe = step.header.recipes.get(record.recipe)
-        for part, tensor, expected in replay_casts(record, loaded.arrays, recipe, earlier, step.header.world_size):
+        for part, tensor, expected in replay_casts(record, loaded.arrays, recipe, earlier):
             if isinstance(expected, str):
                 self.found.not_replayed.append(f"{step.name}: {record.place} {part} ({tensor}): {expected}")
             else:

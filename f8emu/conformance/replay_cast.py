@@ -1,6 +1,6 @@
 """The scales and codes of a captured GEMM from the tensors before their casts.
 
-A dynamic scale follows from the tensor. A delayed one follows from earlier steps, and under a sharded tensor from other
+A dynamic scale follows from the tensor. A delayed one follows from earlier steps, that of a sharded tensor from other
 ranks too: it is then taken as captured, and the codes are those of an inv_scale whose reciprocal it is.
 """
 
@@ -47,7 +47,7 @@ class Earlier:
 
 
 def replay_casts(
-    record: GemmRecord, arrays: Arrays, recipe: Recipe | None, earlier: Earlier, world_size: int
+    record: GemmRecord, arrays: Arrays, recipe: Recipe | None, earlier: Earlier
 ) -> Iterator[tuple[str, str, Expected | str]]:
     """(part, tensor, what is expected, or why that is not known) of scales and codes, in the order of computation."""
     for side, tensor, is_transposed in zip("ab", OPERANDS[record.gemm], TRANSPOSED[record.gemm], strict=True):
@@ -57,7 +57,7 @@ def replay_casts(
             continue
         gemm = recipe.gemms[record.gemm]
         cast = gemm.a if side == "a" else gemm.b
-        is_local = recipe.delayed_scaling_of(tensor) is None and world_size == 1
+        is_local = recipe.delayed_scaling_of(tensor) is None and not record.is_sharded
         best: list[tuple[str, Expected]] | None = None
         for value in earlier.values(record.layer, tensor):
             x = value.T if is_transposed else value

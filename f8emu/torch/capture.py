@@ -59,7 +59,7 @@ def capture(
         steps: the numbers of the steps; by default the first.
         ring: instead of `steps`: keep this many steps in host memory, and write them when a NaN or an infinity
             appears in a layer's input, weight, gradient or product, or when `Capture.write()` asks for them. The step
-            that is under way is written too, to its end; then the capture is over.
+            that is under way is written too, to its end; then the capture is over. Each rank looks at its own tensors.
         layers: a regular expression that is searched in the names of the layers; None: all.
         tensors: also write the tensors before their casts, from which `f8emu replay` computes scales and codes.
         limit_bytes: of all steps that this rank writes, and of what a ring holds; what exceeds it is left out, of a
@@ -119,6 +119,8 @@ class Capture:
         self._device = _device(layers)
         self._lock = threading.RLock()  # backward passes have threads of their own
         self._current: StepWriter | _Held | None = None
+        self._layers = dict(layers)
+        self._sharded: dict[str, bool] = {}
         self._orders: dict[tuple[str, str], int] = {}
         self._order = 0
         self._has_seen = False
@@ -177,6 +179,7 @@ class Capture:
                 split_k=seen.split_k,
                 split_k_source=seen.split_source,
                 recipe=seen.recipe.content_hash,
+                is_sharded=self._is_sharded(seen),
             )
             self._look(seen.product, f"{seen.gemm} of {seen.layer}")
             self._add(record, {**_operand("a", seen.a), **_operand("b", seen.b), "product": seen.product})
@@ -223,6 +226,7 @@ class Capture:
             self._observation = self._hook = None
             self._end()
             self._held.clear()
+            self._layers.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -237,6 +241,13 @@ class Capture:
 
     def _is_wanted(self) -> bool:
         return not self.is_done and (self._steps is None or self.number in self._steps)
+
+    def _is_sharded(self, seen: GemmSeen) -> bool:
+        """Tensor parallelism, or a float8 all-gather: asked in the forward pass, in which FSDP2 has whole weights."""
+        if seen.gemm == "output":
+            weight = self._layers[seen.layer].weight
+            self._sharded[seen.layer] = type(weight) not in (Tensor, nn.Parameter)
+        return self._sharded.get(seen.layer, True)
 
     def _turn(self, layer: str, what: str) -> int:
         turn = self._orders[layer, what] = self._orders.get((layer, what), 0) + 1
@@ -331,6 +342,8 @@ class _Held:
 
 def _layers(model: nn.Module, pattern: str | None) -> dict[str, Float8Linear]:
     """The layers to capture, by the names that they have in the model as it was before it was wrapped."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
     found = {
         ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
         for name, module in model.named_modules()

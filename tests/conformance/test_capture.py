@@ -98,6 +98,7 @@ def gemm_record(
         split_k=split_k,
         split_k_source="recorded",
         recipe=recipe.content_hash,
+        is_sharded=False,
     )
     return record, arrays
 
@@ -174,6 +175,25 @@ def test_one_flipped_bit_is_named(
     assert (first.step, first.place, first.part, first.tensor) == ("step 7", f"layers.0.w1 {gemm}", part, tensor)
     assert first.elements_different == 1 and first.mismatches[0].index == index
     assert not found.damaged, "it was captured so"
+
+
+def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> None:
+    """Under tensor parallelism the amax is that of all ranks: here one that is 1.37 times as large."""
+    recipe = RECIPES["tensorwise"]
+    tensors, (record, arrays), *_ = layer(recipe)[:2], *layer(recipe)[2:]
+    assert isinstance(record, GemmRecord)
+    x = tensors[0][1]["value"]
+    scales = f8ref.scale_from_amax(np.float32(1.37) * f8ref.amax(x), E4M3FN)
+    codes = f8ref.quantize(x, scales.inv_scale, E4M3FN)
+    product = f8ref.scaled_mm(codes, arrays["b.codes"].T, scales.scale, arrays["b.scale"], use_fast_accum=True)
+    arrays = {**arrays, "a.codes": codes, "a.scale": scales.scale, "product": product}
+    for is_sharded in (True, False):
+        path = tmp_path / str(is_sharded)
+        written(path, recipe, [*tensors, (replace(record, is_sharded=is_sharded), arrays)])
+        found = replay(read_capture(path), oracle="f8ref.numpy")
+        assert found.is_equal == is_sharded
+        assert [one.part for one in found.findings] == ([] if is_sharded else ["a.scale"])
+        assert found.counts["codes"].parts_equal == 2
 
 
 def test_without_tensors_the_pattern_names_the_operand(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Block(nn.Module):
 class Run:
     """A small model that trains; `spoil` says at which step its input is not finite."""
 
-    def __init__(self, recipe: str = "rowwise", *, width: int = 48, compiled: bool = False, spoil: int = 0) -> None:
+    def __init__(self, recipe: str = "blockwise", *, width: int = 48, compiled: bool = False, spoil: int = 0) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(Block(width), Block(width)).to(torch.bfloat16)
         convert_to_float8_training(self.model, config=recipe_by_name(recipe))
@@ -95,7 +95,7 @@ def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> No
 
 def test_a_tensor_is_written_as_it_was(tmp_path: Path) -> None:
     """Against values that were taken by hooks of torch, not by the tap."""
-    run = Run("tensorwise")
+    run = Run()
     seen: list[Tensor] = []
     run.model[1].get_submodule("w2").register_forward_hook(
         lambda module, inputs, output: seen.append(inputs[0].clone())
