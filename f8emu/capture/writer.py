@@ -69,10 +69,14 @@ class StepWriter:
         """Why the step could not be finished; empty if nothing is wrong with it."""
         return self._fault
 
+    def refusal(self, size: int) -> str:
+        """Why a record of so many bytes is not written; empty if it may be."""
+        return self._fault or self._budget.refusal(size)
+
     def add(self, record: Record, arrays: Mapping[str, Stored]) -> bool:
         """Write a record; False, and an entry in `left_out`, where that is impossible."""
         size = size_of(arrays)
-        reason = self._fault or self._budget.refusal(size)
+        reason = self.refusal(size)
         if not reason:
             name = f"{record.order:06d}.safetensors"
             text = {"record": json.dumps(record.to_json()), "step": self._header.name}

@@ -73,7 +73,8 @@ def test_captured_steps_replay_bit_by_bit(name: str, width: int, tmp_path: Path)
     assert capturing.is_done and not capturing.left_out
     assert run.weights() == Run(name, width=width).train(5, passes=2).weights(), "training is not changed"
     steps = read_capture(tmp_path)
-    assert [step.header.step for step in steps] == [2, 3] and [step.path for step in steps] == capturing.written
+    assert [step.header.step for step in steps] == [2, 3]
+    assert tuple(step.path for step in steps) == capturing.written
     gemms = [one.record for one in steps[0].records if isinstance(one.record, GemmRecord)]
     first = {(LAYERS[0], "grad_input")}  # of an input without a gradient
     assert {one.key[:2] for one in gemms} == {(layer, gemm) for layer in LAYERS for gemm in GEMM_NAMES} - first
