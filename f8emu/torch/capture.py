@@ -70,9 +70,8 @@ def capture(
     chosen = _layers(model, layers)
     made = _header(chosen)
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
-    session = Session(
-        _CALL, path, lambda number, reason: header(step=number, reason=reason), rank=_rank()[0], **options
-    )
+    options |= {"rank": _rank()[0], "header": lambda number, reason: made(step=number, reason=reason)}
+    session = Session(_CALL, path, **options)
     return Capture(model, chosen, session, tensors)
 
 
