@@ -18,6 +18,7 @@ from f8emu.torch.fused import silu as fused
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.training.autograd import Output, gemm
 from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.observation import Tap, observe_gated, show_gemm, show_tensor
 from f8emu.torch.training.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed
 from f8emu.torch.training.torch_internals import Function
 
@@ -38,6 +39,8 @@ class _Settings(NamedTuple):
     dtype: torch.dtype
     of_gradients: tuple[Delayed | None, ...]
     """State of grad_output of w1, w2, w3. Not saved tensors: the backward pass updates their amaxes in place."""
+    taps: tuple[Tap | None, ...]
+    """Of w1, w2, w3."""
 
 
 def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
@@ -46,16 +49,18 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     w1, w2, w3 = (layer.weight for layer in layers)
     of_inputs, of_weights, of_gradients = _states(layers, x1.device)
     keep1, _, keep3 = (torch.is_grad_enabled() and layer.weight.requires_grad for layer in layers)
-    settings = _Settings(recipe, engine, dtype, of_gradients)
+    taps = (layers.w1.tap, layers.w2.tap, layers.w3.tap)
+    settings = _Settings(recipe, engine, dtype, of_gradients, taps)
     with torch.no_grad():
         # 1. gate and up. Under delayed scaling w1 and w3 scale the input separately; otherwise they share a cast.
         is_shared = recipe.delayed is None
         a1, kept1 = _cast_input(x1, recipe, keep1 or (is_shared and keep3), of_inputs[0])
         a3, kept3 = (a1, None) if is_shared else _cast_input(x1, recipe, keep3, of_inputs[2])
-        gate, of_w1 = _product(a1, w1, of_weights[0], settings)
-        up, of_w3 = _product(a3, w3, of_weights[2], settings)
+        gate, of_w1 = _product(a1, w1, of_weights[0], settings, taps[0])
+        up, of_w3 = _product(a3, w3, of_weights[2], settings, taps[2])
         hidden, of_hidden = _cast_hidden(gate, up, recipe, of_inputs[1])
         b2, of_w2 = _cast_weight(w2, of_weights[1], recipe)
+        _show_forward(taps, x1, (w1, w2, w3), gate, up)
     # 2. As in `float8_matmul`: everything is saved before the last product is computed.
     parts = (kept1, kept3, of_w1, of_w2, of_w3, of_hidden)
     flat = [tensor for pair in parts for tensor in ((None, None) if pair is None else pair)]
@@ -63,6 +68,8 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     # 3. output.
     with torch.no_grad():
         product = gemm(hidden, b2, recipe.output, dtype, engine)
+        if taps[1] is not None:
+            show_gemm(taps[1].forward, "output", hidden, b2, product)
     return Output.apply(place, product)
 
 
@@ -95,18 +102,21 @@ class _FeedForwardBackward(Function):
         casts = (recipe.grad_input.a, recipe.grad_weight.a if wants_w2 else None)
         g, g_transposed, _ = _cast(grads[0], *casts, state, rule)
         assert g is not None, "it was requested"
-        grad_hidden = _grad_input(g, w2, of_w2, settings)
+        taps = settings.taps
+        grad_hidden = _grad_input(g, w2, of_w2, settings, taps[1])
         wanted = (wants1 or wants3, wants_w1, wants_w3, wants_w2)
         g1, g1_transposed, g3, g3_transposed, hidden = _cast_gradients(
             grad_hidden, gate, up, wanted, None if of_hidden is None else Scales(*of_hidden), settings
         )
+        _show_backward(taps, grads[0], grad_hidden, gate, up)
         g = grad_hidden = gate = up = None  # frees their memory for the products
         # 2. The products.
-        d_x1 = _grad_input(g1, w1, of_w1, settings) if wants1 else None
-        d_x3 = _grad_input(g3, w3, of_w3, settings) if wants3 else None
-        d_w1 = _grad_weight(g1_transposed, kept1, w1, settings) if wants_w1 else None
-        d_w2 = _grad_weight(g_transposed, hidden, w2, settings) if wants_w2 else None
-        d_w3 = _grad_weight(g3_transposed, kept1 if kept3 is None else kept3, w3, settings) if wants_w3 else None
+        d_x1 = _grad_input(g1, w1, of_w1, settings, taps[0]) if wants1 else None
+        d_x3 = _grad_input(g3, w3, of_w3, settings, taps[2]) if wants3 else None
+        d_w1 = _grad_weight(g1_transposed, kept1, w1, settings, taps[0]) if wants_w1 else None
+        d_w2 = _grad_weight(g_transposed, hidden, w2, settings, taps[1]) if wants_w2 else None
+        kept3 = kept1 if kept3 is None else kept3
+        d_w3 = _grad_weight(g3_transposed, kept3, w3, settings, taps[2]) if wants_w3 else None
         return d_x1, d_x3, d_w1, d_w2, d_w3, *(None,) * (ctx.arguments - 5)
 
 
@@ -164,10 +174,15 @@ def _cast_gradients(
     return first, second, third, fourth, fifth
 
 
-def _product(a: Operand, weight: Tensor, state: Delayed | None, settings: _Settings) -> tuple[Tensor, Scales | None]:
+def _product(
+    a: Operand, weight: Tensor, state: Delayed | None, settings: _Settings, tap: Tap | None
+) -> tuple[Tensor, Scales | None]:
     """`output` of one layer, and under delayed scaling the scales of its weight."""
     b, used = _cast_weight(weight, state, settings.recipe)
-    return gemm(a, b, settings.recipe.output, settings.dtype, settings.engine), used
+    product = gemm(a, b, settings.recipe.output, settings.dtype, settings.engine)
+    if tap is not None:
+        show_gemm(tap.forward, "output", a, b, product)
+    return product, used
 
 
 def _cast_weight(weight: Tensor, state: Delayed | None, recipe: Recipe) -> tuple[Operand, Scales | None]:
@@ -177,20 +192,55 @@ def _cast_weight(weight: Tensor, state: Delayed | None, recipe: Recipe) -> tuple
     return b, used
 
 
-def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor] | None, settings: _Settings) -> Tensor:
+def _grad_input(
+    a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor] | None, settings: _Settings, tap: Tap | None
+) -> Tensor:
     """`grad_input` of one layer."""
     recipe = settings.recipe
     source = ScaleSource(given=None if scales is None else Scales(*scales))
     _, b = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
     assert b is not None, "it was requested"
-    return gemm(a, b, recipe.grad_input, settings.dtype, settings.engine)
+    product = gemm(a, b, recipe.grad_input, settings.dtype, settings.engine)
+    if tap is not None:
+        show_gemm(tap.backward, "grad_input", a, b, product)
+    return product
 
 
-def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings) -> Tensor:
+def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings, tap: Tap | None) -> Tensor:
     """`grad_weight` of one layer, in the dtype of its weight."""
     assert a is not None and b is not None, "they were requested"
-    product = gemm(a, Operand(*b), settings.recipe.grad_weight, settings.dtype, settings.engine)
+    kept = Operand(*b)
+    product = gemm(a, kept, settings.recipe.grad_weight, settings.dtype, settings.engine)
+    if tap is not None:
+        show_gemm(tap.backward, "grad_weight", a, kept, product)
     return product.to(weight.dtype)
+
+
+def _show_forward(
+    taps: tuple[Tap | None, ...], x: Tensor, weights: tuple[Tensor, ...], gate: Tensor, up: Tensor
+) -> None:
+    """Show the inputs and weights of the three layers."""
+    for i, tap in enumerate(taps):
+        if tap is None:
+            continue
+        if i == 1:
+            observe_gated(tap.forward, "hidden", gate, up, None)
+        else:
+            show_tensor(tap.forward, "input", x)
+        show_tensor(tap.forward, "weight", weights[i])
+
+
+def _show_backward(
+    taps: tuple[Tap | None, ...], grad_output: Tensor, grad_hidden: Tensor, gate: Tensor, up: Tensor
+) -> None:
+    """Show grad_output of the three layers."""
+    of_w1, of_w2, of_w3 = taps
+    if of_w2 is not None:
+        show_tensor(of_w2.backward, "grad_output", grad_output)
+    if of_w1 is not None:
+        observe_gated(of_w1.backward, "grad_gate", gate, up, grad_hidden)
+    if of_w3 is not None:
+        observe_gated(of_w3.backward, "grad_up", gate, up, grad_hidden)
 
 
 def _states(layers: Layers, device: torch.device) -> tuple[tuple[Delayed | None, ...], ...]:

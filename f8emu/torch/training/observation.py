@@ -1,9 +1,9 @@
 """The tap of a layer: what it casts and multiplies, shown to observers while a model trains.
 
 A layer without an observer has no tap (`Float8Linear.tap` is None): its code, and the graphs that a compiler makes of
-it, are the same as if there were no taps. In a graph that was traced with a tap, its calls are the opaque operators
-`f8emu::observe_tensor` and `f8emu::observe_gemm`. They write to a token, a small CPU tensor, so that no compiler drops,
-repeats or reorders them; its first element says whose tap it is, so that layers of the same code share their graphs.
+it, are the same as if there were no taps. In a graph that was traced with a tap, the calls below are opaque operators.
+They write to a token, a small CPU tensor, so that no compiler drops, repeats or reorders them; its first element says
+whose tap it is, so that layers of the same code share their graphs.
 
 Observers see tensors as they are, on their device, and must not change them. They run where the layer runs: those of a
 backward pass on a GPU on the thread of that pass. What activation checkpointing repeats is seen once.
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.plan import PlannedGemm, Source, scaled_gemm_name, split_k
@@ -27,7 +28,7 @@ from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.library import fake, operator
 from f8emu.torch.training.operands import Operand
-from f8emu.torch.training.torch_internals import is_in_backward_pass
+from f8emu.torch.training.torch_internals import is_in_backward_pass, named_modules
 
 
 class Tap(NamedTuple):
@@ -133,7 +134,7 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
     from f8emu.torch.training.float8_linear import Float8Linear
 
     if layers is None:
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
+        layers = {name: module for name, module in named_modules(model) if isinstance(module, Float8Linear)}
     for name, layer in layers.items():
         if not isinstance(layer, Float8Linear):
             raise OperandError(
@@ -176,11 +177,23 @@ def show_gemm(token: Tensor, gemm: str, a: Operand, b: Operand, product: Tensor)
 def observe_tensor(token: Tensor, tensor: str, value: Tensor) -> None:
     """Call the observers of the layer to which `token` belongs."""
     watched = _at(token, tensor != "grad_output", value)
+    if watched is not None:
+        _show(watched, tensor, value)
+
+
+@operator(mutates_args={"token"})
+def observe_gated(token: Tensor, tensor: str, gate: Tensor, up: Tensor, grad_hidden: Tensor | None) -> None:
+    """Show a matrix of the fused feed-forward block, which is never in memory: hidden, grad_gate or grad_up."""
+    watched = _at(token, grad_hidden is None, gate)
     if watched is None:
         return
-    seen = TensorSeen(watched.name, tensor, value.detach(), watched.layer.recipe)
-    for observer in tuple(watched.observers):
-        observer.tensor(seen)
+    # The arithmetic of `fused.silu`.
+    if grad_hidden is None:
+        _show(watched, "input", silu(gate) * up)
+    elif tensor == "grad_gate":
+        _show(watched, "grad_output", torch.ops.aten.silu_backward(grad_hidden * up, gate))
+    else:
+        _show(watched, "grad_output", grad_hidden * silu(gate))
 
 
 @operator(mutates_args={"token"}, tags=(torch.Tag.needs_exact_strides,))
@@ -218,6 +231,11 @@ def _(token: Tensor, tensor: str, value: Tensor) -> None:
     return None
 
 
+@fake(observe_gated)
+def _(token: Tensor, *_: Any) -> None:
+    return None
+
+
 @fake(observe_gemm)
 def _(token: Tensor, *_: Any) -> None:
     return None
@@ -233,25 +251,38 @@ def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
     return _watched.get(int(token[0]))
 
 
+def _show(watched: _Watched, tensor: str, value: Tensor) -> None:
+    seen = TensorSeen(watched.name, tensor, value.detach(), watched.layer.recipe)
+    for observer in tuple(watched.observers):
+        observer.tensor(seen)
+
+
 def _plan(spec: Gemm, a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[int, str]:
     """`split_k` of the plan and its source, of the GEMM as `autograd.gemm` pads it."""
     (m, k), n = a.shape, b.shape[0]
     if 0 in (m, n, k):
         return 1, Source.RECORDED.value
-    padded_k, padded_n = k + -k % SIZE_MULTIPLE, n + -n % SIZE_MULTIPLE
-    sizes = {"n": padded_n, "k": padded_k, "out_dtype": _name(dtype)}
+    k, n, is_padded = k + -k % SIZE_MULTIPLE, n + -n % SIZE_MULTIPLE, (-k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE)
+    out_dtype = _name(dtype)
     if spec.is_high_precision:
-        is_b_transposed = padded_k == k and padded_n == n and _is_transposed(b)  # padding makes it row-major
-        is_a_transposed = padded_k == k and _is_transposed(a)
+        # Padding makes a matrix row-major.
+        is_a_transposed = not is_padded[0] and _is_transposed(a)
+        is_b_transposed = not any(is_padded) and _is_transposed(b)
         layout = ("n" if is_b_transposed else "t") + ("t" if is_a_transposed else "n")
-        found = split_k(PlannedGemm(m=m, gemm="bfloat16", layout=layout, **sizes))
+        planned = PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=out_dtype)
     else:
-        kind = scaled_gemm_name(spec.scaled_gemm_granularities)
-        accumulation = "fast" if spec.use_fast_accum else "promoted"
-        has_vectors = spec.scaled_gemm_granularities[0] is Granularity.BLOCKWISE_1X128
-        padded_m = m + -m % VECTOR_MULTIPLE if has_vectors else m
-        formats = {"a_dtype": _name(a.dtype), "b_dtype": _name(b.dtype)}
-        found = split_k(PlannedGemm(m=padded_m, gemm=kind, accumulation=accumulation, **sizes, **formats))
+        pair = spec.scaled_gemm_granularities
+        planned = PlannedGemm(
+            m=m + -m % VECTOR_MULTIPLE if pair[0] is Granularity.BLOCKWISE_1X128 else m,
+            n=n,
+            k=k,
+            gemm=scaled_gemm_name(pair),
+            accumulation="fast" if spec.use_fast_accum else "promoted",
+            out_dtype=out_dtype,
+            a_dtype=_name(a.dtype),
+            b_dtype=_name(b.dtype),
+        )
+    found = split_k(planned)
     return found.split_k, found.source.value
 
 
