@@ -37,8 +37,8 @@ SURFACE = {
     "f8ref.jax": VERBS + " linear",
     "f8emu.jax": VERBS
     + """
-        DelayedDotGeneral DotGeneral Float8State compiler_options delayed_dot_general dot_general engine_of jit
-        linear_delayed_maximum linear_delayed_settled linear_delayed_state linear_delayed_update
+        Capture DelayedDotGeneral DotGeneral Float8State capture compiler_options delayed_dot_general dot_general
+        engine_of jit linear_delayed_maximum linear_delayed_settled linear_delayed_state linear_delayed_update
         overwrite_with_gradient shared_delayed_state
     """,
     "f8emu.interop": """
