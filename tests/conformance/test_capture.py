@@ -446,10 +446,12 @@ def test_ulps_are_neighbours(fmt: Format) -> None:
 
 def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     recipe = RECIPES["tensorwise"]
-    written(tmp_path / "a", recipe, layers["tensorwise"])
-    written(tmp_path / "b", recipe, flipped(layers["tensorwise"], "layers.0.w1", "output", "a.codes", (3, 5)))
+    output = layers["tensorwise"][:3]  # by a GPU, so judged by f8ref.jax
+    written(tmp_path / "a", recipe, output)
+    written(tmp_path / "b", recipe, flipped(output, "layers.0.w1", "output", "a.codes", (3, 5)))
     status, out, _ = invoke("replay", tmp_path / "a", "--json", tmp_path / "out.json")
-    assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N + M * K + N * K} of "), out
+    assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N} of {M * N} outputs"), out
+    assert "f8ref.jax" in out
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["equal"] and data["counts"]["product"]["elements_equal"] == data["outputs"]
     status, out, _ = invoke("replay", tmp_path / "b", "--errors", 1)

@@ -43,8 +43,12 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from f8emu.torch import capture, convert_to_float8_training
 
-    capturing = run(tmp_path / "jax", 3, steps=(2, 3))
+    capturing = run(tmp_path / "jax", 3, ring=2)
+    assert not capturing.written
+    capturing.write("the loss jumped")
+    capturing.close()
     assert capturing.is_done and len(capturing.written) == 2 and not capturing.left_out
+    assert {step.header.reason for step in read_capture(tmp_path / "jax")} == {"the loss jumped"}
     found = replay(read_capture(tmp_path / "jax"))
     assert found.is_equal and not found.not_replayed and found.gemms == 6, [one.line() for one in found.findings]
 
@@ -62,13 +66,8 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     assert "framework: torch / jax" in parts.context
 
 
-def test_a_ring_of_jax_is_written_on_request(tmp_path: Path) -> None:
-    capturing = run(tmp_path, 3, ring=2, tensors=False)
-    assert not capturing.written
-    capturing.write("the loss jumped")
-    capturing.close()
-    steps = read_capture(tmp_path)
-    assert [step.header.step for step in steps] == [2, 3]
-    assert all(len(step.records) == 3 and step.header.reason == "the loss jumped" for step in steps)
-    plain = jax.make_jaxpr(lambda x: f8.dot_general("rowwise")(x, x, (((1,), (0,)), ((), ()))))(jnp.ones((16, 16)))
-    assert "callback" not in str(plain), "without a name nothing is shown"
+def test_only_what_has_a_name_is_shown(tmp_path: Path) -> None:
+    plain = f8.dot_general("rowwise")
+    for multiply, shown in ((plain, 0), (f8.capture(tmp_path).named("up", plain), 3)):
+        program = jax.make_jaxpr(lambda x, m=multiply: m(x, x, (((1,), (0,)), ((), ()))))(jnp.ones((16, 16)))
+        assert str(program).count("debug_callback[") == shown

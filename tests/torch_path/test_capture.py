@@ -29,10 +29,10 @@ LAYERS = ("0.w1", "0.w2", "1.w1", "1.w2")
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.w1 = nn.Linear(48, width)
-        self.w2 = nn.Linear(width, 48, bias=False)
+        self.w1 = nn.Linear(48, 48)
+        self.w2 = nn.Linear(48, 48, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.w2(torch.relu(self.w1(x)))
@@ -41,12 +41,13 @@ class Block(nn.Module):
 class Run:
     """A small model that trains; `spoil` says at which step its input is not finite."""
 
-    def __init__(self, recipe: str = "blockwise", *, width: int = 48, compiled: bool = False, spoil: int = 0) -> None:
+    def __init__(self, recipe: str = "blockwise", *, compiled: bool = False, spoil: int = 0) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(Block(width), Block(width)).to(torch.bfloat16)
+        self.model = nn.Sequential(Block(), Block()).to(torch.bfloat16)
         convert_to_float8_training(self.model, config=recipe_by_name(recipe))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.call: Any = torch.compile(self.model, dynamic=False) if compiled else self.model
+        # Inductor's code is none of ours here: what is traced and partitioned shows the same.
+        self.call: Any = torch.compile(self.model, backend="aot_eager", dynamic=False) if compiled else self.model
         self.spoil, self.number = spoil, 0
 
     def train(self, steps: int, passes: int = 1) -> "Run":
@@ -65,13 +66,13 @@ class Run:
         return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in self.model.parameters())
 
 
-@pytest.mark.parametrize(("name", "width"), [("rowwise_with_gw_hp", 80), ("blockwise", 48)])
-def test_captured_steps_replay_bit_by_bit(name: str, width: int, tmp_path: Path) -> None:
-    run = Run(name, width=width)
+@pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "blockwise"])
+def test_captured_steps_replay_bit_by_bit(name: str, tmp_path: Path) -> None:
+    run = Run(name)
     capturing = capture(run.model, tmp_path, steps=(2, 3), layers=r"w[12]$")
     run.train(5, passes=2)
     assert capturing.is_done and not capturing.left_out
-    assert run.weights() == Run(name, width=width).train(5, passes=2).weights(), "training is not changed"
+    assert run.weights() == Run(name).train(5, passes=2).weights(), "training is not changed"
     steps = read_capture(tmp_path)
     assert [step.header.step for step in steps] == [2, 3]
     assert tuple(step.path for step in steps) == capturing.written
