@@ -31,7 +31,7 @@ from f8emu.capture.record import (
 )
 from f8emu.conformance.container import decode_container
 from f8emu.conformance.distributions import dtype_of
-from f8emu.spec import FLOAT32, Granularity, SpecError, format_by_name
+from f8emu.spec import FLOAT32, GoldenFileError, Granularity, SpecError, format_by_name
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
 _LARGEST_INDEX = 256 * 2**20
@@ -55,13 +55,9 @@ class CapturedRecord:
         Raises:
             CaptureError: the file is missing, cut short, foreign, or holds something else.
         """
-        source = str(self.path)
-        with _opened(self.path) as file:
-            size = os.fstat(file.fileno()).st_size
-            blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-        tensors, _ = decode_container(blob, source, _fault)
+        tensors, _, blob = _decoded(self.path)
         is_intact = not self.sha256 or _digest(blob) == self.sha256
-        return Loaded(arrays=_typed(self.record, tensors, source), is_intact=is_intact)
+        return Loaded(arrays=_typed(self.record, tensors, str(self.path)), is_intact=is_intact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -191,15 +187,25 @@ def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
 
 def _unlisted(path: Path) -> CapturedRecord:
     """A record of a step that was never finished, by the text in its own file."""
-    with _opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        blob = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
-    _, metadata = decode_container(blob, str(path), _fault)
+    _, metadata, _ = _decoded(path)
     try:
         record = record_from_json(json.loads(metadata.get("record", "null")))
     except (ValueError, RecursionError) as error:
         raise _fault(str(path), "a record in the metadata", str(error)) from None
     return CapturedRecord(record=record, path=path, sha256="")
+
+
+def _decoded(path: Path) -> tuple[Arrays, dict[str, str], Any]:
+    """Tensors, metadata and the bytes of a file, which is mapped: however large it is said to be, it is not loaded."""
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        blob: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+    try:
+        return *decode_container(blob, str(path), call="read_capture", remedy=REMEDY), blob
+    except GoldenFileError as error:
+        raise CaptureError(str(error)) from None
+    except (ValueError, OverflowError) as error:  # an empty tensor may be said to have sizes that no array can have
+        raise _fault(str(path), "tensors with shapes that arrays can have", str(error)) from None
 
 
 def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: str) -> Arrays:
@@ -247,7 +253,7 @@ def _opened(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def _digest(blob: bytes | mmap.mmap) -> str:
+def _digest(blob: Any) -> str:
     digest = hashlib.sha256()
     view = memoryview(blob)
     for begin in range(0, len(view), _HASHED):

@@ -266,6 +266,17 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
     return edit
 
 
+def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Other text of the same length in the header of a file."""
+
+    def edit(path: Path) -> None:
+        blob = (path / "000002.safetensors").read_bytes()
+        assert blob.count(old) == 1 and len(old) == len(new)
+        (path / "000002.safetensors").write_bytes(blob.replace(old, new))
+
+    return edit
+
+
 def record_of(index: dict[str, Any]) -> dict[str, Any]:
     return index["records"][2]
 
@@ -301,6 +312,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown key": (edited(lambda index: record_of(index).update(run="rm")), "unknown key 'run'"),
     "recipe": (edited(lambda index: index.update(recipes={"x": {"name": 1}})), "recipe"),
     "same order": (edited(lambda index: record_of(index).update(order=0)), "an 'order' of its own"),
+    "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
+    "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
     "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
     "slices": (edited(lambda index: record_of(index).update(split_k=0)), "'split_k' must be at least 1"),
 }
