@@ -159,16 +159,16 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
 
 def _record(step: CapturedStep, a: CapturedRecord, b: CapturedRecord, found: CaptureDiff, errors: int) -> None:
     of_a, of_b = a.load(), b.load()
-    found.damaged += [str(one.path) for one, loaded in ((a, of_a), (b, of_b)) if not loaded.is_intact]
+    found.damaged += [str(one.path) for one in (a, b) if not one.is_intact()]
     equal: dict[str, bool] = {}
     for part in _ORDER:
-        if part not in of_a.arrays and part not in of_b.arrays:
+        if part not in of_a and part not in of_b:
             continue
-        divergence = _stage(step, a, b, part, of_a.arrays, of_b.arrays, equal, errors)
+        divergence = _stage(step, a, b, part, of_a, of_b, equal, errors)
         equal[part] = divergence is None
         found.stages += 1
         found.stages_equal += divergence is None
-        size = max(arrays[part].size for arrays in (of_a.arrays, of_b.arrays) if part in arrays)
+        size = max(arrays[part].size for arrays in (of_a, of_b) if part in arrays)
         found.elements += size
         found.elements_equal += size - (0 if divergence is None else divergence.elements_different)
         if divergence is not None:

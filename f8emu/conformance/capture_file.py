@@ -12,8 +12,9 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -35,8 +36,6 @@ from f8emu.spec import FLOAT32, GoldenFileError, Granularity, SpecError, format_
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
 _LARGEST_INDEX = 256 * 2**20
-_HASHED = 2**24
-"""Bytes hashed at a time."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -49,25 +48,27 @@ class CapturedRecord:
     sha256: str
     """Empty in a step that was never finished."""
 
-    def load(self) -> "Loaded":
+    def load(self) -> Arrays:
         """Its arrays, typed and read-only.
+
+        Of a GEMM a.codes, a.scale, b.codes, b.scale and product, no scales in high precision; of a tensor its value.
 
         Raises:
             CaptureError: the file is missing, cut short, foreign, or holds something else.
         """
-        tensors, _, blob = _decoded(self.path)
-        is_intact = not self.sha256 or _digest(blob) == self.sha256
-        return Loaded(arrays=_typed(self.record, tensors, str(self.path)), is_intact=is_intact)
+        tensors, _ = _decoded(self.path)
+        return _typed(self.record, tensors, str(self.path))
 
+    def is_intact(self) -> bool:
+        """Whether the file is what was written, by its SHA-256; true where that is not known.
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Loaded:
-    """The arrays of a record."""
-
-    arrays: Arrays
-    """Of a GEMM a.codes, a.scale, b.codes, b.scale and product, no scales in high precision; of a tensor its value."""
-    is_intact: bool
-    """False: the file is not what was written, by its SHA-256."""
+        Raises:
+            CaptureError: the file cannot be read.
+        """
+        if not self.sha256:
+            return True
+        with _opened(self.path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
 
 def _unlisted(path: Path) -> CapturedRecord:
     """A record of a step that was never finished, by the text in its own file."""
-    _, metadata, _ = _decoded(path)
+    _, metadata = _decoded(path)
     try:
         record = record_from_json(json.loads(metadata.get("record", "null")))
     except (ValueError, RecursionError) as error:
@@ -195,13 +196,13 @@ def _unlisted(path: Path) -> CapturedRecord:
     return CapturedRecord(record=record, path=path, sha256="")
 
 
-def _decoded(path: Path) -> tuple[Arrays, dict[str, str], Any]:
-    """Tensors, metadata and the bytes of a file, which is mapped: however large it is said to be, it is not loaded."""
+def _decoded(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """Tensors and metadata of a file, which is mapped: however large it is, it is not loaded."""
     with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         blob: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     try:
-        return *decode_container(blob, str(path), call="read_capture", remedy=REMEDY), blob
+        return decode_container(blob, str(path), call="read_capture", remedy=REMEDY)
     except GoldenFileError as error:
         raise CaptureError(str(error)) from None
     except (ValueError, OverflowError) as error:  # an empty tensor may be said to have sizes that no array can have
@@ -241,7 +242,7 @@ def _dtype(name: str) -> np.dtype:
     return dtype_of(format_by_name(name))
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     """A regular file: no link is followed, and no pipe waited for."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -251,14 +252,6 @@ def _opened(path: Path) -> BinaryIO:
         os.close(descriptor)
         raise _fault(str(path), "a regular file", "something else")
     return os.fdopen(descriptor, "rb")
-
-
-def _digest(blob: Any) -> str:
-    digest = hashlib.sha256()
-    view = memoryview(blob)
-    for begin in range(0, len(view), _HASHED):
-        digest.update(view[begin : begin + _HASHED])
-    return digest.hexdigest()
 
 
 def _fault(source: str, expected: str, observed: str) -> CaptureError:

@@ -31,6 +31,7 @@ def replay_table(found: Replay) -> "Table":
 
 def replay_lines(found: Replay, errors: int) -> Iterator[str]:
     """Findings, first to last, with mismatches of the first; then what was not judged."""
+    yield from (f"captured because of {reason}" for reason in found.reasons)
     if found.findings:
         yield f"first difference: {found.findings[0].line()}"
         yield from _mismatches(found.findings[0].mismatches, errors)

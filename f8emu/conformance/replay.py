@@ -79,6 +79,8 @@ class Replay:
     """When the step was captured."""
     unfinished: list[str] = field(default_factory=list)
     """Steps whose capture never ended; what they have is replayed."""
+    reasons: list[str] = field(default_factory=list)
+    """Why a ring was written."""
     oracles: list[str] = field(default_factory=list)
     is_interrupted: bool = False
 
@@ -126,6 +128,8 @@ def replay(
                 progress.begin("replay", step.name, len(step.records))
             found.steps.append(step.name)
             found.left_out += step.left_out
+            if step.header.reason not in ("", *found.reasons):
+                found.reasons.append(step.header.reason)
             if not step.is_complete:
                 found.unfinished.append(str(step.path))
             earlier = Earlier()
@@ -158,21 +162,21 @@ class _Run:
 
     def record(self, step: CapturedStep, captured: CapturedRecord, earlier: Earlier) -> None:
         record = captured.record
+        if not captured.is_intact():
+            self.found.damaged.append(str(captured.path))
         if not isinstance(record, GemmRecord):
             earlier.add(captured)
             return
-        loaded = captured.load()
-        if not loaded.is_intact:
-            self.found.damaged.append(str(captured.path))
+        arrays = captured.load()
         self.found.gemms += 1
         recipe = step.header.recipes.get(record.recipe)
-        for part, tensor, expected in replay_casts(record, loaded.arrays, recipe, earlier):
+        for part, tensor, expected in replay_casts(record, arrays, recipe, earlier):
             if isinstance(expected, str):
                 self.found.not_replayed.append(f"{step.name}: {record.place} {part} ({tensor}): {expected}")
             else:
-                observed, wanted = loaded.arrays[part], expected.array
+                observed, wanted = arrays[part], expected.array
                 self.compare(step, record, part, tensor, observed, wanted, cause="", wrong=expected.wrong)
-        self.product(step, record, loaded.arrays)
+        self.product(step, record, arrays)
 
     def product(self, step: CapturedStep, record: GemmRecord, arrays: Arrays) -> None:
         self.found.outputs += arrays["product"].size

@@ -43,7 +43,7 @@ class Earlier:
     def values(self, layer: str, tensor: str) -> Iterator[np.ndarray]:
         """The latest first: backward passes may come in another order than forward passes."""
         for captured in reversed(self._found.get((layer, tensor), [])):
-            yield captured.load().arrays["value"]
+            yield captured.load()["value"]
 
 
 def replay_casts(

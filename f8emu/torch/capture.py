@@ -23,6 +23,7 @@ from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.plan import CHIP as PLAN_CHIP
 from f8emu.spec.plan import LIBRARY
 from f8emu.torch.dtypes import CHIP
+from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
 from f8emu.torch.training.operands import Operand
@@ -184,10 +185,9 @@ class Capture:
         )
 
     def _is_sharded(self, seen: GemmSeen) -> bool:
-        """Tensor parallelism, or a float8 all-gather: asked in the forward pass, in which FSDP2 has whole weights."""
+        """Tensor parallelism: asked in the forward pass, in which FSDP2 has whole weights."""
         if seen.gemm == "output":
-            weight = self._layers[seen.layer].weight
-            self._sharded[seen.layer] = type(weight) not in (Tensor, nn.Parameter)
+            self._sharded[seen.layer] = is_dtensor(self._layers[seen.layer].weight)
         return self._sharded.get(seen.layer, True)
 
     def _look(self, x: Tensor, what: str) -> None:

@@ -33,6 +33,7 @@ SURFACE = {
         TENSORWISE TRANSPOSED UnsupportedError float8_format format_by_name granularity_by_name
         output_format recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
     """,
+    "f8emu.capture": "Budget CaptureError GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord",
     "f8ref.numpy": VERBS + " linear",
     "f8ref.jax": VERBS + " linear",
     "f8emu.jax": VERBS

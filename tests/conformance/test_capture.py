@@ -244,17 +244,16 @@ def test_the_safetensors_library_reads_the_files(layers: dict[str, Records], tmp
                     assert file.get_tensor(name).tobytes() == array.tobytes()
 
 
-def damaged_file(path: Path) -> None:
-    blob = bytearray((path / "000002.safetensors").read_bytes())
+@pytest.mark.parametrize(("file", "part"), [("000001", "b.codes"), ("000002", "b.scale")])
+def test_a_file_changed_after_the_capture(file: str, part: str, layers: dict[str, Records], tmp_path: Path) -> None:
+    """Its name, and what of the step its bits no longer fit to: the weight's codes, a scale."""
+    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"]) / f"{file}.safetensors"
+    blob = bytearray(path.read_bytes())
     blob[-1] ^= 1
-    (path / "000002.safetensors").write_bytes(blob)
-
-
-def test_a_file_changed_after_the_capture(layers: dict[str, Records], tmp_path: Path) -> None:
-    damaged_file(written(tmp_path, RECIPES["rowwise"], layers["rowwise"]))
+    path.write_bytes(blob)
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
-    assert [Path(name).name for name in found.damaged] == ["000002.safetensors"]
-    assert (found.findings[0].place, found.findings[0].part) == ("layers.0.w1 output", "b.scale")
+    assert found.damaged == [str(path)]
+    assert (found.findings[0].place, found.findings[0].part) == ("layers.0.w1 output", part)
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
