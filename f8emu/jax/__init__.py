@@ -10,6 +10,8 @@ except ModuleNotFoundError as error:
 
     raise MissingExtraError("f8emu.jax", "jax", "jax") from error
 
+from f8emu.jax.capture import Capture as Capture
+from f8emu.jax.capture import capture as capture
 from f8emu.jax.cast import cast as cast
 from f8emu.jax.cast import decode as decode
 from f8emu.jax.cast import dequantize as dequantize

@@ -12,6 +12,8 @@ except ModuleNotFoundError as error:
 
     raise MissingExtraError("f8emu.torch", "torch", "torch") from error
 
+from f8emu.torch.capture import Capture as Capture
+from f8emu.torch.capture import capture as capture
 from f8emu.torch.cast import cast as cast
 from f8emu.torch.cast import decode as decode
 from f8emu.torch.cast import dequantize as dequantize

@@ -34,12 +34,13 @@ SURFACE = {
         TENSORWISE TRANSPOSED UnsupportedError chip_by_name float8_format format_by_name granularity_by_name
         output_format recipe_by_name recipe_from_dict recipe_from_json recipe_from_toml
     """,
+    "f8emu.capture": "Budget CaptureError GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord",
     "f8ref.numpy": VERBS + " linear mma",
     "f8ref.jax": VERBS + " linear mma",
     "f8emu.jax": VERBS
     + """
-        DelayedDotGeneral DotGeneral Float8State compiler_options delayed_dot_general dot_general engine_of jit
-        linear_delayed_maximum linear_delayed_settled linear_delayed_state linear_delayed_update
+        Capture DelayedDotGeneral DotGeneral Float8State capture compiler_options delayed_dot_general dot_general
+        engine_of jit linear_delayed_maximum linear_delayed_settled linear_delayed_state linear_delayed_update
         overwrite_with_gradient shared_delayed_state
     """,
     "f8emu.interop": """
@@ -49,11 +50,11 @@ SURFACE = {
     """,
     "f8emu.torch": VERBS
     + """
-        ConversionEntry ConversionReport DelayedScalingError DelayedScalingState Float8ColwiseParallel
+        Capture ConversionEntry ConversionReport DelayedScalingError DelayedScalingState Float8ColwiseParallel
         Float8FeedForward Float8Linear Float8RowwiseParallel Float8Weight InspectConfig Inspector MasterWeights
-        OtherWeight Outcome
-        PrepareFloat8ModuleInput convert_to_float8_training delayed_state_dict dequantize_float8_training engine_of
-        filter_small_layers float8_checkpoint_policy inspect load_delayed_state_dict plan_conversion
+        OtherWeight Outcome PrepareFloat8ModuleInput capture convert_to_float8_training delayed_state_dict
+        dequantize_float8_training engine_of filter_small_layers float8_checkpoint_policy inspect
+        load_delayed_state_dict plan_conversion
         precompute_float8_dynamic_scale_for_fsdp
         set_amax_reduction_group swap_linear_with_float8_linear
         sync_float8_amax_and_scale_history

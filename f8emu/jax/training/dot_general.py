@@ -19,7 +19,7 @@ from f8emu.jax.dtypes import require_values
 from f8emu.jax.gemm.checks import check_output
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.gemm.partition import SUM, check_sharded_k
-from f8emu.jax.training.matmul import Plan, float8_matmul
+from f8emu.jax.training.matmul import Plan, Tap, float8_matmul
 from f8emu.jax.training.sharding import (
     Specs,
     check_specs,
@@ -87,6 +87,8 @@ class DotGeneral:
     engine: str = "auto"
     in_specs: Specs | None = None
     sharded_k: str = SUM
+    tap: Tap | None = None
+    """Set by `f8emu.jax.Capture.named`."""
 
     def __call__(
         self,
@@ -125,6 +127,8 @@ class DelayedDotGeneral:
     engine: str = "auto"
     in_specs: Specs | None = None
     sharded_k: str = SUM
+    tap: Tap | None = None
+    """Set by `f8emu.jax.Capture.named`."""
 
     def __call__(
         self,
@@ -206,6 +210,7 @@ def _dot_general(
         sharded_k=function.sharded_k,
         divided=along,
         settled=None if state is None else _settled(state),
+        tap=function.tap,
     )
     if state is not None and lhs_b:
         raise OperandError(

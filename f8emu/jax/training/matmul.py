@@ -11,7 +11,7 @@ the forward pass. What no gradient needs is neither cast nor kept.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from f8emu.spec.recipe import Cast, Gemm, Recipe
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import DelayedState, Float8State
 
-_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
 _TWICE = (
     "dot_general: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
@@ -41,6 +41,16 @@ _MAPPED = (
     "not, so that JAX would add the amaxes of its entries; put the mapped axis into the rows of lhs instead, or give "
     "every entry a state: shared_delayed_state(state, size), mapped too"
 )
+
+
+class Tap(Protocol):
+    """Is shown what a layer casts and multiplies, by callbacks in the program where it is traced."""
+
+    def tensor(self, tensor: str, value: jax.Array) -> None:
+        """A matrix before its casts: input [M, K], weight [N, K] or grad_output [M, N]."""
+
+    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
+        """A GEMM: operands [rows, summed dimension], product [rows of a, rows of b]."""
 
 
 class Plan(NamedTuple):
@@ -62,6 +72,8 @@ class Plan(NamedTuple):
     """In `jax.shard_map`, along which axes the matrices are divided."""
     settled: tuple[bool, bool, bool] | None = None
     """Which of the states have no `initialized`."""
+    tap: Tap | None = None
+    """Who is shown what is cast and multiplied."""
 
 
 class Kept(NamedTuple):
@@ -100,6 +112,9 @@ def _forward(
     x_cols = recipe.grad_weight.b if wants_weight else None
     w_cols = recipe.grad_input.b if wants_input else None
     axes, x_is_t, w_is_t = plan.divided, plan.is_input_transposed, plan.is_weight_transposed
+    if plan.tap is not None:
+        plan.tap.tensor("input", input.T if x_is_t else input)
+        plan.tap.tensor("weight", weight.T if w_is_t else weight)
     x, x_kept, x_amax = _cast(plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t)
     w, w_kept, w_amax = _cast(
         plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
@@ -129,6 +144,8 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     if isinstance(grad_output, SymbolicZero):
         return None, None, None
     grad_output = differentiable_no_more(grad_output, _TWICE)
+    if plan.tap is not None:
+        plan.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
     rows = None if kept.weight is None else recipe.grad_input.a
     cols = None if kept.input is None else recipe.grad_weight.a
@@ -208,20 +225,24 @@ def _gemm(
     where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": known_options()}
     where |= {"transposed": transposed, "sharded_k": plan.sharded_k, "chip": CHIPS[plan.recipe.chip]}
     if spec.is_high_precision:
-        return engines.mm(a.codes, b.codes.T, out_dtype=out_dtype, layout=_LAYOUTS[name], **where)
-    granularities = spec.scaled_gemm_granularities
-    return engines.scaled_mm(
-        a.codes,
-        b.codes.T,
-        _scale(a, granularities[0]),
-        _scale(b, granularities[1]).T,
-        granularities,
-        bias=None,
-        out_dtype=out_dtype,
-        use_fast_accum=spec.use_fast_accum,
-        powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
-        **where,
-    )
+        product = engines.mm(a.codes, b.codes.T, out_dtype=out_dtype, layout=LAYOUTS[name], **where)
+    else:
+        granularities = spec.scaled_gemm_granularities
+        product = engines.scaled_mm(
+            a.codes,
+            b.codes.T,
+            _scale(a, granularities[0]),
+            _scale(b, granularities[1]).T,
+            granularities,
+            bias=None,
+            out_dtype=out_dtype,
+            use_fast_accum=spec.use_fast_accum,
+            powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
+            **where,
+        )
+    if plan.tap is not None:
+        plan.tap.gemm(name, a, b, product.T if transposed else product, plan)
+    return product
 
 
 def _scale(operand: Operand, granularity: Granularity) -> jax.Array:

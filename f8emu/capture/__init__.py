@@ -1,0 +1,14 @@
+"""What a captured step is on disk: its records as data, and the writer. The standard library alone.
+
+`f8emu.torch.capture` writes with it; `f8emu.conformance.capture_file` reads what was written.
+"""
+
+from f8emu.capture.record import CaptureError as CaptureError
+from f8emu.capture.record import GemmRecord as GemmRecord
+from f8emu.capture.record import LeftOut as LeftOut
+from f8emu.capture.record import StepHeader as StepHeader
+from f8emu.capture.record import TensorRecord as TensorRecord
+from f8emu.capture.session import Session as Session
+from f8emu.capture.writer import Budget as Budget
+from f8emu.capture.writer import StepWriter as StepWriter
+from f8emu.capture.writer import Stored as Stored

@@ -1,0 +1,219 @@
+"""The records of a captured step as data, to JSON and back.
+
+A step of a rank is a directory: `index.json` and one safetensors file a record. A record is a GEMM (`a.codes`,
+`a.scale`, `b.codes`, `b.scale`, `product`) or a tensor before its casts (`value`), and its text is in the metadata of
+its file too: the files of a step that was never finished can still be read.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self, get_type_hints
+
+from f8emu.spec.errors import F8Error, SpecError
+from f8emu.spec.formats import FORMATS
+from f8emu.spec.plan import Source
+from f8emu.spec.recipe import GEMM_NAMES, Recipe
+from f8emu.spec.scaling import TENSORS, Granularity
+from f8emu.spec.serialize import recipe_from_dict
+
+SCHEMA = 1
+"""Version of the layout; raised when its meaning changes."""
+INDEX = "index.json"
+UNFINISHED = ".partial"
+"""Ends the name of a step that is still written, or never was finished."""
+FILE_NAME = re.compile(r"[0-9]{6}\.safetensors")
+_LARGEST = 2**31
+"""Of sizes and counts: a plain bound that no GEMM reaches."""
+
+
+class CaptureError(F8Error, ValueError):
+    """A capture that is missing, cut short, foreign, inconsistent, of another version, or that cannot be begun."""
+
+
+class _Record:
+    """What both kinds have: strict JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"kind": _KINDS[type(self)], **asdict(self)}  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """The record.
+
+        Raises:
+            SpecError: a key that is missing or unknown, or a value out of its range.
+        """
+        kinds = get_type_hints(cls)
+        names = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
+        if unknown := set(entry) - names - {"kind"}:
+            raise SpecError(f"unknown key {sorted(unknown)[0]!r}")
+        for name in sorted(names):
+            value = entry.get(name)
+            if type(value) is not kinds[name]:
+                found = repr(value)[:60] if name in entry else "no such key"
+                raise SpecError(f"{name!r} must be of type {kinds[name].__name__}; found {found}")
+            if type(value) is int and not 0 <= value < _LARGEST:
+                raise SpecError(f"{name!r} must be at least 0 and below 2^31; found {value}")
+        return cls(**{name: entry[name] for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmRecord(_Record):
+    """One GEMM `product = a @ b^T` as a layer ran it; operands are [rows, summed dimension], without padding."""
+
+    order: int
+    """Counts the records of the step."""
+    layer: str
+    gemm: str
+    turn: int
+    """Which call of this GEMM of this layer within the step, from 1."""
+    m: int
+    n: int
+    k: int
+    a_format: str
+    b_format: str
+    granularity_a: str
+    granularity_b: str
+    """Of the casts. Beside rowwise, the one scale of a tensorwise operand is that of every row."""
+    out_dtype: str
+    use_fast_accum: bool
+    engine: str
+    """What computed it: `hardware` or `emulated`."""
+    chip: str
+    """Whose bits it has."""
+    split_k: int
+    """S as planned [CHAIN-3]."""
+    split_k_source: str
+    """How well S is known: a value of `Source`."""
+    recipe: str
+    """Content hash."""
+    is_sharded: bool
+    """Whether operands are parts of tensors that other ranks hold the rest of, whose amaxes count too."""
+
+    def __post_init__(self) -> None:
+        known: tuple[tuple[str, tuple[str, ...]], ...] = (
+            ("gemm", GEMM_NAMES),
+            ("a_format", tuple(FORMATS)),
+            ("b_format", tuple(FORMATS)),
+            ("granularity_a", tuple(g.value for g in Granularity)),
+            ("granularity_b", tuple(g.value for g in Granularity)),
+            ("out_dtype", tuple(FORMATS)),
+            ("split_k_source", tuple(source.value for source in Source)),
+            ("engine", ("hardware", "emulated")),
+        )
+        for name, names in known:
+            if getattr(self, name) not in names:
+                raise SpecError(f"{name!r} must be one of {', '.join(names)}; found {getattr(self, name)!r}")
+        if self.split_k < 1:
+            raise SpecError(f"'split_k' must be at least 1; found {self.split_k}")
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What a capture of the same step elsewhere has too."""
+        return self.layer, self.gemm, self.turn
+
+    @property
+    def place(self) -> str:
+        """`layers.0.w1 grad_input`, and from the second call on which."""
+        return f"{self.layer} {self.gemm}" + (f" (call {self.turn})" if self.turn > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord(_Record):
+    """One tensor in high precision, [rows, columns], as it was before its casts."""
+
+    order: int
+    layer: str
+    tensor: str
+    turn: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        for name, names in (("tensor", TENSORS), ("dtype", tuple(FORMATS))):
+            if getattr(self, name) not in names:
+                raise SpecError(f"{name!r} must be one of {', '.join(names)}; found {getattr(self, name)!r}")
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """As of a GEMM."""
+        return self.layer, self.tensor, self.turn
+
+    @property
+    def place(self) -> str:
+        """As of a GEMM."""
+        return f"{self.layer} {self.tensor}" + (f" (call {self.turn})" if self.turn > 1 else "")
+
+
+Record = GemmRecord | TensorRecord
+_KINDS: dict[type, str] = {GemmRecord: "gemm", TensorRecord: "tensor"}
+
+
+def record_from_json(entry: object) -> Record:
+    """A record of either kind.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if not isinstance(entry, dict):
+        raise SpecError(f"a record must be an object; found {repr(entry)[:60]}")
+    for kind, name in _KINDS.items():
+        if entry.get("kind") == name:
+            return kind.from_json(entry)
+    raise SpecError(f"'kind' must be one of {', '.join(_KINDS.values())}; found {entry.get('kind')!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A record that was not written, and why."""
+
+    place: str
+    size: int
+    """Bytes."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHeader:
+    """What all records of a step of a rank share."""
+
+    step: int
+    rank: int
+    world_size: int
+    framework: str
+    device: str
+    versions: Mapping[str, str | None]
+    plan: str
+    """Library and chip that the plan of splits is of."""
+    recipes: Mapping[str, Recipe]
+    """Content hash -> recipe."""
+    reason: str = ""
+    """Of a step from a ring: why it was written."""
+
+    @property
+    def name(self) -> str:
+        """Of the directory."""
+        return f"step-{self.step:08d}-rank-{self.rank:05d}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the version of the layout."""
+        shared = {field.name: getattr(self, field.name) for field in fields(self)}
+        recipes = {key: recipe.to_dict() for key, recipe in self.recipes.items()}
+        return {"schema": SCHEMA, **shared, "versions": dict(self.versions), "recipes": recipes}
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "StepHeader":
+        """The header; other keys are left to the caller.
+
+        Raises:
+            SpecError: a key that is missing or of the wrong type; a recipe that is none.
+        """
+        kinds: dict[str, type] = {"step": int, "rank": int, "world_size": int, "versions": dict, "recipes": dict}
+        kinds |= {"framework": str, "device": str, "plan": str, "reason": str}
+        for name, kind in kinds.items():
+            if type(entry.get(name)) is not kind:
+                raise SpecError(f"{name!r} must be of type {kind.__name__}; found {repr(entry.get(name))[:60]}")
+        recipes = {key: recipe_from_dict(recipe) for key, recipe in entry["recipes"].items()}
+        versions = {key: value for key, value in entry["versions"].items() if value is None or isinstance(value, str)}
+        return cls(**{name: entry[name] for name in kinds} | {"recipes": recipes, "versions": versions})

@@ -1,0 +1,185 @@
+"""The steps of a capture, whatever framework shows them: which are wanted, which are held in a ring, what is written.
+
+Nothing here raises once it has begun: what cannot be kept is listed, and a warning says it once a step.
+"""
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from f8emu.capture.record import CaptureError, LeftOut, Record, StepHeader
+from f8emu.capture.writer import Budget, StepWriter, Stored, size_of
+from f8emu.spec.errors import SpecError
+
+LIMIT_BYTES = 16 * 2**30
+Arrays = Mapping[str, Stored]
+
+
+class Session:
+    """The capture of one rank.
+
+    Raises:
+        SpecError: both `steps` and `ring`, or numbers that make no sense.
+        CaptureError: `path` cannot be made, or this rank has captured into it before.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        path: str | Path,
+        header: Callable[[int, str], StepHeader],
+        *,
+        rank: int,
+        steps: Iterable[int] | None,
+        ring: int | None,
+        limit_bytes: int | None,
+        first_step: int,
+    ) -> None:
+        numbers = {first_step} if steps is None else set(steps)
+        if ring is not None and (steps is not None or ring < 1):
+            raise SpecError(f"{call}: give steps, or a ring of at least 1 step; got steps={steps!r} and ring={ring!r}")
+        if not numbers or min(numbers) < first_step:
+            raise SpecError(f"{call}: steps must be some, from {first_step} (first_step) on; got {sorted(numbers)}")
+        if limit_bytes is not None and limit_bytes < 1:
+            raise SpecError(f"{call}: limit_bytes must be at least 1, or None for no limit; got {limit_bytes}")
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CaptureError(
+                f"{call}: cannot make the directory {self.path}: {error.strerror}; give another path"
+            ) from None
+        if any(self.path.glob(f"step-*-rank-{rank:05d}*")):
+            raise CaptureError(f"{call}: {self.path} has captured steps of rank {rank} already; give another path")
+        self.number = first_step
+        """Of the step that is under way."""
+        self.written: list[Path] = []
+        self.left_out: list[LeftOut] = []
+        self.reason = ""
+        """Why a ring is written; empty while it is not."""
+        self.is_over = False
+        self.lock = threading.RLock()  # backward passes have threads of their own
+        self._call, self._header = call, header
+        self._steps = None if ring is not None else numbers
+        self._limit, self._budget = limit_bytes, Budget(limit_bytes)
+        self._held: deque[_Held] = deque(maxlen=ring)
+        self._current: StepWriter | _Held | None = None
+        self._turns: dict[tuple[str, str], int] = {}
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the records of the step that is under way are."""
+        return not self.is_over and (self._steps is None or self.number in self._steps)
+
+    @property
+    def looks(self) -> bool:
+        """Whether something that is not finite makes a difference."""
+        return self._steps is None and not self.reason and not self.is_over
+
+    def next(self, layer: str, what: str) -> dict[str, int]:
+        """`order` and `turn` of the record that comes next."""
+        order = sum(self._turns.values())
+        turn = self._turns[layer, what] = self._turns.get((layer, what), 0) + 1
+        return {"order": order, "turn": turn}
+
+    def add(self, record: Record, size: int, arrays: Callable[[], Arrays]) -> None:
+        """Keep a record; `arrays` copies it to the host, or raises MemoryError."""
+        if self._current is None:
+            self._current = self._writer(self.number) if not self.looks else _Held(self.number)
+        current = self._current
+        refusal = current.refusal(size) if isinstance(current, StepWriter) else self._refusal(current, size)
+        try:
+            copied = None if refusal else arrays()
+        except MemoryError as error:
+            refusal, copied = f"no memory for a copy: {error!s:.80}", None
+        if copied is None:
+            current.leave_out(LeftOut(place=record.place, size=size, reason=refusal))
+        else:
+            current.add(record, copied)
+
+    def end(self) -> None:
+        """The step is over."""
+        current, self._current = self._current, None
+        self._turns = {}
+        if isinstance(current, StepWriter):
+            self._finish(current)
+        elif current is not None:
+            self._held.append(current)
+        if self.reason or (self._steps is not None and self.number >= max(self._steps)):
+            self.is_over = True
+            self._held.clear()
+        self.number += 1
+
+    def write(self, reason: str) -> None:
+        """Write what the ring holds; the step that is under way to its end. Without a ring, nothing."""
+        if not self.looks:
+            return
+        self.reason = reason
+        current = self._current
+        held = [*self._held, *([current] if isinstance(current, _Held) else [])]
+        self._held.clear()
+        self._current = None
+        for one in held:
+            writer = self._writer(one.number)
+            for record, arrays in one.records:
+                writer.add(record, arrays)
+            for left_out in one.left_out:
+                writer.leave_out(left_out)
+            if one is current:
+                self._current = writer
+            else:
+                self._finish(writer)
+
+    def close(self) -> None:
+        """End the capture; a step that is under way is finished as it is."""
+        if not self.is_over:
+            self.end()
+            self.is_over = True
+            self._held.clear()
+
+    def _writer(self, number: int) -> StepWriter:
+        return StepWriter(self.path, self._header(number, self.reason), self._budget)
+
+    def _refusal(self, current: "_Held", size: int) -> str:
+        """Why a ring cannot hold `size` bytes more; its oldest steps make room."""
+
+        def exceeds() -> bool:
+            held = sum(one.size for one in self._held) + current.size
+            return self._limit is not None and held + size > self._limit
+
+        while self._held and exceeds():
+            self._held.popleft()
+        return f"limit_bytes={self._limit} is reached in memory" if exceeds() else ""
+
+    def _finish(self, writer: StepWriter) -> None:
+        final = writer.close()
+        self.left_out += writer.left_out
+        if final is not None:
+            self.written.append(final)
+        if final is not None and not writer.left_out:
+            return
+        reason = writer.fault or writer.left_out[0].reason
+        end = "is not finished" if final is None else f"lacks {len(writer.left_out)} records"
+        warnings.warn(
+            f"{self._call}: {writer.name} {end}: {reason}; training goes on. Free some space, or capture fewer layers "
+            "or steps, or without tensors",
+            stacklevel=2,
+        )
+
+
+class _Held:
+    """A step in memory."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.size = number, 0
+        self.records: list[tuple[Record, Arrays]] = []
+        self.left_out: list[LeftOut] = []
+
+    def add(self, record: Record, arrays: Arrays) -> None:
+        self.records.append((record, arrays))
+        self.size += size_of(arrays)
+
+    def leave_out(self, record: LeftOut) -> None:
+        self.left_out.append(record)

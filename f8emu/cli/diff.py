@@ -1,0 +1,54 @@
+"""`f8emu diff`: where two captures part."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, guarded, opened
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Add the command."""
+    import typer
+
+    @app.command(epilog=STATUSES)
+    def diff(
+        a: Annotated[Path, typer.Argument(metavar="A", help="A capture: all steps, or one step-...")],
+        b: Annotated[Path, typer.Argument(metavar="B", help="Another: of a process, machine, framework or rank.")],
+        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
+        errors: Annotated[int, typer.Option(min=0, help="Lines to print of each kind.")] = 20,
+    ) -> None:
+        """Name the first stage, in the order of execution, at which two captured runs have different bits.
+
+        Steps are matched by number and rank; one step of each, whatever their numbers. Ctrl-C ends it; what was found
+        is reported.
+        """
+        raise typer.Exit(guarded(_diff, a, b, json_file, errors))
+
+
+def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
+    from f8emu.conformance import capture_report
+    from f8emu.conformance.capture_diff import diff_captures
+    from f8emu.conformance.capture_file import read_capture
+    from f8emu.conformance.report import progress_bar
+
+    start = time.perf_counter()
+    with opened("diff", json_file) as out:
+        steps = read_capture(a), read_capture(b)
+        with progress_bar() as progress:
+            found = diff_captures(*steps, errors=errors, progress=progress)
+        for line in capture_report.diff_lines(found, errors):
+            print(line)
+        seconds = time.perf_counter() - start
+        print(f"{capture_report.diff_verdict(found)}; {seconds:.1f} s")
+        if out is not None:
+            command = ["f8emu", *sys.argv[1:]]
+            out.write(json.dumps(capture_report.to_json(found, command=command, seconds=seconds), indent=1) + "\n")
+    if found.is_interrupted:
+        return INTERRUPTED
+    return DIFFERENT if found.has_difference else 0 if found.is_equal else BAD_USAGE

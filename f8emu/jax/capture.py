@@ -1,0 +1,212 @@
+"""Capture of training steps in JAX: every operand, scale and product of named layers, on the disk.
+
+As `f8emu.torch.capture`: the same files, which `f8emu replay` computes again and `f8emu diff` compares, also with those
+of torch. JAX knows no layers, so each gets its name where its `dot_general` is made; a program that is traced with it
+has callbacks, and stays as it is where a plain `dot_general` is used.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import jax
+import numpy as np
+
+from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
+from f8emu.capture.session import LIMIT_BYTES, Session
+from f8emu.capture.writer import Stored
+from f8emu.environment import versions
+from f8emu.jax.dtypes import CHIP
+from f8emu.jax.gemm.engine import engine_of
+from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral
+from f8emu.jax.training.matmul import LAYOUTS, Plan
+from f8emu.jax.training.operands import Operand
+from f8emu.jax.training.sharding import Divided
+from f8emu.spec.plan import CHIP as PLAN_CHIP
+from f8emu.spec.plan import LIBRARY, PlannedGemm, Source, Split, scaled_gemm_name, split_k
+from f8emu.spec.recipe import Gemm, Recipe
+from f8emu.spec.scaling import Granularity
+
+_CALL = "f8emu.jax.capture"
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_Function = TypeVar("_Function", DotGeneral, DelayedDotGeneral)
+
+
+def capture(
+    path: str | Path,
+    *,
+    steps: Iterable[int] | None = None,
+    ring: int | None = None,
+    tensors: bool = True,
+    limit_bytes: int | None = LIMIT_BYTES,
+    first_step: int = 1,
+) -> "Capture":
+    """Write every operand, scale and product of some steps to `path`, one directory for a step and process.
+
+    A step ends with `Capture.step()`. The arguments are those of `f8emu.torch.capture`.
+
+    Raises:
+        SpecError: both `steps` and `ring`, or numbers that make no sense.
+        CaptureError: `path` cannot be made, or this process has captured into it before.
+    """
+    recipes: dict[str, Recipe] = {}
+    shared: dict[str, Any] = {
+        "rank": jax.process_index(),
+        "world_size": jax.process_count(),
+        "framework": "jax",
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
+        "plan": f"{LIBRARY} on {PLAN_CHIP}",
+        "recipes": recipes,
+    }
+    options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
+    options["header"] = lambda number, reason: StepHeader(step=number, reason=reason, **shared)
+    return Capture(Session(_CALL, path, rank=jax.process_index(), **options), recipes, tensors)
+
+
+class Capture:
+    """What `capture` gives; a context manager."""
+
+    def __init__(self, session: Session, recipes: dict[str, Recipe], tensors: bool) -> None:
+        self._session, self._recipes, self._with_tensors = session, recipes, tensors
+
+    @property
+    def number(self) -> int:
+        """That of the step that is under way."""
+        return self._session.number
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """The directories of the steps that were finished."""
+        return tuple(self._session.written)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Of the steps that were finished or given up: what was not written, and why."""
+        return tuple(self._session.left_out)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is captured."""
+        return self._session.is_over
+
+    def named(self, name: str, function: _Function) -> _Function:
+        """`function`, a `dot_general` or `delayed_dot_general`, as the layer `name`; one for each layer.
+
+        What `jax.checkpoint` repeats is captured as another call, and so is every entry of a batch.
+        """
+        self._recipes[function.recipe.content_hash] = function.recipe
+        return dataclasses.replace(function, tap=_Layer(name, self._session, self._with_tensors))
+
+    def step(self) -> None:
+        """The step is over; waits for what its callbacks still have to show."""
+        jax.effects_barrier()
+        with self._session.lock:
+            if not self.is_done:
+                self._session.end()
+
+    def write(self, reason: str = "asked for") -> None:
+        """Write what the ring holds, and the step that is under way once it is over. Without a ring, nothing."""
+        jax.effects_barrier()
+        with self._session.lock:
+            self._session.write(reason)
+
+    def close(self) -> None:
+        """End the capture; a step that is under way is finished as it is. May be called twice."""
+        jax.effects_barrier()
+        with self._session.lock:
+            self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Layer:
+    """The tap of one layer: equal to itself alone, so that programs of two layers are two."""
+
+    def __init__(self, name: str, session: Session, with_tensors: bool) -> None:
+        self.name, self.session, self.with_tensors = name, session, with_tensors
+
+    def tensor(self, tensor: str, value: jax.Array) -> None:
+        """A matrix before its casts."""
+        if self.with_tensors:
+            jax.debug.callback(functools.partial(self._tensor, tensor), value)
+
+    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: Plan) -> None:
+        """A GEMM and its product."""
+        spec = plan.recipe.gemms[gemm]
+        sizes = product.shape[0], product.shape[1], a.codes.shape[1]
+        split = _split(gemm, spec, sizes, product.dtype.name, a, b)
+        options: dict[str, Any] = {
+            "layer": self.name,
+            "gemm": gemm,
+            "m": sizes[0],
+            "n": sizes[1],
+            "k": sizes[2],
+            "a_format": a.codes.dtype.name,
+            "b_format": b.codes.dtype.name,
+            "granularity_a": spec.a.granularity.value,
+            "granularity_b": spec.b.granularity.value,
+            "out_dtype": product.dtype.name,
+            "use_fast_accum": spec.use_fast_accum,
+            "engine": "emulated" if engine_of(engine=plan.engine).startswith("emulated") else "hardware",
+            "chip": getattr(plan.recipe, "chip", CHIP.name),
+            "split_k": split.split_k,
+            "split_k_source": split.source.value,
+            "recipe": plan.recipe.content_hash,
+            "is_sharded": plan.divided != Divided(),
+        }
+        arrays = {"a.codes": a.codes, "b.codes": b.codes, "product": product}
+        arrays |= {f"{side}.scale": one.scale for side, one in (("a", a), ("b", b)) if one.scale is not None}
+        jax.debug.callback(functools.partial(self._gemm, options), arrays)
+
+    def _tensor(self, tensor: str, value: Any) -> None:
+        with self.session.lock:
+            if self.session.is_wanted:
+                self._look(value, f"the {tensor} of {self.name}")
+                numbers = self.session.next(self.name, tensor)
+                record = TensorRecord(layer=self.name, tensor=tensor, dtype=value.dtype.name, **numbers)
+                self.session.add(record, value.nbytes, lambda: {"value": _stored(value)})
+
+    def _gemm(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        with self.session.lock:
+            if self.session.is_wanted:
+                self._look(arrays["product"], f"{options['gemm']} of {self.name}")
+                record = GemmRecord(**self.session.next(self.name, options["gemm"]), **options)
+                size = sum(array.nbytes for array in arrays.values())
+                self.session.add(record, size, lambda: {name: _stored(x) for name, x in arrays.items()})
+
+    def _look(self, x: Any, what: str) -> None:
+        """A ring is written when something is not finite."""
+        if self.session.looks:
+            values = np.asarray(x).astype(np.float32)
+            if not np.isfinite(values).all():
+                kind = "NaN" if np.isnan(values).any() else "infinity"
+                self.session.write(f"{kind} in {what} at step {self.session.number}")
+
+
+def _split(gemm: str, spec: Gemm, sizes: tuple[int, int, int], out_dtype: str, a: Operand, b: Operand) -> Split:
+    """S of the plan, of the GEMM zero-padded as the library sees it [PLAN-1]."""
+    if 0 in sizes:
+        return Split(1, Source.RECORDED)
+    pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
+    pads_rows = pair is not None and pair[0] is Granularity.BLOCKWISE_1X128
+    multiples = CHIP.vector_multiple if pads_rows else 1, CHIP.size_multiple, CHIP.size_multiple
+    m, n, k = (-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
+    if pair is None:
+        return split_k(PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=LAYOUTS[gemm], out_dtype=out_dtype))
+    accumulation = "fast" if spec.use_fast_accum else "promoted"
+    formats = {"a_dtype": a.codes.dtype.name, "b_dtype": b.codes.dtype.name}
+    named = {"gemm": scaled_gemm_name(pair), "accumulation": accumulation, "out_dtype": out_dtype}
+    return split_k(PlannedGemm(m=m, n=n, k=k, **named, **formats))
+
+
+def _stored(x: Any) -> Stored:
+    """A copy."""
+    copy = np.array(x, order="C")
+    return Stored(_DTYPES.get(copy.dtype.name, "U8"), copy.shape, copy.reshape(-1).view(np.uint8).data)

@@ -1,0 +1,265 @@
+"""Capture of training steps: every operand, scale and product of the layers, on the disk.
+
+What is written is described in `f8emu.capture.record`; `f8emu replay` computes it again without a GPU, `f8emu diff`
+compares two. A captured step copies all that it writes to the host, and takes its time. Nothing that goes wrong while
+writing (a full disk, a limit) ends the training: it is listed in the capture, and a warning says it once a step.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
+from f8emu.capture.session import LIMIT_BYTES, Session
+from f8emu.capture.writer import Stored
+from f8emu.environment import versions
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.plan import CHIP as PLAN_CHIP
+from f8emu.spec.plan import LIBRARY
+from f8emu.torch.dtypes import CHIP
+from f8emu.torch.training.delayed_update import is_dtensor
+from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
+from f8emu.torch.training.operands import Operand
+from f8emu.torch.training.torch_internals import not_compiled
+
+_CALL = "f8emu.torch.capture"
+_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Parts of a name that say how a layer is run, not which one it is."""
+
+
+def capture(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    steps: Iterable[int] | None = None,
+    ring: int | None = None,
+    layers: str | None = None,
+    tensors: bool = True,
+    limit_bytes: int | None = LIMIT_BYTES,
+    first_step: int = 1,
+) -> "Capture":
+    """Write every operand, scale and product of some steps of training to `path`, one directory for a step and rank.
+
+    A step ends when an optimizer steps, or with `Capture.step()`. After the last one the layers are as before.
+
+    Args:
+        model: with `Float8Linear` layers.
+        path: a directory; it is made. All ranks give the same.
+        steps: the numbers of the steps; by default the first.
+        ring: instead of `steps`: keep this many steps in host memory, and write them when a NaN or an infinity
+            appears in a layer's input, weight, gradient or product, or when `Capture.write()` asks for them. The step
+            that is under way is written too, to its end; then the capture is over. Each rank looks at its own tensors.
+        layers: a regular expression that is searched in the names of the layers; None: all.
+        tensors: also write the tensors before their casts, from which `f8emu replay` computes scales and codes.
+        limit_bytes: of all steps that this rank writes, and of what a ring holds; what exceeds it is left out, of a
+            ring its oldest steps. None: no limit.
+        first_step: the number of the step that comes next.
+
+    Raises:
+        SpecError: both `steps` and `ring`, or numbers that make no sense.
+        OperandError: no layer to capture.
+        CaptureError: `path` cannot be made, or this rank has captured into it before.
+    """
+    chosen = _layers(model, layers)
+    made = _header(chosen)
+    options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
+    options |= {"rank": _rank()[0], "header": lambda number, reason: made(step=number, reason=reason)}
+    session = Session(_CALL, path, **options)
+    return Capture(model, chosen, session, tensors)
+
+
+class Capture:
+    """What `capture` gives; a context manager. Training goes on whatever happens to it."""
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Linear], session: Session, tensors: bool) -> None:
+        self._session, self._with_tensors = session, tensors
+        self._layers = dict(layers)
+        self._sharded: dict[str, bool] = {}
+        self._has_seen = False
+        self._observation: Any = observe(model, self, layers)
+        self._hook: Any = register_optimizer_step_post_hook(not_compiled(self._after_step))
+
+    @property
+    def number(self) -> int:
+        """That of the step that is under way."""
+        return self._session.number
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """The directories of the steps that were finished."""
+        return tuple(self._session.written)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Of the steps that were finished or given up: what was not written, and why."""
+        return tuple(self._session.left_out)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is captured."""
+        return self._observation is None
+
+    def step(self) -> None:
+        """The step is over. Optimizers of torch.optim say so themselves; then this does nothing."""
+        with self._session.lock:
+            if self._has_seen and not self.is_done:
+                self._has_seen = False
+                self._session.end()
+                if self._session.is_over:
+                    self.close()
+
+    def write(self, reason: str = "asked for") -> None:
+        """Write what the ring holds, and the step that is under way once it is over. Without a ring, nothing."""
+        with self._session.lock:
+            self._session.write(reason)
+
+    def close(self) -> None:
+        """End the capture; a step that is under way is finished as it is. May be called twice."""
+        with self._session.lock:
+            if not self.is_done:
+                self._observation.remove()
+                self._hook.remove()
+                self._observation = self._hook = None
+                self._session.close()
+                self._layers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def tensor(self, seen: TensorSeen) -> None:
+        """An observer's method."""
+        with self._session.lock:
+            self._has_seen = True
+            if not self._session.is_wanted:
+                return
+            self._look(seen.value, f"the {seen.tensor} of {seen.layer}")
+            if not self._with_tensors:
+                return
+            numbers = self._session.next(seen.layer, seen.tensor)
+            record = TensorRecord(layer=seen.layer, tensor=seen.tensor, dtype=_name(seen.value.dtype), **numbers)
+            self._session.add(record, seen.value.nbytes, lambda: {"value": _stored(seen.value)})
+
+    def gemm(self, seen: GemmSeen) -> None:
+        """An observer's method."""
+        with self._session.lock:
+            self._has_seen = True
+            if not self._session.is_wanted:
+                return
+            self._look(seen.product, f"{seen.gemm} of {seen.layer}")
+            tensors = {**_operand("a", seen.a), **_operand("b", seen.b), "product": seen.product}
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            self._session.add(self._record(seen), size, lambda: {name: _stored(x) for name, x in tensors.items()})
+
+    def _record(self, seen: GemmSeen) -> GemmRecord:
+        (m, k), n = seen.a.codes.shape, seen.b.codes.shape[0]
+        return GemmRecord(
+            **self._session.next(seen.layer, seen.gemm),
+            layer=seen.layer,
+            gemm=seen.gemm,
+            m=m,
+            n=n,
+            k=k,
+            a_format=_name(seen.a.codes.dtype),
+            b_format=_name(seen.b.codes.dtype),
+            granularity_a=seen.spec.a.granularity.value,
+            granularity_b=seen.spec.b.granularity.value,
+            out_dtype=_name(seen.product.dtype),
+            use_fast_accum=seen.spec.use_fast_accum,
+            engine=seen.engine,
+            chip=getattr(seen.recipe, "chip", CHIP.name),
+            split_k=seen.split_k,
+            split_k_source=seen.split_source,
+            recipe=seen.recipe.content_hash,
+            is_sharded=self._is_sharded(seen),
+        )
+
+    def _is_sharded(self, seen: GemmSeen) -> bool:
+        """Tensor parallelism: asked in the forward pass, in which FSDP2 has whole weights."""
+        if seen.gemm == "output":
+            self._sharded[seen.layer] = is_dtensor(self._layers[seen.layer].weight)
+        return self._sharded.get(seen.layer, True)
+
+    def _look(self, x: Tensor, what: str) -> None:
+        """A ring is written when something is not finite."""
+        if self._session.looks and not bool(torch.isfinite(x).all()):
+            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+            self._session.write(f"{kind} in {what} at step {self.number}")
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.step()
+
+
+def _layers(model: nn.Module, pattern: str | None) -> dict[str, Float8Linear]:
+    """The layers to capture, by the names that they have in the model as it was before it was wrapped."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    found = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear)
+    }
+    try:
+        chosen = {name: layer for name, layer in found.items() if pattern is None or re.search(pattern, name)}
+    except re.error as error:
+        raise SpecError(f"{_CALL}: layers must be a regular expression; got {pattern!r}: {error}") from None
+    if not chosen:
+        wanted = "" if pattern is None else f" whose name has {pattern!r}"
+        known = f": {', '.join(list(found)[:8])}" if found else ""
+        raise OperandError(
+            f"{_CALL}: expected a Float8Linear in the model{wanted}; found {len(found)} in all{known}; convert the "
+            "model first, with convert_to_float8_training, or give other layers"
+        )
+    return chosen
+
+
+def _header(layers: Mapping[str, Float8Linear]) -> Any:
+    """What all steps share, as a function of the rest."""
+    device = next((p.device for layer in layers.values() for p in layer.parameters()), torch.device("cpu"))
+    rank, world_size = _rank()
+    shared: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "framework": "torch",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": versions(),
+        "plan": f"{LIBRARY} on {PLAN_CHIP}",
+        "recipes": {layer.recipe.content_hash: layer.recipe for layer in layers.values()},
+    }
+    return lambda **own: StepHeader(**shared, **own)
+
+
+def _stored(x: Tensor) -> Stored:
+    """A copy on the host, also of what is there already."""
+    try:
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        copy.copy_(x.detach())
+    except RuntimeError as error:  # torch has no other for memory of the host
+        raise MemoryError(str(error)) from None
+    return Stored(_DTYPES.get(x.dtype, "U8"), tuple(x.shape), copy.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _operand(side: str, operand: Operand) -> dict[str, Tensor]:
+    codes = {f"{side}.codes": operand.codes}
+    return codes if operand.scale is None else codes | {f"{side}.scale": operand.scale}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rank() -> tuple[int, int]:
+    """(rank, number of ranks)."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

@@ -1,0 +1,495 @@
+"""Captured steps: written crash-safe, read strictly, replayed bit by bit, compared; without a framework."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import f8ref.numpy as f8ref
+from f8emu import cli
+from f8emu.capture import Budget, CaptureError, GemmRecord, StepHeader, StepWriter, Stored, TensorRecord, writer
+from f8emu.capture.record import Record
+from f8emu.conformance.capture_diff import diff_captures, ulps
+from f8emu.conformance.capture_file import read_capture
+from f8emu.conformance.distributions import draw, dtype_of
+from f8emu.conformance.replay import replay
+from f8emu.spec import (
+    BFLOAT16,
+    E4M3FN,
+    E5M2,
+    GEMM_NAMES,
+    OPERANDS,
+    RECIPES,
+    TENSORS,
+    DelayedState,
+    Format,
+    GemmTrace,
+    Recipe,
+    SpecError,
+)
+
+M, N, K = 40, 144, 272
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def stored(array: np.ndarray) -> Stored:
+    data = np.ascontiguousarray(array)
+    return Stored(DTYPES.get(array.dtype.name, "U8"), array.shape, data.view(np.uint8).reshape(-1).data)
+
+
+def header(recipe: Recipe, **changes: Any) -> StepHeader:
+    fields = {"step": 7, "rank": 0, "world_size": 1, "framework": "numpy", "device": "cpu", "plan": "none"}
+    made = StepHeader(versions={"f8emu": "1", "torch": None}, recipes={recipe.content_hash: recipe}, **fields)
+    return replace(made, **changes)
+
+
+Records = list[tuple[Record, dict[str, np.ndarray]]]
+
+
+def layer(recipe: Recipe, name: str = "layers.0.w1", split_k: dict[str, int] | None = None) -> Records:
+    """A layer under a recipe as the oracle's verb `linear` computes it, as a tap would show it."""
+    shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
+    tensors = {t: draw("normal", shape, BFLOAT16, (recipe.name, name, t)) for t, shape in shapes.items()}
+    options: dict[str, Any] = {"split_k": split_k or {}}
+    if recipe.delayed is not None:  # a scale of earlier steps
+        state = DelayedState(np.zeros(16, np.float32), np.float32(100.3), np.bool_(True))
+        options["delayed_state"] = dict.fromkeys(TENSORS, state)
+    trace = f8ref.linear(recipe, **tensors, **options)
+    found: Records = []
+    for gemm in GEMM_NAMES:
+        for tensor in OPERANDS[gemm]:
+            if not any(isinstance(r, TensorRecord) and r.tensor == tensor for r, _ in found):
+                one = TensorRecord(order=len(found), layer=name, tensor=tensor, turn=1, dtype="bfloat16")
+                found.append((one, {"value": tensors[tensor]}))
+        found.append(gemm_record(recipe, name, gemm, getattr(trace, gemm), len(found), (split_k or {}).get(gemm, 1)))
+    return found
+
+
+def gemm_record(
+    recipe: Recipe, name: str, gemm: str, trace: GemmTrace, order: int, split_k: int
+) -> tuple[GemmRecord, dict[str, np.ndarray]]:
+    spec = recipe.gemms[gemm]
+    arrays = {"a.codes": trace.a.codes, "b.codes": trace.b.codes, "product": trace.product}
+    arrays |= {f"{s}.scale": t.scale for s, t in (("a", trace.a), ("b", trace.b)) if t.scale is not None}
+    record = GemmRecord(
+        order=order,
+        layer=name,
+        gemm=gemm,
+        turn=1,
+        m=trace.a.codes.shape[0],
+        n=trace.b.codes.shape[0],
+        k=trace.a.codes.shape[1],
+        a_format=trace.a.codes.dtype.name,
+        b_format=trace.b.codes.dtype.name,
+        granularity_a=spec.a.granularity.value,
+        granularity_b=spec.b.granularity.value,
+        out_dtype=trace.product.dtype.name,
+        use_fast_accum=spec.use_fast_accum,
+        engine="hardware",
+        chip="Hopper",
+        split_k=split_k,
+        split_k_source="recorded",
+        recipe=recipe.content_hash,
+        is_sharded=False,
+    )
+    return record, arrays
+
+
+def written(root: Path, recipe: Recipe, records: Records, limit: int | None = None, **changes: Any) -> Path:
+    made = StepWriter(root, header(recipe, **changes), Budget(limit))
+    for record, arrays in records:
+        made.add(record, {name: stored(array) for name, array in arrays.items()})
+    path = made.close()
+    assert path is not None, made.fault
+    return path
+
+
+def flipped(records: Records, layer: str, gemm: str, part: str, index: tuple[int, int], bit: int = 0) -> Records:
+    """One bit of one part the other way."""
+
+    def changed(record: Record, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        if not (isinstance(record, GemmRecord) and (record.layer, record.gemm) == (layer, gemm)):
+            return arrays
+        array = arrays[part].copy()
+        array.view(f"u{array.itemsize}")[index] ^= 1 << bit
+        return {**arrays, part: array}
+
+    return [(record, changed(record, arrays)) for record, arrays in records]
+
+
+@pytest.fixture(scope="module")
+def layers() -> dict[str, Records]:
+    return {name: layer(recipe) for name, recipe in RECIPES.items()}
+
+
+def invoke(*arguments: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+# Replay
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
+    written(tmp_path, RECIPES[name], layers[name])
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    assert found.is_equal, [one.line() for one in found.findings]
+    assert not found.not_replayed and not found.left_out and not found.damaged
+    counts = found.counts
+    assert counts["product"].elements == counts["product"].elements_equal == found.outputs == M * N + M * K + N * K
+    high = sum(gemm.is_high_precision for gemm in RECIPES[name].gemms.values())
+    assert (counts["product"].parts, counts["codes"].parts) == (3, 6)
+    assert counts["scale"].parts == (0 if name == "delayed" else 6 - 2 * high)  # a delayed one follows from elsewhere
+
+
+PLACES = [
+    ("tensorwise", "output", "a.codes", (3, 5), "input"),
+    ("rowwise", "grad_input", "b.scale", (7, 0), "weight"),
+    ("blockwise", "grad_weight", "a.codes", (143, 39), "grad_output"),
+    ("rowwise_with_gw_hp", "grad_weight", "b.codes", (0, 0), "input"),
+    ("delayed", "grad_input", "a.codes", (1, 2), "grad_output"),
+    ("blockwise", "output", "product", (39, 143), ""),
+]
+
+
+@pytest.mark.parametrize(("name", "gemm", "part", "index", "tensor"), PLACES)
+def test_one_flipped_bit_is_named(
+    name: str, gemm: str, part: str, index: tuple[int, int], tensor: str, layers: dict[str, Records], tmp_path: Path
+) -> None:
+    """The first stage, its element, and the tensor that the operand was made of."""
+    bit = 20 if part.endswith("scale") else 0
+    written(tmp_path, RECIPES[name], flipped(layers[name], "layers.0.w1", gemm, part, index, bit))
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    first = found.findings[0]
+    assert (first.step, first.place, first.part, first.tensor) == ("step 7", f"layers.0.w1 {gemm}", part, tensor)
+    assert first.elements_different == 1 and first.mismatches[0].index == index
+    assert not found.damaged, "it was captured so"
+
+
+def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> None:
+    """Under tensor parallelism the amax is that of all ranks: here one that is 1.37 times as large."""
+    recipe = RECIPES["tensorwise"]
+    tensors, (record, arrays), *_ = layer(recipe)[:2], *layer(recipe)[2:]
+    assert isinstance(record, GemmRecord)
+    x = tensors[0][1]["value"]
+    scales = f8ref.scale_from_amax(np.float32(1.37) * f8ref.amax(x), E4M3FN)
+    codes = f8ref.quantize(x, scales.inv_scale, E4M3FN)
+    product = f8ref.scaled_mm(codes, arrays["b.codes"].T, scales.scale, arrays["b.scale"], use_fast_accum=True)
+    arrays = {**arrays, "a.codes": codes, "a.scale": scales.scale, "product": product}
+    for is_sharded in (True, False):
+        path = tmp_path / str(is_sharded)
+        written(path, recipe, [*tensors, (replace(record, is_sharded=is_sharded), arrays)])
+        found = replay(read_capture(path), oracle="f8ref.numpy")
+        assert found.is_equal == is_sharded
+        assert [one.part for one in found.findings] == ([] if is_sharded else ["a.scale"])
+        assert found.counts["codes"].parts_equal == 2
+
+
+def test_without_tensors_the_pattern_names_the_operand(tmp_path: Path) -> None:
+    recipe = RECIPES["rowwise"]
+    gemms = [one for one in layer(recipe) if isinstance(one[0], GemmRecord)]
+    written(tmp_path, recipe, flipped(gemms, "layers.0.w1", "output", "b.codes", (9, 1), bit=6))
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    assert [one.part for one in found.findings] == ["product"]
+    assert "column 9" in found.findings[0].cause and "(weight)" in found.findings[0].cause
+    assert len(found.not_replayed) == 6
+
+
+def test_a_split_that_was_not_planned_is_named(tmp_path: Path) -> None:
+    recipe = RECIPES["tensorwise"]
+    records = [
+        (replace(record, split_k=1) if isinstance(record, GemmRecord) else record, arrays)
+        for record, arrays in layer(recipe, split_k={"output": 3})
+    ]
+    written(tmp_path, recipe, records)
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    assert [one.part for one in found.findings] == ["product"]
+    assert "every bit is that of S = " in found.findings[0].cause
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise"])
+def test_a_sample_is_of_the_same_product(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
+    written(tmp_path, RECIPES[name], layers[name])
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy", outputs=400)
+    assert found.is_equal
+    assert 0 < found.counts["product"].elements < found.outputs / 2
+
+
+# The files
+
+
+def test_the_safetensors_library_reads_the_files(layers: dict[str, Records], tmp_path: Path) -> None:
+    safe_open = pytest.importorskip("safetensors").safe_open
+    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"])
+    index = json.loads((path / "index.json").read_text())
+    for (record, arrays), entry in zip(layers["rowwise"], index["records"], strict=True):
+        blob = (path / entry["file"]).read_bytes()
+        assert (len(blob), hashlib.sha256(blob).hexdigest()) == (entry["bytes"], entry["sha256"])
+        with safe_open(path / entry["file"], "numpy") as file:
+            assert json.loads(file.metadata()["record"]) == record.to_json()
+            assert set(file.keys()) == set(arrays)
+            for name, array in arrays.items():
+                if array.dtype.name != "bfloat16":
+                    assert file.get_tensor(name).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(("file", "part"), [("000001", "b.codes"), ("000002", "b.scale")])
+def test_a_file_changed_after_the_capture(file: str, part: str, layers: dict[str, Records], tmp_path: Path) -> None:
+    """Its name, and what of the step its bits no longer fit to: the weight's codes, a scale."""
+    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"]) / f"{file}.safetensors"
+    blob = bytearray(path.read_bytes())
+    blob[-1] ^= 1
+    path.write_bytes(blob)
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    assert found.damaged == [str(path)]
+    assert (found.findings[0].place, found.findings[0].part) == ("layers.0.w1 output", part)
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        index = json.loads((path / "index.json").read_text())
+        change(index)
+        (path / "index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Other text of the same length in the header of a file."""
+
+    def edit(path: Path) -> None:
+        blob = (path / "000002.safetensors").read_bytes()
+        assert blob.count(old) == 1 and len(old) == len(new)
+        (path / "000002.safetensors").write_bytes(blob.replace(old, new))
+
+    return edit
+
+
+def record_of(index: dict[str, Any]) -> dict[str, Any]:
+    return index["records"][2]
+
+
+def a_link(path: Path) -> None:
+    (path / "000002.safetensors").rename(path.parent / "elsewhere")
+    (path / "000002.safetensors").symlink_to(path.parent / "elsewhere")
+
+
+def a_pipe(path: Path) -> None:
+    size = (path / "000002.safetensors").stat().st_size
+    (path / "000002.safetensors").unlink()
+    os.mkfifo(path / "000002.safetensors")
+    edited(lambda index: record_of(index).update(bytes=0))(path)
+    assert size
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut short": (lambda path: os.truncate(path / "000002.safetensors", 1000), "cut short"),
+    "gone": (lambda path: (path / "000002.safetensors").unlink(), "No such file"),
+    "huge": (lambda path: os.truncate(path / "000002.safetensors", 2**40), "cut short, or changed"),
+    "index cut": (lambda path: os.truncate(path / "index.json", 100), "a JSON index"),
+    "index huge": (lambda path: os.truncate(path / "index.json", 2**36), "an index of at most"),
+    "index deep": (lambda path: (path / "index.json").write_text("[" * 200_000), "a JSON index"),
+    "other version": (edited(lambda index: index.update(schema=2)), r"schema 1.* found 2; read it with .*, f8emu 1"),
+    "outside": (edited(lambda index: record_of(index).update(file="../../etc/passwd")), "a name like"),
+    "link": (a_link, "cut short|symbolic|Too many"),
+    "pipe": (a_pipe, "regular file"),
+    "sizes": (edited(lambda index: record_of(index).update(m=10**30)), "below 2\\^31"),
+    "shape": (edited(lambda index: record_of(index).update(m=41)), r"expected product bfloat16\[41, 144\]"),
+    "dtype": (edited(lambda index: record_of(index).update(a_format="int4")), "'a_format' must be one of"),
+    "kind": (edited(lambda index: record_of(index).update(kind="code")), "'kind' must be one of"),
+    "unknown key": (edited(lambda index: record_of(index).update(run="rm")), "unknown key 'run'"),
+    "recipe": (edited(lambda index: index.update(recipes={"x": {"name": 1}})), "recipe"),
+    "same order": (edited(lambda index: record_of(index).update(order=0)), "an 'order' of its own"),
+    "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
+    "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
+    "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
+    "slices": (edited(lambda index: record_of(index).update(split_k=0)), "'split_k' must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], tmp_path: Path) -> None:
+    path = written(tmp_path / "run", RECIPES["rowwise"], layers["rowwise"])
+    spoil, message = FAULTS[fault]
+    spoil(path)
+    with pytest.raises(CaptureError, match=message):
+        replay(read_capture(path), oracle="f8ref.numpy")
+    status, _, err = invoke("replay", tmp_path / "run")
+    assert status == 2 and "Traceback" not in err
+    assert "f8emu.torch.capture" in err or "with the version that wrote it" in err
+
+
+def test_a_path_without_a_capture(tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match="found no step-"):
+        read_capture(tmp_path)
+    with pytest.raises(CaptureError, match="No such file"):
+        read_capture(tmp_path / "nowhere")
+
+
+# Crashes, full disks, limits
+
+
+def test_a_step_that_was_never_finished_is_replayed(layers: dict[str, Records], tmp_path: Path) -> None:
+    """A process that dies leaves whole files, and half a one that does not count."""
+    made = StepWriter(tmp_path, header(RECIPES["rowwise"]), Budget(None))
+    for record, arrays in layers["rowwise"][:4]:
+        made.add(record, {name: stored(array) for name, array in arrays.items()})
+    (tmp_path / f"{made.name}.partial" / "000004.safetensors.writing").write_bytes(b"half")
+    (step,) = read_capture(tmp_path)
+    assert not step.is_complete and len(step.records) == 4
+    found = replay([step], oracle="f8ref.numpy")
+    assert found.is_equal and found.unfinished == [str(step.path)]
+    assert (found.gemms, found.counts["product"].elements) == (1, M * N)
+
+
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A disk with room for so many bytes, below the file objects: every write goes through it."""
+    room = [2**60]
+    real = writer._write
+
+    def write(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[int, str]:
+        def checked() -> Iterator[bytes | memoryview]:
+            for piece in pieces:
+                used = sum(file.stat().st_size for file in path.parent.parent.rglob("*") if file.is_file())
+                if used + len(piece) > room[0]:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                yield piece
+
+        return real(path, checked())
+
+    monkeypatch.setattr(writer, "_write", write)
+    yield lambda size: room.__setitem__(0, size)
+
+
+@pytest.mark.parametrize("room", [60_000, 200_000, 330_000])
+def test_a_full_disk_costs_what_does_not_fit(
+    room: int, small_disk: Callable[[int], None], layers: dict[str, Records], tmp_path: Path
+) -> None:
+    small_disk(room)
+    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"])
+    (step,) = read_capture(path)
+    assert step.is_complete
+    assert 0 < len(step.records) < 6 and len(step.records) + len(step.left_out) == 6
+    assert all("No space left on device" in one.reason for one in step.left_out)
+    assert not list(tmp_path.rglob("*.writing"))
+    assert not replay([step], oracle="f8ref.numpy").has_difference
+
+
+def test_a_disk_that_takes_nothing(
+    small_disk: Callable[[int], None], layers: dict[str, Records], tmp_path: Path
+) -> None:
+    small_disk(0)
+    made = StepWriter(tmp_path, header(RECIPES["rowwise"]), Budget(None))
+    record, arrays = layers["rowwise"][0]
+    assert not made.add(record, {name: stored(array) for name, array in arrays.items()})
+    assert made.close() is None and "No space left" in made.fault
+
+
+def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) -> None:
+    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"], limit=200_000)
+    assert sum(file.stat().st_size for file in path.glob("*.safetensors")) <= 200_000
+    (step,) = read_capture(path)
+    assert step.left_out and all("limit_bytes=200000 is reached" in one.reason for one in step.left_out)
+    status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
+    assert status == 0 and "left out when captured" in out
+
+
+# Diff
+
+
+def test_diff_names_where_two_captures_part(layers: dict[str, Records], tmp_path: Path) -> None:
+    recipe = RECIPES["rowwise"]
+    a = written(tmp_path / "a", recipe, layers["rowwise"])
+    same = written(tmp_path / "same", recipe, layers["rowwise"], rank=3, step=9, world_size=4, device="NVIDIA H200")
+    found = diff_captures(read_capture(a), read_capture(same))
+    assert found.is_equal and found.stages == found.stages_equal == 3 + 3 * 5
+    assert "device: cpu / NVIDIA H200" in found.context and "rank: 0 of 1 / 3 of 4" in found.context
+
+    changed = flipped(layers["rowwise"], "layers.0.w1", "grad_input", "product", (4, 5), bit=3)
+    changed = flipped(changed, "layers.0.w1", "grad_weight", "b.codes", (1, 1))
+    b = written(tmp_path / "b", recipe, changed)
+    found = diff_captures(read_capture(a), read_capture(b))
+    first, second = found.divergences
+    assert (first.place, first.part, first.elements_different) == ("layers.0.w1 grad_input", "product", 1)
+    assert (first.ulps_max, first.ulps_median, first.cause) == (8, 8.0, "of equal operands: the GEMM itself")
+    assert first.mismatches[0].index == (4, 5)
+    assert (second.place, second.part, second.tensor) == ("layers.0.w1 grad_weight", "b.codes", "input")
+
+
+def test_diff_of_captures_that_hold_different_things(layers: dict[str, Records], tmp_path: Path) -> None:
+    recipe = RECIPES["rowwise"]
+    a = written(tmp_path / "a", recipe, layers["rowwise"][:4])
+    b = written(tmp_path / "b", recipe, layers["rowwise"][1:], step=8)
+    found = diff_captures(read_capture(a), read_capture(b))
+    assert not found.is_equal and not found.divergences
+    assert found.only_a == ["step 7: layers.0.w1 input"] and len(found.only_b) == 2
+    written(tmp_path / "b", recipe, layers["rowwise"], step=9)
+    written(tmp_path / "a", recipe, layers["rowwise"], step=6)
+    with pytest.raises(SpecError, match="no step of one capture is in the other"):
+        diff_captures(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("fmt", [BFLOAT16, E4M3FN, E5M2])
+def test_ulps_are_neighbours(fmt: Format) -> None:
+    """All finite codes in the order of their values: each is one from the next."""
+    codes = np.arange(2**fmt.bits, dtype=f"u{fmt.bits // 8}").view(dtype_of(fmt))
+    values = codes.astype(np.float32)
+    finite = codes[np.isfinite(values)]
+    order = np.lexsort((~np.signbit(finite.astype(np.float32)), finite.astype(np.float32)))
+    ordered = finite[order]
+    distance, nonfinite = ulps(ordered[:-1], ordered[1:])
+    assert (distance == 1).all() and nonfinite == 0 and distance.size == finite.size - 1
+
+
+# The commands
+
+
+def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
+    recipe = RECIPES["tensorwise"]
+    output = layers["tensorwise"][:3]  # by a GPU, so judged by f8ref.jax
+    written(tmp_path / "a", recipe, output)
+    written(tmp_path / "b", recipe, flipped(output, "layers.0.w1", "output", "a.codes", (3, 5)))
+    status, out, _ = invoke("replay", tmp_path / "a", "--json", tmp_path / "out.json")
+    assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N} of {M * N} outputs"), out
+    assert "f8ref.jax" in out
+    data = json.loads((tmp_path / "out.json").read_text())
+    assert data["equal"] and data["counts"]["product"]["elements_equal"] == data["outputs"]
+    status, out, _ = invoke("replay", tmp_path / "b", "--errors", 1)
+    assert status == 1 and "first difference: step 7: layers.0.w1 output a.codes (input): 1 of" in out
+    assert out.splitlines()[-1].startswith("NOT EQUAL, first at step 7: layers.0.w1 output a.codes;")
+    status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b", "--json", tmp_path / "out.json")
+    assert status == 1 and "first divergence: step 7: layers.0.w1 output a.codes (input): 1 of 10880 differ" in out
+    assert json.loads((tmp_path / "out.json").read_text())["divergences"][0]["part"] == "a.codes"
+    assert invoke("diff", tmp_path / "a", tmp_path / "a")[0] == 0
+
+
+def test_ctrl_c_keeps_what_was_found(
+    layers: dict[str, Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = RECIPES["tensorwise"]
+    written(tmp_path, recipe, flipped(layers["tensorwise"], "layers.0.w1", "output", "a.codes", (3, 5)))
+
+    class Interrupted:
+        def begin(self, subject: str, stage: str, cases: int) -> None:
+            self.left = 4
+
+        def advance(self) -> None:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy", progress=Interrupted())
+    assert found.is_interrupted and not found.is_equal
+    assert found.findings[0].part == "a.codes" and found.gemms == 1

@@ -1,0 +1,73 @@
+"""Capture in JAX: what is written replays bit by bit, and equals what torch captures of the same layers."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import f8emu.jax as f8
+from f8emu.conformance.capture_diff import diff_captures
+from f8emu.conformance.capture_file import read_capture
+from f8emu.conformance.replay import replay
+from f8emu.spec import recipe_by_name
+
+ARRAYS = {"x": (24, 48), "w": (80, 48), "grad": (24, 80)}
+
+
+def draw(step: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(step)
+    return {name: generator.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in ARRAYS.items()}
+
+
+def run(path: Path, count: int, **options: Any) -> f8.Capture:
+    """A layer with a kernel [K, N], jitted, forward and backward."""
+    capturing = f8.capture(path, **options)
+    multiply = capturing.named("up", f8.dot_general("rowwise"))
+
+    @jax.jit
+    def step(arrays: dict[str, jax.Array]) -> Any:
+        output, pull = jax.vjp(lambda x, w: multiply(x, w.T, (((1,), (0,)), ((), ()))), arrays["x"], arrays["w"])
+        return output, pull(arrays["grad"])
+
+    for number in range(1, count + 1):
+        jax.block_until_ready(step(draw(number)))
+        capturing.step()
+    return capturing
+
+
+def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from f8emu.torch import capture, convert_to_float8_training
+
+    capturing = run(tmp_path / "jax", 3, ring=2)
+    assert not capturing.written
+    capturing.write("the loss jumped")
+    capturing.close()
+    assert capturing.is_done and len(capturing.written) == 2 and not capturing.left_out
+    assert {step.header.reason for step in read_capture(tmp_path / "jax")} == {"the loss jumped"}
+    found = replay(read_capture(tmp_path / "jax"))
+    assert found.is_equal and not found.not_replayed and found.gemms == 6, [one.line() for one in found.findings]
+
+    layers = torch.nn.ModuleDict({"up": torch.nn.Linear(48, 80, bias=False)}).bfloat16()
+    convert_to_float8_training(layers, config=recipe_by_name("rowwise"))
+    of_torch = capture(layers, tmp_path / "torch", steps=(2, 3))
+    for number in (1, 2, 3):
+        arrays = {name: torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) for name, x in draw(number).items()}
+        layers["up"].weight.data = arrays["w"]
+        layers["up"](arrays["x"].requires_grad_()).backward(arrays["grad"])
+        of_torch.step()
+    assert of_torch.is_done
+    parts = diff_captures(read_capture(tmp_path / "torch"), read_capture(tmp_path / "jax"))
+    assert parts.is_equal and parts.stages == 2 * (3 + 3 * 5), [one.line() for one in parts.divergences]
+    assert "framework: torch / jax" in parts.context
+
+
+def test_only_what_has_a_name_is_shown(tmp_path: Path) -> None:
+    plain = f8.dot_general("rowwise")
+    for multiply, shown in ((plain, 0), (f8.capture(tmp_path).named("up", plain), 3)):
+        program = jax.make_jaxpr(lambda x, m=multiply: m(x, x, (((1,), (0,)), ((), ()))))(jnp.ones((16, 16)))
+        assert str(program).count("debug_callback[") == shown

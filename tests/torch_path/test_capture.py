@@ -1,0 +1,195 @@
+"""Capture of training: what is written replays bit by bit, training is unchanged, and nothing ends it."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import f8emu.torch
+from f8emu.capture import CaptureError, GemmRecord, writer
+from f8emu.conformance.capture_diff import diff_captures
+from f8emu.conformance.capture_file import read_capture
+from f8emu.conformance.replay import replay
+from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
+from f8emu.torch import capture, convert_to_float8_training
+
+# What torch warns about itself when it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
+LAYERS = ("0.w1", "0.w2", "1.w1", "1.w2")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(48, 48)
+        self.w2 = nn.Linear(48, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.w2(torch.relu(self.w1(x)))
+
+
+class Run:
+    """A small model that trains; `spoil` says at which step its input is not finite."""
+
+    def __init__(self, recipe: str = "blockwise", *, compiled: bool = False, spoil: int = 0) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(Block(), Block()).to(torch.bfloat16)
+        convert_to_float8_training(self.model, config=recipe_by_name(recipe))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        # Inductor's code is none of ours here: what is traced and partitioned shows the same.
+        self.call: Any = torch.compile(self.model, backend="aot_eager", dynamic=False) if compiled else self.model
+        self.spoil, self.number = spoil, 0
+
+    def train(self, steps: int, passes: int = 1) -> "Run":
+        for _ in range(steps):
+            self.number += 1
+            self.optimizer.zero_grad()
+            for turn in range(passes):
+                x = torch.randn(24, 48, generator=torch.Generator().manual_seed(10 * self.number + turn))
+                if self.number == self.spoil:
+                    x[3, 4] = torch.inf
+                self.call(x.bfloat16()).square().mean().backward()
+            self.optimizer.step()
+        return self
+
+    def weights(self) -> bytes:
+        return b"".join(p.detach().view(torch.uint8).numpy().tobytes() for p in self.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["rowwise_with_gw_hp", "blockwise"])
+def test_captured_steps_replay_bit_by_bit(name: str, tmp_path: Path) -> None:
+    run = Run(name)
+    capturing = capture(run.model, tmp_path, steps=(2, 3), layers=r"w[12]$")
+    run.train(5, passes=2)
+    assert capturing.is_done and not capturing.left_out
+    assert run.weights() == Run(name).train(5, passes=2).weights(), "training is not changed"
+    steps = read_capture(tmp_path)
+    assert [step.header.step for step in steps] == [2, 3]
+    assert tuple(step.path for step in steps) == capturing.written
+    gemms = [one.record for one in steps[0].records if isinstance(one.record, GemmRecord)]
+    first = {(LAYERS[0], "grad_input")}  # of an input without a gradient
+    assert {one.key[:2] for one in gemms} == {(layer, gemm) for layer in LAYERS for gemm in GEMM_NAMES} - first
+    assert {one.turn for one in gemms} == {1, 2}
+    found = replay(steps)
+    assert found.is_equal and not found.not_replayed, [one.line() for one in found.findings]
+    assert found.gemms == 2 * len(gemms) == 44 and found.oracles == [f"f8ref.numpy, numpy {np.__version__}"]
+
+
+def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> None:
+    for compiled in (False, True):
+        run = Run("blockwise", compiled=compiled)
+        with capture(run.model, tmp_path / str(compiled), first_step=9) as capturing:
+            run.train(1)
+        assert capturing.is_done
+    found = diff_captures(read_capture(tmp_path / "False"), read_capture(tmp_path / "True"))
+    assert found.is_equal and found.stages == 67, [one.line() for one in found.divergences]
+
+
+def test_a_tensor_is_written_as_it_was(tmp_path: Path) -> None:
+    """Against values that were taken by hooks of torch, not by the tap."""
+    run = Run()
+    seen: list[Tensor] = []
+    run.model[1].get_submodule("w2").register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].clone())
+    )
+    weight = run.model[1].get_parameter("w2.weight").detach().clone()
+    capture(run.model, tmp_path, layers="^1[.]w2$")
+    run.train(1)
+    (step,) = read_capture(tmp_path)
+    found = {one.record.key: one.load() for one in step.records}
+    for tensor, expected in (("input", seen[0]), ("weight", weight)):
+        value = found["1.w2", tensor, 1]["value"]
+        assert value.tobytes() == expected.view(torch.int16).numpy().tobytes()
+
+
+def test_a_ring_is_written_when_something_is_not_finite(tmp_path: Path) -> None:
+    run = Run(spoil=4)
+    capturing = capture(run.model, tmp_path, ring=2)
+    run.train(3)
+    assert not capturing.written and not list(tmp_path.iterdir())
+    run.train(2)
+    assert capturing.is_done
+    steps = read_capture(tmp_path)
+    assert [step.header.step for step in steps] == [2, 3, 4]
+    assert [len(step.records) for step in steps] == [len(steps[0].records)] * 3, "whole steps, also the last"
+    found = replay(steps)
+    assert found.is_equal, [one.line() for one in found.findings]
+    assert found.reasons == ["infinity in the input of 0.w1 at step 4"]
+
+
+def test_a_ring_is_written_on_request_and_keeps_its_limit(tmp_path: Path) -> None:
+    run = Run()
+    capturing = capture(run.model, tmp_path, ring=3, tensors=False, limit_bytes=200_000)
+    run.train(4)
+    capturing.write("the loss jumped")
+    capturing.close()
+    steps = read_capture(tmp_path)
+    sizes = [sum(file.stat().st_size for file in step.path.glob("*.safetensors")) for step in steps]
+    assert steps[-1].header.step == 4 and 0 < len(steps) < 3 and sum(sizes) < 250_000, sizes
+    assert {step.header.reason for step in steps} == {"the loss jumped"}
+    assert all(isinstance(one.record, GemmRecord) for step in steps for one in step.records)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the sixth record on."""
+    real = writer._write
+
+    def write(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[int, str]:
+        if re.fullmatch("00000[5-9].safetensors|0000[1-9].*", path.name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, pieces)
+
+    monkeypatch.setattr(writer, "_write", write)
+
+
+def test_training_goes_on_when_the_disk_is_full(full_disk: None, tmp_path: Path) -> None:
+    run = Run()
+    capturing = capture(run.model, tmp_path)
+    with pytest.warns(UserWarning, match=r"step-00000001-rank-00000 lacks \d+ records: No space left on device"):
+        run.train(3)
+    assert run.weights() == Run().train(3).weights()
+    (step,) = read_capture(tmp_path)
+    assert len(step.records) == 5 and len(step.left_out) == len(capturing.left_out) > 10
+    assert not replay([step]).has_difference
+
+
+def test_a_directory_that_is_taken_away(tmp_path: Path) -> None:
+    run = Run()
+    capturing = capture(run.model, tmp_path / "run", steps=(1,))
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").write_text("not a directory")
+    with pytest.warns(UserWarning, match="is not finished: Not a directory"):
+        run.train(2)
+    assert capturing.is_done and run.weights() == Run().train(2).weights()
+
+
+def test_one_capture_a_path_and_faults_of_the_call(tmp_path: Path) -> None:
+    run = Run()
+    with pytest.raises(OperandError, match=r"'attention'; found 4 in all: 0[.]w1, 0[.]w2"):
+        capture(run.model, tmp_path, layers="attention")
+    with pytest.raises(OperandError, match="found 0 in all"):
+        capture(nn.Linear(4, 4), tmp_path)
+    for options in ({"steps": (1,), "ring": 2}, {"ring": 0}, {"steps": ()}, {"steps": (0,)}, {"limit_bytes": 0}):
+        with pytest.raises(SpecError, match="capture: "):
+            capture(run.model, tmp_path, **options)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="regular expression"):
+        capture(run.model, tmp_path, layers="(")
+    capture(run.model, tmp_path)
+    run.train(1)
+    with pytest.raises(CaptureError, match="has captured steps of rank 0 already"):
+        capture(run.model, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CaptureError, match="cannot make the directory"):
+        capture(run.model, tmp_path / "file" / "run")
+    assert f8emu.torch.Capture is type(capture(run.model, tmp_path / "other"))
