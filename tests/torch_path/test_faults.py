@@ -321,7 +321,9 @@ def test_the_engine_of_a_gpu(capability: tuple[int, int], own: str | None, monke
             assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         wanted = (
-            r"needs .* torch knows none" if chip.capability is None else r"needs tensors on .*\d\.\d; got cuda:0; move"
+            r"needs .* torch knows none"
+            if chip.capability is None
+            else r"needs tensors on .*\d\.\d, .*; got cuda:0; move"
         )
         with pytest.raises(UnsupportedError, match=f"call: engine='hardware' {wanted}"):
             resolve_engine("call", gpu, "hardware", chip)
@@ -364,7 +366,7 @@ def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monk
     with FakeTensorMode():
         model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
         with pytest.raises(
-            UnsupportedError, match=r"engine='hardware' needs .* 9\.0; got cuda:0; move .*'Blackwell tcgen05'"
+            UnsupportedError, match=r"engine='hardware' needs .* 9\.0, Hopper; got cuda:0; move .*'Blackwell tcgen05'"
         ):
             f8.convert_to_float8_training(model, config="blockwise", engine="hardware")
         assert type(model[0]) is nn.Linear, "nothing has changed"
@@ -383,5 +385,5 @@ def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPat
     for ours, theirs in zip(both_passes(layer, tensors), expected, strict=True):
         assert_same_bits(ours, theirs)
     layer.engine = "hardware"
-    with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 9\.0; got cuda:0"):
+    with pytest.raises(UnsupportedError, match=r"scaled_mm: engine='hardware' needs .* 9\.0, Hopper; got cuda:0"):
         layer(tensors["input"])

@@ -182,7 +182,7 @@ def test_hardware_is_refused_where_there_is_none(verb) -> None:
         ),
         "engine_of": lambda: f8.engine_of("cpu", "hardware"),
     }
-    message = f"{verb}: engine='hardware' needs tensors on Hopper, a CUDA device.*9.0; got cpu; .*engine='emulated'"
+    message = f"{verb}: engine='hardware' needs tensors on a CUDA device.*9.0, Hopper; got cpu; .*engine='emulated'"
     with pytest.raises(UnsupportedError, match=message):
         calls[verb]()
 

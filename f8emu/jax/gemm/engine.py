@@ -242,10 +242,10 @@ def _no_hardware(call: str, found: str, chip: Chip) -> str:
         wanted = f"a device whose library has the bits of {chip}, and JAX knows none"
     else:
         major, minor = chip.capability
-        wanted = f"{chip}, a CUDA device of compute capability {major}.{minor}"
+        wanted = f"a CUDA device of compute capability {major}.{minor}, {chip}"
     return (
-        f"{call}: engine='hardware' needs {wanted}; got {found}; run it on one, name the chip that the device is "
-        f"(chip=, one of {', '.join(CHIPS)}), or pass engine='emulated' for the bits of {chip} on any device"
+        f"{call}: engine='hardware' needs {wanted}; got {found}; run it on one, or pass engine='emulated' for the bits "
+        f"of {chip} on any device, or name what the device is: chip= one of {', '.join(CHIPS)}"
     )
 
 

@@ -73,7 +73,7 @@ def _no_hardware(device: torch.device, chip: Chip) -> str:
         wanted = f"a device whose library has the bits of {chip}, and torch knows none"
     else:
         major, minor = chip.capability
-        wanted = f"tensors on {chip}, a CUDA device of compute capability {major}.{minor}"
+        wanted = f"tensors on a CUDA device of compute capability {major}.{minor}, {chip}"
     own = [c for c in CHIPS.values() if c != chip and is_device_of(c, device)]
     return (
         f"engine='hardware' needs {wanted}; got {device}; move the tensors to one, "
