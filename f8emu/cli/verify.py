@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from f8emu.conformance.subject import Subject
 
 
+TIMEOUT = 120.0
+"""Seconds for one GEMM of an isolated kernel: some compile it first."""
+
+
 class Arrays(Enum):
     """Whose arrays an own kernel takes."""
 
@@ -35,8 +39,9 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Argument(
                 metavar="[SUBJECT]...",
-                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax, or package.module:function for a kernel that is called "
-                "as torch._scaled_mm is. By default those of the four whose packages are installed.",
+                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax; a known kernel, as fbgemm.rowwise (--kernels lists "
+                "them); or package.module:attribute, a Kernel or a function that is called as torch._scaled_mm is. By "
+                "default those of the four whose packages are installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -46,18 +51,46 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         errors: Annotated[int, typer.Option(min=0, help="Mismatches to print for each subject.")] = 20,
         arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
+        isolate: Annotated[
+            bool,
+            typer.Option("--isolate", help="Run kernels in a process of their own: a crash or a hang fails one case."),
+        ] = False,
+        timeout: Annotated[
+            float | None,
+            typer.Option(metavar="SECONDS", help=f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."),
+        ] = None,
+        kernels: Annotated[
+            bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
+        ] = False,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
 
         Ctrl-C ends the run; the stages that were finished are reported.
         """
-        raise typer.Exit(guarded(_verify, subjects or [], golden, json_file, stage or [], errors, arrays.value))
+        if kernels:
+            raise typer.Exit(guarded(_list_kernels))
+        seconds = TIMEOUT if isolate and timeout is None else timeout
+        options = subjects or [], golden, json_file, stage or [], errors, arrays.value, seconds
+        raise typer.Exit(guarded(_verify, *options))
+
+
+def _list_kernels() -> int:
+    from f8emu.conformance.kernels import KERNELS
+
+    for kernel in KERNELS.values():
+        print(f"{kernel.name}: {kernel.predicted}" + (f" ({kernel.install})" if kernel.install else ""))
+    return 0
 
 
 def _verify(
-    names: list[str], golden: Path | None, json_file: Path | None, stages: list[str], errors: int, arrays: str
+    names: list[str],
+    golden: Path | None,
+    json_file: Path | None,
+    stages: list[str],
+    errors: int,
+    arrays: str,
+    timeout: float | None,
 ) -> int:
-
     from f8emu.conformance import report
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.verify import stages_by_name, verify
@@ -66,7 +99,7 @@ def _verify(
     stages_by_name(stages)  # a misspelt name is told before anything is loaded
     with opened("verify", json_file) as out:
         recorded = shipped_golden() if golden is None else read_golden(golden)
-        subjects, not_run = _load(names, arrays)
+        subjects, not_run = _load(names, arrays, timeout)
         with report.progress_bar() as progress:
             result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
         screen = console()
@@ -87,7 +120,7 @@ def _verify(
     return DIFFERENT if result.has_difference else 0 if result.is_equal else BAD_USAGE
 
 
-def _load(names: list[str], arrays: str) -> "tuple[list[Subject], dict[str, str]]":
+def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[Subject], dict[str, str]]":
     """The subjects in the order of `names`; and, of the default ones, why those that are missing cannot run."""
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
@@ -99,7 +132,7 @@ def _load(names: list[str], arrays: str) -> "tuple[list[Subject], dict[str, str]
     not_run: dict[str, str] = {}
     for name in sorted(chosen, key=lambda name: name != "torch"):
         try:
-            loaded[name] = load_subject(name, arrays=arrays)
+            loaded[name] = load_subject(name, arrays=arrays, timeout=timeout)
         except MissingExtraError as error:
             if names:
                 raise

@@ -44,6 +44,8 @@ class Arg(Enum):
     """int32 [groups], how many rows each group has: the kernel is a grouped one."""
     OUT = "out"
     """The output, preallocated. Without it the kernel returns its output."""
+    ZEROS = "zeros"
+    """Zeros of the output's shape and type, for a kernel that insists on adding to something."""
 
 
 _GROUPS = (Arg.OFFS, Arg.GROUP_SIZES)
@@ -148,6 +150,8 @@ class Kernel:
     granularity_word: Callable[[Granularity], Any] = lambda granularity: granularity.value
     multiples: tuple[int, int, int] = (16, 16, 16)
     """Of M, N and K: smaller cases are padded with zeros, which change no other output."""
+    block_multiples: tuple[int, int, int] = (16, 16, 128)
+    """The same where there are block scales."""
     arrays: str | None = None
     """torch, numpy or jax; None leaves it to the command line."""
     imports: tuple[str, ...] = ()
@@ -173,10 +177,10 @@ class Kernel:
             )
         if Arg.OUT in places and self.arrays == "jax":
             raise SpecError(f"Kernel {self.name!r}: a jax.Array cannot be written to; let the kernel return its output")
-        if not self.out_dtypes or not self.formats or any(multiple < 1 for multiple in self.multiples):
+        if not self.out_dtypes or not self.formats or any(n < 1 for n in (*self.multiples, *self.block_multiples)):
             raise SpecError(
                 f"Kernel {self.name!r}: expected at least one output type and pair of formats, and multiples of at "
-                f"least 1; got {self.out_dtypes}, {self.formats}, {self.multiples}"
+                f"least 1; got {self.out_dtypes}, {self.formats}, {self.multiples}, {self.block_multiples}"
             )
 
     @property

@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,8 +53,15 @@ def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[...
     """
     if Arg.OUT in kernel.args and framework.name == "jax":
         raise SpecError(f"Kernel {kernel.name!r}: a jax.Array cannot be written to; let the kernel return its output")
-    call = _Call(kernel=kernel, framework=framework, function=_function(kernel, framework))
+    try:
+        call = _Call(kernel=kernel, framework=framework, function=_function(kernel, framework))
+    except NotOffered as reason:
+        return dict.fromkeys(("scaled_mm", "scaled_grouped_mm"), partial(_absent, str(reason)))
     return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm}
+
+
+def _absent(reason: str, *args: Any, **options: Any) -> np.ndarray:
+    raise NotOffered(reason)
 
 
 class _Laid(NamedTuple):
@@ -111,7 +119,8 @@ class _Call:
             if layout.is_inverse and (scale != _power_of_two(scale)).any():
                 raise NotOffered(f"{self.kernel.name} takes inverse scales, exact for powers of two alone")
 
-        m, n, k = self._padded((a.shape[0], b.shape[1], a.shape[1]))
+        multiples = self.kernel.block_multiples if granularity_a.is_blockwise else self.kernel.multiples
+        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), multiples)
         values: dict[Arg, Any] = {
             Arg.A: self._operand(a, (m, k), self.kernel.a),
             Arg.B: self._operand(b.T, (n, k), self.kernel.b),
@@ -142,7 +151,7 @@ class _Call:
             raise NotOffered(f"{self.kernel.name} has no groups")
         self._require(a, b, out_dtype, use_fast_accum, is_blockwise=False)
         groups, _, n = b.shape
-        m, up_n, k = self._padded((1, n, a.shape[1]))
+        _, up_n, k = _padded((1, n, a.shape[1]), self.kernel.multiples)
         padded = np.zeros((groups, up_n, k), b.dtype)
         padded[:, :n, : b.shape[1]] = b.swapaxes(1, 2)
         values: dict[Arg, Any] = {
@@ -150,6 +159,8 @@ class _Call:
             Arg.B: self._operand(padded, (up_n, k), self.kernel.b),
             Arg.SCALE_A: _Laid(scale_a, False),
             Arg.SCALE_B: _Laid(np.pad(scale_b, ((0, 0), (0, up_n - n)), constant_values=1), False),
+            Arg.GRANULARITY_A: self.kernel.granularity_word(Granularity.ROWWISE),
+            Arg.GRANULARITY_B: self.kernel.granularity_word(Granularity.ROWWISE),
             Arg.OFFS: _Laid(offs, False),
             Arg.GROUP_SIZES: _Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
         }
@@ -167,9 +178,6 @@ class _Call:
         is_fast = kernel.accumulation is Accumulation.FAST
         if not kernel.chooses_accumulation and not is_blockwise and use_fast_accum != is_fast:
             raise NotOffered(f"{kernel.name} has {kernel.accumulation.value} accumulation alone")
-
-    def _padded(self, sizes: tuple[int, int, int]) -> tuple[int, ...]:
-        return tuple(-(-size // multiple) * multiple for size, multiple in zip(sizes, self.kernel.multiples, strict=True))
 
     def _operand(self, codes: np.ndarray, shape: tuple[int, int], layout: OperandLayout) -> _Laid:
         """Codes [.., R, K], padded with zeros, and whether they lie column-major."""
@@ -197,6 +205,7 @@ class _Call:
     ) -> np.ndarray:
         """Calls the kernel; the output [M, N] with the padding."""
         framework, kernel = self.framework, self.kernel
+        values[Arg.ZEROS] = _Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
         arrays = {arg: value for arg, value in values.items() if isinstance(value, _Laid) and arg in kernel.args}
         loaded = {arg: placed(framework, array, column_major=major) for arg, (array, major) in arrays.items()}
         guarded = None
@@ -227,6 +236,10 @@ class _Call:
         return output
 
 
+def _padded(sizes: tuple[int, int, int], multiples: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple(-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
+
+
 def _shape(scale: np.ndarray, granularity: Granularity) -> tuple[int, int]:
     """Recorded tensorwise scales have one dimension."""
     return (1, 1) if granularity is Granularity.TENSORWISE else (scale.shape[0], scale.shape[1])
@@ -243,16 +256,15 @@ def _power_of_two(scale: np.ndarray) -> np.ndarray:
 
 
 def _function(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
-    """What is called; for a kernel that is not here a function that raises NotOffered."""
+    """What is called.
 
-    def absent(reason: str) -> Callable[..., Any]:
-        def not_offered(*args: Any, **options: Any) -> Any:
-            raise NotOffered(reason)
-
-        return not_offered
-
+    Raises:
+        NotOffered: it is not here: no GPU, or its package is not installed.
+        SpecError: it cannot be imported, and nothing says how to install it.
+    """
     if kernel.needs_gpu and not framework.on_gpu:
-        return absent(f"{kernel.name} needs a GPU, and {framework.name} has none here")
+        install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
+        raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
     if not isinstance(kernel.function, str):
         return kernel.function
     try:
@@ -261,7 +273,7 @@ def _function(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
         return attribute(kernel.function)
     except (ImportError, AttributeError, OSError) as error:  # OSError: a library of the package that does not load
         if kernel.install:
-            return absent(f"{kernel.name} is not installed ({error}); install it with: {kernel.install}")
+            raise NotOffered(f"{kernel.name} is not installed ({error}); {kernel.install}") from None
         raise SpecError(
             f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {error}. Run it where the module "
             "can be imported, or set PYTHONPATH"
