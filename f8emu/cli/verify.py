@@ -57,7 +57,9 @@ def add_to(app: "typer.Typer") -> None:
         ] = False,
         timeout: Annotated[
             float | None,
-            typer.Option(metavar="SECONDS", help=f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."),
+            typer.Option(
+                metavar="SECONDS", help=f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."
+            ),
         ] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")

@@ -66,6 +66,10 @@ class IsolatedKernel:
         """As `Subject.question`."""
         return self._asked("question", case)
 
+    def more_gemms(self) -> list[GemmCase]:
+        """As `Subject.more_gemms`."""
+        return self._asked("more gemms")
+
     def close(self) -> None:
         """End the child."""
         if self._child is not None:
@@ -113,7 +117,7 @@ class _Child:
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
+        self._printed = tempfile.TemporaryFile()
         program = f"from f8emu.conformance.isolation import serve; serve({theirs.fileno()})"
         places = [os.path.abspath(place) for place in sys.path]  # "" is the current directory
         self._process = subprocess.Popen(
@@ -179,12 +183,14 @@ def isolated(name: str, arrays: str, timeout: float) -> IsolatedKernel:
     """The kernel of that name in a process of its own, started.
 
     Raises:
-        SpecError: a timeout that is not positive, or what loading it raised.
-        KernelFault: it crashed, exited or hung while it was loaded.
+        SpecError: a timeout that is not positive, or what loading it raised: it may crash or hang there too.
     """
     if not timeout > 0:
         raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
-    return IsolatedKernel(name, arrays, timeout)
+    try:
+        return IsolatedKernel(name, arrays, timeout)
+    except KernelFault as fault:
+        raise SpecError(f"f8emu verify {name}: while it was imported: {fault}") from None
 
 
 def serve(descriptor: int) -> None:
@@ -216,6 +222,8 @@ def serve(descriptor: int) -> None:
                 answer: tuple[Any, ...] = ("done", about)
             elif action == "question":
                 answer = ("done", subject.question(*rest))
+            elif action == "more gemms":
+                answer = ("done", list(subject.more_gemms()))
             else:
                 verb, args, options = rest
                 answer = ("done", subject.verbs[verb](*args, **options))

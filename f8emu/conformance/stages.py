@@ -155,7 +155,7 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
 
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-    for gemm in gemm_cases():
+    for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
             asked = subject.question(gemm)
             yield _gemm_case(asked, f"{asked.id} {_options(asked)}")

@@ -5,7 +5,7 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance import jax_layer, torch_layer
-from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
+from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
 from f8emu.conformance.isolation import isolated
-from f8emu.conformance.kernel import ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel, K_BY_ROWS
+from f8emu.conformance.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
 from f8emu.conformance.kernel_call import attribute, kernel_verbs, question
+from f8emu.conformance.kernel_cases import kernel_cases
 from f8emu.conformance.kernels import KERNELS
 from f8emu.conformance.layer import LayerCase
 from f8emu.spec import HIGH_PRECISION, MissingExtraError, SpecError
@@ -62,6 +63,8 @@ class Subject:
     """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
     question: Callable[[GemmCase], GemmCase] = lambda case: case
     """A generated GEMM as this subject can be asked it; its judge is asked the same."""
+    more_gemms: Callable[[], Iterable[GemmCase]] = tuple
+    """Generated GEMMs for this subject alone."""
     predicted: str = ""
     """Of a known kernel: what it should give."""
 
@@ -91,7 +94,7 @@ class Subject:
 
 
 def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
-    """The subject called `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax`, a known kernel or `package.module:attribute`.
+    """The subject `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax`, a known kernel or `package.module:attribute`.
 
     `arrays` names the framework whose arrays an own kernel takes: torch, numpy or jax. With a `timeout`, in seconds for
     each GEMM, a kernel runs in a process of its own: a crash or a hang is the error of one case.
@@ -132,6 +135,7 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
         runs_full_size=framework.on_gpu,
         chooses_split_k=True,
         question=partial(question, kernel),
+        more_gemms=partial(kernel_cases, kernel),
         predicted=kernel.predicted,
     )
 
@@ -144,8 +148,8 @@ def _own_kernel(path: str) -> Kernel:
             raise AttributeError(f"{path} is not callable, and no Kernel")
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(
-            f"f8emu verify {path}: expected package.module:attribute of an importable module; {error}. "
-            "Run it where the module can be imported, or set PYTHONPATH"
+            f"f8emu verify {path}: expected package.module:function, or a Kernel there, of an importable module; "
+            f"{error}. Run it where the module can be imported, or set PYTHONPATH"
         ) from None
     return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
 
@@ -182,6 +186,7 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
         runs_full_size=about.runs_full_size,
         chooses_split_k=True,
         question=kernel.question,
+        more_gemms=kernel.more_gemms,
         predicted=about.predicted,
     )
 

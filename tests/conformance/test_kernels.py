@@ -24,7 +24,7 @@ from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.compare import different
 from f8emu.conformance.faults import LeftUnwritten, WroteOutOfBounds
 from f8emu.conformance.gemm import GemmCase, NotOffered
-from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.kernel import ROWWISE_VECTORS, Accumulation, OperandLayout
 from f8emu.conformance.kernel_call import question
 from f8emu.conformance.kernels import KERNELS
@@ -72,9 +72,10 @@ def torch_scaled_mm(
     self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
 ) -> torch.Tensor:
     given = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    checked_by_torch(torch._scaled_mm, self, mat2, scale_a, scale_b, **given)
-    pair = (ROWWISE, ROWWISE) if scale_a.ndim else (Granularity.TENSORWISE,) * 2
-    return oracle(self, mat2, scale_a, scale_b, pair, out_dtype, bias=bias, use_fast_accum=use_fast_accum)
+    checked_by_torch(torch.ops.aten._scaled_mm.default, self, mat2, scale_a, scale_b, **given)
+    granularity = ROWWISE if scale_a.ndim else Granularity.TENSORWISE
+    given = {"bias": bias, "use_fast_accum": use_fast_accum}
+    return oracle(self, mat2, scale_a, scale_b, (granularity, granularity), out_dtype, **given)
 
 
 def functional_scaled_mm(
@@ -96,7 +97,7 @@ def functional_scaled_mm(
         torch.nn.functional.scaled_mm, mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, **given
     )
     words = {"TensorWise": Granularity.TENSORWISE, "RowWise": ROWWISE, "BlockWise1x128": VECTOR}
-    pair = tuple(words.get(recipe.name, SQUARE) for recipe in (scale_recipe_a, scale_recipe_b))
+    pair = words.get(scale_recipe_a.name, SQUARE), words.get(scale_recipe_b.name, SQUARE)
     scales = []
     for scale, granularity, rows in ((scale_a, pair[0], len(mat_a)), (scale_b, pair[1], mat_b.shape[1])):
         blocks = -(-mat_a.shape[1] // 128)
@@ -115,7 +116,7 @@ def torch_scaled_grouped_mm(
     self, mat2, scale_a, scale_b, offs=None, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
 ) -> torch.Tensor:
     given = {"offs": offs, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    checked_by_torch(torch._scaled_grouped_mm, self, mat2, scale_a, scale_b, **given)
+    checked_by_torch(torch.ops.aten._scaled_grouped_mm.default, self, mat2, scale_a, scale_b, **given)
     out = str(out_dtype).removeprefix("torch.")
     arrays = (n(x) for x in (self, mat2, scale_a, scale_b, offs))
     return TORCH.load(f8.scaled_grouped_mm(*arrays, out_dtype=out, use_fast_accum=use_fast_accum))
@@ -142,21 +143,21 @@ def functional_scaled_grouped_mm(
     )
 
 
-def fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias=None, use_fast_accum=True) -> torch.Tensor:  # noqa: N803
+def fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias=None, use_fast_accum=True) -> torch.Tensor:
     assert XQ.is_contiguous() and WQ.is_contiguous() and WQ.shape[1] == XQ.shape[1]
     assert x_scale.shape == XQ.shape[:1] and w_scale.shape == WQ.shape[:1]
     pair, options = (ROWWISE, ROWWISE), {"bias": bias, "use_fast_accum": use_fast_accum}
     return oracle(XQ, WQ.T, x_scale[:, None], w_scale[None], pair, torch.bfloat16, **options)
 
 
-def fbgemm_tensorwise(XQ, WQ, scale, use_fast_accum=True) -> torch.Tensor:  # noqa: N803
+def fbgemm_tensorwise(XQ, WQ, scale, use_fast_accum=True) -> torch.Tensor:
     assert XQ.is_contiguous() and WQ.is_contiguous() and type(scale) is float
     one = np.ones((1, 1), np.float32)
     pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
     return oracle(XQ, WQ.T, one * np.float32(scale), one, pair, torch.bfloat16, use_fast_accum=True)
 
 
-def fbgemm_blockwise(XQ, WQ, x_scale, w_scale, block_m=128, block_n=128, block_k=128) -> torch.Tensor:  # noqa: N803
+def fbgemm_blockwise(XQ, WQ, x_scale, w_scale, block_m=128, block_n=128, block_k=128) -> torch.Tensor:
     (m, k), rows = XQ.shape, WQ.shape[0]
     assert (block_m, block_n, block_k) == (128, 128, 128)
     assert XQ.stride(-1) == 1 and WQ.stride() == (k, 1)
@@ -167,7 +168,7 @@ def fbgemm_blockwise(XQ, WQ, x_scale, w_scale, block_m=128, block_n=128, block_k
     return oracle(XQ, WQ.T, repeated, w_scale.T, (VECTOR, SQUARE), torch.bfloat16)
 
 
-def fbgemm_groupwise(XQ, WQ, x_scale, w_scale) -> torch.Tensor:  # noqa: N803
+def fbgemm_groupwise(XQ, WQ, x_scale, w_scale) -> torch.Tensor:
     (m, k), rows = XQ.shape, WQ.shape[0]
     assert XQ.is_contiguous() and WQ.is_contiguous() and x_scale.is_contiguous() and w_scale.is_contiguous()
     assert x_scale.shape == (-(-k // 128), m) and w_scale.shape == (-(-k // 128), -(-rows // 128))
@@ -289,7 +290,7 @@ def test_absent_kernels_are_not_offered() -> None:
             load_subject(name).gemm(few_cases()[0])
         assert kernel.install in str(caught.value)
     missing = replace(KERNELS["fbgemm.rowwise"], needs_gpu=False)
-    with pytest.raises(NotOffered, match="is not installed .*; pip install fbgemm-gpu-genai"):
+    with pytest.raises(NotOffered, match=r"is not installed .*; pip install fbgemm-gpu-genai"):
         kernel_subject(missing).gemm(few_cases()[0])
     with pytest.raises(SpecError, match="expected no_such:gemm to be importable"):
         kernel_subject(replace(missing, function="no_such:gemm", imports=(), install=""))
@@ -386,9 +387,7 @@ def test_operand_layouts(arrays: str, k_first: bool, k_contiguous: bool) -> None
         raise NotImplementedError("only looking")
 
     layout = OperandLayout(k_first=k_first, k_contiguous=k_contiguous)
-    kernel = own(
-        function=looks, arguments=(Arg.A, Arg.B, Arg.SCALE_A), arrays=arrays, b=layout, multiples=(1, 1, 1)
-    )
+    kernel = own(function=looks, arguments=(Arg.A, Arg.B, Arg.SCALE_A), arrays=arrays, b=layout, multiples=(1, 1, 1))
     subject = kernel_subject(kernel)
     for rows in (5, 1):
         case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
@@ -467,3 +466,38 @@ def test_outputs_never_written_are_found(arrays: str, dtype: Any) -> None:
     subject = kernel_subject(own(function=idle, arrays=arrays, out_dtypes=(dtype,)))
     with pytest.raises(LeftUnwritten, match=r"16 of 768 outputs were never written, the first at \[47, 0\]"):
         subject.gemm(subject.question(case))
+
+
+def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten lines declare a kernel of block scales; every distribution of codes, and what a wrong scale would give."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    subject = load_subject("own_kernel:BLOCKWISE")
+    cases = [subject.question(case) for case in subject.more_gemms() if case.a.shape == (128, 128)]
+    assert len(cases) == len(CODE_DISTRIBUTIONS)
+    for case in cases:
+        expected = case.run(NUMPY.verbs)
+        assert not different(subject.gemm(case), expected).any()
+        assert case.scale_a is not None
+        turned = replace(case, scale_a=case.scale_a[::-1])
+        assert different(subject.gemm(turned), expected).any() or "special" in case.id
+
+
+def test_grouped_gemms_for_kernels_alone() -> None:
+    """Sizes of groups in place of their ends."""
+
+    def stacked(XQ, WQ, x_scale, w_scale, M_sizes) -> torch.Tensor:
+        ends = np.cumsum(n(M_sizes), dtype=np.int32)
+        arrays = n(XQ), n(WQ).swapaxes(1, 2), n(x_scale), n(w_scale)
+        return TORCH.load(f8.scaled_grouped_mm(*arrays, ends, use_fast_accum=True))
+
+    arguments = (Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.GROUP_SIZES)
+    kernel = Kernel(
+        name="stacked", function=stacked, arguments=arguments, accumulation=Accumulation.FAST, arrays="torch"
+    )
+    subject = kernel_subject(kernel)
+    cases = list(subject.more_gemms())
+    assert len(cases) == len(CODE_DISTRIBUTIONS)
+    for case in cases[:3]:
+        asked = subject.question(case)
+        assert asked.use_fast_accum
+        assert not different(subject.gemm(asked), asked.run(NUMPY.verbs)).any()

@@ -3,9 +3,7 @@
 from typing import Any
 
 
-def scaled_mm(
-    a: Any, b: Any, scale_a: Any, scale_b: Any, *, bias: Any, out_dtype: Any, use_fast_accum: bool
-) -> Any:
+def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, bias: Any, out_dtype: Any, use_fast_accum: bool) -> Any:
     """`torch._scaled_mm`, autotuned among the Triton templates.
 
     Raises:

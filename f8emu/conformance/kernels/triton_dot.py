@@ -4,6 +4,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton import knobs  # pyright: ignore[reportAttributeAccessIssue]
 
 _BLOCK_M, _BLOCK_N, _BLOCK_K = 64, 64, 128
 """The smallest rows that one wgmma multiplies; the K after which the library promotes."""
@@ -11,14 +12,14 @@ _BLOCK_M, _BLOCK_N, _BLOCK_K = 64, 64, 128
 
 @triton.jit
 def _kernel(
-    a_ptr,  # noqa: ANN001 - Triton's annotations mean constants
-    b_ptr,  # noqa: ANN001
-    scale_a_ptr,  # noqa: ANN001
-    scale_b_ptr,  # noqa: ANN001
-    out_ptr,  # noqa: ANN001
-    m,  # noqa: ANN001
-    n,  # noqa: ANN001
-    k,  # noqa: ANN001
+    a_ptr,
+    b_ptr,
+    scale_a_ptr,
+    scale_b_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
     use_fast_accum: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
@@ -52,10 +53,18 @@ def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, out_dtype: Any, use
     Raises:
         NotImplementedError: tensors that are not on a GPU, without Triton's interpreter.
     """
-    if not a.is_cuda and not triton.knobs.runtime.interpret:
-        raise NotImplementedError("triton.dot needs a GPU, or Triton's interpreter: TRITON_INTERPRET=1 f8emu verify ...")
+    if not a.is_cuda and not knobs.runtime.interpret:
+        raise NotImplementedError(
+            "triton.dot needs a GPU, or Triton's interpreter: TRITON_INTERPRET=1 f8emu verify ..."
+        )
     (m, k), n = a.shape, b.shape[1]
     out = a.new_empty((m, n), dtype=out_dtype)
+    constants: Any = {
+        "use_fast_accum": use_fast_accum,
+        "block_m": _BLOCK_M,
+        "block_n": _BLOCK_N,
+        "block_k": _BLOCK_K,
+    }
     grid = triton.cdiv(m, _BLOCK_M), triton.cdiv(n, _BLOCK_N)
     _kernel[grid](
         a,
@@ -66,9 +75,6 @@ def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, out_dtype: Any, use
         m,
         n,
         k,
-        use_fast_accum=use_fast_accum,
-        block_m=_BLOCK_M,
-        block_n=_BLOCK_N,
-        block_k=_BLOCK_K,
+        **constants,
     )
     return out
