@@ -56,11 +56,16 @@ def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[...
     try:
         call = _Call(kernel=kernel, framework=framework, function=_function(kernel, framework))
     except NotOffered as reason:
-        return dict.fromkeys(("scaled_mm", "scaled_grouped_mm"), partial(_absent, str(reason)))
+        return absent(str(reason))
     return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm}
 
 
-def _absent(reason: str, *args: Any, **options: Any) -> np.ndarray:
+def absent(reason: str) -> dict[str, Callable[..., np.ndarray]]:
+    """The verbs of a kernel that is not here."""
+    return dict.fromkeys(("scaled_mm", "scaled_grouped_mm"), partial(_refused, reason))
+
+
+def _refused(reason: str, *args: Any, **options: Any) -> np.ndarray:
     raise NotOffered(reason)
 
 

@@ -19,7 +19,7 @@ from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
 from f8emu.conformance.isolation import isolated
 from f8emu.conformance.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
-from f8emu.conformance.kernel_call import attribute, kernel_verbs, question
+from f8emu.conformance.kernel_call import absent, attribute, kernel_verbs, question
 from f8emu.conformance.kernel_cases import kernel_cases
 from f8emu.conformance.kernels import KERNELS
 from f8emu.conformance.layer import LayerCase
@@ -174,10 +174,19 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
 def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
     """A kernel that runs in a process of its own, which is started anew after a crash or a hang.
 
+    A known kernel whose package cannot be imported is not offered, and stops no other.
+
     Raises:
-        SpecError, MissingExtraError: as `load_subject`.
+        SpecError: as `load_subject`, and a timeout that is not positive.
     """
-    kernel = isolated(name, arrays, timeout)
+    if not timeout > 0:
+        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
+    try:
+        kernel = isolated(name, arrays, timeout)
+    except SpecError as error:
+        if name not in KERNELS:
+            raise
+        return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
     about = kernel.about
     return Subject(
         name=about.name,

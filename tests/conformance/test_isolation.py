@@ -234,6 +234,20 @@ def test_what_cannot_be_loaded(name: str, timeout: float, text: str, module: Pat
         load_subject(name, timeout=timeout)
 
 
+def test_a_known_kernel_that_cannot_be_imported_stops_nobody(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a package that was built for another torch and crashes."""
+    (module / "sitecustomize.py").write_text(
+        "import f8emu.conformance.kernels as kernels, dataclasses, os\n"
+        "found = kernels.KERNELS['fbgemm.rowwise']\n"
+        "kernels.KERNELS['fbgemm.rowwise'] = dataclasses.replace("
+        "found, needs_gpu=False, imports=('dies_on_import',))\n"
+    )
+    (module / "dies_on_import.py").write_text("import os\nos.abort()\n")
+    rowwise = next(case for case in gemm_cases() if case.mode.value == "rowwise")
+    with pytest.raises(NotOffered, match=r"while it was imported: its process was ended by SIGABRT; File .*dies_on_"):
+        load_subject("fbgemm.rowwise", timeout=5).gemm(rowwise)
+
+
 def test_list_of_kernels() -> None:
     ran = CliRunner().invoke(cli.build_app(), ["verify", "--kernels"])
     assert ran.exit_code == 0

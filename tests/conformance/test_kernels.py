@@ -150,6 +150,10 @@ def fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias=None, use_fast_accum=True) -> 
     return oracle(XQ, WQ.T, x_scale[:, None], w_scale[None], pair, torch.bfloat16, **options)
 
 
+def fbgemm_rowwise_out(XQ, WQ, x_scale, w_scale, output, bias=None, use_fast_accum=True) -> None:
+    output.copy_(fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias, use_fast_accum))
+
+
 def fbgemm_tensorwise(XQ, WQ, scale, use_fast_accum=True) -> torch.Tensor:
     assert XQ.is_contiguous() and WQ.is_contiguous() and type(scale) is float
     one = np.ones((1, 1), np.float32)
@@ -209,6 +213,7 @@ STAND_INS: dict[str, tuple[Callable[..., Any], int]] = {
     "torch._scaled_grouped_mm": (torch_scaled_grouped_mm, 2),
     "torch.nn.functional.scaled_grouped_mm": (functional_scaled_grouped_mm, 2),
     "fbgemm.rowwise": (fbgemm_rowwise, 4),
+    "fbgemm.rowwise_out": (fbgemm_rowwise_out, 4),
     "fbgemm.tensorwise": (fbgemm_tensorwise, 4),
     "fbgemm.blockwise": (fbgemm_blockwise, 2),
     "fbgemm.groupwise": (fbgemm_groupwise, 2),

@@ -1,7 +1,7 @@
 """Kernels that people use, declared: `f8emu verify fbgemm.rowwise`. With what each should give, read in its source.
 
 `predicted` was read, not run, unless it says so. Rules in brackets: reference/NUMERICS.md. How each is called was read
-in torch 2.13, torchao 36027d82, FBGEMM 71d6f8b2 and DeepGEMM 54e2261.
+in torch 2.13, torchao 36027d82, FBGEMM 71d6f8b2 and its wheel 1.6.0, DeepGEMM 54e2261 and sgl-deep-gemm 0.1.2.
 """
 
 from collections.abc import Mapping
@@ -174,6 +174,16 @@ _ALL = (
         scales=ROWWISE_VECTORS,
         formats=_E4M3,
         predicted="equal: (acc * scale_b) * scale_a [EPI-2]; slow accumulation had broken tiles (FBGEMM#4037)",
+        **_FBGEMM,
+    ),
+    Kernel(
+        name="fbgemm.rowwise_out",
+        function="torch:ops.fbgemm.f8f8bf16_rowwise_out",
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.OUT),
+        keywords={"bias": Arg.BIAS, "use_fast_accum": Arg.USE_FAST_ACCUM},
+        scales=ROWWISE_VECTORS,
+        formats=_E4M3,
+        predicted="equal, as fbgemm.rowwise; its output lies between guard zones",
         **_FBGEMM,
     ),
     Kernel(
