@@ -10,7 +10,7 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.distributions import dtype_of
-from f8emu.conformance.faults import GuardedOutput, check_unchanged, check_written, placed
+from f8emu.conformance.faults import Guarded, check_written, unwritten
 from f8emu.conformance.gemm import GemmCase, Mode, NotOffered
 from f8emu.conformance.kernel import Accumulation, Arg, Kernel, OperandLayout, ScaleLayout, filled
 from f8emu.spec import Format, Granularity, SpecError, format_by_name
@@ -211,15 +211,19 @@ class _Call:
         """Calls the kernel; the output [M, N] with the padding."""
         framework, kernel = self.framework, self.kernel
         values[Arg.ZEROS] = _Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
-        arrays = {arg: value for arg, value in values.items() if isinstance(value, _Laid) and arg in kernel.args}
-        loaded = {arg: placed(framework, array, column_major=major) for arg, (array, major) in arrays.items()}
-        guarded = None
+        inputs = {
+            arg: Guarded(framework, f"the input {arg.value}", laid.array, column_major=laid.column_major)
+            for arg, laid in values.items()
+            if isinstance(laid, _Laid) and arg in kernel.args
+        }
+        output: Guarded | None = None
         if Arg.OUT in kernel.args:
-            guarded = GuardedOutput(framework, shape, dtype_of(out_dtype), column_major=kernel.out_column_major)
+            empty = unwritten(shape, dtype_of(out_dtype))
+            output = Guarded(framework, "the output", empty, column_major=kernel.out_column_major)
         given = {
             **values,
-            **loaded,
-            Arg.OUT: None if guarded is None else guarded.array,
+            **{arg: guarded.array for arg, guarded in inputs.items()},
+            Arg.OUT: None if output is None else output.array,
             Arg.OUT_DTYPE: framework.dtype(out_dtype),
             Arg.USE_FAST_ACCUM: use_fast_accum,
             Arg.USE_SPLIT_ACCUMULATOR: not use_fast_accum,
@@ -229,16 +233,18 @@ class _Call:
             returned = self.function(*filled(kernel.arguments, given), **keywords)
         except NotImplementedError as reason:
             raise NotOffered(str(reason)) from None
-        if guarded is not None:
-            guarded.check()
-            returned = guarded.array
-        check_unchanged(framework, ((arg.value, arrays[arg][0], loaded[arg]) for arg in arrays))
-        if not isinstance(returned, framework.array_type):
+        for guarded in (*inputs.values(), *([] if output is None else [output])):
+            guarded.check_guards()
+        for guarded in inputs.values():
+            guarded.check_unchanged()
+        if output is not None:
+            returned = output.array
+        elif not isinstance(returned, framework.array_type):
             raise TypeError(f"gave {type(returned).__name__}, expected an array of {framework.name}")
-        output = framework.store(returned)
-        if guarded is not None:
-            check_written(output)
-        return output
+        computed = framework.store(returned)
+        if output is not None:
+            check_written(computed)
+        return computed
 
 
 def _padded(sizes: tuple[int, int, int], multiples: tuple[int, int, int]) -> tuple[int, ...]:

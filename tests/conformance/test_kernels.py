@@ -451,6 +451,29 @@ def test_writes_beside_the_output_are_found() -> None:
             subject.gemm(subject.question(case))
 
 
+def test_reads_and_writes_beside_an_input_are_found() -> None:
+    """A missing mask along K reads behind the last row: there are NaN, not zeros by luck."""
+    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+
+    def past_its_end(a: np.ndarray, k: int) -> np.ndarray:
+        return np.lib.stride_tricks.as_strided(a, (len(a), k), a.strides)
+
+    def no_mask(a: Any, b: Any, out: np.ndarray) -> None:
+        (a, scale_a), (b, scale_b) = a, b
+        own_rowwise((past_its_end(a, 416), scale_a), (past_its_end(b, 416), scale_b), out)
+
+    subject = kernel_subject(own(function=no_mask, multiples=(1, 1, 1)))
+    assert np.isnan(subject.gemm(subject.question(case))[-1]).all()
+
+    def writes(a: Any, b: Any, out: np.ndarray) -> None:
+        own_rowwise(a, b, out)
+        past_its_end(b[0], 402)[-1, 401] = 0
+
+    subject = kernel_subject(own(function=writes, multiples=(1, 1, 1)))
+    with pytest.raises(WroteOutOfBounds, match="beside the input b were written: 1 behind its end, the nearest 1 el"):
+        subject.gemm(subject.question(case))
+
+
 @pytest.mark.parametrize("arrays", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 def test_outputs_never_written_are_found(arrays: str, dtype: Any) -> None:

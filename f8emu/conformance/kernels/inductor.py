@@ -18,7 +18,7 @@ def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, *, bias: Any, out_dtyp
         )
 
     torch.compiler.reset()  # every GEMM is a program of its own: past the limit of recompilations it would run eagerly
-    options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON", "autotune_fallback_to_aten": False}
     try:
         return torch.compile(run, fullgraph=True, dynamic=False, options=options)(a, b, scale_a, scale_b, bias)
     except InductorError as error:
