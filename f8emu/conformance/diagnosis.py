@@ -6,12 +6,12 @@ single alterations first, then a second and a third on top of the best.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from f8emu.conformance.altered import Memory, Part, compute
 from f8emu.conformance.compare import different, shape_fault
+from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.hypotheses import Alteration, alterations
 from f8emu.conformance.probes import KINDS, Kind, probes
@@ -112,8 +112,7 @@ def _asked(subject: Subject, kind: Kind) -> list[_Asked] | str:
                 continue
             except Exception as error:  # a subject may raise anything
                 return f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
-            expected = np.empty(case.output_shape, case.out_dtype.name if False else _dtype(case))
-            fault = shape_fault(output, expected)
+            fault = shape_fault(output, np.empty(case.output_shape, dtype_of(case.out_dtype)))
             if fault:
                 return f"{case.id}: {fault}"
             observed = output if probe.at is None else output[np.ix_(*probe.at)]
@@ -121,12 +120,6 @@ def _asked(subject: Subject, kind: Kind) -> list[_Asked] | str:
             if not probe.needs_all:
                 break
     return found
-
-
-def _dtype(case: GemmCase) -> Any:
-    from f8emu.conformance.distributions import dtype_of
-
-    return dtype_of(case.out_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

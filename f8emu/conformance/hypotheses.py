@@ -27,6 +27,8 @@ class Alteration:
 PROMOTIONS = (32, 64, 128, 256, 512, 1024)
 STEPS = (4, 8, 16, 32, 64, 128)
 FRACTION_BITS = tuple(range(12, 26))
+SUM_BITS = (23, *range(12, 20))
+"""A sum of 32 terms of 14 bits has no more than 20: from 19 on the step is exact, and all of these are one."""
 SPLITS = (2, 3, 4, 6, 8, 16)
 _FLOAT32_BITS = 23
 
@@ -34,7 +36,7 @@ _FLOAT32_BITS = 23
 @cache
 def alterations() -> tuple[Alteration, ...]:
     """All of them; the simpler of two that explain the same comes first."""
-    return (*_chaining(), *_epilogue(), *_misreadings(), *_adding())
+    return (*_chaining(), *_epilogue(), *_misreadings(), *_splits(), *_adding())
 
 
 def _chaining() -> Iterator[Alteration]:
@@ -59,6 +61,9 @@ def _chaining() -> Iterator[Alteration]:
         sentence="adds all products exactly, or in a wider format than float32, and rounds once",
         change=lambda rules: _model(replace(rules, adder=Adder.EXACT), promote_k=None),
     )
+
+
+def _splits() -> Iterator[Alteration]:
     for slices in SPLITS:
         yield Alteration(
             name=f"split-K {slices}",
@@ -169,13 +174,12 @@ def _adding() -> Iterator[Alteration]:
             sentence=f"aligns the terms of a step to {bits} fraction bits [ACC-3]",
             change=lambda rules, bits=bits: _model(rules, aligned_fraction_bits=bits),
         )
-    for bits in FRACTION_BITS:
-        if bits <= _FLOAT32_BITS:
-            yield Alteration(
-                name=f"sums of {bits} fraction bits",
-                sentence=f"keeps {bits} fraction bits of the sum of a step [ACC-5]",
-                change=lambda rules, bits=bits: _model(rules, result_fraction_bits=bits),
-            )
+    for bits in SUM_BITS:
+        yield Alteration(
+            name=f"sums of {bits} fraction bits",
+            sentence=f"keeps {bits} fraction bits of the sum of a step [ACC-5]",
+            change=lambda rules, bits=bits: _model(rules, result_fraction_bits=bits),
+        )
     for name, rounded in (
         ("sums rounded to nearest", {"sums": Rounding.NEAREST}),
         ("terms rounded to nearest", {"terms": Rounding.NEAREST}),

@@ -100,16 +100,22 @@ def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     one_step = drawn("bits", SHORT_K)
     for codes in one_step:
         codes.view(np.uint8)[:, 8:] = 0
+    one_sign = draw_codes("same", (2 * SIZE, SHORT_K), E4M3FN, "probe one sign")
+    small = draw_codes("bits", (2 * SIZE, 12), E4M3FN, "probe one sign")
+    one_sign.view(np.uint8)[:, 20:32] = small.view(np.uint8) & 0x1F
+    one_sign.view(np.uint8)[:, 32:] = 0
     r = rng("probe", "long")
     integers = [r.integers(1, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, 3, (SIZE, LONG_K)) for _ in "ab"]
     same = [r.integers(8, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, 2, (SIZE, LONG_K)) for _ in "ab"]
     pairs = {
         "one step": one_step,
+        "one step of one sign": [one_sign[:SIZE], one_sign[SIZE:]],
         "one chain": _taken_back(*drawn("bits", SHORT_K)),
         "middle": drawn("normal", MIDDLE_K),
         "every code": drawn("bits", MIDDLE_K),
         "long": _taken_back(*(_codes(x) for x in integers)),
         "long, one binade": _taken_back(*(_codes(x) for x in same)),
+        "many magnitudes": _many_magnitudes(),
         "specials": drawn("specials", MIDDLE_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
     }
@@ -126,6 +132,22 @@ def _taken_back(a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
     order = rng("order", k).permutation(k)
     negative = (b.view(np.uint8)[:, order] ^ 0x80).view(b.dtype)
     return [np.concatenate([a[:, :k], a[:, order]], axis=1), np.concatenate([b[:, :k], negative], axis=1)]
+
+
+def _many_magnitudes() -> list[np.ndarray]:
+    """One product every 128 of K, over many binades, then the same in another order with the other sign: the float32
+    sums of promoted partials are not exact, so that their order shows.
+    """
+    chunks = LONG_K // SHORT_K // 2
+    r = rng("probe", "many magnitudes")
+    found = []
+    for _ in "ab":
+        x = np.zeros((SIZE, LONG_K // 2), np.float32)
+        x[:, ::SHORT_K] = r.integers(8, 16, (SIZE, chunks)) * np.exp2(r.integers(-9, 5, (SIZE, chunks)))
+        found.append(_codes(x))
+    order = np.arange(LONG_K // 2).reshape(chunks, SHORT_K)[r.permutation(chunks)].ravel()
+    a, b = found
+    return [np.concatenate([a, a[:, order]], 1), np.concatenate([b, (b.view(np.uint8)[:, order] ^ 0x80).view(b.dtype)], 1)]
 
 
 def _dense(kind: Kind) -> Iterator[Probe]:
@@ -162,8 +184,11 @@ def _dense(kind: Kind) -> Iterator[Probe]:
 
     operands = _operands()
     drawn = _scales(kind.pair[0])
-    for name in ("one step", "one chain", "middle", "every code", "long", "long, one binade", "specials"):
+    adding = ["one step", "one step of one sign", "one chain", "middle", "every code", "long", "long, one binade"]
+    for name in (*adding, "specials"):
         yield probe(name, operands[name])
+    if not kind.use_fast_accum:
+        yield probe("many magnitudes", operands["many magnitudes"])
     yield probe("mixed formats", operands["mixed formats"])
     known = _known(rng("known", kind.pair[0].value).integers(0, 1 << 14, SIZE))
     yield probe("scales", known, drawn, needs_all=True)
@@ -240,7 +265,9 @@ def _blockwise(pair: tuple[Granularity, Granularity], takes_any_size: bool) -> I
     columns = np.array([0, 1, 2, 3, 63, 127, 128, 129, 130, 131, 134, 135])
     at = np.arange(8), columns
 
-    def probe(name: str, a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray) -> Probe:
+    def probe(
+        name: str, a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, needs_all: bool = False
+    ) -> Probe:
         case = GemmCase(
             id=name,
             mode=Mode.BLOCKWISE,
@@ -251,7 +278,7 @@ def _blockwise(pair: tuple[Granularity, Granularity], takes_any_size: bool) -> I
             granularity_a=pair[0],
             granularity_b=pair[1],
         )
-        return Probe(case=case, out_dtypes=(FLOAT32, BFLOAT16, FLOAT16), at=at)
+        return Probe(case=case, out_dtypes=(FLOAT32, BFLOAT16, FLOAT16), needs_all=needs_all, at=at)
 
     def codes(distribution: str, k: int) -> tuple[np.ndarray, np.ndarray]:
         return (
@@ -296,8 +323,10 @@ def _blockwise(pair: tuple[Granularity, Granularity], takes_any_size: bool) -> I
         yield probe(f"scales that take back {number}", _first_blocks(a), _first_blocks(b), near_a, near_b)
 
     # 3. All of it, and totals of blocks and slices that take back each other.
-    yield probe("scales and sums", *codes("normal", 512), *scales(512))
-    yield probe("tail of K", *codes("every code" if False else "bits", 336), *scales(336))
+    yield probe("scales and sums", *codes("normal", 512), *scales(512), needs_all=True)
+    yield probe("tail of K", *codes("bits", 336), *scales(336))
+    yield probe("subnormal results", *codes("normal", 128), *scales(128, (-73, -71)))
+    yield probe("overflow to infinity", *codes("normal", 128), *scales(128, (2, 3)), needs_all=True)
     a, b = codes("normal", LONG_K)
     scale_a, scale_b = scales(LONG_K, (-2, 2))
     half, order = LONG_K // 2, rng("blocks").permutation(LONG_K // 256)
