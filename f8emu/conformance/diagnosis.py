@@ -128,75 +128,117 @@ class _Tried:
     equal: tuple[int, ...]
     """Outputs of each probe."""
 
-    def order(self, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Whole probes count first: each stands for one concern."""
-        return sum(e == s for e, s in zip(self.equal, sizes, strict=True)), sum(self.equal)
+    @property
+    def outputs_equal(self) -> int:
+        return sum(self.equal)
 
 
 class _Search:
-    """Single alterations, then on the best of them a second, then a third."""
+    """Single alterations, then on the best of them a second, then a third.
+
+    Most hypotheses miss the first probe that they are put to: one that explains every bit is looked for in this way,
+    and only where none does are shares counted.
+    """
 
     def __init__(self, asked: list[_Asked], chip: Chip, memory: Memory, progress: Progress | None, name: str) -> None:
-        self.asked, self.chip, self.memory, self.progress, self.name = asked, chip, memory, progress, name
-        self.sizes = tuple(one.size for one in asked)
-        self.seen: set[tuple[Rules, ...]] = set()
+        self.chip, self.memory, self.progress, self.name = chip, memory, progress, name
+        self.asked = asked
+        self.total = sum(one.size for one in asked)
+        own = self._counted(())
+        order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))
+        self.asked = [asked[i] for i in order]  # those that differ first, and of them the quick ones
+        self.own = _Tried(steps=(), equal=tuple(own.equal[i] for i in order))
 
     def run(self, kind: str) -> Diagnosis:
-        total = sum(self.sizes)
-        own = self._try(())
-        assert own is not None, "nothing was seen before"
-        if sum(own.equal) == total:
-            return Diagnosis(
-                kind=kind, cases=len(self.asked), outputs_equal=total, outputs_total=total, best=None, tried=()
-            )
-        tried = list(self._level([own], "one alteration"))
-        for beam, level in zip(_BEAMS, ("two alterations", "three alterations"), strict=True):
-            if any(sum(one.equal) == total for one in tried):
-                break
-            best = sorted(tried, key=lambda one: one.order(self.sizes), reverse=True)[:beam]
-            tried += self._level([one for one in best if one.order(self.sizes) > own.order(self.sizes)], level)
-        ranked = sorted(tried, key=lambda one: sum(one.equal), reverse=True)
-        explained = tuple(_explanation(one, total) for one in ranked[:_TRIED])
-        best = explained[0] if explained and explained[0].outputs_equal > sum(own.equal) else _unexplained(own, total)
+        tried = [] if self.own.outputs_equal == self.total else self._searched()
+        ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
+        explained = tuple(_explanation(one, self.total) for one in ranked[:_TRIED])
         return Diagnosis(
             kind=kind,
             cases=len(self.asked),
-            outputs_equal=sum(own.equal),
-            outputs_total=total,
-            best=best,
+            outputs_equal=self.own.outputs_equal,
+            outputs_total=self.total,
+            best=self._best(ranked),
             tried=explained,
         )
 
-    def _level(self, bases: list[_Tried], level: str) -> Iterator[_Tried]:
+    def _best(self, ranked: list[_Tried]) -> Explanation | None:
+        """The first that is complete; otherwise one more alteration must halve what is unexplained."""
+        if self.own.outputs_equal == self.total:
+            return None
+        best = self.own
+        for count in range(1, len(_BEAMS) + 2):
+            more = next((one for one in ranked if len(one.steps) == count), None)
+            if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
+                best = more
+        if best is self.own and ranked and ranked[0].outputs_equal > best.outputs_equal:
+            best = next(one for one in ranked if len(one.steps) == 1)
+        return _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
+
+    def _searched(self) -> list[_Tried]:
+        complete = self._complete([self.own], "one alteration")
+        if complete is not None:
+            return [complete]
+        tried = level = self._level([self.own], "one alteration, counted")
+        for number, beam in enumerate(_BEAMS):
+            whole = [one.size for one in self.asked]
+            level = sorted(level, key=lambda one: _rank(one, whole), reverse=True)[:beam]
+            level = [one for one in level if _rank(one, whole) > _rank(self.own, whole)]
+            complete = self._complete(level, f"{number + 2} alterations")
+            if complete is not None:
+                return [complete, *tried]
+            if number + 1 < len(_BEAMS):
+                level = self._level(level, f"{number + 2} alterations, counted")
+                tried = tried + level
+        return tried
+
+    def _complete(self, bases: list[_Tried], title: str) -> _Tried | None:
+        """The first that explains every bit, with one alteration more than a base has."""
+        for steps, rules in self._more(bases, title):
+            if all(self._equal(one, r) == one.size for one, r in zip(self.asked, rules, strict=True)):
+                return _Tried(steps=steps, equal=tuple(one.size for one in self.asked))
+        return None
+
+    def _level(self, bases: list[_Tried], title: str) -> list[_Tried]:
+        return [self._counted(steps) for steps, _ in self._more(bases, title)]
+
+    def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
+        """Every base with every alteration that alters something, each set of rules once."""
         if self.progress is not None:
-            self.progress.begin(self.name, level, len(bases) * len(alterations()))
+            self.progress.begin(self.name, title, len(bases) * len(alterations()))
+        seen = {self._rules(base.steps) for base in bases}
         for base in bases:
             for alteration in alterations():
                 if self.progress is not None:
                     self.progress.advance()
-                one = None if alteration in base.steps else self._try((*base.steps, alteration))
-                if one is not None:
-                    yield one
+                steps = (*base.steps, alteration)
+                rules = self._rules(steps)
+                if rules not in seen:
+                    seen.add(rules)
+                    yield steps, rules
 
-    def _try(self, steps: tuple[Alteration, ...]) -> _Tried | None:
-        """None where the last step alters nothing, or what it gives was tried."""
-        all_rules: list[Rules] = []
+    def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
+        """The rules of every probe."""
+        found: list[Rules] = []
         for one in self.asked:
             rules = rules_of(self.chip, one.case)
             for alteration in steps:
                 rules = alteration.change(rules)
-            all_rules.append(rules)
-        if tuple(all_rules) in self.seen:
-            return None
-        self.seen.add(tuple(all_rules))
-        equal = [
-            one.size - int(np.count_nonzero(different(one.observed, self._computed(one, rules))))
-            for one, rules in zip(self.asked, all_rules, strict=True)
-        ]
-        return _Tried(steps=steps, equal=tuple(equal))
+            found.append(rules)
+        return tuple(found)
 
-    def _computed(self, one: _Asked, rules: Rules) -> np.ndarray:
-        return compute(one.case, rules, at=one.at, memory=self.memory)
+    def _counted(self, steps: tuple[Alteration, ...]) -> _Tried:
+        rules = self._rules(steps)
+        return _Tried(steps=steps, equal=tuple(self._equal(one, r) for one, r in zip(self.asked, rules, strict=True)))
+
+    def _equal(self, one: _Asked, rules: Rules) -> int:
+        given = compute(one.case, rules, at=one.at, memory=self.memory)
+        return one.size - int(np.count_nonzero(different(one.observed, given)))
+
+
+def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
+    """Whole probes count first: each stands for one concern."""
+    return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
 
 
 def _explanation(tried: _Tried, total: int) -> Explanation:

@@ -24,12 +24,12 @@ class Alteration:
         return None if altered == rules else altered
 
 
-PROMOTIONS = (32, 64, 128, 256, 512, 1024)
+PROMOTIONS = (32, 64, 128, 256, 512)
 STEPS = (4, 8, 16, 32, 64, 128)
 FRACTION_BITS = tuple(range(12, 26))
 SUM_BITS = (23, *range(12, 20))
 """A sum of 32 terms of 14 bits has no more than 20: from 19 on the step is exact, and all of these are one."""
-SPLITS = (2, 3, 4, 6, 8, 16)
+SPLITS = (2, 3, 4, 8)
 _FLOAT32_BITS = 23
 
 

@@ -21,7 +21,7 @@ from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format,
 
 SIZE = 16
 """Rows and columns of a probe without block scales."""
-SHORT_K, MIDDLE_K, LONG_K = 128, 208, 2048
+SHORT_K, MIDDLE_K, LONG_K = 128, 208, 1024
 """One promotion; a tail of promotion and step; many promotions, but too short for a library to split [PLAN-2]."""
 _ONE = np.ones((1, 1), np.float32)
 _DIGITS = np.array([256, 256, 16, 1], np.float32)
