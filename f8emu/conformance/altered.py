@@ -72,7 +72,8 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
         bias = None if case.bias is None or rules.bias is BiasRule.IGNORED else case.bias.astype(np.float32)[columns]
         scale_a, scale_b = read.scale_a_MB[rows], read.scale_b_BN[:, columns]
         if rules.scales.is_before_dot:
-            result = _scaled_before(read, rules, rows, columns)
+            key = (place, *_scaling_before(rules), read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes())
+            result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
         elif case.mode is Mode.BLOCKWISE:
             key = (place, "blocks", _adding(rules), rules.flushes_operands, read.format_a, read.format_b)
             partials = memory.get(read.a_MK, read.b_NK, key, lambda: list(_partials(read, rules, rows, columns)))
@@ -172,6 +173,13 @@ def _adding(rules: Rules) -> tuple[object, ...]:
     return rules.adder, rules.model, rules.terms, rules.sums
 
 
+def _scaling_before(rules: Rules) -> tuple[object, ...]:
+    """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
+    numbers = (rules.scales, rules.model.promote_k, rules.split_k, rules.flushes_operands)
+    rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
+    return (*numbers, rules.adder, *rounded)
+
+
 def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """One chain over all of K, from zero, [M, N] float32."""
     match rules.adder:
@@ -262,7 +270,10 @@ def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:
 
 def _accumulated(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Chains, promotion [CHAIN-2] and the split of K [CHAIN-3], before any scale."""
-    a, b = _operands(read, rules, rows, columns)
+    return _sliced(*_operands(read, rules, rows, columns), rules)
+
+
+def _sliced(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     total = np.zeros((a.rows, b.rows), np.float32)
     for part in _slices(a.k, rules.split_k, rules.model.split_k_multiple):
         total = total + _promoted(a.part(k=part), b.part(k=part), rules)
@@ -359,16 +370,18 @@ def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndar
         bf16 = HOPPER.bfloat16
         inner = replace(rules, model=replace(bf16, promote_k=rules.model.promote_k))
         a, b = (operand(convert(x, BFLOAT16), BFLOAT16, inner.model) for x in scaled)
-        return _promoted(a, b, inner)
+        return _sliced(a, b, inner)
     left, right = scaled
     if rules.adder is Adder.EXACT:
         return (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
     result = np.zeros((len(left), len(right)), np.float32)
-    length = rules.model.promote_k or max(k, 1)
-    for part in _slices(k, rules.split_k, length):
+    for outer in _slices(k, rules.split_k, rules.model.split_k_multiple):
         total = np.zeros_like(result)
-        for i in range(part.start, part.stop):
-            total = fma(left[:, i, None], right[:, i], total)
+        for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
+            chained = np.zeros_like(result)
+            for i in range(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop)):
+                chained = fma(left[:, i, None], right[:, i], chained)
+            total = total + chained
         result = result + total
     return result
 

@@ -188,7 +188,9 @@ class _Search:
             if complete is not None:
                 return [complete, *tried]
             if number + 1 < len(_BEAMS):
+                best = max((one.outputs_equal for one in level), default=0)
                 level = self._level(level, f"{number + 2} alterations, counted")
+                level = [one for one in level if one.outputs_equal > best]  # one that adds nothing is no explanation
                 tried = tried + level
         return tried
 
