@@ -170,14 +170,14 @@ def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) 
 
 def _adding(rules: Rules) -> tuple[object, ...]:
     """The rules that the accumulators of a GEMM depend on, beside the split of K."""
-    return rules.adder, rules.model, rules.terms, rules.sums
+    return rules.adder, rules.model, rules.lanes, rules.terms, rules.sums
 
 
 def _scaling_before(rules: Rules) -> tuple[object, ...]:
     """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
     numbers = (rules.scales, rules.model.promote_k, rules.split_k, rules.flushes_operands)
     rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
-    return (*numbers, rules.adder, *rounded)
+    return (*numbers, rules.adder, rules.lanes, *rounded)
 
 
 def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
@@ -188,16 +188,24 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
         case Adder.TENSOR_CORE:
             sums = _rounded_chain(a, b, rules)
         case Adder.FLOAT32:
-            sums = np.zeros((a.rows, b.rows), np.float32)
             left, right = _values(a), _values(b)
+            lanes = np.zeros((rules.lanes, a.rows, b.rows), np.float32)
             for k in range(a.k):
-                sums = sums + (left[k, :, None] * right[k]).astype(np.float32)  # products are exact
+                lane = k % rules.lanes
+                lanes[lane] = lanes[lane] + (left[k, :, None] * right[k]).astype(np.float32)  # products are exact
+            sums = _pairwise(lanes)
         case Adder.EXACT:
             sums = _exact(a, b)
     if a.numbers.nonfinite is None and b.numbers.nonfinite is None:
         return sums
     ieee = np.einsum("km,kn->mn", _signs(a), _signs(b))
     return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
+
+
+def _pairwise(lanes: np.ndarray) -> np.ndarray:
+    while len(lanes) > 1:
+        lanes = lanes[::2] + lanes[1::2]
+    return lanes[0]
 
 
 def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
@@ -378,10 +386,11 @@ def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndar
     for outer in _slices(k, rules.split_k, rules.model.split_k_multiple):
         total = np.zeros_like(result)
         for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
-            chained = np.zeros_like(result)
+            lanes = np.zeros((rules.lanes, *result.shape), np.float32)
             for i in range(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop)):
-                chained = fma(left[:, i, None], right[:, i], chained)
-            total = total + chained
+                lane = (i - start) % rules.lanes
+                lanes[lane] = fma(left[:, i, None], right[:, i], lanes[lane])
+            total = total + _pairwise(lanes)
         result = result + total
     return result
 

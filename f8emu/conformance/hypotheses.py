@@ -56,6 +56,12 @@ def _chaining() -> Iterator[Alteration]:
         sentence="adds every product in float32; no tensor core cuts bits",
         change=lambda rules: _model(replace(rules, adder=Adder.FLOAT32), promote_k=None),
     )
+    for lanes in (2, 4, 8, 16, 32):
+        yield Alteration(
+            name=f"float32 accumulation in {lanes} lanes",
+            sentence=f"adds in float32, {lanes} sums taking turns along K, which are added up pairwise at its end",
+            change=lambda rules, lanes=lanes: _model(replace(rules, adder=Adder.FLOAT32, lanes=lanes), promote_k=None),
+        )
     yield Alteration(
         name="exact accumulation",
         sentence="adds all products exactly, or in a wider format than float32, and rounds once",

@@ -84,6 +84,8 @@ class Rules:
     adder: Adder = Adder.TENSOR_CORE
     model: AccumulationModel
     """[ACC-1..5], [CHAIN-1..3]; of another adder than the tensor core only `promote_k` and `split_k_multiple` count."""
+    lanes: int = 1
+    """Of float32: this many sums take turns along K, and are added up pairwise, neighbours first."""
     terms: Rounding = Rounding.CUT
     """[ACC-3] Products and the accumulator, when they are aligned."""
     sums: Rounding = Rounding.CUT
@@ -115,9 +117,8 @@ class Rules:
                 f"({self.terms.value}), the sum kept with {model.result_fraction_bits} ({self.sums.value})"
             )
         else:
-            adds = {Adder.FLOAT32: "adds in float32, one product after the other", Adder.EXACT: "adds exactly"}[
-                self.adder
-            ]
+            lanes = f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
+            adds = "adds exactly" if self.adder is Adder.EXACT else f"adds in float32, {lanes}"
         promotion = self.model.promote_k
         said = [
             adds,
