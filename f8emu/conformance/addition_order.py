@@ -125,11 +125,31 @@ def measure_order(subject: Subject, kind: Kind) -> Order | None:
     short, long = lengths
     if found.adder is Adder.EXACT or short is None or long is None:
         return found
-    # A promotion has one length; slices of K grow with K.
-    *_, inner = [None, *(length for length in long if length in short)][:2]
-    outer = [length for length in long if length != inner]
-    slices = -(-8 * LEAVES // outer[0]) if outer else 1
-    return replace(found, promote_k=inner, split_k=slices, split_length=outer[0] if outer else None)
+    # A promotion has one length, also where it is too long for the shorter K; slices grow with K.
+    inner = next((length for length in long if length in short), None)
+    if inner is None and long and not short:
+        inner = long[0]
+    outer = next((length for length in long if length != inner), None)
+    slices = 1 if outer is None else -(-8 * LEAVES // outer)
+    return replace(found, promote_k=inner, split_k=slices, split_length=outer)
+
+
+def aligned_fraction_bits(subject: Subject, kind: Kind) -> int | None:
+    """How far below the largest term of a step a smaller one survives: M, 2^-j M and -M in one step."""
+    count = 34
+    exponents = np.arange(count)
+    a, b = np.zeros((count, LEAVES), np.float32), np.zeros((count, LEAVES), np.float32)
+    a[:, 0], b[:, 0] = _LARGE, _LARGE
+    a[:, 1], b[:, 1] = 2.0 ** (8 - exponents // 2), 2.0 ** (8 - (exponents + 1) // 2)
+    a[:, 2], b[:, 2] = -_LARGE, _LARGE
+    rows = -(-count // 16) * 16 if not kind.pair[0].is_blockwise else LEAVES
+    a, b = (np.concatenate([x, np.zeros((rows - count, LEAVES), np.float32)]) for x in (a, b))
+    e4m3 = dtype_of(E4M3FN)
+    output = run(subject, ones_case(kind, a.astype(e4m3), b.astype(e4m3), FLOAT32, "bits of a term"))
+    if output is None:
+        return None
+    survives = np.diagonal(output)[:count] != 0
+    return int(np.argmin(survives)) - 1 if not survives.all() else None
 
 
 def _of_a_chain(sums: np.ndarray) -> Order:

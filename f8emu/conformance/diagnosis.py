@@ -7,18 +7,14 @@ single alterations first, then a second and a third on top of the best.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from f8emu.conformance.altered import Memory, Part, compute
-from f8emu.conformance.compare import different, shape_fault
-from f8emu.conformance.distributions import dtype_of
-from f8emu.conformance.gemm import GemmCase
+from f8emu.conformance.altered import Memory
+from f8emu.conformance.asked import Asked, ask
 from f8emu.conformance.hypotheses import Alteration, alterations
-from f8emu.conformance.probes import KINDS, Kind, probes
+from f8emu.conformance.probes import KINDS, Kind
 from f8emu.conformance.rules import Rules, rules_of
-from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress
-from f8emu.spec import HOPPER, Chip, MissingExtraError
+from f8emu.spec import HOPPER, Chip
 
 _BEAMS = (4, 2)
 """How many of the best are tried with a second, and with a third alteration."""
@@ -77,7 +73,7 @@ def diagnose(
     memory = Memory()
     found: list[Diagnosis] = []
     for kind in kinds:
-        asked = _asked(subject, kind)
+        asked = ask(subject, kind)
         if isinstance(asked, str):
             found.append(
                 Diagnosis(kind=kind.name, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=asked)
@@ -85,41 +81,6 @@ def diagnose(
         elif asked:
             found.append(_Search(asked, chip, memory, progress, f"{subject.name}: {kind.name}").run(kind.name))
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Asked:
-    """A probe and what the subject gave."""
-
-    case: GemmCase
-    at: Part | None
-    observed: np.ndarray
-    """Of the outputs that are looked at."""
-
-    @property
-    def size(self) -> int:
-        return self.observed.size
-
-
-def _asked(subject: Subject, kind: Kind) -> list[_Asked] | str:
-    """The probes of a kind that the subject offers; empty if none, a text if it failed."""
-    found: list[_Asked] = []
-    for probe in probes(kind, takes_any_size=subject.takes_any_size):
-        for case in probe.cases():
-            try:
-                output = subject.gemm(case)
-            except (NotOffered, MissingExtraError):
-                continue
-            except Exception as error:  # a subject may raise anything
-                return f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
-            fault = shape_fault(output, np.empty(case.output_shape, dtype_of(case.out_dtype)))
-            if fault:
-                return f"{case.id}: {fault}"
-            observed = output if probe.at is None else output[np.ix_(*probe.at)]
-            found.append(_Asked(case=case, at=probe.at, observed=observed))
-            if not probe.needs_all:
-                break
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +101,7 @@ class _Search:
     and only where none does are shares counted.
     """
 
-    def __init__(self, asked: list[_Asked], chip: Chip, memory: Memory, progress: Progress | None, name: str) -> None:
+    def __init__(self, asked: list[Asked], chip: Chip, memory: Memory, progress: Progress | None, name: str) -> None:
         self.chip, self.memory, self.progress, self.name = chip, memory, progress, name
         self.asked = asked
         self.total = sum(one.size for one in asked)
@@ -233,9 +194,8 @@ class _Search:
         rules = self._rules(steps)
         return _Tried(steps=steps, equal=tuple(self._equal(one, r) for one, r in zip(self.asked, rules, strict=True)))
 
-    def _equal(self, one: _Asked, rules: Rules) -> int:
-        given = compute(one.case, rules, at=one.at, memory=self.memory)
-        return one.size - int(np.count_nonzero(different(one.observed, given)))
+    def _equal(self, one: Asked, rules: Rules) -> int:
+        return one.outputs_equal(rules, self.memory)
 
 
 def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
