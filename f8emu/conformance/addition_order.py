@@ -16,12 +16,14 @@ from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.probes import Kind
 from f8emu.conformance.rules import Adder
 from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Format, MissingExtraError
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, MissingExtraError
 
 LEAVES = 128
 """Places of K that hold a product: their count is exact in every output type."""
 _LARGE, _SMALL = 2.0**8, 2.0**-9
 """M is 2^16 and the tiny product 2^-18: 128 of them are swallowed by float32 too."""
+_NORMAL = {E4M3FN: 2.0**-6, E5M2: 2.0**-14}
+"""The smallest normal numbers, for a kernel that takes subnormal codes for zero; with M of 2^23 and E5M2 for a."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,20 +96,32 @@ def smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
 
     The first entry is 0. None if the subject offers no such GEMM.
     """
-    stride = k // LEAVES
+    stride, flushes = k // LEAVES, flushes_subnormals(subject, kind)
+    formats = (E5M2, E4M3FN) if flushes else (E4M3FN, E4M3FN)
+    small = [_NORMAL[fmt] if flushes else _SMALL for fmt in formats]
+    large = [2.0**15 if fmt is E5M2 else _LARGE for fmt in formats]
     a, b = np.zeros((LEAVES, k), np.float32), np.zeros((LEAVES, k), np.float32)
     places = np.arange(LEAVES) * stride
     # Row and column j belong together: outputs beside the diagonal are not looked at.
-    a[:, places], b[:, places] = _SMALL, _SMALL
-    a[:, 0], b[:, 0] = _LARGE, _LARGE
-    a[np.arange(LEAVES), places], b[np.arange(LEAVES), places] = -_LARGE, _LARGE
-    e4m3 = dtype_of(E4M3FN)
-    output = run(subject, ones_case(kind, a.astype(e4m3), b.astype(e4m3), FLOAT32, f"order of adding, K={k}"))
+    a[:, places], b[:, places] = small
+    a[:, 0], b[:, 0] = large
+    a[np.arange(LEAVES), places], b[np.arange(LEAVES), places] = -large[0], large[1]
+    codes = [x.astype(dtype_of(fmt)) for x, fmt in zip((a, b), formats, strict=True)]
+    output = run(subject, ones_case(kind, codes[0], codes[1], FLOAT32, f"order of adding, K={k}"))
     if output is None:
         return None
-    sums = LEAVES - np.rint(np.diagonal(output) / _SMALL**2).astype(int)
+    sums = LEAVES - np.rint(np.diagonal(output) / (small[0] * small[1])).astype(int)
     sums[0] = 0
     return sums
+
+
+def flushes_subnormals(subject: Subject, kind: Kind) -> bool:
+    """Whether the smallest subnormal code times one gives zero."""
+    a, b = np.zeros((LEAVES, LEAVES), np.float32), np.zeros((LEAVES, LEAVES), np.float32)
+    a[:, 0], b[:, 0] = _SMALL, 1
+    e4m3 = dtype_of(E4M3FN)
+    output = run(subject, ones_case(kind, a.astype(e4m3), b.astype(e4m3), FLOAT32, "a subnormal code"))
+    return output is not None and not output.any()
 
 
 def measure_order(subject: Subject, kind: Kind) -> Order | None:

@@ -33,7 +33,7 @@ def confirmed(subject: Subject, kind: Kind, rules: Rules) -> tuple[int, int]:
 
 def _cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
     types: tuple[Format, ...] = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16)
-    lengths = (384, 1152) if kind.pair[0].is_blockwise else (SHORT, 1040)
+    lengths = (384, 1152) if kind.pair[0].is_blockwise else (1168, 1040)
     for number, distribution in enumerate(_DISTRIBUTIONS):
         for out_dtype in types:
             name = f"confirmation {kind.name} {distribution}"
@@ -49,9 +49,6 @@ def _cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
             )
             r = rng(name)
             yield case, (places(r, _SIZE), places(r, _SIZE))
-
-
-SHORT = 336
 
 
 def places(r: np.random.Generator, size: int, count: int = _LOOKED_AT) -> np.ndarray:

@@ -183,6 +183,12 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
         as_it_is: tuple[str, Change] = ("as the hardware", lambda rules: rules)
         return (as_it_is, *((a.name, a.change) for a in found))
 
+    def question(name: str, told_by: tuple[str, ...], *beginnings: str) -> _Question:
+        return _Question(name=name, probes=told_by, options=named(*beginnings))
+
+    # Those first whose probes add exactly under any rule: an unknown way to add does not hide them.
+    yield question("output", ("ties of the output", "scales ->"), "output cut", "output ties", "output through")
+    yield question("scales", ("scales ->", "scales beside", "scales that"), "scales", "block scales", "first block")
     if rules.adder is Adder.TENSOR_CORE:
         aligned = rules.model.aligned_fraction_bits
         widths = dict.fromkeys((right.model.result_fraction_bits, min(aligned, 23), 23, *range(12, 20)))
@@ -190,20 +196,24 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
         roundings += ((Rounding.CUT, Rounding.NEAREST), (Rounding.NEAREST, Rounding.CUT))
         yield _Question(
             name="sum of a step",
-            probes=("one step",),
+            probes=("one step", "one chain", "middle"),
             options=tuple(
                 (f"{width} fraction bits, terms {terms.value}, sums {sums.value}", _sums(width, terms, sums))
                 for terms, sums in roundings
                 for width in widths
             ),
         )
-    yield _Question(name="scales", probes=("scales",), options=named("scales", "block scales", "first block"))
-    yield _Question(name="output", probes=("ties of the output", "scales"), options=named("output cut", "output ties", "output through"))
+        if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
+            step = rules.model.step_k
+            alone = (f"every step, {step} of K", lambda rules: replace(rules, model=replace(rules.model, promote_k=step)))
+            options = (("as measured", lambda rules: rules), alone)
+            yield _Question(name="promotion of steps", probes=("one chain", "middle", "long"), options=options)
+    codes = ("every code", "middle", "mixed", "tail of K", "one chain")
+    yield question("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
     if kind.with_bias:
-        yield _Question(name="bias", probes=("bias",), options=named("bias"))
-    yield _Question(name="operands", probes=("every code", "middle", "mixed", "tail of K", "one chain"), options=named("operands", "subnormal operands", "output transposed", "formats"))
-    yield _Question(name="subnormal results", probes=("subnormal results",), options=named("subnormal results"))
-    yield _Question(name="overflow", probes=("overflow",), options=named("output saturates"))
+        yield question("bias", ("bias",), "bias")
+    yield question("subnormal results", ("subnormal results",), "subnormal results")
+    yield question("overflow", ("overflow",), "output saturates")
 
 
 def _sums(width: int, terms: Rounding, sums: Rounding) -> Change:
@@ -215,10 +225,10 @@ def _sums(width: int, terms: Rounding, sums: Rounding) -> Change:
 def _chosen(
     rules: Rules, right: Rules, asked: list[Asked], kind: Kind, progress: Progress | None, name: str
 ) -> tuple[Rules, list[Measured]]:
-    """Each parameter by the option that gives the most outputs of its probes; twice, for one may hide another."""
+    """Each parameter by the option that gives the most outputs of its probes; again, while one uncovers another."""
     memory = Memory()
     found: dict[str, Measured] = {}
-    for sweep in ("first sweep", "second sweep"):
+    for sweep in ("first sweep", "second sweep", "third sweep"):
         questions = list(_questions(rules, right, kind))
         _begin(progress, name, f"parameters, {sweep}", len(questions))
         base = rules
@@ -233,9 +243,10 @@ def _chosen(
             ]
             best = max(score for score, _, _ in scores)  # of equals the first: what the hardware does
             score, text, change = next(one for one in scores if one[0] == best)
-            if change(base) != base or question.name not in found:
-                evidence = f"{score} of {sum(one.size for one in told)} outputs of {len(told)} probes"
-                found[question.name] = Measured(name=question.name, value=text, evidence=evidence)
+            evidence = f"{score} of {sum(one.size for one in told)} outputs of {len(told)} probes"
+            if change(base) == base and question.name in found:
+                text = found[question.name].value
+            found[question.name] = Measured(name=question.name, value=text, evidence=evidence)
             base = change(base)
         if base == rules:
             break
