@@ -266,6 +266,7 @@ def _exact(a: Operand, b: Operand) -> np.ndarray:
 
 def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:
     """Python's integers times `2^unit`, rounded once."""
+
     def one(x: int) -> float:
         # Rounded to odd at 60 bits first: a float64 of these, then a float32, round as one.
         drop = max(abs(x).bit_length() - 50, 0)

@@ -102,9 +102,7 @@ def fit(
     return result
 
 
-def _fitted(
-    subject: Subject, kind: Kind, ms: Sequence[int], chip: Chip, progress: Progress | None
-) -> Iterator[Fitted]:
+def _fitted(subject: Subject, kind: Kind, ms: Sequence[int], chip: Chip, progress: Progress | None) -> Iterator[Fitted]:
     name = f"{subject.name}: {kind.name}"
     _begin(progress, name, "probes", 1)
     asked = ask(subject, kind)
@@ -205,7 +203,10 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
         )
         if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
             step = rules.model.step_k
-            alone = (f"every step, {step} of K", lambda rules: replace(rules, model=replace(rules.model, promote_k=step)))
+            alone = (
+                f"every step, {step} of K",
+                lambda rules: replace(rules, model=replace(rules.model, promote_k=step)),
+            )
             options = (("as measured", lambda rules: rules), alone)
             yield _Question(name="promotion of steps", probes=("one chain", "middle", "long"), options=options)
     codes = ("every code", "middle", "mixed", "tail of K", "one chain")
@@ -217,9 +218,7 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
 
 
 def _sums(width: int, terms: Rounding, sums: Rounding) -> Change:
-    return lambda rules: replace(
-        rules, terms=terms, sums=sums, model=replace(rules.model, result_fraction_bits=width)
-    )
+    return lambda rules: replace(rules, terms=terms, sums=sums, model=replace(rules.model, result_fraction_bits=width))
 
 
 def _chosen(

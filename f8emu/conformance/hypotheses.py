@@ -194,20 +194,20 @@ def _adding() -> Iterator[Alteration]:
         yield Alteration(
             name=name,
             sentence=f"has {name}, even on a tie, where the tensor core cuts [ACC-3], [ACC-5]",
-            change=lambda rules, rounded=rounded: replace(rules, **rounded)
-            if rules.adder is Adder.TENSOR_CORE
-            else rules,
+            change=lambda rules, rounded=rounded: (
+                replace(rules, **rounded) if rules.adder is Adder.TENSOR_CORE else rules
+            ),
         )
     for chip in CHIPS.values():
         for fast in (True, False):
             yield Alteration(
                 name=f"{chip.name}'s {'fast' if fast else 'promoted'} accumulation",
                 sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
-                change=lambda rules, chip=chip, fast=fast: replace(
-                    rules, model=chip.float8_model(use_fast_accum=fast)
-                )
-                if rules.adder is Adder.TENSOR_CORE and not rules.scales.is_fused
-                else rules,
+                change=lambda rules, chip=chip, fast=fast: (
+                    replace(rules, model=chip.float8_model(use_fast_accum=fast))
+                    if rules.adder is Adder.TENSOR_CORE and not rules.scales.is_fused
+                    else rules
+                ),
             )
 
 

@@ -147,7 +147,10 @@ def _many_magnitudes() -> list[np.ndarray]:
         found.append(_codes(x))
     order = np.arange(LONG_K // 2).reshape(chunks, SHORT_K)[r.permutation(chunks)].ravel()
     a, b = found
-    return [np.concatenate([a, a[:, order]], 1), np.concatenate([b, (b.view(np.uint8)[:, order] ^ 0x80).view(b.dtype)], 1)]
+    return [
+        np.concatenate([a, a[:, order]], 1),
+        np.concatenate([b, (b.view(np.uint8)[:, order] ^ 0x80).view(b.dtype)], 1),
+    ]
 
 
 def _dense(kind: Kind) -> Iterator[Probe]:
@@ -232,9 +235,7 @@ def _scales(granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
 
 
 @cache
-def _straddling(
-    granularity: Granularity, fmt: Format
-) -> tuple[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]], ...]:
+def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]], ...]:
     """Accumulators and scales whose product, in one order of the scales, rounds to another code of `fmt` than in the
     two others: for each of the three orders.
     """
@@ -245,14 +246,10 @@ def _straddling(
     ties = (r.integers(1 << fmt.fraction_bits, 2 << fmt.fraction_bits, count) + 0.5) / (1 << fmt.fraction_bits)
     sb = (ties * 64 / (n * sa.astype(np.float64))).astype(np.float32)
     acc = n.astype(np.float32)
-    codes = [
-        x.astype(dtype_of(fmt)).view(np.uint16) for x in (acc * (sa * sb), (acc * sb) * sa, (acc * sa) * sb)
-    ]
+    codes = [x.astype(dtype_of(fmt)).view(np.uint16) for x in (acc * (sa * sb), (acc * sb) * sa, (acc * sa) * sb)]
     alone = [np.flatnonzero((codes[i] != codes[i - 1]) & (codes[i - 1] == codes[i - 2])) for i in range(3)]
     if granularity is Granularity.TENSORWISE:  # one pair of scales for all: one accumulator straddles
-        return tuple(
-            (np.full(SIZE, n[found[0]]), (sa[found[:1], None], sb[None, found[:1]])) for found in alone
-        )
+        return tuple((np.full(SIZE, n[found[0]]), (sa[found[:1], None], sb[None, found[:1]])) for found in alone)
     chosen = np.concatenate([found[: 1 + SIZE // 3] for found in alone])[:SIZE]
     return ((n[chosen], (sa[chosen, None], sb[None, chosen])),)
 

@@ -117,7 +117,9 @@ class Rules:
                 f"({self.terms.value}), the sum kept with {model.result_fraction_bits} ({self.sums.value})"
             )
         else:
-            lanes = f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
+            lanes = (
+                f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
+            )
             adds = "adds exactly" if self.adder is Adder.EXACT else f"adds in float32, {lanes}"
         promotion = self.model.promote_k
         said = [
