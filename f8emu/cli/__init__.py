@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu import __version__
-from f8emu.cli import doctor, plan, recipes, record, verify
+from f8emu.cli import doctor, fit, plan, recipes, record, verify
 from f8emu.cli.frame import BAD_USAGE, STATUSES
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
     import typer
 
-_COMMANDS = (verify, recipes, doctor, record, plan)
+_COMMANDS = (verify, fit, recipes, doctor, record, plan)
 """In the order of the help."""
 
 

@@ -94,6 +94,7 @@ def _verify(
     timeout: float | None,
 ) -> int:
     from f8emu.conformance import report
+    from f8emu.conformance.diagnosis_report import diagnosed, diagnosis_lines
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.verify import stages_by_name, verify
 
@@ -104,10 +105,11 @@ def _verify(
         subjects, not_run = _load(names, arrays, timeout)
         with report.progress_bar() as progress:
             result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
+            result, diagnoses = diagnosed(result, subjects, progress)
         screen = console()
         for subject in result.subjects:
             screen.print(report.table(subject))
-        for line in report.mismatch_lines(result, errors):
+        for line in (*report.mismatch_lines(result, errors), *diagnosis_lines(diagnoses)):
             print(line)
         for reason in not_run.values():
             print(f"not run: {reason}")
@@ -115,7 +117,9 @@ def _verify(
         print(f"{report.verdict(result)}; {recorded.path.name} {recorded.sha256[:12]}; {seconds:.1f} s")
         if out is not None:
             command = ["f8emu", *sys.argv[1:]]
-            data = report.to_json(result, command=command, seconds=seconds, errors=errors, not_run=not_run)
+            data = report.to_json(
+                result, command=command, seconds=seconds, errors=errors, not_run=not_run, diagnoses=diagnoses
+            )
             out.write(json.dumps(data, indent=1) + "\n")
     if result.is_interrupted:
         return INTERRUPTED
