@@ -1,13 +1,18 @@
-"""Generated GEMMs for declared kernels alone: the table for everybody has few with block scales and with groups."""
+"""Generated GEMMs for declared kernels alone: the table for everybody has few with block scales and with groups.
+
+And the probes of the diagnosis: of random GEMMs with a 16-bit output, one in 10^5 shows in which order a kernel scales.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from f8emu.conformance.distributions import draw_codes, rng
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, scaled_case
-from f8emu.conformance.kernel import Kernel
+from f8emu.conformance.kernel import Accumulation, Kernel
+from f8emu.conformance.probes import KINDS, Kind, probes
 from f8emu.spec import E4M3FN, HOPPER, Granularity
 
 BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536), (256, 384, 512))
@@ -26,6 +31,19 @@ def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     for pair in HOPPER.granularity_pairs:
         if pair in asked and pair[0].is_blockwise:
             yield from _blockwise(pair)
+    for kind in KINDS:
+        fixed = not kernel.chooses_accumulation and not kind.pair[0].is_blockwise
+        is_other = fixed and kind.use_fast_accum is not (kernel.accumulation is Accumulation.FAST)
+        if kind.pair in asked and not is_other and (kernel.takes_bias or not kind.with_bias):
+            yield from _telling(kernel, kind)
+
+
+def _telling(kernel: Kernel, kind: Kind) -> Iterator[GemmCase]:
+    """Small GEMMs in which each concern of a kernel shows."""
+    for probe in probes(kind, takes_any_size=True):
+        for case in probe.cases():
+            if case.out_dtype in kernel.out_dtypes:
+                yield replace(case, id=f"probe {kind.name}: {case.id}")
 
 
 def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:

@@ -529,3 +529,25 @@ def test_grouped_gemms_for_kernels_alone() -> None:
         asked = subject.question(case)
         assert asked.use_fast_accum
         assert not different(subject.gemm(asked), asked.run(NUMPY.verbs)).any()
+
+
+def test_a_16_bit_output_hides_no_order_of_scales() -> None:
+    """Random GEMMs show it in one output of 10^5: the probes of the diagnosis are asked too."""
+
+    def one_product(a: Any, b: Any, out: np.ndarray) -> None:
+        (a, scale_a), (b, scale_b) = a, b
+        ones = np.ones((len(a), 1), np.float32), np.ones((1, len(b)), np.float32)
+        acc = f8.scaled_mm(a, b.T, *ones, granularity_a=ROWWISE, granularity_b=ROWWISE, out_dtype="float32")
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[:] = (acc * (scale_a[:, None] * scale_b[None])).astype(out.dtype)  # not [EPI-2]
+
+    kernel = own(function=one_product, out_dtypes=(BFLOAT16,))
+    subject = kernel_subject(kernel)
+    equal, offered = equal_and_offered(kernel)
+    assert equal == offered > 3
+    asked = [subject.question(case) for case in subject.more_gemms()]
+    wrong = [case.id for case in asked if different(subject.gemm(case), case.run(NUMPY.verbs)).any()]
+    assert wrong and all("scales beside a tie" in name for name in wrong)
+    right = kernel_subject(own(out_dtypes=(FLOAT32,)))
+    asked = [right.question(case) for case in right.more_gemms()]
+    assert len(asked) > 10 and not any(different(right.gemm(case), case.run(NUMPY.verbs)).any() for case in asked)
