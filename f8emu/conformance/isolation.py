@@ -15,7 +15,7 @@ import weakref
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -130,7 +130,8 @@ class _Child:
             start_new_session=True,
         )
         theirs.close()
-        self._finalizer = weakref.finalize(self, _killed, self._process)
+        # also where nobody called end(), at the latest at the interpreter's exit
+        self._finalizer = weakref.finalize(self, _ended, self._process, self._connection, self._printed)
 
     def ask(self, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
         """The answer.
@@ -150,8 +151,6 @@ class _Child:
     def end(self) -> None:
         """Kills the process, and those that it started."""
         self._finalizer()
-        self._connection.close()
-        self._printed.close()
 
     def _fate(self) -> str:
         """How the process ended, and the line that says most of it."""
@@ -171,12 +170,14 @@ class _Child:
         return f"{fate}; {told[0][:_SHOWN]}" if told else fate
 
 
-def _killed(process: subprocess.Popen[bytes]) -> None:
+def _ended(process: subprocess.Popen[bytes], connection: Connection, printed: IO[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     process.wait()
+    connection.close()
+    printed.close()
 
 
 def isolated(name: str, arrays: str, timeout: float) -> IsolatedKernel:
