@@ -97,7 +97,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def subject(module: Path) -> Any:
-    found = load_subject("faulty_kernels:KERNEL", timeout=2)
+    found = load_subject("faulty_kernels:KERNEL", timeout=5)
     yield found
     isolated(found).close()
 
@@ -128,7 +128,7 @@ def test_every_fault_is_the_error_of_its_case(subject: Subject) -> None:
     assert subject.name == "faulty" and "faulty on numpy" in subject.engine
     faults: tuple[tuple[int, type[Exception], str, bool], ...] = (
         (32, ProcessEnded, r"its process was ended by SIGABRT; File .*faulty_kernels.py.*in abort", True),
-        (48, TimedOut, r"no output within 2 s; its process was stopped", True),
+        (48, TimedOut, r"no output within 5 s; its process was stopped", True),
         (64, ProcessEnded, r"its process exited with status 3", True),
         (80, ProcessEnded, r"its process exited with status 77; out of shared memory", True),
         (96, ProcessEnded, r"its process was ended by SIGSEGV; File .*", True),
