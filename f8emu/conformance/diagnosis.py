@@ -16,7 +16,7 @@ from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress
 from f8emu.spec import HOPPER, Chip
 
-_BEAMS = (4, 2)
+_SECOND, _THIRD = 4, 2
 """How many of the best are tried with a second, and with a third alteration."""
 _TRIED = 5
 
@@ -79,7 +79,10 @@ def diagnose(
                 Diagnosis(kind=kind.name, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=asked)
             )
         elif asked:
-            found.append(_Search(asked, chip, memory, progress, f"{subject.name}: {kind.name}").run(kind.name))
+            # Where a kind has no explanation, the next ones are not searched for three faults at once.
+            is_thorough = all(one.best is None or one.best.is_complete for one in found)
+            name = f"{subject.name}: {kind.name}"
+            found.append(_Search(asked, chip, memory, progress, name, is_thorough).run(kind.name))
     return tuple(found)
 
 
@@ -101,8 +104,17 @@ class _Search:
     and only where none does are shares counted.
     """
 
-    def __init__(self, asked: list[Asked], chip: Chip, memory: Memory, progress: Progress | None, name: str) -> None:
+    def __init__(
+        self,
+        asked: list[Asked],
+        chip: Chip,
+        memory: Memory,
+        progress: Progress | None,
+        name: str,
+        is_thorough: bool,
+    ) -> None:
         self.chip, self.memory, self.progress, self.name = chip, memory, progress, name
+        self.is_thorough = is_thorough
         self.asked = asked
         self.total = sum(one.size for one in asked)
         own = self._counted(())
@@ -128,7 +140,7 @@ class _Search:
         if self.own.outputs_equal == self.total:
             return None
         best = self.own
-        for count in range(1, len(_BEAMS) + 2):
+        for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), None)
             if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
                 best = more
@@ -140,20 +152,21 @@ class _Search:
         complete = self._complete([self.own], "one alteration")
         if complete is not None:
             return [complete]
-        tried = level = self._level([self.own], "one alteration, counted")
-        for number, beam in enumerate(_BEAMS):
-            whole = [one.size for one in self.asked]
-            level = sorted(level, key=lambda one: _rank(one, whole), reverse=True)[:beam]
-            level = [one for one in level if _rank(one, whole) > _rank(self.own, whole)]
-            complete = self._complete(level, f"{number + 2} alterations")
-            if complete is not None:
-                return [complete, *tried]
-            if number + 1 < len(_BEAMS):
-                best = max((one.outputs_equal for one in level), default=0)
-                level = self._level(level, f"{number + 2} alterations, counted")
-                level = [one for one in level if one.outputs_equal > best]  # one that adds nothing is no explanation
-                tried = tried + level
-        return tried
+        singles = self._better(self._counted_level([self.own], "one alteration, counted"), self.own)
+        complete = self._complete(singles[:_SECOND], "two alterations")
+        if complete is not None or not self.is_thorough:
+            return [*filter(None, [complete]), *singles]
+        pairs: list[_Tried] = []
+        if singles:
+            pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
+            complete = self._complete(pairs[:_THIRD], "three alterations")
+        return [*filter(None, [complete]), *singles, *pairs]
+
+    def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
+        """Those that explain more than a base does, the best first."""
+        sizes = [one.size for one in self.asked]
+        better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
+        return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
 
     def _complete(self, bases: list[_Tried], title: str) -> _Tried | None:
         """The first that explains every bit, with one alteration more than a base has."""
@@ -162,7 +175,7 @@ class _Search:
                 return _Tried(steps=steps, equal=tuple(one.size for one in self.asked))
         return None
 
-    def _level(self, bases: list[_Tried], title: str) -> list[_Tried]:
+    def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
         return [self._counted(steps) for steps, _ in self._more(bases, title)]
 
     def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
