@@ -3,14 +3,18 @@
     cd examples
     f8emu verify own_kernel:scaled_mm --arrays numpy     # equal: Hopper's accumulation, in numpy
     f8emu verify own_kernel:float32_mm --arrays numpy    # NOT EQUAL: the tensor core does not add in float32
+    f8emu verify own_kernel:BLOCKWISE                    # equal: another call, declared as a Kernel
 
 `--arrays torch` (the default) and `--arrays jax` give the kernel tensors of those, on the GPU where there is one.
 `NotImplementedError` means that the kernel does not offer a case. The rules in brackets: reference/NUMERICS.md.
+A kernel that crashes or hangs: `--isolate`, `--timeout SECONDS`.
 """
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from f8emu.conformance import BLOCKWISE_1X128_128X128, Arg, Kernel
 
 
 @np.errstate(over="ignore", invalid="ignore")  # infinities and NaN are part of the test
@@ -78,3 +82,26 @@ def epilogue(total: NDArray, scale_a: NDArray, scale_b: NDArray, bias: NDArray |
     if bias is not None:
         output = output + bias.astype(np.float32)
     return output.astype(out_dtype)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def blockwise_mm(a: tuple[NDArray, NDArray], b: tuple[NDArray, NDArray], out: NDArray) -> None:
+    """Written as DeepGEMM's is called: codes [M, K] and [N, K], scales [M, K/128] and [N/128, K/128]."""
+    (a_MK, scale_a), (b_NK, scale_b) = a, b
+    total = np.zeros(out.shape, np.float32)
+    for k in range(0, a_MK.shape[1], 128):
+        partial = chained(a_MK[:, k : k + 128], b_NK[:, k : k + 128].T)
+        columns = np.repeat(scale_b[:, k // 128], 128)[: out.shape[1]]
+        scale = scale_a[:, k // 128, None] * columns
+        total = (partial * scale.astype(np.float64) + total).astype(np.float32)  # a fused multiply-add [EPI-5]
+    out[:] = total.astype(out.dtype)
+
+
+BLOCKWISE = Kernel(
+    name="own_kernel.blockwise_mm",
+    function=blockwise_mm,
+    arguments=((Arg.A, Arg.SCALE_A), (Arg.B, Arg.SCALE_B), Arg.OUT),
+    scales=BLOCKWISE_1X128_128X128,
+    arrays="numpy",
+)
+"""How it is called, as data; the suite asks it what it takes, and watches the memory around `out`."""

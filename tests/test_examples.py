@@ -21,6 +21,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 HOSTS = ("einsum", "equinox", "flax_linen", "flax_nnx", "qwix")
 PUBLIC = {
     "f8emu",
+    "f8emu.conformance",
     "f8emu.jax",
     "f8emu.torch",
     "f8emu.torch.distributed.checkpoints",

@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu import __version__
-from f8emu.cli import diff, doctor, inspect, plan, recipes, record, replay, verify
+from f8emu.cli import diff, doctor, fit, inspect, plan, recipes, record, replay, verify
 from f8emu.cli.frame import BAD_USAGE, STATUSES
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
     import typer
 
-_COMMANDS = (verify, inspect, replay, diff, recipes, doctor, record, plan)
+_COMMANDS = (verify, fit, inspect, replay, diff, recipes, doctor, record, plan)
 """In the order of the help."""
 
 

@@ -1,6 +1,5 @@
 """`f8emu verify`: prove that the bits agree."""
 
-import json
 import os
 import sys
 import time
@@ -8,13 +7,18 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, guarded, opened
+from f8emu.cli.conclusion import Files, conclude, opened_files
+from f8emu.cli.frame import STATUSES, guarded
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
     import typer
 
     from f8emu.conformance.subject import Subject
+
+
+TIMEOUT = 120.0
+"""Seconds for one GEMM of an isolated kernel: some compile it first."""
 
 
 class Arrays(Enum):
@@ -35,8 +39,9 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Argument(
                 metavar="[SUBJECT]...",
-                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax, or package.module:function for a kernel that is called "
-                "as torch._scaled_mm is. By default those of the four whose packages are installed.",
+                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax; a known kernel, as fbgemm.rowwise (--kernels lists "
+                "them); or package.module:attribute, a Kernel or a function that is called as torch._scaled_mm is. By "
+                "default those of the four whose packages are installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -58,68 +63,80 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(metavar="NAME=PROFILE", help="Which profile a chip of --recordings has; may be repeated."),
         ] = None,
+        isolate: Annotated[
+            bool,
+            typer.Option("--isolate", help="Run kernels in a process of their own: a crash or a hang fails one case."),
+        ] = False,
+        timeout: Annotated[
+            float | None,
+            typer.Option(
+                metavar="SECONDS", help=f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."
+            ),
+        ] = None,
+        kernels: Annotated[
+            bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
+        ] = False,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
 
         Ctrl-C ends the run; the stages that were finished are reported.
         """
-        files = (json_file, html_file)
+        if kernels:
+            raise typer.Exit(guarded(_list_kernels))
+        files = Files(json_file, html_file)
         if recordings is not None or chip:
             from f8emu.cli.recordings import verify_recordings
 
             if recordings is None or golden is not None or stage:
                 raise typer.BadParameter("--chip goes with --recordings, and neither with --golden or --stage")
             raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
-        raise typer.Exit(guarded(_verify, subjects or [], golden, files, stage or [], errors, arrays.value))
+        seconds = TIMEOUT if isolate and timeout is None else timeout
+        options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds
+        raise typer.Exit(guarded(_verify, *options))
+
+
+def _list_kernels() -> int:
+    from f8emu.conformance.kernels import KERNELS
+
+    for kernel in KERNELS.values():
+        print(f"{kernel.name}: {kernel.predicted}" + (f" ({kernel.install})" if kernel.install else ""))
+    return 0
 
 
 def _verify(
     names: list[str],
     golden: Path | None,
-    files: tuple[Path | None, Path | None],
+    files: Files,
     stages: list[str],
     errors: int,
     arrays: str,
+    timeout: float | None,
 ) -> int:
-    from f8emu.conformance import report
-    from f8emu.conformance.breakdown_tables import breakdown_tables
+    from f8emu.conformance.diagnosis_report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
-    from f8emu.conformance.html import to_html
-    from f8emu.conformance.page_html import require_plotly
+    from f8emu.conformance.report import progress_bar
     from f8emu.conformance.verify import stages_by_name, verify
 
     start = time.perf_counter()
     stages_by_name(stages)  # a misspelt name is told before anything is loaded
-    if files[1] is not None:
-        require_plotly("f8emu verify --html")
-    with opened("verify", files[0]) as out, opened("verify", files[1]) as page:
+    with opened_files(files) as outputs:
         recorded = shipped_golden() if golden is None else read_golden(golden)
-        subjects, not_run = _load(names, arrays)
-        with report.progress_bar() as progress:
+        subjects, not_run = _load(names, arrays, timeout)
+        with progress_bar() as progress:
             result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
-        screen = console()
-        for subject in result.subjects:
-            screen.print(report.table(subject))
-            for part in breakdown_tables(subject):
-                screen.print(part, markup=False)
-        for line in report.mismatch_lines(result, errors):
-            print(line)
-        for reason in not_run.values():
-            print(f"not run: {reason}")
-        seconds = time.perf_counter() - start
-        print(f"{report.verdict(result)}; {recorded.path.name} {recorded.sha256[:12]}; {seconds:.1f} s")
-        command = ["f8emu", *sys.argv[1:]]
-        if out is not None:
-            data = report.to_json(result, command=command, seconds=seconds, errors=errors, not_run=not_run)
-            out.write(json.dumps(data, indent=1) + "\n")
-        if page is not None:
-            page.write(to_html(result, command=command, seconds=seconds, errors=errors, not_run=not_run))
-    if result.is_interrupted:
-        return INTERRUPTED
-    return DIFFERENT if result.has_difference else 0 if result.is_equal else BAD_USAGE
+            result, diagnoses = diagnosed(result, subjects, progress)
+        return conclude(
+            result,
+            outputs,
+            source=f"{recorded.path.name} {recorded.sha256[:12]}",
+            start=start,
+            errors=errors,
+            not_run=not_run,
+            diagnoses=diagnoses,
+        )
 
 
-def _load(names: list[str], arrays: str) -> "tuple[list[Subject], dict[str, str]]":
+def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[Subject], dict[str, str]]":
     """The subjects in the order of `names`; and, of the default ones, why those that are missing cannot run."""
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
@@ -131,7 +148,7 @@ def _load(names: list[str], arrays: str) -> "tuple[list[Subject], dict[str, str]
     not_run: dict[str, str] = {}
     for name in sorted(chosen, key=lambda name: name != "torch"):
         try:
-            loaded[name] = load_subject(name, arrays=arrays)
+            loaded[name] = load_subject(name, arrays=arrays, timeout=timeout)
         except MissingExtraError as error:
             if names:
                 raise

@@ -13,6 +13,10 @@ Verbs = Mapping[str, Callable[..., Any]]
 """Verb -> function that takes and gives numpy arrays of ml_dtypes."""
 
 
+class NotOffered(Exception):
+    """A subject that does not have the operation of a case: reported as such, never as equal or different."""
+
+
 class Mode(Enum):
     """Which operation a GEMM is, named as in a golden file."""
 

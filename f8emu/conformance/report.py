@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from f8emu.conformance.breakdown_tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
+from f8emu.conformance.diagnosis_report import Diagnoses, diagnosis_json
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 
@@ -85,7 +86,13 @@ def verdict(result: Result) -> str:
 
 
 def to_json(
-    result: Result, *, command: Sequence[str], seconds: float, errors: int = 20, not_run: Mapping[str, str] = {}
+    result: Result,
+    *,
+    command: Sequence[str],
+    seconds: float,
+    errors: int = 20,
+    not_run: Mapping[str, str] = {},
+    diagnoses: Diagnoses | None = None,
 ) -> dict[str, Any]:
     """The whole run as plain data; `not_run` names subjects that could not be loaded, and why."""
     golden = result.golden
@@ -111,6 +118,7 @@ def to_json(
                 "equal": subject.is_equal,
                 "stages": [_stage_json(stage, errors) for stage in subject.stages],
                 "breakdowns": breakdown_json(subject),
+                "diagnosis": diagnosis_json((diagnoses or {}).get(subject.name, ())),
             }
             for subject in result.subjects
         ],

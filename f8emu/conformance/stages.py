@@ -173,16 +173,19 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
 
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-    for gemm in gemm_cases():
+    for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
-            yield _gemm_case(gemm, f"{gemm.id} {_options(gemm)}", gemm_traits(gemm))
+            asked = subject.question(gemm)
+            yield _gemm_case(asked, f"{asked.id} {_options(asked)}", gemm_traits(asked))
 
 
 def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     if not subject.runs_full_size:
         raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
     for gemm in live_cases():
-        yield _gemm_case(gemm, gemm.id, gemm_traits(gemm))
+        asked = subject.question(gemm)
+        name = asked.id if asked is gemm else f"{asked.id} {_options(asked)}"
+        yield _gemm_case(asked, name, gemm_traits(asked))
 
 
 def _gemm_case(gemm: GemmCase, name: str, traits: Traits, recorded: np.ndarray | None = None) -> Case:

@@ -5,7 +5,7 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,17 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance import jax_layer, torch_layer
-from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
+from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.gemm import GemmCase, Verbs
+from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
+from f8emu.conformance.isolation import isolated
+from f8emu.conformance.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
+from f8emu.conformance.kernel_call import absent, attribute, kernel_verbs, question
+from f8emu.conformance.kernel_cases import kernel_cases
+from f8emu.conformance.kernels import KERNELS
 from f8emu.conformance.layer import LayerCase
-from f8emu.spec import Format, Granularity, MissingExtraError, SpecError
+from f8emu.spec import HIGH_PRECISION, MissingExtraError, SpecError
 
 VERBS = (
     "decode",
@@ -34,10 +40,6 @@ VERBS = (
     "linear",
 )
 """What an implementation of f8emu offers."""
-
-
-class NotOffered(Exception):
-    """A subject that does not have the operation of a case: reported as such, never as equal or different."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,12 @@ class Subject:
     """True: cases may run side by side."""
     chooses_split_k: bool = False
     """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
+    question: Callable[[GemmCase], GemmCase] = lambda case: case
+    """A generated GEMM as this subject can be asked it; its judge is asked the same."""
+    more_gemms: Callable[[], Iterable[GemmCase]] = tuple
+    """Generated GEMMs for this subject alone."""
+    predicted: str = ""
+    """Of a known kernel: what it should give."""
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""
@@ -85,88 +93,111 @@ class Subject:
         return padded.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
 
 
-def load_subject(name: str, *, arrays: str = "torch") -> Subject:
-    """The subject called `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax` or `package.module:function`.
+def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
+    """The subject `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax`, a known kernel or `package.module:attribute`.
 
-    `arrays` names the framework whose arrays an own kernel takes: torch, numpy or jax.
+    `arrays` names the framework whose arrays an own kernel takes: torch, numpy or jax. With a `timeout`, in seconds for
+    each GEMM, a kernel runs in a process of its own: a crash or a hang is the error of one case.
 
     Raises:
-        SpecError: no such subject, module or function, or unknown arrays.
+        SpecError: no such subject, module or attribute, or unknown arrays.
         MissingExtraError: torch or jax is needed and not installed.
     """
     if arrays not in FRAMEWORKS:
         raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
     if name in SUBJECTS:
         return SUBJECTS[name]()
-    if ":" in name:
-        return kernel_subject(name, arrays)
-    known = ", ".join(SUBJECTS)
-    raise SpecError(
-        f"load_subject: unknown subject {name!r}; known subjects are {known}, and package.module:function for a kernel"
+    if ":" not in name and name not in KERNELS:
+        raise SpecError(
+            f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}, known kernels are "
+            f"{', '.join(KERNELS)}, and package.module:attribute for a kernel of your own"
+        )
+    if timeout is not None:
+        return isolated_subject(name, arrays, timeout)
+    if name in KERNELS:
+        return kernel_subject(KERNELS[name], arrays)
+    return kernel_subject(_own_kernel(name), arrays)
+
+
+def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
+    """A declared kernel as a subject.
+
+    Raises:
+        SpecError: its function cannot be imported, or it writes to arrays of JAX.
+        MissingExtraError: the arrays' framework is not installed.
+    """
+    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
+    engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
+    return Subject(
+        name=kernel.name,
+        engine=f"{engine}; predicted: {kernel.predicted}" if kernel.predicted else engine,
+        verbs=kernel_verbs(kernel, framework),
+        runs_full_size=framework.on_gpu,
+        chooses_split_k=True,
+        question=partial(question, kernel),
+        more_gemms=partial(kernel_cases, kernel),
+        predicted=kernel.predicted,
     )
 
 
-def kernel_subject(path: str, arrays: str = "torch") -> Subject:
-    """Anyone's own scaled GEMM, called as `torch._scaled_mm` is.
+def _own_kernel(path: str) -> Kernel:
+    """What a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is."""
+    try:
+        found = attribute(path)
+        if not callable(found) and not isinstance(found, Kernel):
+            raise AttributeError(f"{path} is not callable, and no Kernel")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"f8emu verify {path}: expected package.module:function, or a Kernel there, of an importable module; "
+            f"{error}. Run it where the module can be imported, or set PYTHONPATH"
+        ) from None
+    return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
+
+
+def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
+    """A function called as `torch._scaled_mm` is.
 
     `function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum)`: a [M, K] row-major, b [K, N] column-major;
     scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. `NotImplementedError` means "not offered".
-
-    Raises:
-        SpecError: no such module or function.
-        MissingExtraError: the arrays' framework is not installed.
     """
-    call = f"f8emu verify {path}"
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-        function = getattr(module, function_name)
-        if not callable(function):
-            raise AttributeError(f"{path} is not callable")
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"{call}: expected package.module:function of an importable module; {error}. "
-            "Run it where the module can be imported, or set PYTHONPATH"
-        ) from None
-    framework = FRAMEWORKS[arrays](call)
-    return Subject(
-        name=path,
-        engine=f"{path} on {framework.name} {framework.version}, {framework.device}",
-        verbs={"scaled_mm": _kernel_verb(framework, function)},
-        takes_any_size=False,
-        runs_full_size=framework.on_gpu,
+    return Kernel(
+        name=name,
+        function=function,
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
+        keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
+        scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
+        b=K_BY_ROWS,
+        out_dtypes=HIGH_PRECISION,
     )
 
 
-def _kernel_verb(framework: Framework, function: Callable[..., Any]) -> Callable[..., Any]:
-    run = travelling(framework, function)
+def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
+    """A kernel that runs in a process of its own, which is started anew after a crash or a hang.
 
-    def scaled_mm(
-        a: np.ndarray,
-        b: np.ndarray,
-        scale_a: np.ndarray,
-        scale_b: np.ndarray,
-        *,
-        granularity_a: Granularity,
-        granularity_b: Granularity,
-        bias: np.ndarray | None,
-        out_dtype: Format,
-        use_fast_accum: bool,
-        split_k: int,
-    ) -> np.ndarray:
-        if granularity_a.is_blockwise or granularity_b.is_blockwise:
-            raise NotOffered("block scales have no place in the arguments of torch._scaled_mm")
-        if split_k != 1:
-            raise NotOffered("split-K is the library's choice, which an own kernel is not told")
-        if granularity_a is Granularity.TENSORWISE:
-            scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
-        options = {"bias": bias, "out_dtype": framework.dtype(out_dtype), "use_fast_accum": use_fast_accum}
-        try:
-            return run(a, b, scale_a, scale_b, **options)
-        except NotImplementedError as reason:
-            raise NotOffered(str(reason)) from None
+    A known kernel whose package cannot be imported is not offered, and stops no other.
 
-    return scaled_mm
+    Raises:
+        SpecError: as `load_subject`, and a timeout that is not positive.
+    """
+    if not timeout > 0:
+        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
+    try:
+        kernel = isolated(name, arrays, timeout)
+    except SpecError as error:
+        if name not in KERNELS:
+            raise
+        return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
+    about = kernel.about
+    return Subject(
+        name=about.name,
+        engine=about.engine,
+        verbs={verb: partial(kernel.run, verb) for verb in about.verbs},
+        runs_full_size=about.runs_full_size,
+        chooses_split_k=True,
+        question=kernel.question,
+        more_gemms=kernel.more_gemms,
+        predicted=about.predicted,
+    )
 
 
 def _f8ref_numpy() -> Subject:

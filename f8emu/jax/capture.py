@@ -155,7 +155,7 @@ class _Layer:
             "out_dtype": product.dtype.name,
             "use_fast_accum": spec.use_fast_accum,
             "engine": "emulated" if engine_of(engine=plan.engine).startswith("emulated") else "hardware",
-            "chip": getattr(plan.recipe, "chip", CHIP.name),
+            "chip": plan.recipe.chip,
             "split_k": split.split_k,
             "split_k_source": split.source.value,
             "recipe": plan.recipe.content_hash,

@@ -22,7 +22,6 @@ from f8emu.environment import versions
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.plan import CHIP as PLAN_CHIP
 from f8emu.spec.plan import LIBRARY
-from f8emu.torch.dtypes import CHIP
 from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
@@ -177,7 +176,7 @@ class Capture:
             out_dtype=_name(seen.product.dtype),
             use_fast_accum=seen.spec.use_fast_accum,
             engine=seen.engine,
-            chip=getattr(seen.recipe, "chip", CHIP.name),
+            chip=seen.recipe.chip,
             split_k=seen.split_k,
             split_k_source=seen.split_source,
             recipe=seen.recipe.content_hash,

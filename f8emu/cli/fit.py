@@ -1,0 +1,77 @@
+"""`f8emu fit`: which rules a kernel follows."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, guarded, opened
+from f8emu.cli.verify import Arrays
+from f8emu.spec import SpecError
+
+if TYPE_CHECKING:
+    import typer
+
+
+def add_to(app: "typer.Typer") -> None:
+    """Add the command."""
+    import typer
+
+    @app.command(epilog=STATUSES)
+    def fit(
+        kernel: Annotated[str, typer.Argument(help="A subject of `f8emu verify`: package.module:function, torch, ...")],
+        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write what was found.")] = None,
+        arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
+        kind: Annotated[
+            list[str] | None,
+            typer.Option(help='This kind of GEMM only, such as "rowwise fast"; may be repeated. All by default.'),
+        ] = None,
+        m: Annotated[list[int] | None, typer.Option(min=1, help="Rows for batch invariance; may be repeated.")] = None,
+    ) -> None:
+        """Measure which rules a kernel follows when nobody knows, confirm them by bits, and whether M changes them.
+
+        Ctrl-C ends it; what was found is reported. A row that depends on M, or rules that are not confirmed, is a
+        difference.
+        """
+        raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or []))
+
+
+def _fit(kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int]) -> int:
+    from f8emu.conformance import diagnosis_report, report
+    from f8emu.conformance.batch_invariance import MS
+    from f8emu.conformance.fit import fit
+    from f8emu.conformance.probes import KINDS
+    from f8emu.conformance.subject import load_subject
+
+    start = time.perf_counter()
+    known = {kind.name: kind for kind in KINDS}
+    unknown = [name for name in kinds if name not in known]
+    if unknown:
+        raise SpecError(f"fit: unknown kind {unknown[0]!r}; known kinds are {', '.join(known)}")
+    if ":" in kernel and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a kernel in the current directory, as for `python -m`
+    with opened("fit", json_file) as out:
+        subject = load_subject(kernel, arrays=arrays)
+        chosen = [known[name] for name in kinds] or KINDS
+        with report.progress_bar() as progress:
+            found = fit(subject, kinds=chosen, ms=ms or MS, progress=progress)
+        screen = console()
+        print(f"{found.subject}   engine: {found.engine}")
+        for one in found.kinds:
+            if one.measured:
+                screen.print(diagnosis_report.fit_table(one))
+            for line in diagnosis_report.fit_lines(one):
+                print(line)
+        seconds = time.perf_counter() - start
+        print(f"{diagnosis_report.fit_verdict(found)}; {seconds:.1f} s")
+        if out is not None:
+            data = diagnosis_report.fit_json(found, command=["f8emu", *sys.argv[1:]], seconds=seconds)
+            out.write(json.dumps(data, indent=1) + "\n")
+    if found.is_interrupted:
+        return INTERRUPTED
+    if not found.kinds:
+        return BAD_USAGE
+    varies = any(one.is_batch_invariant is False for one in found.kinds)
+    return 0 if found.is_confirmed and not varies else DIFFERENT

@@ -1,0 +1,425 @@
+"""The bits of a GEMM under any `Rules`, in numpy on the pieces of the oracle.
+
+Under the right rules it is the oracle again (tests/conformance/test_rules.py). What a chain of cut tensor-core steps
+gives is f8ref.numpy's own; other adders and roundings are written here.
+
+Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from f8emu.conformance.distributions import codes_of, dtype_of
+from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.conformance.rules import Adder, BiasRule, Misreading, Rounding, Rules, ScaleOrder
+from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
+from f8ref.numpy.accumulate import Operand, chain, operand, times_power_of_two
+from f8ref.numpy.cast import convert
+from f8ref.numpy.codec import canonical_nan, unpack
+from f8ref.numpy.float32 import fma
+
+_BLOCK_K = 128
+Part = tuple[np.ndarray, np.ndarray]
+"""Rows and columns of an output."""
+
+
+class Memory:
+    """Accumulators that were computed before: hypotheses about an epilogue share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[np.ndarray, np.ndarray, Any]] = {}
+
+    def get(self, a: np.ndarray, b: np.ndarray, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives for these two arrays, which are kept so that their identity stays theirs."""
+        full = (id(a), id(b), key)
+        if full not in self._known:
+            self._known[full] = (a, b, make())
+        return self._known[full][2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Read:
+    """The arguments of a GEMM as a kernel reads them, scales spread over rows and columns."""
+
+    a_MK: np.ndarray
+    b_NK: np.ndarray
+    format_a: Format
+    format_b: Format
+    scale_a_MB: np.ndarray
+    scale_b_BN: np.ndarray
+
+
+def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:
+    """The output of a GEMM under `rules`, [M, N], or of it the rows and columns `at`.
+
+    Exactness: under the right rules every bit of f8ref.numpy; NaN is all ones.
+    """
+    if case.mode is Mode.GROUPED_ROWWISE:
+        return np.concatenate([compute(group, rules, memory=memory) for group in _groups(case)])
+    memory = memory or Memory()
+    m, n = case.output_shape
+    rows, columns = at or (np.arange(m), np.arange(n))
+    is_transposed = Misreading.OUTPUT_TRANSPOSED in rules.misreads and m == n
+    if is_transposed:
+        rows, columns = columns, rows
+    place = (rows.tobytes(), columns.tobytes())
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        read = _read(case, rules)
+        bias = None if case.bias is None or rules.bias is BiasRule.IGNORED else case.bias.astype(np.float32)[columns]
+        scale_a, scale_b = read.scale_a_MB[rows], read.scale_b_BN[:, columns]
+        if rules.scales.is_before_dot:
+            key = (place, *_scaling_before(rules), read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes())
+            result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
+        elif case.mode is Mode.BLOCKWISE:
+            key = (place, "blocks", _adding(rules), rules.flushes_operands, read.format_a, read.format_b)
+            partials = memory.get(read.a_MK, read.b_NK, key, lambda: list(_partials(read, rules, rows, columns)))
+            result = _blocks(partials, scale_a, scale_b, rules, read.a_MK.shape[1])
+        else:
+            key = (place, rules.split_k, _adding(rules), rules.flushes_operands, read.format_a, read.format_b)
+            result = memory.get(read.a_MK, read.b_NK, key, lambda: _accumulated(read, rules, rows, columns))
+            if case.mode is not Mode.BF16:
+                return _transposed(_epilogue(result, scale_a, scale_b, bias, rules, case.out_dtype), is_transposed)
+        if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
+            result = result + bias
+        return _transposed(_output(result, rules, case.out_dtype), is_transposed)
+
+
+def _transposed(output: np.ndarray, is_transposed: bool) -> np.ndarray:
+    return output.T if is_transposed else output
+
+
+def _groups(case: GemmCase) -> Iterator[GemmCase]:
+    """The GEMMs of a grouped one [EPI-6]."""
+    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
+    for group, (start, stop) in enumerate(pairwise([0, *case.offs.tolist()])):
+        yield replace(
+            case,
+            mode=Mode.ROWWISE,
+            a=case.a[start:stop],
+            b=case.b[group],
+            scale_a=case.scale_a[start:stop, None],
+            scale_b=case.scale_b[group][None],
+            granularity_a=Granularity.ROWWISE,
+            granularity_b=Granularity.ROWWISE,
+            offs=None,
+        )
+
+
+# 1 What is read
+
+
+def _read(case: GemmCase, rules: Rules) -> _Read:
+    wrong = rules.misreads
+    a, b, scale_a, scale_b = case.a, case.b, case.scale_a, case.scale_b
+    m, k, n = *a.shape, b.shape[0]
+    if scale_a is None or scale_b is None:
+        factor_a, factor_b = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
+    else:
+        if Misreading.SCALES_SWAPPED in wrong and scale_a.shape == scale_b.T.shape:
+            scale_a, scale_b = scale_b.T, scale_a.T
+        if Misreading.SCALES_TRANSPOSED in wrong:
+            scale_a, scale_b = _other_order(scale_a), _other_order(scale_b.T).T
+        factor_a = _spread(scale_a, case.granularity_a, m)
+        factor_b = _spread(scale_b.T, case.granularity_b, n).T
+        if Misreading.SCALES_FIRST_BLOCK in wrong:
+            factor_a, factor_b = factor_a[:, :1].repeat(factor_a.shape[1], 1), factor_b[:1].repeat(len(factor_b), 0)
+        if Misreading.SCALES_INVERTED in wrong:
+            factor_a, factor_b = np.float32(1) / factor_a, np.float32(1) / factor_b
+        if Misreading.SCALES_IGNORED in wrong:
+            factor_a, factor_b = np.ones_like(factor_a), np.ones_like(factor_b)
+    format_a, format_b = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
+    if Misreading.OPERANDS_SWAPPED in wrong and a.shape == b.shape:
+        a, b, format_a, format_b = b, a, format_b, format_a
+    if Misreading.FORMATS_SWAPPED in wrong:
+        format_a, format_b = format_b, format_a
+    return _Read(
+        a_MK=a, b_NK=b, format_a=format_a, format_b=format_b, scale_a_MB=factor_a, scale_b_BN=factor_b
+    )  # fmt: skip
+
+
+def _other_order(scale: np.ndarray) -> np.ndarray:
+    """A matrix whose memory is taken for that of the other order."""
+    return np.ravel(scale).reshape(scale.shape, order="F")
+
+
+def _spread(scale: np.ndarray, granularity: Granularity, rows: int) -> np.ndarray:
+    """[rows, blocks of K]."""
+    if granularity is Granularity.BLOCKWISE_128X128:
+        return scale.repeat(_BLOCK_K, axis=0)[:rows]
+    return np.broadcast_to(scale.reshape(1, 1), (rows, 1)) if scale.size == 1 else scale
+
+
+def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> tuple[Operand, Operand]:
+    """Both operands, K first, with the integers of f8ref.numpy."""
+    found = []
+    for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
+        codes = codes_of(array[picked])
+        if rules.flushes_operands:
+            is_subnormal = (codes & fmt.magnitude_mask) <= fmt.fraction_mask
+            codes = np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
+        found.append(operand(codes.view(dtype_of(fmt)), fmt, rules.model))
+    return found[0], found[1]
+
+
+# 2 How products are added
+
+
+def _adding(rules: Rules) -> tuple[object, ...]:
+    """The rules that the accumulators of a GEMM depend on, beside the split of K."""
+    return rules.adder, rules.model, rules.lanes, rules.terms, rules.sums
+
+
+def _scaling_before(rules: Rules) -> tuple[object, ...]:
+    """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
+    numbers = (rules.scales, rules.model.promote_k, rules.split_k, rules.flushes_operands)
+    rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
+    return (*numbers, rules.adder, rules.lanes, *rounded)
+
+
+def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+    """One chain over all of K, from zero, [M, N] float32."""
+    match rules.adder:
+        case Adder.TENSOR_CORE if rules.terms is Rounding.CUT and rules.sums is Rounding.CUT:
+            return chain(a, b, rules.model)
+        case Adder.TENSOR_CORE:
+            sums = _rounded_chain(a, b, rules)
+        case Adder.FLOAT32:
+            left, right = _values(a), _values(b)
+            lanes = np.zeros((rules.lanes, a.rows, b.rows), np.float32)
+            for k in range(a.k):
+                lane = k % rules.lanes
+                lanes[lane] = lanes[lane] + (left[k, :, None] * right[k]).astype(np.float32)  # products are exact
+            sums = _pairwise(lanes)
+        case Adder.EXACT:
+            sums = _exact(a, b)
+    if a.numbers.nonfinite is None and b.numbers.nonfinite is None:
+        return sums
+    ieee = np.einsum("km,kn->mn", _signs(a), _signs(b))
+    return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
+
+
+def _pairwise(lanes: np.ndarray) -> np.ndarray:
+    while len(lanes) > 1:
+        lanes = lanes[::2] + lanes[1::2]
+    return lanes[0]
+
+
+def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+    """Tensor-core steps [ACC-1..5] whose terms or sums are rounded to nearest."""
+    model, fraction_bits = rules.model, a.fraction_bits + b.fraction_bits
+    accumulator = np.zeros((a.rows, b.rows), np.float32)
+    for k in range(0, a.k, model.step_k):
+        step = slice(k, k + model.step_k)
+        one, other = a.part(k=step).numbers, b.part(k=step).numbers
+        start = unpack(codes_of(accumulator), FLOAT32, np.int64)
+        product = one.significand[:, :, None].astype(np.int64) * other.significand[:, None, :]
+        exponent = one.exponent[:, :, None].astype(np.int64) + other.exponent[:, None, :]
+        unit = np.maximum(exponent.max(axis=0), start.exponent) - model.aligned_fraction_bits
+        terms = _shifted(product, exponent - fraction_bits - unit, rules.terms)
+        first = _shifted(start.significand, start.exponent - FLOAT32.fraction_bits - unit, rules.terms)
+        total = terms.sum(axis=0) + first
+        length = np.frexp(np.abs(total).astype(np.float64))[1]
+        last_place = np.maximum(unit + length - 1, FLOAT32.min_exponent) - model.result_fraction_bits
+        kept = _shifted(total, unit - last_place, rules.sums)
+        accumulator = np.ldexp(kept.astype(np.float64), last_place).astype(np.float32)
+    return accumulator
+
+
+def _shifted(x: np.ndarray, n: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """`x * 2^n` in integers, cut or rounded."""
+    if rounding is Rounding.CUT:
+        return times_power_of_two(x, n)
+    down = np.clip(-n, 0, 62)
+    magnitude = np.abs(x) << np.maximum(n, 0)
+    half = np.where(down > 0, np.int64(1) << np.maximum(down - 1, 0), 0)
+    even = (magnitude >> down) & 1 if rounding is Rounding.NEAREST else 1
+    rounded = (magnitude + np.where(down > 0, half - 1 + even, 0)) >> down
+    return np.where(x < 0, -rounded, rounded)
+
+
+def _values(x: Operand) -> np.ndarray:
+    """[K, rows] float64, 0 for what is not finite."""
+    return np.ldexp(x.numbers.significand.astype(np.float64), x.numbers.exponent - x.fraction_bits)
+
+
+def _signs(x: Operand) -> np.ndarray:
+    """Infinities and NaN as they are, finite numbers as their sign: their products do not overflow."""
+    significand, _, nonfinite = x.numbers
+    return (np.sign(significand) if nonfinite is None else nonfinite).astype(np.float32)
+
+
+def _exact(a: Operand, b: Operand) -> np.ndarray:
+    """The exact sum of float8 products, rounded once: integers in units of the smallest product fit 64 bits."""
+    lowest = [int(np.where(x.numbers.significand == 0, 99, x.numbers.exponent).min(initial=99)) for x in (a, b)]
+    whole = [
+        np.where(x.numbers.significand == 0, 0, x.numbers.significand.astype(object) * 2 ** (
+            np.where(x.numbers.significand == 0, 0, x.numbers.exponent - low)).astype(object))
+        for x, low in zip((a, b), lowest, strict=True)
+    ]  # fmt: skip
+    unit = sum(lowest) - a.fraction_bits - b.fraction_bits
+    return _float32_of(whole[0].T @ whole[1], unit)
+
+
+def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:
+    """Python's integers times `2^unit`, rounded once."""
+
+    def one(x: int) -> float:
+        # Rounded to odd at 60 bits first: a float64 of these, then a float32, round as one.
+        drop = max(abs(x).bit_length() - 50, 0)
+        kept = abs(x) >> drop
+        kept |= (kept << drop) != abs(x)
+        return float(np.ldexp(float(kept if x >= 0 else -kept), drop + unit))
+
+    return np.array([one(int(x)) for x in integers.ravel()], np.float64).astype(np.float32).reshape(integers.shape)
+
+
+def _accumulated(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Chains, promotion [CHAIN-2] and the split of K [CHAIN-3], before any scale."""
+    return _sliced(*_operands(read, rules, rows, columns), rules)
+
+
+def _sliced(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+    total = np.zeros((a.rows, b.rows), np.float32)
+    for part in _slices(a.k, rules.split_k, rules.model.split_k_multiple):
+        total = total + _promoted(a.part(k=part), b.part(k=part), rules)
+    return total
+
+
+def _promoted(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+    length = rules.model.promote_k or max(a.k, 1)
+    total = np.zeros((a.rows, b.rows), np.float32)
+    for k in range(0, a.k, length):
+        part = slice(k, k + length)
+        total = total + _chain(a.part(k=part), b.part(k=part), rules)
+    return total
+
+
+def _slices(k: int, split_k: int, multiple: int) -> Iterator[slice]:
+    length = max(-(-k // (split_k * multiple)) * multiple, multiple)
+    return (slice(start, min(start + length, k)) for start in range(0, k, length))
+
+
+# 3 Scales, bias, output
+
+
+def _epilogue(
+    acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, bias: np.ndarray | None, rules: Rules, out: Format
+) -> np.ndarray:
+    """[EPI-1..4] in the order of the rules."""
+    if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
+        acc, bias = acc + bias, None
+    match rules.scales:
+        case ScaleOrder.AFTER_OUTPUT:
+            value, factor = _output(acc, rules, out).astype(np.float32), scale_a * scale_b
+        case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
+            value, factor = acc * scale_b, scale_a
+        case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
+            value, factor = acc * scale_a, scale_b
+        case _:
+            value, factor = acc, scale_a * scale_b
+    if bias is not None and rules.bias is BiasRule.FUSED:
+        return _output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
+    result = value * factor
+    if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
+        result = _output(result, rules, out).astype(np.float32) + bias
+    elif bias is not None:
+        result = result + bias
+    return _output(result, rules, out)
+
+
+def _partials(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
+    """The accumulator of each block of K [EPI-5]."""
+    a, b = _operands(read, rules, rows, columns)
+    for k in range(0, a.k, _BLOCK_K):
+        part = slice(k, k + _BLOCK_K)
+        yield _promoted(a.part(k=part), b.part(k=part), rules)
+
+
+def _blocks(
+    partials: list[np.ndarray], scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int
+) -> np.ndarray:
+    """The float32 total of the scaled blocks, slice by slice."""
+    multiple = rules.model.split_k_multiple if rules.split_k > 1 else _BLOCK_K
+    result: np.ndarray | None = None
+    for part in _slices(k, rules.split_k, multiple):
+        total = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
+        for block in range(part.start // _BLOCK_K, -(-part.stop // _BLOCK_K)):
+            p, sa, sb = partials[block], scale_a_MB[:, block, None], scale_b_BN[block]
+            match rules.scales:
+                case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
+                    value, factor = p * sa, np.broadcast_to(sb, p.shape)
+                case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
+                    value, factor = p * sb, np.broadcast_to(sa, p.shape)
+                case _:
+                    value, factor = p, sa * sb
+            total = fma(value, factor, total) if rules.scales.is_fused else value * factor + total
+        result = total if result is None else result + total
+    return np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32) if result is None else result
+
+
+def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Operands decoded and scaled first, then multiplied as float32 numbers, or rounded to bfloat16 and multiplied."""
+    k = read.a_MK.shape[1]
+    scaled = []
+    for array, fmt, scale, picked in (
+        (read.a_MK, read.format_a, read.scale_a_MB, rows),
+        (read.b_NK, read.format_b, read.scale_b_BN.T, columns),
+    ):
+        codes = codes_of(array[picked])
+        if rules.flushes_operands:
+            codes = np.where((codes & fmt.magnitude_mask) <= fmt.fraction_mask, codes & fmt.sign_mask, codes)
+        values = codes.astype(np.uint8).view(dtype_of(fmt)).astype(np.float32)
+        factors = scale[picked]
+        scaled.append(values * (factors if factors.shape[1] == 1 else factors.repeat(_BLOCK_K, axis=1)[:, :k]))
+    if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
+        bf16 = HOPPER.bfloat16
+        inner = replace(rules, model=replace(bf16, promote_k=rules.model.promote_k))
+        a, b = (operand(convert(x, BFLOAT16), BFLOAT16, inner.model) for x in scaled)
+        return _sliced(a, b, inner)
+    left, right = scaled
+    if rules.adder is Adder.EXACT:
+        return (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
+    result = np.zeros((len(left), len(right)), np.float32)
+    for outer in _slices(k, rules.split_k, rules.model.split_k_multiple):
+        total = np.zeros_like(result)
+        for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
+            lanes = np.zeros((rules.lanes, *result.shape), np.float32)
+            for i in range(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop)):
+                lane = (i - start) % rules.lanes
+                lanes[lane] = fma(left[:, i, None], right[:, i], lanes[lane])
+            total = total + _pairwise(lanes)
+        result = result + total
+    return result
+
+
+def _output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
+    """[EPI-4] and its alterations."""
+    if rules.flushes_results:
+        is_tiny = (np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)) & (x != 0)
+        x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
+    if rules.output_through:
+        x = convert(x, format_by_name(rules.output_through)).astype(np.float32)
+    result = convert(x, out)
+    if rules.output is not Rounding.NEAREST and out != FLOAT32:
+        result = _rounded_otherwise(x, result, rules.output)
+    if rules.saturates:
+        largest = np.array(out.max_code, f"u{out.bits // 8}").view(dtype_of(out))
+        limit = np.where(np.signbit(x), -largest.astype(np.float32), largest.astype(np.float32)).astype(dtype_of(out))
+        result = np.where(np.isinf(result.astype(np.float32)) & np.isfinite(x), limit, result)
+    return result
+
+
+def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """The neighbour toward zero, or of a tie the one away from it."""
+    codes, values = codes_of(nearest).copy(), nearest.astype(np.float64)
+    magnitude, rounded = np.abs(x.astype(np.float64)), np.abs(values)
+    if rounding is Rounding.CUT:
+        codes[np.isfinite(x) & (rounded > magnitude)] -= 1
+        return codes.view(nearest.dtype)
+    above = (codes + 1).view(nearest.dtype).astype(np.float64)
+    codes[np.isfinite(x) & np.isfinite(values) & (magnitude * 2 == rounded + np.abs(above))] += 1
+    return codes.view(nearest.dtype)

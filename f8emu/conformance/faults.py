@@ -1,0 +1,124 @@
+"""What a kernel does beside its output: writes out of bounds, changes an input, leaves outputs unwritten.
+
+Operands, scales and an output that the kernel is given lie between guard zones of NaN: what is read there spoils the
+output, what is written there is found. The output is poisoned first. Each fault is an exception, which the suite
+reports as the error of that case.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from f8emu.conformance.arrays import Framework
+from f8emu.conformance.compare import bits, hexadecimal
+
+_GUARD_ROWS = 128
+"""A kernel that forgets a mask reads or writes the rest of its tile, 128 rows or columns of it at the most."""
+_GUARD_BYTES = 4096
+"""At least, and a multiple of this: what lies inside is aligned as an allocation of its own would be."""
+_POISON = {1: 0x7F, 2: 0x7FA5, 4: 0x7FA5A5A5}
+"""A NaN in every format that no arithmetic gives, but for float8: a computed NaN is the canonical one, or an input."""
+
+
+class KernelFault(Exception):
+    """A kernel did what no kernel may do, whatever its bits."""
+
+
+class WroteOutOfBounds(KernelFault):
+    """Memory beside the output or an input was changed."""
+
+
+class ChangedInput(KernelFault):
+    """An operand or a scale has other bits after the call."""
+
+
+class LeftUnwritten(KernelFault):
+    """An output was never written."""
+
+
+class ProcessEnded(KernelFault):
+    """The process of an isolated kernel crashed or exited."""
+
+
+class TimedOut(KernelFault):
+    """An isolated kernel gave no output in time."""
+
+
+class Guarded:
+    """An array between guard zones, for one call of a kernel. Arrays of JAX have none: nothing can write to them."""
+
+    array: Any
+    """What the kernel is given, in the framework: C-contiguous, or with the last two dimensions column-major."""
+
+    def __init__(self, framework: Framework, name: str, contents: np.ndarray, *, column_major: bool = False) -> None:
+        lying = np.array(contents.swapaxes(-1, -2) if column_major else contents, order="C")
+        self._framework, self._name, self._contents, self._is_turned = framework, name, contents, column_major
+        self._memory: Any = None
+        self._poison = 0 if contents.dtype.kind in "iu" else _POISON[contents.dtype.itemsize]
+        if framework.name == "jax":
+            self.array = framework.load(lying.swapaxes(-1, -2) if column_major else lying)
+            return
+        wanted = max(_GUARD_ROWS * max(contents.shape, default=1), _GUARD_BYTES)
+        self._guard = math.ceil(wanted / _GUARD_BYTES) * _GUARD_BYTES
+        codes = np.full(2 * self._guard + lying.size, self._poison, bits(lying).dtype)
+        codes[self._guard : self._guard + lying.size] = bits(lying).ravel()
+        self._memory = framework.load(codes.view(contents.dtype))
+        # a dimension of one element has no order of its own, and kernels check strides: so the order is made here
+        inside = self._memory[self._guard : self._guard + lying.size].reshape(lying.shape)
+        self.array = inside.swapaxes(-1, -2) if column_major else inside
+
+    def check_guards(self) -> None:
+        """Raises where something beside the array was written.
+
+        Raises:
+            WroteOutOfBounds: a guard zone was changed.
+        """
+        if self._memory is None:
+            return
+        codes = bits(np.asarray(self._framework.store(self._memory)))
+        end = self._guard + self._contents.size
+        before = np.flatnonzero(codes[: self._guard] != self._poison)
+        behind = np.flatnonzero(codes[end:] != self._poison)
+        places: list[str] = []
+        if before.size:
+            places.append(f"{before.size} before its begin, the nearest {self._guard - before[-1]} elements away")
+        if behind.size:
+            places.append(f"{behind.size} behind its end, the nearest {behind[0] + 1} elements away")
+        if places:
+            raise WroteOutOfBounds(f"elements beside {self._name} were written: {'; '.join(places)}; check the masks")
+
+    def check_unchanged(self) -> None:
+        """Raises where the array has other bits than before.
+
+        Raises:
+            ChangedInput: names the first element.
+        """
+        before = self._contents
+        after = np.asarray(self._framework.store(self.array)).reshape(before.shape)
+        changed = np.argwhere(bits(after) != bits(before))
+        if changed.size:
+            index = tuple(changed[0])
+            raise ChangedInput(
+                f"{len(changed)} elements of {self._name} were changed, the first at {changed[0].tolist()}: "
+                f"{hexadecimal(before[index])} became {hexadecimal(after[index])}; inputs are read only"
+            )
+
+
+def unwritten(shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
+    """An output that is all poison."""
+    return np.full(shape, _POISON[dtype.itemsize], f"u{dtype.itemsize}").view(dtype)
+
+
+def check_written(output: np.ndarray) -> None:
+    """Raises where an output still has its poison.
+
+    Raises:
+        LeftUnwritten: at least one output was never written.
+    """
+    left = np.argwhere(bits(output) == _POISON[output.dtype.itemsize])
+    if left.size:
+        raise LeftUnwritten(
+            f"{len(left)} of {output.size} outputs were never written, the first at {left[0].tolist()}; "
+            "check the grid and the masks"
+        )

@@ -1,0 +1,221 @@
+"""Anyone's scaled GEMM, declared as data: how it is called, what it takes, what it should give.
+
+    from f8emu.conformance import Arg, Kernel, ROWWISE_VECTORS
+
+    KERNEL = Kernel(
+        name="my_library.gemm_nt",
+        function="my_library:gemm_nt",
+        arguments=((Arg.A, Arg.SCALE_A), (Arg.B, Arg.SCALE_B), Arg.OUT),
+        scales=ROWWISE_VECTORS,
+    )
+
+`f8emu verify my_module:KERNEL` puts the suite's GEMMs to it. `f8emu.conformance.kernels` declares known ones.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity, SpecError
+
+
+class Arg(Enum):
+    """What stands at a place of a call. Everything else in a declaration is passed as it is."""
+
+    A = "a"
+    B = "b"
+    SCALE_A = "scale_a"
+    SCALE_B = "scale_b"
+    SCALE_PRODUCT = "scale_a * scale_b"
+    """Of tensorwise scales: their float32 product, as a Python float."""
+    BIAS = "bias"
+    """[N] of the output's type, or None."""
+    OUT_DTYPE = "out_dtype"
+    """The framework's own dtype."""
+    USE_FAST_ACCUM = "use_fast_accum"
+    USE_SPLIT_ACCUMULATOR = "not use_fast_accum"
+    GRANULARITY_A = "granularity of a"
+    """Of the scales, in the words of `Kernel.granularity_word`."""
+    GRANULARITY_B = "granularity of b"
+    OFFS = "offs"
+    """int32 [groups], the end of each group's rows: the kernel is a grouped one."""
+    GROUP_SIZES = "group sizes"
+    """int32 [groups], how many rows each group has: the kernel is a grouped one."""
+    OUT = "out"
+    """The output, preallocated. Without it the kernel returns its output."""
+    ZEROS = "zeros"
+    """Zeros of the output's shape and type, for a kernel that insists on adding to something."""
+
+
+_GROUPS = (Arg.OFFS, Arg.GROUP_SIZES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandLayout:
+    """How an operand of R rows lies: `a` has M rows, `b` has N, each of K."""
+
+    k_first: bool = False
+    """False: shape [R, K]; True: [K, R]."""
+    k_contiguous: bool = True
+    """The tensor core reads float8 with K contiguous; some kernels transpose on the way."""
+
+    @property
+    def column_major(self) -> bool:
+        """Whether the first of the two dimensions is the contiguous one."""
+        return self.k_first == self.k_contiguous
+
+
+ROWS_BY_K = OperandLayout()
+"""[R, K] row-major: `a` of every library, `b` of those called `nt` or `TN`."""
+K_BY_ROWS = OperandLayout(k_first=True)
+"""[K, R] column-major, a transposed view: `b` of torch."""
+K_BY_ROWS_ROW_MAJOR = OperandLayout(k_first=True, k_contiguous=False)
+"""[K, R] row-major."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleLayout:
+    """How the scales of an operand of R rows lie: `[groups of R, groups of K]` by default."""
+
+    k_first: bool = False
+    """True: [groups of K, groups of R]."""
+    column_major: bool = False
+    ndim: int = 2
+    """1: a vector, of tensorwise or rowwise scales; 0: one element without dimensions."""
+    k_multiple: int = 1
+    """The groups of K are padded to this with zeros."""
+    as_float: bool = False
+    """One element, as a Python float."""
+    is_inverse: bool = False
+    """The factor that was multiplied when the operand was quantised, `1 / scale`: the suite then asks with powers of
+    two, of which alone the reciprocal is exact."""
+
+
+Scales = Mapping[tuple[Granularity, Granularity], tuple[ScaleLayout, ScaleLayout]]
+"""(granularity of a, of b) -> how their scales lie."""
+
+_BLOCKS = ScaleLayout()
+TENSORWISE_SCALARS: Scales = {
+    (Granularity.TENSORWISE, Granularity.TENSORWISE): (ScaleLayout(ndim=0), ScaleLayout(ndim=0))
+}
+"""One element each, without dimensions."""
+ROWWISE_VECTORS: Scales = {(Granularity.ROWWISE, Granularity.ROWWISE): (ScaleLayout(ndim=1), ScaleLayout(ndim=1))}
+"""[M] and [N]."""
+ROWWISE_MATRICES: Scales = {(Granularity.ROWWISE, Granularity.ROWWISE): (ScaleLayout(), ScaleLayout(k_first=True))}
+"""[M, 1] and [1, N], as torch takes them."""
+BLOCKWISE_1X128_128X128: Scales = {
+    (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS),
+}
+"""[M, K/128] and [N/128, K/128], row-major."""
+BLOCKWISE_128X128: Scales = {
+    (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS),
+}
+"""[M/128, K/128] and [N/128, K/128], row-major. The judge takes 1x128 by 128x128 scales whose rows repeat."""
+
+
+class Accumulation(Enum):
+    """Which accumulation a kernel has that takes no argument for it."""
+
+    FAST = "fast"
+    PROMOTED = "promoted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """A scaled GEMM `a @ b^T`, and how the suite's cases are put to it.
+
+    What the declaration does not have is not asked; `NotImplementedError` from the kernel is "not offered" too.
+
+    Raises:
+        SpecError: a declaration that contradicts itself.
+    """
+
+    name: str
+    function: Callable[..., Any] | str
+    """The kernel, or `package.module:attribute`, which is imported when the kernel is run."""
+    arguments: tuple[Any, ...]
+    """Positional: `Arg`s, tuples and lists of them, and constants."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    scales: Scales = field(default_factory=dict)
+    """Which granularities it takes and how they lie; of a grouped kernel nothing: [M] and [groups, N]."""
+    a: OperandLayout = ROWS_BY_K
+    b: OperandLayout = ROWS_BY_K
+    """Of a grouped kernel with the groups in front."""
+    formats: tuple[tuple[Format, Format], ...] = HOPPER.format_pairs
+    out_dtypes: tuple[Format, ...] = (BFLOAT16,)
+    out_column_major: bool = False
+    accumulation: Accumulation = Accumulation.PROMOTED
+    """Where no argument asks for it."""
+    granularity_word: Callable[[Granularity], Any] = lambda granularity: granularity.value
+    multiples: tuple[int, int, int] = (16, 16, 16)
+    """Of M, N and K: smaller cases are padded with zeros, which change no other output."""
+    block_multiples: tuple[int, int, int] = (16, 16, 128)
+    """The same where there are block scales."""
+    arrays: str | None = None
+    """torch, numpy or jax; None leaves it to the command line."""
+    imports: tuple[str, ...] = ()
+    """Modules to import before the function is there."""
+    install: str = ""
+    """How to get the package; without it the kernel is then "not offered"."""
+    needs_gpu: bool = False
+    predicted: str = ""
+    """What it should give, in a sentence: printed beside the verdict."""
+
+    def __post_init__(self) -> None:
+        places = self.args
+        for arg in (Arg.A, Arg.B):
+            if places.count(arg) != 1:
+                raise SpecError(
+                    f"Kernel {self.name!r}: expected Arg.{arg.name} once among its arguments; found it "
+                    f"{places.count(arg)} times; name each operand at its place"
+                )
+        if not self.is_grouped and not self.scales:
+            raise SpecError(
+                f"Kernel {self.name!r}: expected the layouts of its scales; found none; pass scales=, for instance "
+                "ROWWISE_VECTORS"
+            )
+        if Arg.OUT in places and self.arrays == "jax":
+            raise SpecError(f"Kernel {self.name!r}: a jax.Array cannot be written to; let the kernel return its output")
+        if not self.out_dtypes or not self.formats or any(n < 1 for n in (*self.multiples, *self.block_multiples)):
+            raise SpecError(
+                f"Kernel {self.name!r}: expected at least one output type and pair of formats, and multiples of at "
+                f"least 1; got {self.out_dtypes}, {self.formats}, {self.multiples}, {self.block_multiples}"
+            )
+
+    @property
+    def args(self) -> tuple[Arg, ...]:
+        """The `Arg`s that its call has."""
+        return tuple(_args((self.arguments, tuple(self.keywords.values()))))
+
+    @property
+    def is_grouped(self) -> bool:
+        return any(arg in self.args for arg in _GROUPS)
+
+    @property
+    def takes_bias(self) -> bool:
+        return Arg.BIAS in self.args
+
+    @property
+    def chooses_accumulation(self) -> bool:
+        """Whether an argument asks for fast accumulation."""
+        return Arg.USE_FAST_ACCUM in self.args or Arg.USE_SPLIT_ACCUMULATOR in self.args
+
+    @property
+    def has_inverse_scales(self) -> bool:
+        return any(layout.is_inverse for pair in self.scales.values() for layout in pair)
+
+
+def _args(value: Any) -> list[Arg]:
+    if isinstance(value, Arg):
+        return [value]
+    return [arg for item in value for arg in _args(item)] if isinstance(value, tuple | list) else []
+
+
+def filled(template: Any, values: Mapping[Arg, Any]) -> Any:
+    """A declaration's arguments with every `Arg` replaced by its value; tuples and lists stay what they are."""
+    if isinstance(template, Arg):
+        return values[template]
+    if isinstance(template, tuple | list):
+        return type(template)(filled(item, values) for item in template)
+    return template

@@ -1,0 +1,174 @@
+"""What a scaled GEMM does, as data: how it adds, scales, adds the bias, rounds, and what it misreads.
+
+The right rules are those of a chip (`rules_of`). A wrong kernel is described by other values of the same fields, and
+`altered.compute` gives its bits. Rule ids: reference/NUMERICS.md.
+"""
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.spec import HOPPER, AccumulationModel, Chip, Granularity
+
+
+class Adder(Enum):
+    """What adds the products of one chain."""
+
+    TENSOR_CORE = "tensor core"
+    """Steps of aligned and cut terms [ACC-1..5]."""
+    FLOAT32 = "float32"
+    """One product after the other, each sum rounded to float32, nearest even."""
+    EXACT = "exact"
+    """Exactly, then rounded once to float32."""
+
+
+class Rounding(Enum):
+    """What becomes of the bits that do not fit."""
+
+    CUT = "cut toward zero"
+    NEAREST = "nearest even"
+    NEAREST_AWAY = "nearest, ties away from zero"
+
+
+class ScaleOrder(Enum):
+    """Where the scales are multiplied; p is the accumulator of one block of K, total the float32 sum of blocks."""
+
+    NONE = "no scales"
+    PRODUCT = "acc * (sa * sb)"
+    COLUMN_FIRST = "(acc * sb) * sa"
+    ROW_FIRST = "(acc * sa) * sb"
+    FMA_PRODUCT = "fma(p, sa * sb, total)"
+    FMA_ROW_FIRST = "fma(p * sa, sb, total)"
+    FMA_COLUMN_FIRST = "fma(p * sb, sa, total)"
+    BEFORE_DOT = "before the dot: (a * sa) @ (b * sb) in float32"
+    BEFORE_DOT_BFLOAT16 = "before the dot: (a * sa) @ (b * sb) in bfloat16"
+    AFTER_OUTPUT = "after the output type: round(acc) * (sa * sb)"
+
+    @property
+    def is_before_dot(self) -> bool:
+        return self in (ScaleOrder.BEFORE_DOT, ScaleOrder.BEFORE_DOT_BFLOAT16)
+
+    @property
+    def is_fused(self) -> bool:
+        return self in (ScaleOrder.FMA_PRODUCT, ScaleOrder.FMA_ROW_FIRST, ScaleOrder.FMA_COLUMN_FIRST)
+
+
+class BiasRule(Enum):
+    """Where the bias is added."""
+
+    ADDED = "after the scales, a rounding of its own"
+    FUSED = "in one rounding with the last scale"
+    BEFORE_SCALES = "to the accumulator, before the scales"
+    AFTER_OUTPUT = "after the output type, which rounds again"
+    IGNORED = "not at all"
+
+
+class Misreading(Enum):
+    """Arguments taken for something else."""
+
+    SCALES_SWAPPED = "scale_a and scale_b exchanged"
+    SCALES_INVERTED = "scales divide instead of multiply"
+    SCALES_TRANSPOSED = "block scales read in the other memory order"
+    SCALES_FIRST_BLOCK = "the scales of the first block of K used for all of K"
+    SCALES_IGNORED = "scales not used"
+    OPERANDS_SWAPPED = "a and b exchanged, scales in place"
+    OUTPUT_TRANSPOSED = "the output written transposed"
+    FORMATS_SWAPPED = "the formats of a and b exchanged"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """One way to compute a GEMM."""
+
+    adder: Adder = Adder.TENSOR_CORE
+    model: AccumulationModel
+    """[ACC-1..5], [CHAIN-1..3]; of another adder than the tensor core only `promote_k` and `split_k_multiple` count."""
+    lanes: int = 1
+    """Of float32: this many sums take turns along K, and are added up pairwise, neighbours first."""
+    terms: Rounding = Rounding.CUT
+    """[ACC-3] Products and the accumulator, when they are aligned."""
+    sums: Rounding = Rounding.CUT
+    """[ACC-5] The sum of a step."""
+    split_k: int = 1
+    """[CHAIN-3]."""
+    scales: ScaleOrder = ScaleOrder.PRODUCT
+    """[EPI-1], [EPI-2], [EPI-5]."""
+    bias: BiasRule = BiasRule.ADDED
+    """[EPI-3]."""
+    output: Rounding = Rounding.NEAREST
+    """[EPI-4]."""
+    output_through: str = ""
+    """A format that the result is rounded to before the output type."""
+    saturates: bool = False
+    """A finite result beyond the output type becomes its largest number, not infinity."""
+    flushes_operands: bool = False
+    """Subnormal codes of float8 count as zero."""
+    flushes_results: bool = False
+    """Float32 results below the smallest normal number become zero."""
+    misreads: frozenset[Misreading] = frozenset()
+
+    def lines(self) -> tuple[str, ...]:
+        """These rules in words, one a line."""
+        if self.adder is Adder.TENSOR_CORE:
+            model = self.model
+            adds = (
+                f"adds {model.step_k} products at a time, aligned to {model.aligned_fraction_bits} fraction bits "
+                f"({self.terms.value}), the sum kept with {model.result_fraction_bits} ({self.sums.value})"
+            )
+        else:
+            lanes = (
+                f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
+            )
+            adds = "adds exactly" if self.adder is Adder.EXACT else f"adds in float32, {lanes}"
+        promotion = self.model.promote_k
+        said = [
+            adds,
+            "one chain over all of K" if promotion is None else f"promotes to float32 every {promotion} of K",
+            "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K",
+            f"scales: {self.scales.value}",
+            f"bias: {self.bias.value}",
+            f"output: {self.output.value}" + (f", through {self.output_through}" if self.output_through else ""),
+        ]
+        said += ["saturates"] * self.saturates
+        said += ["subnormal codes count as zero"] * self.flushes_operands
+        said += ["subnormal results become zero"] * self.flushes_results
+        said += sorted(misreading.value for misreading in self.misreads)
+        return tuple(said)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        plain: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, AccumulationModel):
+                value = {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
+            elif isinstance(value, frozenset):
+                value = sorted(item.value for item in value)
+            plain[field.name] = _plain(value)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def rules_of(chip: Chip, case: GemmCase) -> Rules:
+    """The right rules of a GEMM on a chip."""
+    pair = case.granularity_a, case.granularity_b
+    match case.mode:
+        case Mode.BF16:
+            return Rules(model=chip.bfloat16, split_k=case.split_k, scales=ScaleOrder.NONE)
+        case Mode.BLOCKWISE:
+            both_vectors = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+            order = ScaleOrder.FMA_ROW_FIRST if both_vectors else ScaleOrder.FMA_PRODUCT
+            return Rules(model=chip.block_scaled_model(pair), split_k=case.split_k, scales=order)
+        case Mode.TENSORWISE | Mode.ROWWISE | Mode.GROUPED_ROWWISE:
+            order = ScaleOrder.PRODUCT if case.mode is Mode.TENSORWISE else ScaleOrder.COLUMN_FIRST
+            model = chip.float8_model(use_fast_accum=case.use_fast_accum)
+            return Rules(model=model, split_k=case.split_k, scales=order)
+
+
+def hopper_rules(case: GemmCase) -> Rules:
+    """`rules_of` the default chip."""
+    return rules_of(HOPPER, case)

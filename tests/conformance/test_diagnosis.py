@@ -1,0 +1,215 @@
+"""Diagnosis by hypothesis: planted wrong kernels are named, right ones are not accused.
+
+The planted kernels are a tensor core of float64 numbers written for this file, with a knob for each fault: nothing of
+`altered` computes them. Third parties at the end: torch's own CPU `_scaled_mm` and XLA's CPU dot, which nobody here wrote.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from f8emu.conformance.diagnosis import diagnose
+from f8emu.conformance.distributions import codes_of, dtype_of
+from f8emu.conformance.probes import KINDS
+from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.spec import BFLOAT16, Format, Granularity, format_by_name
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+Number = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What can be wrong with the kernel below; the defaults are the hardware's."""
+
+    step: int = 32
+    term_bits: int = 13
+    sum_bits: int = 13
+    to_integer: Callable[[Number], Number] = np.trunc
+    in_float32: bool = False
+    promote: int | None = 128
+    promote_fast: int | None = None
+    slices: int = 1
+    order: str = ""
+    bias: str = "added"
+    through: Any = None
+    flush: bool = False
+    cut_output: bool = False
+    swap_scales: bool = False
+    swap_operands: bool = False
+    invert_scales: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+@np.errstate(all="ignore")
+def kernel(
+    knobs: Knobs,
+    a: Number,
+    b: Number,
+    scale_a: Number,
+    scale_b: Number,
+    *,
+    granularity_a: Granularity,
+    granularity_b: Granularity,
+    bias: Number | None,
+    out_dtype: Format,
+    use_fast_accum: bool,
+    split_k: int,
+) -> Number:
+    if out_dtype.name not in knobs.dtypes:
+        raise NotOffered(f"no {out_dtype.name}")
+    if knobs.swap_operands:
+        a, b = b.T, a.T
+    if knobs.swap_scales and scale_a.shape == scale_b.T.shape:
+        scale_a, scale_b = scale_b.T, scale_a.T
+    if knobs.invert_scales:
+        scale_a, scale_b = np.float32(1) / scale_a, np.float32(1) / scale_b
+    if granularity_a.is_blockwise:
+        rows = np.arange(a.shape[0]) // (granularity_a.block[0] or 1)
+        columns = np.arange(b.shape[1]) // (granularity_b.block[0] or 1)
+        total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+        order = knobs.order or ("fma(p*sa,sb)" if granularity_a is granularity_b else "fma(p,sa*sb)")
+        for block in range(-(-a.shape[1] // 128)):
+            k = slice(128 * block, 128 * block + 128)
+            p = chain(knobs, a[:, k], b[k]).astype(np.float32)
+            total = block_total(order, p, scale_a[rows, block][:, None], scale_b[block, columns][None], total)
+        return total.astype(dtype_of(out_dtype))
+    if knobs.order == "before the dot":
+        left, right = a.astype(np.float32) * scale_a, b.astype(np.float32) * scale_b
+        acc = np.zeros((a.shape[0], b.shape[1]), np.float32)
+        for k in range(a.shape[1]):
+            acc = (left[:, k, None].astype(np.float64) * right[k] + acc).astype(np.float32)  # nearly an FMA
+        scale_a = scale_b = np.ones((1, 1), np.float32)
+    else:
+        acc = accumulated(knobs, a, b, knobs.promote_fast if use_fast_accum else knobs.promote)
+    order = knobs.order if knobs.order and knobs.order != "before the dot" else ""
+    order = order or ("acc*(sa*sb)" if granularity_a is Granularity.TENSORWISE else "(acc*sb)*sa")
+    value, factor = {
+        "acc*(sa*sb)": lambda: (acc, scale_a * scale_b),
+        "(acc*sb)*sa": lambda: (acc * scale_b, scale_a),
+        "(acc*sa)*sb": lambda: (acc * scale_a, scale_b),
+    }[order]()
+    if bias is None or knobs.bias == "ignored":
+        result = value * factor
+    elif knobs.bias == "fma":  # of float64: a product of 48 bits and a sum that cancels are exact where it matters
+        result = (value.astype(np.float64) * factor + bias.astype(np.float64)).astype(np.float32)
+    else:
+        result = value * factor + bias.astype(np.float32)
+    if knobs.through is not None:
+        result = result.astype(knobs.through).astype(np.float32)
+    output = result.astype(dtype_of(out_dtype))
+    if knobs.cut_output and out_dtype.bits == 16:
+        codes = codes_of(output)
+        codes -= (np.abs(output.astype(np.float64)) > np.abs(result)) & np.isfinite(result)
+    return output
+
+
+def block_total(order: str, p: Number, sa: Number, sb: Number, total: Number) -> Number:
+    exact = np.longdouble  # 64 bits of significand: the product of two float32 numbers, and nearly any sum with it
+    match order:
+        case "fma(p*sa,sb)":
+            return (exact(p * sa) * exact(sb) + exact(total)).astype(np.float32)
+        case "fma(p,sa*sb)":
+            return (exact(p) * exact(sa * sb) + exact(total)).astype(np.float32)
+        case "(p*sa)*sb":
+            return (p * sa) * sb + total
+        case _:
+            return p * (sa * sb) + total
+
+
+def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Number:
+    k = a.shape[1]
+    length = -(-k // (knobs.slices * 128)) * 128
+    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for start in range(0, k, length):
+        stop = min(start + length, k)
+        part, piece = np.zeros_like(total), promote or length
+        for begin in range(start, stop, piece):
+            end = min(begin + piece, stop)
+            part = part + chain(knobs, a[:, begin:end], b[begin:end]).astype(np.float32)
+        total = total + part
+    return total
+
+
+def chain(knobs: Knobs, a: Number, b: Number) -> Number:
+    (value_a, exp_a), (value_b, exp_b) = unpacked(knobs, a), unpacked(knobs, b)
+    acc = np.zeros((a.shape[0], b.shape[1]))
+    finite_a, finite_b = np.nan_to_num(value_a, posinf=0, neginf=0), np.nan_to_num(value_b, posinf=0, neginf=0)
+    for start in range(0, a.shape[1], 1 if knobs.in_float32 else knobs.step):
+        if knobs.in_float32:
+            acc = (acc + finite_a[:, start, None] * finite_b[start]).astype(np.float32).astype(np.float64)
+            continue
+        k = slice(start, start + knobs.step)
+        products = finite_a[:, k, None] * finite_b[None, k]
+        exponents = np.where(products == 0, -999, exp_a[:, k, None] + exp_b[None, k])
+        e_max = np.maximum(exponents.max(axis=1), np.where(acc == 0, -999, np.frexp(acc)[1] - 1))
+        unit = np.ldexp(1.0, np.maximum(e_max, -900) - knobs.term_bits)
+        total = (knobs.to_integer(products / unit[:, None]).sum(axis=1) + knobs.to_integer(acc / unit)) * unit
+        last = np.ldexp(1.0, np.frexp(total)[1] - 1 - knobs.sum_bits)
+        acc = knobs.to_integer(total / last) * last + 0.0
+    ieee = value_a @ value_b
+    return np.where(np.isfinite(ieee), acc, ieee)
+
+
+def unpacked(knobs: Knobs, x: Number) -> tuple[Number, Number]:
+    fmt = format_by_name(x.dtype.name)
+    fields = (codes_of(x) & fmt.magnitude_mask).astype(np.int64) >> fmt.fraction_bits
+    values = x.astype(np.float64)
+    return np.where(fields == 0, 0.0, values) if knobs.flush else values, np.maximum(fields, 1) - fmt.bias
+
+
+def subject(**knobs: Any) -> Subject:
+    verb = partial(kernel, Knobs(**knobs))
+    return Subject(name="planted", engine="numpy", verbs={"scaled_mm": verb})
+
+
+PROMOTED, FAST = "rowwise promoted", "rowwise fast"
+VECTORS, SQUARE = "blockwise_1x128 x blockwise_1x128", "blockwise_1x128 x blockwise_128x128"
+PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
+    ("no promotion",): (PROMOTED, {"promote": None}),
+    ("promotion every 64",): (PROMOTED, {"promote": 64}),
+    ("promotion every 256",): (PROMOTED, {"promote": 256}),
+    ("promotion every 32",): ("tensorwise promoted", {"promote": 32}),
+    ("promotion every 128",): (FAST, {"promote_fast": 128}),
+    ("float32 accumulation",): (FAST, {"in_float32": True}),
+    ("scales as acc * (sa * sb)",): (FAST, {"order": "acc*(sa*sb)"}),
+    ("scales as (acc * sa) * sb",): (PROMOTED, {"order": "(acc*sa)*sb"}),
+    ("scales as (acc * sb) * sa",): ("tensorwise fast", {"order": "(acc*sb)*sa"}),
+    ("bias by FMA",): ("rowwise fast with bias", {"bias": "fma"}),
+    ("bias ignored",): ("tensorwise fast with bias", {"bias": "ignored"}),
+    ("split-K 2",): (FAST, {"slices": 2}),
+    ("split-K 3",): ("tensorwise promoted", {"slices": 3}),
+    ("12 fraction bits",): (FAST, {"term_bits": 12, "sum_bits": 12}),
+    ("25 fraction bits",): (FAST, {"term_bits": 25, "sum_bits": 23}),
+    ("terms of 15 fraction bits",): (FAST, {"term_bits": 15}),
+    ("sums of 23 fraction bits",): (FAST, {"sum_bits": 23}),
+    ("terms and sums rounded to nearest",): (PROMOTED, {"to_integer": np.rint}),
+    ("steps of 16",): (FAST, {"step": 16}),
+    ("subnormal operands flushed",): (FAST, {"flush": True}),
+    ("output cut toward zero",): ("tensorwise promoted", {"cut_output": True}),
+    ("output through bfloat16",): (FAST, {"through": dtype_of(BFLOAT16)}),
+    ("scales swapped",): (PROMOTED, {"swap_scales": True}),
+    ("scales inverted",): (FAST, {"invert_scales": True}),
+    ("operands swapped",): (FAST, {"swap_operands": True}),
+    ("scales as (acc * sa) * sb", "vectors"): (VECTORS, {"order": "(p*sa)*sb"}),
+    ("scales as fma(p, sa * sb, total)",): (VECTORS, {"order": "fma(p,sa*sb)"}),
+    ("scales as fma(p * sa, sb, total)",): (SQUARE, {"order": "fma(p*sa,sb)"}),
+    ("scales as acc * (sa * sb)", "square"): (SQUARE, {"order": "p*(sa*sb)"}),
+}
+"""Name that must be found -> the kind of GEMM that shows it, and the fault."""
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["every output type", "bfloat16 alone"])
+@pytest.mark.parametrize("name", PLANTED, ids=" ".join)
+def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
+    kind, knobs = PLANTED[name]
+    if narrow and name[0] == "output through bfloat16":
+        pytest.skip("which is then the output")
+    dtypes = {"dtypes": ("bfloat16",)} if narrow else {}
+    (found,) = diagnose(subject(**knobs, **dtypes), kinds=[BY_NAME[kind]])
+    assert found.best is not None and found.best.alterations == name[:1], found
+    assert found.best.is_complete and found.outputs_equal < found.outputs_total

@@ -1,0 +1,255 @@
+"""Kernels in a process of their own: what kills the process is the error of one case, and the next one runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from f8emu import cli
+from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance.faults import ChangedInput, KernelFault, ProcessEnded, TimedOut, WroteOutOfBounds
+from f8emu.conformance.gemm import GemmCase, NotOffered
+from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.subject import Subject
+from f8emu.spec import SpecError
+
+KERNELS = '''
+import ctypes, os, sys, time
+import numpy as np
+import f8ref.numpy as f8
+from f8emu.conformance import Arg, Kernel, TENSORWISE_SCALARS
+from f8emu.spec import BFLOAT16
+
+def gemm(a, b, scale_a, scale_b, fast, out):
+    """The oracle, with a fault for each number of rows."""
+    fault = FAULTS.get(len(a))
+    if fault:
+        fault(a, out)
+    out[:] = f8.scaled_mm(a, b.T, scale_a.reshape(1, 1), scale_b.reshape(1, 1), use_fast_accum=fast)
+
+def by_rows(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    fault = FAULTS.get(len(a))
+    if fault:
+        fault(a, None)
+    out = f8.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=str(out_dtype), use_fast_accum=use_fast_accum)
+    return out
+
+def abort(a, out):
+    print("about to abort", flush=True)
+    os.abort()
+
+def hang(a, out):
+    time.sleep(600)
+
+def leave(a, out):
+    sys.exit(3)
+
+def complain(a, out):
+    print("out of shared memory", file=sys.stderr)
+    os._exit(77)
+
+def segfault(a, out):
+    ctypes.string_at(1)
+
+def refuse(a, out):
+    raise NotImplementedError("not this one")
+
+class LibraryError(Exception):
+    pass
+
+def fail(a, out):
+    raise LibraryError("cutlass cannot initialize")
+
+def spill(a, out):
+    ctypes.memset(out.ctypes.data + out.nbytes, 0, 64)
+
+def trample(a, out):
+    a[2, 3] = 448
+
+FAULTS = dict(zip(range(32, 176, 16), (abort, hang, leave, complain, segfault, refuse, fail, spill, trample)))
+KERNEL = Kernel(
+    name="faulty",
+    function=gemm,
+    arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.USE_FAST_ACCUM, Arg.OUT),
+    scales=TENSORWISE_SCALARS,
+    arrays="numpy",
+)
+'''
+NUMPY = load_subject("f8ref.numpy")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "faulty_kernels.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def subject(module: Path) -> Any:
+    found = load_subject("faulty_kernels:KERNEL", timeout=5)
+    yield found
+    isolated(found).close()
+
+
+def isolated(subject: Subject) -> Any:
+    """The parent's side of an isolated subject."""
+    return subject.question.__self__  # type: ignore[attr-defined]
+
+
+def with_rows(rows: int) -> GemmCase:
+    case = next(c for c in gemm_cases() if c.mode.value == "tensorwise" and c.a.shape == (16, 544) and "norm" in c.id)
+    return replace(case, a=np.resize(case.a, (rows, case.k)), out_dtype=NUMPY_OUT, bias=None)
+
+
+NUMPY_OUT = next(c.out_dtype for c in gemm_cases() if c.out_dtype.name == "bfloat16")
+
+
+def process_id(subject: Subject) -> int:
+    return isolated(subject)._child._process.pid
+
+
+def equals_the_oracle(subject: Subject) -> bool:
+    case = with_rows(16)
+    return np.array_equal(subject.gemm(case).view(np.uint16), case.run(NUMPY.verbs).view(np.uint16))
+
+
+def test_every_fault_is_the_error_of_its_case(subject: Subject) -> None:
+    assert subject.name == "faulty" and "faulty on numpy" in subject.engine
+    faults: tuple[tuple[int, type[Exception], str, bool], ...] = (
+        (32, ProcessEnded, r"its process was ended by SIGABRT; File .*faulty_kernels.py.*in abort", True),
+        (48, TimedOut, r"no output within 5 s; its process was stopped", True),
+        (64, ProcessEnded, r"its process exited with status 3", True),
+        (80, ProcessEnded, r"its process exited with status 77; out of shared memory", True),
+        (96, ProcessEnded, r"its process was ended by SIGSEGV; File .*", True),
+        (112, NotOffered, r"not this one", False),
+        (128, KernelFault, r"cutlass cannot initialize", False),
+        (144, WroteOutOfBounds, r"32 behind its end, the nearest 1 elements away", True),
+        (160, ChangedInput, r"1 elements of the input a were changed, the first at \[2, 3\]: 0x.. became 0x7e", True),
+    )
+    first = process_id(subject)
+    for rows, error, text, ends_the_process in faults:
+        with pytest.raises(error, match=text) as caught:
+            subject.gemm(with_rows(rows))
+        if rows == 128:
+            assert type(caught.value).__name__ == "LibraryError"
+        assert equals_the_oracle(subject)
+        assert (process_id(subject) != first) == ends_the_process
+        first = process_id(subject)
+
+
+def test_after_three_hangs_in_a_row_nothing_is_waited_for(module: Path) -> None:
+    subject = load_subject("faulty_kernels:KERNEL", timeout=0.3)
+    for text in 3 * ["no output within 0.3 s"] + 2 * ["not run: 3 GEMMs in a row gave no output within 0.3 s"]:
+        with pytest.raises(TimedOut, match=text):
+            subject.gemm(with_rows(48))
+
+
+def test_ctrl_c_ends_the_process(subject: Subject) -> None:
+    child = isolated(subject)._child._process
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        subject.gemm(with_rows(48))
+    assert child.poll() == -signal.SIGKILL
+    assert equals_the_oracle(subject)
+
+
+def test_the_process_ends_with_its_parent(module: Path) -> None:
+    """Even while the kernel hangs, and the parent is killed."""
+    program = (
+        "import tests_case, os, threading, time\n"
+        "from f8emu.conformance import load_subject\n"
+        "subject = load_subject('faulty_kernels:KERNEL', timeout=600)\n"
+        "print(subject.question.__self__._child._process.pid, flush=True)\n"
+        "subject.gemm(tests_case.CASE)\n"
+    )
+    (module / "tests_case.py").write_text(
+        "from dataclasses import replace\nimport numpy as np\nfrom f8emu.conformance.gemm_cases import gemm_cases\n"
+        "from f8emu.spec import BFLOAT16\n"
+        "case = next(c for c in gemm_cases() if c.a.shape == (16, 544))\n"
+        "CASE = replace(case, a=np.resize(case.a, (48, 544)), out_dtype=BFLOAT16, bias=None)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+        time.sleep(0.5)  # the question is on its way, or asked: either will do
+        parent.kill()
+        parent.wait()
+    for _ in range(100):
+        if not is_running(child):
+            return
+        time.sleep(0.1)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child outlived its parent")
+
+
+def is_running(process: int) -> bool:
+    """A zombie that nobody collects has ended."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_from_the_command_line(module: Path, tmp_path: Path) -> None:
+    """Cases before and after a crash are reported as ever."""
+    golden, report, few = shipped_golden(), tmp_path / "report.json", tmp_path / "few.safetensors"
+    rows = (64, 128)  # of recorded tensorwise GEMMs: one fault, one that is equal
+    chosen = [case for case in golden.cases if case.gemm.mode.value == "tensorwise" and case.gemm.bias is None]
+    chosen = [case for case in chosen if case.gemm.split_k == 1 and case.gemm.a.shape[0] in rows][:6]
+    write_golden(few, chosen, golden.metadata)
+    crashing = sum(case.gemm.a.shape[0] == 64 for case in chosen)
+    words = ["verify", "faulty_kernels:by_rows", "--arrays", "numpy", "--stage", "golden", "--golden", str(few)]
+    ran = CliRunner().invoke(cli.build_app(), [*words, "--isolate", "--json", str(report)])
+    (stage,) = json.loads(report.read_text())["subjects"][0]["stages"]
+    assert ran.exit_code == 1, ran.output
+    assert stage["cases_total"] == len(chosen) == 6 and crashing > 0
+    assert sum("exited with status 3" in mismatch["error"] for mismatch in stage["mismatches"]) == crashing
+
+
+@pytest.mark.parametrize(
+    ("name", "timeout", "text"),
+    [
+        ("no_such_module:gemm", 5, "No module named 'no_such_module'.*PYTHONPATH"),
+        ("faulty_kernels:KERNEL", 0, "--timeout must be more than 0"),
+        ("dies_on_import:gemm", 5, "while it was imported: its process exited with status 9"),
+    ],
+)
+def test_what_cannot_be_loaded(name: str, timeout: float, text: str, module: Path) -> None:
+    (module / "dies_on_import.py").write_text("import os\nos._exit(9)\n")
+    with pytest.raises(SpecError, match=text):
+        load_subject(name, timeout=timeout)
+
+
+def test_a_known_kernel_that_cannot_be_imported_stops_nobody(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a package that was built for another torch and crashes."""
+    (module / "sitecustomize.py").write_text(
+        "import f8emu.conformance.kernels as kernels, dataclasses, os\n"
+        "found = kernels.KERNELS['fbgemm.rowwise']\n"
+        "kernels.KERNELS['fbgemm.rowwise'] = dataclasses.replace("
+        "found, needs_gpu=False, imports=('dies_on_import',))\n"
+    )
+    (module / "dies_on_import.py").write_text("import os\nos.abort()\n")
+    rowwise = next(case for case in gemm_cases() if case.mode.value == "rowwise")
+    with pytest.raises(NotOffered, match=r"while it was imported: its process was ended by SIGABRT; File .*dies_on_"):
+        load_subject("fbgemm.rowwise", timeout=5).gemm(rowwise)
+
+
+def test_list_of_kernels() -> None:
+    ran = CliRunner().invoke(cli.build_app(), ["verify", "--kernels"])
+    assert ran.exit_code == 0
+    assert "fbgemm.rowwise: equal: (acc * scale_b) * scale_a [EPI-2]" in ran.output
+    assert "(pip install torchao)" in ran.output

@@ -1,0 +1,553 @@
+"""Kernels as data: every known declaration on a stand-in of that very signature, which checks what the library checks.
+
+The stand-ins compute with the oracle, so equal bits mean that operands, scales and options arrived where they belong.
+torch's own checks of a CUDA call are asked too, on fake tensors.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import f8ref.numpy as f8
+from f8emu.conformance import Arg, Kernel, ScaleLayout, load_subject
+from f8emu.conformance.arrays import torch_arrays
+from f8emu.conformance.compare import different
+from f8emu.conformance.faults import LeftUnwritten, WroteOutOfBounds
+from f8emu.conformance.gemm import GemmCase, NotOffered
+from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
+from f8emu.conformance.kernel import ROWWISE_VECTORS, Accumulation, OperandLayout
+from f8emu.conformance.kernel_call import question
+from f8emu.conformance.kernels import KERNELS
+from f8emu.conformance.subject import kernel_subject
+from f8emu.spec import BFLOAT16, FLOAT32, Granularity, SpecError
+
+VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+ROWWISE = Granularity.ROWWISE
+NUMPY = load_subject("f8ref.numpy")
+TORCH = torch_arrays("test")
+
+
+def n(tensor: Any) -> Any:
+    return TORCH.store(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def oracle(
+    a: Any, b: Any, scale_a: Any, scale_b: Any, pair: tuple[Granularity, Granularity], out: Any, **options: Any
+) -> torch.Tensor:
+    """a [M, K], b [K, N], scales as the verbs have them."""
+    arrays = (n(x) for x in (a, b, scale_a, scale_b))
+    name = str(out).removeprefix("torch.")
+    bias = n(options.pop("bias", None))
+    return TORCH.load(
+        f8.scaled_mm(*arrays, granularity_a=pair[0], granularity_b=pair[1], out_dtype=name, bias=bias, **options)
+    )
+
+
+def checked_by_torch(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """torch's own checks of the call on a CUDA device, which nobody here wrote."""
+    with FakeTensorMode():
+
+        def fake(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+        function(*map(fake, args), **{name: fake(x) for name, x in options.items()})
+
+
+# Stand-ins, with the signatures of the libraries
+
+
+def torch_scaled_mm(
+    self, mat2, scale_a, scale_b, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+) -> torch.Tensor:
+    given = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    checked_by_torch(torch.ops.aten._scaled_mm.default, self, mat2, scale_a, scale_b, **given)
+    granularity = ROWWISE if scale_a.ndim else Granularity.TENSORWISE
+    given = {"bias": bias, "use_fast_accum": use_fast_accum}
+    return oracle(self, mat2, scale_a, scale_b, (granularity, granularity), out_dtype, **given)
+
+
+def functional_scaled_mm(
+    mat_a,
+    mat_b,
+    scale_a,
+    scale_recipe_a,
+    scale_b,
+    scale_recipe_b,
+    swizzle_a=None,
+    swizzle_b=None,
+    bias=None,
+    output_dtype=torch.bfloat16,
+    contraction_dim=(),
+    use_fast_accum=False,
+) -> torch.Tensor:
+    given = {"bias": bias, "output_dtype": output_dtype, "use_fast_accum": use_fast_accum}
+    checked_by_torch(
+        torch.nn.functional.scaled_mm, mat_a, mat_b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, **given
+    )
+    words = {"TensorWise": Granularity.TENSORWISE, "RowWise": ROWWISE, "BlockWise1x128": VECTOR}
+    pair = words.get(scale_recipe_a.name, SQUARE), words.get(scale_recipe_b.name, SQUARE)
+    scales = []
+    for scale, granularity, rows in ((scale_a, pair[0], len(mat_a)), (scale_b, pair[1], mat_b.shape[1])):
+        blocks = -(-mat_a.shape[1] // 128)
+        if granularity is VECTOR:  # what f8emu.torch.gemm.hardware gives cuBLAS, which an H200 accepted [EPI-5]
+            assert (scale.shape, scale.stride()) == ((rows, blocks), (1, rows))
+        if granularity is SQUARE:
+            padded = -(-blocks // 4) * 4
+            assert (scale.shape, scale.stride()) == ((padded, -(-rows // 128)), (1, padded))
+            scale = scale[:blocks].T
+        scales.append(scale)
+    scale_b = scales[1].T if pair[1].is_blockwise else scales[1]
+    return oracle(mat_a, mat_b, scales[0], scale_b, pair, output_dtype, bias=bias, use_fast_accum=use_fast_accum)
+
+
+def torch_scaled_grouped_mm(
+    self, mat2, scale_a, scale_b, offs=None, bias=None, scale_result=None, out_dtype=None, use_fast_accum=False
+) -> torch.Tensor:
+    given = {"offs": offs, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    checked_by_torch(torch.ops.aten._scaled_grouped_mm.default, self, mat2, scale_a, scale_b, **given)
+    out = str(out_dtype).removeprefix("torch.")
+    arrays = (n(x) for x in (self, mat2, scale_a, scale_b, offs))
+    return TORCH.load(f8.scaled_grouped_mm(*arrays, out_dtype=out, use_fast_accum=use_fast_accum))
+
+
+def functional_scaled_grouped_mm(
+    mat_a,
+    mat_b,
+    scale_a,
+    scale_recipe_a,
+    scale_b,
+    scale_recipe_b,
+    swizzle_a=None,
+    swizzle_b=None,
+    bias=None,
+    offs=None,
+    output_dtype=torch.bfloat16,
+    contraction_dim=(),
+    use_fast_accum=False,
+) -> torch.Tensor:
+    assert scale_recipe_a.name == scale_recipe_b.name == "RowWise"
+    return torch_scaled_grouped_mm(
+        mat_a, mat_b, scale_a, scale_b, offs=offs, out_dtype=output_dtype, use_fast_accum=use_fast_accum
+    )
+
+
+def fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias=None, use_fast_accum=True) -> torch.Tensor:
+    assert XQ.is_contiguous() and WQ.is_contiguous() and WQ.shape[1] == XQ.shape[1]
+    assert x_scale.shape == XQ.shape[:1] and w_scale.shape == WQ.shape[:1]
+    pair, options = (ROWWISE, ROWWISE), {"bias": bias, "use_fast_accum": use_fast_accum}
+    return oracle(XQ, WQ.T, x_scale[:, None], w_scale[None], pair, torch.bfloat16, **options)
+
+
+def fbgemm_rowwise_out(XQ, WQ, x_scale, w_scale, output, bias=None, use_fast_accum=True) -> None:
+    output.copy_(fbgemm_rowwise(XQ, WQ, x_scale, w_scale, bias, use_fast_accum))
+
+
+def fbgemm_tensorwise(XQ, WQ, scale, use_fast_accum=True) -> torch.Tensor:
+    assert XQ.is_contiguous() and WQ.is_contiguous() and type(scale) is float
+    one = np.ones((1, 1), np.float32)
+    pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
+    return oracle(XQ, WQ.T, one * np.float32(scale), one, pair, torch.bfloat16, use_fast_accum=True)
+
+
+def fbgemm_blockwise(XQ, WQ, x_scale, w_scale, block_m=128, block_n=128, block_k=128) -> torch.Tensor:
+    (m, k), rows = XQ.shape, WQ.shape[0]
+    assert (block_m, block_n, block_k) == (128, 128, 128)
+    assert XQ.stride(-1) == 1 and WQ.stride() == (k, 1)
+    blocks = -(-k // 128)
+    assert x_scale.shape == (-(-m // 128), blocks) and x_scale.stride() == (blocks, 1)
+    assert w_scale.shape == (-(-rows // 128), blocks) and w_scale.stride() == (blocks, 1)
+    repeated = x_scale.repeat_interleave(128, 0)[:m]
+    return oracle(XQ, WQ.T, repeated, w_scale.T, (VECTOR, SQUARE), torch.bfloat16)
+
+
+def fbgemm_groupwise(XQ, WQ, x_scale, w_scale) -> torch.Tensor:
+    (m, k), rows = XQ.shape, WQ.shape[0]
+    assert XQ.is_contiguous() and WQ.is_contiguous() and x_scale.is_contiguous() and w_scale.is_contiguous()
+    assert x_scale.shape == (-(-k // 128), m) and w_scale.shape == (-(-k // 128), -(-rows // 128))
+    return oracle(XQ, WQ.T, x_scale.T, w_scale, (VECTOR, SQUARE), torch.bfloat16)
+
+
+def deepgemm_fp8_gemm_nt(
+    a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False
+) -> None:
+    (a, sfa), (b, sfb) = a, b
+    (m, k), rows, blocks = a.shape, b.shape[0], -(-a.shape[1] // 128)
+    side = 128 if recipe is None else recipe[1]
+    assert a.stride(-1) == b.stride(-1) == d.stride(-1) == 1 and d.shape == (m, rows) and b.shape[1] == k
+    assert sfa.shape == (m, blocks) and sfb.shape == (-(-rows // side), blocks) and sfb.is_contiguous()
+    if side == 128:
+        assert d.dtype is torch.bfloat16 and c is None
+        d.copy_(oracle(a, b.T, sfa, sfb.T, (VECTOR, SQUARE), d.dtype))
+    else:
+        assert c is not None and d.dtype is c.dtype is torch.float32 and recipe == (1, 1, 128)
+        d.copy_(c)
+        d.add_(oracle(a, b.T, sfa, sfb.T, (VECTOR, VECTOR), d.dtype))
+
+
+def torchao_gemm(a, b, a_s, b_s, block_size: int = 128, out_dtype=torch.float32) -> torch.Tensor:
+    def is_column_major(x: torch.Tensor) -> bool:
+        return x.stride(-2) == 1
+
+    assert a.stride(-1) == 1 and is_column_major(b) and is_column_major(a_s) and block_size == 128
+    blocks = -(-a.shape[1] // 128)
+    square = b_s.shape == (blocks, -(-b.shape[1] // 128))
+    assert is_column_major(b_s) if square else (b_s.shape == (blocks, b.shape[1]) and b_s.stride(-1) == 1)
+    return oracle(a, b, a_s, b_s, (VECTOR, SQUARE if square else VECTOR), out_dtype)
+
+
+STAND_INS: dict[str, tuple[Callable[..., Any], int]] = {
+    "torch._scaled_mm": (torch_scaled_mm, 20),
+    "torch.nn.functional.scaled_mm": (functional_scaled_mm, 26),
+    "torch._scaled_grouped_mm": (torch_scaled_grouped_mm, 2),
+    "torch.nn.functional.scaled_grouped_mm": (functional_scaled_grouped_mm, 2),
+    "fbgemm.rowwise": (fbgemm_rowwise, 4),
+    "fbgemm.rowwise_out": (fbgemm_rowwise_out, 4),
+    "fbgemm.tensorwise": (fbgemm_tensorwise, 4),
+    "fbgemm.blockwise": (fbgemm_blockwise, 2),
+    "fbgemm.groupwise": (fbgemm_groupwise, 2),
+    "deepgemm.fp8_gemm_nt": (deepgemm_fp8_gemm_nt, 2),
+    "deepgemm.fp8_gemm_nt_1d1d": (deepgemm_fp8_gemm_nt, 2),
+    "torchao.triton_1x128_128x128": (torchao_gemm, 2),
+    "torchao.triton_1x128_128x1": (torchao_gemm, 2),
+}
+"""Name -> stand-in, and how many of CASES it must take."""
+OURS = {"triton.dot", "inductor.rowwise", "jax.dot_general"}
+
+
+@cache
+def few_cases() -> tuple[GemmCase, ...]:
+    """All modes and formats, both chainings, with and without bias; sizes that are multiples of nothing."""
+    kept = []
+    for case in gemm_cases():
+        small = case.a.shape[0] in (5, 48) or case.mode.value in ("blockwise", "grouped_rowwise")
+        if small and case.split_k == 1 and ("normal" in case.id or "blockwise" in case.id or "grouped" in case.id):
+            kept.append(case)
+        elif "specials" in case.id and case.a.shape[0] == 16 and case.k == 80:
+            kept.append(case)
+    return tuple(kept)
+
+
+@cache
+def answer(key: str, case: "Asked") -> np.ndarray:
+    return case.case.run(NUMPY.verbs)
+
+
+class Asked:
+    """A case as a key: its judge is asked once."""
+
+    def __init__(self, case: GemmCase) -> None:
+        self.case = case
+        self.key = (case.id, case.out_dtype, case.use_fast_accum)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Asked) and self.key == other.key
+
+
+def equal_and_offered(kernel: Kernel) -> tuple[int, int]:
+    """Of the few cases: how many equal the oracle, and how many the kernel takes."""
+    subject = kernel_subject(kernel)
+    equal = offered = 0
+    for case in few_cases():
+        asked = subject.question(case)
+        try:
+            output = subject.gemm(asked)
+        except NotOffered:
+            continue
+        offered += 1
+        equal += not different(output, answer(asked.id, Asked(asked))).any()
+    return equal, offered
+
+
+def test_every_known_kernel_is_tried() -> None:
+    assert set(KERNELS) == set(STAND_INS) | OURS
+    assert all(kernel.predicted and kernel.arrays for kernel in KERNELS.values())
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_declaration(name: str) -> None:
+    function, expected = STAND_INS[name]
+    equal, offered = equal_and_offered(replace(KERNELS[name], function=function, imports=(), needs_gpu=False))
+    assert (equal, offered) == (expected, expected)
+
+
+def test_absent_kernels_are_not_offered() -> None:
+    """Said once, with what to install; never equal, never different."""
+    if torch.cuda.is_available():
+        pytest.skip("here they may run")
+    for name in ("fbgemm.rowwise", "deepgemm.fp8_gemm_nt", "torch._scaled_grouped_mm"):
+        kernel = KERNELS[name]
+        with pytest.raises(NotOffered, match=f"{name} needs a GPU, and torch has none here") as caught:
+            load_subject(name).gemm(few_cases()[0])
+        assert kernel.install in str(caught.value)
+    missing = replace(KERNELS["fbgemm.rowwise"], needs_gpu=False)
+    with pytest.raises(NotOffered, match=r"is not installed .*; pip install fbgemm-gpu-genai"):
+        kernel_subject(missing).gemm(few_cases()[0])
+    with pytest.raises(SpecError, match="expected no_such:gemm to be importable"):
+        kernel_subject(replace(missing, function="no_such:gemm", imports=(), install=""))
+
+
+def test_triton_kernel_in_its_interpreter() -> None:
+    """`tl.dot` adds in float32 there, which is exact for small integers: so are both kernels, in every mask."""
+    program = """
+import numpy as np, ml_dtypes, f8ref.numpy as f8
+from f8emu.conformance import load_subject
+from f8emu.spec import Granularity
+kernel, r = load_subject("triton.dot"), np.random.default_rng(1)
+for m, n, k in ((5, 7, 300), (65, 129, 256)):
+    a, b = (r.integers(-2, 3, shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((m, k), (n, k)))
+    scales = r.uniform(0.1, 9, (m, 1)).astype(np.float32), r.uniform(0.1, 9, (1, n)).astype(np.float32)
+    for fast in (True, False):
+        options = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE,
+                   "out_dtype": "float32", "use_fast_accum": fast, "split_k": 1, "bias": None}
+        from f8emu.spec import FLOAT32
+        given = kernel.verbs["scaled_mm"](a, b.T, *scales, **{**options, "out_dtype": FLOAT32})
+        expected = f8.scaled_mm(a, b.T, *scales, **options)
+        print(given.view(np.uint32).tobytes() == expected.view(np.uint32).tobytes())
+"""
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    places = os.pathsep.join((str(root), str(root / "reference")))
+    environment = {**os.environ, "PYTHONPATH": places, "TRITON_INTERPRET": "1"}
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.stdout.split() == ["True"] * 4, ran.stderr[-2000:]
+    assert "TRITON_INTERPRET=1" in not_offered("triton.dot")
+
+
+def not_offered(name: str) -> str:
+    rowwise = next(case for case in few_cases() if case.granularity_a is ROWWISE)
+    subject = load_subject(name)
+    with pytest.raises(NotOffered) as caught:
+        subject.gemm(subject.question(rowwise))
+    return str(caught.value)
+
+
+# A declaration of one's own
+
+
+def own(**options: Any) -> Kernel:
+    declared: dict[str, Any] = {
+        "name": "own",
+        "function": own_rowwise,
+        "arguments": ((Arg.A, Arg.SCALE_A), (Arg.B, Arg.SCALE_B), Arg.OUT),
+        "scales": ROWWISE_VECTORS,
+        "arrays": "numpy",
+        "out_dtypes": (FLOAT32,),
+    }
+    return Kernel(**{**declared, **options})
+
+
+def own_rowwise(a: Any, b: Any, out: np.ndarray) -> None:
+    (a, scale_a), (b, scale_b) = a, b
+    scales = scale_a[:, None], scale_b[None]
+    out[:] = f8.scaled_mm(a, b.T, *scales, granularity_a=ROWWISE, granularity_b=ROWWISE, out_dtype="float32")
+
+
+def test_inverse_scales_are_asked_with_powers_of_two() -> None:
+    def divided(a: Any, b: Any, inv_a: np.ndarray, inv_b: float, out: np.ndarray) -> None:
+        scales = (np.float32(1) / inv_a).reshape(1, 1), np.full((1, 1), 1 / inv_b, np.float32)
+        out[:] = f8.scaled_mm(a, b.T, *scales, out_dtype="float32", use_fast_accum=True).astype(np.float32)
+
+    pair = Granularity.TENSORWISE, Granularity.TENSORWISE
+    layouts = ScaleLayout(is_inverse=True, ndim=1), ScaleLayout(is_inverse=True, as_float=True)
+    kernel = own(
+        function=divided,
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.OUT),
+        scales={pair: layouts},
+        accumulation=Accumulation.FAST,
+    )
+    equal, offered = equal_and_offered(kernel)
+    assert equal == offered > 3
+    case = next(case for case in few_cases() if case.granularity_a is Granularity.TENSORWISE)
+    asked = question(kernel, case)
+    assert "scales powers of two" in asked.id and asked.use_fast_accum and asked.bias is None
+    with pytest.raises(NotOffered, match="powers of two alone"):
+        kernel_subject(kernel).gemm(replace(asked, scale_a=case.scale_a))
+
+
+@pytest.mark.parametrize("k_first", [False, True])
+@pytest.mark.parametrize("k_contiguous", [False, True])
+@pytest.mark.parametrize("arrays", ["numpy", "torch", "jax"])
+def test_operand_layouts(arrays: str, k_first: bool, k_contiguous: bool) -> None:
+    """Shapes and strides, for each framework's arrays; a dimension of one row too."""
+    seen: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
+
+    def looks(a: Any, b: Any, scale: Any) -> Any:
+        strides = None if arrays == "jax" else b.stride() if arrays == "torch" else b.strides
+        seen.append((tuple(b.shape), strides))
+        raise NotImplementedError("only looking")
+
+    layout = OperandLayout(k_first=k_first, k_contiguous=k_contiguous)
+    kernel = own(function=looks, arguments=(Arg.A, Arg.B, Arg.SCALE_A), arrays=arrays, b=layout, multiples=(1, 1, 1))
+    subject = kernel_subject(kernel)
+    for rows in (5, 1):
+        case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+        case = replace(case, b=case.b[:rows], scale_b=case.scale_b[:, :rows], bias=None)  # type: ignore[index]
+        with pytest.raises(NotOffered, match="only looking"):
+            subject.gemm(subject.question(case))
+        k = case.k
+        shape = (k, rows) if k_first else (rows, k)
+        along_k, along_rows = (1, k) if k_contiguous else (rows, 1)
+        strides = None if arrays == "jax" else (along_k, along_rows) if k_first else (along_rows, along_k)
+        assert seen[-1] == (shape, strides)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arguments": (Arg.A, Arg.SCALE_A)}, "expected Arg.B once among its arguments; found it 0 times"),
+        ({"scales": {}}, "expected the layouts of its scales"),
+        ({"arrays": "jax"}, "cannot be written to"),
+        ({"multiples": (16, 0, 16)}, "at least 1"),
+        ({"out_dtypes": ()}, "at least one output type"),
+    ],
+)
+def test_contradictions(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        own(**options)
+
+
+# Faults
+
+
+def test_writes_beside_the_output_are_found() -> None:
+    """One element before it, one behind it, a whole tile: outside of the output, inside of the process."""
+    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 48)
+
+    def beside(offset: int, count: int) -> Callable[..., None]:
+        def kernel(a: Any, b: Any, out: np.ndarray) -> None:
+            own_rowwise(a, b, out)
+            memory = out
+            while isinstance(memory.base, np.ndarray):
+                memory = memory.base
+            flat = memory.view(np.uint32).ravel()
+            begin = (out.__array_interface__["data"][0] - flat.__array_interface__["data"][0]) // 4 + offset
+            flat[begin : begin + count] = 0
+
+        return kernel
+
+    size = 48 * 16
+    for offset, count, text in (
+        (-1, 1, "1 before its begin, the nearest 1 elements away"),
+        (size + 6, 1, "1 behind its end, the nearest 7 elements away"),
+        (-16, size + 96, "16 before its begin, the nearest 1 elements away; 80 behind its end"),
+    ):
+        subject = kernel_subject(own(function=beside(offset, count)))
+        with pytest.raises(WroteOutOfBounds, match=text):
+            subject.gemm(subject.question(case))
+
+
+def test_reads_and_writes_beside_an_input_are_found() -> None:
+    """A missing mask along K reads behind the last row: there are NaN, not zeros by luck."""
+    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+
+    def past_its_end(a: np.ndarray, k: int) -> np.ndarray:
+        return np.lib.stride_tricks.as_strided(a, (len(a), k), a.strides)
+
+    def no_mask(a: Any, b: Any, out: np.ndarray) -> None:
+        (a, scale_a), (b, scale_b) = a, b
+        own_rowwise((past_its_end(a, 416), scale_a), (past_its_end(b, 416), scale_b), out)
+
+    subject = kernel_subject(own(function=no_mask, multiples=(1, 1, 1)))
+    assert np.isnan(subject.gemm(subject.question(case))[-1]).all()
+
+    def writes(a: Any, b: Any, out: np.ndarray) -> None:
+        own_rowwise(a, b, out)
+        past_its_end(b[0], 402)[-1, 401] = 0
+
+    subject = kernel_subject(own(function=writes, multiples=(1, 1, 1)))
+    with pytest.raises(WroteOutOfBounds, match="beside the input b were written: 1 behind its end, the nearest 1 el"):
+        subject.gemm(subject.question(case))
+
+
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_outputs_never_written_are_found(arrays: str, dtype: Any) -> None:
+    def lazy(a: Any, b: Any, out: Any) -> None:
+        out[:] = 0
+        out[3:, 5] = previous
+
+    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 48)
+    previous: Any = 0
+    subject = kernel_subject(own(function=lazy, arrays=arrays, out_dtypes=(dtype,)))
+    assert subject.gemm(subject.question(case)).shape == (48, 16)  # all written, and a NaN is no poison
+    previous = float("nan")
+    assert np.isnan(subject.gemm(subject.question(case))[3:, 5].astype(np.float32)).all()
+
+    def idle(a: Any, b: Any, out: Any) -> None:
+        out[:47] = 0
+
+    subject = kernel_subject(own(function=idle, arrays=arrays, out_dtypes=(dtype,)))
+    with pytest.raises(LeftUnwritten, match=r"16 of 768 outputs were never written, the first at \[47, 0\]"):
+        subject.gemm(subject.question(case))
+
+
+def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten lines declare a kernel of block scales; every distribution of codes, and what a wrong scale would give."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    subject = load_subject("own_kernel:BLOCKWISE")
+    cases = [subject.question(case) for case in subject.more_gemms() if case.a.shape == (128, 128)]
+    assert len(cases) == len(CODE_DISTRIBUTIONS)
+    for case in cases:
+        expected = case.run(NUMPY.verbs)
+        assert not different(subject.gemm(case), expected).any()
+        assert case.scale_a is not None
+        turned = replace(case, scale_a=case.scale_a[::-1])
+        assert different(subject.gemm(turned), expected).any() or "special" in case.id
+
+
+def test_grouped_gemms_for_kernels_alone() -> None:
+    """Sizes of groups in place of their ends."""
+
+    def stacked(XQ, WQ, x_scale, w_scale, M_sizes) -> torch.Tensor:
+        ends = np.cumsum(n(M_sizes), dtype=np.int32)
+        arrays = n(XQ), n(WQ).swapaxes(1, 2), n(x_scale), n(w_scale)
+        return TORCH.load(f8.scaled_grouped_mm(*arrays, ends, use_fast_accum=True))
+
+    arguments = (Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.GROUP_SIZES)
+    kernel = Kernel(
+        name="stacked", function=stacked, arguments=arguments, accumulation=Accumulation.FAST, arrays="torch"
+    )
+    subject = kernel_subject(kernel)
+    cases = list(subject.more_gemms())
+    assert len(cases) == len(CODE_DISTRIBUTIONS)
+    for case in cases[:3]:
+        asked = subject.question(case)
+        assert asked.use_fast_accum
+        assert not different(subject.gemm(asked), asked.run(NUMPY.verbs)).any()
+
+
+def test_a_16_bit_output_hides_no_order_of_scales() -> None:
+    """Random GEMMs show it in one output of 10^5: the probes of the diagnosis are asked too."""
+
+    def one_product(a: Any, b: Any, out: np.ndarray) -> None:
+        (a, scale_a), (b, scale_b) = a, b
+        ones = np.ones((len(a), 1), np.float32), np.ones((1, len(b)), np.float32)
+        acc = f8.scaled_mm(a, b.T, *ones, granularity_a=ROWWISE, granularity_b=ROWWISE, out_dtype="float32")
+        with np.errstate(over="ignore", invalid="ignore"):
+            out[:] = (acc * (scale_a[:, None] * scale_b[None])).astype(out.dtype)  # not [EPI-2]
+
+    kernel = own(function=one_product, out_dtypes=(BFLOAT16,))
+    subject = kernel_subject(kernel)
+    equal, offered = equal_and_offered(kernel)
+    assert equal == offered > 3
+    asked = [subject.question(case) for case in subject.more_gemms()]
+    wrong = [case.id for case in asked if different(subject.gemm(case), case.run(NUMPY.verbs)).any()]
+    assert wrong and all("scales beside a tie" in name for name in wrong)
+    right = kernel_subject(own(out_dtypes=(FLOAT32,)))
+    asked = [right.question(case) for case in right.more_gemms()]
+    assert len(asked) > 10 and not any(different(right.gemm(case), case.run(NUMPY.verbs)).any() for case in asked)
