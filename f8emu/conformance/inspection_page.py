@@ -13,7 +13,7 @@ COMMAND = "f8emu inspect"
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
 _LINES = 6
 """Places in the figure: more cannot be told apart."""
-_MOST_EVENTS = 200
+_MOST_EVENTS = 50
 _UNITS = {
     "sqnr": "signal to noise of the cast, dB",
     "underflow": "share that underflows",
@@ -48,15 +48,28 @@ def to_html(run: Run, worst: Sequence[Place], by: str, log: Path) -> str:
         blocks.append(page.Text(points=["The last line is incomplete: the run was ended while it wrote."]))
     sections = [page.Section(title=f"Worst by {by}", blocks=blocks)]
     if run.events:
-        keys = ("step", "rank", "event", "layer", "gemm", "operand", "tensor", "amount")
-        shown = [[str(event.get(key, "")) for key in keys] for event in run.events[:_MOST_EVENTS]]
-        caption = f"The first {len(shown)} of {len(run.events)} events, in the order in which they happened"
-        sections.insert(0, page.Section(title="Events", blocks=[page.Table(caption=caption, columns=keys, rows=shown)]))
+        sections.insert(0, _events(page, run.events))
     words = f"{len(run.events)} events" if run.events else "no NaN, no infinity, no overflow"
     verdict = page.Cell(text=words, tone="bad" if run.events else "good")
     found = page.Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
     text: str = page_html.render(COMMAND, found)
     return text
+
+
+def _events(page: Any, events: Sequence[dict[str, Any]]) -> Any:
+    """The first event of each step, where it began, and below it the others."""
+    columns = ("step", "rank", "event", "layer", "gemm", "operand", "tensor", "values")
+    first: dict[tuple[str, str], list[str]] = {}
+    for event in events:
+        row = [str(event.get(key, "")) for key in columns[:-1]]
+        amount = event.get("amount", 0)
+        row.append(f"{amount:.3%}" if event.get("event") == "overflow" and isinstance(amount, float) else str(amount))
+        first.setdefault((row[0], row[1]), row)
+    caption = "Where each step's first NaN, infinity or overflow was; what follows may come of it"
+    rows = list(first.values())[:_MOST_EVENTS]
+    more = f"{len(events):,} events in {len(first):,} steps; all are in the JSON of {COMMAND} --json"
+    table = page.Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((7,)))
+    return page.Section(title="Events", blocks=[table, page.Text(points=[more])])
 
 
 def _row(place: Place, by: str) -> list[str]:

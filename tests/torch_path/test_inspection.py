@@ -186,7 +186,7 @@ def test_the_fused_block_shows_what_it_never_writes() -> None:
 
 
 def test_compiled_code_has_taps_only_while_somebody_watches() -> None:
-    """The recipe whose kept input once changed its bits when it was watched, in a checkpointed graph."""
+    """A checkpointed graph, whose fused SwiGLU feeds an operand that stays in bfloat16."""
     graphs, seen = list[str](), Seen()
 
     def backend(graph: Any, inputs: Any) -> Any:
