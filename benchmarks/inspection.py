@@ -4,8 +4,8 @@
     python -m benchmarks.inspection --device cpu --tiny           the same code, emulated, under a minute
 
 A round times each subject over `--steps` steps, one after the other, so that a drift of the machine meets all alike;
-the figure is the median over rounds. `off` is an inspection that waits for a step that does not come. Asked: off at most
-1 %, every 10 steps at most 10 %. On a CPU the emulation takes most of the time, so the figures say little there.
+the figure is the median over rounds. `off` is an inspection that waits for a step that does not come. Asked: off at
+most 1 %, every 10 steps at most 10 %. On a CPU the emulation takes most of the time, so the figures say little there.
 """
 
 import argparse

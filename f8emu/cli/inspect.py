@@ -35,25 +35,32 @@ def add_to(app: "typer.Typer") -> None:
         json_file: Annotated[
             Path | None, typer.Option("--json", metavar="OUT", help="Write events and worst places.")
         ] = None,
+        html_file: Annotated[
+            Path | None, typer.Option("--html", metavar="OUT", help="Write events and worst places as one page.")
+        ] = None,
     ) -> None:
         """Show the worst layers of a training run that was inspected, and its events."""
-        raise typer.Exit(guarded(_inspect, log, by, top, json_file))
+        raise typer.Exit(guarded(_inspect, log, by, top, json_file, html_file))
 
 
-def _inspect(log: Path, by: str, top: int, json_file: Path | None) -> int:
+def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Path | None) -> int:
     from f8emu.conformance.inspection_log import MEASURES, read_run
     from f8emu.spec import SpecError
 
     if by not in MEASURES:
         raise SpecError(f"inspect: --by must be one of {', '.join(MEASURES)}; got {by!r}")
-    with opened("inspect", json_file) as out:
+    with opened("inspect", json_file) as out, opened("inspect", html_file) as page:
         run = read_run(log)
         worst = run.worst(by, top)
         if out is not None:
             places = [_plain(place) for place in worst]
             out.write(json.dumps({"runs": run.headers, "events": run.events, "worst": places}, indent=1) + "\n")
-            return 0
-    _print(run, worst, by, log)
+        if page is not None:
+            from f8emu.conformance.inspection_page import to_html
+
+            page.write(to_html(run, worst, by, log))
+    if out is None and page is None:
+        _print(run, worst, by, log)
     return 0
 
 
