@@ -49,7 +49,8 @@ def different(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
     unequal = bits(observed) != bits(expected)
     if expected.dtype.kind in "biu" or not unequal.any():
         return unequal
-    return unequal & ~(np.isnan(observed) & np.isnan(expected))
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        return unequal & ~(np.isnan(observed) & np.isnan(expected))
 
 
 def bits(array: np.ndarray) -> np.ndarray:
