@@ -13,7 +13,7 @@ import numpy as np
 
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.probes import Kind
+from f8emu.conformance.probe import Kind
 from f8emu.conformance.rules import Adder
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, MissingExtraError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from f8emu.conformance.altered import Memory
 from f8emu.conformance.asked import Asked, ask
 from f8emu.conformance.hypotheses import Alteration, alterations
-from f8emu.conformance.probes import KINDS, Kind
+from f8emu.conformance.probe import KINDS, Kind
 from f8emu.conformance.rules import Rules, rules_of
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress

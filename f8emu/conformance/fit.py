@@ -16,7 +16,7 @@ from f8emu.conformance.asked import Asked, ask
 from f8emu.conformance.batch_invariance import MS, RowsAtM, rows_at
 from f8emu.conformance.confirmation import confirmed
 from f8emu.conformance.hypotheses import alterations
-from f8emu.conformance.probes import KINDS, Kind
+from f8emu.conformance.probe import KINDS, Kind
 from f8emu.conformance.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.conformance.verify import Progress

@@ -73,7 +73,7 @@ def _splits() -> Iterator[Alteration]:
     for slices in SPLITS:
         yield Alteration(
             name=f"split-K {slices}",
-            sentence=f"cuts K into {slices} slices, each accumulated from zero, and adds their float32 results [CHAIN-3]",
+            sentence=f"cuts K into {slices} slices, each from zero, and adds their float32 results [CHAIN-3]",
             change=lambda rules, slices=slices: replace(rules, split_k=slices),
         )
 

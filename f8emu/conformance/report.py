@@ -90,8 +90,8 @@ def to_json(
     command: Sequence[str],
     seconds: float,
     errors: int = 20,
-    not_run: Mapping[str, str] = {},
-    diagnoses: Diagnoses = {},
+    not_run: Mapping[str, str] | None = None,
+    diagnoses: Diagnoses | None = None,
 ) -> dict[str, Any]:
     """The whole run as plain data; `not_run` names subjects that could not be loaded, and why."""
     golden = result.golden
@@ -99,7 +99,7 @@ def to_json(
         "schema": SCHEMA,
         "equal": result.is_equal,
         "interrupted": result.is_interrupted,
-        "not_run": dict(not_run),
+        "not_run": dict(not_run or {}),
         "command": list(command),
         "seconds": round(seconds, 3),
         "versions": versions(),
@@ -116,7 +116,7 @@ def to_json(
                 "engine": subject.engine,
                 "equal": subject.is_equal,
                 "stages": [_stage_json(stage, errors) for stage in subject.stages],
-                "diagnosis": diagnosis_json(diagnoses.get(subject.name, ())),
+                "diagnosis": diagnosis_json((diagnoses or {}).get(subject.name, ())),
             }
             for subject in result.subjects
         ],
