@@ -152,15 +152,16 @@ class _Search:
         complete = self._complete([self.own], "one alteration")
         if complete is not None:
             return [complete]
-        singles = self._better(self._counted_level([self.own], "one alteration, counted"), self.own)
+        counted = self._counted_level([self.own], "one alteration, counted")
+        singles = self._better(counted, self.own)
         complete = self._complete(singles[:_SECOND], "two alterations")
         if complete is not None or not self.is_thorough:
-            return [*filter(None, [complete]), *singles]
+            return [*filter(None, [complete]), *counted]
         pairs: list[_Tried] = []
         if singles:
             pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
             complete = self._complete(pairs[:_THIRD], "three alterations")
-        return [*filter(None, [complete]), *singles, *pairs]
+        return [*filter(None, [complete]), *counted, *pairs]
 
     def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
         """Those that explain more than a base does, the best first."""

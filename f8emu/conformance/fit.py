@@ -208,7 +208,7 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
                 lambda rules: replace(rules, model=replace(rules.model, promote_k=step)),
             )
             options = (("as measured", lambda rules: rules), alone)
-            yield _Question(name="promotion of steps", probes=("one chain", "middle", "long"), options=options)
+            yield _Question(name="promotion of steps", probes=("one chain", "middle"), options=options)
     codes = ("every code", "middle", "mixed", "tail of K", "one chain")
     yield question("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
     if kind.with_bias:

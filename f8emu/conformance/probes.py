@@ -46,10 +46,11 @@ def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     one_step = drawn("bits", SHORT_K)
     for codes in one_step:
         codes.view(np.uint8)[:, 8:] = 0
+    # At the end of K: a later step would cut what the last one kept.
     one_sign = draw_codes("same", (2 * SIZE, SHORT_K), E4M3FN, "probe one sign")
     small = draw_codes("bits", (2 * SIZE, 12), E4M3FN, "probe one sign")
-    one_sign.view(np.uint8)[:, 20:32] = small.view(np.uint8) & 0x1F
-    one_sign.view(np.uint8)[:, 32:] = 0
+    one_sign.view(np.uint8)[:, -12:] = small.view(np.uint8) & 0x1F
+    one_sign.view(np.uint8)[:, :-32] = 0
     r = rng("probe", "long")
     integers = [r.integers(1, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, 3, (SIZE, LONG_K)) for _ in "ab"]
     same = [r.integers(8, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, 2, (SIZE, LONG_K)) for _ in "ab"]

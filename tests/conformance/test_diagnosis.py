@@ -250,12 +250,14 @@ def test_right_kernels_are_not_accused(name: str) -> None:
     assert all(one.is_right and one.best is None and not one.error for one in found), found
 
 
-@pytest.mark.parametrize("name", ["f8ref.jax", "torch"])
+@pytest.mark.exhaustive  # a minute of compiling
+@pytest.mark.parametrize("name", ["f8ref.jax", "torch", "f8emu.jax"])
 def test_right_frameworks_are_not_accused(name: str) -> None:
     pytest.importorskip("jax")
-    pytest.importorskip(name.removeprefix("f8ref."))
-    (found,) = diagnose(load_subject(name), kinds=[BY_NAME["tensorwise promoted with bias"]])
-    assert found.is_right and found.outputs_total > 3000, found
+    if name == "torch":
+        pytest.importorskip("torch")
+    found = diagnose(load_subject(name))
+    assert len(found) == len(KINDS) and all(one.is_right for one in found), found
 
 
 def test_a_kernel_that_fails_is_no_diagnosis() -> None:
@@ -268,12 +270,12 @@ def test_a_kernel_that_fails_is_no_diagnosis() -> None:
 
 SAME_KERNEL = (
     {"operands swapped", "output transposed"},  # tensorwise there is no scale of a row
-    {f"sums of {bits} fraction bits" for bits in (23, 18, 19)},  # no sum of a step has more bits
+    {f"sums of {bits} fraction bits" for bits in (23, 17, 18, 19)},  # no sum of a step has more bits
 )
 """Alterations with another name and the same bits, beside those of chips."""
 
 
-@pytest.mark.parametrize("name", ["tensorwise fast", "rowwise promoted with bias", SQUARE])
+@pytest.mark.parametrize("name", ["tensorwise fast", SQUARE])
 def test_probes_part_the_alterations(name: str) -> None:
     """No two alterations that mean something for a kind of GEMM have the same bits on its probes."""
     kind, memory = BY_NAME[name], Memory()
@@ -306,23 +308,21 @@ BIAS = {"bias by FMA", "bias before the scales", "bias after the output type", "
 BLOCKS = {"block scales transposed", "first block's scales everywhere"}
 MEANINGLESS: dict[str, set[str]] = {
     "tensorwise fast": {*BIAS, *BLOCKS, "scales swapped"},
-    "rowwise promoted with bias": {*BLOCKS, "split-K 8"},
     SQUARE: {
         *BIAS,
         *(f"promotion every {k}" for k in (128, 256, 512)),
         *("scales swapped", "operands swapped", "output transposed", "formats swapped", "output ties away from zero"),
     },
 }
-"""What such a GEMM has nothing of, or what is the same there: slices of 128 are promoted partials."""
+"""What such a GEMM has nothing of."""
 TOGETHER: dict[str, tuple[set[str], ...]] = {
     "tensorwise fast": ({"promotion every 128", "split-K 8"}, {"split-K 3", "split-K 2"}),
-    "rowwise promoted with bias": ({f"sums of {bits} fraction bits" for bits in (23, *range(14, 20))},),
     SQUARE: (
         {f"split-K {n}" for n in (2, 3, 4, 8)},
         {f"sums of {bits} fraction bits" for bits in (23, *range(15, 20))},
     ),
 }
-"""Slices beside 128x128 scales are multiples of 512; a bfloat16 output shows 8 bits of a sum."""
+"""Slices of 128 are promoted partials; beside 128x128 scales they are multiples of 512."""
 
 
 def test_torch_on_a_cpu_scales_first_and_adds_in_float32() -> None:
