@@ -16,10 +16,12 @@ import numpy as np
 from f8emu.conformance.adding import adding_rules, pairwise_sum, promoted, sliced, slices
 from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.rules import Adder, BiasRule, Misreading, Rounding, Rules, ScaleOrder
-from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
+from f8emu.conformance.output_rounding import rounded_output
+from f8emu.conformance.rules import Adder, BiasRule, Misreading, Rules, ScaleOrder
+from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, operand
 from f8ref.numpy.cast import convert
+from f8ref.numpy.codec import Unpacked
 from f8ref.numpy.float32 import fma
 
 _BLOCK_K = 128
@@ -75,17 +77,17 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
             key = (place, *_scaling_before(rules), read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes())
             result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
         elif case.mode is Mode.BLOCKWISE:
-            key = (place, "blocks", adding_rules(rules), rules.flushes_operands, read.format_a, read.format_b)
+            key = (place, "blocks", adding_rules(rules), _reading(rules), read.format_a, read.format_b)
             partials = memory.get(read.a_MK, read.b_NK, key, lambda: list(_partials(read, rules, rows, columns)))
             result = _blocks(partials, scale_a, scale_b, rules, read.a_MK.shape[1])
         else:
-            key = (place, rules.split_k, adding_rules(rules), rules.flushes_operands, read.format_a, read.format_b)
+            key = (place, rules.split_k, adding_rules(rules), _reading(rules), read.format_a, read.format_b)
             result = memory.get(read.a_MK, read.b_NK, key, lambda: _accumulated(read, rules, rows, columns))
             if case.mode is not Mode.BF16:
                 return _transposed(_epilogue(result, scale_a, scale_b, bias, rules, case.out_dtype), is_transposed)
         if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
             result = result + bias
-        return _transposed(_output(result, rules, case.out_dtype), is_transposed)
+        return _transposed(rounded_output(result, rules, case.out_dtype), is_transposed)
 
 
 def _transposed(output: np.ndarray, is_transposed: bool) -> np.ndarray:
@@ -157,12 +159,30 @@ def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) 
     """Both operands, K first, with the integers of f8ref.numpy."""
     found = []
     for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
-        codes = codes_of(array[picked])
-        if rules.flushes_operands:
-            is_subnormal = (codes & fmt.magnitude_mask) <= fmt.fraction_mask
-            codes = np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
-        found.append(operand(codes.view(dtype_of(fmt)), fmt, rules.model))
+        codes = _flushed(array[picked], fmt, rules)
+        unpacked = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
+        if Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN:  # 1.111 * 2^8
+            significand, exponent, _ = unpacked.numbers
+            is_nan = (codes.T & fmt.magnitude_mask) == fmt.nan_code
+            sign = np.where(codes.T & fmt.sign_mask, -1, 1)
+            numbers = Unpacked(np.where(is_nan, 15 * sign, significand), np.where(is_nan, 8, exponent), None)
+            unpacked = Operand(numbers, unpacked.fraction_bits)
+        found.append(unpacked)
     return found[0], found[1]
+
+
+def _reading(rules: Rules) -> tuple[bool, bool]:
+    """The rules that decide what a code is worth."""
+    return rules.flushes_operands, Misreading.NAN_AS_NUMBER in rules.misreads
+
+
+def _flushed(array: np.ndarray, fmt: Format, rules: Rules) -> np.ndarray:
+    """The codes of an operand; under `flushes_operands` zeros for subnormal ones."""
+    codes = codes_of(array)
+    if not rules.flushes_operands:
+        return codes
+    is_subnormal = (codes & fmt.magnitude_mask) <= fmt.fraction_mask
+    return np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
 
 
 # 2 Accumulators
@@ -184,7 +204,7 @@ def _epilogue(
         acc, bias = acc + bias, None
     match rules.scales:
         case ScaleOrder.AFTER_OUTPUT:
-            value, factor = _output(acc, rules, out).astype(np.float32), scale_a * scale_b
+            value, factor = rounded_output(acc, rules, out).astype(np.float32), scale_a * scale_b
         case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
             value, factor = acc * scale_b, scale_a
         case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
@@ -192,13 +212,13 @@ def _epilogue(
         case _:
             value, factor = acc, scale_a * scale_b
     if bias is not None and rules.bias is BiasRule.FUSED:
-        return _output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
+        return rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
     result = value * factor
     if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
-        result = _output(result, rules, out).astype(np.float32) + bias
+        result = rounded_output(result, rules, out).astype(np.float32) + bias
     elif bias is not None:
         result = result + bias
-    return _output(result, rules, out)
+    return rounded_output(result, rules, out)
 
 
 def _partials(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
@@ -233,7 +253,7 @@ def _blocks(
 
 def _scaling_before(rules: Rules) -> tuple[object, ...]:
     """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
-    numbers = (rules.scales, rules.model.promote_k, rules.split_k, rules.flushes_operands)
+    numbers = (rules.scales, rules.model.promote_k, rules.split_k, _reading(rules))
     rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
     return (*numbers, rules.adder, rules.lanes, *rounded)
 
@@ -246,10 +266,7 @@ def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndar
         (read.a_MK, read.format_a, read.scale_a_MB, rows),
         (read.b_NK, read.format_b, read.scale_b_BN.T, columns),
     ):
-        codes = codes_of(array[picked])
-        if rules.flushes_operands:
-            codes = np.where((codes & fmt.magnitude_mask) <= fmt.fraction_mask, codes & fmt.sign_mask, codes)
-        values = codes.astype(np.uint8).view(dtype_of(fmt)).astype(np.float32)
+        values = _flushed(array[picked], fmt, rules).view(dtype_of(fmt)).astype(np.float32)
         factors = scale[picked]
         scaled.append(values * (factors if factors.shape[1] == 1 else factors.repeat(_BLOCK_K, axis=1)[:, :k]))
     if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
@@ -271,32 +288,3 @@ def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndar
             total = total + pairwise_sum(lanes)
         result = result + total
     return result
-
-
-def _output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
-    """[EPI-4] and its alterations."""
-    if rules.flushes_results:
-        is_tiny = (np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)) & (x != 0)
-        x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
-    if rules.output_through:
-        x = convert(x, format_by_name(rules.output_through)).astype(np.float32)
-    result = convert(x, out)
-    if rules.output is not Rounding.NEAREST and out != FLOAT32:
-        result = _rounded_otherwise(x, result, rules.output)
-    if rules.saturates:
-        largest = np.array(out.max_code, f"u{out.bits // 8}").view(dtype_of(out))
-        limit = np.where(np.signbit(x), -largest.astype(np.float32), largest.astype(np.float32)).astype(dtype_of(out))
-        result = np.where(np.isinf(result.astype(np.float32)) & np.isfinite(x), limit, result)
-    return result
-
-
-def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """The neighbour toward zero, or of a tie the one away from it."""
-    codes, values = codes_of(nearest).copy(), nearest.astype(np.float64)
-    magnitude, rounded = np.abs(x.astype(np.float64)), np.abs(values)
-    if rounding is Rounding.CUT:
-        codes[np.isfinite(x) & (rounded > magnitude)] -= 1
-        return codes.view(nearest.dtype)
-    above = (codes + 1).view(nearest.dtype).astype(np.float64)
-    codes[np.isfinite(x) & np.isfinite(values) & (magnitude * 2 == rounded + np.abs(above))] += 1
-    return codes.view(nearest.dtype)

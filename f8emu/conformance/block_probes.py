@@ -57,6 +57,8 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
         x.view(np.uint8)[:, 8:] = 0
     yield probe("one step", *step, *ones(128))
 
+    yield probe("specials", *codes("specials", 128), *ones(128))
+
     # 2. Scales: each block has one product, and the second block takes back the first but for rounding.
     a, b = codes("normal", 512)
     for x in (a, b):

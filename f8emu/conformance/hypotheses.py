@@ -100,6 +100,11 @@ def _epilogue() -> Iterator[Alteration]:
         change=lambda rules: replace(rules, output=Rounding.CUT),
     )
     yield Alteration(
+        name="output cut toward zero in bfloat16",
+        sentence="cuts the result to bfloat16, the upper half of a float32; other types are rounded",
+        change=lambda rules: replace(rules, output=Rounding.CUT_BFLOAT16),
+    )
+    yield Alteration(
         name="output ties away from zero",
         sentence="rounds ties of the output away from zero",
         change=lambda rules: replace(rules, output=Rounding.NEAREST_AWAY),
@@ -150,6 +155,7 @@ def _misreadings() -> Iterator[Alteration]:
         Misreading.OPERANDS_SWAPPED: "operands swapped",
         Misreading.OUTPUT_TRANSPOSED: "output transposed",
         Misreading.FORMATS_SWAPPED: "formats swapped",
+        Misreading.NAN_AS_NUMBER: "NaN codes as numbers",
     }
     for misreading, name in names.items():
         yield Alteration(
