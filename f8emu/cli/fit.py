@@ -42,7 +42,7 @@ def _fit(kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms:
     from f8emu.conformance import diagnosis_report, report
     from f8emu.conformance.batch_invariance import MS
     from f8emu.conformance.fit import fit
-    from f8emu.conformance.probes import KINDS
+    from f8emu.conformance.probe import KINDS
     from f8emu.conformance.subject import load_subject
 
     start = time.perf_counter()

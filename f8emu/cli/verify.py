@@ -76,6 +76,7 @@ def add_to(app: "typer.Typer") -> None:
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
+        diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ does instead.")] = True,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
 
@@ -91,7 +92,7 @@ def add_to(app: "typer.Typer") -> None:
                 raise typer.BadParameter("--chip goes with --recordings, and neither with --golden or --stage")
             raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
         seconds = TIMEOUT if isolate and timeout is None else timeout
-        options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds
+        options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds, diagnose
         raise typer.Exit(guarded(_verify, *options))
 
 
@@ -111,6 +112,7 @@ def _verify(
     errors: int,
     arrays: str,
     timeout: float | None,
+    diagnose: bool,
 ) -> int:
     from f8emu.conformance.diagnosis_report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
@@ -124,7 +126,7 @@ def _verify(
         subjects, not_run = _load(names, arrays, timeout)
         with progress_bar() as progress:
             result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
-            result, diagnoses = diagnosed(result, subjects, progress)
+            result, diagnoses = diagnosed(result, subjects if diagnose else [], progress)
         return conclude(
             result,
             outputs,

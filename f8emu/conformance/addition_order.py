@@ -13,7 +13,7 @@ import numpy as np
 
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.probes import Kind
+from f8emu.conformance.probe import Kind
 from f8emu.conformance.rules import Adder
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, MissingExtraError
@@ -38,6 +38,8 @@ class Order:
     split_k: int = 1
     """Slices at the longer of the two K that are looked at."""
     split_length: int | None = None
+    is_known: bool = True
+    """False: float32 sums in an order that no rules here describe; they take the plain one for it."""
     smallest_sums: tuple[int, ...] = ()
     """`n - count` for each place of the first 128 of K."""
 
@@ -47,6 +49,8 @@ class Order:
         match self.adder:
             case Adder.EXACT:
                 return "nothing is lost: exact, or wider than float32"
+            case Adder.FLOAT32 if not self.is_known:
+                return f"float32, in an order that is not known here; smallest sums {self.smallest_sums[1:9]}..."
             case Adder.FLOAT32:
                 lanes = f"{self.lanes} lanes that take turns" if self.lanes > 1 else "one product after the other"
                 return f"float32, {lanes}"
@@ -172,7 +176,11 @@ def _of_a_chain(sums: np.ndarray) -> Order:
         return Order(adder=Adder.EXACT, smallest_sums=told)
     twos = np.flatnonzero(sums[1:] == 2) + 1
     if twos.size:  # somebody meets the first product alone: one after the other, in lanes
-        return Order(adder=Adder.FLOAT32, lanes=int(twos[0]), smallest_sums=told)
+        lanes = int(twos[0])
+        is_known = np.array_equal(sums[lanes::lanes], np.arange(2, 2 + len(sums[lanes::lanes])))
+        return Order(
+            adder=Adder.FLOAT32, lanes=lanes if is_known else 1, is_known=is_known, smallest_sums=told
+        )  # fmt: skip
     step = int(np.argmax(sums[1:] != sums[1])) + 1 if (sums[1:] != sums[1]).any() else len(sums)
     if sums[1] == step:
         return Order(adder=Adder.TENSOR_CORE, step_k=step, smallest_sums=told)

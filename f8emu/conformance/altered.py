@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from f8emu.conformance.adding import adding_rules, pairwise_sum, promoted, sliced, slices
 from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.rules import Adder, BiasRule, Misreading, Rounding, Rules, ScaleOrder
-from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
-from f8ref.numpy.accumulate import Operand, chain, operand, times_power_of_two
+from f8emu.conformance.output_rounding import rounded_output
+from f8emu.conformance.rules import Adder, BiasRule, Misreading, Rules, ScaleOrder
+from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Format, Granularity, format_by_name
+from f8ref.numpy.accumulate import Operand, operand
 from f8ref.numpy.cast import convert
-from f8ref.numpy.codec import canonical_nan, unpack
+from f8ref.numpy.codec import Unpacked
 from f8ref.numpy.float32 import fma
 
 _BLOCK_K = 128
@@ -75,17 +77,17 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
             key = (place, *_scaling_before(rules), read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes())
             result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
         elif case.mode is Mode.BLOCKWISE:
-            key = (place, "blocks", _adding(rules), rules.flushes_operands, read.format_a, read.format_b)
+            key = (place, "blocks", adding_rules(rules), _reading(rules), read.format_a, read.format_b)
             partials = memory.get(read.a_MK, read.b_NK, key, lambda: list(_partials(read, rules, rows, columns)))
             result = _blocks(partials, scale_a, scale_b, rules, read.a_MK.shape[1])
         else:
-            key = (place, rules.split_k, _adding(rules), rules.flushes_operands, read.format_a, read.format_b)
+            key = (place, rules.split_k, adding_rules(rules), _reading(rules), read.format_a, read.format_b)
             result = memory.get(read.a_MK, read.b_NK, key, lambda: _accumulated(read, rules, rows, columns))
             if case.mode is not Mode.BF16:
                 return _transposed(_epilogue(result, scale_a, scale_b, bias, rules, case.out_dtype), is_transposed)
         if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
             result = result + bias
-        return _transposed(_output(result, rules, case.out_dtype), is_transposed)
+        return _transposed(rounded_output(result, rules, case.out_dtype), is_transposed)
 
 
 def _transposed(output: np.ndarray, is_transposed: bool) -> np.ndarray:
@@ -115,7 +117,7 @@ def _groups(case: GemmCase) -> Iterator[GemmCase]:
 def _read(case: GemmCase, rules: Rules) -> _Read:
     wrong = rules.misreads
     a, b, scale_a, scale_b = case.a, case.b, case.scale_a, case.scale_b
-    m, k, n = *a.shape, b.shape[0]
+    m, n = len(a), len(b)
     if scale_a is None or scale_b is None:
         factor_a, factor_b = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
     else:
@@ -157,150 +159,38 @@ def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) 
     """Both operands, K first, with the integers of f8ref.numpy."""
     found = []
     for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
-        codes = codes_of(array[picked])
-        if rules.flushes_operands:
-            is_subnormal = (codes & fmt.magnitude_mask) <= fmt.fraction_mask
-            codes = np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
-        found.append(operand(codes.view(dtype_of(fmt)), fmt, rules.model))
+        codes = _flushed(array[picked], fmt, rules)
+        unpacked = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
+        if Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN:  # 1.111 * 2^8
+            significand, exponent, _ = unpacked.numbers
+            is_nan = (codes.T & fmt.magnitude_mask) == fmt.nan_code
+            sign = np.where(codes.T & fmt.sign_mask, -1, 1)
+            numbers = Unpacked(np.where(is_nan, 15 * sign, significand), np.where(is_nan, 8, exponent), None)
+            unpacked = Operand(numbers, unpacked.fraction_bits)
+        found.append(unpacked)
     return found[0], found[1]
 
 
-# 2 How products are added
+def _reading(rules: Rules) -> tuple[bool, bool]:
+    """The rules that decide what a code is worth."""
+    return rules.flushes_operands, Misreading.NAN_AS_NUMBER in rules.misreads
 
 
-def _adding(rules: Rules) -> tuple[object, ...]:
-    """The rules that the accumulators of a GEMM depend on, beside the split of K."""
-    return rules.adder, rules.model, rules.lanes, rules.terms, rules.sums
+def _flushed(array: np.ndarray, fmt: Format, rules: Rules) -> np.ndarray:
+    """The codes of an operand; under `flushes_operands` zeros for subnormal ones."""
+    codes = codes_of(array)
+    if not rules.flushes_operands:
+        return codes
+    is_subnormal = (codes & fmt.magnitude_mask) <= fmt.fraction_mask
+    return np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
 
 
-def _scaling_before(rules: Rules) -> tuple[object, ...]:
-    """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
-    numbers = (rules.scales, rules.model.promote_k, rules.split_k, rules.flushes_operands)
-    rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
-    return (*numbers, rules.adder, rules.lanes, *rounded)
-
-
-def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
-    """One chain over all of K, from zero, [M, N] float32."""
-    match rules.adder:
-        case Adder.TENSOR_CORE if rules.terms is Rounding.CUT and rules.sums is Rounding.CUT:
-            return chain(a, b, rules.model)
-        case Adder.TENSOR_CORE:
-            sums = _rounded_chain(a, b, rules)
-        case Adder.FLOAT32:
-            left, right = _values(a), _values(b)
-            lanes = np.zeros((rules.lanes, a.rows, b.rows), np.float32)
-            for k in range(a.k):
-                lane = k % rules.lanes
-                lanes[lane] = lanes[lane] + (left[k, :, None] * right[k]).astype(np.float32)  # products are exact
-            sums = _pairwise(lanes)
-        case Adder.EXACT:
-            sums = _exact(a, b)
-    if a.numbers.nonfinite is None and b.numbers.nonfinite is None:
-        return sums
-    ieee = np.einsum("km,kn->mn", _signs(a), _signs(b))
-    return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
-
-
-def _pairwise(lanes: np.ndarray) -> np.ndarray:
-    while len(lanes) > 1:
-        lanes = lanes[::2] + lanes[1::2]
-    return lanes[0]
-
-
-def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
-    """Tensor-core steps [ACC-1..5] whose terms or sums are rounded to nearest."""
-    model, fraction_bits = rules.model, a.fraction_bits + b.fraction_bits
-    accumulator = np.zeros((a.rows, b.rows), np.float32)
-    for k in range(0, a.k, model.step_k):
-        step = slice(k, k + model.step_k)
-        one, other = a.part(k=step).numbers, b.part(k=step).numbers
-        start = unpack(codes_of(accumulator), FLOAT32, np.int64)
-        product = one.significand[:, :, None].astype(np.int64) * other.significand[:, None, :]
-        exponent = one.exponent[:, :, None].astype(np.int64) + other.exponent[:, None, :]
-        unit = np.maximum(exponent.max(axis=0), start.exponent) - model.aligned_fraction_bits
-        terms = _shifted(product, exponent - fraction_bits - unit, rules.terms)
-        first = _shifted(start.significand, start.exponent - FLOAT32.fraction_bits - unit, rules.terms)
-        total = terms.sum(axis=0) + first
-        length = np.frexp(np.abs(total).astype(np.float64))[1]
-        last_place = np.maximum(unit + length - 1, FLOAT32.min_exponent) - model.result_fraction_bits
-        kept = _shifted(total, unit - last_place, rules.sums)
-        accumulator = np.ldexp(kept.astype(np.float64), last_place).astype(np.float32)
-    return accumulator
-
-
-def _shifted(x: np.ndarray, n: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """`x * 2^n` in integers, cut or rounded."""
-    if rounding is Rounding.CUT:
-        return times_power_of_two(x, n)
-    down = np.clip(-n, 0, 62)
-    magnitude = np.abs(x) << np.maximum(n, 0)
-    half = np.where(down > 0, np.int64(1) << np.maximum(down - 1, 0), 0)
-    even = (magnitude >> down) & 1 if rounding is Rounding.NEAREST else 1
-    rounded = (magnitude + np.where(down > 0, half - 1 + even, 0)) >> down
-    return np.where(x < 0, -rounded, rounded)
-
-
-def _values(x: Operand) -> np.ndarray:
-    """[K, rows] float64, 0 for what is not finite."""
-    return np.ldexp(x.numbers.significand.astype(np.float64), x.numbers.exponent - x.fraction_bits)
-
-
-def _signs(x: Operand) -> np.ndarray:
-    """Infinities and NaN as they are, finite numbers as their sign: their products do not overflow."""
-    significand, _, nonfinite = x.numbers
-    return (np.sign(significand) if nonfinite is None else nonfinite).astype(np.float32)
-
-
-def _exact(a: Operand, b: Operand) -> np.ndarray:
-    """The exact sum of float8 products, rounded once: integers in units of the smallest product fit 64 bits."""
-    lowest = [int(np.where(x.numbers.significand == 0, 99, x.numbers.exponent).min(initial=99)) for x in (a, b)]
-    whole = [
-        np.where(x.numbers.significand == 0, 0, x.numbers.significand.astype(object) * 2 ** (
-            np.where(x.numbers.significand == 0, 0, x.numbers.exponent - low)).astype(object))
-        for x, low in zip((a, b), lowest, strict=True)
-    ]  # fmt: skip
-    unit = sum(lowest) - a.fraction_bits - b.fraction_bits
-    return _float32_of(whole[0].T @ whole[1], unit)
-
-
-def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:
-    """Python's integers times `2^unit`, rounded once."""
-
-    def one(x: int) -> float:
-        # Rounded to odd at 60 bits first: a float64 of these, then a float32, round as one.
-        drop = max(abs(x).bit_length() - 50, 0)
-        kept = abs(x) >> drop
-        kept |= (kept << drop) != abs(x)
-        return float(np.ldexp(float(kept if x >= 0 else -kept), drop + unit))
-
-    return np.array([one(int(x)) for x in integers.ravel()], np.float64).astype(np.float32).reshape(integers.shape)
+# 2 Accumulators
 
 
 def _accumulated(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Chains, promotion [CHAIN-2] and the split of K [CHAIN-3], before any scale."""
-    return _sliced(*_operands(read, rules, rows, columns), rules)
-
-
-def _sliced(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
-    total = np.zeros((a.rows, b.rows), np.float32)
-    for part in _slices(a.k, rules.split_k, rules.model.split_k_multiple):
-        total = total + _promoted(a.part(k=part), b.part(k=part), rules)
-    return total
-
-
-def _promoted(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
-    length = rules.model.promote_k or max(a.k, 1)
-    total = np.zeros((a.rows, b.rows), np.float32)
-    for k in range(0, a.k, length):
-        part = slice(k, k + length)
-        total = total + _chain(a.part(k=part), b.part(k=part), rules)
-    return total
-
-
-def _slices(k: int, split_k: int, multiple: int) -> Iterator[slice]:
-    length = max(-(-k // (split_k * multiple)) * multiple, multiple)
-    return (slice(start, min(start + length, k)) for start in range(0, k, length))
+    return sliced(*_operands(read, rules, rows, columns), rules)
 
 
 # 3 Scales, bias, output
@@ -314,7 +204,7 @@ def _epilogue(
         acc, bias = acc + bias, None
     match rules.scales:
         case ScaleOrder.AFTER_OUTPUT:
-            value, factor = _output(acc, rules, out).astype(np.float32), scale_a * scale_b
+            value, factor = rounded_output(acc, rules, out).astype(np.float32), scale_a * scale_b
         case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
             value, factor = acc * scale_b, scale_a
         case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
@@ -322,13 +212,13 @@ def _epilogue(
         case _:
             value, factor = acc, scale_a * scale_b
     if bias is not None and rules.bias is BiasRule.FUSED:
-        return _output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
+        return rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
     result = value * factor
     if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
-        result = _output(result, rules, out).astype(np.float32) + bias
+        result = rounded_output(result, rules, out).astype(np.float32) + bias
     elif bias is not None:
         result = result + bias
-    return _output(result, rules, out)
+    return rounded_output(result, rules, out)
 
 
 def _partials(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
@@ -336,7 +226,7 @@ def _partials(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) 
     a, b = _operands(read, rules, rows, columns)
     for k in range(0, a.k, _BLOCK_K):
         part = slice(k, k + _BLOCK_K)
-        yield _promoted(a.part(k=part), b.part(k=part), rules)
+        yield promoted(a.part(k=part), b.part(k=part), rules)
 
 
 def _blocks(
@@ -345,7 +235,7 @@ def _blocks(
     """The float32 total of the scaled blocks, slice by slice."""
     multiple = rules.model.split_k_multiple if rules.split_k > 1 else _BLOCK_K
     result: np.ndarray | None = None
-    for part in _slices(k, rules.split_k, multiple):
+    for part in slices(k, rules.split_k, multiple):
         total = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
         for block in range(part.start // _BLOCK_K, -(-part.stop // _BLOCK_K)):
             p, sa, sb = partials[block], scale_a_MB[:, block, None], scale_b_BN[block]
@@ -361,6 +251,13 @@ def _blocks(
     return np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32) if result is None else result
 
 
+def _scaling_before(rules: Rules) -> tuple[object, ...]:
+    """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
+    numbers = (rules.scales, rules.model.promote_k, rules.split_k, _reading(rules))
+    rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
+    return (*numbers, rules.adder, rules.lanes, *rounded)
+
+
 def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Operands decoded and scaled first, then multiplied as float32 numbers, or rounded to bfloat16 and multiplied."""
     k = read.a_MK.shape[1]
@@ -369,57 +266,25 @@ def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndar
         (read.a_MK, read.format_a, read.scale_a_MB, rows),
         (read.b_NK, read.format_b, read.scale_b_BN.T, columns),
     ):
-        codes = codes_of(array[picked])
-        if rules.flushes_operands:
-            codes = np.where((codes & fmt.magnitude_mask) <= fmt.fraction_mask, codes & fmt.sign_mask, codes)
-        values = codes.astype(np.uint8).view(dtype_of(fmt)).astype(np.float32)
+        values = _flushed(array[picked], fmt, rules).view(dtype_of(fmt)).astype(np.float32)
         factors = scale[picked]
         scaled.append(values * (factors if factors.shape[1] == 1 else factors.repeat(_BLOCK_K, axis=1)[:, :k]))
     if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
         bf16 = HOPPER.bfloat16
         inner = replace(rules, model=replace(bf16, promote_k=rules.model.promote_k))
         a, b = (operand(convert(x, BFLOAT16), BFLOAT16, inner.model) for x in scaled)
-        return _sliced(a, b, inner)
+        return sliced(a, b, inner)
     left, right = scaled
     if rules.adder is Adder.EXACT:
         return (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
     result = np.zeros((len(left), len(right)), np.float32)
-    for outer in _slices(k, rules.split_k, rules.model.split_k_multiple):
+    for outer in slices(k, rules.split_k, rules.model.split_k_multiple):
         total = np.zeros_like(result)
         for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
             lanes = np.zeros((rules.lanes, *result.shape), np.float32)
             for i in range(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop)):
                 lane = (i - start) % rules.lanes
                 lanes[lane] = fma(left[:, i, None], right[:, i], lanes[lane])
-            total = total + _pairwise(lanes)
+            total = total + pairwise_sum(lanes)
         result = result + total
     return result
-
-
-def _output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
-    """[EPI-4] and its alterations."""
-    if rules.flushes_results:
-        is_tiny = (np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)) & (x != 0)
-        x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
-    if rules.output_through:
-        x = convert(x, format_by_name(rules.output_through)).astype(np.float32)
-    result = convert(x, out)
-    if rules.output is not Rounding.NEAREST and out != FLOAT32:
-        result = _rounded_otherwise(x, result, rules.output)
-    if rules.saturates:
-        largest = np.array(out.max_code, f"u{out.bits // 8}").view(dtype_of(out))
-        limit = np.where(np.signbit(x), -largest.astype(np.float32), largest.astype(np.float32)).astype(dtype_of(out))
-        result = np.where(np.isinf(result.astype(np.float32)) & np.isfinite(x), limit, result)
-    return result
-
-
-def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """The neighbour toward zero, or of a tie the one away from it."""
-    codes, values = codes_of(nearest).copy(), nearest.astype(np.float64)
-    magnitude, rounded = np.abs(x.astype(np.float64)), np.abs(values)
-    if rounding is Rounding.CUT:
-        codes[np.isfinite(x) & (rounded > magnitude)] -= 1
-        return codes.view(nearest.dtype)
-    above = (codes + 1).view(nearest.dtype).astype(np.float64)
-    codes[np.isfinite(x) & np.isfinite(values) & (magnitude * 2 == rounded + np.abs(above))] += 1
-    return codes.view(nearest.dtype)

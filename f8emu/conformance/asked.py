@@ -8,7 +8,8 @@ from f8emu.conformance.altered import Memory, Part, compute
 from f8emu.conformance.compare import different, shape_fault
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase
-from f8emu.conformance.probes import Kind, probes
+from f8emu.conformance.probe import Kind
+from f8emu.conformance.probes import probes
 from f8emu.conformance.rules import Rules
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError

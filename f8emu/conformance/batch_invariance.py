@@ -15,7 +15,7 @@ from f8emu.conformance.confirmation import places
 from f8emu.conformance.distributions import rng
 from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.gemm_cases import scaled_case
-from f8emu.conformance.probes import Kind
+from f8emu.conformance.probe import Kind
 from f8emu.conformance.rules import Rules
 from f8emu.conformance.subject import Subject
 from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Granularity

@@ -9,7 +9,7 @@ from f8emu.conformance.asked import Asked, ask_one
 from f8emu.conformance.distributions import rng
 from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.gemm_cases import scaled_case
-from f8emu.conformance.probes import Kind
+from f8emu.conformance.probe import Kind
 from f8emu.conformance.rules import Rules
 from f8emu.conformance.subject import Subject
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HOPPER, Format
@@ -23,32 +23,34 @@ _LOOKED_AT = 16
 def confirmed(subject: Subject, kind: Kind, rules: Rules) -> tuple[int, int]:
     """(outputs that the rules give bit for bit, all outputs)."""
     equal = total = 0
-    for case, at in _cases(kind):
-        one = ask_one(subject, case, at)
-        if isinstance(one, Asked):
-            equal += one.outputs_equal(rules)
-            total += one.size
+    for number, distribution in enumerate(_DISTRIBUTIONS):
+        for case, at in _cases(kind, number, distribution):
+            one = ask_one(subject, case, at)
+            if isinstance(one, Asked):
+                equal += one.outputs_equal(rules)
+                total += one.size
+                break
     return equal, total
 
 
-def _cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
-    types: tuple[Format, ...] = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16)
+def _cases(kind: Kind, number: int, distribution: str) -> Iterator[tuple[GemmCase, Part]]:
+    """One GEMM in each output type; the first that the subject offers counts."""
+    types: tuple[Format, ...] = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16, FLOAT16)
     lengths = (384, 1152) if kind.pair[0].is_blockwise else (1168, 1040)
-    for number, distribution in enumerate(_DISTRIBUTIONS):
-        for out_dtype in types:
-            name = f"confirmation {kind.name} {distribution}"
-            case = scaled_case(
-                name,
-                kind.pair,
-                HOPPER.format_pairs[0],
-                (_SIZE, _SIZE, lengths[number % 2]),
-                distribution,
-                with_bias=kind.with_bias,
-                out_dtype=out_dtype,
-                use_fast_accum=kind.use_fast_accum,
-            )
-            r = rng(name)
-            yield case, (places(r, _SIZE), places(r, _SIZE))
+    name = f"confirmation {kind.name} {distribution}"
+    for out_dtype in types:
+        case = scaled_case(
+            name,
+            kind.pair,
+            HOPPER.format_pairs[0],
+            (_SIZE, _SIZE, lengths[number % 2]),
+            distribution,
+            with_bias=kind.with_bias,
+            out_dtype=out_dtype,
+            use_fast_accum=kind.use_fast_accum,
+        )
+        r = rng(name)
+        yield case, (places(r, _SIZE), places(r, _SIZE))
 
 
 def places(r: np.random.Generator, size: int, count: int = _LOOKED_AT) -> np.ndarray:

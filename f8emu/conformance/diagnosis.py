@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from f8emu.conformance.altered import Memory
 from f8emu.conformance.asked import Asked, ask
 from f8emu.conformance.hypotheses import Alteration, alterations
-from f8emu.conformance.probes import KINDS, Kind
+from f8emu.conformance.probe import KINDS, Kind
 from f8emu.conformance.rules import Rules, rules_of
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress
@@ -72,6 +72,7 @@ def diagnose(
     """
     memory = Memory()
     found: list[Diagnosis] = []
+    hints: dict[tuple[str, ...], tuple[Alteration, ...]] = {}
     for kind in kinds:
         asked = ask(subject, kind)
         if isinstance(asked, str):
@@ -79,10 +80,12 @@ def diagnose(
                 Diagnosis(kind=kind.name, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=asked)
             )
         elif asked:
-            # Where a kind has no explanation, the next ones are not searched for three faults at once.
-            is_thorough = all(one.best is None or one.best.is_complete for one in found)
-            name = f"{subject.name}: {kind.name}"
-            found.append(_Search(asked, chip, memory, progress, name, is_thorough).run(kind.name))
+            # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
+            # explains one kind is tried on the next.
+            search = _Search(asked, chip, memory, progress, f"{subject.name}: {kind.name}", tuple(hints.values()))
+            search.is_thorough = all(one.best is None or one.best.is_complete for one in found)
+            found.append(search.run(kind.name))
+            hints |= {tuple(step.name for step in steps): steps for steps in search.found if len(steps) > 1}
     return tuple(found)
 
 
@@ -111,10 +114,12 @@ class _Search:
         memory: Memory,
         progress: Progress | None,
         name: str,
-        is_thorough: bool,
+        hints: tuple[tuple[Alteration, ...], ...],
     ) -> None:
         self.chip, self.memory, self.progress, self.name = chip, memory, progress, name
-        self.is_thorough = is_thorough
+        self.hints = hints
+        self.is_thorough = True
+        self.found: list[tuple[Alteration, ...]] = []
         self.asked = asked
         self.total = sum(one.size for one in asked)
         own = self._counted(())
@@ -125,6 +130,7 @@ class _Search:
     def run(self, kind: str) -> Diagnosis:
         tried = [] if self.own.outputs_equal == self.total else self._searched()
         ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
+        self.found = [one.steps for one in ranked[:1]]
         explained = tuple(_explanation(one, self.total) for one in ranked[:_TRIED])
         return Diagnosis(
             kind=kind,
@@ -152,15 +158,19 @@ class _Search:
         complete = self._complete([self.own], "one alteration")
         if complete is not None:
             return [complete]
-        singles = self._better(self._counted_level([self.own], "one alteration, counted"), self.own)
+        hinted = [self._counted(steps) for steps in self.hints]
+        if any(one.outputs_equal == self.total for one in hinted):
+            return hinted
+        counted = self._counted_level([self.own], "one alteration, counted")
+        singles = self._better(counted, self.own)
         complete = self._complete(singles[:_SECOND], "two alterations")
         if complete is not None or not self.is_thorough:
-            return [*filter(None, [complete]), *singles]
+            return [*filter(None, [complete]), *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
             pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
             complete = self._complete(pairs[:_THIRD], "three alterations")
-        return [*filter(None, [complete]), *singles, *pairs]
+        return [*filter(None, [complete]), *hinted, *counted, *pairs]
 
     def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
         """Those that explain more than a base does, the best first."""

@@ -24,12 +24,14 @@ Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
 def diagnosed(
     result: Result, subjects: Sequence[Subject], progress: Progress | None = None
 ) -> tuple[Result, Diagnoses]:
-    """Diagnoses of the subjects whose GEMMs differ; after KeyboardInterrupt those that were finished."""
+    """Diagnoses of those of `subjects` whose GEMMs differ; after KeyboardInterrupt those that were finished."""
     found: dict[str, tuple[Diagnosis, ...]] = {}
     by_name = {subject.name: subject for subject in subjects}
     try:
         for one in () if result.is_interrupted else result.subjects:
-            if any(s.stage in _GEMM_STAGES and s.status is Status.DIFFERENT for s in one.stages):
+            if one.name in by_name and any(
+                s.stage in _GEMM_STAGES and s.status is Status.DIFFERENT for s in one.stages
+            ):
                 found[one.name] = diagnose(by_name[one.name], progress=progress)
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
@@ -57,7 +59,8 @@ def _kind_lines(kind: Diagnosis) -> Iterator[str]:
     yield f"  {kind.kind}: {found}: {names}, {equal}: {kind.best.sentence}"
     if not kind.best.is_complete:
         for other in [one for one in kind.tried if one != kind.best][:2]:
-            yield f"    also tried: {' + '.join(other.alterations)}, {_shares(other.outputs_equal, other.outputs_total)}"
+            names = " + ".join(other.alterations)
+            yield f"    also tried: {names}, {_shares(other.outputs_equal, other.outputs_total)}"
 
 
 def _shares(equal: int, total: int) -> str:
@@ -122,7 +125,8 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
             if not one.is_same or one.outputs_equal != one.outputs_total:
                 same = "the bits of the largest M" if one.is_same else "other bits than with the largest M"
                 slices = "no split explains them" if one.split_k is None else f"explained by split-K {one.split_k}"
-                yield f"  M = {one.m}: {same}; {_shares(one.outputs_equal, one.outputs_total)} under the rules; {slices}"
+                equal = _shares(one.outputs_equal, one.outputs_total)
+                yield f"  M = {one.m}: {same}; {equal} under the rules; {slices}"
     for one in kind.rows:
         if one.reason:
             yield f"  M = {one.m}: not run: {one.reason}"

@@ -16,7 +16,7 @@ from f8emu.conformance.asked import Asked, ask
 from f8emu.conformance.batch_invariance import MS, RowsAtM, rows_at
 from f8emu.conformance.confirmation import confirmed
 from f8emu.conformance.hypotheses import alterations
-from f8emu.conformance.probes import KINDS, Kind
+from f8emu.conformance.probe import KINDS, Kind
 from f8emu.conformance.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.conformance.verify import Progress
@@ -208,7 +208,7 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
                 lambda rules: replace(rules, model=replace(rules.model, promote_k=step)),
             )
             options = (("as measured", lambda rules: rules), alone)
-            yield _Question(name="promotion of steps", probes=("one chain", "middle", "long"), options=options)
+            yield _Question(name="promotion of steps", probes=("one chain", "middle"), options=options)
     codes = ("every code", "middle", "mixed", "tail of K", "one chain")
     yield question("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
     if kind.with_bias:

@@ -73,7 +73,7 @@ def _splits() -> Iterator[Alteration]:
     for slices in SPLITS:
         yield Alteration(
             name=f"split-K {slices}",
-            sentence=f"cuts K into {slices} slices, each accumulated from zero, and adds their float32 results [CHAIN-3]",
+            sentence=f"cuts K into {slices} slices, each from zero, and adds their float32 results [CHAIN-3]",
             change=lambda rules, slices=slices: replace(rules, split_k=slices),
         )
 
@@ -98,6 +98,11 @@ def _epilogue() -> Iterator[Alteration]:
         name="output cut toward zero",
         sentence="cuts the result to the output type instead of rounding it",
         change=lambda rules: replace(rules, output=Rounding.CUT),
+    )
+    yield Alteration(
+        name="output cut toward zero in bfloat16",
+        sentence="cuts the result to bfloat16, the upper half of a float32; other types are rounded",
+        change=lambda rules: replace(rules, output=Rounding.CUT_BFLOAT16),
     )
     yield Alteration(
         name="output ties away from zero",
@@ -150,6 +155,7 @@ def _misreadings() -> Iterator[Alteration]:
         Misreading.OPERANDS_SWAPPED: "operands swapped",
         Misreading.OUTPUT_TRANSPOSED: "output transposed",
         Misreading.FORMATS_SWAPPED: "formats swapped",
+        Misreading.NAN_AS_NUMBER: "NaN codes as numbers",
     }
     for misreading, name in names.items():
         yield Alteration(

@@ -91,7 +91,7 @@ def to_json(
     command: Sequence[str],
     seconds: float,
     errors: int = 20,
-    not_run: Mapping[str, str] = {},
+    not_run: Mapping[str, str] | None = None,
     diagnoses: Diagnoses | None = None,
 ) -> dict[str, Any]:
     """The whole run as plain data; `not_run` names subjects that could not be loaded, and why."""
@@ -100,7 +100,7 @@ def to_json(
         "schema": SCHEMA,
         "equal": result.is_equal,
         "interrupted": result.is_interrupted,
-        "not_run": dict(not_run),
+        "not_run": dict(not_run or {}),
         "command": list(command),
         "seconds": round(seconds, 3),
         "versions": versions(),

@@ -27,6 +27,7 @@ class Rounding(Enum):
     """What becomes of the bits that do not fit."""
 
     CUT = "cut toward zero"
+    CUT_BFLOAT16 = "cut toward zero in bfloat16, nearest even in other types"
     NEAREST = "nearest even"
     NEAREST_AWAY = "nearest, ties away from zero"
 
@@ -75,6 +76,7 @@ class Misreading(Enum):
     OPERANDS_SWAPPED = "a and b exchanged, scales in place"
     OUTPUT_TRANSPOSED = "the output written transposed"
     FORMATS_SWAPPED = "the formats of a and b exchanged"
+    NAN_AS_NUMBER = "NaN codes of float8_e4m3fn taken for 480"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,8 @@ def ulp_histogram(observed: np.ndarray, expected: np.ndarray) -> UlpHistogram:
 
 def _kind(array: np.ndarray) -> np.ndarray:
     """0 of a finite number, 1 of an infinity, 2 of NaN."""
-    return np.where(np.isnan(array), 2, np.where(np.isfinite(array), 0, 1))
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        return np.where(np.isnan(array), 2, np.where(np.isfinite(array), 0, 1))
 
 
 def merged(histograms: Iterable[UlpHistogram]) -> UlpHistogram:

@@ -1,7 +1,7 @@
 """Diagnosis by hypothesis: planted wrong kernels are named, right ones are not accused.
 
 The planted kernels are a tensor core of float64 numbers written for this file, with a knob for each fault: nothing of
-`altered` computes them. Third parties at the end: torch's own CPU `_scaled_mm` and XLA's CPU dot, which nobody here wrote.
+`altered` computes them. Third parties at the end, which nobody here wrote: torch's own CPU `_scaled_mm`, XLA's CPU dot.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from f8emu.conformance.altered import Memory, compute
 from f8emu.conformance.diagnosis import diagnose
 from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.probes import KINDS
-from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.spec import BFLOAT16, Format, Granularity, format_by_name
+from f8emu.conformance.hypotheses import alterations
+from f8emu.conformance.probe import KINDS
+from f8emu.conformance.probes import probes
+from f8emu.conformance.rules import rules_of
+from f8emu.conformance.subject import NotOffered, Subject, load_subject
+from f8emu.spec import BFLOAT16, CHIPS, HOPPER, Format, Granularity, format_by_name
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 Number = np.ndarray
@@ -112,13 +116,13 @@ def block_total(order: str, p: Number, sa: Number, sb: Number, total: Number) ->
     exact = np.longdouble  # 64 bits of significand: the product of two float32 numbers, and nearly any sum with it
     match order:
         case "fma(p*sa,sb)":
-            return (exact(p * sa) * exact(sb) + exact(total)).astype(np.float32)
+            return np.asarray((exact(p * sa) * exact(sb) + exact(total)).astype(np.float32))
         case "fma(p,sa*sb)":
-            return (exact(p) * exact(sa * sb) + exact(total)).astype(np.float32)
+            return np.asarray((exact(p) * exact(sa * sb) + exact(total)).astype(np.float32))
         case "(p*sa)*sb":
             return (p * sa) * sb + total
         case _:
-            return p * (sa * sb) + total
+            return np.asarray(p * (sa * sb) + total)
 
 
 def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Number:
@@ -207,9 +211,139 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PLANTED, ids=" ".join)
 def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
     kind, knobs = PLANTED[name]
-    if narrow and name[0] == "output through bfloat16":
-        pytest.skip("which is then the output")
-    dtypes = {"dtypes": ("bfloat16",)} if narrow else {}
-    (found,) = diagnose(subject(**knobs, **dtypes), kinds=[BY_NAME[kind]])
+    if narrow:
+        if name[0] == "output through bfloat16":
+            pytest.skip("which is then the output")
+        knobs = {**knobs, "dtypes": ("bfloat16",)}
+    (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]])
     assert found.best is not None and found.best.alterations == name[:1], found
     assert found.best.is_complete and found.outputs_equal < found.outputs_total
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "names"),
+    [
+        (PROMOTED, {"promote": 64, "order": "acc*(sa*sb)"}, {"promotion every 64", "scales as acc * (sa * sb)"}),
+        ("rowwise fast with bias", {"step": 16, "bias": "fma"}, {"steps of 16", "bias by FMA"}),
+    ],
+    ids=["promotion and scales", "steps and bias"],
+)
+def test_two_faults_are_both_named(kind: str, knobs: dict[str, Any], names: set[str]) -> None:
+    (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]])
+    assert found.best is not None and found.best.is_complete and set(found.best.alterations) == names
+
+
+def test_what_nobody_knows_is_not_explained() -> None:
+    """Promotion every 96 is no hypothesis: nothing may explain every bit, and the share is told."""
+    (found,) = diagnose(subject(promote=96), kinds=[BY_NAME[PROMOTED]])
+    assert found.best is not None and not found.best.is_complete
+    assert found.outputs_equal <= found.best.outputs_equal < found.outputs_total
+    assert found.tried and all(not one.is_complete for one in found.tried)
+
+
+@pytest.mark.parametrize("name", ["the planted kernels without a fault", "f8ref.numpy"])
+def test_right_kernels_are_not_accused(name: str) -> None:
+    right = load_subject(name) if name == "f8ref.numpy" else subject()
+    found = diagnose(right)
+    assert [one.kind for one in found] == [kind.name for kind in KINDS]
+    assert all(one.is_right and one.best is None and not one.error for one in found), found
+
+
+@pytest.mark.exhaustive  # a minute of compiling
+@pytest.mark.parametrize("name", ["f8ref.jax", "torch", "f8emu.jax"])
+def test_right_frameworks_are_not_accused(name: str) -> None:
+    pytest.importorskip("jax")
+    if name == "torch":
+        pytest.importorskip("torch")
+    found = diagnose(load_subject(name))
+    assert len(found) == len(KINDS) and all(one.is_right for one in found), found
+
+
+def test_a_kernel_that_fails_is_no_diagnosis() -> None:
+    def broken(*args: Any, **options: Any) -> Number:
+        raise RuntimeError("illegal memory access")
+
+    (found,) = diagnose(Subject(name="x", engine="x", verbs={"scaled_mm": broken}), kinds=[BY_NAME[FAST]])
+    assert "illegal memory access" in found.error and found.best is None and not found.is_right
+
+
+SAME_KERNEL = (
+    {"operands swapped", "output transposed"},  # tensorwise there is no scale of a row
+    {f"sums of {bits} fraction bits" for bits in (23, 17, 18, 19)},  # no sum of a step has more bits
+)
+"""Alterations with another name and the same bits, beside those of chips."""
+
+
+@pytest.mark.parametrize("name", ["tensorwise fast", SQUARE])
+def test_probes_part_the_alterations(name: str) -> None:
+    """No two alterations that mean something for a kind of GEMM have the same bits on its probes."""
+    kind, memory = BY_NAME[name], Memory()
+    cases = [(next(probe.cases()), probe.at) for probe in probes(kind, takes_any_size=True)]
+    cases += [(case, p.at) for p in probes(kind, takes_any_size=True) if p.needs_all for case in [*p.cases()][1:]]
+    groups: dict[bytes, set[str]] = {}
+    for alteration in alterations():
+        if "accumulation" in alteration.name and alteration.name.split("'")[0] in CHIPS:
+            continue
+        rules = [rules_of(HOPPER, case) for case, _ in cases]
+        altered = [alteration.change(one) for one in rules]
+        if altered == rules:
+            continue
+        outputs = [compute(c, r, at=at, memory=memory) for (c, at), r in zip(cases, altered, strict=True)]
+        key = b"".join(
+            codes_of(np.where(np.isnan(x.astype(np.float32)), 0, x).astype(x.dtype)).tobytes() for x in outputs
+        )
+        groups.setdefault(key, set()).add(alteration.name)
+    right = b"".join(
+        codes_of(np.where(np.isnan(x.astype(np.float32)), 0, x).astype(x.dtype)).tobytes()
+        for x in (compute(c, rules_of(HOPPER, c), at=at, memory=memory) for c, at in cases)
+    )
+    silent = groups.pop(right, set())
+    assert silent <= MEANINGLESS[name], silent - MEANINGLESS[name]
+    together = [names for names in groups.values() if len(names) > 1]
+    assert all(any(names <= known for known in (*SAME_KERNEL, *TOGETHER.get(name, ()))) for names in together), together
+
+
+BIAS = {"bias by FMA", "bias before the scales", "bias after the output type", "bias ignored"}
+BLOCKS = {"block scales transposed", "first block's scales everywhere"}
+MEANINGLESS: dict[str, set[str]] = {
+    "tensorwise fast": {*BIAS, *BLOCKS, "scales swapped"},
+    SQUARE: {
+        *BIAS,
+        *(f"promotion every {k}" for k in (128, 256, 512)),
+        *("scales swapped", "operands swapped", "output transposed", "formats swapped", "output ties away from zero"),
+    },
+}
+"""What such a GEMM has nothing of."""
+TOGETHER: dict[str, tuple[set[str], ...]] = {
+    "tensorwise fast": ({"promotion every 128", "split-K 8"}, {"split-K 3", "split-K 2"}),
+    SQUARE: (
+        {f"split-K {n}" for n in (2, 3, 4, 8)},
+        {f"sums of {bits} fraction bits" for bits in (23, *range(15, 20))},
+    ),
+}
+"""Slices of 128 are promoted partials; beside 128x128 scales they are multiples of 512."""
+
+
+def test_torch_on_a_cpu_scales_first_and_adds_in_float32() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("here it is the hardware")
+    (found,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast with bias"]])
+    assert found.best is not None and found.best.alterations == ("scales before the dot, in float32",), found
+    assert found.best.share > 0.99
+
+
+def test_xla_on_a_cpu_adds_in_float32() -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "cpu":
+        pytest.skip("here it is the hardware")
+
+    def dot(a: Number, b: Number, scale_a: Number, scale_b: Number, **options: Any) -> Number:
+        if options["out_dtype"].name != "float32":
+            raise NotOffered("float32 alone")
+        product = jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=np.float32)
+        return (np.asarray(product) * scale_b) * scale_a
+
+    (found,) = diagnose(Subject(name="xla", engine="xla", verbs={"scaled_mm": dot}), kinds=[BY_NAME[FAST]])
+    assert found.best is not None and found.best.alterations[0].startswith("float32 accumulation"), found
+    assert found.best.share > 0.9

@@ -1,0 +1,202 @@
+"""`f8emu fit`: rules of planted kernels measured and confirmed, rows that depend on M, the command line, Ctrl-C.
+
+Also the data that it rests on: under the right rules `altered.compute` is the oracle.
+"""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from f8emu import cli
+from f8emu.conformance import fit as fitting
+from f8emu.conformance import shipped_golden, write_golden
+from f8emu.conformance.altered import compute
+from f8emu.conformance.compare import different
+from f8emu.conformance.fit import Fit, Fitted, fit
+from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.probe import KINDS
+from f8emu.conformance.rules import Rounding, Rules, ScaleOrder, rules_of
+from f8emu.conformance.subject import Subject, load_subject
+from f8emu.spec import HOPPER
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+FAST, PROMOTED, SQUARE = "rowwise fast", "rowwise promoted", "blockwise_1x128 x blockwise_128x128"
+
+
+def _planted() -> ModuleType:
+    """The kernels of test_diagnosis."""
+    spec = importlib.util.spec_from_file_location("planted_kernels", Path(__file__).with_name("test_diagnosis.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+planted = _planted()
+
+
+def test_the_right_rules_are_the_oracle() -> None:
+    oracle = load_subject("f8ref.numpy")
+    for case in gemm_cases():
+        found, expected = compute(case, rules_of(HOPPER, case)), oracle.gemm(case)
+        assert found.dtype == expected.dtype and not different(found, expected).any(), case.id
+
+
+def test_a_part_of_an_output_is_a_part() -> None:
+    case = next(case for case in gemm_cases() if case.id.startswith("blockwise_1x128 x blockwise_128x128 131"))
+    rows, columns = np.array([0, 7, 127, 128, 130]), np.array([1, 36])
+    rules = rules_of(HOPPER, case)
+    assert not different(compute(case, rules, at=(rows, columns)), compute(case, rules)[np.ix_(rows, columns)]).any()
+
+
+def fitted(kind: str, subject: Subject, *ms: int) -> Fitted:
+    result = fit(subject, kinds=[BY_NAME[kind]], ms=ms or (1, 16))
+    (found,) = result.kinds
+    assert not found.error and found.rules is not None and not result.is_interrupted
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "knobs", "expected"),
+    [
+        (FAST, {}, {}),
+        # no hypothesis of the diagnosis: the order of adding shows it
+        (
+            PROMOTED,
+            {"promote": 96, "step": 16, "to_integer": np.rint},
+            {"promote_k": 96, "step_k": 16, "terms": Rounding.NEAREST, "sums": Rounding.NEAREST},
+        ),
+        (PROMOTED, {"promote": 32, "order": "acc*(sa*sb)"}, {"promote_k": 32, "scales": ScaleOrder.PRODUCT}),
+        (
+            FAST,
+            {"slices": 3, "flush": True, "term_bits": 25, "sum_bits": 23},
+            {"split_k": 3, "flushes_operands": True, "aligned_fraction_bits": 25, "result_fraction_bits": 23},
+        ),
+        (SQUARE, {"order": "fma(p*sa,sb)"}, {"scales": ScaleOrder.FMA_ROW_FIRST}),
+    ],
+    ids=lambda value: ", ".join(f"{k}={v}" for k, v in value.items()) or "right" if isinstance(value, dict) else value,
+)
+def test_rules_are_found_and_confirmed(kind: str, knobs: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = fitted(kind, planted.subject(**knobs))
+    right = rules_of(HOPPER, next(iter(planted.probes(BY_NAME[kind], takes_any_size=True))).case)
+    numbers = {name: value for name, value in expected.items() if hasattr(right.model, name)}
+    others = {name: value for name, value in expected.items() if name not in numbers}
+    wanted = replace(right, model=replace(right.model, **numbers), **others)
+    assert found.rules == wanted
+    assert found.is_confirmed and found.outputs_total == 1280
+    assert found.follows == ("" if expected else HOPPER.name)
+    assert found.is_batch_invariant
+
+
+def test_rows_that_depend_on_m() -> None:
+    few, many = (planted.subject(slices=slices).verbs["scaled_mm"] for slices in (4, 1))
+
+    def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
+        return (few if a.shape[0] <= 16 else many)(a, *args, **options)
+
+    found = fitted(FAST, Subject(name="x", engine="x", verbs={"scaled_mm": kernel}), 1, 16, 17, 64)
+    assert found.is_batch_invariant is False
+    assert {one.m: (one.is_same, one.split_k) for one in found.rows} == {
+        1: (False, 4), 16: (False, 4), 17: (True, 1), 64: (True, 1),
+    }  # fmt: skip
+
+
+def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "confirmed", interrupted)
+    result = fit(planted.subject(promote=64), kinds=[BY_NAME[PROMOTED], BY_NAME[FAST]])
+    assert result.is_interrupted and [one.kind for one in result.kinds] == [PROMOTED]
+    assert result.kinds[0].rules is not None and result.kinds[0].rules.model.promote_k == 64
+    assert not result.is_confirmed
+
+
+KERNEL = """
+import numpy as np
+
+def exact(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    if bias is not None or np.ndim(scale_a) != 0 or out_dtype != np.float32:
+        raise NotImplementedError("tensorwise to float32")
+    with np.errstate(all="ignore"):
+        acc = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
+        return acc * (scale_a * scale_b)
+
+def none(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    raise NotImplementedError("nothing")
+"""
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "fit_kernels.py").write_text(KERNEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.build_app(), list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_command_line(kernels: Path) -> None:
+    out = kernels / "fit.json"
+    options = ("--arrays", "numpy", "--kind", "tensorwise fast", "--m", "1", "--m", "32", "--json", str(out))
+    status, text = invoke("fit", "fit_kernels:exact", *options)
+    assert status == 0, text
+    assert "nothing is lost" in text and "confirmed on random GEMMs, 1280/1280 outputs equal" in text
+    assert "do not depend on M (32, 1)" in text
+    (kind,) = json.loads(out.read_text())["kinds"]
+    assert kind["rules"]["adder"] == "exact" and kind["batch_invariant"] is True
+    assert kind["outputs_equal"] == kind["outputs_total"] == 1280
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fit_kernels:none", "--arrays", "numpy"), "nothing to fit"),
+        (("fit_kernels:exact", "--kind", "fast"), "known kinds are tensorwise fast"),
+        (("no_such_subject",), "unknown subject"),
+    ],
+)
+def test_nothing_to_fit(arguments: tuple[str, ...], message: str, kernels: Path) -> None:
+    status, text = invoke("fit", *arguments)
+    assert status == 2 and message in text
+
+
+def test_verify_diagnoses_what_differs(kernels: Path) -> None:
+    golden, out = shipped_golden(), kernels / "report.json"
+    few = kernels / "few.safetensors"
+    case = next(c for c in golden.cases if c.gemm.mode.value == "tensorwise" and c.gemm.out_dtype.name == "float32")
+    write_golden(few, [case], golden.metadata)
+    options = ("--arrays", "numpy", "--golden", str(few), "--stage", "golden", "--json", str(out))
+    status, text = invoke("verify", "fit_kernels:exact", *options)
+    assert status == 1
+    assert "tensorwise fast: explained: exact accumulation" in text
+    kinds = json.loads(out.read_text())["subjects"][0]["diagnosis"]
+    assert {kind["kind"]: kind["best"]["alterations"] for kind in kinds} == {
+        "tensorwise fast": ["exact accumulation"],
+        "tensorwise promoted": ["exact accumulation"],
+    }
+    status, text = invoke("verify", "fit_kernels:exact", *options, "--no-diagnose")
+    assert status == 1 and "explained" not in text
+    status, text = invoke("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden")
+    assert status == 0 and "diagnosed" not in text
+
+
+def test_rules_in_words() -> None:
+    rules = rules_of(HOPPER, gemm_cases()[0])
+    assert rules.lines()[0].startswith("adds 32 products at a time, aligned to 13 fraction bits (cut toward zero), ")
+    assert isinstance(rules, Rules) and isinstance(Fit(subject="x", engine="y").kinds, list)
+    assert json.dumps(rules.to_dict())
