@@ -31,13 +31,11 @@ INSTRUCTIONS = [
     if chip.name == "Hopper" or instruction not in CHIPS["Hopper"].instructions  # what it shares is tested there
 ]
 OF_JAX = {
-    ("Hopper", "float32", 8),
     ("Hopper", "float16", 8),
     ("Blackwell tcgen05", "float32", 8),
-    ("CDNA3", "float32", 8),
     ("CDNA3", "float32", 16),
 }
-"""(chip, output, bits of an operand): one of each kind of step, since each is a program to compile."""
+"""(chip, output, bits of an operand): what the GEMMs below do not cover, since each is a program to compile."""
 CODES = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 
