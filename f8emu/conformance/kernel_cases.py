@@ -12,7 +12,8 @@ from f8emu.conformance.distributions import draw_codes, rng
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, scaled_case
 from f8emu.conformance.kernel import Accumulation, Kernel
-from f8emu.conformance.probes import KINDS, Kind, probes
+from f8emu.conformance.probe import KINDS, Kind
+from f8emu.conformance.probes import probes
 from f8emu.spec import E4M3FN, HOPPER, Granularity
 
 BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536), (256, 384, 512))
