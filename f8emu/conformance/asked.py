@@ -31,7 +31,8 @@ class Asked:
     def outputs_equal(self, rules: Rules, memory: Memory | None = None) -> int:
         """How many outputs are those of the rules, bit for bit."""
         given = compute(self.case, rules, at=self.at, memory=memory)
-        return self.size - int(np.count_nonzero(different(self.observed, given)))
+        with np.errstate(invalid="ignore"):  # a kernel may give a signalling NaN
+            return self.size - int(np.count_nonzero(different(self.observed, given)))
 
 
 def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked | str | None:

@@ -56,7 +56,8 @@ def rows_at(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = MS) 
             continue
         if largest is None:
             largest = one.observed
-        is_same = not different(one.observed, largest[:m]).any()
+        with np.errstate(invalid="ignore"):
+            is_same = not different(one.observed, largest[:m]).any()
         rows = places(rng("rows", m), m, 4)
         sample = replace(one, at=(rows, columns), observed=one.observed[np.ix_(rows, columns)])
         splits = (rules.split_k, *(s for s in _SPLITS if s != rules.split_k))
