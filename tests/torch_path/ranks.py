@@ -7,6 +7,7 @@ seconds on that. Servers start when a process of pytest first needs ranks, and e
 import contextlib
 import datetime
 import functools
+import gc
 import itertools
 import os
 import sys
@@ -81,6 +82,8 @@ def with_exact_products(case: Callable[[], None]) -> None:
 def join(rank: int, ranks: int, directory: Path, *, seconds: int = 60) -> None:
     """Make this process a rank, with one thread; no collective waits longer than `seconds`."""
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is never garbage
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     limit = datetime.timedelta(seconds=seconds)
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
