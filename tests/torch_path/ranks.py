@@ -22,10 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
 
-import f8emu.torch as f8
-from f8emu.torch.gemm import emulation
+from tests.torch_path.exact import exact_products
 
 Raised = list[dict[str, str]]
 """Of each rank: case -> what it raised; empty if nothing."""
@@ -33,7 +31,7 @@ Raised = list[dict[str, str]]
 
 @functools.cache
 def _servers() -> tuple[forkserver.ForkServer, ...]:
-    """Two, since Python hashes strings differently in each: what depends on the order of a set differs between ranks."""
+    """Two, since Python hashes strings differently in each: an order that depends on hashes differs between ranks."""
     names = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", __name__]
     servers = forkserver.ForkServer(), forkserver.ForkServer()
     with pytest.MonkeyPatch.context() as patch:
@@ -53,29 +51,9 @@ def forked() -> Iterator[Any]:
         yield mp.get_context("forkserver")
 
 
-def exact_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, pair: Any, *, out_dtype: torch.dtype, **_: Any
-) -> Tensor:
-    """In the place of the emulated GEMM, for which JAX compiles a program for every shape, in every process.
-
-    Most cases ask what is multiplied: codes, scales, and which of them.
-    """
-    values_a = f8.dequantize(a, scale_a, pair[0]).double()
-    return (values_a @ f8.dequantize(b.t(), scale_b.t() if scale_b.ndim else scale_b, pair[1]).t().double()).to(
-        out_dtype
-    )
-
-
-def exact_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
-    """As `exact_product`, in bfloat16."""
-    return (a.double() @ b.double()).to(out_dtype)
-
-
 def with_exact_products(case: Callable[[], None]) -> None:
     """Run a case, its GEMMs not emulated."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emulation, "scaled_mm", exact_product)
-        patch.setattr(emulation, "mm", exact_mm)
+    with exact_products():
         case()
 
 
