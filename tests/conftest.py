@@ -19,6 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 
+# Python looks for garbage after every 700 new containers, and while torch and JAX trace and compile that is a tenth of
+# all their time. Nothing here waits for it: who asks whether something is gone calls gc.collect().
+gc.set_threshold(50_000, 20, 20)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def only_this_module_is_searched_for_garbage() -> None:
     """Modules of torch and JAX and the programs that JAX keeps are millions of objects, seconds of every collection."""

@@ -7,6 +7,7 @@ part, and the same devices add the products; everywhere else bits are those of o
 """
 
 import functools
+import gc
 import json
 import re
 import sys
@@ -339,6 +340,8 @@ CASES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """Prints a JSON object: nothing of a case that is right, the traceback of another."""
     warnings.simplefilter("ignore")
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     assert len(jax.devices()) == 8, "XLA_FLAGS=--xla_force_host_platform_device_count=8"
     results, wanted = {}, sys.argv[1:]
     for name, case in CASES.items():

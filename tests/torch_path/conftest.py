@@ -1,6 +1,6 @@
 """What the torch tests share: torch to numpy without a change of bits, and comparison of bits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import f8ref.numpy as reference
+from tests.torch_path import exact
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -54,6 +55,13 @@ def to_numpy() -> Callable[[torch.Tensor], np.ndarray]:
 def assert_same_bits() -> Callable[..., None]:
     """Compare a tensor or array with another, bit for bit."""
     return _assert_same_bits
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """GEMMs are not emulated."""
+    with exact.exact_products():
+        yield
 
 
 @pytest.fixture

@@ -1,21 +1,67 @@
-"""Cases over several ranks (gloo): one process group runs all of a file, since processes are expensive."""
+"""Cases over several ranks (gloo): one process group runs all of a file, since processes are expensive.
 
+Ranks are forked from servers that have imported what ranks import and have run nothing: alone, a rank spends three
+seconds on that. Servers start when a process of pytest first needs ranks, and end with it.
+"""
+
+import contextlib
 import datetime
+import functools
+import gc
+import itertools
+import os
+import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.torch_path.exact import exact_products
 
 Raised = list[dict[str, str]]
 """Of each rank: case -> what it raised; empty if nothing."""
 
 
+@functools.cache
+def _servers() -> tuple[forkserver.ForkServer, ...]:
+    """Two, since Python hashes strings differently in each: an order that depends on hashes differs between ranks."""
+    names = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", __name__]
+    servers = forkserver.ForkServer(), forkserver.ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        for server in servers:
+            server.set_forkserver_preload([*names, "f8ref.jax"] if find_spec("jax") else names)
+            server.ensure_running()
+    return servers
+
+
+@contextlib.contextmanager
+def forked() -> Iterator[Any]:
+    """multiprocessing's context, of which each process starts from the other server than the one before."""
+    turns = itertools.cycle(_servers())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "connect_to_new_process", lambda fds: next(turns).connect_to_new_process(fds))
+        yield mp.get_context("forkserver")
+
+
+def with_exact_products(case: Callable[[], None]) -> None:
+    """Run a case, its GEMMs not emulated."""
+    with exact_products():
+        case()
+
+
 def join(rank: int, ranks: int, directory: Path, *, seconds: int = 60) -> None:
     """Make this process a rank, with one thread; no collective waits longer than `seconds`."""
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is never garbage
+    gc.set_threshold(50_000, 20, 20)  # as in conftest.py
     limit = datetime.timedelta(seconds=seconds)
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
@@ -37,9 +83,15 @@ def run_cases(rank: int, ranks: int, directory: Path, cases: Mapping[str, Callab
     dist.destroy_process_group()
 
 
+def started(run_rank: Callable[..., None], ranks: int, *arguments: Any) -> None:
+    """Run `run_rank(rank, *arguments)` on all ranks, to their end."""
+    with forked():
+        mp.start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
+
+
 def spawned(run_rank: Callable[[int, int, Path], None], ranks: int, directory: Path) -> Raised:
     """What every case raised, on all ranks; `run_rank` calls `run_cases`."""
-    mp.spawn(run_rank, (ranks, directory), nprocs=ranks)  # type: ignore[no-untyped-call]
+    started(run_rank, ranks, ranks, directory)
     return [torch.load(directory / f"raised_{rank}") for rank in range(ranks)]
 
 

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -28,7 +27,7 @@ from torch.optim import AdamW, Optimizer
 import f8emu.torch as f8
 from f8emu.spec import MissingExtraError
 from f8emu.torch.distributed.checkpoints import export_safetensors
-from tests.torch_path.ranks import join
+from tests.torch_path.ranks import forked, join, started
 
 RANKS = (1, 2, 3, 4)
 """On three, shards are unequal."""
@@ -131,7 +130,7 @@ def run_rank(rank: int, directory: Path) -> None:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints")
-    mp.spawn(run_rank, (directory,), nprocs=4)  # type: ignore[no-untyped-call]
+    started(run_rank, 4, directory)
     return directory
 
 
@@ -206,12 +205,13 @@ def run_trainer(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    processes = [
-        mp.get_context("spawn").Process(target=train_llama, args=(rank, ranks, port, directory, steps, kill_at))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
+    with forked() as context:
+        processes = [
+            context.Process(target=train_llama, args=(rank, ranks, port, directory, steps, kill_at))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
     for process in processes:
         process.join(TIMEOUT + 40)  # torch alone takes seconds to import
     codes = [process.exitcode for process in processes]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
-from tests.torch_path.ranks import Raised, run_cases, spawned
+from tests.torch_path.ranks import Raised, run_cases, spawned, with_exact_products
 
 STEPS = 4
 LOUDER = 64.0
@@ -247,7 +247,9 @@ CASES: dict[str, Callable[[], None]] = {
 
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     """All cases."""
-    run_cases(rank, ranks, directory, CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")})
+    cases = CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")}
+    exact = {name: functools.partial(with_exact_products, case) for name, case in cases.items()}
+    run_cases(rank, ranks, directory, exact)
 
 
 @pytest.fixture(scope="module")

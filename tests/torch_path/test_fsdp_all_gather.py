@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,7 +21,7 @@ import f8emu.torch as f8
 from f8emu.spec import UnsupportedError
 from f8emu.torch.training import weight_scales
 from f8emu.torch.training.sharded_weight import ShardedWeight
-from tests.torch_path.ranks import Raised, assert_nothing, join, run_cases, spawned
+from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned, with_exact_products
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
@@ -399,12 +398,14 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
 }
 
 
+EMULATED = {"tensorwise, reshards True"}
+"""The case of two ranks with emulated products; the others have exact ones."""
+
+
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     """All cases of a number of ranks."""
-    # What one process has compiled for the emulation, others load.
-    os.environ |= {"JAX_COMPILATION_CACHE_DIR": f"{directory.parent}/jax"}
-    os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
-    run_cases(rank, ranks, directory, CASES[ranks])
+    exact = {name: functools.partial(with_exact_products, case) for name, case in CASES[ranks].items()}
+    run_cases(rank, ranks, directory, exact | {name: CASES[ranks][name] for name in EMULATED & CASES[ranks].keys()})
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -433,9 +434,10 @@ def dies_in_a_step(rank: int, directory: Path) -> None:
 
 
 def test_a_rank_that_is_killed_ends_the_step_of_the_others(tmp_path: Path) -> None:
-    processes = [mp.get_context("spawn").Process(target=dies_in_a_step, args=(rank, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
+    with forked() as context:
+        processes = [context.Process(target=dies_in_a_step, args=(rank, tmp_path)) for rank in range(2)]
+        for process in processes:
+            process.start()
     for process in processes:
         process.join(90)
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]

@@ -30,34 +30,15 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
-from f8emu.torch.gemm import emulation
 from f8emu.torch.training import sharding
 from f8emu.torch.training.autograd import gemm
 from f8emu.torch.training.operands import cast_both, find_source
 from tests.torch_path.layers import draw
-from tests.torch_path.ranks import Raised, assert_nothing, run_cases, spawned
+from tests.torch_path.ranks import Raised, assert_nothing, run_cases, spawned, with_exact_products
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 GATHERED = ("tensorwise", "rowwise", "delayed")
 BATCH, TOKENS, K, N = 2, 8, 32, 32
-
-
-def exact_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, pair: Any, *, out_dtype: torch.dtype, **_: Any
-) -> Tensor:
-    """In the place of the emulated GEMM, for which JAX compiles a program for every shape, in every process.
-
-    Most cases ask what is multiplied: codes, scales, and which of them.
-    """
-    values_a = f8.dequantize(a, scale_a, pair[0]).double()
-    return (values_a @ f8.dequantize(b.t(), scale_b.t() if scale_b.ndim else scale_b, pair[1]).t().double()).to(
-        out_dtype
-    )
-
-
-def exact_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
-    """As `exact_product`, in bfloat16."""
-    return (a.double() @ b.double()).to(out_dtype)
 
 
 def mesh_of_all() -> DeviceMesh:
@@ -514,24 +495,15 @@ CASES_OF_4: dict[str, Callable[[], None]] = {
     **{f"with FSDP2, float8 gather, {recipe}": functools.partial(with_fsdp2, recipe, True) for recipe in GATHERED},
     "with FSDP2, compiled": functools.partial(with_fsdp2, "tensorwise", False, "aot_eager"),
 }
-EMULATED = "torch's styles, tensorwise"
+EMULATED = {"torch's styles, tensorwise"}
 """The case with emulated products; the others have exact ones."""
 CASES = {2: CASES_OF_2, 3: CASES_OF_3, 4: CASES_OF_4}
 
 
-def multiplied(name: str, case: Callable[[], None]) -> None:
-    """Run a case, with exact products in all but one."""
-    with pytest.MonkeyPatch.context() as patch:
-        if name != EMULATED:
-            patch.setattr(emulation, "scaled_mm", exact_product)
-            patch.setattr(emulation, "mm", exact_mm)
-        case()
-
-
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     """All cases of a number of ranks."""
-    cases = {name: functools.partial(multiplied, name, case) for name, case in CASES[ranks].items()}
-    run_cases(rank, ranks, directory, cases)
+    exact = {name: functools.partial(with_exact_products, case) for name, case in CASES[ranks].items()}
+    run_cases(rank, ranks, directory, exact | {name: CASES[ranks][name] for name in EMULATED & CASES[ranks].keys()})
 
 
 @pytest.fixture(scope="module", params=CASES)
