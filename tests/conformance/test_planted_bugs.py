@@ -425,6 +425,7 @@ def few_layers(*, full_size: bool) -> tuple[LayerCase, ...]:
 def run_cli(planted: Subject, golden: Path, json_path: Path, *stage_names: str) -> tuple[int, dict[str, Any], str]:
     stage_options = [word for name in stage_names for word in ("--stage", name)]
     arguments = ["verify", planted.name, "--golden", str(golden), "--json", str(json_path), *stage_options]
+    arguments.append("--no-diagnose")  # tests/conformance/test_diagnosis.py has planted kernels of its own
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(subject.SUBJECTS, planted.name, lambda: planted)
         patch.setattr(stages, "layer_cases", few_layers)

@@ -398,8 +398,8 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
 }
 
 
-EMULATED = {"tensorwise, reshards True"}
-"""The case of two ranks with emulated products; the others have exact ones."""
+EMULATED = {f"{recipe}, reshards True" for recipe in RECIPES}
+"""Cases of two ranks with emulated products; the others have exact ones."""
 
 
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
