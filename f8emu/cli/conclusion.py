@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, console, opened
 
 if TYPE_CHECKING:
-    from f8emu.conformance.diagnosis_report import Diagnoses
+    from f8emu.conformance.diagnosis.report import Diagnoses
     from f8emu.conformance.verify import Result
 
 
@@ -37,7 +37,7 @@ def opened_files(files: Files) -> Iterator[Outputs]:
         MissingExtraError: a page is wanted and plotly is not installed.
         SpecError: a file cannot be written.
     """
-    from f8emu.conformance.page_html import require_plotly
+    from f8emu.conformance.page.html import require_plotly
 
     if files.html is not None:
         require_plotly("f8emu verify --html")
@@ -57,9 +57,9 @@ def conclude(
 ) -> int:
     """The exit status, after everything was printed and written; `source` names the recording."""
     from f8emu.conformance import report
-    from f8emu.conformance.breakdown_tables import breakdown_tables
-    from f8emu.conformance.diagnosis_report import diagnosis_lines
-    from f8emu.conformance.html import to_html
+    from f8emu.conformance.breakdown.tables import breakdown_tables
+    from f8emu.conformance.diagnosis.report import diagnosis_lines
+    from f8emu.conformance.page.report import to_html
 
     found: Diagnoses = diagnoses or {}
     screen = console()

@@ -32,9 +32,9 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
-    from f8emu.conformance import capture_report
-    from f8emu.conformance.capture_diff import diff_captures
-    from f8emu.conformance.capture_file import read_capture
+    from f8emu.conformance.captures import report as capture_report
+    from f8emu.conformance.captures.diff import diff_captures
+    from f8emu.conformance.captures.file import read_capture
     from f8emu.conformance.report import progress_bar
 
     start = time.perf_counter()

@@ -39,10 +39,11 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _fit(kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int]) -> int:
-    from f8emu.conformance import diagnosis_report, report
-    from f8emu.conformance.batch_invariance import MS
-    from f8emu.conformance.fit import fit
-    from f8emu.conformance.probe import KINDS
+    from f8emu.conformance import report
+    from f8emu.conformance.diagnosis import report as diagnosis_report
+    from f8emu.conformance.diagnosis.batch_invariance import MS
+    from f8emu.conformance.diagnosis.fit import fit
+    from f8emu.conformance.diagnosis.probe import KINDS
     from f8emu.conformance.subject import load_subject
 
     start = time.perf_counter()

@@ -56,7 +56,7 @@ def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Pa
             places = [_plain(place) for place in worst]
             out.write(json.dumps({"runs": run.headers, "events": run.events, "worst": places}, indent=1) + "\n")
         if page is not None:
-            from f8emu.conformance.inspection_page import to_html
+            from f8emu.conformance.page.inspection import to_html
 
             page.write(to_html(run, worst, by, log))
     if out is None and page is None:

@@ -97,7 +97,7 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _list_kernels() -> int:
-    from f8emu.conformance.kernels import KERNELS
+    from f8emu.conformance.kernels.known import KERNELS
 
     for kernel in KERNELS.values():
         print(f"{kernel.name}: {kernel.predicted}" + (f" ({kernel.install})" if kernel.install else ""))
@@ -114,7 +114,7 @@ def _verify(
     timeout: float | None,
     diagnose: bool,
 ) -> int:
-    from f8emu.conformance.diagnosis_report import diagnosed
+    from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.report import progress_bar
     from f8emu.conformance.verify import stages_by_name, verify

@@ -6,10 +6,10 @@ from itertools import islice
 
 import numpy as np
 
+from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
+from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
-from f8emu.conformance.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.conformance.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.spec import MissingExtraError
 
 Parts = Mapping[str, np.ndarray]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from f8emu.conformance.breakdown_tables import breakdown_json
+from f8emu.conformance.breakdown.tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
-from f8emu.conformance.diagnosis_report import Diagnoses, diagnosis_json
+from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 

@@ -10,6 +10,7 @@ from itertools import product
 
 import numpy as np
 
+from f8emu.conformance.breakdown.traits import gemm_traits, layer_traits, recorded_inputs
 from f8emu.conformance.cases import (
     CASTS,
     DECODED,
@@ -35,7 +36,6 @@ from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.conformance.traits import gemm_traits, layer_traits, recorded_inputs
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
 

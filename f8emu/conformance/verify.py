@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from f8emu.conformance.breakdown import Tallies, tallied
+from f8emu.conformance.breakdown.breakdown import Tallies, tallied
+from f8emu.conformance.breakdown.difference_map import DifferenceMap
+from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
-from f8emu.conformance.difference_map import DifferenceMap
 from f8emu.conformance.golden import GoldenFile, shipped_golden
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.conformance.ulps import UlpHistogram, merged
 from f8emu.spec import SpecError
 
 _THREADS = 4

@@ -17,10 +17,10 @@ import f8ref.numpy as f8ref
 from f8emu import cli
 from f8emu.capture import Budget, CaptureError, GemmRecord, StepHeader, StepWriter, Stored, TensorRecord, writer
 from f8emu.capture.record import Record
-from f8emu.conformance.capture_diff import diff_captures, ulps
-from f8emu.conformance.capture_file import read_capture
+from f8emu.conformance.captures.diff import diff_captures, ulps
+from f8emu.conformance.captures.file import read_capture
+from f8emu.conformance.captures.replay import replay
 from f8emu.conformance.distributions import draw, dtype_of
-from f8emu.conformance.replay import replay
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from f8emu.conformance.altered import Memory, compute
-from f8emu.conformance.diagnosis import diagnose
+from f8emu.conformance.diagnosis.altered import Memory, compute
+from f8emu.conformance.diagnosis.diagnose import diagnose
+from f8emu.conformance.diagnosis.hypotheses import alterations
+from f8emu.conformance.diagnosis.probe import KINDS
+from f8emu.conformance.diagnosis.probes import probes
+from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.hypotheses import alterations
-from f8emu.conformance.probe import KINDS
-from f8emu.conformance.probes import probes
-from f8emu.conformance.rules import rules_of
 from f8emu.conformance.subject import NotOffered, Subject, load_subject
 from f8emu.spec import BFLOAT16, CHIPS, HOPPER, Format, Granularity, format_by_name
 

@@ -16,14 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import fit as fitting
 from f8emu.conformance import shipped_golden, write_golden
-from f8emu.conformance.altered import compute
 from f8emu.conformance.compare import different
-from f8emu.conformance.fit import Fit, Fitted, fit
+from f8emu.conformance.diagnosis import fit as fitting
+from f8emu.conformance.diagnosis.altered import compute
+from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
+from f8emu.conformance.diagnosis.probe import KINDS
+from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.gemm_cases import gemm_cases
-from f8emu.conformance.probe import KINDS
-from f8emu.conformance.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.subject import Subject, load_subject
 from f8emu.spec import HOPPER
 

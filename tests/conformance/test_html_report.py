@@ -17,10 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import load_subject, palette, shipped_golden, subject, verify, write_golden
-from f8emu.conformance.html import to_html
-from f8emu.conformance.page import Cell, Page, Section, Share, Table, Text
-from f8emu.conformance.page_html import render
+from f8emu.conformance import load_subject, shipped_golden, subject, verify, write_golden
+from f8emu.conformance.page import palette
+from f8emu.conformance.page.html import render
+from f8emu.conformance.page.page import Cell, Page, Section, Share, Table, Text
+from f8emu.conformance.page.report import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install chromium")

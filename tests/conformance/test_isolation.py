@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, write_golden
-from f8emu.conformance.faults import ChangedInput, KernelFault, ProcessEnded, TimedOut, WroteOutOfBounds
 from f8emu.conformance.gemm import GemmCase, NotOffered
 from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.kernels.faults import ChangedInput, KernelFault, ProcessEnded, TimedOut, WroteOutOfBounds
 from f8emu.conformance.subject import Subject
 from f8emu.spec import SpecError
 

@@ -22,12 +22,12 @@ import f8ref.numpy as f8
 from f8emu.conformance import Arg, Kernel, ScaleLayout, load_subject
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.compare import different
-from f8emu.conformance.faults import LeftUnwritten, WroteOutOfBounds
 from f8emu.conformance.gemm import GemmCase, NotOffered
 from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
-from f8emu.conformance.kernel import ROWWISE_VECTORS, Accumulation, OperandLayout
-from f8emu.conformance.kernel_call import question
-from f8emu.conformance.kernels import KERNELS
+from f8emu.conformance.kernels.call import question
+from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds
+from f8emu.conformance.kernels.kernel import ROWWISE_VECTORS, Accumulation, OperandLayout
+from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.subject import kernel_subject
 from f8emu.spec import BFLOAT16, FLOAT32, Granularity, SpecError
 

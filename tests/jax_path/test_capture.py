@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import f8emu.jax as f8
-from f8emu.conformance.capture_diff import diff_captures
-from f8emu.conformance.capture_file import read_capture
-from f8emu.conformance.replay import replay
+from f8emu.conformance.captures.diff import diff_captures
+from f8emu.conformance.captures.file import read_capture
+from f8emu.conformance.captures.replay import replay
 from f8emu.spec import recipe_by_name
 
 ARRAYS = {"x": (24, 48), "w": (80, 48), "grad": (24, 80)}

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import f8emu.torch
 from f8emu.capture import CaptureError, GemmRecord, writer
-from f8emu.conformance.capture_diff import diff_captures
-from f8emu.conformance.capture_file import read_capture
-from f8emu.conformance.replay import replay
+from f8emu.conformance.captures.diff import diff_captures
+from f8emu.conformance.captures.file import read_capture
+from f8emu.conformance.captures.replay import replay
 from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
 

@@ -1,0 +1,1 @@
+"""What differing cases have in common, how far outputs are off, and where."""

@@ -1,0 +1,153 @@
+"""Where a subject differs: shares of differing cases and outputs by what the cases have in common, and how far off.
+
+Every case has traits (accumulation, formats, K, ...). A tally counts, for each value of each trait, how many cases and
+outputs have it and how many of those differ.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
+
+if TYPE_CHECKING:
+    from f8emu.conformance.check import Outcome
+    from f8emu.conformance.verify import StageResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """How many there are, and how many of them differ."""
+
+    cases: int = 0
+    cases_differing: int = 0
+    outputs: int = 0
+    outputs_differing: int = 0
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            cases=self.cases + other.cases,
+            cases_differing=self.cases_differing + other.cases_differing,
+            outputs=self.outputs + other.outputs,
+            outputs_differing=self.outputs_differing + other.outputs_differing,
+        )
+
+    @property
+    def share_of_cases(self) -> float:
+        return self.cases_differing / self.cases if self.cases else 0.0
+
+    @property
+    def share_of_outputs(self) -> float:
+        return self.outputs_differing / self.outputs if self.outputs else 0.0
+
+
+def percent(share: float) -> str:
+    """`0 %` and `100 %` are exact; what is close to them says so."""
+    value = 100 * share
+    if 0 < value < 0.1:
+        return "< 0.1 %"
+    if 99.9 < value < 100:
+        return "> 99.9 %"
+    return f"{value:.1f} %" if value % 100 else f"{value:.0f} %"
+
+
+Tallies = Mapping[str, Mapping[str, Tally]]
+"""Trait -> value -> tally."""
+
+
+def tallied(outcomes: "Iterable[Outcome]") -> dict[str, dict[str, Tally]]:
+    """Every case counted under each of its traits, traits and values in the order in which they appear."""
+    found: dict[str, dict[str, Tally]] = {}
+    for outcome in outcomes:
+        one = Tally(
+            cases=1,
+            cases_differing=int(not outcome.is_equal),
+            outputs=outcome.outputs_total,
+            outputs_differing=outcome.outputs_total - outcome.outputs_equal,
+        )
+        for trait, value in outcome.traits.items():
+            values = found.setdefault(trait, {})
+            values[value] = values.get(value, Tally()) + one
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Stages whose cases have the same traits, counted together."""
+
+    stages: tuple[str, ...]
+    """Their titles."""
+    whole: Tally
+    tallies: Tallies
+    ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    """dtype of the output -> how far off the outputs are that differ."""
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.stages)
+
+    def telling(self) -> dict[str, dict[str, Tally]]:
+        """The traits that have more than one value, unless every output of every value differs."""
+        if self.whole.outputs_differing == self.whole.outputs:
+            return {}
+        return {trait: _ordered(values) for trait, values in self.tallies.items() if len(values) > 1}
+
+    def sentences(self) -> Iterator[str]:
+        """One for each trait of which some values differ and others never do; what rules out most cases first."""
+        if self.whole.outputs_differing == self.whole.outputs:
+            yield "Every output of every case differs."
+        found: list[tuple[int, str]] = []
+        for trait, values in self.telling().items():
+            differing = [value for value, tally in values.items() if tally.cases_differing]
+            equal = [value for value, tally in values.items() if not tally.cases_differing]
+            if differing and equal:
+                cases = sum(values[value].cases for value in equal)
+                sentence = (
+                    f"By {trait}: {_either(equal)} is equal in all {cases} cases; what differs has {_either(differing)}"
+                )
+                found.append((cases, sentence))
+        for _, sentence in sorted(found, key=lambda item: -item[0]):
+            yield sentence
+
+
+def breakdowns(stages: "Sequence[StageResult]") -> list[Breakdown]:
+    """The breakdowns of the stages that differ, each together with those whose cases have the same traits."""
+    groups: dict[tuple[str, ...], list[StageResult]] = {}
+    for stage in stages:
+        if stage.cases_total:
+            groups.setdefault(tuple(stage.tallies), []).append(stage)
+    found = [_joined(group) for group in groups.values()]
+    return [breakdown for breakdown in found if breakdown.whole.cases_differing]
+
+
+def _joined(stages: "Sequence[StageResult]") -> Breakdown:
+    tallies: dict[str, dict[str, Tally]] = {}
+    whole = Tally()
+    for stage in stages:
+        whole += Tally(
+            cases=stage.cases_total,
+            cases_differing=stage.cases_total - stage.cases_equal,
+            outputs=stage.outputs_total,
+            outputs_differing=stage.outputs_total - stage.outputs_equal,
+        )
+        for trait, values in stage.tallies.items():
+            known = tallies.setdefault(trait, {})
+            for value, tally in values.items():
+                known[value] = known.get(value, Tally()) + tally
+    dtypes = dict.fromkeys(dtype for stage in stages for dtype in stage.ulps)
+    ulps = {dtype: merged(stage.ulps[dtype] for stage in stages if dtype in stage.ulps) for dtype in dtypes}
+    return Breakdown(stages=tuple(stage.title for stage in stages), whole=whole, tallies=tallies, ulps=ulps)
+
+
+def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:
+    """Ranges by number, anything else as it came."""
+    if all(value[:1].isdigit() for value in values):
+        return dict(sorted(values.items(), key=lambda item: int(item[0].split()[0].split("x")[0])))
+    return dict(values)
+
+
+def _either(values: Sequence[str]) -> str:
+    """`fast`; `fast or promoted`; of many the first three, and how many more."""
+    if len(values) > 4:
+        return f"{', '.join(values[:3])} or {len(values) - 3} more"
+    return " or ".join(values) if len(values) < 3 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -1,0 +1,1 @@
+"""Captured steps of training: read, computed again, compared."""

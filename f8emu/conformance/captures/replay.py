@@ -1,0 +1,247 @@
+"""A captured step computed again by the oracle, without a GPU: which stage is the first whose bits differ.
+
+    scale, codes of a and of b   from the tensors before their casts, where they were captured
+    product                      from the captured operands, so that a fault does not spread to later stages
+
+Who computed a capture does not judge it: an emulated one, which f8ref.jax computed, is judged by f8ref.numpy.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from f8emu.capture.record import GemmRecord, LeftOut
+from f8emu.conformance.captures.cast import Earlier, replay_casts
+from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
+from f8emu.conformance.captures.product import Sampled, likely_cause, product_of, sampled
+from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
+from f8emu.conformance.subject import NotOffered, Subject, load_subject
+from f8emu.conformance.verify import Progress
+from f8emu.spec import F8Error, MissingExtraError, SpecError
+
+ORACLES = ("f8ref.numpy", "f8ref.jax")
+KINDS = ("scale", "codes", "product")
+
+
+@dataclass(slots=True, kw_only=True)
+class Count:
+    """What was compared of one kind."""
+
+    parts: int = 0
+    parts_equal: int = 0
+    elements: int = 0
+    elements_equal: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One stage whose bits differ."""
+
+    step: str
+    place: str
+    """Layer and GEMM."""
+    part: str
+    """`a.scale`, `a.codes`, ..., `product`."""
+    tensor: str
+    """What the operand was made of; empty for a product."""
+    elements: int
+    elements_different: int
+    cause: str
+    """What the pattern of the difference says; may be empty."""
+    mismatches: tuple[Mismatch, ...]
+    """The first ones."""
+
+    def line(self) -> str:
+        """One line."""
+        of = f" ({self.tensor})" if self.tensor else ""
+        share = f"{self.elements_different} of {self.elements} differ"
+        return f"{self.step}: {self.place} {self.part}{of}: {share}" + (f"; {self.cause}" if self.cause else "")
+
+
+@dataclass(slots=True, kw_only=True)
+class Replay:
+    """What a replay found; also of one that was interrupted."""
+
+    steps: list[str] = field(default_factory=list)
+    gemms: int = 0
+    counts: dict[str, Count] = field(default_factory=lambda: {kind: Count() for kind in KINDS})
+    outputs: int = 0
+    """Of all products; `counts` has how many of them were computed again."""
+    findings: list[Finding] = field(default_factory=list)
+    """In the order of execution: the first is where to look."""
+    damaged: list[str] = field(default_factory=list)
+    """Files that are not what was written, by their SHA-256."""
+    not_replayed: list[str] = field(default_factory=list)
+    """Place and reason."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """When the step was captured."""
+    unfinished: list[str] = field(default_factory=list)
+    """Steps whose capture never ended; what they have is replayed."""
+    reasons: list[str] = field(default_factory=list)
+    """Why a ring was written."""
+    oracles: list[str] = field(default_factory=list)
+    is_interrupted: bool = False
+
+    @property
+    def has_difference(self) -> bool:
+        return bool(self.findings or self.damaged)
+
+    @property
+    def is_equal(self) -> bool:
+        """Something was computed again, and nothing differed."""
+        return not self.has_difference and not self.is_interrupted and self.counts["product"].elements > 0
+
+
+def replay(
+    steps: Sequence[CapturedStep],
+    *,
+    oracle: str | None = None,
+    outputs: int | None = None,
+    errors: int = 20,
+    progress: Progress | None = None,
+) -> Replay:
+    """Computes every stage again. KeyboardInterrupt ends it, and what was found until then is given.
+
+    Args:
+        steps: of `read_capture`.
+        oracle: f8ref.numpy or f8ref.jax; by default the first for emulated GEMMs, the second for a GPU's.
+        outputs: how many of each product at most, rows and columns drawn at random; None: all.
+        errors: mismatches to keep of each finding.
+        progress: told what runs.
+
+    Raises:
+        SpecError: no such oracle.
+        CaptureError: a file of the capture cannot be read.
+        MissingExtraError: the oracle was named and needs JAX, which is not installed.
+    """
+    if oracle is not None and oracle not in ORACLES:
+        raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")
+    if outputs is not None and outputs < 1:
+        raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
+    found = Replay()
+    run = _Run(found, oracle, outputs, errors)
+    try:
+        for step in steps:
+            if progress is not None:
+                progress.begin("replay", step.name, len(step.records))
+            found.steps.append(step.name)
+            found.left_out += step.left_out
+            if step.header.reason not in ("", *found.reasons):
+                found.reasons.append(step.header.reason)
+            if not step.is_complete:
+                found.unfinished.append(str(step.path))
+            earlier = Earlier()
+            for captured in step.records:
+                run.record(step, captured, earlier)
+                if progress is not None:
+                    progress.advance()
+    except KeyboardInterrupt:
+        found.is_interrupted = True
+    return found
+
+
+class _Run:
+    def __init__(self, found: Replay, oracle: str | None, outputs: int | None, errors: int) -> None:
+        self.found, self.oracle, self.outputs, self.errors = found, oracle, outputs, errors
+        self.subjects: dict[str, Subject] = {}
+
+    def judge(self, record: GemmRecord) -> Subject:
+        """Never who computed it; f8ref.numpy, which is slower, where JAX is missing."""
+        name = self.oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
+        if name not in self.subjects:
+            try:
+                self.subjects[name] = load_subject(name)
+            except MissingExtraError:
+                if self.oracle is not None:
+                    raise
+                self.subjects[name] = load_subject("f8ref.numpy")
+            self.found.oracles.append(self.subjects[name].engine)
+        return self.subjects[name]
+
+    def record(self, step: CapturedStep, captured: CapturedRecord, earlier: Earlier) -> None:
+        record = captured.record
+        if not captured.is_intact():
+            self.found.damaged.append(str(captured.path))
+        if not isinstance(record, GemmRecord):
+            earlier.add(captured)
+            return
+        arrays = captured.load()
+        self.found.gemms += 1
+        recipe = step.header.recipes.get(record.recipe)
+        for part, tensor, expected in replay_casts(record, arrays, recipe, earlier):
+            if isinstance(expected, str):
+                self.found.not_replayed.append(f"{step.name}: {record.place} {part} ({tensor}): {expected}")
+            else:
+                observed, wanted = arrays[part], expected.array
+                self.compare(step, record, part, tensor, observed, wanted, cause="", wrong=expected.wrong)
+        self.product(step, record, arrays)
+
+    def product(self, step: CapturedStep, record: GemmRecord, arrays: Arrays) -> None:
+        self.found.outputs += arrays["product"].size
+        part = sampled(record, arrays, self.outputs)
+        judge = self.judge(record)
+        try:
+            expected = product_of(record, part, judge, record.split_k)
+        except (NotOffered, F8Error) as error:
+            self.found.not_replayed.append(f"{step.name}: {record.place} product: {error}")
+            return
+        wrong = different(part.product, expected)
+        cause = likely_cause(record, arrays, part, wrong, judge) if wrong.any() else ""
+        self.compare(step, record, "product", "", part.product, expected, cause=cause, wrong=wrong, sample=part)
+
+    def compare(
+        self,
+        step: CapturedStep,
+        record: GemmRecord,
+        part: str,
+        tensor: str,
+        observed: np.ndarray,
+        expected: np.ndarray,
+        *,
+        cause: str,
+        wrong: np.ndarray,
+        sample: Sampled | None = None,
+    ) -> None:
+        count = self.found.counts[part.rpartition(".")[2]]
+        bad = int(np.count_nonzero(wrong))
+        count.parts += 1
+        count.parts_equal += not bad
+        count.elements += wrong.size
+        count.elements_equal += wrong.size - bad
+        if not bad:
+            return
+        case = f"{step.name}: {record.place}"
+        shown = np.where(wrong, expected, observed)  # an element that is equal under another inv_scale is equal
+        lines = islice(_placed(mismatches(case, part, observed, shown), sample), self.errors)
+        self.found.findings.append(
+            Finding(
+                step=step.name,
+                place=record.place,
+                part=part,
+                tensor=tensor,
+                elements=wrong.size,
+                elements_different=bad,
+                cause=cause,
+                mismatches=tuple(lines),
+            )
+        )
+
+
+def _placed(found: Iterator[Mismatch], sample: Sampled | None) -> Iterator[Mismatch]:
+    """With the index in the whole product, and the operands that lead to it."""
+    for one in found:
+        if sample is None:
+            yield one
+            continue
+        i, j = one.index
+        inputs = f"{abbreviated(sample.a[i], 'a')} {abbreviated(sample.b[j], 'b')}"
+        yield Mismatch(
+            case=one.case,
+            part=one.part,
+            index=(int(sample.rows[i]), int(sample.columns[j])),
+            inputs=inputs,
+            observed=one.observed,
+            expected=one.expected,
+        )

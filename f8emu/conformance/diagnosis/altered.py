@@ -1,0 +1,290 @@
+"""The bits of a GEMM under any `Rules`, in numpy on the pieces of the oracle.
+
+Under the right rules it is the oracle again (tests/conformance/test_rules.py). What a chain of cut tensor-core steps
+gives is f8ref.numpy's own; other adders and roundings are written here.
+
+Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from f8emu.conformance.diagnosis.adding import adding_rules, pairwise_sum, promoted, sliced, slices
+from f8emu.conformance.diagnosis.output_rounding import rounded_output
+from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misreading, Rules, ScaleOrder
+from f8emu.conformance.distributions import codes_of, dtype_of
+from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Format, Granularity, format_by_name
+from f8ref.numpy.accumulate import Operand, operand
+from f8ref.numpy.cast import convert
+from f8ref.numpy.codec import Unpacked
+from f8ref.numpy.float32 import fma
+
+_BLOCK_K = 128
+Part = tuple[np.ndarray, np.ndarray]
+"""Rows and columns of an output."""
+
+
+class Memory:
+    """Accumulators that were computed before: hypotheses about an epilogue share them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[np.ndarray, np.ndarray, Any]] = {}
+
+    def get(self, a: np.ndarray, b: np.ndarray, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gives for these two arrays, which are kept so that their identity stays theirs."""
+        full = (id(a), id(b), key)
+        if full not in self._known:
+            self._known[full] = (a, b, make())
+        return self._known[full][2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Read:
+    """The arguments of a GEMM as a kernel reads them, scales spread over rows and columns."""
+
+    a_MK: np.ndarray
+    b_NK: np.ndarray
+    format_a: Format
+    format_b: Format
+    scale_a_MB: np.ndarray
+    scale_b_BN: np.ndarray
+
+
+def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:
+    """The output of a GEMM under `rules`, [M, N], or of it the rows and columns `at`.
+
+    Exactness: under the right rules every bit of f8ref.numpy; NaN is all ones.
+    """
+    if case.mode is Mode.GROUPED_ROWWISE:
+        return np.concatenate([compute(group, rules, memory=memory) for group in _groups(case)])
+    memory = memory or Memory()
+    m, n = case.output_shape
+    rows, columns = at or (np.arange(m), np.arange(n))
+    is_transposed = Misreading.OUTPUT_TRANSPOSED in rules.misreads and m == n
+    if is_transposed:
+        rows, columns = columns, rows
+    place = (rows.tobytes(), columns.tobytes())
+    with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        read = _read(case, rules)
+        bias = None if case.bias is None or rules.bias is BiasRule.IGNORED else case.bias.astype(np.float32)[columns]
+        scale_a, scale_b = read.scale_a_MB[rows], read.scale_b_BN[:, columns]
+        if rules.scales.is_before_dot:
+            key = (place, *_scaling_before(rules), read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes())
+            result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
+        elif case.mode is Mode.BLOCKWISE:
+            key = (place, "blocks", adding_rules(rules), _reading(rules), read.format_a, read.format_b)
+            partials = memory.get(read.a_MK, read.b_NK, key, lambda: list(_partials(read, rules, rows, columns)))
+            result = _blocks(partials, scale_a, scale_b, rules, read.a_MK.shape[1])
+        else:
+            key = (place, rules.split_k, adding_rules(rules), _reading(rules), read.format_a, read.format_b)
+            result = memory.get(read.a_MK, read.b_NK, key, lambda: _accumulated(read, rules, rows, columns))
+            if case.mode is not Mode.BF16:
+                return _transposed(_epilogue(result, scale_a, scale_b, bias, rules, case.out_dtype), is_transposed)
+        if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
+            result = result + bias
+        return _transposed(rounded_output(result, rules, case.out_dtype), is_transposed)
+
+
+def _transposed(output: np.ndarray, is_transposed: bool) -> np.ndarray:
+    return output.T if is_transposed else output
+
+
+def _groups(case: GemmCase) -> Iterator[GemmCase]:
+    """The GEMMs of a grouped one [EPI-6]."""
+    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
+    for group, (start, stop) in enumerate(pairwise([0, *case.offs.tolist()])):
+        yield replace(
+            case,
+            mode=Mode.ROWWISE,
+            a=case.a[start:stop],
+            b=case.b[group],
+            scale_a=case.scale_a[start:stop, None],
+            scale_b=case.scale_b[group][None],
+            granularity_a=Granularity.ROWWISE,
+            granularity_b=Granularity.ROWWISE,
+            offs=None,
+        )
+
+
+# 1 What is read
+
+
+def _read(case: GemmCase, rules: Rules) -> _Read:
+    wrong = rules.misreads
+    a, b, scale_a, scale_b = case.a, case.b, case.scale_a, case.scale_b
+    m, n = len(a), len(b)
+    if scale_a is None or scale_b is None:
+        factor_a, factor_b = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
+    else:
+        if Misreading.SCALES_SWAPPED in wrong and scale_a.shape == scale_b.T.shape:
+            scale_a, scale_b = scale_b.T, scale_a.T
+        if Misreading.SCALES_TRANSPOSED in wrong:
+            scale_a, scale_b = _other_order(scale_a), _other_order(scale_b.T).T
+        factor_a = _spread(scale_a, case.granularity_a, m)
+        factor_b = _spread(scale_b.T, case.granularity_b, n).T
+        if Misreading.SCALES_FIRST_BLOCK in wrong:
+            factor_a, factor_b = factor_a[:, :1].repeat(factor_a.shape[1], 1), factor_b[:1].repeat(len(factor_b), 0)
+        if Misreading.SCALES_INVERTED in wrong:
+            factor_a, factor_b = np.float32(1) / factor_a, np.float32(1) / factor_b
+        if Misreading.SCALES_IGNORED in wrong:
+            factor_a, factor_b = np.ones_like(factor_a), np.ones_like(factor_b)
+    format_a, format_b = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
+    if Misreading.OPERANDS_SWAPPED in wrong and a.shape == b.shape:
+        a, b, format_a, format_b = b, a, format_b, format_a
+    if Misreading.FORMATS_SWAPPED in wrong:
+        format_a, format_b = format_b, format_a
+    return _Read(
+        a_MK=a, b_NK=b, format_a=format_a, format_b=format_b, scale_a_MB=factor_a, scale_b_BN=factor_b
+    )  # fmt: skip
+
+
+def _other_order(scale: np.ndarray) -> np.ndarray:
+    """A matrix whose memory is taken for that of the other order."""
+    return np.ravel(scale).reshape(scale.shape, order="F")
+
+
+def _spread(scale: np.ndarray, granularity: Granularity, rows: int) -> np.ndarray:
+    """[rows, blocks of K]."""
+    if granularity is Granularity.BLOCKWISE_128X128:
+        return scale.repeat(_BLOCK_K, axis=0)[:rows]
+    return np.broadcast_to(scale.reshape(1, 1), (rows, 1)) if scale.size == 1 else scale
+
+
+def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> tuple[Operand, Operand]:
+    """Both operands, K first, with the integers of f8ref.numpy."""
+    found = []
+    for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
+        codes = _flushed(array[picked], fmt, rules)
+        unpacked = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
+        if Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN:  # 1.111 * 2^8
+            significand, exponent, _ = unpacked.numbers
+            is_nan = (codes.T & fmt.magnitude_mask) == fmt.nan_code
+            sign = np.where(codes.T & fmt.sign_mask, -1, 1)
+            numbers = Unpacked(np.where(is_nan, 15 * sign, significand), np.where(is_nan, 8, exponent), None)
+            unpacked = Operand(numbers, unpacked.fraction_bits)
+        found.append(unpacked)
+    return found[0], found[1]
+
+
+def _reading(rules: Rules) -> tuple[bool, bool]:
+    """The rules that decide what a code is worth."""
+    return rules.flushes_operands, Misreading.NAN_AS_NUMBER in rules.misreads
+
+
+def _flushed(array: np.ndarray, fmt: Format, rules: Rules) -> np.ndarray:
+    """The codes of an operand; under `flushes_operands` zeros for subnormal ones."""
+    codes = codes_of(array)
+    if not rules.flushes_operands:
+        return codes
+    is_subnormal = (codes & fmt.magnitude_mask) <= fmt.fraction_mask
+    return np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
+
+
+# 2 Accumulators
+
+
+def _accumulated(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Chains, promotion [CHAIN-2] and the split of K [CHAIN-3], before any scale."""
+    return sliced(*_operands(read, rules, rows, columns), rules)
+
+
+# 3 Scales, bias, output
+
+
+def _epilogue(
+    acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, bias: np.ndarray | None, rules: Rules, out: Format
+) -> np.ndarray:
+    """[EPI-1..4] in the order of the rules."""
+    if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
+        acc, bias = acc + bias, None
+    match rules.scales:
+        case ScaleOrder.AFTER_OUTPUT:
+            value, factor = rounded_output(acc, rules, out).astype(np.float32), scale_a * scale_b
+        case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
+            value, factor = acc * scale_b, scale_a
+        case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
+            value, factor = acc * scale_a, scale_b
+        case _:
+            value, factor = acc, scale_a * scale_b
+    if bias is not None and rules.bias is BiasRule.FUSED:
+        return rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
+    result = value * factor
+    if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
+        result = rounded_output(result, rules, out).astype(np.float32) + bias
+    elif bias is not None:
+        result = result + bias
+    return rounded_output(result, rules, out)
+
+
+def _partials(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
+    """The accumulator of each block of K [EPI-5]."""
+    a, b = _operands(read, rules, rows, columns)
+    for k in range(0, a.k, _BLOCK_K):
+        part = slice(k, k + _BLOCK_K)
+        yield promoted(a.part(k=part), b.part(k=part), rules)
+
+
+def _blocks(
+    partials: list[np.ndarray], scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int
+) -> np.ndarray:
+    """The float32 total of the scaled blocks, slice by slice."""
+    multiple = rules.model.split_k_multiple if rules.split_k > 1 else _BLOCK_K
+    result: np.ndarray | None = None
+    for part in slices(k, rules.split_k, multiple):
+        total = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
+        for block in range(part.start // _BLOCK_K, -(-part.stop // _BLOCK_K)):
+            p, sa, sb = partials[block], scale_a_MB[:, block, None], scale_b_BN[block]
+            match rules.scales:
+                case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
+                    value, factor = p * sa, np.broadcast_to(sb, p.shape)
+                case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
+                    value, factor = p * sb, np.broadcast_to(sa, p.shape)
+                case _:
+                    value, factor = p, sa * sb
+            total = fma(value, factor, total) if rules.scales.is_fused else value * factor + total
+        result = total if result is None else result + total
+    return np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32) if result is None else result
+
+
+def _scaling_before(rules: Rules) -> tuple[object, ...]:
+    """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
+    numbers = (rules.scales, rules.model.promote_k, rules.split_k, _reading(rules))
+    rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
+    return (*numbers, rules.adder, rules.lanes, *rounded)
+
+
+def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Operands decoded and scaled first, then multiplied as float32 numbers, or rounded to bfloat16 and multiplied."""
+    k = read.a_MK.shape[1]
+    scaled = []
+    for array, fmt, scale, picked in (
+        (read.a_MK, read.format_a, read.scale_a_MB, rows),
+        (read.b_NK, read.format_b, read.scale_b_BN.T, columns),
+    ):
+        values = _flushed(array[picked], fmt, rules).view(dtype_of(fmt)).astype(np.float32)
+        factors = scale[picked]
+        scaled.append(values * (factors if factors.shape[1] == 1 else factors.repeat(_BLOCK_K, axis=1)[:, :k]))
+    if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
+        bf16 = HOPPER.bfloat16
+        inner = replace(rules, model=replace(bf16, promote_k=rules.model.promote_k))
+        a, b = (operand(convert(x, BFLOAT16), BFLOAT16, inner.model) for x in scaled)
+        return sliced(a, b, inner)
+    left, right = scaled
+    if rules.adder is Adder.EXACT:
+        return (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
+    result = np.zeros((len(left), len(right)), np.float32)
+    for outer in slices(k, rules.split_k, rules.model.split_k_multiple):
+        total = np.zeros_like(result)
+        for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
+            lanes = np.zeros((rules.lanes, *result.shape), np.float32)
+            for i in range(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop)):
+                lane = (i - start) % rules.lanes
+                lanes[lane] = fma(left[:, i, None], right[:, i], lanes[lane])
+            total = total + pairwise_sum(lanes)
+        result = result + total
+    return result

@@ -1,0 +1,97 @@
+"""Probes of GEMMs with block scales: of the chain within a block, of the scales of a block, of the totals."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from f8emu.conformance.diagnosis.probe import LONG_K, Probe, taken_back
+from f8emu.conformance.distributions import draw_codes, rng
+from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Granularity
+
+
+def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) -> Iterator[Probe]:
+    """The probes of a pair of granularities; 12 columns of 8 rows are looked at, from two blocks of columns."""
+    m, n = (8, 136) if takes_any_size else (128, 256)
+    columns = np.array([0, 1, 2, 3, 63, 127, 128, 129, 130, 131, 134, 135])
+    at = np.arange(8), columns
+
+    def probe(
+        name: str, a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, needs_all: bool = False
+    ) -> Probe:
+        case = GemmCase(
+            id=name,
+            mode=Mode.BLOCKWISE,
+            a=a,
+            b=b,
+            scale_a=scale_a,
+            scale_b=scale_b.T,
+            granularity_a=pair[0],
+            granularity_b=pair[1],
+        )
+        return Probe(case=case, out_dtypes=(FLOAT32, BFLOAT16, FLOAT16), needs_all=needs_all, at=at)
+
+    def codes(distribution: str, k: int) -> tuple[np.ndarray, np.ndarray]:
+        return (
+            draw_codes(distribution, (m, k), E4M3FN, "probe blocks a"),
+            draw_codes(distribution, (n, k), E4M3FN, "probe blocks b"),
+        )
+
+    def scales(k: int, exponents: tuple[int, int] = (-9, 5)) -> tuple[np.ndarray, np.ndarray]:
+        r = rng("probe blocks", pair[0].value, pair[1].value, k)
+        found = []
+        for side, rows in zip(pair, (m, n), strict=True):
+            shape = side.scale_shape(rows, k)
+            found.append((r.uniform(1, 2, shape) * np.exp2(r.integers(*exponents, shape))).astype(np.float32))
+        return found[0], found[1]
+
+    def ones(k: int) -> tuple[np.ndarray, np.ndarray]:
+        found = [np.ones(side.scale_shape(rows, k), np.float32) for side, rows in zip(pair, (m, n), strict=True)]
+        return found[0], found[1]
+
+    # 1. Adding within a block, scales of one.
+    for name, distribution in (("one chain", "bits"), ("one chain of normal codes", "normal")):
+        yield probe(name, *taken_back(*codes(distribution, 128)), *ones(128))
+    step = codes("bits", 128)
+    for x in step:
+        x.view(np.uint8)[:, 8:] = 0
+    yield probe("one step", *step, *ones(128))
+
+    yield probe("specials", *codes("specials", 128), *ones(128))
+
+    # 2. Scales: each block has one product, and the second block takes back the first but for rounding.
+    a, b = codes("normal", 512)
+    for x in (a, b):
+        x.view(np.uint8)[:, np.arange(512) % 128 != 0] = 0
+    yield probe("scales", a, b, *scales(512))
+    a, b = a.copy(), b.copy()
+    a[:, 128], b[:, 128] = a[:, 0], (b.view(np.uint8)[:, 0] ^ 0x80).view(b.dtype)
+    scale_a, scale_b = scales(512)
+    scale_a[:, 1] = scale_a[:, 0]
+    scale_b[:, 1] = scale_b[:, 0]
+    for number in range(2):
+        factor = np.float32(1.0 + 2.0**-number / 3)
+        near_a, near_b = scale_a.copy(), scale_b.copy()
+        near_a[:, 1], near_b[:, 1] = near_a[:, 0] * factor, near_b[:, 0] / factor
+        yield probe(f"scales that take back {number}", _first_blocks(a), _first_blocks(b), near_a, near_b)
+
+    # 3. All of it, and totals of blocks and slices that take back each other.
+    yield probe("scales and sums", *codes("normal", 512), *scales(512), needs_all=True)
+    yield probe("tail of K", *codes("bits", 336), *scales(336))
+    yield probe("subnormal results", *codes("normal", 128), *scales(128, (-73, -71)))
+    yield probe("overflow to infinity", *codes("normal", 128), *scales(128, (2, 3)), needs_all=True)
+    a, b = codes("normal", LONG_K)
+    scale_a, scale_b = scales(LONG_K, (-2, 2))
+    half, order = LONG_K // 2, rng("blocks").permutation(LONG_K // 256)
+    k_order = (order[:, None] * 128 + np.arange(128)).ravel()
+    a = np.concatenate([a[:, :half], a[:, k_order]], axis=1)
+    b = np.concatenate([b[:, :half], (b.view(np.uint8)[:, k_order] ^ 0x80).view(b.dtype)], axis=1)
+    blocks = np.concatenate([np.arange(LONG_K // 256), order])
+    yield probe("long", a, b, scale_a[:, blocks], scale_b[:, blocks])
+
+
+def _first_blocks(x: np.ndarray) -> np.ndarray:
+    """Without the codes of all blocks but two."""
+    x = x.copy()
+    x.view(np.uint8)[:, 256:] = 0
+    return x

@@ -1,0 +1,244 @@
+"""What a kernel does instead: every alteration that the suite knows is tried on small telling GEMMs.
+
+`diagnose` puts the probes of each kind of GEMM to a subject once, and then looks for the rules that give its bits:
+single alterations first, then a second and a third on top of the best.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from f8emu.conformance.diagnosis.altered import Memory
+from f8emu.conformance.diagnosis.asked import Asked, ask
+from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations
+from f8emu.conformance.diagnosis.probe import KINDS, Kind
+from f8emu.conformance.diagnosis.rules import Rules, rules_of
+from f8emu.conformance.subject import Subject
+from f8emu.conformance.verify import Progress
+from f8emu.spec import HOPPER, Chip
+
+_SECOND, _THIRD = 4, 2
+"""How many of the best are tried with a second, and with a third alteration."""
+_TRIED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """One hypothesis and how far it goes."""
+
+    alterations: tuple[str, ...]
+    sentence: str
+    outputs_equal: int
+    outputs_total: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Every bit is explained."""
+        return self.outputs_equal == self.outputs_total
+
+    @property
+    def share(self) -> float:
+        """Of the outputs that it explains."""
+        return self.outputs_equal / self.outputs_total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One kind of GEMM of a subject."""
+
+    kind: str
+    cases: int
+    outputs_equal: int
+    """Under the chip's own rules."""
+    outputs_total: int
+    best: Explanation | None
+    """None: it follows the chip's rules, or it failed."""
+    tried: tuple[Explanation, ...]
+    """The best first."""
+    error: str = ""
+    """What the subject raised on a probe; then nothing is diagnosed."""
+
+    @property
+    def is_right(self) -> bool:
+        """It follows the chip's rules."""
+        return not self.error and self.outputs_equal == self.outputs_total
+
+
+def diagnose(
+    subject: Subject, *, kinds: Iterable[Kind] = KINDS, chip: Chip = HOPPER, progress: Progress | None = None
+) -> tuple[Diagnosis, ...]:
+    """One diagnosis for each kind of GEMM that the subject offers; of those that differ the rules that they follow.
+
+    Exactness: an explanation that is complete gives every output of the probes of its kind, bit for bit.
+    """
+    memory = Memory()
+    found: list[Diagnosis] = []
+    hints: dict[tuple[str, ...], tuple[Alteration, ...]] = {}
+    for kind in kinds:
+        asked = ask(subject, kind)
+        if isinstance(asked, str):
+            found.append(
+                Diagnosis(kind=kind.name, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=asked)
+            )
+        elif asked:
+            # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
+            # explains one kind is tried on the next.
+            search = _Search(asked, chip, memory, progress, f"{subject.name}: {kind.name}", tuple(hints.values()))
+            search.is_thorough = all(one.best is None or one.best.is_complete for one in found)
+            found.append(search.run(kind.name))
+            hints |= {tuple(step.name for step in steps): steps for steps in search.found if len(steps) > 1}
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    steps: tuple[Alteration, ...]
+    equal: tuple[int, ...]
+    """Outputs of each probe."""
+
+    @property
+    def outputs_equal(self) -> int:
+        return sum(self.equal)
+
+
+class _Search:
+    """Single alterations, then on the best of them a second, then a third.
+
+    Most hypotheses miss the first probe that they are put to: one that explains every bit is looked for in this way,
+    and only where none does are shares counted.
+    """
+
+    def __init__(
+        self,
+        asked: list[Asked],
+        chip: Chip,
+        memory: Memory,
+        progress: Progress | None,
+        name: str,
+        hints: tuple[tuple[Alteration, ...], ...],
+    ) -> None:
+        self.chip, self.memory, self.progress, self.name = chip, memory, progress, name
+        self.hints = hints
+        self.is_thorough = True
+        self.found: list[tuple[Alteration, ...]] = []
+        self.asked = asked
+        self.total = sum(one.size for one in asked)
+        own = self._counted(())
+        order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))
+        self.asked = [asked[i] for i in order]  # those that differ first, and of them the quick ones
+        self.own = _Tried(steps=(), equal=tuple(own.equal[i] for i in order))
+
+    def run(self, kind: str) -> Diagnosis:
+        tried = [] if self.own.outputs_equal == self.total else self._searched()
+        ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
+        self.found = [one.steps for one in ranked[:1]]
+        explained = tuple(_explanation(one, self.total) for one in ranked[:_TRIED])
+        return Diagnosis(
+            kind=kind,
+            cases=len(self.asked),
+            outputs_equal=self.own.outputs_equal,
+            outputs_total=self.total,
+            best=self._best(ranked),
+            tried=explained,
+        )
+
+    def _best(self, ranked: list[_Tried]) -> Explanation | None:
+        """The first that is complete; otherwise one more alteration must halve what is unexplained."""
+        if self.own.outputs_equal == self.total:
+            return None
+        best = self.own
+        for count in (1, 2, 3):
+            more = next((one for one in ranked if len(one.steps) == count), None)
+            if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
+                best = more
+        if best is self.own and ranked and ranked[0].outputs_equal > best.outputs_equal:
+            best = next(one for one in ranked if len(one.steps) == 1)
+        return _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
+
+    def _searched(self) -> list[_Tried]:
+        complete = self._complete([self.own], "one alteration")
+        if complete is not None:
+            return [complete]
+        hinted = [self._counted(steps) for steps in self.hints]
+        if any(one.outputs_equal == self.total for one in hinted):
+            return hinted
+        counted = self._counted_level([self.own], "one alteration, counted")
+        singles = self._better(counted, self.own)
+        complete = self._complete(singles[:_SECOND], "two alterations")
+        if complete is not None or not self.is_thorough:
+            return [*filter(None, [complete]), *hinted, *counted]
+        pairs: list[_Tried] = []
+        if singles:
+            pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
+            complete = self._complete(pairs[:_THIRD], "three alterations")
+        return [*filter(None, [complete]), *hinted, *counted, *pairs]
+
+    def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
+        """Those that explain more than a base does, the best first."""
+        sizes = [one.size for one in self.asked]
+        better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
+        return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
+
+    def _complete(self, bases: list[_Tried], title: str) -> _Tried | None:
+        """The first that explains every bit, with one alteration more than a base has."""
+        for steps, rules in self._more(bases, title):
+            if all(self._equal(one, r) == one.size for one, r in zip(self.asked, rules, strict=True)):
+                return _Tried(steps=steps, equal=tuple(one.size for one in self.asked))
+        return None
+
+    def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
+        return [self._counted(steps) for steps, _ in self._more(bases, title)]
+
+    def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
+        """Every base with every alteration that alters something, each set of rules once."""
+        if self.progress is not None:
+            self.progress.begin(self.name, title, len(bases) * len(alterations()))
+        seen = {self._rules(base.steps) for base in bases}
+        for base in bases:
+            for alteration in alterations():
+                if self.progress is not None:
+                    self.progress.advance()
+                steps = (*base.steps, alteration)
+                rules = self._rules(steps)
+                if rules not in seen:
+                    seen.add(rules)
+                    yield steps, rules
+
+    def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
+        """The rules of every probe."""
+        found: list[Rules] = []
+        for one in self.asked:
+            rules = rules_of(self.chip, one.case)
+            for alteration in steps:
+                rules = alteration.change(rules)
+            found.append(rules)
+        return tuple(found)
+
+    def _counted(self, steps: tuple[Alteration, ...]) -> _Tried:
+        rules = self._rules(steps)
+        return _Tried(steps=steps, equal=tuple(self._equal(one, r) for one, r in zip(self.asked, rules, strict=True)))
+
+    def _equal(self, one: Asked, rules: Rules) -> int:
+        return one.outputs_equal(rules, self.memory)
+
+
+def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
+    """Whole probes count first: each stands for one concern."""
+    return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
+
+
+def _explanation(tried: _Tried, total: int) -> Explanation:
+    return Explanation(
+        alterations=tuple(step.name for step in tried.steps),
+        sentence="it " + "; and it ".join(step.sentence for step in tried.steps),
+        outputs_equal=sum(tried.equal),
+        outputs_total=total,
+    )
+
+
+def _unexplained(own: _Tried, total: int) -> Explanation:
+    return Explanation(
+        alterations=(),
+        sentence="none of the alterations that the suite knows explains more than the chip's own rules",
+        outputs_equal=sum(own.equal),
+        outputs_total=total,
+    )

@@ -1,0 +1,234 @@
+"""The alterations that the suite knows: each a name, a sentence, and a function from rules to rules."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misreading, Rounding, Rules, ScaleOrder
+from f8emu.spec import CHIPS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alteration:
+    """One way in which a kernel may differ."""
+
+    name: str
+    sentence: str
+    """What such a kernel does; ends a sentence that begins with "it"."""
+    change: Callable[[Rules], Rules]
+    """Gives the same rules where it has no meaning."""
+
+    def apply(self, rules: Rules) -> Rules | None:
+        """The altered rules; None where nothing is altered."""
+        altered = self.change(rules)
+        return None if altered == rules else altered
+
+
+PROMOTIONS = (32, 64, 128, 256, 512)
+STEPS = (4, 8, 16, 32, 64, 128)
+FRACTION_BITS = tuple(range(12, 26))
+SUM_BITS = (23, *range(12, 20))
+"""A sum of 32 terms of 14 bits has no more than 20: from 19 on the step is exact, and all of these are one."""
+SPLITS = (2, 3, 4, 8)
+_FLOAT32_BITS = 23
+
+
+@cache
+def alterations() -> tuple[Alteration, ...]:
+    """All of them; the simpler of two that explain the same comes first."""
+    return (*_chaining(), *_epilogue(), *_misreadings(), *_splits(), *_adding())
+
+
+def _chaining() -> Iterator[Alteration]:
+    yield Alteration(
+        name="no promotion",
+        sentence="keeps one chain of the tensor core over all of K [CHAIN-1]; use_fast_accum=False has no effect",
+        change=lambda rules: _model(rules, promote_k=None),
+    )
+    for length in PROMOTIONS:
+        yield Alteration(
+            name=f"promotion every {length}",
+            sentence=f"adds the tensor core's accumulator to a float32 total every {length} of K",
+            change=lambda rules, length=length: _model(rules, promote_k=length),
+        )
+    yield Alteration(
+        name="float32 accumulation",
+        sentence="adds every product in float32; no tensor core cuts bits",
+        change=lambda rules: _model(replace(rules, adder=Adder.FLOAT32), promote_k=None),
+    )
+    for lanes in (2, 4, 8, 16, 32):
+        yield Alteration(
+            name=f"float32 accumulation in {lanes} lanes",
+            sentence=f"adds in float32, {lanes} sums taking turns along K, which are added up pairwise at its end",
+            change=lambda rules, lanes=lanes: _model(replace(rules, adder=Adder.FLOAT32, lanes=lanes), promote_k=None),
+        )
+    yield Alteration(
+        name="exact accumulation",
+        sentence="adds all products exactly, or in a wider format than float32, and rounds once",
+        change=lambda rules: _model(replace(rules, adder=Adder.EXACT), promote_k=None),
+    )
+
+
+def _splits() -> Iterator[Alteration]:
+    for slices in SPLITS:
+        yield Alteration(
+            name=f"split-K {slices}",
+            sentence=f"cuts K into {slices} slices, each from zero, and adds their float32 results [CHAIN-3]",
+            change=lambda rules, slices=slices: replace(rules, split_k=slices),
+        )
+
+
+def _epilogue() -> Iterator[Alteration]:
+    for order in ScaleOrder:
+        if order is ScaleOrder.NONE:
+            continue
+        adder = {"adder": Adder.FLOAT32} if order is ScaleOrder.BEFORE_DOT else {}
+        yield Alteration(
+            name=_SCALE_NAMES.get(order, f"scales as {order.value}"),
+            sentence=f"multiplies the scales in another place: {order.value}",
+            change=lambda rules, order=order, adder=adder: _scaled(replace(rules, scales=order, **adder), rules),
+        )
+    for rule, name in _BIAS_NAMES.items():
+        yield Alteration(
+            name=name,
+            sentence=f"adds the bias {rule.value}",
+            change=lambda rules, rule=rule: replace(rules, bias=rule),
+        )
+    yield Alteration(
+        name="output cut toward zero",
+        sentence="cuts the result to the output type instead of rounding it",
+        change=lambda rules: replace(rules, output=Rounding.CUT),
+    )
+    yield Alteration(
+        name="output cut toward zero in bfloat16",
+        sentence="cuts the result to bfloat16, the upper half of a float32; other types are rounded",
+        change=lambda rules: replace(rules, output=Rounding.CUT_BFLOAT16),
+    )
+    yield Alteration(
+        name="output ties away from zero",
+        sentence="rounds ties of the output away from zero",
+        change=lambda rules: replace(rules, output=Rounding.NEAREST_AWAY),
+    )
+    for fmt in ("bfloat16", "float16"):
+        yield Alteration(
+            name=f"output through {fmt}",
+            sentence=f"rounds the result to {fmt} before the output type",
+            change=lambda rules, fmt=fmt: replace(rules, output_through=fmt),
+        )
+    yield Alteration(
+        name="output saturates",
+        sentence="gives the largest number of the output type where the hardware gives infinity",
+        change=lambda rules: replace(rules, saturates=True),
+    )
+    yield Alteration(
+        name="subnormal operands flushed",
+        sentence="takes subnormal float8 codes for zero",
+        change=lambda rules: replace(rules, flushes_operands=True),
+    )
+    yield Alteration(
+        name="subnormal results flushed",
+        sentence="turns float32 results below the smallest normal number into zero",
+        change=lambda rules: replace(rules, flushes_results=True),
+    )
+
+
+_SCALE_NAMES = {
+    ScaleOrder.BEFORE_DOT: "scales before the dot, in float32",
+    ScaleOrder.BEFORE_DOT_BFLOAT16: "scales before the dot, in bfloat16",
+    ScaleOrder.AFTER_OUTPUT: "scales after the output type",
+}
+_BIAS_NAMES = {
+    BiasRule.FUSED: "bias by FMA",
+    BiasRule.BEFORE_SCALES: "bias before the scales",
+    BiasRule.AFTER_OUTPUT: "bias after the output type",
+    BiasRule.IGNORED: "bias ignored",
+}
+
+
+def _misreadings() -> Iterator[Alteration]:
+    names = {
+        Misreading.SCALES_SWAPPED: "scales swapped",
+        Misreading.SCALES_INVERTED: "scales inverted",
+        Misreading.SCALES_TRANSPOSED: "block scales transposed",
+        Misreading.SCALES_FIRST_BLOCK: "first block's scales everywhere",
+        Misreading.SCALES_IGNORED: "scales ignored",
+        Misreading.OPERANDS_SWAPPED: "operands swapped",
+        Misreading.OUTPUT_TRANSPOSED: "output transposed",
+        Misreading.FORMATS_SWAPPED: "formats swapped",
+        Misreading.NAN_AS_NUMBER: "NaN codes as numbers",
+    }
+    for misreading, name in names.items():
+        yield Alteration(
+            name=name,
+            sentence=f"takes its arguments for something else: {misreading.value}",
+            change=lambda rules, misreading=misreading: replace(rules, misreads=rules.misreads | {misreading}),
+        )
+
+
+def _adding() -> Iterator[Alteration]:
+    for size in STEPS:
+        yield Alteration(
+            name=f"steps of {size}",
+            sentence=f"adds {size} products in one step of the tensor core [ACC-1]",
+            change=lambda rules, size=size: _model(rules, step_k=size),
+        )
+    for bits in FRACTION_BITS:
+        yield Alteration(
+            name=f"{bits} fraction bits",
+            sentence=f"keeps {bits} fraction bits of the terms and sums of a step [ACC-3], [ACC-5]",
+            change=lambda rules, bits=bits: _model(
+                rules, aligned_fraction_bits=bits, result_fraction_bits=min(bits, _FLOAT32_BITS)
+            ),
+        )
+    for bits in FRACTION_BITS:
+        yield Alteration(
+            name=f"terms of {bits} fraction bits",
+            sentence=f"aligns the terms of a step to {bits} fraction bits [ACC-3]",
+            change=lambda rules, bits=bits: _model(rules, aligned_fraction_bits=bits),
+        )
+    for bits in SUM_BITS:
+        yield Alteration(
+            name=f"sums of {bits} fraction bits",
+            sentence=f"keeps {bits} fraction bits of the sum of a step [ACC-5]",
+            change=lambda rules, bits=bits: _model(rules, result_fraction_bits=bits),
+        )
+    for name, rounded in (
+        ("sums rounded to nearest", {"sums": Rounding.NEAREST}),
+        ("terms rounded to nearest", {"terms": Rounding.NEAREST}),
+        ("terms and sums rounded to nearest", {"terms": Rounding.NEAREST, "sums": Rounding.NEAREST}),
+    ):
+        yield Alteration(
+            name=name,
+            sentence=f"has {name}, even on a tie, where the tensor core cuts [ACC-3], [ACC-5]",
+            change=lambda rules, rounded=rounded: (
+                replace(rules, **rounded) if rules.adder is Adder.TENSOR_CORE else rules
+            ),
+        )
+    for chip in CHIPS.values():
+        for fast in (True, False):
+            yield Alteration(
+                name=f"{chip.name}'s {'fast' if fast else 'promoted'} accumulation",
+                sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
+                change=lambda rules, chip=chip, fast=fast: (
+                    replace(rules, model=chip.float8_model(use_fast_accum=fast))
+                    if rules.adder is Adder.TENSOR_CORE and not rules.scales.is_fused
+                    else rules
+                ),
+            )
+
+
+def _model(rules: Rules, **numbers: int | None) -> Rules:
+    """Other numbers of the accumulation; steps and bits have no meaning for other adders."""
+    if rules.adder is not Adder.TENSOR_CORE:
+        numbers = {name: value for name, value in numbers.items() if name == "promote_k"}
+    return replace(rules, model=replace(rules.model, **numbers))
+
+
+def _scaled(altered: Rules, rules: Rules) -> Rules:
+    """Scaled operands have no promotion of a tensor core unless asked for; a fused total belongs to block scales."""
+    is_blockwise = rules.scales.is_fused
+    if altered.scales.is_before_dot:
+        return replace(altered, model=replace(altered.model, promote_k=None))
+    if altered.scales is ScaleOrder.AFTER_OUTPUT and is_blockwise:
+        return rules
+    return altered if altered.scales.is_fused <= is_blockwise else rules

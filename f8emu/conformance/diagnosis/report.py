@@ -1,0 +1,185 @@
+"""What a diagnosis and a fit say, for people and for programs."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose
+from f8emu.conformance.diagnosis.fit import Fit, Fitted
+from f8emu.conformance.subject import Subject
+from f8emu.conformance.verify import Progress, Result, Status
+from f8emu.environment import devices, versions
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FIT_SCHEMA = 1
+"""Version of the JSON layout of a fit."""
+_GEMM_STAGES = ("golden", "gemms", "live")
+
+Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
+"""Name of a subject -> what was found."""
+
+
+def diagnosed(
+    result: Result, subjects: Sequence[Subject], progress: Progress | None = None
+) -> tuple[Result, Diagnoses]:
+    """Diagnoses of those of `subjects` whose GEMMs differ; after KeyboardInterrupt those that were finished."""
+    found: dict[str, tuple[Diagnosis, ...]] = {}
+    by_name = {subject.name: subject for subject in subjects}
+    try:
+        for one in () if result.is_interrupted else result.subjects:
+            if one.name in by_name and any(
+                s.stage in _GEMM_STAGES and s.status is Status.DIFFERENT for s in one.stages
+            ):
+                found[one.name] = diagnose(by_name[one.name], progress=progress)
+    except KeyboardInterrupt:
+        result = replace(result, is_interrupted=True)
+    return result, found
+
+
+def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
+    """What each kind of GEMM does instead, one paragraph a subject."""
+    for name, kinds in diagnoses.items():
+        yield f"{name}, diagnosed on small GEMMs:"
+        for kind in kinds:
+            yield from _kind_lines(kind)
+
+
+def _kind_lines(kind: Diagnosis) -> Iterator[str]:
+    if kind.error:
+        yield f"  {kind.kind}: not diagnosed: {kind.error}"
+        return
+    if kind.best is None:
+        yield f"  {kind.kind}: follows the chip's rules, {_shares(kind.outputs_equal, kind.outputs_total)}"
+        return
+    names = " + ".join(kind.best.alterations) or "unknown"
+    equal = _shares(kind.best.outputs_equal, kind.best.outputs_total)
+    found = "explained" if kind.best.is_complete else "NOT EXPLAINED, best"
+    yield f"  {kind.kind}: {found}: {names}, {equal}: {kind.best.sentence}"
+    if not kind.best.is_complete:
+        for other in [one for one in kind.tried if one != kind.best][:2]:
+            names = " + ".join(other.alterations)
+            yield f"    also tried: {names}, {_shares(other.outputs_equal, other.outputs_total)}"
+
+
+def _shares(equal: int, total: int) -> str:
+    return f"{equal}/{total} outputs equal" if total else "no outputs"
+
+
+def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
+    """The diagnoses of one subject as plain data."""
+    return [
+        {
+            "kind": kind.kind,
+            "cases": kind.cases,
+            "outputs_equal": kind.outputs_equal,
+            "outputs_total": kind.outputs_total,
+            "error": kind.error,
+            "best": None if kind.best is None else _explanation_json(kind.best),
+            "tried": [_explanation_json(one) for one in kind.tried],
+        }
+        for kind in kinds
+    ]
+
+
+def _explanation_json(one: Explanation) -> dict[str, Any]:
+    return {
+        "alterations": list(one.alterations),
+        "sentence": one.sentence,
+        "outputs_equal": one.outputs_equal,
+        "outputs_total": one.outputs_total,
+    }
+
+
+# A fit
+
+
+def fit_table(kind: Fitted) -> "Table":
+    """One row a parameter."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=Text(kind.kind, style="bold"), title_justify="left")
+    for name in ("parameter", "value", "told by"):
+        drawn.add_column(name)
+    for one in kind.measured:
+        drawn.add_row(*map(Text, (one.name, one.value, one.evidence)))
+    return drawn
+
+
+def fit_lines(kind: Fitted) -> Iterator[str]:
+    """Whether the rules were confirmed, and whether they change with the number of rows."""
+    if kind.error:
+        yield f"{kind.kind}: failed: {kind.error}"
+        return
+    if kind.outputs_total:
+        said = "confirmed" if kind.is_confirmed else "NOT CONFIRMED"
+        whose = f", the rules of {kind.follows}" if kind.follows and kind.is_confirmed else ""
+        yield f"{kind.kind}: {said} on random GEMMs, {_shares(kind.outputs_equal, kind.outputs_total)}{whose}"
+    if kind.is_batch_invariant is not None:
+        said = "do not depend" if kind.is_batch_invariant else "DEPEND"
+        ran = [one for one in kind.rows if not one.reason]
+        yield f"{kind.kind}: bits of a row {said} on M ({', '.join(str(one.m) for one in ran)})"
+        for one in ran:
+            if not one.is_same or one.outputs_equal != one.outputs_total:
+                same = "the bits of the largest M" if one.is_same else "other bits than with the largest M"
+                slices = "no split explains them" if one.split_k is None else f"explained by split-K {one.split_k}"
+                equal = _shares(one.outputs_equal, one.outputs_total)
+                yield f"  M = {one.m}: {same}; {equal} under the rules; {slices}"
+    for one in kind.rows:
+        if one.reason:
+            yield f"  M = {one.m}: not run: {one.reason}"
+
+
+def fit_verdict(fit: Fit) -> str:
+    """The last line."""
+    if not fit.kinds:
+        return f"{fit.subject}: {'INTERRUPTED, ' if fit.is_interrupted else ''}nothing to fit: no GEMM is offered"
+    confirmed = [kind.kind for kind in fit.kinds if kind.is_confirmed]
+    missing = [kind.kind for kind in fit.kinds if not kind.is_confirmed]
+    varying = [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]
+    said = [f"{len(confirmed)} of {len(fit.kinds)} kinds of GEMM confirmed"]
+    said += [f"not confirmed: {', '.join(missing)}"] * bool(missing)
+    said += [f"bits depend on M: {', '.join(varying)}"] * bool(varying)
+    return f"{'INTERRUPTED, ' if fit.is_interrupted else ''}{fit.subject}: {'; '.join(said)}"
+
+
+def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """The whole fit as plain data."""
+    return {
+        "schema": FIT_SCHEMA,
+        "subject": fit.subject,
+        "engine": fit.engine,
+        "interrupted": fit.is_interrupted,
+        "confirmed": fit.is_confirmed,
+        "command": list(command),
+        "seconds": round(seconds, 3),
+        "versions": versions(),
+        "devices": devices(),
+        "kinds": [
+            {
+                "kind": kind.kind,
+                "error": kind.error,
+                "rules": None if kind.rules is None else kind.rules.to_dict(),
+                "in_words": [] if kind.rules is None else list(kind.rules.lines()),
+                "follows": kind.follows,
+                "measured": [{"name": one.name, "value": one.value, "evidence": one.evidence} for one in kind.measured],
+                "outputs_equal": kind.outputs_equal,
+                "outputs_total": kind.outputs_total,
+                "batch_invariant": kind.is_batch_invariant,
+                "rows": [
+                    {
+                        "m": one.m,
+                        "same_bits": one.is_same,
+                        "outputs_equal": one.outputs_equal,
+                        "outputs_total": one.outputs_total,
+                        "split_k": one.split_k,
+                        "reason": one.reason,
+                    }
+                    for one in kind.rows
+                ],
+            }
+            for kind in fit.kinds
+        ],
+    }

@@ -1,0 +1,305 @@
+"""How a declared kernel is put to the suite: which question it is asked, its call, and what is checked around it."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from f8emu.conformance.arrays import Framework
+from f8emu.conformance.distributions import dtype_of
+from f8emu.conformance.gemm import GemmCase, Mode, NotOffered
+from f8emu.conformance.kernels.faults import Guarded, check_written, unwritten
+from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, OperandLayout, ScaleLayout, filled
+from f8emu.spec import Format, Granularity, SpecError, format_by_name
+
+_SQUARE = Granularity.BLOCKWISE_128X128
+_VECTOR = Granularity.BLOCKWISE_1X128
+_SIDE = 128
+
+
+def question(kernel: Kernel, case: GemmCase) -> GemmCase:
+    """The case as this kernel can be asked it: another output type, no bias, scales that it can hold.
+
+    The judge is asked the same. What no such change makes possible stays, and is not offered.
+    """
+    if case.mode is Mode.BF16 or (case.mode is Mode.GROUPED_ROWWISE) != kernel.is_grouped:
+        return case
+    changes: list[str] = []
+    if case.out_dtype not in kernel.out_dtypes:
+        out_dtype = kernel.out_dtypes[0]
+        bias = None if case.bias is None else case.bias.astype(dtype_of(out_dtype))
+        case = replace(case, out_dtype=out_dtype, bias=bias)
+    if case.mode is not Mode.BLOCKWISE and not kernel.chooses_accumulation:
+        case = replace(case, use_fast_accum=kernel.accumulation is Accumulation.FAST)
+    if case.bias is not None and not kernel.takes_bias:
+        case, changes = replace(case, bias=None), [*changes, "no bias"]
+    if case.scale_a is not None and _needs_squares(kernel, (case.granularity_a, case.granularity_b)):
+        case = replace(case, scale_a=np.repeat(case.scale_a[::_SIDE], _SIDE, axis=0)[: case.a.shape[0]])
+        changes = [*changes, "a's scales in squares"]
+    if kernel.has_inverse_scales and case.scale_a is not None and case.scale_b is not None:
+        case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
+        changes = [*changes, "scales powers of two"]
+    return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
+
+
+def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., np.ndarray]]:
+    """The verbs `scaled_mm` and `scaled_grouped_mm` of a kernel; the one that it has not raises NotOffered.
+
+    Raises:
+        SpecError: its function cannot be imported, and nothing says how to install it.
+    """
+    if Arg.OUT in kernel.args and framework.name == "jax":
+        raise SpecError(f"Kernel {kernel.name!r}: a jax.Array cannot be written to; let the kernel return its output")
+    try:
+        call = _Call(kernel=kernel, framework=framework, function=_function(kernel, framework))
+    except NotOffered as reason:
+        return absent(str(reason))
+    return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm}
+
+
+def absent(reason: str) -> dict[str, Callable[..., np.ndarray]]:
+    """The verbs of a kernel that is not here."""
+    return dict.fromkeys(("scaled_mm", "scaled_grouped_mm"), partial(_refused, reason))
+
+
+def _refused(reason: str, *args: Any, **options: Any) -> np.ndarray:
+    raise NotOffered(reason)
+
+
+class _Laid(NamedTuple):
+    """An array, and how it is to lie in the kernel's memory."""
+
+    array: np.ndarray
+    column_major: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A kernel with its framework."""
+
+    kernel: Kernel
+    framework: Framework
+    function: Callable[..., Any]
+
+    def scaled_mm(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        scale_a: np.ndarray,
+        scale_b: np.ndarray,
+        *,
+        granularity_a: Granularity,
+        granularity_b: Granularity,
+        bias: np.ndarray | None,
+        out_dtype: Format,
+        use_fast_accum: bool,
+        split_k: int,
+    ) -> np.ndarray:
+        """As the verb of that name.
+
+        Raises:
+            NotOffered: the declaration, or the kernel itself, has no such GEMM.
+            KernelFault: what the kernel did beside its output.
+        """
+        if self.kernel.is_grouped:
+            raise NotOffered(f"{self.kernel.name} multiplies groups of rows alone")
+        if split_k != 1:
+            raise NotOffered("split-K is the library's choice, which an own kernel is not told")
+        self._require(a, b, out_dtype, use_fast_accum, is_blockwise=granularity_a.is_blockwise)
+        if bias is not None and not self.kernel.takes_bias:
+            raise NotOffered(f"{self.kernel.name} takes no bias")
+        pair = granularity_a, granularity_b
+        if _needs_squares(self.kernel, pair):
+            squares = scale_a[::_SIDE]
+            if not np.array_equal(np.repeat(squares, _SIDE, axis=0)[: len(a)], scale_a):
+                raise NotOffered(f"{self.kernel.name} takes scales of 128x128 of a; these are of 1x128")
+            pair, scale_a = (_SQUARE, _SQUARE), squares
+        if pair not in self.kernel.scales:
+            raise NotOffered(f"{self.kernel.name} takes no scales {pair[0].value} x {pair[1].value}")
+        layouts = self.kernel.scales[pair]
+        for layout, scale in zip(layouts, (scale_a, scale_b), strict=True):
+            if layout.is_inverse and (scale != _power_of_two(scale)).any():
+                raise NotOffered(f"{self.kernel.name} takes inverse scales, exact for powers of two alone")
+
+        multiples = self.kernel.block_multiples if granularity_a.is_blockwise else self.kernel.multiples
+        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), multiples)
+        values: dict[Arg, Any] = {
+            Arg.A: self._operand(a, (m, k), self.kernel.a),
+            Arg.B: self._operand(b.T, (n, k), self.kernel.b),
+            Arg.SCALE_A: self._scale(scale_a.reshape(_shape(scale_a, pair[0])), pair[0], (m, k), layouts[0]),
+            Arg.SCALE_B: self._scale(scale_b.T.reshape(_shape(scale_b.T, pair[1])), pair[1], (n, k), layouts[1]),
+            Arg.BIAS: None if bias is None else _Laid(np.pad(bias, (0, n - bias.size)), False),
+            Arg.GRANULARITY_A: self.kernel.granularity_word(pair[0]),
+            Arg.GRANULARITY_B: self.kernel.granularity_word(pair[1]),
+        }
+        if Arg.SCALE_PRODUCT in self.kernel.args:
+            values[Arg.SCALE_PRODUCT] = float((scale_a.reshape(-1) * scale_b.reshape(-1))[0])
+        output = self._run(values, (m, n), out_dtype, use_fast_accum)
+        return output[: a.shape[0], : b.shape[1]]
+
+    def scaled_grouped_mm(
+        self,
+        a: np.ndarray,
+        b: np.ndarray,
+        scale_a: np.ndarray,
+        scale_b: np.ndarray,
+        offs: np.ndarray,
+        *,
+        out_dtype: Format,
+        use_fast_accum: bool,
+    ) -> np.ndarray:
+        """As the verb of that name; raises as `scaled_mm`."""
+        if not self.kernel.is_grouped:
+            raise NotOffered(f"{self.kernel.name} has no groups")
+        self._require(a, b, out_dtype, use_fast_accum, is_blockwise=False)
+        groups, _, n = b.shape
+        _, up_n, k = _padded((1, n, a.shape[1]), self.kernel.multiples)
+        padded = np.zeros((groups, up_n, k), b.dtype)
+        padded[:, :n, : b.shape[1]] = b.swapaxes(1, 2)
+        values: dict[Arg, Any] = {
+            Arg.A: self._operand(a, (len(a), k), self.kernel.a),
+            Arg.B: self._operand(padded, (up_n, k), self.kernel.b),
+            Arg.SCALE_A: _Laid(scale_a, False),
+            Arg.SCALE_B: _Laid(np.pad(scale_b, ((0, 0), (0, up_n - n)), constant_values=1), False),
+            Arg.GRANULARITY_A: self.kernel.granularity_word(Granularity.ROWWISE),
+            Arg.GRANULARITY_B: self.kernel.granularity_word(Granularity.ROWWISE),
+            Arg.OFFS: _Laid(offs, False),
+            Arg.GROUP_SIZES: _Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
+        }
+        return self._run(values, (len(a), up_n), out_dtype, use_fast_accum)[:, :n]
+
+    def _require(
+        self, a: np.ndarray, b: np.ndarray, out_dtype: Format, use_fast_accum: bool, *, is_blockwise: bool
+    ) -> None:
+        kernel = self.kernel
+        formats = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
+        if formats not in kernel.formats:
+            raise NotOffered(f"{kernel.name} does not multiply {formats[0]} x {formats[1]}")
+        if out_dtype not in kernel.out_dtypes:
+            raise NotOffered(f"{kernel.name} has no output {out_dtype}")
+        is_fast = kernel.accumulation is Accumulation.FAST
+        if not kernel.chooses_accumulation and not is_blockwise and use_fast_accum != is_fast:
+            raise NotOffered(f"{kernel.name} has {kernel.accumulation.value} accumulation alone")
+
+    def _operand(self, codes: np.ndarray, shape: tuple[int, int], layout: OperandLayout) -> _Laid:
+        """Codes [.., R, K], padded with zeros, and whether they lie column-major."""
+        whole = np.zeros((*codes.shape[:-2], *shape), codes.dtype)
+        whole[..., : codes.shape[-2], : codes.shape[-1]] = codes
+        return _Laid(whole.swapaxes(-1, -2) if layout.k_first else whole, layout.column_major)
+
+    def _scale(
+        self, scale: np.ndarray, granularity: Granularity, shape: tuple[int, int], layout: ScaleLayout
+    ) -> _Laid | float:
+        """Scales [groups of R, groups of K] of the padded operand, as the kernel takes them."""
+        rows, groups = granularity.scale_shape(*shape)
+        scale = np.pad(scale, ((0, rows - scale.shape[0]), (0, groups - scale.shape[1])), constant_values=1)
+        if layout.is_inverse:
+            scale = np.float32(1) / scale
+        if layout.as_float:
+            return float(scale[0, 0])
+        scale = np.pad(scale, ((0, 0), (0, -scale.shape[1] % layout.k_multiple)))
+        if layout.ndim < 2:
+            return _Laid(scale.reshape((-1,) if layout.ndim else ()), False)
+        return _Laid(scale.T if layout.k_first else scale, layout.column_major)
+
+    def _run(
+        self, values: dict[Arg, Any], shape: tuple[int, int], out_dtype: Format, use_fast_accum: bool
+    ) -> np.ndarray:
+        """Calls the kernel; the output [M, N] with the padding."""
+        framework, kernel = self.framework, self.kernel
+        values[Arg.ZEROS] = _Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
+        inputs = {
+            arg: Guarded(framework, f"the input {arg.value}", laid.array, column_major=laid.column_major)
+            for arg, laid in values.items()
+            if isinstance(laid, _Laid) and arg in kernel.args
+        }
+        output: Guarded | None = None
+        if Arg.OUT in kernel.args:
+            empty = unwritten(shape, dtype_of(out_dtype))
+            output = Guarded(framework, "the output", empty, column_major=kernel.out_column_major)
+        given = {
+            **values,
+            **{arg: guarded.array for arg, guarded in inputs.items()},
+            Arg.OUT: None if output is None else output.array,
+            Arg.OUT_DTYPE: framework.dtype(out_dtype),
+            Arg.USE_FAST_ACCUM: use_fast_accum,
+            Arg.USE_SPLIT_ACCUMULATOR: not use_fast_accum,
+        }
+        keywords = {name: filled(template, given) for name, template in kernel.keywords.items()}
+        try:
+            returned = self.function(*filled(kernel.arguments, given), **keywords)
+        except NotImplementedError as reason:
+            raise NotOffered(str(reason)) from None
+        for guarded in (*inputs.values(), *([] if output is None else [output])):
+            guarded.check_guards()
+        for guarded in inputs.values():
+            guarded.check_unchanged()
+        if output is not None:
+            returned = output.array
+        elif not isinstance(returned, framework.array_type):
+            raise TypeError(f"gave {type(returned).__name__}, expected an array of {framework.name}")
+        computed = framework.store(returned)
+        if output is not None:
+            check_written(computed)
+        return computed
+
+
+def _padded(sizes: tuple[int, int, int], multiples: tuple[int, int, int]) -> tuple[int, ...]:
+    return tuple(-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
+
+
+def _shape(scale: np.ndarray, granularity: Granularity) -> tuple[int, int]:
+    """Recorded tensorwise scales have one dimension."""
+    return (1, 1) if granularity is Granularity.TENSORWISE else (scale.shape[0], scale.shape[1])
+
+
+def _needs_squares(kernel: Kernel, pair: tuple[Granularity, Granularity]) -> bool:
+    """Whether a kernel of 128x128 by 128x128 scales is asked with 1x128 by 128x128 ones whose rows repeat."""
+    return pair == (_VECTOR, _SQUARE) and pair not in kernel.scales and (_SQUARE, _SQUARE) in kernel.scales
+
+
+def _power_of_two(scale: np.ndarray) -> np.ndarray:
+    """The significand cut off."""
+    return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+
+
+def _function(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
+    """What is called.
+
+    Raises:
+        NotOffered: it is not here: no GPU, or its package is not installed.
+        SpecError: it cannot be imported, and nothing says how to install it.
+    """
+    if kernel.needs_gpu and not framework.on_gpu:
+        install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
+        raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
+    if not isinstance(kernel.function, str):
+        return kernel.function
+    try:
+        for name in kernel.imports:
+            importlib.import_module(name)
+        return attribute(kernel.function)
+    except (ImportError, AttributeError, OSError) as error:  # OSError: a library of the package that does not load
+        if kernel.install:
+            raise NotOffered(f"{kernel.name} is not installed ({error}); {kernel.install}") from None
+        raise SpecError(
+            f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {error}. Run it where the module "
+            "can be imported, or set PYTHONPATH"
+        ) from None
+
+
+def attribute(path: str) -> Any:
+    """What `package.module:attribute.of.it` names.
+
+    Raises:
+        ImportError: no such module.
+        AttributeError: no such attribute.
+    """
+    module_name, _, names = path.partition(":")
+    found = importlib.import_module(module_name)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found

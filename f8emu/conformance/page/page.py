@@ -1,0 +1,119 @@
+"""What a page is made of: sections of text, tables and plotly figures. `page_html.render` makes one file of them.
+
+    page = Page(title="Worst layers", sections=[Section(title="layers.3", blocks=[Table(...), Plot(...)])])
+    Path("out.html").write_text(render("f8emu inspect", page), encoding="utf-8")
+
+Every figure has a title, a description and, where they are few enough to read, its numbers as a table: a page can be
+read without colours, and without the figures.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from f8emu.conformance.breakdown.breakdown import percent
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Tone = Literal["", "good", "bad", "warn", "quiet"]
+"""Says in colour what the words say already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One cell of a table; a plain `str` is a cell without tone."""
+
+    text: str
+    tone: Tone = ""
+    is_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A cell with a share of 0 to 1: a bar and a percentage."""
+
+    value: float
+
+    @property
+    def text(self) -> str:
+        return percent(self.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows under columns. The first column heads its row."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell | Share]]
+    numeric: frozenset[int] = frozenset()
+    """Columns that are set flush right."""
+    starts: frozenset[int] = frozenset()
+    """Rows that begin a group: their first cell heads all rows up to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Names and values."""
+
+    items: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A paragraph, or several points."""
+
+    points: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
+    """What is folded away until the reader asks."""
+
+    summary: str
+    blocks: "Sequence[Block]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A figure in the colours of `palette`, which the page turns into those of the reader's scheme."""
+
+    figure: "Figure"
+    title: str
+    alt: str
+    """What it shows, in words that stand in for it."""
+    data: Table | None = None
+    """Its numbers."""
+    min_width: int = 300
+    """In pixels; on a narrower screen the figure scrolls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plots:
+    """Small figures side by side."""
+
+    plots: Sequence[Plot]
+
+
+Block = Table | Facts | Text | Details | Plot | Plots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part with a heading, and parts of its own."""
+
+    title: str
+    lead: str = ""
+    blocks: Sequence[Block] = ()
+    sections: "Sequence[Section]" = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A whole page."""
+
+    title: str
+    lead: str = ""
+    verdict: Cell | None = None
+    sections: Sequence[Section] = ()
