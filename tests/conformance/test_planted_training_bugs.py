@@ -115,8 +115,8 @@ def bias_twice() -> Planted:
 
 
 def gradient_rounded() -> Planted:
-    def rounded(gemm: Any, a: Any, b: Any, spec: Any, dtype: Any, engine: str) -> Any:
-        product = gemm(a, b, spec, dtype, engine)
+    def rounded(gemm: Any, a: Any, b: Any, spec: Any, dtype: Any, *options: Any) -> Any:
+        product = gemm(a, b, spec, dtype, *options)
         return product.bfloat16().to(dtype) if is_grad_weight(spec) else product
 
     yield from patched_gemm(rounded)

@@ -4,12 +4,12 @@ The right rules are those of a chip (`rules_of`). A wrong kernel is described by
 `altered.compute` gives its bits. Rule ids: reference/NUMERICS.md.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.spec import HOPPER, AccumulationModel, Chip, Granularity
+from f8emu.spec import HOPPER, AccumulationModel, Chip, FlooredSum, Format, Granularity
 
 
 class Adder(Enum):
@@ -152,7 +152,12 @@ class Rules:
 
 
 def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
+    """Data of the spec by its name, other data classes by their fields."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Format):
+        return value.name
+    return asdict(value) if isinstance(value, FlooredSum) else value
 
 
 def rules_of(chip: Chip, case: GemmCase) -> Rules:
