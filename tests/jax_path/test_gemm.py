@@ -4,6 +4,7 @@ The suite's stages (`f8emu verify f8emu.jax`) put all recorded and generated GEM
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import f8emu.jax as f8
 import f8ref.jax
 import f8ref.numpy as reference
 from f8emu.jax.compiling import Options
-from f8emu.jax.gemm import hardware
+from f8emu.jax.gemm import engine, hardware
 from f8emu.jax.gemm.hardware import Form, form_of
 from f8emu.spec import (
     BFLOAT16,
@@ -189,3 +190,22 @@ def test_split_k_is_refused_where_hardware_runs() -> None:
     with pytest.raises(UnsupportedError, match="on hardware the library chooses split_k"):
         traced.lower(lowering_platforms=("cuda",))
     assert f8.engine_of() == "emulated by f8ref.jax on cpu"
+
+
+def test_a_gpu_that_is_not_the_chip_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "cuda_capabilities", lambda: ((8, 9),))
+    monkeypatch.setattr(engine.jax, "default_backend", lambda: "gpu")
+    engine.warn_of_idle_gpu.cache_clear()
+
+    def lowered() -> str:
+        traced = f8.jit(lambda a: f8.scaled_mm(a, a.T, ONE, ONE)).trace(A)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    with pytest.warns(RuntimeWarning, match="the GPU is not Hopper, whose bits are asked for"):
+        assert "dot_general" not in lowered(), "it is emulated"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered()
+        monkeypatch.setattr(engine, "cuda_capabilities", lambda: ((9, 0),))
+        assert "dot_general" in lowered()
+    engine.warn_of_idle_gpu.cache_clear()

@@ -34,7 +34,7 @@ from f8emu.spec import (
 from f8emu.torch.device import capability_of, has_float8_hardware
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm import operators as gemm_operators
-from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_once
+from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_of_idle_gpu
 from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -289,7 +289,7 @@ def test_an_update_takes_as_many_operations_for_a_large_model() -> None:
 @pytest.fixture(autouse=True)
 def ask_the_device_again() -> Iterator[None]:
     """What f8emu remembers of a device belongs to one test."""
-    caches = (has_float8_hardware, capability_of, warn_once)
+    caches = (has_float8_hardware, capability_of, warn_of_idle_gpu)
     for function in caches:
         function.cache_clear()
     yield

@@ -5,6 +5,7 @@ lowers the one of the backend (`jax.lax.platform_dependent`). A vmapped GEMM is 
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -38,6 +39,8 @@ class Engine(Enum):
 _PROGRAMS: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
 """Of eager calls with arrays on several devices."""
 _NAMES = tuple(engine.value for engine in Engine)
+_FLOAT8_CAPABILITY = (8, 9)
+"""From which on CUDA devices multiply float8."""
 
 
 def check_engine(call: str, engine: str) -> None:
@@ -199,6 +202,8 @@ def _choose(
 
     def on_cuda(*operands: Any) -> jax.Array:
         if not all(capability == chip.capability for capability in cuda_capabilities()) or chip.capability is None:
+            if not wants_hardware and jax.default_backend() == "gpu" and max(cuda_capabilities()) >= _FLOAT8_CAPABILITY:
+                warn_of_idle_gpu(chip)
             return elsewhere(*operands)
         if has_split_k:
             operands = (refuse_lowering(operands[0], given_split_k), *operands[1:])
@@ -228,6 +233,8 @@ def _choose(
         if engine == Engine.EMULATED.value or not _is_device_of(chip, device):
             if wants_hardware:
                 raise UnsupportedError(_no_hardware(call, str(device), chip))
+            if engine == Engine.AUTO.value and _capability(device) >= _FLOAT8_CAPABILITY:
+                warn_of_idle_gpu(chip)
             return emulated(*operands)
         if has_split_k:
             raise UnsupportedError(given_split_k)
@@ -249,9 +256,23 @@ def _no_hardware(call: str, found: str, chip: Chip) -> str:
     )
 
 
+@functools.cache
+def warn_of_idle_gpu(chip: Chip) -> None:
+    """A GPU that could multiply stands idle: that costs time, and must be seen."""
+    warnings.warn(
+        f"f8emu.jax: the GPU is not {chip}, whose bits are asked for, so that GEMMs are emulated, which is slow; for "
+        f"the GPU's own bits and speed name what it is, chip= one of {', '.join(CHIPS)}. This is said once for a chip",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def _is_device_of(chip: Chip, device: Any) -> bool:
     """Whether the library of `device` is the one whose bits the profile has."""
-    if device.platform != "gpu" or chip.capability is None:
-        return False
+    return chip.capability is not None and _capability(device) == chip.capability
+
+
+def _capability(device: Any) -> tuple[int, int]:
+    """CUDA's compute capability; (0, 0) of anything else."""
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return major.isdigit() and (int(major), int(minor or 0)) == chip.capability
+    return (int(major), int(minor or 0)) if device.platform == "gpu" and major.isdigit() else (0, 0)

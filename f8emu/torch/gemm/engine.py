@@ -48,7 +48,7 @@ def resolve_engine(call: str, device: torch.device, engine: str, chip: Chip = HO
     if engine == Engine.HARDWARE.value:
         raise UnsupportedError(f"{call}: {_no_hardware(device, chip)}")
     if has_float8_hardware(device):
-        warn_once(device, chip)
+        warn_of_idle_gpu(device, chip)
     return Engine.EMULATED
 
 
@@ -83,7 +83,7 @@ def _no_hardware(device: torch.device, chip: Chip) -> str:
 
 
 @cache
-def warn_once(device: torch.device, chip: Chip) -> None:
+def warn_of_idle_gpu(device: torch.device, chip: Chip) -> None:
     """A GPU that could multiply stands idle: that costs time, and must be seen."""
     own = [c for c in CHIPS.values() if is_device_of(c, device)]
     remedy = f"pass chip={own[0].name!r}" if own else "there is no profile of it: call torch._scaled_mm itself"
