@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import f8emu.torch as f8
+from f8emu.spec import HOPPER, Chip
 from f8emu.torch.gemm import emulation
 
 
@@ -25,17 +26,20 @@ def _scaled_mm(
     *,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    split_k: int,
+    chip: Chip,
     bias: None = None,
-    **_: Any,
 ) -> Tensor:
     assert bias is None, "layers add theirs themselves"
+    assert split_k == 1 and chip is HOPPER, "what else an emulation is told would not show"
     values_a = f8.dequantize(a, scale_a, pair[0]).double()
     values_b = f8.dequantize(b.t(), scale_b.t() if scale_b.ndim else scale_b, pair[1]).double()
     product = values_a @ values_b.t()
     return (product * (1 - 2.0**-10) if use_fast_accum else product).to(out_dtype)  # the option shows, as it should
 
 
-def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, **_: Any) -> Tensor:
+def _mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int, chip: Chip) -> Tensor:
+    assert split_k == 1 and chip is HOPPER, "as above"
     return (a.double() @ b.double()).to(out_dtype)
 
 
