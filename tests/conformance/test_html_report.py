@@ -46,7 +46,8 @@ def looked_at(page: Path, *options: str) -> Seen:
     quiet = "--disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync"
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", *quiet.split(),
-        "--enable-logging=stderr", f"--user-data-dir={page.with_suffix('.profile')}", "--virtual-time-budget=20000", "--window-size=1200,4400",
+        "--enable-logging=stderr", f"--user-data-dir={page.with_suffix('.profile')}", "--virtual-time-budget=20000",
+        "--window-size=1200,4400",
         "--hide-scrollbars", "--force-device-scale-factor=0.25", "--dump-dom", f"--screenshot={picture}", *options,
         page.as_uri(),
     ]  # fmt: skip
