@@ -74,6 +74,11 @@ class Session:
         return not self.is_over and (self._steps is None or self.number in self._steps)
 
     @property
+    def is_ring(self) -> bool:
+        """Whether steps are held until something asks for them."""
+        return self._steps is None
+
+    @property
     def looks(self) -> bool:
         """Whether something that is not finite makes a difference."""
         return self._steps is None and not self.reason and not self.is_over

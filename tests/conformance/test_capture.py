@@ -153,6 +153,15 @@ def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records
     assert counts["scale"].parts == (0 if name == "delayed" else 6 - 2 * high)  # a delayed one follows from elsewhere
 
 
+def test_tensors_may_come_after_their_casts(layers: dict[str, Records], tmp_path: Path) -> None:
+    """As the callbacks of JAX may."""
+    records = layers["blockwise"][:3]
+    backwards = [(replace(record, order=2 - record.order), arrays) for record, arrays in records]
+    written(tmp_path, RECIPES["blockwise"], backwards)
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    assert found.is_equal and found.counts["codes"].parts == 2 and not found.not_replayed
+
+
 PLACES = [
     ("tensorwise", "output", "a.codes", (3, 5), "input"),
     ("rowwise", "grad_input", "b.scale", (7, 0), "weight"),

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 
 from f8emu.capture.record import GemmRecord, LeftOut
-from f8emu.conformance.captures.cast import Earlier, replay_casts
+from f8emu.conformance.captures.cast import Tensors, replay_casts
 from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
 from f8emu.conformance.captures.product import Sampled, likely_cause, product_of, sampled
 from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
@@ -132,9 +132,9 @@ def replay(
                 found.reasons.append(step.header.reason)
             if not step.is_complete:
                 found.unfinished.append(str(step.path))
-            earlier = Earlier()
+            tensors = Tensors(step)
             for captured in step.records:
-                run.record(step, captured, earlier)
+                run.record(step, captured, tensors)
                 if progress is not None:
                     progress.advance()
     except KeyboardInterrupt:
@@ -160,17 +160,16 @@ class _Run:
             self.found.oracles.append(self.subjects[name].engine)
         return self.subjects[name]
 
-    def record(self, step: CapturedStep, captured: CapturedRecord, earlier: Earlier) -> None:
+    def record(self, step: CapturedStep, captured: CapturedRecord, tensors: Tensors) -> None:
         record = captured.record
         if not captured.is_intact():
             self.found.damaged.append(str(captured.path))
         if not isinstance(record, GemmRecord):
-            earlier.add(captured)
             return
         arrays = captured.load()
         self.found.gemms += 1
         recipe = step.header.recipes.get(record.recipe)
-        for part, tensor, expected in replay_casts(record, arrays, recipe, earlier):
+        for part, tensor, expected in replay_casts(record, arrays, recipe, tensors):
             if isinstance(expected, str):
                 self.found.not_replayed.append(f"{step.name}: {record.place} {part} ({tensor}): {expected}")
             else:
