@@ -323,13 +323,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
     "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
     "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
+    "other recipe": (edited(lambda index: record_of(index).update(a_format="float8_e5m2")), "expected a_format 'float8_e"),
+    "hash": (edited(lambda index: index.update(recipes={"0" * 64: RECIPES["rowwise"].to_dict()})), "must be its hash"),
     "slices": (edited(lambda index: record_of(index).update(split_k=0)), "'split_k' must be at least 1"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    path = written(tmp_path / "run", RECIPES["rowwise"], layers["rowwise"])
+    path = written(tmp_path / "run", RECIPES["rowwise"], layers["rowwise"][:3])
     spoil, message = FAULTS[fault]
     spoil(path)
     with pytest.raises(CaptureError, match=message):
@@ -339,11 +341,36 @@ def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], 
     assert "f8emu.torch.capture" in err or "with the version that wrote it" in err
 
 
-def test_a_path_without_a_capture(tmp_path: Path) -> None:
+def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp_path: Path) -> None:
+    records = layers["rowwise"]
+    path = written(tmp_path / "run", RECIPES["rowwise"], records)
+    same = written(tmp_path / "same", RECIPES["rowwise"], records)
+    FAULTS["cut short"][0](path)
+    status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
+    equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
+    assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 files; {equal}"), out
+    status, out, _ = invoke("diff", path, same)
+    assert status == 1 and "equal: 13 of 13 stages" in out and "damaged (1):" in out
+
+
+def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Records], tmp_path: Path) -> None:
+    (record, arrays), *rest = (one for one in layers["rowwise"] if isinstance(one[0], GemmRecord))
+    written(tmp_path, RECIPES["rowwise"], [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
+    status, out, _ = invoke("replay", tmp_path, "--oracle", "f8ref.numpy")
+    assert status == 2 and "product: chip 'Rubin' is not known" in out
+    assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 products were not computed again; equal: "), out
+
+
+def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="found no step-"):
         read_capture(tmp_path)
     with pytest.raises(CaptureError, match="No such file"):
         read_capture(tmp_path / "nowhere")
+    for step in (7, 8):
+        path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"][:1], step=step)
+    (path / "index.json").unlink()
+    with pytest.raises(CaptureError, match="step-00000008-rank-00000: expected the index.json of a step"):
+        read_capture(tmp_path)
 
 
 # Crashes, full disks, limits

@@ -11,7 +11,7 @@ import numpy as np
 
 import f8ref.numpy as f8ref
 from f8emu.capture.record import CaptureError, GemmRecord, TensorRecord
-from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
+from f8emu.conformance.captures.file import REMEDY, Arrays, CapturedRecord, CapturedStep
 from f8emu.conformance.compare import different
 from f8emu.conformance.distributions import dtype_of
 from f8emu.spec import BFLOAT16, OPERANDS, TRANSPOSED, Cast, Recipe
@@ -50,6 +50,29 @@ class Tensors:
                 yield captured.load()["value"]
             except CaptureError:  # whoever reads the records in turn says so
                 continue
+
+
+def require_of_recipe(record: GemmRecord, recipe: Recipe) -> None:
+    """Refuse a record that is not as its recipe has it.
+
+    Raises:
+        CaptureError: another format, granularity, accumulation or chip.
+    """
+    gemm = recipe.gemms[record.gemm]
+    expected = {
+        "a_format": (gemm.a.format or BFLOAT16).name,
+        "b_format": (gemm.b.format or BFLOAT16).name,
+        "granularity_a": gemm.a.granularity.value,
+        "granularity_b": gemm.b.granularity.value,
+        "use_fast_accum": gemm.use_fast_accum,
+        "chip": recipe.chip,
+    }
+    for name, value in expected.items():
+        if getattr(record, name) != value:
+            raise CaptureError(
+                f"{record.place}: expected {name} {value!r}, as its recipe {recipe.label} has it; found "
+                f"{getattr(record, name)!r:.60}; {REMEDY}"
+            )
 
 
 def replay_casts(
