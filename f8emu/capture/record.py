@@ -193,7 +193,7 @@ class StepHeader:
     recipes: Mapping[str, Recipe]
     """Content hash -> recipe."""
     reason: str = ""
-    """Of a step from a ring: why it was written."""
+    """Of a step from a ring: why it was written; of one that an exception ended: which."""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ that a ring names, are therefore those in which the callbacks ran. Where a layer
 runs may number its calls differently.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -127,8 +128,14 @@ class Capture:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an exception what the ring holds is written, and the step under way stays unfinished."""
+        if error is None:
+            return self.close()
+        with contextlib.suppress(Exception):  # a program that failed says so again
+            jax.effects_barrier()
+        with self._session.lock:
+            self._session.abandon(error)
 
 
 class _Layer:

@@ -5,6 +5,7 @@ compares two. A captured step copies all that it writes to the host, and takes i
 writing (a full disk, a limit) ends the training: it is listed in the capture, and a warning says it once a step.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,8 +59,8 @@ def capture(
             that is under way is written too, to its end; then the capture is over. Each rank looks at its own tensors.
         layers: a regular expression that is searched in the names of the layers; None: all.
         tensors: also write the tensors before their casts, from which `f8emu replay` computes scales and codes.
-        limit_bytes: of all steps that this rank writes, and of what a ring holds; what exceeds it is left out, of a
-            ring its oldest steps. None: no limit.
+        limit_bytes: of all files that this rank writes, and of what a ring holds; what exceeds it is left out, of a
+            ring its oldest steps. The first step for which there is no room at all ends the capture. None: no limit.
         first_step: the number of the step that comes next.
 
     Raises:
@@ -124,17 +125,26 @@ class Capture:
         """End the capture; a step that is under way is finished as it is. May be called twice."""
         with self._session.lock:
             if not self.is_done:
-                self._observation.remove()
-                self._hook.remove()
-                self._observation = self._hook = None
+                self._take_off()
                 self._session.close()
-                self._layers.clear()
+
+    def _take_off(self) -> None:
+        self._observation.remove()
+        self._hook.remove()
+        self._observation = self._hook = None
+        self._layers.clear()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an exception what the ring holds is written, and the step under way stays unfinished."""
+        if error is None:
+            return self.close()
+        with self._session.lock:
+            if not self.is_done:
+                self._take_off()
+                self._session.abandon(error)
 
     def tensor(self, seen: TensorSeen) -> None:
         """An observer's method."""
@@ -191,8 +201,14 @@ class Capture:
 
     def _look(self, x: Tensor, what: str) -> None:
         """A ring is written when something is not finite."""
-        if self._session.looks and not bool(torch.isfinite(x).all()):
-            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+        if not self._session.looks or not x.numel():
+            return
+        try:
+            lowest, highest = (float(one) for one in torch.aminmax(x))  # NaN if one is; a mask would be as large as x
+        except RuntimeError:  # no memory: this one is not looked at
+            return
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            kind = "NaN" if math.isnan(lowest) else "infinity"
             self._session.write(f"{kind} in {what} at step {self.number}")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

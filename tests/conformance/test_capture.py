@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,17 @@ from typer.testing import CliRunner
 
 import f8ref.numpy as f8ref
 from f8emu import cli
-from f8emu.capture import Budget, CaptureError, GemmRecord, StepHeader, StepWriter, Stored, TensorRecord, writer
+from f8emu.capture import (
+    Budget,
+    CaptureError,
+    GemmRecord,
+    Session,
+    StepHeader,
+    StepWriter,
+    Stored,
+    TensorRecord,
+    writer,
+)
 from f8emu.capture.record import Record
 from f8emu.conformance.captures.diff import diff_captures, ulps
 from f8emu.conformance.captures.file import read_capture
@@ -323,7 +334,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
     "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
     "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
-    "other recipe": (edited(lambda index: record_of(index).update(a_format="float8_e5m2")), "expected a_format 'float8_e"),
+    "other recipe": (
+        edited(lambda index: record_of(index).update(a_format="float8_e5m2")),
+        "expected a_format 'float8_e",
+    ),
     "hash": (edited(lambda index: index.update(recipes={"0" * 64: RECIPES["rowwise"].to_dict()})), "must be its hash"),
     "slices": (edited(lambda index: record_of(index).update(split_k=0)), "'split_k' must be at least 1"),
 }
@@ -369,7 +383,7 @@ def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) ->
     for step in (7, 8):
         path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"][:1], step=step)
     (path / "index.json").unlink()
-    with pytest.raises(CaptureError, match="step-00000008-rank-00000: expected the index.json of a step"):
+    with pytest.raises(CaptureError, match=r"step-00000008-rank-00000: expected the index[.]json of a"):
         read_capture(tmp_path)
 
 
@@ -440,6 +454,44 @@ def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) ->
     assert step.left_out and all("limit_bytes=200000 is reached" in one.reason for one in step.left_out)
     status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
     assert status == 0 and "left out when captured" in out
+
+
+def small_steps(path: Path, limit: int | None, count: int = 30) -> tuple[Session, int]:
+    """Steps of two small tensors each; and the bytes of all files."""
+    options: dict[str, Any] = {"steps": range(1, count + 1), "ring": None, "limit_bytes": limit, "first_step": 1}
+    made = lambda step, reason: header(RECIPES["tensorwise"], step=step, reason=reason)  # noqa: E731
+    session = Session("test", path, made, rank=0, **options)
+    for _ in range(count):
+        for name in "ab" if session.is_wanted else "":
+            record = TensorRecord(**session.next(name, "input"), layer=name, tensor="input", dtype="float32")
+            session.add(record, 40, lambda: {"value": stored(np.ones((2, 5), np.float32))})
+        session.end()
+    return session, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_a_limit_is_that_of_the_disk_and_ends_the_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is written counts. Where warnings are errors, the warning is a line: nothing ends training."""
+    for limit in (1_000, 8_000, 40_000):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            session, used = small_steps(tmp_path / str(limit), limit)
+        assert used <= limit and session.is_over and session.number == 31
+        assert bool(session.written) == (limit > 1_000) == bool(used)
+        told = capsys.readouterr().err
+        assert 1 <= told.count("training goes on") <= 2 and "and the capture is over: limit_bytes=" in told
+    assert len(session.written) > 3
+    assert all(step.is_complete for step in read_capture(tmp_path / "40000"))
+
+
+def test_names_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new directory is fsynced into the one above it; and a step may have more records than six digits count."""
+    synced: list[Path] = []
+    monkeypatch.setattr(writer, "_sync_directory", synced.append)
+    small_steps(tmp_path / "runs" / "one", None, count=1)
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"} <= set(synced)
+    record = TensorRecord(order=1_000_000, layer="a", tensor="input", turn=1, dtype="float32")
+    path = written(tmp_path / "many", RECIPES["rowwise"], [(record, {"value": np.ones((1, 1), np.float32)})])
+    assert read_capture(path)[0].records[0].record == record
 
 
 # Diff

@@ -93,10 +93,20 @@ def test_a_chip_without_a_plan_is_captured_without_a_split(tmp_path: Path) -> No
 
 
 def test_a_ring_without_tensors_looks_at_them_all_the_same(tmp_path: Path) -> None:
-    """An input that is not finite, before any product is."""
+    """An input that is not finite, before any product is. An exception has the ring written too."""
     with f8.capture(tmp_path, ring=1, tensors=False) as capturing:
         up = capturing.named("up", f8.dot_general("tensorwise"))
         assert up.tap is not None
         up.tap.tensor("input", jnp.full((2, 2), jnp.nan))
         capturing.step()
         assert capturing.is_done
+    with pytest.raises(ZeroDivisionError), f8.capture(tmp_path / "ring", ring=1) as capturing:
+        up = capturing.named("up", f8.dot_general("tensorwise"))
+        assert up.tap is not None
+        for number in range(2):
+            up.tap.tensor("input", jnp.full((2, 2), float(number)))
+            capturing.step()
+        up.tap.tensor("input", jnp.ones((2, 2)))
+        raise ZeroDivisionError
+    steps = read_capture(tmp_path / "ring")
+    assert [(step.header.step, step.is_complete) for step in steps] == [(2, True), (3, False)]

@@ -19,6 +19,7 @@ from f8emu.conformance.captures.file import read_capture
 from f8emu.conformance.captures.replay import replay
 from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
+from f8emu.torch.training.observation import TensorSeen
 
 # What torch warns about itself when it compiles.
 pytestmark = [
@@ -125,6 +126,34 @@ def test_a_ring_is_written_when_something_is_not_finite(tmp_path: Path) -> None:
     found = replay(steps)
     assert found.is_equal, [one.line() for one in found.findings]
     assert found.reasons == ["infinity in the input of 0.w1 at step 4"]
+
+
+def test_an_exception_has_the_ring_written_and_no_half_step_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    with pytest.raises(ZeroDivisionError), capture(run.model, tmp_path / "ring", ring=1, layers="^0") as capturing:
+        run.train(2)
+        run.model(torch.ones(24, 48, dtype=torch.bfloat16))
+        raise ZeroDivisionError("in the loss")
+    steps = read_capture(tmp_path / "ring")
+    assert [(step.header.step, step.is_complete) for step in steps] == [(2, True), (3, False)]
+    assert {step.header.reason for step in steps} == {"ZeroDivisionError: in the loss"}
+    assert capturing.is_done and len(capturing.written) == 1
+    found = replay(steps)
+    assert found.is_equal and found.gemms == 5 + 2 and len(found.unfinished) == 1
+    with pytest.raises(ZeroDivisionError), capture(run.model, tmp_path / "step", layers="^0"):
+        run.model(torch.ones(24, 48, dtype=torch.bfloat16))
+        raise ZeroDivisionError
+    (step,) = read_capture(tmp_path / "step")
+    assert not step.is_complete and step.header.reason == "ZeroDivisionError: "
+    # What looks for NaN makes no mask of the size of the tensor.
+    monkeypatch.delattr(torch, "isfinite")
+    with capture(run.model, tmp_path / "nan", ring=1) as capturing:
+        x = torch.tensor([[1.0, torch.nan, torch.inf]], dtype=torch.bfloat16)
+        capturing.tensor(TensorSeen("0.w1", "input", x, recipe_by_name("blockwise")))
+        capturing.step()
+    assert read_capture(tmp_path / "nan")[0].header.reason == "NaN in the input of 0.w1 at step 1"
 
 
 def test_a_ring_is_written_on_request_and_keeps_its_limit(tmp_path: Path) -> None:

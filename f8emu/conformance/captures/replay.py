@@ -92,9 +92,7 @@ class Replay:
     def is_equal(self) -> bool:
         """Every product was computed again, and nothing differed; scales and codes where their tensors are there."""
         count = self.counts["product"]
-        return (
-            not self.has_difference and not self.is_interrupted and count.elements > 0 and count.parts == self.gemms
-        )
+        return not self.has_difference and not self.is_interrupted and count.elements > 0 and count.parts == self.gemms
 
 
 def replay(
