@@ -548,7 +548,8 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     recipe = RECIPES["tensorwise"]
     output = layers["tensorwise"][:3]  # by a GPU, so judged by f8ref.jax
     written(tmp_path / "a", recipe, output)
-    written(tmp_path / "b", recipe, flipped(output, "layers.0.w1", "output", "a.codes", (3, 5)))
+    flipped_output = flipped(output, "layers.0.w1", "output", "a.codes", (3, 5))
+    written(tmp_path / "b", recipe, flipped_output)
     status, out, _ = invoke("replay", tmp_path / "a", "--json", tmp_path / "out.json")
     assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N} of {M * N} outputs"), out
     assert "f8ref.jax" in out
@@ -561,6 +562,11 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     assert status == 1 and "first divergence: step 7: layers.0.w1 output a.codes (input): 1 of 10880 differ" in out
     assert json.loads((tmp_path / "out.json").read_text())["divergences"][0]["part"] == "a.codes"
     assert invoke("diff", tmp_path / "a", tmp_path / "a")[0] == 0
+    hostile = [(replace(record, layer="\x1b]0;w1\x07\n"), arrays) for record, arrays in flipped_output]
+    written(tmp_path / "c", recipe, hostile)
+    for arguments in (("replay", tmp_path / "c", "--oracle", "f8ref.numpy"), ("diff", tmp_path / "a", tmp_path / "c")):
+        status, out, _ = invoke(*arguments)
+        assert status == 1 and "\x1b" not in out and "\\x1b]0;w1\\x07\\n output" in out
 
 
 def test_ctrl_c_keeps_what_was_found(
