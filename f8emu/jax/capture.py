@@ -2,7 +2,7 @@
 
 As `f8emu.torch.capture`: the same files, which `f8emu replay` computes again and `f8emu diff` compares, also with those
 of torch. JAX knows no layers, so each gets its name where its `dot_general` is made; a program that is traced with it
-has callbacks, and stays as it is where a plain `dot_general` is used.
+has callbacks, in every step, and stays as it is where a plain `dot_general` is used.
 
 Callbacks are not ordered: XLA runs one as soon as its arrays are there. `order` and `turn` of a record, and the record
 that a ring names, are therefore those in which the callbacks ran. Where a layer is called more than once a step, two

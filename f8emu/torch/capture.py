@@ -7,7 +7,8 @@ writing (a full disk, a limit) ends the training: it is listed in the capture, a
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,7 +49,9 @@ def capture(
 ) -> "Capture":
     """Write every operand, scale and product of some steps of training to `path`, one directory for a step and rank.
 
-    A step ends when an optimizer steps, or with `Capture.step()`. After the last one the layers are as before.
+    A step ends when an optimizer steps, or with `Capture.step()`. The layers have taps in the steps that are wanted, a
+    ring in all, and are as before in the others: compiled code is compiled once more for them, and found again. Of
+    steps that are not wanted nothing is seen: what ended the step before, an optimizer or a call, ends them too.
 
     Args:
         model: with `Float8Linear` layers.
@@ -84,8 +87,11 @@ class Capture:
         self._layers = dict(layers)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
-        self._observation: Any = observe(model, self, layers)
+        self._model: Any = model
+        self._observation: Any = None
+        self._ended_by: Callable[[], object] = lambda: None
         self._hook: Any = register_optimizer_step_post_hook(not_compiled(self._after_step))
+        self._arm()
 
     @property
     def number(self) -> int:
@@ -105,16 +111,31 @@ class Capture:
     @property
     def is_done(self) -> bool:
         """Whether nothing more is captured."""
-        return self._observation is None
+        return self._hook is None
 
     def step(self) -> None:
         """The step is over. Optimizers of torch.optim say so themselves; then this does nothing."""
+        self._end(self)
+
+    def _end(self, source: object) -> None:
         with self._session.lock:
-            if self._has_seen and not self.is_done:
+            is_end = self._has_seen if self._observation is not None else self._ended_by() in (None, source)
+            if is_end and not self.is_done:
+                self._ended_by = weakref.ref(source)
                 self._has_seen = False
                 self._session.end()
                 if self._session.is_over:
                     self.close()
+                else:
+                    self._arm()
+
+    def _arm(self) -> None:
+        """Have taps in the coming step, or none."""
+        if self._session.is_wanted and self._observation is None:
+            self._observation = observe(self._model, self, self._layers)
+        elif not self._session.is_wanted and self._observation is not None:
+            self._observation.remove()
+            self._observation = None
 
     def write(self, reason: str = "asked for") -> None:
         """Write what the ring holds, and the step that is under way once it is over. Without a ring, nothing."""
@@ -129,9 +150,10 @@ class Capture:
                 self._session.close()
 
     def _take_off(self) -> None:
-        self._observation.remove()
+        if self._observation is not None:
+            self._observation.remove()
         self._hook.remove()
-        self._observation = self._hook = None
+        self._observation = self._hook = self._model = None
         self._layers.clear()
 
     def __enter__(self) -> Self:
@@ -212,7 +234,7 @@ class Capture:
             self._session.write(f"{kind} in {what} at step {self.number}")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.step()
+        self._end(optimizer)
 
 
 def _layers(model: nn.Module, pattern: str | None) -> dict[str, Float8Linear]:

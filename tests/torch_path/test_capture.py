@@ -86,6 +86,26 @@ def test_captured_steps_replay_bit_by_bit(name: str, tmp_path: Path) -> None:
     assert found.gemms == 2 * len(gemms) == 44 and found.oracles == [f"f8ref.numpy, numpy {np.__version__}"]
 
 
+@pytest.mark.parametrize("ends", ["AC", "CA", "ABC", "C"])
+def test_steps_that_are_not_wanted_are_counted_without_taps(ends: str, tmp_path: Path) -> None:
+    """Once each, whoever ends them, and however often: optimizers A and B, and a call C."""
+    run = Run()
+    layers = [run.model.get_submodule(name) for name in LAYERS]
+    capturing = capture(run.model, tmp_path, steps=(3,))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    calls: dict[str, Any] = {"A": run.optimizer.step, "B": other.step, "C": capturing.step}
+    for number in (1, 2, 3):
+        assert capturing.number == number
+        assert {layer.tap is not None for layer in layers} == {number == 3}
+        if number == 3:
+            x = torch.ones(1, 48, dtype=torch.bfloat16)
+            capturing.tensor(TensorSeen("0.w1", "input", x, recipe_by_name("blockwise")))
+        for end in ends:
+            calls[end]()
+    assert capturing.is_done and {layer.tap for layer in layers} == {None}
+    assert [step.header.step for step in read_capture(tmp_path)] == [3]
+
+
 def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> None:
     for compiled in (False, True):
         run = Run("blockwise", compiled=compiled)
