@@ -84,13 +84,14 @@ class Capture:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Float8Linear], session: Session, tensors: bool) -> None:
         self._session, self._with_tensors = session, tensors
-        self._layers = dict(layers)
+        self._layers = weakref.WeakValueDictionary(layers)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
-        self._model: Any = model
-        self._observation: Any = None
+        self._model, self._observation = weakref.ref(model), None
         self._ended_by: Callable[[], object] = lambda: None
         self._hook: Any = register_optimizer_step_post_hook(not_compiled(self._after_step))
+        self._end_of_model = weakref.finalize(model, self._take_off)
+        self._end_of_model.atexit = False
         self._arm()
 
     @property
@@ -131,8 +132,9 @@ class Capture:
 
     def _arm(self) -> None:
         """Have taps in the coming step, or none."""
-        if self._session.is_wanted and self._observation is None:
-            self._observation = observe(self._model, self, self._layers)
+        model = self._model()
+        if self._session.is_wanted and self._observation is None and model is not None:
+            self._observation = observe(model, self, self._layers)
         elif not self._session.is_wanted and self._observation is not None:
             self._observation.remove()
             self._observation = None
@@ -150,11 +152,12 @@ class Capture:
                 self._session.close()
 
     def _take_off(self) -> None:
+        """Leave nothing behind; also where nobody closes this and the model is gone."""
         if self._observation is not None:
             self._observation.remove()
         self._hook.remove()
-        self._observation = self._hook = self._model = None
-        self._layers.clear()
+        self._observation = self._hook = None
+        self._end_of_model.detach()
 
     def __enter__(self) -> Self:
         return self

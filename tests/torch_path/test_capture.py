@@ -1,6 +1,7 @@
 """Capture of training: what is written replays bit by bit, training is unchanged, and nothing ends it."""
 
 import errno
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import f8emu.torch
 from f8emu.capture import CaptureError, GemmRecord, writer
@@ -104,6 +106,16 @@ def test_steps_that_are_not_wanted_are_counted_without_taps(ends: str, tmp_path:
             calls[end]()
     assert capturing.is_done and {layer.tap for layer in layers} == {None}
     assert [step.header.step for step in read_capture(tmp_path)] == [3]
+
+
+def test_a_capture_ends_with_its_model(tmp_path: Path) -> None:
+    """Also one that waits for its step, and that nobody closes."""
+    run, before = Run(), len(_global_optimizer_post_hooks)
+    capture(run.model, tmp_path, steps=(9,))
+    assert len(_global_optimizer_post_hooks) == before + 1
+    del run
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
 
 
 def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> None:
