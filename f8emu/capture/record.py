@@ -22,7 +22,11 @@ SCHEMA = 1
 INDEX = "index.json"
 UNFINISHED = ".partial"
 """Ends the name of a step that is still written, or never was finished."""
-FILE_NAME = re.compile(r"[0-9]{6}\.safetensors")
+FILE_NAME = re.compile(r"[0-9]{6,}\.safetensors")
+STEP_NAME = re.compile(r"step-[0-9]{8,}-rank-[0-9]{5,}")
+"""Of a step that was finished; `UNFINISHED` follows until then."""
+_TENSOR_DTYPES = ("float32", "bfloat16", "float16")
+"""Of tensors before their casts."""
 _LARGEST = 2**31
 """Of sizes and counts: a plain bound that no GEMM reaches."""
 
@@ -131,7 +135,7 @@ class TensorRecord(_Record):
     dtype: str
 
     def __post_init__(self) -> None:
-        for name, names in (("tensor", TENSORS), ("dtype", tuple(FORMATS))):
+        for name, names in (("tensor", TENSORS), ("dtype", _TENSOR_DTYPES)):
             if getattr(self, name) not in names:
                 raise SpecError(f"{name!r} must be one of {', '.join(names)}; found {getattr(self, name)!r}")
 
@@ -189,7 +193,7 @@ class StepHeader:
     recipes: Mapping[str, Recipe]
     """Content hash -> recipe."""
     reason: str = ""
-    """Of a step from a ring: why it was written."""
+    """Of a step from a ring: why it was written; of one that an exception ended: which."""
 
     @property
     def name(self) -> str:
@@ -207,7 +211,7 @@ class StepHeader:
         """The header; other keys are left to the caller.
 
         Raises:
-            SpecError: a key that is missing or of the wrong type; a recipe that is none.
+            SpecError: a key that is missing or of the wrong type; a recipe that is none, or not that of its hash.
         """
         kinds: dict[str, type] = {"step": int, "rank": int, "world_size": int, "versions": dict, "recipes": dict}
         kinds |= {"framework": str, "device": str, "plan": str, "reason": str}
@@ -215,5 +219,8 @@ class StepHeader:
             if type(entry.get(name)) is not kind:
                 raise SpecError(f"{name!r} must be of type {kind.__name__}; found {repr(entry.get(name))[:60]}")
         recipes = {key: recipe_from_dict(recipe) for key, recipe in entry["recipes"].items()}
+        for key, recipe in recipes.items():
+            if key != recipe.content_hash:
+                raise SpecError(f"the key of a recipe must be its hash, {recipe.content_hash}; found {key!r:.80}")
         versions = {key: value for key, value in entry["versions"].items() if value is None or isinstance(value, str)}
         return cls(**{name: entry[name] for name in kinds} | {"recipes": recipes, "versions": versions})

@@ -3,6 +3,7 @@
 Nothing here raises once it has begun: what cannot be kept is listed, and a warning says it once a step.
 """
 
+import sys
 import threading
 import warnings
 from collections import deque
@@ -10,7 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from f8emu.capture.record import CaptureError, LeftOut, Record, StepHeader
-from f8emu.capture.writer import Budget, StepWriter, Stored, size_of
+from f8emu.capture.writer import (
+    LONGEST_REASON,
+    Budget,
+    StepWriter,
+    Stored,
+    make_directory,
+    room_for,
+    room_for_index,
+    size_of,
+)
 from f8emu.spec.errors import SpecError
 
 LIMIT_BYTES = 16 * 2**30
@@ -46,7 +56,7 @@ class Session:
             raise SpecError(f"{call}: limit_bytes must be at least 1, or None for no limit; got {limit_bytes}")
         self.path = Path(path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
         except OSError as error:
             raise CaptureError(
                 f"{call}: cannot make the directory {self.path}: {error.strerror}; give another path"
@@ -74,6 +84,11 @@ class Session:
         return not self.is_over and (self._steps is None or self.number in self._steps)
 
     @property
+    def is_ring(self) -> bool:
+        """Whether steps are held until something asks for them."""
+        return self._steps is None
+
+    @property
     def looks(self) -> bool:
         """Whether something that is not finite makes a difference."""
         return self._steps is None and not self.reason and not self.is_over
@@ -87,9 +102,10 @@ class Session:
     def add(self, record: Record, size: int, arrays: Callable[[], Arrays]) -> None:
         """Keep a record; `arrays` copies it to the host, or raises MemoryError."""
         if self._current is None:
-            self._current = self._writer(self.number) if not self.looks else _Held(self.number)
+            self._current = self._writer(self.number) if not self.looks else self._held_step()
         current = self._current
-        refusal = current.refusal(size) if isinstance(current, StepWriter) else self._refusal(current, size)
+        is_writer = isinstance(current, StepWriter)
+        refusal = current.refusal(record, size) if is_writer else self._refusal(current, record, size)
         try:
             copied = None if refusal else arrays()
         except MemoryError as error:
@@ -103,20 +119,20 @@ class Session:
         """The step is over."""
         current, self._current = self._current, None
         self._turns = {}
+        self.number += 1
+        if self.reason or (self._steps is not None and self.number > max(self._steps)):
+            self.is_over = True
+            self._held.clear()
         if isinstance(current, StepWriter):
             self._finish(current)
         elif current is not None:
             self._held.append(current)
-        if self.reason or (self._steps is not None and self.number >= max(self._steps)):
-            self.is_over = True
-            self._held.clear()
-        self.number += 1
 
     def write(self, reason: str) -> None:
         """Write what the ring holds; the step that is under way to its end. Without a ring, nothing."""
         if not self.looks:
             return
-        self.reason = reason
+        self.reason = reason[:LONGEST_REASON]
         current = self._current
         held = [*self._held, *([current] if isinstance(current, _Held) else [])]
         self._held.clear()
@@ -139,11 +155,27 @@ class Session:
             self.is_over = True
             self._held.clear()
 
+    def abandon(self, error: BaseException) -> None:
+        """End the capture in the middle of a step: what a ring holds is written, that step stays unfinished."""
+        if self.is_over:
+            return
+        reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
+        self.write(reason)
+        current, self._current = self._current, None
+        self.is_over = True
+        if isinstance(current, StepWriter):
+            current.close(interrupted_by=reason)
+            self.left_out += current.left_out
+
+    def _held_step(self) -> "_Held":
+        return _Held(self.number, room_for_index(self._header(self.number, "")))
+
     def _writer(self, number: int) -> StepWriter:
         return StepWriter(self.path, self._header(number, self.reason), self._budget)
 
-    def _refusal(self, current: "_Held", size: int) -> str:
-        """Why a ring cannot hold `size` bytes more; its oldest steps make room."""
+    def _refusal(self, current: "_Held", record: Record, size: int) -> str:
+        """Why a ring cannot hold a record of `size` bytes more; its oldest steps make room."""
+        size += room_for(record)
 
         def exceeds() -> bool:
             held = sum(one.size for one in self._held) + current.size
@@ -160,26 +192,35 @@ class Session:
             self.written.append(final)
         if final is not None and not writer.left_out:
             return
+        is_last = writer.is_refused and not self.is_ring  # a ring is written once anyway
+        self.is_over = self.is_over or is_last
         reason = writer.fault or writer.left_out[0].reason
         end = "is not finished" if final is None else f"lacks {len(writer.left_out)} records"
-        warnings.warn(
+        end += ", and the capture is over" if is_last else ""
+        self._warn(
             f"{self._call}: {writer.name} {end}: {reason}; training goes on. Free some space, or capture fewer layers "
-            "or steps, or without tensors",
-            stacklevel=2,
+            "or steps, or without tensors"
         )
+
+    def _warn(self, text: str) -> None:
+        """A warning, also where warnings are errors: nothing here ends training."""
+        try:
+            warnings.warn(text, stacklevel=3)
+        except Exception:
+            print(text, file=sys.stderr)
 
 
 class _Held:
     """A step in memory."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.size = number, 0
+    def __init__(self, number: int, size: int) -> None:
+        self.number, self.size = number, size
         self.records: list[tuple[Record, Arrays]] = []
         self.left_out: list[LeftOut] = []
 
     def add(self, record: Record, arrays: Arrays) -> None:
         self.records.append((record, arrays))
-        self.size += size_of(arrays)
+        self.size += size_of(arrays) + room_for(record)
 
     def leave_out(self, record: LeftOut) -> None:
         self.left_out.append(record)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, guarded, opened
+from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, guarded, opened, say
 
 if TYPE_CHECKING:
     import typer
@@ -43,9 +43,9 @@ def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
         with progress_bar() as progress:
             found = diff_captures(*steps, errors=errors, progress=progress)
         for line in capture_report.diff_lines(found, errors):
-            print(line)
+            say(line)
         seconds = time.perf_counter() - start
-        print(f"{capture_report.diff_verdict(found)}; {seconds:.1f} s")
+        say(f"{capture_report.diff_verdict(found)}; {seconds:.1f} s")
         if out is not None:
             command = ["f8emu", *sys.argv[1:]]
             out.write(json.dumps(capture_report.to_json(found, command=command, seconds=seconds), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What every command shares: exit statuses, errors as messages, files read and written, the width of tables."""
+"""What every command shares: exit statuses, errors as messages, lines, files read and written, the width of tables."""
 
 import io
 import sys
@@ -38,6 +38,11 @@ def guarded(command: Callable[..., int], *args: object) -> int:
     except Exception:  # Python would exit with the status of a difference
         traceback.print_exc()
         return BAD_USAGE
+
+
+def say(line: str) -> None:
+    """Print a line of which parts are from a file: what a terminal would obey is escaped."""
+    print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
 
 
 def text_of(command: str, path: Path) -> str:

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, guarded, opened
+from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, guarded, opened, say
 
 if TYPE_CHECKING:
     import typer
@@ -62,9 +62,9 @@ def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path
             found = replay(steps, oracle=oracle, outputs=outputs, errors=errors, progress=progress)
         console().print(capture_report.replay_table(found))
         for line in capture_report.replay_lines(found, errors):
-            print(line)
+            say(line)
         seconds = time.perf_counter() - start
-        print(f"{capture_report.replay_verdict(found)}; {seconds:.1f} s")
+        say(f"{capture_report.replay_verdict(found)}; {seconds:.1f} s")
         if out is not None:
             command = ["f8emu", *sys.argv[1:]]
             out.write(json.dumps(capture_report.to_json(found, command=command, seconds=seconds), indent=1) + "\n")

@@ -3,9 +3,14 @@
 A file is a safetensors container with tensors `CHIP.FORMAT.a` and `.b` (codes [cases, K], uint8 or uint16), `.c` and
 `.d` (float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16)
 beside `.d` or in its place. CHIP is a name of `PROFILES` or one that the caller adds, FORMAT one of `FORMATS_IN_FILES`.
+
+A public collection lost the upper halves of the float32 numbers as which it stored float16 results: there `.d_float16`
+is the lower halves. Metadata `d_float16` says what it is, `codes` or `low halves`. Without it the operands tell: it is
+low halves if bits are zero that are zero in these, and most are nowhere near the sums as codes.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +26,7 @@ from f8emu.conformance.container import decode_container
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.golden import GoldenFile
 from f8emu.conformance.oracle import exact_subject
+from f8emu.conformance.regular_file import open_regular
 from f8emu.conformance.stages import Stage
 from f8emu.conformance.subject import Subject, load_subject
 from f8emu.conformance.verify import Progress, Result, verify
@@ -49,13 +55,7 @@ FORMATS_IN_FILES: dict[str, Format] = {
     "E4M3FNUZ": E4M3FNUZ,
     "E5M2FNUZ": E5M2FNUZ,
 }
-PROFILES: dict[str, Chip] = {
-    "H100": HOPPER,
-    "H200": HOPPER,
-    "L40S": ADA,
-    "B200": BLACKWELL_MMA,
-    **CHIPS,
-}
+PROFILES: dict[str, Chip] = {"H100": HOPPER, "H200": HOPPER, "L40S": ADA, "B200": BLACKWELL_MMA, **CHIPS}
 """Names of chips in files -> their profiles."""
 SUBJECTS = ("f8ref.numpy", "f8ref.jax", "f8ref.exact")
 EXACT_CASES = 100
@@ -68,7 +68,10 @@ _ROLES = {"a": 2, "b": 2, "c": 1, "d": 1, "d_float16": 1}
 """Role -> dimensions."""
 _STARTS_FROM_ZERO = ("wgmma",)
 """Instructions that were recorded with the option to leave c out."""
-_LOW_HALF = 0x1FFF
+_ZEROS_IN_LOW_HALF = 0x1FFF
+_CODES, _LOW_HALVES = "codes", "low halves"
+_NEAR = 2.0**-8
+"""Of the sum of absolute products: what is cut from a result, float16's rounding included, is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,10 +152,11 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
     path = Path(path)
     profiles = PROFILES | {name: _profile(name, profile) for name, profile in (chips or {}).items()}
     try:
-        size = path.stat().st_size
-        if size > LARGEST_FILE:
-            raise _fault(path, f"a file of at most {LARGEST_FILE} bytes", f"{size}")
-        blob = path.read_bytes()
+        with open_regular(path) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size > LARGEST_FILE:
+                raise _fault(path, f"a file of at most {LARGEST_FILE} bytes", f"{size}")
+            blob = opened.read(LARGEST_FILE)
     except OSError as error:
         raise GoldenFileError(f"{_CALL}: cannot read {path}: {error.strerror}; {_REMEDY}") from None
     tensors, metadata = decode_container(blob, str(path), call=_CALL, remedy=_REMEDY)
@@ -164,7 +168,10 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
             known = f"CHIP.FORMAT.ROLE with FORMAT {', '.join(FORMATS_IN_FILES)} and ROLE {', '.join(_ROLES)}"
             raise _fault(path, f"tensors called {known}", repr(key[:80]))
         groups.setdefault((chip, name), {})[role] = tensor
-    found = [r for (chip, name), group in groups.items() for r in _recordings(path, chip, name, group, profiles)]
+    said = metadata.get("d_float16")
+    if said not in (None, _CODES, _LOW_HALVES):
+        raise _fault(path, f"metadata 'd_float16' to be {_CODES!r} or {_LOW_HALVES!r}", repr(said)[:80])
+    found = [r for (chip, name), group in groups.items() for r in _recordings(path, chip, name, group, profiles, said)]
     if not found:
         raise _fault(path, "at least one recording", "no tensors")
     return RecordingsFile(
@@ -204,9 +211,14 @@ def replay(
 
 
 def _recordings(
-    path: Path, chip_name: str, name: str, group: Mapping[str, np.ndarray], profiles: Mapping[str, Chip]
+    path: Path,
+    chip_name: str,
+    name: str,
+    group: Mapping[str, np.ndarray],
+    profiles: Mapping[str, Chip],
+    said: str | None,
 ) -> Iterator[Recording]:
-    """The float32 and the float16 results of one chip and format."""
+    """The float32 and the float16 results of one chip and format; `said` of the latter by the metadata."""
     where, format = f"{chip_name}.{name}", FORMATS_IN_FILES[name]
     if chip_name not in profiles:
         raise GoldenFileError(
@@ -234,14 +246,29 @@ def _recordings(
             continue
         instruction = chip.instruction(f"{_CALL}: {where}.{role}", (format, format), out)
         start = np.zeros_like(c) if instruction.name in _STARTS_FROM_ZERO else c
-        # A float32 that holds a float16 has zeros there; of float16 codes it would be a strange accident.
-        is_low_half = role == "d_float16" and not (group[role] & _LOW_HALF).any()
+        is_low_half = role == "d_float16" and said != _CODES
+        is_low_half = is_low_half and (said is not None or _are_low_halves(group[role], a, b, start))
         with np.errstate(over="ignore"):
             start = start.astype(dtype_of(out))
         d = group[role] if is_low_half else group[role].view(dtype_of(out))
         yield Recording(
             chip_name=chip_name, chip=chip, format=format, out=out, a=a, b=b, c=start, d=d, keeps_low_half=is_low_half
         )
+
+
+def _are_low_halves(halves: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> bool:
+    """Whether float16 results can only be lower halves of float32 numbers: bits 0 to 12 of these are zeros.
+
+    So are those of float16 codes that are powers of two or zeros. Then most of them must be near `dot(a, b) + c`.
+    """
+    if (halves & _ZEROS_IN_LOW_HALF).any():
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        products = a.astype(np.float64) * b.astype(np.float64)
+        sums = products.sum(axis=1) + c.astype(np.float64)
+        size = np.abs(products).sum(axis=1) + np.abs(c.astype(np.float64))
+        near = np.abs(halves.view(np.float16).astype(np.float64) - sums) <= _NEAR * size
+    return 2 * int(np.count_nonzero(near)) < len(halves)
 
 
 def _profile(name: str, profile: str) -> Chip:

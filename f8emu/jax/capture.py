@@ -2,9 +2,14 @@
 
 As `f8emu.torch.capture`: the same files, which `f8emu replay` computes again and `f8emu diff` compares, also with those
 of torch. JAX knows no layers, so each gets its name where its `dot_general` is made; a program that is traced with it
-has callbacks, and stays as it is where a plain `dot_general` is used.
+has callbacks, in every step, and stays as it is where a plain `dot_general` is used.
+
+Callbacks are not ordered: XLA runs one as soon as its arrays are there. `order` and `turn` of a record, and the record
+that a ring names, are therefore those in which the callbacks ran. Where a layer is called more than once a step, two
+runs may number its calls differently.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
@@ -24,9 +29,10 @@ from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral
 from f8emu.jax.training.matmul import LAYOUTS, Plan
 from f8emu.jax.training.operands import Operand
 from f8emu.jax.training.sharding import Divided
+from f8emu.spec.chips import CHIPS
 from f8emu.spec.plan import CHIP as PLAN_CHIP
-from f8emu.spec.plan import LIBRARY, PlannedGemm, Source, Split, scaled_gemm_name, split_k
-from f8emu.spec.recipe import Gemm, Recipe
+from f8emu.spec.plan import LIBRARY, PlannedGemm, Source, Split, is_planned, scaled_gemm_name, split_k
+from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
 
 _CALL = "f8emu.jax.capture"
@@ -122,8 +128,14 @@ class Capture:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an exception what the ring holds is written, and the step under way stays unfinished."""
+        if error is None:
+            return self.close()
+        with contextlib.suppress(Exception):  # a program that failed says so again
+            jax.effects_barrier()
+        with self._session.lock:
+            self._session.abandon(error)
 
 
 class _Layer:
@@ -133,15 +145,15 @@ class _Layer:
         self.name, self.session, self.with_tensors = name, session, with_tensors
 
     def tensor(self, tensor: str, value: jax.Array) -> None:
-        """A matrix before its casts."""
-        if self.with_tensors:
+        """A matrix before its casts; also where only a ring looks whether it is finite."""
+        if self.with_tensors or self.session.is_ring:
             jax.debug.callback(functools.partial(self._tensor, tensor), value)
 
     def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: Plan) -> None:
         """A GEMM and its product."""
         spec = plan.recipe.gemms[gemm]
         sizes = product.shape[0], product.shape[1], a.codes.shape[1]
-        split = _split(gemm, spec, sizes, product.dtype.name, a, b)
+        split = _split(gemm, plan.recipe, sizes, product.dtype.name, a, b)
         options: dict[str, Any] = {
             "layer": self.name,
             "gemm": gemm,
@@ -169,6 +181,8 @@ class _Layer:
         with self.session.lock:
             if self.session.is_wanted:
                 self._look(value, f"the {tensor} of {self.name}")
+                if not self.with_tensors:
+                    return
                 numbers = self.session.next(self.name, tensor)
                 record = TensorRecord(layer=self.name, tensor=tensor, dtype=value.dtype.name, **numbers)
                 self.session.add(record, value.nbytes, lambda: {"value": _stored(value)})
@@ -190,10 +204,13 @@ class _Layer:
                 self.session.write(f"{kind} in {what} at step {self.session.number}")
 
 
-def _split(gemm: str, spec: Gemm, sizes: tuple[int, int, int], out_dtype: str, a: Operand, b: Operand) -> Split:
-    """S of the plan, of the GEMM zero-padded as the library sees it [PLAN-1]."""
+def _split(gemm: str, recipe: Recipe, sizes: tuple[int, int, int], out_dtype: str, a: Operand, b: Operand) -> Split:
+    """S of the plan, of the GEMM zero-padded as the library sees it [PLAN-1]; 1 on a chip without a plan."""
     if 0 in sizes:
         return Split(1, Source.RECORDED)
+    if not is_planned("f8emu.jax", CHIPS[recipe.chip]):
+        return Split(1, Source.UNKNOWN)
+    spec = recipe.gemms[gemm]
     pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
     pads_rows = pair is not None and pair[0] is Granularity.BLOCKWISE_1X128
     multiples = CHIP.vector_multiple if pads_rows else 1, CHIP.size_multiple, CHIP.size_multiple

@@ -5,8 +5,10 @@ compares two. A captured step copies all that it writes to the host, and takes i
 writing (a full disk, a limit) ends the training: it is listed in the capture, and a warning says it once a step.
 """
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,7 +49,9 @@ def capture(
 ) -> "Capture":
     """Write every operand, scale and product of some steps of training to `path`, one directory for a step and rank.
 
-    A step ends when an optimizer steps, or with `Capture.step()`. After the last one the layers are as before.
+    A step ends when an optimizer steps, or with `Capture.step()`. The layers have taps in the steps that are wanted, a
+    ring in all, and are as before in the others: compiled code is compiled once more for them, and found again. Of
+    steps that are not wanted nothing is seen: what ended the step before, an optimizer or a call, ends them too.
 
     Args:
         model: with `Float8Linear` layers.
@@ -58,8 +62,8 @@ def capture(
             that is under way is written too, to its end; then the capture is over. Each rank looks at its own tensors.
         layers: a regular expression that is searched in the names of the layers; None: all.
         tensors: also write the tensors before their casts, from which `f8emu replay` computes scales and codes.
-        limit_bytes: of all steps that this rank writes, and of what a ring holds; what exceeds it is left out, of a
-            ring its oldest steps. None: no limit.
+        limit_bytes: of all files that this rank writes, and of what a ring holds; what exceeds it is left out, of a
+            ring its oldest steps. The first step for which there is no room at all ends the capture. None: no limit.
         first_step: the number of the step that comes next.
 
     Raises:
@@ -80,11 +84,15 @@ class Capture:
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Float8Linear], session: Session, tensors: bool) -> None:
         self._session, self._with_tensors = session, tensors
-        self._layers = dict(layers)
+        self._layers = weakref.WeakValueDictionary(layers)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
-        self._observation: Any = observe(model, self, layers)
+        self._model, self._observation = weakref.ref(model), None
+        self._ended_by: Callable[[], object] = lambda: None
         self._hook: Any = register_optimizer_step_post_hook(not_compiled(self._after_step))
+        self._end_of_model = weakref.finalize(model, self._take_off)
+        self._end_of_model.atexit = False
+        self._arm()
 
     @property
     def number(self) -> int:
@@ -104,16 +112,32 @@ class Capture:
     @property
     def is_done(self) -> bool:
         """Whether nothing more is captured."""
-        return self._observation is None
+        return self._hook is None
 
     def step(self) -> None:
         """The step is over. Optimizers of torch.optim say so themselves; then this does nothing."""
+        self._end(self)
+
+    def _end(self, source: object) -> None:
         with self._session.lock:
-            if self._has_seen and not self.is_done:
+            is_end = self._has_seen if self._observation is not None else self._ended_by() in (None, source)
+            if is_end and not self.is_done:
+                self._ended_by = weakref.ref(source)
                 self._has_seen = False
                 self._session.end()
                 if self._session.is_over:
                     self.close()
+                else:
+                    self._arm()
+
+    def _arm(self) -> None:
+        """Have taps in the coming step, or none."""
+        model = self._model()
+        if self._session.is_wanted and self._observation is None and model is not None:
+            self._observation = observe(model, self, self._layers)
+        elif not self._session.is_wanted and self._observation is not None:
+            self._observation.remove()
+            self._observation = None
 
     def write(self, reason: str = "asked for") -> None:
         """Write what the ring holds, and the step that is under way once it is over. Without a ring, nothing."""
@@ -124,17 +148,28 @@ class Capture:
         """End the capture; a step that is under way is finished as it is. May be called twice."""
         with self._session.lock:
             if not self.is_done:
-                self._observation.remove()
-                self._hook.remove()
-                self._observation = self._hook = None
+                self._take_off()
                 self._session.close()
-                self._layers.clear()
+
+    def _take_off(self) -> None:
+        """Leave nothing behind; also where nobody closes this and the model is gone."""
+        if self._observation is not None:
+            self._observation.remove()
+        self._hook.remove()
+        self._observation = self._hook = None
+        self._end_of_model.detach()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """After an exception what the ring holds is written, and the step under way stays unfinished."""
+        if error is None:
+            return self.close()
+        with self._session.lock:
+            if not self.is_done:
+                self._take_off()
+                self._session.abandon(error)
 
     def tensor(self, seen: TensorSeen) -> None:
         """An observer's method."""
@@ -191,12 +226,18 @@ class Capture:
 
     def _look(self, x: Tensor, what: str) -> None:
         """A ring is written when something is not finite."""
-        if self._session.looks and not bool(torch.isfinite(x).all()):
-            kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
+        if not self._session.looks or not x.numel():
+            return
+        try:
+            lowest, highest = (float(one) for one in torch.aminmax(x))  # NaN if one is; a mask would be as large as x
+        except RuntimeError:  # no memory: this one is not looked at
+            return
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            kind = "NaN" if math.isnan(lowest) else "infinity"
             self._session.write(f"{kind} in {what} at step {self.number}")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.step()
+        self._end(optimizer)
 
 
 def _layers(model: nn.Module, pattern: str | None) -> dict[str, Float8Linear]:

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,17 @@ from typer.testing import CliRunner
 
 import f8ref.numpy as f8ref
 from f8emu import cli
-from f8emu.capture import Budget, CaptureError, GemmRecord, StepHeader, StepWriter, Stored, TensorRecord, writer
+from f8emu.capture import (
+    Budget,
+    CaptureError,
+    GemmRecord,
+    Session,
+    StepHeader,
+    StepWriter,
+    Stored,
+    TensorRecord,
+    writer,
+)
 from f8emu.capture.record import Record
 from f8emu.conformance.captures.diff import diff_captures, ulps
 from f8emu.conformance.captures.file import read_capture
@@ -151,6 +162,15 @@ def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records
     high = sum(gemm.is_high_precision for gemm in RECIPES[name].gemms.values())
     assert (counts["product"].parts, counts["codes"].parts) == (3, 6)
     assert counts["scale"].parts == (0 if name == "delayed" else 6 - 2 * high)  # a delayed one follows from elsewhere
+
+
+def test_tensors_may_come_after_their_casts(layers: dict[str, Records], tmp_path: Path) -> None:
+    """As the callbacks of JAX may."""
+    records = layers["blockwise"][:3]
+    backwards = [(replace(record, order=2 - record.order), arrays) for record, arrays in records]
+    written(tmp_path, RECIPES["blockwise"], backwards)
+    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    assert found.is_equal and found.counts["codes"].parts == 2 and not found.not_replayed
 
 
 PLACES = [
@@ -314,13 +334,18 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
     "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
     "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
+    "other recipe": (
+        edited(lambda index: record_of(index).update(a_format="float8_e5m2")),
+        "expected a_format 'float8_e",
+    ),
+    "hash": (edited(lambda index: index.update(recipes={"0" * 64: RECIPES["rowwise"].to_dict()})), "must be its hash"),
     "slices": (edited(lambda index: record_of(index).update(split_k=0)), "'split_k' must be at least 1"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    path = written(tmp_path / "run", RECIPES["rowwise"], layers["rowwise"])
+    path = written(tmp_path / "run", RECIPES["rowwise"], layers["rowwise"][:3])
     spoil, message = FAULTS[fault]
     spoil(path)
     with pytest.raises(CaptureError, match=message):
@@ -330,11 +355,36 @@ def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], 
     assert "f8emu.torch.capture" in err or "with the version that wrote it" in err
 
 
-def test_a_path_without_a_capture(tmp_path: Path) -> None:
+def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp_path: Path) -> None:
+    records = layers["rowwise"]
+    path = written(tmp_path / "run", RECIPES["rowwise"], records)
+    same = written(tmp_path / "same", RECIPES["rowwise"], records)
+    FAULTS["cut short"][0](path)
+    status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
+    equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
+    assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 files; {equal}"), out
+    status, out, _ = invoke("diff", path, same)
+    assert status == 1 and "equal: 13 of 13 stages" in out and "damaged (1):" in out
+
+
+def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Records], tmp_path: Path) -> None:
+    (record, arrays), *rest = (one for one in layers["rowwise"] if isinstance(one[0], GemmRecord))
+    written(tmp_path, RECIPES["rowwise"], [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
+    status, out, _ = invoke("replay", tmp_path, "--oracle", "f8ref.numpy")
+    assert status == 2 and "product: chip 'Rubin' is not known" in out
+    assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 products were not computed again; equal: "), out
+
+
+def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="found no step-"):
         read_capture(tmp_path)
     with pytest.raises(CaptureError, match="No such file"):
         read_capture(tmp_path / "nowhere")
+    for step in (7, 8):
+        path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"][:1], step=step)
+    (path / "index.json").unlink()
+    with pytest.raises(CaptureError, match=r"step-00000008-rank-00000: expected the index[.]json of a"):
+        read_capture(tmp_path)
 
 
 # Crashes, full disks, limits
@@ -406,6 +456,44 @@ def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) ->
     assert status == 0 and "left out when captured" in out
 
 
+def small_steps(path: Path, limit: int | None, count: int = 30) -> tuple[Session, int]:
+    """Steps of two small tensors each; and the bytes of all files."""
+    options: dict[str, Any] = {"steps": range(1, count + 1), "ring": None, "limit_bytes": limit, "first_step": 1}
+    made = lambda step, reason: header(RECIPES["tensorwise"], step=step, reason=reason)  # noqa: E731
+    session = Session("test", path, made, rank=0, **options)
+    for _ in range(count):
+        for name in "ab" if session.is_wanted else "":
+            record = TensorRecord(**session.next(name, "input"), layer=name, tensor="input", dtype="float32")
+            session.add(record, 40, lambda: {"value": stored(np.ones((2, 5), np.float32))})
+        session.end()
+    return session, sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_a_limit_is_that_of_the_disk_and_ends_the_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is written counts. Where warnings are errors, the warning is a line: nothing ends training."""
+    for limit in (1_000, 8_000, 40_000):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            session, used = small_steps(tmp_path / str(limit), limit)
+        assert used <= limit and session.is_over and session.number == 31
+        assert bool(session.written) == (limit > 1_000) == bool(used)
+        told = capsys.readouterr().err
+        assert 1 <= told.count("training goes on") <= 2 and "and the capture is over: limit_bytes=" in told
+    assert len(session.written) > 3
+    assert all(step.is_complete for step in read_capture(tmp_path / "40000"))
+
+
+def test_names_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new directory is fsynced into the one above it; and a step may have more records than six digits count."""
+    synced: list[Path] = []
+    monkeypatch.setattr(writer, "_sync_directory", synced.append)
+    small_steps(tmp_path / "runs" / "one", None, count=1)
+    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"} <= set(synced)
+    record = TensorRecord(order=1_000_000, layer="a", tensor="input", turn=1, dtype="float32")
+    path = written(tmp_path / "many", RECIPES["rowwise"], [(record, {"value": np.ones((1, 1), np.float32)})])
+    assert read_capture(path)[0].records[0].record == record
+
+
 # Diff
 
 
@@ -460,7 +548,8 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     recipe = RECIPES["tensorwise"]
     output = layers["tensorwise"][:3]  # by a GPU, so judged by f8ref.jax
     written(tmp_path / "a", recipe, output)
-    written(tmp_path / "b", recipe, flipped(output, "layers.0.w1", "output", "a.codes", (3, 5)))
+    flipped_output = flipped(output, "layers.0.w1", "output", "a.codes", (3, 5))
+    written(tmp_path / "b", recipe, flipped_output)
     status, out, _ = invoke("replay", tmp_path / "a", "--json", tmp_path / "out.json")
     assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N} of {M * N} outputs"), out
     assert "f8ref.jax" in out
@@ -473,6 +562,11 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     assert status == 1 and "first divergence: step 7: layers.0.w1 output a.codes (input): 1 of 10880 differ" in out
     assert json.loads((tmp_path / "out.json").read_text())["divergences"][0]["part"] == "a.codes"
     assert invoke("diff", tmp_path / "a", tmp_path / "a")[0] == 0
+    hostile = [(replace(record, layer="\x1b]0;w1\x07\n"), arrays) for record, arrays in flipped_output]
+    written(tmp_path / "c", recipe, hostile)
+    for arguments in (("replay", tmp_path / "c", "--oracle", "f8ref.numpy"), ("diff", tmp_path / "a", tmp_path / "c")):
+        status, out, _ = invoke(*arguments)
+        assert status == 1 and "\x1b" not in out and "\\x1b]0;w1\\x07\\n output" in out
 
 
 def test_ctrl_c_keeps_what_was_found(

@@ -1,5 +1,6 @@
 """Recorded instructions: the public sample is what the profiles compute, a wrong rule is not; bad files are told."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,24 @@ def test_the_low_half_of_float16_results_is_enough(tmp_path: Path) -> None:
     assert replay([instruction_subject("f8ref.numpy")], read_recordings(path)).has_difference
 
 
+def test_codes_that_look_like_low_halves_are_codes(tmp_path: Path) -> None:
+    """2, -2 and 0, whose float16 codes have zeros where low halves have them. Metadata comes first."""
+    a, b = np.zeros((3, 32), np.uint8), np.zeros((3, 32), np.uint8)
+    a[:, 0], b[:, 0] = 0x38, (0x40, 0xC0, 0)
+    c = np.zeros(3, np.uint32)
+    d = np.array([0x4000, 0xC000, 0], np.uint16)
+    made = {f"Ada.E4M3.{role}": x for role, x in (("a", a), ("b", b), ("c", c), ("d_float16", d))}
+    path = tmp_path / "codes"
+    for metadata, is_low_half in (({}, False), ({"d_float16": "codes"}, False), ({"d_float16": "low halves"}, True)):
+        path.write_bytes(encode_container(made, metadata))
+        file = read_recordings(path)
+        assert file.recordings[0].keeps_low_half == is_low_half
+        assert replay([instruction_subject("f8ref.numpy")], file).is_equal == (not is_low_half)
+    path.write_bytes(encode_container(made, {"d_float16": "upper"}))
+    with pytest.raises(GoldenFileError, match="metadata 'd_float16' to be 'codes' or 'low halves'; found 'upper'"):
+        read_recordings(path)
+
+
 def test_another_chip_is_named_by_the_user(tmp_path: Path) -> None:
     renamed = {k.replace("L40S", "L4"): v for k, v in tensors().items() if k.startswith("L40S")}
     path = written(tmp_path / "l4", renamed)
@@ -146,6 +165,10 @@ def test_damaged_and_huge_files(tmp_path: Path) -> None:
         file.truncate(instructions.LARGEST_FILE + 1)  # sparse: no disk is filled
     with pytest.raises(GoldenFileError, match="a file of at most 1073741824 bytes"):
         read_recordings(path)
+    os.mkfifo(tmp_path / "pipe")
+    for special in (str(tmp_path / "pipe"), "/dev/zero"):
+        with pytest.raises(GoldenFileError, match="not a regular file"):
+            read_recordings(special)
     assert verified("--recordings", str(tmp_path / "none"))[0] == 2
     assert verified("--chip", "L4=Ada")[0] == 2 and verified("torch", "--recordings", str(SAMPLE))[0] == 2
 

@@ -1,5 +1,7 @@
 """Capture in JAX: what is written replays bit by bit, and equals what torch captures of the same layers."""
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import f8emu.jax as f8
+from f8emu.capture import GemmRecord
 from f8emu.conformance.captures.diff import diff_captures
 from f8emu.conformance.captures.file import read_capture
 from f8emu.conformance.captures.replay import replay
@@ -71,3 +74,39 @@ def test_only_what_has_a_name_is_shown(tmp_path: Path) -> None:
     for multiply, shown in ((plain, 0), (f8.capture(tmp_path).named("up", plain), 3)):
         program = jax.make_jaxpr(lambda x, m=multiply: m(x, x, (((1,), (0,)), ((), ()))))(jnp.ones((16, 16)))
         assert str(program).count("debug_callback[") == shown
+
+
+def test_a_chip_without_a_plan_is_captured_without_a_split(tmp_path: Path) -> None:
+    """On Hopper S of this product would be 3; emulated it is 1, and so it is recorded."""
+    with f8.capture(tmp_path) as capturing:
+        multiply = capturing.named("up", f8.dot_general(replace(recipe_by_name("tensorwise"), chip="Ada")))
+        x, w = (np.random.default_rng(i).standard_normal((16, 8192)).astype(ml_dtypes.bfloat16) for i in (0, 1))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*cuts K is not known")
+            multiply(x, w, (((1,), (1,)), ((), ())))
+        capturing.step()
+    (step,) = read_capture(tmp_path)
+    (record,) = (one.record for one in step.records if isinstance(one.record, GemmRecord))
+    assert (record.split_k, record.split_k_source, record.chip) == (1, "unknown", "Ada")
+    found = replay([step])
+    assert found.is_equal and not found.not_replayed, [one.line() for one in found.findings]
+
+
+def test_a_ring_without_tensors_looks_at_them_all_the_same(tmp_path: Path) -> None:
+    """An input that is not finite, before any product is. An exception has the ring written too."""
+    with f8.capture(tmp_path, ring=1, tensors=False) as capturing:
+        up = capturing.named("up", f8.dot_general("tensorwise"))
+        assert up.tap is not None
+        up.tap.tensor("input", jnp.full((2, 2), jnp.nan))
+        capturing.step()
+        assert capturing.is_done
+    with pytest.raises(ZeroDivisionError), f8.capture(tmp_path / "ring", ring=1) as capturing:
+        up = capturing.named("up", f8.dot_general("tensorwise"))
+        assert up.tap is not None
+        for number in range(2):
+            up.tap.tensor("input", jnp.full((2, 2), float(number)))
+            capturing.step()
+        up.tap.tensor("input", jnp.ones((2, 2)))
+        raise ZeroDivisionError
+    steps = read_capture(tmp_path / "ring")
+    assert [(step.header.step, step.is_complete) for step in steps] == [(2, True), (3, False)]

@@ -1,6 +1,7 @@
 """Capture of training: what is written replays bit by bit, training is unchanged, and nothing ends it."""
 
 import errno
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import f8emu.torch
 from f8emu.capture import CaptureError, GemmRecord, writer
@@ -19,6 +21,7 @@ from f8emu.conformance.captures.file import read_capture
 from f8emu.conformance.captures.replay import replay
 from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
+from f8emu.torch.training.observation import TensorSeen
 
 # What torch warns about itself when it compiles.
 pytestmark = [
@@ -85,6 +88,36 @@ def test_captured_steps_replay_bit_by_bit(name: str, tmp_path: Path) -> None:
     assert found.gemms == 2 * len(gemms) == 44 and found.oracles == [f"f8ref.numpy, numpy {np.__version__}"]
 
 
+@pytest.mark.parametrize("ends", ["AC", "CA", "ABC", "C"])
+def test_steps_that_are_not_wanted_are_counted_without_taps(ends: str, tmp_path: Path) -> None:
+    """Once each, whoever ends them, and however often: optimizers A and B, and a call C."""
+    run = Run()
+    layers = [run.model.get_submodule(name) for name in LAYERS]
+    capturing = capture(run.model, tmp_path, steps=(3,))
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    calls: dict[str, Any] = {"A": run.optimizer.step, "B": other.step, "C": capturing.step}
+    for number in (1, 2, 3):
+        assert capturing.number == number
+        assert {layer.tap is not None for layer in layers} == {number == 3}
+        if number == 3:
+            x = torch.ones(1, 48, dtype=torch.bfloat16)
+            capturing.tensor(TensorSeen("0.w1", "input", x, recipe_by_name("blockwise")))
+        for end in ends:
+            calls[end]()
+    assert capturing.is_done and {layer.tap for layer in layers} == {None}
+    assert [step.header.step for step in read_capture(tmp_path)] == [3]
+
+
+def test_a_capture_ends_with_its_model(tmp_path: Path) -> None:
+    """Also one that waits for its step, and that nobody closes."""
+    run, before = Run(), len(_global_optimizer_post_hooks)
+    capture(run.model, tmp_path, steps=(9,))
+    assert len(_global_optimizer_post_hooks) == before + 1
+    del run
+    gc.collect()
+    assert len(_global_optimizer_post_hooks) == before
+
+
 def test_compiled_and_eager_training_are_captured_the_same(tmp_path: Path) -> None:
     for compiled in (False, True):
         run = Run("blockwise", compiled=compiled)
@@ -125,6 +158,34 @@ def test_a_ring_is_written_when_something_is_not_finite(tmp_path: Path) -> None:
     found = replay(steps)
     assert found.is_equal, [one.line() for one in found.findings]
     assert found.reasons == ["infinity in the input of 0.w1 at step 4"]
+
+
+def test_an_exception_has_the_ring_written_and_no_half_step_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    with pytest.raises(ZeroDivisionError), capture(run.model, tmp_path / "ring", ring=1, layers="^0") as capturing:
+        run.train(2)
+        run.model(torch.ones(24, 48, dtype=torch.bfloat16))
+        raise ZeroDivisionError("in the loss")
+    steps = read_capture(tmp_path / "ring")
+    assert [(step.header.step, step.is_complete) for step in steps] == [(2, True), (3, False)]
+    assert {step.header.reason for step in steps} == {"ZeroDivisionError: in the loss"}
+    assert capturing.is_done and len(capturing.written) == 1
+    found = replay(steps)
+    assert found.is_equal and found.gemms == 5 + 2 and len(found.unfinished) == 1
+    with pytest.raises(ZeroDivisionError), capture(run.model, tmp_path / "step", layers="^0"):
+        run.model(torch.ones(24, 48, dtype=torch.bfloat16))
+        raise ZeroDivisionError
+    (step,) = read_capture(tmp_path / "step")
+    assert not step.is_complete and step.header.reason == "ZeroDivisionError: "
+    # What looks for NaN makes no mask of the size of the tensor.
+    monkeypatch.delattr(torch, "isfinite")
+    with capture(run.model, tmp_path / "nan", ring=1) as capturing:
+        x = torch.tensor([[1.0, torch.nan, torch.inf]], dtype=torch.bfloat16)
+        capturing.tensor(TensorSeen("0.w1", "input", x, recipe_by_name("blockwise")))
+        capturing.step()
+    assert read_capture(tmp_path / "nan")[0].header.reason == "NaN in the input of 0.w1 at step 1"
 
 
 def test_a_ring_is_written_on_request_and_keeps_its_limit(tmp_path: Path) -> None:

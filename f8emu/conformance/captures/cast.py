@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 import f8ref.numpy as f8ref
-from f8emu.capture.record import GemmRecord, TensorRecord
-from f8emu.conformance.captures.file import Arrays, CapturedRecord
+from f8emu.capture.record import CaptureError, GemmRecord, TensorRecord
+from f8emu.conformance.captures.file import REMEDY, Arrays, CapturedRecord, CapturedStep
 from f8emu.conformance.compare import different
 from f8emu.conformance.distributions import dtype_of
 from f8emu.spec import BFLOAT16, OPERANDS, TRANSPOSED, Cast, Recipe
@@ -28,26 +28,55 @@ class Expected(NamedTuple):
     """Where the captured one differs."""
 
 
-class Earlier:
-    """The tensors of a step, by layer, that were captured so far; only the latest few are asked for."""
+class Tensors:
+    """The tensors of a step, by layer; only the few that an operand may be made of are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: CapturedStep) -> None:
         self._found: dict[tuple[str, str], list[CapturedRecord]] = {}
+        for captured in step.records:
+            record = captured.record
+            if isinstance(record, TensorRecord):
+                self._found.setdefault((record.layer, record.tensor), []).append(captured)
 
-    def add(self, captured: CapturedRecord) -> None:
-        """A tensor that comes next."""
-        record = captured.record
-        assert isinstance(record, TensorRecord), "a GEMM is not cast"
-        self._found.setdefault((record.layer, record.tensor), []).append(captured)
+    def values(self, record: GemmRecord, tensor: str) -> Iterator[np.ndarray]:
+        """Those that could be read: of before the GEMM the latest first, then those after it, the next first.
 
-    def values(self, layer: str, tensor: str) -> Iterator[np.ndarray]:
-        """The latest first: backward passes may come in another order than forward passes."""
-        for captured in reversed(self._found.get((layer, tensor), [])):
-            yield captured.load()["value"]
+        Backward passes may come in another order than forward passes, and the callbacks of JAX in any.
+        """
+        found = self._found.get((record.layer, tensor), [])
+        before = [one for one in reversed(found) if one.record.order < record.order]
+        for captured in (*before, *(one for one in found if one.record.order > record.order)):
+            try:
+                yield captured.load()["value"]
+            except CaptureError:  # whoever reads the records in turn says so
+                continue
+
+
+def require_of_recipe(record: GemmRecord, recipe: Recipe) -> None:
+    """Refuse a record that is not as its recipe has it.
+
+    Raises:
+        CaptureError: another format, granularity, accumulation or chip.
+    """
+    gemm = recipe.gemms[record.gemm]
+    expected = {
+        "a_format": (gemm.a.format or BFLOAT16).name,
+        "b_format": (gemm.b.format or BFLOAT16).name,
+        "granularity_a": gemm.a.granularity.value,
+        "granularity_b": gemm.b.granularity.value,
+        "use_fast_accum": gemm.use_fast_accum,
+        "chip": recipe.chip,
+    }
+    for name, value in expected.items():
+        if getattr(record, name) != value:
+            raise CaptureError(
+                f"{record.place}: expected {name} {value!r}, as its recipe {recipe.label} has it; found "
+                f"{getattr(record, name)!r:.60}; {REMEDY}"
+            )
 
 
 def replay_casts(
-    record: GemmRecord, arrays: Arrays, recipe: Recipe | None, earlier: Earlier
+    record: GemmRecord, arrays: Arrays, recipe: Recipe | None, tensors: Tensors
 ) -> Iterator[tuple[str, str, Expected | str]]:
     """(part, tensor, what is expected, or why that is not known) of scales and codes, in the order of computation."""
     for side, tensor, is_transposed in zip("ab", OPERANDS[record.gemm], TRANSPOSED[record.gemm], strict=True):
@@ -59,7 +88,7 @@ def replay_casts(
         cast = gemm.a if side == "a" else gemm.b
         is_local = recipe.delayed_scaling_of(tensor) is None and not record.is_sharded
         best: list[tuple[str, Expected]] | None = None
-        for value in earlier.values(record.layer, tensor):
+        for value in tensors.values(record, tensor):
             x = value.T if is_transposed else value
             if x.shape != arrays[part].shape:
                 continue

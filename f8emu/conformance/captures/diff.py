@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.capture.record import GemmRecord, Record, StepHeader
+from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
 from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, numbered
 from f8emu.conformance.compare import Mismatch, bits, different, mismatches
 from f8emu.conformance.verify import Progress
@@ -75,6 +75,7 @@ class CaptureDiff:
     only_b: list[str] = field(default_factory=list)
     """Steps and records that the other does not have."""
     damaged: list[str] = field(default_factory=list)
+    """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     is_interrupted: bool = False
 
     @property
@@ -94,13 +95,14 @@ def diff_captures(
 
     Raises:
         SpecError: no step of one is in the other.
-        CaptureError: a file cannot be read.
+        CaptureError: no two records could be read.
     """
     found = CaptureDiff()
     try:
         for step_a, step_b in _paired(a, b, found):
             found.steps += 1
             found.context += [text for text in _context(step_a, step_b) if text not in found.context]
+            found.damaged += [*step_a.damaged, *step_b.damaged]
             others = {one.record.key: one for one in step_b.records}
             if progress is not None:
                 progress.begin("diff", step_a.name, len(step_a.records))
@@ -109,12 +111,18 @@ def diff_captures(
                 if other is None or type(other.record) is not type(one.record):
                     found.only_a.append(f"{step_a.name}: {one.record.place}")
                 else:
-                    _record(step_a, one, other, found, errors)
+                    try:
+                        _record(step_a, one, other, found, errors)
+                    except CaptureError as error:
+                        found.damaged.append(str(error))
                 if progress is not None:
                     progress.advance()
             found.only_b += [f"{step_b.name}: {one.record.place}" for one in others.values()]
     except KeyboardInterrupt:
         found.is_interrupted = True
+    else:
+        if found.damaged and not found.stages:
+            raise CaptureError(found.damaged[0])
     return found
 
 

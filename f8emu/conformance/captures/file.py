@@ -9,7 +9,6 @@ import hashlib
 import json
 import mmap
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -22,6 +21,7 @@ from f8emu.capture.record import (
     FILE_NAME,
     INDEX,
     SCHEMA,
+    STEP_NAME,
     UNFINISHED,
     CaptureError,
     GemmRecord,
@@ -32,6 +32,7 @@ from f8emu.capture.record import (
 )
 from f8emu.conformance.container import decode_container
 from f8emu.conformance.distributions import dtype_of
+from f8emu.conformance.regular_file import open_regular
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, SpecError, format_by_name
 
 REMEDY = "copy the capture again, or make another with f8emu.torch.capture"
@@ -45,6 +46,8 @@ class CapturedRecord:
 
     record: Record
     path: Path
+    size: int | None
+    """Bytes of the file; None in a step that was never finished."""
     sha256: str
     """Empty in a step that was never finished."""
 
@@ -56,7 +59,7 @@ class CapturedRecord:
         Raises:
             CaptureError: the file is missing, cut short, foreign, or holds something else.
         """
-        tensors, _ = _decoded(self.path)
+        tensors, _ = _decoded(self.path, self.size)
         return _typed(self.record, tensors, str(self.path))
 
     def is_intact(self) -> bool:
@@ -67,7 +70,7 @@ class CapturedRecord:
         """
         if not self.sha256:
             return True
-        with _opened(self.path) as file:
+        with _opened(self.path, self.size) as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
 
 
@@ -82,6 +85,8 @@ class CapturedStep:
     left_out: tuple[LeftOut, ...]
     is_complete: bool
     """False: the process ended, or the disk was full, before the step was finished."""
+    damaged: tuple[str, ...] = ()
+    """Files of a step that was never finished in which there is no record, and why."""
 
     @property
     def name(self) -> str:
@@ -92,7 +97,8 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
     """The steps of a capture, by step and rank. The arrays stay on the disk.
 
     Raises:
-        CaptureError: missing, empty, foreign, inconsistent, or of another version; the message says where.
+        CaptureError: missing, empty, foreign, an index that is missing or inconsistent, or of another version; the
+            message says where. What is wrong with the file of one record, `CapturedRecord.load` says.
     """
     path = Path(path)
     try:
@@ -102,6 +108,9 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
         raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
     if is_step:
         return (_step(path),)
+    for name in names:
+        if STEP_NAME.fullmatch(name) and not (path / name / INDEX).exists():
+            raise _fault(str(path / name), f"the {INDEX} of a step that was finished", "none")
     steps = [_step(path / name) for name in names if name.startswith("step-") and (path / name / INDEX).exists()]
     if not steps:
         raise CaptureError(
@@ -123,15 +132,28 @@ def _step(path: Path) -> CapturedStep:
     except (SpecError, TypeError) as error:
         raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
     is_complete = index["is_complete"] and not path.name.endswith(UNFINISHED)
+    damaged: list[str] = []
     if is_complete:
         records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(entries)]
     else:
         names = sorted(name for name in os.listdir(path) if FILE_NAME.fullmatch(name))
-        records = [_unlisted(path / name) for name in names]
+        records = []
+        for name in names:
+            try:
+                records.append(_unlisted(path / name))
+            except CaptureError as error:
+                damaged.append(str(error))
     records.sort(key=lambda one: one.record.order)
     if len({one.record.order for one in records}) != len(records):
         raise CaptureError(f"read_capture: {source}: expected an 'order' of its own in every record; {REMEDY}")
-    return CapturedStep(path=path, header=header, records=tuple(records), left_out=left_out, is_complete=is_complete)
+    return CapturedStep(
+        path=path,
+        header=header,
+        records=tuple(records),
+        left_out=left_out,
+        is_complete=is_complete,
+        damaged=tuple(damaged),
+    )
 
 
 def _index(path: Path, source: str) -> dict[str, Any]:
@@ -177,13 +199,7 @@ def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
         record = record_from_json(rest)
     except SpecError as error:
         raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
-    try:
-        found = os.lstat(path / name).st_size
-    except OSError as error:
-        raise _fault(source, f"the file {name}", str(error.strerror)) from None
-    if found != size:
-        raise _fault(source, f"{size} bytes in {name}", f"{found}: cut short, or changed")
-    return CapturedRecord(record=record, path=path / name, sha256=digest)
+    return CapturedRecord(record=record, path=path / name, size=size, sha256=digest)
 
 
 def _unlisted(path: Path) -> CapturedRecord:
@@ -193,12 +209,12 @@ def _unlisted(path: Path) -> CapturedRecord:
         record = record_from_json(json.loads(metadata.get("record", "null")))
     except (ValueError, RecursionError) as error:
         raise _fault(str(path), "a record in the metadata", str(error)) from None
-    return CapturedRecord(record=record, path=path, sha256="")
+    return CapturedRecord(record=record, path=path, size=None, sha256="")
 
 
-def _decoded(path: Path) -> tuple[Arrays, dict[str, str]]:
+def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str]]:
     """Tensors and metadata of a file, which is mapped: however large it is, it is not loaded."""
-    with _opened(path) as file:
+    with _opened(path, size) as file:
         size = os.fstat(file.fileno()).st_size
         blob: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     try:
@@ -242,16 +258,17 @@ def _dtype(name: str) -> np.dtype:
     return dtype_of(format_by_name(name))
 
 
-def _opened(path: Path) -> BufferedReader:
-    """A regular file: no link is followed, and no pipe waited for."""
+def _opened(path: Path, size: int | None = None) -> BufferedReader:
+    """A regular file, of `size` bytes where that is known: no link is followed, and no pipe waited for."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = open_regular(path, follows_links=False)
     except OSError as error:
         raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _fault(str(path), "a regular file", "something else")
-    return os.fdopen(descriptor, "rb")
+    found = os.fstat(file.fileno()).st_size
+    if size not in (None, found):
+        file.close()
+        raise _fault(str(path), f"{size} bytes", f"{found}: cut short, or changed")
+    return file
 
 
 def _fault(source: str, expected: str, observed: str) -> CaptureError:

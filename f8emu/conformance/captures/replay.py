@@ -12,8 +12,8 @@ from itertools import islice
 
 import numpy as np
 
-from f8emu.capture.record import GemmRecord, LeftOut
-from f8emu.conformance.captures.cast import Earlier, replay_casts
+from f8emu.capture.record import CaptureError, GemmRecord, LeftOut
+from f8emu.conformance.captures.cast import Tensors, replay_casts, require_of_recipe
 from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
 from f8emu.conformance.captures.product import Sampled, likely_cause, product_of, sampled
 from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
@@ -72,7 +72,7 @@ class Replay:
     findings: list[Finding] = field(default_factory=list)
     """In the order of execution: the first is where to look."""
     damaged: list[str] = field(default_factory=list)
-    """Files that are not what was written, by their SHA-256."""
+    """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     not_replayed: list[str] = field(default_factory=list)
     """Place and reason."""
     left_out: list[LeftOut] = field(default_factory=list)
@@ -90,8 +90,9 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
-        """Something was computed again, and nothing differed."""
-        return not self.has_difference and not self.is_interrupted and self.counts["product"].elements > 0
+        """Every product was computed again, and nothing differed; scales and codes where their tensors are there."""
+        count = self.counts["product"]
+        return not self.has_difference and not self.is_interrupted and count.elements > 0 and count.parts == self.gemms
 
 
 def replay(
@@ -113,7 +114,7 @@ def replay(
 
     Raises:
         SpecError: no such oracle.
-        CaptureError: a file of the capture cannot be read.
+        CaptureError: no GEMM could be read.
         MissingExtraError: the oracle was named and needs JAX, which is not installed.
     """
     if oracle is not None and oracle not in ORACLES:
@@ -128,17 +129,24 @@ def replay(
                 progress.begin("replay", step.name, len(step.records))
             found.steps.append(step.name)
             found.left_out += step.left_out
+            found.damaged += step.damaged
             if step.header.reason not in ("", *found.reasons):
                 found.reasons.append(step.header.reason)
             if not step.is_complete:
                 found.unfinished.append(str(step.path))
-            earlier = Earlier()
+            tensors = Tensors(step)
             for captured in step.records:
-                run.record(step, captured, earlier)
+                try:
+                    run.record(step, captured, tensors)
+                except CaptureError as error:  # says more than that the file is another than was written
+                    found.damaged = [one for one in found.damaged if one != str(captured.path)] + [str(error)]
                 if progress is not None:
                     progress.advance()
     except KeyboardInterrupt:
         found.is_interrupted = True
+    else:
+        if found.damaged and not found.gemms:
+            raise CaptureError(found.damaged[0])
     return found
 
 
@@ -160,17 +168,19 @@ class _Run:
             self.found.oracles.append(self.subjects[name].engine)
         return self.subjects[name]
 
-    def record(self, step: CapturedStep, captured: CapturedRecord, earlier: Earlier) -> None:
+    def record(self, step: CapturedStep, captured: CapturedRecord, tensors: Tensors) -> None:
         record = captured.record
         if not captured.is_intact():
             self.found.damaged.append(str(captured.path))
         if not isinstance(record, GemmRecord):
-            earlier.add(captured)
+            captured.load()
             return
+        recipe = step.header.recipes.get(record.recipe)
+        if recipe is not None:
+            require_of_recipe(record, recipe)
         arrays = captured.load()
         self.found.gemms += 1
-        recipe = step.header.recipes.get(record.recipe)
-        for part, tensor, expected in replay_casts(record, arrays, recipe, earlier):
+        for part, tensor, expected in replay_casts(record, arrays, recipe, tensors):
             if isinstance(expected, str):
                 self.found.not_replayed.append(f"{step.name}: {record.place} {part} ({tensor}): {expected}")
             else:

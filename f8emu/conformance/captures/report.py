@@ -36,7 +36,7 @@ def replay_lines(found: Replay, errors: int) -> Iterator[str]:
         yield f"first difference: {found.findings[0].line()}"
         yield from _mismatches(found.findings[0].mismatches, errors)
         yield from _listed("also differ", [one.line() for one in found.findings[1:]], errors)
-    yield from _listed("damaged after the capture (SHA-256)", found.damaged, errors)
+    yield from _listed("damaged", found.damaged, errors)
     yield from _listed("not replayed", found.not_replayed, errors)
     yield from _listed("left out when captured", [f"{one.place}: {one.reason}" for one in found.left_out], errors)
     yield from _listed("never finished", found.unfinished, errors)
@@ -51,10 +51,14 @@ def replay_verdict(found: Replay) -> str:
         first = found.findings[0]
         return f"{head}NOT EQUAL, first at {first.step}: {first.place} {first.part}; {what}"
     if found.damaged:
-        return f"{head}DAMAGED: {len(found.damaged)} files, whose bits are the oracle's all the same; {what}"
+        return f"{head}DAMAGED: {len(found.damaged)} files; equal: {count.elements_equal} of {what}"
     if found.is_interrupted:
         return f"INTERRUPTED: equal so far; {what}"
-    return f"equal: every bit of {what}" if found.is_equal else "NOT VERIFIED: nothing was computed again"
+    if found.is_equal:
+        return f"equal: every bit of {what}"
+    if not count.elements:
+        return "NOT VERIFIED: nothing was computed again"
+    return f"NOT VERIFIED: {found.gemms - count.parts} products were not computed again; equal: {what}"
 
 
 def diff_lines(found: CaptureDiff, errors: int) -> Iterator[str]:
@@ -67,7 +71,7 @@ def diff_lines(found: CaptureDiff, errors: int) -> Iterator[str]:
         yield from _listed("also differ", [one.line() for one in found.divergences[1:]], errors)
     yield from _listed("A alone has", found.only_a, errors)
     yield from _listed("B alone has", found.only_b, errors)
-    yield from _listed("damaged after the capture (SHA-256)", found.damaged, errors)
+    yield from _listed("damaged", found.damaged, errors)
 
 
 def diff_verdict(found: CaptureDiff) -> str:
