@@ -7,6 +7,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -479,8 +480,8 @@ def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
 def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
     model = model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
-    with f8.inspect(model, {"path": str(path)}):
-        model(draw(16, 32, seed=1))
+    with f8.inspect(model, {"path": str(path), "first_values": 4096}):  # long lines
+        model(draw(256, 32, seed=1))
     lines = path.read_text().splitlines()
     path.write_text(path.read_text()[:-20])  # a crash
     runner = CliRunner()
@@ -489,7 +490,20 @@ def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest
     with f8.inspect(model, {"path": str(path)}):
         pass
     assert len(path.read_text().splitlines()) == len(lines) + 1
-    assert runner.invoke(cli.build_app(), ["inspect", str(path)]).exit_code == 0
+    # What a hostile file may have: numbers that are none, names that a terminal would obey.
+    place = {"layer": "\x1b[2J[red]", "gemm": "output", "operand": "b", "tensor": "weight"}
+    hostile = {**place, "step": 7, "sqnr": 10**400, "underflow": math.nan, "saturation": "inf", "nan": []}
+    with path.open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in (hostile, {**place, "step": 3, "event": "nan"})))
+    result, out = runner.invoke(cli.build_app(), ["inspect", str(path)]), tmp_path / "out"
+    assert result.exit_code == 0 and "skipped, since they are no JSON: 1" in result.stdout
+    assert "\x1b" not in result.stdout and "step 3: nan in \\x1b[2J[red] output b" in result.stdout
+    assert runner.invoke(cli.build_app(), ["inspect", str(path), "--json", str(out)]).exit_code == 0
+    assert json.loads(out.read_text())["lines_skipped"] == 1
+    if find_spec("plotly"):
+        result = runner.invoke(cli.build_app(), ["inspect", str(path), "--by", "saturation", "--html", str(out)])
+        assert result.exit_code == 0, result.stderr
+        assert "skipped, since they are no JSON: 1" in out.read_text()
     log = JsonLog(str(tmp_path / "values"))
     log.write([{"before": [math.nan, 1.0, -math.inf], "amax": math.inf}])
     log.close()
@@ -504,12 +518,17 @@ def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest
             log.write([{"step": 2}])
             log.close()
         assert caplog.text.count("No space left on device") == 1
+    named = json.dumps(place)[1:-1]
     for text, message in (
         ("", "it is empty"),
         ("hello\n", "line 1: every line must be a JSON object"),
         ('{"schema": 99}\n', "a newer f8emu wrote it"),
         ('{"step": 1}\n', "the first line must be"),
         ('{"schema": 1}\n{"step": 1}\n', "line 2: a record must have"),
+        *(
+            (f'{{"schema": 1}}\n{{{named}, "step": {x}}}\n', "line 2: step must be")
+            for x in ("Infinity", "1e400", "9" * 30)
+        ),
         ('["x"]\n', "not a list"),
     ):
         path.write_text(text)
