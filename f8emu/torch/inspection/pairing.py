@@ -102,7 +102,8 @@ def likeness(operand: Operand, grid: Grid, ranks: int = 1) -> Tensor:
     """The share of the grid's places where the operand has the codes of the values; [] float64.
 
     Places where both are zero do not count, since unlike matrices may have many. Under tensor parallelism an operand
-    may have been gathered from as many matrices as there are `ranks`; the one that is the most alike counts.
+    may have been gathered from as many matrices as there are `ranks`, one below or beside the other; the one that is
+    the most alike counts. Tokens of several sequences are gathered in another order: 0.
     """
     (rows, columns), (own_rows, own_columns) = operand.codes.shape, grid.shape
     device = grid.values.device
