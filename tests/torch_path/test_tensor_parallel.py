@@ -440,6 +440,7 @@ def inspected() -> None:
     for is_fsdp in (False, True):
         results: list[list[Tensor]] = []
         for is_watched in (False, True):
+            model: Any
             if is_fsdp:
                 model = fully_shard(FeedForward("rowwise", True), mesh=mesh)
             else:
@@ -450,9 +451,8 @@ def inspected() -> None:
                 output.sum().backward()
                 pending = inspector._recorder.pending
             assert own.grad is not None
-            results.append(
-                [output.detach(), own.grad, *(p.grad.to_local() for p in model.parameters() if p.grad is not None)]
-            )
+            grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+            results.append([output.detach(), own.grad, *(grad.to_local() for grad in grads)])
             if not is_watched:
                 assert not pending
                 continue
