@@ -13,7 +13,9 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ SUBJECTS = {
     "every 10 steps": InspectConfig(every=10),
     "every step": InspectConfig(),
 }
+"""Those that look write a file, as users do: fsynced after each inspected step."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for turn in range(arguments.rounds + 1):
         for name, config in SUBJECTS.items():
             with ExitStack() as stack:
+                if config is not None:
+                    folder = stack.enter_context(TemporaryDirectory())
+                    config = replace(config, path=f"{folder}/run.jsonl")
                 inspector = None if config is None else stack.enter_context(inspect(model, config))
 
                 def timed(inspector: Any = inspector) -> None:
@@ -60,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if inspector is not None:
                         inspector.step()
 
-                # The step before the timed ones, and the first round, compile; step 0 is inspected then.
+                # The step before the timed ones, and the first round, compile; step 1 is inspected then.
                 ms = back_to_back(timed, arguments.steps, device).ms
             if turn:
                 times[name].append(ms)

@@ -54,7 +54,8 @@ def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Pa
         worst = run.worst(by, top)
         if out is not None:
             places = [_plain(place) for place in worst]
-            out.write(json.dumps({"runs": run.headers, "events": run.events, "worst": places}, indent=1) + "\n")
+            found = {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
+            out.write(json.dumps(found, indent=1) + "\n")
         if page is not None:
             from f8emu.conformance.page.inspection import to_html
 
@@ -71,7 +72,8 @@ def _print(run: "Run", worst: "list[Place]", by: str, log: Path) -> None:
     terminal = console()
     for event in run.events[:_MOST_EVENTS]:
         place = f"{event.get('layer')} {event.get('gemm')} {event.get('operand')} ({event.get('tensor')})"
-        terminal.print(f"step {event.get('step')}: {event.get('event')} in {place}", markup=False, highlight=False)
+        line = _printable(f"step {event.get('step')}: {event.get('event')} in {place}")
+        terminal.print(line, markup=False, highlight=False)
     if len(run.events) > _MOST_EVENTS:
         terminal.print(f"and {len(run.events) - _MOST_EVENTS} more events")
     table = Table(title=f"{log.name}: the worst places by {by}, each value the worst of its steps")
@@ -84,12 +86,17 @@ def _print(run: "Run", worst: "list[Place]", by: str, log: Path) -> None:
         cells = [_shown(name, place.worst(name)) for name in measures]
         steps = str(len(set(place.steps)))
         names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
-        table.add_row(*map(escape, names), *cells, steps)
+        table.add_row(*(escape(_printable(name)) for name in names), *cells, steps)
     terminal.print(table)
     if not worst:
         terminal.print(f"no record has {by}; name it in the statistics of the inspection, or sort by another")
-    if run.is_cut:
-        terminal.print("the last line is incomplete: the run was ended while it wrote")
+    for fault in run.faults():
+        terminal.print(fault)
+
+
+def _printable(text: str) -> str:
+    """A text of a file, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from f8emu.spec import SpecError
 SCHEMA = 1
 """The newest that this reader knows."""
 _LONGEST = 1 << 20
-"""Bytes of a line; ours have a few hundred."""
+"""Bytes of a line; ours have a few hundred, with first values at most a third of this."""
+_LAST_STEP = 2**63 - 1
 HIGHER_IS_WORSE = ("underflow", "saturation", "error_total", "error_quantisation", "error_accumulation", "nan", "inf")
 LOWER_IS_WORSE = ("sqnr",)
 MEASURES = (*LOWER_IS_WORSE, *HIGHER_IS_WORSE)
@@ -49,6 +51,14 @@ class Run:
     places: list[Place]
     is_cut: bool
     """Whether the last line is incomplete: the run was ended while it wrote."""
+    skipped: int = 0
+    """Lines within that are no JSON: a crash cut one off, and the next run ended it; more are damage."""
+
+    def faults(self) -> list[str]:
+        """What could not be read."""
+        said = [f"lines within that were skipped, since they are no JSON: {self.skipped:,} (a crash leaves one)"]
+        said = said if self.skipped else []
+        return [*said, "the last line is incomplete: the run was ended while it wrote"] if self.is_cut else said
 
     def worst(self, measure: str, count: int) -> list[Place]:
         """The places where a measure is worst, the worst first."""
@@ -66,11 +76,12 @@ def read_run(path: Path) -> Run:
     headers: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     places: dict[tuple[str, ...], Place] = {}
-    is_cut = False
+    is_cut, skipped = False, 0
     for number, record in _records(path):
-        if record is None:
-            is_cut = True
-            break
+        if isinstance(record, _Broken):
+            is_cut = record is _Broken.AT_THE_END
+            skipped += not is_cut
+            continue
         if not headers and "schema" not in record:
             raise _bad(path, number, "the first line must be that of f8emu.torch.inspect, with its schema")
         if "schema" in record:
@@ -84,34 +95,43 @@ def read_run(path: Path) -> Run:
         elif "recipe" not in record:
             try:
                 key = tuple(str(record[name]) for name in ("layer", "gemm", "operand", "tensor"))
-                step = int(record["step"])
-            except (KeyError, TypeError, ValueError) as error:
+                step = record["step"]
+            except KeyError as error:
                 raise _bad(
                     path, number, f"a record must have layer, gemm, operand, tensor and step: {error!r}"
                 ) from None
+            if type(step) is not int or not 0 <= step <= _LAST_STEP:
+                raise _bad(path, number, f"step must be an integer from 0 to 2^63 - 1, not {step!r:.40}")
             place = places.setdefault(key, _place(key, str(record.get("cast", ""))))
             for measure in MEASURES:
                 curve = place.curves.setdefault(measure, [])
                 curve.append(_number(record.get(measure)))
             place.steps.append(step)
-    return Run(headers=headers, events=events, places=list(places.values()), is_cut=is_cut)
+    return Run(headers=headers, events=events, places=list(places.values()), is_cut=is_cut, skipped=skipped)
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """(number, object) of each line; None for a last one that is incomplete."""
+class _Broken(Enum):
+    """A line that is no JSON."""
+
+    WITHIN = auto()
+    AT_THE_END = auto()
+
+
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | _Broken]]:
+    """(number, object) of each line."""
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(_LONGEST):
                 number += 1
                 if not line.endswith(b"\n") and len(line) < _LONGEST:
-                    yield number, None
+                    yield number, _Broken.AT_THE_END
                     return
-                # A crash cut this line off, and the next run ended it: `JsonLog`.
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     if number > 1 and len(line) < _LONGEST:
+                        yield number, _Broken.WITHIN
                         continue
                     raise _bad(path, number, f"every line must be a JSON object: {error}") from None
                 if not isinstance(record, dict):
@@ -129,7 +149,7 @@ def _number(value: object) -> float:
     """A number as `JsonLog` writes it; NaN if it is none."""
     try:
         return math.nan if value is None or isinstance(value, bool) else float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

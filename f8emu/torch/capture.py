@@ -6,7 +6,6 @@ writing (a full disk, a limit) ends the training: it is listed in the capture, a
 """
 
 import math
-import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -21,19 +20,17 @@ from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
 from f8emu.capture.session import LIMIT_BYTES, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
-from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.plan import CHIP as PLAN_CHIP
 from f8emu.spec.plan import LIBRARY
 from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.training.layer_names import float8_layers
 from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
 from f8emu.torch.training.operands import Operand
 from f8emu.torch.training.torch_internals import not_compiled
 
 _CALL = "f8emu.torch.capture"
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Parts of a name that say how a layer is run, not which one it is."""
 
 
 def capture(
@@ -71,7 +68,7 @@ def capture(
         OperandError: no layer to capture.
         CaptureError: `path` cannot be made, or this rank has captured into it before.
     """
-    chosen = _layers(model, layers)
+    chosen = float8_layers(model, layers, call=_CALL)
     made = _header(chosen)
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
     options |= {"rank": _rank()[0], "header": lambda number, reason: made(step=number, reason=reason)}
@@ -238,29 +235,6 @@ class Capture:
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._end(optimizer)
-
-
-def _layers(model: nn.Module, pattern: str | None) -> dict[str, Float8Linear]:
-    """The layers to capture, by the names that they have in the model as it was before it was wrapped."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    found = {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
-        for name, module in model.named_modules()
-        if isinstance(module, Float8Linear)
-    }
-    try:
-        chosen = {name: layer for name, layer in found.items() if pattern is None or re.search(pattern, name)}
-    except re.error as error:
-        raise SpecError(f"{_CALL}: layers must be a regular expression; got {pattern!r}: {error}") from None
-    if not chosen:
-        wanted = "" if pattern is None else f" whose name has {pattern!r}"
-        known = f": {', '.join(list(found)[:8])}" if found else ""
-        raise OperandError(
-            f"{_CALL}: expected a Float8Linear in the model{wanted}; found {len(found)} in all{known}; convert the "
-            "model first, with convert_to_float8_training, or give other layers"
-        )
-    return chosen
 
 
 def _header(layers: Mapping[str, Float8Linear]) -> Any:

@@ -1,10 +1,13 @@
 """What observers see is what was computed, and changes no bit; the inspection of it against numpy, and its log."""
 
+import gc
 import json
 import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +26,25 @@ from benchmarks.models import Llama
 from f8emu import cli
 from f8emu.spec import (
     BLOCKWISE,
+    CHIPS,
     DELAYED,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
+    TENSORWISE,
     OperandError,
     Recipe,
     SpecError,
     UnsupportedError,
 )
+from f8emu.torch.gemm.planned import layer_split_k, mm_split_k
+from f8emu.torch.inspection import recorder
 from f8emu.torch.inspection.config import config_of
 from f8emu.torch.inspection.log import JsonLog
+from f8emu.torch.training import observation
+from f8emu.torch.training.layer_names import float8_layers
 from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
+from f8emu.torch.training.operands import Operand
+from tests.torch_path.exact import exact_products
 
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]
@@ -122,11 +133,11 @@ def model_of(recipe: Recipe, make: Callable[[], nn.Module] = Block, layers: int 
 def passed(model: nn.Sequential, seen: Seen | None, step: int) -> list[Tensor]:
     """Output and gradients of one pass, watched or not."""
     x = draw(32, 32, seed=step).requires_grad_()
-    observation = None if seen is None else observe(model, seen)
+    taken = None if seen is None else observe(model, seen)
     output = model(x)
     output.float().square().sum().backward()
-    if observation is not None:
-        observation.remove()
+    if taken is not None:
+        taken.remove()
     assert x.grad is not None
     found = [output.detach().clone(), x.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
@@ -169,8 +180,9 @@ def test_the_fused_block_shows_what_it_never_writes() -> None:
             codes[seen.layer, seen.gemm] = to_numpy(seen.a.codes)
 
     keep = Keep()
-    observe(block, keep)
+    taken = observe(block, keep)
     block(draw(32, 32, seed=1).requires_grad_()).float().square().sum().backward()
+    taken.remove()
     assert len(values) == len(codes) == 9 and not keep.wrong
     for layer, gemm, tensor in (
         ("w2", "output", "input"),
@@ -211,14 +223,55 @@ def test_copies_and_pickles_of_an_observed_layer_are_not_observed() -> None:
     import pickle
 
     model = model_of(ROWWISE, layers=1)
-    observation = observe(model, Seen())
+    taken = observe(model, Seen())
     layer: Any = model[0].w1
     assert layer.tap is not None
     assert copy.deepcopy(layer).tap is None and pickle.loads(pickle.dumps(layer)).tap is None
-    observation.remove()
+    taken.remove()
+    taken.remove()
     assert "tap" not in layer.__dict__
     with pytest.raises(OperandError, match="must be a Float8Linear"):
         observe(model, Seen(), {"0": model[0]})
+
+
+def test_observers_go_with_the_layers() -> None:
+    model = model_of(ROWWISE, layers=1)
+    inspector, seen = f8.inspect(model), Seen()
+    observe(model, seen)
+    alive = [weakref.ref(x) for x in (model, model[0].w1, inspector, seen)]
+    watched = len(observation._watched)
+    del model, inspector, seen
+    gc.collect()
+    assert [x() for x in alive] == [None] * 4 and len(observation._watched) == watched - 3
+
+
+def test_the_tap_has_the_plan_of_the_gemm() -> None:
+    """S = 3 shows in the bits of a GEMM; the layout of an operand whose rows and columns have gaps, in the plan."""
+    splits: list[int] = []
+    model = model_of(TENSORWISE, lambda: nn.Linear(8192, 16, bias=False), layers=1)
+
+    class Keep(Seen):
+        def gemm(self, seen: GemmSeen) -> None:
+            super().gemm(seen)
+            splits.append(seen.split_k)
+
+    seen = Keep()
+    taken = observe(model, seen)
+    model(draw(16, 8192, seed=1))
+    taken.remove()
+    assert splits == [3] and not seen.wrong
+    hopper, k = CHIPS["Hopper"], 16384
+    a = torch.empty(8, k, dtype=BF16, device="meta")
+    row_major = torch.empty(1536, k, dtype=BF16, device="meta")
+    transposed = torch.empty(k, 1536, dtype=BF16, device="meta").t()
+    gaps = torch.empty(2 * k, 3072, dtype=BF16, device="meta")
+    found: list[int] = []
+    for b in (row_major, transposed, gaps.t()[::2, ::2]):
+        of_mm = mm_split_k(a, b.t(), out_dtype=BF16, chip=hopper)
+        plan = layer_split_k(ROWWISE_WITH_GW_HP.grad_weight, a, b, out_dtype=BF16, chip=hopper)
+        assert plan.split_k == of_mm
+        found.append(of_mm)
+    assert found == [8, 11, 11]
 
 
 @pytest.mark.parametrize("recipe", (ROWWISE, BLOCKWISE), ids=lambda recipe: recipe.name)
@@ -298,9 +351,9 @@ def test_a_layer_that_overflows_at_step_40_is_named(tmp_path: Path, caplog: pyte
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     path, told = tmp_path / "run.jsonl", list[Any]()
-    config = {"path": str(path), "every": 2, "statistics": ["overflows%", "amax"]}
+    config = {"path": str(path), "start": 36, "every": 2, "statistics": ["overflows%", "amax"]}
     with caplog.at_level(logging.WARNING, "f8emu"):
-        with f8.inspect(model, config, optimizer=optimizer, step=36, on_event=told.append) as inspector:
+        with f8.inspect(model, config, optimizer=optimizer, first_step=36, on_event=told.append) as inspector:
             for step in range(36, 42):
                 if step == 40:
                     with torch.no_grad():
@@ -310,6 +363,7 @@ def test_a_layer_that_overflows_at_step_40_is_named(tmp_path: Path, caplog: pyte
                     loss = model(corpus.batch(generator, 2, 64))
                 loss.backward()
                 optimizer.step()
+                inspector.step()  # the optimizer has said so
     first = inspector.events[0]
     assert (first.step, first.kind, first.layer) == (40, "overflow", culprit), inspector.events[:3]
     assert (first.gemm, first.operand, first.tensor) == ("output", "b", "weight") and first.amount > 0.5
@@ -334,11 +388,11 @@ def test_a_nan_is_named_where_it_began() -> None:
     model = model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=3)
     with torch.no_grad():
         model.get_parameter("1.weight")[3, 5] = torch.nan
-    with f8.inspect(model, {"layers": "[0-9]"}) as inspector:
+    with f8.inspect(model, {"layers": "[12]"}) as inspector:
         model(draw(16, 32, seed=1))
     event = inspector.events[0]
     assert (event.step, event.kind, event.layer, event.gemm, event.tensor, event.amount) == (
-        0,
+        1,
         "nan",
         "1",
         "output",
@@ -346,6 +400,63 @@ def test_a_nan_is_named_where_it_began() -> None:
         1,
     )
     assert [e.layer for e in inspector.events][-1] == "2"
+
+
+def test_statistics_are_of_the_pass_that_the_operand_is_of(tmp_path: Path) -> None:
+    """Two forward passes before the first backward, as in pipelines; a teacher's pass in between."""
+    path, model = tmp_path / "run.jsonl", model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
+    inputs = [draw(32, 32, seed=i) * 10**i for i in range(3)]
+    with exact_products(), f8.inspect(model, {"path": str(path), "statistics": ["amax", "error"], "gemms": ["wgrad"]}):
+        first, second = (model(x).sum() for x in inputs[:2])
+        with torch.no_grad():
+            model(inputs[2])
+        first.backward()
+        second.backward()
+    found = [r for r in map(json.loads, path.read_text().splitlines()) if r.get("operand") in ("b", "product")]
+    assert [r["amax"] for r in found if r["operand"] == "b"] == [x.abs().max().item() for x in inputs[:2]]
+    assert all(r["error_total"] < 0.1 for r in found if r["operand"] == "product")
+    # A backward pass whose forward pass was in another step: its statistics are not known, and are not another's.
+    path.unlink()
+    with exact_products(), f8.inspect(model, {"path": str(path), "gemms": ["wgrad"]}) as inspector:
+        loss = model(inputs[0]).sum()
+        inspector.step()
+        model(inputs[1])
+        loss.backward()
+    found = [r for r in map(json.loads, path.read_text().splitlines()) if r.get("operand") == "b"]
+    assert len(found) == 1 and found[0]["scale_min"] > 0 and "amax" not in found[0]
+
+
+def test_an_operand_that_is_known_by_its_codes_only_has_its_nan_named() -> None:
+    """As FSDP2 gathers weights in float8: the tap shows no values of them."""
+    model = model_of(TENSORWISE, lambda: nn.Linear(32, 32), layers=1)
+    with f8.inspect(model) as inspector:
+        codes = torch.full((32, 32), 0x38, dtype=torch.uint8)
+        codes[3, 5:7] = 0x7F
+        one, gemm = torch.ones(1, 1), TENSORWISE.output
+        a, b = (Operand(x.view(torch.float8_e4m3fn), one) for x in (codes.clone().fill_(0x38), codes))
+        product = torch.zeros(32, 32)
+        inspector._recorder.gemm(GemmSeen("0", "output", a, b, product, gemm, "emulated", 1, "recorded", TENSORWISE))
+    (event,) = inspector.events
+    assert (event.kind, event.operand, event.tensor, event.amount) == ("nan", "b", "weight", 2)
+
+
+def test_an_inspection_ends_whatever_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, model = tmp_path / "run.jsonl", model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(event: Any) -> None:
+        raise RuntimeError("stop")
+
+    with exact_products(), pytest.raises(RuntimeError, match="stop"):
+        with f8.inspect(model, {"path": str(path)}, optimizer=optimizer, on_event=fail):
+            model(draw(16, 32, seed=1) * torch.inf)
+    assert "tap" not in model[0].__dict__ and not optimizer._optimizer_step_post_hooks
+    # Many records are read before the end of their step.
+    monkeypatch.setattr(recorder, "MOST_PENDING", 7)
+    with exact_products(), f8.inspect(model, {"path": str(path)}) as inspector:
+        for _ in range(5):
+            model(draw(16, 32, seed=1))
+        assert len(path.read_text().splitlines()) > 14 and len(inspector._recorder.pending) == 1
 
 
 def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
@@ -369,8 +480,8 @@ def test_what_if_tells_what_other_recipes_would_lose(tmp_path: Path) -> None:
 def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "run.jsonl"
     model = model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
-    with f8.inspect(model, {"path": str(path)}):
-        model(draw(16, 32, seed=1))
+    with f8.inspect(model, {"path": str(path), "first_values": 4096}):  # long lines
+        model(draw(256, 32, seed=1))
     lines = path.read_text().splitlines()
     path.write_text(path.read_text()[:-20])  # a crash
     runner = CliRunner()
@@ -379,20 +490,45 @@ def test_the_log_survives_a_crash_and_a_full_disk(tmp_path: Path, caplog: pytest
     with f8.inspect(model, {"path": str(path)}):
         pass
     assert len(path.read_text().splitlines()) == len(lines) + 1
-    assert runner.invoke(cli.build_app(), ["inspect", str(path)]).exit_code == 0
+    # What a hostile file may have: numbers that are none, names that a terminal would obey.
+    place = {"layer": "\x1b[2J[red]", "gemm": "output", "operand": "b", "tensor": "weight"}
+    hostile = {**place, "step": 7, "sqnr": 10**400, "underflow": math.nan, "saturation": "inf", "nan": []}
+    with path.open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in (hostile, {**place, "step": 3, "event": "nan"})))
+    result, out = runner.invoke(cli.build_app(), ["inspect", str(path)]), tmp_path / "out"
+    assert result.exit_code == 0 and "skipped, since they are no JSON: 1" in result.stdout
+    assert "\x1b" not in result.stdout and "step 3: nan in \\x1b[2J[red] output b" in result.stdout
+    assert runner.invoke(cli.build_app(), ["inspect", str(path), "--json", str(out)]).exit_code == 0
+    assert json.loads(out.read_text())["lines_skipped"] == 1
+    if find_spec("plotly"):
+        result = runner.invoke(cli.build_app(), ["inspect", str(path), "--by", "saturation", "--html", str(out)])
+        assert result.exit_code == 0, result.stderr
+        assert "skipped, since they are no JSON: 1" in out.read_text()
+    log = JsonLog(str(tmp_path / "values"))
+    log.write([{"before": [math.nan, 1.0, -math.inf], "amax": math.inf}])
+    log.close()
+    assert json.loads((tmp_path / "values").read_text(), parse_constant=pytest.fail) == {
+        "before": ["nan", 1, "-inf"],
+        "amax": "inf",
+    }
     if Path("/dev/full").exists():
         with caplog.at_level(logging.WARNING, "f8emu"):
             log = JsonLog("/dev/full")
-            log.write([{"step": 1}])
+            log.write([{"step": 1, "before": [0.5]}])
             log.write([{"step": 2}])
             log.close()
         assert caplog.text.count("No space left on device") == 1
+    named = json.dumps(place)[1:-1]
     for text, message in (
         ("", "it is empty"),
         ("hello\n", "line 1: every line must be a JSON object"),
         ('{"schema": 99}\n', "a newer f8emu wrote it"),
         ('{"step": 1}\n', "the first line must be"),
         ('{"schema": 1}\n{"step": 1}\n', "line 2: a record must have"),
+        *(
+            (f'{{"schema": 1}}\n{{{named}, "step": {x}}}\n', "line 2: step must be")
+            for x in ("Infinity", "1e400", "9" * 30)
+        ),
         ('["x"]\n', "not a list"),
     ):
         path.write_text(text)
@@ -409,7 +545,6 @@ def test_the_configuration_takes_the_names_of_transformer_engine_and_refuses_oth
     config = config_of(file)
     assert config.gemms == ("output", "grad_weight") and config.statistics == ("underflow", "mse")
     assert [step for step in range(50) if config.is_step(step)] == [5, 15, 25]
-    assert config.is_watched("a.b") and not config.is_watched("b.a.b")
     for keys, message in (
         ({"statistic": []}, "keys that are not known"),
         ({"statistics": ["underflow", "kurtosis"]}, "'kurtosis'"),
@@ -418,12 +553,18 @@ def test_the_configuration_takes_the_names_of_transformer_engine_and_refuses_oth
         ({"every": 0}, "at least 1"),
         ({"what_if": ["mxfp8"]}, "mxfp8"),
         ({"end": -1}, "not before start"),
+        ({"first_values": 5000}, "at most 4096"),
     ):
         with pytest.raises(SpecError, match=message):
             config_of(keys)
     model = model_of(ROWWISE, layers=1)
-    with pytest.raises(OperandError, match=r"matches none of 3 Float8Linear, such as '0[.]w1'"):
-        f8.inspect(model, {"layers": "w1"})
+    with pytest.raises(OperandError, match=r"'w1[$].'; found 3 in all: 0[.]w1, "):
+        f8.inspect(model, {"layers": "w1$."})
+    # Searched, in the names that layers have without wrappers.
+    compiled: Any = torch.compile(model)
+    wrapped: Any = torch.compile(nn.Sequential(compiled, nn.Linear(2, 2)))
+    assert list(float8_layers(wrapped, r"^0[.]0[.]w[12]$")) == ["0.0.w1", "0.0.w2"]
+    assert list(float8_layers(wrapped, "3")) == ["0.0.w3"]
     with pytest.raises(SpecError, match="cannot write"):
         f8.inspect(model, {"path": str(tmp_path / "none" / "run.jsonl")})
     try:

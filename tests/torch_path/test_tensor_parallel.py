@@ -430,6 +430,42 @@ def refusals() -> None:
         parallelize_module(convert("tensorwise", (N, K)), mesh, {"0": f8.Float8RowwiseParallel(input_layouts=Shard(1))})
 
 
+def inspected() -> None:
+    """Taps under tensor and sequence parallelism, and under FSDP2 with float8 gather: bits, counts, and statistics.
+
+    An input that was gathered from both ranks has the statistics of this rank's part.
+    """
+    mesh = mesh_of_all()
+    x = draw(1, TOKENS, K, seed=20)
+    for is_fsdp in (False, True):
+        results: list[list[Tensor]] = []
+        for is_watched in (False, True):
+            model: Any
+            if is_fsdp:
+                model = fully_shard(FeedForward("rowwise", True), mesh=mesh)
+            else:
+                model = sequence_parallel(FeedForward("rowwise"), mesh)
+            own = (x * (1 + dist.get_rank()) if is_fsdp else part(x, 1, mesh)).clone().requires_grad_()
+            with f8.inspect(model, {"start": 1 if is_watched else 9, "first_values": 1}) as inspector:
+                output = model(own * 1)
+                output.sum().backward()
+                pending = inspector._recorder.pending
+            assert own.grad is not None
+            grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+            results.append([output.detach(), own.grad, *(grad.to_local() for grad in grads)])
+            if not is_watched:
+                assert not pending
+                continue
+            found = {(r["layer"], r["gemm"], r["operand"]): (r, set(named)) for r, named, _ in pending}
+            assert len(found) == len(pending) == 3 * len(dict(model.named_parameters())) * 3
+            for place, (record, named) in found.items():
+                assert record["rank"] == dist.get_rank() and record["pass"] == 1
+                is_known = not (is_fsdp and record["tensor"] == "weight")
+                assert ("nan" in named) == is_known and ("nan_codes" in named) != is_known, place
+        for mine, plain in zip(*results, strict=True):
+            same(mine, plain)
+
+
 def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -> None:
     """FSDP2, gathering float8 or not, over one dimension of the mesh, tensor and sequence parallelism over the other.
 
@@ -481,6 +517,7 @@ CASES_OF_2: dict[str, Callable[[], None]] = {
     "infinity on one rank": functools.partial(nan_on_one_rank, float("inf")),
     "unusual steps": unusual_steps,
     "refusals": refusals,
+    "inspected": inspected,
 }
 CASES_OF_3: dict[str, Callable[[], None]] = {
     "unequal shards": functools.partial(torch_styles, "tensorwise", True, 40),

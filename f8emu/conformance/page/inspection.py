@@ -1,13 +1,14 @@
 """An inspected run as a page: its events, its worst places, and those over time."""
 
-import importlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from f8emu.conformance.inspection_log import LOWER_IS_WORSE, Place, Run
-from f8emu.spec import MissingExtraError
+from f8emu.conformance.page import palette
+from f8emu.conformance.page.html import render, require_plotly
+from f8emu.conformance.page.page import Block, Cell, Facts, Page, Plot, Section, Table, Text
 
 COMMAND = "f8emu inspect"
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
@@ -29,34 +30,30 @@ def to_html(run: Run, worst: Sequence[Place], by: str, log: Path) -> str:
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    page, page_html = _helper("page"), _helper("page_html")
-    page_html.require_plotly(f"{COMMAND} --html")
+    require_plotly(f"{COMMAND} --html")
     head = run.headers[0]
-    facts = [
-        (name, str(head[name])) for name in ("f8emu", "torch", "device", "recipe", "layers", "every") if name in head
-    ]
+    facts = [(name, str(head[name])) for name in _FACTS if name in head]
     columns = ("layer", "GEMM", "operand", "cast", by, "at step", "steps")
     rows = [_row(place, by) for place in worst]
-    blocks: list[Any] = [page.Facts(items=facts)]
+    blocks: list[Block] = [Facts(items=facts)]
     if worst:
-        blocks.append(_plot(page, worst[:_LINES], by))
+        blocks.append(_plot(worst[:_LINES], by))
         caption = f"The worst places by {by}, the worst first"
-        blocks.append(page.Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((4, 5, 6))))
+        blocks.append(Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((4, 5, 6))))
     else:
-        blocks.append(page.Text(points=[f"No record has {by}."]))
-    if run.is_cut:
-        blocks.append(page.Text(points=["The last line is incomplete: the run was ended while it wrote."]))
-    sections = [page.Section(title=f"Worst by {by}", blocks=blocks)]
+        blocks.append(Text(points=[f"No record has {by}."]))
+    if faults := run.faults():
+        blocks.append(Text(points=faults))
+    sections = [Section(title=f"Worst by {by}", blocks=blocks)]
     if run.events:
-        sections.insert(0, _events(page, run.events))
+        sections.insert(0, _events(run.events))
     words = f"{len(run.events)} events" if run.events else "no NaN, no infinity, no overflow"
-    verdict = page.Cell(text=words, tone="bad" if run.events else "good")
-    found = page.Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
-    text: str = page_html.render(COMMAND, found)
-    return text
+    verdict = Cell(text=words, tone="bad" if run.events else "good")
+    found = Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
+    return render(COMMAND, found)
 
 
-def _events(page: Any, events: Sequence[dict[str, Any]]) -> Any:
+def _events(events: Sequence[dict[str, Any]]) -> Section:
     """The first event of each step, where it began, and below it the others."""
     columns = ("step", "rank", "event", "layer", "gemm", "operand", "tensor", "values")
     first: dict[tuple[str, str], list[str]] = {}
@@ -68,8 +65,8 @@ def _events(page: Any, events: Sequence[dict[str, Any]]) -> Any:
     caption = "Where each step's first NaN, infinity or overflow was; what follows may come of it"
     rows = list(first.values())[:_MOST_EVENTS]
     more = f"{len(events):,} events in {len(first):,} steps; all are in the JSON of {COMMAND} --json"
-    table = page.Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((7,)))
-    return page.Section(title="Events", blocks=[table, page.Text(points=[more])])
+    table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((7,)))
+    return Section(title="Events", blocks=[table, Text(points=[more])])
 
 
 def _row(place: Place, by: str) -> list[str]:
@@ -78,19 +75,18 @@ def _row(place: Place, by: str) -> list[str]:
     return [place.layer, place.gemm, operand, place.cast, value, str(_worst_step(place, by)), steps]
 
 
-def _plot(page: Any, places: Sequence[Place], by: str) -> Any:
+def _plot(places: Sequence[Place], by: str) -> Plot:
     """The measure over steps, a line for each place; told apart by dashes and symbols, not by colour alone."""
-    plotly = importlib.import_module("plotly.graph_objects")
+    from plotly.graph_objects import Figure, Scatter
 
-    palette = _helper("palette")
     colours = (palette.BELOW, palette.ABOVE, palette.APART)
-    figure = plotly.Figure()
+    figure = Figure()
     for i, place in enumerate(places):
         steps, values = _curve(place, by)
         line = {"color": colours[i % len(colours)], "dash": _DASHES[i // len(colours) % len(_DASHES)]}
         marker = {"symbol": _SYMBOLS[i % len(_SYMBOLS)], "size": 7}
         name = f"{place.layer} {place.gemm} {place.operand}"
-        figure.add_trace(plotly.Scatter(x=steps, y=values, name=name, mode="lines+markers", line=line, marker=marker))
+        figure.add_trace(Scatter(x=steps, y=values, name=name, mode="lines+markers", line=line, marker=marker))
     axis = {"gridcolor": palette.LINE, "zerolinecolor": palette.QUIET, "linecolor": palette.QUIET, "automargin": True}
     figure.update_layout(
         template={"layout": {"xaxis": {**axis, "showgrid": False}, "yaxis": axis}},
@@ -105,7 +101,7 @@ def _plot(page: Any, places: Sequence[Place], by: str) -> Any:
     figure.update_xaxes(title={"text": "step"})
     figure.update_yaxes(title={"text": _UNITS.get(by, by)})
     words = [f"{p.layer} {p.gemm} {p.operand}: worst {p.worst(by):.4g} at step {_worst_step(p, by)}" for p in places]
-    return page.Plot(figure=figure, title=f"{by} over the run, of the worst places", alt="; ".join(words) + ".")
+    return Plot(figure=figure, title=f"{by} over the run, of the worst places", alt="; ".join(words) + ".")
 
 
 def _curve(place: Place, by: str) -> tuple[list[int], list[float]]:
@@ -121,11 +117,3 @@ def _curve(place: Place, by: str) -> tuple[list[int], list[float]]:
 
 def _worst_step(place: Place, by: str) -> int:
     return place.steps[place.curves[by].index(place.worst(by))]  # pyright: ignore[reportArgumentType]
-
-
-def _helper(name: str) -> Any:
-    """A module of the page helper."""
-    try:
-        return importlib.import_module(f"f8emu.conformance.{name}")
-    except ModuleNotFoundError:
-        raise MissingExtraError(f"{COMMAND} --html", "plotly", "report") from None

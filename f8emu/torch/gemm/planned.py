@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from f8emu.spec.chip import Chip
-from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, is_planned, scaled_gemm_name, split_k
+from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, Split, is_planned, scaled_gemm_name, split_k
+from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 
 _SAID: set[str] = set()
 """Tables of which a missing plan was reported already."""
@@ -23,29 +25,65 @@ def scaled_mm_split_k(
     chip: Chip,
 ) -> int:
     """S of a `scaled_mm`."""
-    if 0 in a.shape or 0 in b.shape or not is_planned("f8emu.torch", chip):
+    if not _has_plan(a, b, chip):
         return 1
-    return _split_k(
-        PlannedGemm(
-            m=a.shape[0],
-            n=b.shape[1],
-            k=a.shape[1],
-            gemm=scaled_gemm_name(granularities),
-            accumulation="fast" if use_fast_accum else "promoted",
-            out_dtype=_name(out_dtype),
-            a_dtype=_name(a.dtype),
-            b_dtype=_name(b.dtype),
-        )
-    )
+    return _said(_scaled_mm(a, b, granularities, out_dtype=out_dtype, use_fast_accum=use_fast_accum))
 
 
 def mm_split_k(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> int:
     """S of a bfloat16 `mm`."""
-    if 0 in a.shape or 0 in b.shape or not is_planned("f8emu.torch", chip):
-        return 1
+    return _said(_mm(a, b, out_dtype)) if _has_plan(a, b, chip) else 1
+
+
+def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> Split:
+    """The plan of a GEMM of a layer, `a @ b^T`, as it runs: zero-padded.
+
+    Shapes:
+        a [M, K], b [N, K], before padding; only sizes, strides and dtypes are read.
+    """
+    if not is_planned("f8emu.torch", chip):
+        return Split(1, Source.UNKNOWN)
+    if 0 in a.shape or 0 in b.shape:
+        return Split(1, Source.RECORDED)
+    pad_k, pad_n = -a.shape[1] % SIZE_MULTIPLE, -b.shape[0] % SIZE_MULTIPLE
+    pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
+    pad_m = -a.shape[0] % VECTOR_MULTIPLE if pair is not None and pair[0] is Granularity.BLOCKWISE_1X128 else 0
+    padded_a, padded_b = _padded(a, pad_m, pad_k), _padded(b, pad_n, pad_k).t()
+    if pair is None:
+        return split_k(_mm(padded_a, padded_b, out_dtype))
+    return split_k(_scaled_mm(padded_a, padded_b, pair, out_dtype=out_dtype, use_fast_accum=spec.use_fast_accum))
+
+
+def _has_plan(a: Tensor, b: Tensor, chip: Chip) -> bool:
+    return 0 not in a.shape and 0 not in b.shape and is_planned("f8emu.torch", chip)
+
+
+def _scaled_mm(
+    a: Tensor, b: Tensor, pair: tuple[Granularity, Granularity], *, out_dtype: torch.dtype, use_fast_accum: bool
+) -> PlannedGemm:
+    return PlannedGemm(
+        m=a.shape[0],
+        n=b.shape[1],
+        k=a.shape[1],
+        gemm=scaled_gemm_name(pair),
+        accumulation="fast" if use_fast_accum else "promoted",
+        out_dtype=_name(out_dtype),
+        a_dtype=_name(a.dtype),
+        b_dtype=_name(b.dtype),
+    )
+
+
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> PlannedGemm:
     layout = ("t" if _is_transposed(b) else "n") + ("t" if _is_transposed(a) else "n")
     m, k = a.shape
-    return _split_k(PlannedGemm(m=m, n=b.shape[1], k=k, gemm="bfloat16", layout=layout, out_dtype=_name(out_dtype)))
+    return PlannedGemm(m=m, n=b.shape[1], k=k, gemm="bfloat16", layout=layout, out_dtype=_name(out_dtype))
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """`x` as padding leaves it, in memory of its own if there is any; without values."""
+    if not rows and not columns:
+        return x
+    return torch.empty((x.shape[0] + rows, x.shape[1] + columns), dtype=x.dtype, device="meta")
 
 
 def _is_transposed(x: Tensor) -> bool:
@@ -53,7 +91,8 @@ def _is_transposed(x: Tensor) -> bool:
     return x.stride(1) != 1 and x.stride(0) == 1
 
 
-def _split_k(gemm: PlannedGemm) -> int:
+def _said(gemm: PlannedGemm) -> int:
+    """S, and once for a kind of GEMM that it is not known."""
     split = split_k(gemm)
     if split.source is Source.UNKNOWN and gemm.table not in _SAID:
         _SAID.add(gemm.table)

@@ -43,6 +43,10 @@ TE_STATISTICS = {
     "scale_inv_min": "scale_min",
     "scale_inv_max": "scale_max",
 }
+"""Recorded under our names, and as our quantities: underflow and saturation are shares from 0 to 1, where its
+underflows% and overflows% are percentages."""
+MOST_FIRST_VALUES = 4096
+"""So that a record stays a line that readers take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +58,10 @@ class InspectConfig:
     """
 
     layers: str = ".*"
-    """A regular expression that a layer's whole name must match."""
-    start: int = 0
-    """The first step that is looked at; the first step of a run is 0."""
+    """A regular expression that is searched in the names of layers, as TransformerEngine's are: "1" is in "10" too,
+    "^1$" is not. Names are those before the model was compiled or wrapped."""
+    start: int = 1
+    """The first step that is looked at; the first step of a run is 1."""
     end: int | None = None
     """The step at which looking ends; None: never."""
     every: int = 1
@@ -71,10 +76,12 @@ class InspectConfig:
     sample: int = 16
     """Rows and columns of a GEMM whose error is taken."""
     first_values: int = 0
-    """How many of the first values of each operand to record, before the cast, as hexadecimal codes and after it."""
+    """How many of the first values of each operand to record, before the cast, as hexadecimal codes and after it; at
+    most MOST_FIRST_VALUES."""
     saturation_event: float = 0.01
     """A larger share of values that round beyond the format's largest is an event, as NaN and infinity are. Under
-    delayed scaling a few do whenever a tensor grows."""
+    delayed scaling a few do whenever a tensor grows. Only if `statistics` have saturation; and of a weight that exists
+    only as float8 codes (FSDP2's float8 all-gather) only NaN is found."""
     path: str | None = None
     """The JSONL file; other ranks than 0 append `.rank<number>`."""
     tensorboard: str | None = None
@@ -99,12 +106,13 @@ class InspectConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise SpecError(f"InspectConfig: {name} must be an integer of at least {least}; got {value!r}")
+        if self.first_values > MOST_FIRST_VALUES:
+            raise SpecError(
+                f"InspectConfig: first_values must be at most {MOST_FIRST_VALUES}; got {self.first_values}; "
+                "f8emu.torch.capture writes whole tensors"
+            )
         if self.end is not None and (not isinstance(cast("object", self.end), int) or self.end < self.start):
             raise SpecError(f"InspectConfig: end must be an integer not before start={self.start}; got {self.end!r}")
-
-    def is_watched(self, layer: str) -> bool:
-        """Whether a layer of that name is looked at."""
-        return re.fullmatch(self.layers, layer) is not None
 
     def is_step(self, step: int) -> bool:
         """Whether that step is looked at."""

@@ -2,7 +2,7 @@
 
 Of sampled rows of `a` and of `b`, in float64, with `hp` the operands before their casts and `dq` what their codes mean:
 
-    quantisation = dq - hp              both exact
+    quantisation = dq - hp              each term exact, their sums rounded to float64's 53 bits
     accumulation = float32 - dq         the emulated tensor core, scales applied, not yet rounded to the output's dtype
     rounding     = product - float32
     total        = product - hp         the three together
@@ -29,7 +29,7 @@ class Sample(NamedTuple):
     places: Tensor
     """[count] int64."""
     values: Tensor
-    """[count, K] float64."""
+    """[count, K], in the dtype of the matrix."""
 
 
 def sample_of(x: Tensor, cast: Cast, count: int, turn: int) -> Sample:
@@ -43,7 +43,7 @@ def sample_of(x: Tensor, cast: Cast, count: int, turn: int) -> Sample:
         rows = min(128, rows - first)
     count = min(count, rows)
     places = first + torch.arange(count, device=x.device) * rows // count
-    return Sample(places, x.detach().index_select(0, places).double())
+    return Sample(places, x.detach().index_select(0, places))
 
 
 def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
@@ -55,8 +55,8 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     sampled_a = _rows(seen.a, seen.spec.a.granularity, a.places)
     sampled_b = _rows(seen.b, seen.spec.b.granularity, b.places)
     found = seen.product.index_select(0, a.places).index_select(1, b.places)
-    # 1. Exact products: each term has at most 56 bits in float64, and the sum is rounded to 53.
-    high_precision = a.values @ b.values.t()
+    # 1. In float64: what is rounded in adding up is far below the parts.
+    high_precision = a.values.double() @ b.values.double().t()
     dequantised = _exact(sampled_a, seen.spec.a) @ _exact(sampled_b, seen.spec.b).t()
     # 2. The tensor core, up to float32.
     float32 = gemm(sampled_a, sampled_b, seen.spec, torch.float32, "emulated", seen.recipe.chip, split_k=seen.split_k)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from f8emu.spec.errors import SpecError, UnsupportedError
 
@@ -48,7 +48,7 @@ class JsonLog:
         """Append the records."""
         if self._file is None:
             return
-        text = "".join(json.dumps({key: _plain(value) for key, value in r.items()}) + "\n" for r in records)
+        text = "".join(json.dumps(_plain(r), allow_nan=False) + "\n" for r in records)
         try:
             self._file.write(text.encode())
             self._file.flush()
@@ -109,7 +109,11 @@ class TensorBoardLog:
 
 
 def _plain(value: Any) -> Any:
-    """A number as JSON has it; whole ones as integers, so that counts look like counts."""
+    """A value as JSON has it; whole numbers as integers, so that counts look like counts."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast("Record", value).items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in cast("list[Any]", value)]
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

@@ -107,7 +107,8 @@ def float8_matmul(
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
     with torch.no_grad():
         if tap is not None:
-            show_tensor(tap.forward, "input", input)
+            if plan.layout is None or plan.layout.input.gather is None:  # else the layer shows what it gathers
+                show_tensor(tap.forward, "input", input)
             show_tensor(tap.forward, "weight", weight)
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
         x = cast_input(input, plan, of_input) if shared is None else shared

@@ -16,7 +16,7 @@ from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.float8_weight import Float8Weight, refill, written_over
-from f8emu.torch.training.observation import Tap
+from f8emu.torch.training.observation import Tap, show_tensor
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
@@ -163,6 +163,8 @@ class Float8Linear(Linear):
             elif traced is not None:
                 traced.keep(input, dtype, plan, shared)
         if shared is not None and shared.gathered is not None:
+            if self.tap is not None:
+                show_tensor(self.tap.forward, "input", x.detach())  # this rank's: what replaces it has no values
             x = shared.gathered
         if isinstance(weight, Float8Weight):
             weight.note_call(delayed)

@@ -12,6 +12,7 @@ Exactness: an observed layer has the bits of one that is not.
 """
 
 import itertools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -20,17 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError
-from f8emu.spec.plan import PlannedGemm, Source, is_planned, scaled_gemm_name, split_k
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
-from f8emu.spec.scaling import Granularity
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
+from f8emu.torch.gemm.planned import layer_split_k
 from f8emu.torch.library import fake, operator
 from f8emu.torch.training.operands import Operand
-from f8emu.torch.training.torch_internals import is_in_backward_pass, named_modules
+from f8emu.torch.training.torch_internals import is_in_backward_pass
 
 
 class Tap(NamedTuple):
@@ -94,12 +92,13 @@ class _Watched:
     """A layer with a tap."""
 
     name: str
-    layer: Any
+    layer: weakref.ref[Any]
+    """Not the layer: an observer that nobody removes goes with it."""
     observers: list[Observer]
 
 
 _watched: dict[int, _Watched] = {}
-"""Number of the layer, as its tokens have it -> who watches it; at first call and last removal."""
+"""Number of the layer, as its tokens have it -> who watches it; until the last removal, or as long as the layer is."""
 _numbers = itertools.count(1)
 
 
@@ -112,10 +111,13 @@ class Observation:
     def remove(self) -> None:
         """Show it nothing more. A layer that nobody else watches has no tap then; may be called twice."""
         for number in self._numbers:
-            watched = _watched[number]
+            watched = _watched.get(number)
+            layer = None if watched is None else watched.layer()
+            if watched is None or layer is None:
+                continue
             watched.observers.remove(self._observer)
             if not watched.observers:
-                del watched.layer.tap  # then the class's None counts, as before: compiled code is found again
+                del layer.tap  # then the class's None counts, as before: compiled code is found again
                 del _watched[number]
         self._numbers = []
 
@@ -127,7 +129,8 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
 
     Args:
         model: the model.
-        observer: is called in the middle of a pass; an error that it raises ends the pass.
+        observer: is called in the middle of a pass; an error that it raises ends the pass. It is kept until it is
+            removed or the layers are gone, so it should not keep them itself.
         layers: name -> `Float8Linear`, of those to watch; None: all of the model. A layer with two names has the first.
 
     Raises:
@@ -136,7 +139,9 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
     from f8emu.torch.training.float8_linear import Float8Linear
 
     if layers is None:
-        layers = {name: module for name, module in named_modules(model) if isinstance(module, Float8Linear)}
+        from f8emu.torch.training.layer_names import all_float8_layers
+
+        layers = all_float8_layers(model)
     for name, layer in layers.items():
         if not isinstance(layer, Float8Linear):
             raise OperandError(
@@ -150,7 +155,8 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
             number = next(_numbers)
             with torch.inference_mode(False):
                 layer.tap = Tap(torch.tensor([number, 0]), torch.tensor([number, 0]))
-            _watched[number] = _Watched(name=name, layer=layer, observers=[])
+            _watched[number] = _Watched(name=name, layer=weakref.ref(layer), observers=[])
+            weakref.finalize(layer, _watched.pop, number, None).atexit = False
         else:
             number = int(layer.tap.forward[0])
         if number not in numbers:
@@ -209,10 +215,13 @@ def observe_gemm(
     is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
     a = a.t() if scale_a is None and is_a_transposed else a
     b = b.t() if scale_b is None and is_b_transposed else b
-    recipe, spec = watched.layer.recipe, watched.layer.recipe.gemms[gemm]
+    layer = watched.layer()
+    if layer is None:
+        return
+    recipe, spec = layer.recipe, layer.recipe.gemms[gemm]
     chip = CHIPS[recipe.chip]
-    engine = resolve_engine("observe", a.device, watched.layer.engine, chip).value
-    split, source = _plan(spec, a, b, product.dtype, chip)
+    engine = resolve_engine("observe", a.device, layer.engine, chip).value
+    split, source = layer_split_k(spec, a, b, out_dtype=product.dtype, chip=chip)
     seen = GemmSeen(
         watched.name,
         gemm,
@@ -222,7 +231,7 @@ def observe_gemm(
         spec,
         engine,
         split,
-        source,
+        source.value,
         recipe,
     )
     for observer in tuple(watched.observers):
@@ -255,46 +264,9 @@ def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
 
 
 def _show(watched: _Watched, tensor: str, value: Tensor) -> None:
-    seen = TensorSeen(watched.name, tensor, value.detach(), watched.layer.recipe)
+    layer = watched.layer()
+    if layer is None:  # the graph of a layer that is gone
+        return
+    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe)
     for observer in tuple(watched.observers):
         observer.tensor(seen)
-
-
-def _plan(spec: Gemm, a: Tensor, b: Tensor, dtype: torch.dtype, chip: Chip) -> tuple[int, str]:
-    """`split_k` of the plan and its source, of the GEMM as `autograd.gemm` pads it."""
-    (m, k), n = a.shape, b.shape[0]
-    if 0 in (m, n, k):
-        return 1, Source.RECORDED.value
-    if not is_planned("f8emu.torch", chip):
-        return 1, Source.UNKNOWN.value
-    k, n, is_padded = k + -k % SIZE_MULTIPLE, n + -n % SIZE_MULTIPLE, (-k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE)
-    out_dtype = _name(dtype)
-    if spec.is_high_precision:
-        # Padding makes a matrix row-major.
-        is_a_transposed = not is_padded[0] and _is_transposed(a)
-        is_b_transposed = not any(is_padded) and _is_transposed(b)
-        layout = ("n" if is_b_transposed else "t") + ("t" if is_a_transposed else "n")
-        planned = PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=out_dtype)
-    else:
-        pair = spec.scaled_gemm_granularities
-        planned = PlannedGemm(
-            m=m + -m % VECTOR_MULTIPLE if pair[0] is Granularity.BLOCKWISE_1X128 else m,
-            n=n,
-            k=k,
-            gemm=scaled_gemm_name(pair),
-            accumulation="fast" if spec.use_fast_accum else "promoted",
-            out_dtype=out_dtype,
-            a_dtype=_name(a.dtype),
-            b_dtype=_name(b.dtype),
-        )
-    found = split_k(planned)
-    return found.split_k, found.source.value
-
-
-def _is_transposed(x: Tensor) -> bool:
-    """Whether the columns of `x` are contiguous, and not its rows."""
-    return x.stride(1) != 1 and x.stride(0) == 1
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
