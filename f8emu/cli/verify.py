@@ -76,6 +76,10 @@ def add_to(app: "typer.Typer") -> None:
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
+        jobs: Annotated[
+            int | None,
+            typer.Option(min=1, help="Processes. By default 2 for a whole run where there are cores, otherwise 1."),
+        ] = None,
         diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ does instead.")] = True,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
@@ -92,7 +96,7 @@ def add_to(app: "typer.Typer") -> None:
                 raise typer.BadParameter("--chip goes with --recordings, and neither with --golden or --stage")
             raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
         seconds = TIMEOUT if isolate and timeout is None else timeout
-        options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds, diagnose
+        options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds, diagnose, jobs
         raise typer.Exit(guarded(_verify, *options))
 
 
@@ -113,6 +117,7 @@ def _verify(
     arrays: str,
     timeout: float | None,
     diagnose: bool,
+    jobs: int | None,
 ) -> int:
     from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
@@ -124,8 +129,11 @@ def _verify(
     with opened_files(files) as outputs:
         recorded = shipped_golden() if golden is None else read_golden(golden)
         subjects, not_run = _load(names, arrays, timeout)
+        processes = jobs or (_processes(subjects) if not names and not stages else 1)
         with progress_bar() as progress:
-            result = verify(subjects, stages=stages, golden=recorded, errors=errors, progress=progress)
+            result = verify(
+                subjects, stages=stages, golden=recorded, errors=errors, progress=progress, processes=processes
+            )
             result, diagnoses = diagnosed(result, subjects if diagnose else [], progress)
         return conclude(
             result,
@@ -136,6 +144,12 @@ def _verify(
             not_run=not_run,
             diagnoses=diagnoses,
         )
+
+
+def _processes(subjects: "list[Subject]") -> int:
+    """2 where there are two cores and no GPU, whose memory two processes would fight for."""
+    is_on_cpu = all(subject.is_thread_safe or subject.name == "f8ref.numpy" for subject in subjects)
+    return min(2, os.cpu_count() or 1) if is_on_cpu else 1
 
 
 def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[Subject], dict[str, str]]":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import product
 from typing import Protocol, TypeVar
 
 from f8emu.conformance.breakdown.breakdown import Tallies, tallied
@@ -14,8 +15,9 @@ from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.golden import GoldenFile, shipped_golden
+from f8emu.conformance.side_by_side import parts_of, run_parts
 from f8emu.conformance.stages import STAGES, Stage
-from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.subject import SUBJECTS, NotOffered, Subject
 from f8emu.spec import SpecError
 
 _THREADS = 4
@@ -147,29 +149,59 @@ def verify(
     golden: GoldenFile | None = None,
     errors: int = 20,
     progress: Progress | None = None,
+    processes: int = 1,
+    keep: Callable[[str, StageResult], None] | None = None,
 ) -> Result:
     """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
 
     `only` gives stages themselves, in place of the suite's. `errors` is how many mismatches each stage keeps; all are
-    counted. KeyboardInterrupt ends the run, and the result has the stages that were finished.
+    counted. `keep` is called with the name of the subject and every stage that is finished. KeyboardInterrupt ends the
+    run, and the result has the stages that were finished. With several `processes` the subjects must be those of
+    `SUBJECTS`, which each process loads for itself; the same is asked, and the results are in the same order.
 
     Raises:
-        SpecError: an unknown stage.
+        SpecError: an unknown stage, or something of one's own in several processes.
         GoldenFileError: the shipped file cannot be read.
+        WorkerEnded: one of several processes crashed.
     """
     chosen = stages_by_name(stages) if only is None else only
     golden = shipped_golden() if golden is None else golden
-    run = _Run(golden, errors, progress or _Silent())
-    results: list[SubjectResult] = []
+    own = [subject.name for subject in subjects if subject.name not in SUBJECTS]
+    if processes > 1 and (own or only is not None):
+        raise SpecError(
+            f"verify: several processes run the suite's stages for {', '.join(SUBJECTS)}; got "
+            f"{', '.join(own) or 'stages of your own'}; use 1 process (--jobs 1)"
+        )
+    progress = progress or _Silent()
+    found: dict[tuple[str, str], StageResult] = {}
+    is_interrupted = False
+
+    def kept(subject: str, result: StageResult) -> None:
+        found[subject, result.stage] = result
+        if keep is not None:
+            keep(subject, result)
+
     try:
-        for subject in subjects:
-            results.append(SubjectResult(name=subject.name, engine=subject.engine, stages=[]))
-            for stage in chosen:
-                results[-1].stages.append(run.stage(stage, subject))
+        if processes > 1:
+            parts = parts_of([stage.name for stage in chosen], [subject.name for subject in subjects])
+            run_parts(parts, golden, errors, progress, processes, kept)
+        else:
+            run = _Run(golden, errors, progress)
+            for subject, stage in product(subjects, chosen):
+                kept(subject.name, run.stage(stage, subject))
     except KeyboardInterrupt:
-        finished = [result for result in results if result.stages]
-        return Result(golden=golden, subjects=finished, is_interrupted=True)
-    return Result(golden=golden, subjects=results)
+        is_interrupted = True
+    results = [
+        SubjectResult(
+            name=subject.name,
+            engine=subject.engine,
+            stages=[found[subject.name, stage.name] for stage in chosen if (subject.name, stage.name) in found],
+        )
+        for subject in subjects
+    ]
+    if is_interrupted:
+        results = [result for result in results if result.stages]
+    return Result(golden=golden, subjects=results, is_interrupted=is_interrupted)
 
 
 class _Run:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
 from f8emu.conformance.check import Case
-from f8emu.conformance.golden import GoldenFile
+from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.side_by_side import parts_of
 from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
+from f8emu.conformance.verify import StageResult
 from f8emu.spec import E4M3FN, SpecError
 
 
@@ -192,3 +196,32 @@ def test_every_subject_takes_and_gives_numpy(name: str) -> None:
     assert codes.dtype.name == "float8_e4m3fn" and codes.tolist()[0][0] == 1.0
     assert codes.view(np.uint8).tolist() == [[0x38, 0x80, 0x7F, 0x7E]]
     assert name.rpartition(".")[2] in subject.engine
+
+
+def test_processes_ask_the_same(golden: GoldenFile, tmp_path: Path) -> None:
+    """Parts hold every stage of every subject once; workers give what one process gives, in its order."""
+    asked = [
+        (s, n) for part in parts_of(list(stages.STAGES), list(SUBJECTS)) for s in part.stages for n in part.subjects
+    ]
+    assert sorted(asked) == sorted(product(stages.STAGES, SUBJECTS))
+    write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
+    few = read_golden(tmp_path / "few.safetensors")
+    subjects, chosen = [load_subject("f8ref.numpy")], ["golden", "live"]
+    one, two = (verify(subjects, stages=chosen, golden=few, processes=count).subjects[0] for count in (1, 2))
+    assert [replace(stage, seconds=0) for stage in two.stages] == [replace(stage, seconds=0) for stage in one.stages]
+    assert two.stages[0].status is Status.EQUAL and two.stages[0].cases_total == 2
+    with pytest.raises(SpecError, match="renamed; use 1 process"):
+        verify([renamed(subjects[0])], processes=2, golden=few)
+
+
+def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path) -> None:
+    write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
+    few, ended = read_golden(tmp_path / "few.safetensors"), []
+
+    def keep(subject: str, result: StageResult) -> None:
+        ended.append(result.stage)
+        raise KeyboardInterrupt
+
+    found = verify([load_subject("f8ref.numpy")], stages=["golden", "live"], golden=few, processes=2, keep=keep)
+    assert found.is_interrupted and not found.is_equal
+    assert [stage.stage for stage in found.subjects[0].stages] == ended and len(ended) == 1

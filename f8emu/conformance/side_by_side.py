@@ -1,0 +1,172 @@
+"""The suite in several processes: parts of a run that share no oracle's answers and few compiled programs.
+
+Half of a run is a compiler's and the interpreter's own time, which threads of one process spend one after another. A
+worker is asked by names, so it serves subjects of `SUBJECTS` and stages of the suite alone. Workers are in sessions of
+their own: Ctrl-C reaches only the parent, which keeps the stages that were finished and ends them.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from f8emu.conformance.golden import GoldenFile
+    from f8emu.conformance.verify import Progress, StageResult
+
+
+class WorkerEnded(RuntimeError):
+    """A process of the suite is gone before its answer."""
+
+
+class Part(NamedTuple):
+    """What one worker runs in one go, stage by stage, every subject."""
+
+    stages: tuple[str, ...]
+    subjects: tuple[str, ...]
+
+
+def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
+    """A run in parts, longest first; together they ask everything once.
+
+    Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each.
+    """
+    left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
+    alone = [name for name in ("f8emu.jax", "torch") if name in subjects]
+    rest = tuple(name for name in subjects if name not in alone)
+    multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
+    values = tuple(stage for stage in left if stage not in multiplied)
+    found = [Part(tuple(layers), (name,)) for name in alone]
+    found += [Part(multiplied, tuple(subjects)), Part(tuple(layers), rest), Part(values, tuple(subjects))]
+    return [part for part in found if part.stages and part.subjects]
+
+
+def run_parts(
+    parts: Sequence[Part],
+    golden: "GoldenFile",
+    errors: int,
+    progress: "Progress",
+    processes: int,
+    keep: "Callable[[str, StageResult], None]",
+) -> None:
+    """Runs the parts, `processes` at a time; `keep(subject, result)` gets every stage when it is finished.
+
+    Progress shows the stage that began last.
+
+    Raises:
+        WorkerEnded: a worker crashed, or was killed.
+    """
+    waiting = list(parts)
+    with ExitStack() as stack:
+        workers: dict[Connection, Part] = {}
+
+        def give(connection: Connection) -> None:
+            if waiting:
+                workers[connection] = waiting.pop(0)
+                connection.send((*workers[connection], str(golden.path), errors))
+            else:
+                del workers[connection]
+
+        for _ in range(min(processes, len(parts))):
+            give(_started(stack))
+        shown: Any = None
+        while workers:
+            for one in wait(list(workers)):
+                assert isinstance(one, Connection), "nothing else is waited for"
+                try:
+                    kind, *rest = one.recv()
+                except (EOFError, OSError):
+                    raise WorkerEnded(
+                        f"verify: a worker process ended while it ran {', '.join(workers[one].stages)} of "
+                        f"{', '.join(workers[one].subjects)}; expected its results. Was it out of memory? Use --jobs 1"
+                    ) from None
+                match kind:
+                    case "begin":
+                        shown = one
+                        progress.begin(*rest)
+                    case "advance" if one is shown:
+                        progress.advance()
+                    case "stage":
+                        keep(*rest)
+                    case "done":
+                        give(one)
+                    case "raised":
+                        raise rest[0]
+
+
+def _started(stack: ExitStack) -> Connection:
+    """A worker, which is ended with the stack."""
+    ours, theirs = socket.socketpair()
+    program = f"from f8emu.conformance.side_by_side import serve; serve({theirs.fileno()})"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)},
+        start_new_session=True,
+    )
+    theirs.close()
+    connection = Connection(ours.detach())
+    stack.callback(_end, process, connection)
+    return connection
+
+
+def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    connection.close()
+    try:
+        os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+class _Told:
+    """Progress that is sent to the parent."""
+
+    def __init__(self, connection: Connection) -> None:
+        import threading
+
+        self.connection, self.lock = connection, threading.Lock()
+
+    def send(self, *words: Any) -> None:
+        with self.lock:  # cases run in threads
+            self.connection.send(words)
+
+    def begin(self, subject: str, stage: str, cases: int) -> None:
+        self.send("begin", subject, stage, cases)
+
+    def advance(self) -> None:
+        self.send("advance")
+
+
+def serve(descriptor: int) -> None:
+    """The worker's side: runs parts until the parent is gone."""
+    from f8emu.conformance.golden import read_golden
+    from f8emu.conformance.subject import load_subject
+    from f8emu.conformance.verify import verify
+
+    told = _Told(Connection(descriptor))
+    try:
+        while True:
+            stages, names, golden, errors = told.connection.recv()
+            recorded = read_golden(golden)
+            subjects = {name: load_subject(name) for name in sorted(names, key=lambda name: name != "torch")}
+            try:
+                verify(
+                    [subjects[name] for name in names],
+                    stages=stages,
+                    golden=recorded,
+                    errors=errors,
+                    progress=told,
+                    keep=lambda subject, result: told.send("stage", subject, result),
+                )
+            except Exception as error:  # the parent raises it
+                told.send("raised", error)
+            told.send("done")
+    except (EOFError, OSError):
+        os._exit(0)  # the parent is gone
