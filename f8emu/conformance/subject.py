@@ -17,8 +17,9 @@ from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, trave
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
-from f8emu.conformance.kernels.call import absent, attribute, kernel_verbs, question
+from f8emu.conformance.kernels.call import absent, kernel_verbs, question
 from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.imported import attribute
 from f8emu.conformance.kernels.isolation import isolated
 from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
 from f8emu.conformance.kernels.known import KERNELS

@@ -237,7 +237,7 @@ def test_what_cannot_be_loaded(name: str, timeout: float, text: str, module: Pat
 def test_a_known_kernel_that_cannot_be_imported_stops_nobody(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a package that was built for another torch and crashes."""
     (module / "sitecustomize.py").write_text(
-        "import f8emu.conformance.kernels as kernels, dataclasses, os\n"
+        "import f8emu.conformance.kernels.known as kernels, dataclasses, os\n"
         "found = kernels.KERNELS['fbgemm.rowwise']\n"
         "kernels.KERNELS['fbgemm.rowwise'] = dataclasses.replace("
         "found, needs_gpu=False, imports=('dies_on_import',))\n"

@@ -38,6 +38,9 @@ def tensorwise_only(a, b, scale_a, scale_b, **options):
 def wrong_dtype(a, b, scale_a, scale_b, **options):
     return right(a, b, scale_a, scale_b, **options).astype(np.float64)
 
+def too_large(a, b, scale_a, scale_b, **options):
+    return np.pad(right(a, b, scale_a, scale_b, **options), ((0, 128), (0, 64)))
+
 def crashes(*args, **options):
     raise RuntimeError("illegal memory access")
 
@@ -128,6 +131,7 @@ def test_not_implemented_is_not_offered(kernels: Any, few: Path, tmp_path: Path)
     ("name", "text"),
     [
         ("wrong_dtype", "gave float64[64, 96], expected bfloat16[64, 96]"),
+        ("too_large", "raised TypeError: gave an output of shape [192, 160], expected [64, 96]"),
         ("crashes", "raised RuntimeError: illegal memory access"),
         ("wrong_accumulation", "  expected: 0x"),
     ],
