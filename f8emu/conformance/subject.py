@@ -66,8 +66,6 @@ class Subject:
     """A generated GEMM as this subject can be asked it; its judge is asked the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
-    predicted: str = ""
-    """Of a known kernel: what it should give."""
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""
@@ -115,9 +113,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         )
     if timeout is not None:
         return isolated_subject(name, arrays, timeout)
-    if name in KERNELS:
-        return kernel_subject(KERNELS[name], arrays)
-    return kernel_subject(_own_kernel(name), arrays)
+    return kernel_subject(load_kernel(name), arrays)
 
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
@@ -137,12 +133,17 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
         chooses_split_k=True,
         question=partial(question, kernel),
         more_gemms=partial(kernel_cases, kernel),
-        predicted=kernel.predicted,
     )
 
 
-def _own_kernel(path: str) -> Kernel:
-    """What a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is."""
+def load_kernel(path: str) -> Kernel:
+    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is.
+
+    Raises:
+        SpecError: nothing of that name can be imported.
+    """
+    if path in KERNELS:
+        return KERNELS[path]
     try:
         found = attribute(path)
         if not callable(found) and not isinstance(found, Kernel):
@@ -159,7 +160,8 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
     """A function called as `torch._scaled_mm` is.
 
     `function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum)`: a [M, K] row-major, b [K, N] column-major;
-    scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. `NotImplementedError` means "not offered".
+    scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. M is any number, N and K are multiples of
+    16. `NotImplementedError` means "not offered".
     """
     return Kernel(
         name=name,
@@ -169,6 +171,7 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
         scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
         b=K_BY_ROWS,
         out_dtypes=HIGH_PRECISION,
+        multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
     )
 
 
@@ -195,9 +198,8 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
         verbs={verb: partial(kernel.run, verb) for verb in about.verbs},
         runs_full_size=about.runs_full_size,
         chooses_split_k=True,
-        question=kernel.question,
-        more_gemms=kernel.more_gemms,
-        predicted=about.predicted,
+        question=partial(question, about.kernel),
+        more_gemms=partial(kernel_cases, about.kernel),
     )
 
 

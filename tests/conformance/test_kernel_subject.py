@@ -17,10 +17,11 @@ KERNELS = '''
 import numpy as np
 import f8ref.numpy as f8
 
-SEEN = []
+SEEN, ROWS = [], set()
 
 def right(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     """The oracle in the argument layout of torch._scaled_mm."""
+    ROWS.add(a.shape[0])
     SEEN.append((type(a).__module__.split(".")[0], np.ndim(scale_a), str(out_dtype)))
     rowwise = {} if np.ndim(scale_a) == 0 else {"granularity_a": R, "granularity_b": R}
     return f8.scaled_mm(
@@ -93,6 +94,7 @@ def test_right_kernel(kernels: Any, few: Path, tmp_path: Path) -> None:
     assert (stages["golden"]["cases_total"], stages["golden"]["cases_not_offered"]) == (5, 4)
     assert stages["gemms"]["cases_total"] > 60
     assert set(kernels.SEEN) >= {("numpy", 0, "bfloat16"), ("numpy", 2, "bfloat16"), ("numpy", 0, "float32")}
+    assert {5, 16} < kernels.ROWS, "M is what was asked for: bits may depend on it"
     assert "not offered" in output and "own_kernels:right on numpy" in output
 
 
