@@ -99,12 +99,16 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
     each GEMM, a kernel runs in a process of its own: a crash or a hang is the error of one case.
 
     Raises:
-        SpecError: no such subject, module or attribute, or unknown arrays.
+        SpecError: no such subject, module or attribute, unknown arrays, or a timeout for what is no kernel.
         MissingExtraError: torch or jax is needed and not installed.
     """
     if arrays not in FRAMEWORKS:
         raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
     if name in SUBJECTS:
+        if timeout is not None:
+            raise SpecError(
+                f"load_subject: a timeout isolates a kernel, and {name!r} is none; leave out --isolate and --timeout"
+            )
         return SUBJECTS[name]()
     if ":" not in name and name not in KERNELS:
         raise SpecError(

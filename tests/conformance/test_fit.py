@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
+from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis import fit as fitting
@@ -122,6 +123,7 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KERNEL = """
+import os
 import numpy as np
 
 def exact(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
@@ -130,6 +132,9 @@ def exact(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     with np.errstate(all="ignore"):
         acc = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
         return acc * (scale_a * scale_b)
+
+def leaves(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    os._exit(3)
 
 def none(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     raise NotImplementedError("nothing")
@@ -160,6 +165,10 @@ def test_command_line(kernels: Path) -> None:
     (kind,) = json.loads(out.read_text())["kinds"]
     assert kind["rules"]["adder"] == "exact" and kind["batch_invariant"] is True
     assert kind["outputs_equal"] == kind["outputs_total"] == 1280
+    status, text = invoke("fit", "fit_kernels:leaves", *options, "--timeout", "60")
+    assert status == 1 and "its process exited with status 3" in text
+    words = " ".join(invoke("fit", "--help")[1].replace("│", " ").split())
+    assert fit_command._KINDS == tuple(BY_NAME) and ", ".join(BY_NAME) in words
 
 
 @pytest.mark.parametrize(

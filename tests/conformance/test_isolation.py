@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -238,10 +239,21 @@ def test_from_the_command_line(module: Path, tmp_path: Path) -> None:
     chosen = [case for case in chosen if case.gemm.split_k == 1 and case.gemm.a.shape[0] in rows][:6]
     write_golden(few, chosen, golden.metadata)
     crashing = sum(case.gemm.a.shape[0] == 64 for case in chosen)
-    words = ["verify", "faulty_kernels:by_rows", "--arrays", "numpy", "--stage", "golden", "--golden", str(few)]
+    words = [
+        "verify",
+        "faulty_kernels:by_rows",
+        "f8ref.numpy",
+        "--arrays",
+        "numpy",
+        "--stage",
+        "golden",
+        "--golden",
+        str(few),
+    ]
     ran = CliRunner().invoke(cli.build_app(), [*words, "--isolate", "--json", str(report)])
-    (stage,) = json.loads(report.read_text())["subjects"][0]["stages"]
+    stage, right = (subject["stages"][0] for subject in json.loads(report.read_text())["subjects"])
     assert ran.exit_code == 1, ran.output
+    assert right["status"] == "equal", "what is no kernel runs beside it as ever"
     assert stage["cases_total"] == len(chosen) == 6 and crashing > 0
     assert sum("exited with status 3" in mismatch["error"] for mismatch in stage["mismatches"]) == crashing
 
@@ -277,5 +289,6 @@ def test_a_known_kernel_that_cannot_be_imported_stops_nobody(module: Path, monke
 def test_list_of_kernels() -> None:
     ran = CliRunner().invoke(cli.build_app(), ["verify", "--kernels"])
     assert ran.exit_code == 0
-    assert "fbgemm.rowwise: equal: (acc * scale_b) * scale_a [EPI-2]" in ran.output
-    assert "(pip install torchao)" in ran.output
+    assert re.search(r"^fbgemm\.rowwise  +equal: \(acc \* scale_b\) \* scale_a \[EPI-2\]", ran.output, re.MULTILINE)
+    assert "pip install torchao" in ran.output
+    assert max(map(len, ran.output.splitlines())) <= 160

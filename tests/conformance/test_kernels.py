@@ -299,7 +299,7 @@ def test_absent_kernels_are_not_offered(tmp_path: Path, monkeypatch: pytest.Monk
         kernel_subject(missing).gemm(few_cases()[0])
     (tmp_path / "breaks.py").write_text("raise RuntimeError('built for another torch')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(NotOffered, match=r"not installed \(RuntimeError: built for another torch\); pip install fbgemm"):
+    with pytest.raises(NotOffered, match=r"not installed \(RuntimeError: built for another torch\); pip"):
         kernel_subject(replace(missing, imports=("breaks",))).gemm(few_cases()[0])
     with pytest.raises(SpecError, match="expected no_such:gemm to be importable"):
         kernel_subject(replace(missing, function="no_such:gemm", imports=(), install=""))

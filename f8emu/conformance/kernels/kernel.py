@@ -209,7 +209,6 @@ class Kernel:
     def has_inverse_scales(self) -> bool:
         return any(layout.is_inverse for pair in self.scales.values() for layout in pair)
 
-
     def outline(self) -> "Kernel":
         """The declaration without its call: which cases it is asked, as data that another process can be sent."""
         call: dict[str, Any] = {"function": "", "arguments": self.args, "keywords": {}, "granularity_word": _value}
