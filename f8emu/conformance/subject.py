@@ -17,7 +17,7 @@ from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, trave
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
-from f8emu.conformance.kernels.call import absent, kernel_verbs, question
+from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_run
 from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.imported import attribute
 from f8emu.conformance.kernels.isolation import isolated
@@ -66,6 +66,8 @@ class Subject:
     """A generated GEMM as this subject can be asked it; its judge is asked the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
+    rows_run: Callable[[GemmCase], int] = lambda case: case.a.shape[0]
+    """With how many rows a GEMM is run: more than it has where M is padded."""
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""
@@ -137,6 +139,7 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
         chooses_split_k=True,
         question=partial(question, kernel),
         more_gemms=partial(kernel_cases, kernel),
+        rows_run=partial(rows_run, kernel),
     )
 
 
@@ -204,6 +207,7 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
         chooses_split_k=True,
         question=partial(question, about.kernel),
         more_gemms=partial(kernel_cases, about.kernel),
+        rows_run=partial(rows_run, about.kernel),
     )
 
 

@@ -19,13 +19,14 @@ from f8emu import cli
 from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.compare import different
+from f8emu.conformance.diagnosis import batch_invariance
 from f8emu.conformance.diagnosis import fit as fitting
 from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.gemm_cases import gemm_cases
-from f8emu.conformance.subject import Subject, load_subject
+from f8emu.conformance.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.spec import HOPPER
 
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -109,6 +110,15 @@ def test_rows_that_depend_on_m() -> None:
     assert {one.m: (one.is_same, one.split_k) for one in found.rows} == {
         1: (False, 4), 16: (False, 4), 17: (True, 1), 64: (True, 1),
     }  # fmt: skip
+
+
+def test_rows_that_would_be_padded_are_not_claimed() -> None:
+    """An M that never ran shows nothing."""
+    kernel = replace(scaled_mm_kernel("x", planted.subject().verbs["scaled_mm"]), multiples=(16, 16, 16))
+    subject = kernel_subject(kernel, "numpy")
+    whole = batch_invariance._case(BY_NAME[FAST], 17)
+    refused = list(batch_invariance.rows_at(subject, BY_NAME[FAST], rules_of(HOPPER, whole), (1, 17)))
+    assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
 
 
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,12 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
 
 
+def rows_run(kernel: Kernel, case: GemmCase) -> int:
+    """With how many rows the kernel is called for a case: M padded."""
+    multiple = 1 if kernel.is_grouped else _multiples(kernel, case.granularity_a)[0]
+    return -(-case.a.shape[0] // multiple) * multiple
+
+
 def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., np.ndarray]]:
     """The verbs `scaled_mm` and `scaled_grouped_mm` of a kernel; the one that it has not raises NotOffered.
 
@@ -124,8 +130,7 @@ class _Call:
             if layout.is_inverse and (scale != _power_of_two(scale)).any():
                 raise NotOffered(f"{self.kernel.name} takes inverse scales, exact for powers of two alone")
 
-        multiples = self.kernel.block_multiples if granularity_a.is_blockwise else self.kernel.multiples
-        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), multiples)
+        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
         values: dict[Arg, Any] = {
             Arg.A: self._operand(a, (m, k), self.kernel.a),
             Arg.B: self._operand(b.T, (n, k), self.kernel.b),
@@ -247,6 +252,10 @@ class _Call:
         if output is not None:
             check_written(computed)
         return computed
+
+
+def _multiples(kernel: Kernel, granularity_a: Granularity) -> tuple[int, int, int]:
+    return kernel.block_multiples if granularity_a.is_blockwise else kernel.multiples
 
 
 def _padded(sizes: tuple[int, int, int], multiples: tuple[int, int, int]) -> tuple[int, ...]:
