@@ -4,11 +4,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, console, opened
+from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, Report, console, opened
 
 if TYPE_CHECKING:
     from f8emu.conformance.diagnosis.report import Diagnoses
@@ -25,8 +25,8 @@ class Files(NamedTuple):
 class Outputs(NamedTuple):
     """The same, opened."""
 
-    json: TextIO | None
-    html: TextIO | None
+    json: Report | None
+    html: Report | None
 
 
 @contextmanager
@@ -55,32 +55,56 @@ def conclude(
     not_run: Mapping[str, str],
     diagnoses: "Diagnoses | None" = None,
 ) -> int:
-    """The exit status, after everything was printed and written; `source` names the recording."""
+    """The exit status, after everything was printed and written; `source` names the recording.
+
+    A failure of one, of the tables or of a file, does not keep the others from being there.
+    """
+    from f8emu.conformance import report
+
+    found: Diagnoses = diagnoses or {}
+    seconds = time.perf_counter() - start
+    facts: dict[str, Any] = {
+        "command": ["f8emu", *sys.argv[1:]],
+        "seconds": seconds,
+        "errors": errors,
+        "not_run": not_run,
+        "diagnoses": found,
+    }
+    with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
+        afterwards.callback(_write_html, result, outputs.html, facts)
+        afterwards.callback(_write_json, result, outputs.json, facts)
+        _print(result, errors, found)
+        for reason in not_run.values():
+            print(f"not run: {reason}")
+        print(f"{report.verdict(result)}; {source}; {seconds:.1f} s")
+    if result.is_interrupted:
+        return INTERRUPTED
+    return DIFFERENT if result.has_difference else 0 if result.is_equal else BAD_USAGE
+
+
+def _print(result: "Result", errors: int, diagnoses: "Diagnoses") -> None:
     from f8emu.conformance import report
     from f8emu.conformance.breakdown.tables import breakdown_tables
     from f8emu.conformance.diagnosis.report import diagnosis_lines
-    from f8emu.conformance.page.report import to_html
 
-    found: Diagnoses = diagnoses or {}
     screen = console()
     for subject in result.subjects:
         screen.print(report.table(subject))
         for part in breakdown_tables(subject):
             screen.print(part, markup=False)
-    for line in (*report.mismatch_lines(result, errors), *diagnosis_lines(found)):
+    for line in (*report.mismatch_lines(result, errors), *diagnosis_lines(diagnoses)):
         print(line)
-    for reason in not_run.values():
-        print(f"not run: {reason}")
-    seconds = time.perf_counter() - start
-    print(f"{report.verdict(result)}; {source}; {seconds:.1f} s")
-    command = ["f8emu", *sys.argv[1:]]
-    if outputs.json is not None:
-        data = report.to_json(result, command=command, seconds=seconds, errors=errors, not_run=not_run, diagnoses=found)
-        outputs.json.write(json.dumps(data, indent=1) + "\n")
-    if outputs.html is not None:
-        outputs.html.write(
-            to_html(result, command=command, seconds=seconds, errors=errors, not_run=not_run, diagnoses=found)
-        )
-    if result.is_interrupted:
-        return INTERRUPTED
-    return DIFFERENT if result.has_difference else 0 if result.is_equal else BAD_USAGE
+
+
+def _write_json(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:
+    from f8emu.conformance.report import to_json
+
+    if file is not None:
+        file.write(json.dumps(to_json(result, **facts), indent=1) + "\n")
+
+
+def _write_html(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:
+    from f8emu.conformance.page.report import to_html
+
+    if file is not None:
+        file.write(to_html(result, **facts))

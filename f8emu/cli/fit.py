@@ -1,18 +1,30 @@
 """`f8emu fit`: which rules a kernel follows."""
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, guarded, opened
-from f8emu.cli.verify import Arrays
+from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, find_modules_here, guarded, opened
+from f8emu.cli.verify import ISOLATE, SECONDS, TIMEOUT, Arrays
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:
     import typer
+
+_KINDS = (
+    *(
+        f"{granularity} {chain}{bias}"
+        for granularity in ("tensorwise", "rowwise")
+        for bias in ("", " with bias")
+        for chain in ("fast", "promoted")
+    ),
+    "blockwise_1x128 x blockwise_1x128",
+    "blockwise_1x128 x blockwise_128x128",
+    "blockwise_128x128 x blockwise_1x128",
+)
+"""The names of `diagnosis.probe.KINDS`, which the help names without loading it."""
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -26,19 +38,24 @@ def add_to(app: "typer.Typer") -> None:
         arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
         kind: Annotated[
             list[str] | None,
-            typer.Option(help='This kind of GEMM only, such as "rowwise fast"; may be repeated. All by default.'),
+            typer.Option(help=f"This kind of GEMM only; may be repeated. All by default: {', '.join(_KINDS)}."),
         ] = None,
         m: Annotated[list[int] | None, typer.Option(min=1, help="Rows for batch invariance; may be repeated.")] = None,
+        isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
+        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
     ) -> None:
         """Measure which rules a kernel follows when nobody knows, confirm them by bits, and whether M changes them.
 
         Ctrl-C ends it; what was found is reported. A row that depends on M, or rules that are not confirmed, is a
         difference.
         """
-        raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or []))
+        seconds = TIMEOUT if isolate and timeout is None else timeout
+        raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], seconds))
 
 
-def _fit(kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int]) -> int:
+def _fit(
+    kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int], timeout: float | None
+) -> int:
     from f8emu.conformance import report
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.batch_invariance import MS
@@ -51,10 +68,10 @@ def _fit(kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms:
     unknown = [name for name in kinds if name not in known]
     if unknown:
         raise SpecError(f"fit: unknown kind {unknown[0]!r}; known kinds are {', '.join(known)}")
-    if ":" in kernel and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a kernel in the current directory, as for `python -m`
+    if ":" in kernel:
+        find_modules_here()
     with opened("fit", json_file) as out:
-        subject = load_subject(kernel, arrays=arrays)
+        subject = load_subject(kernel, arrays=arrays, timeout=timeout)
         chosen = [known[name] for name in kinds] or KINDS
         with report.progress_bar() as progress:
             found = fit(subject, kinds=chosen, ms=ms or MS, progress=progress)

@@ -1,6 +1,6 @@
 """What every command shares: exit statuses, errors as messages, lines, files read and written, the width of tables."""
 
-import io
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -53,22 +53,42 @@ def text_of(command: str, path: Path) -> str:
         raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
 
 
+class Report:
+    """A file that was opened before any work; its old text is kept until the new one is there."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """The whole text, at once: what fails afterwards does not lose it."""
+        if self._file.seekable():
+            self._file.truncate(0)
+        self._file.write(text)
+        self._file.flush()
+
+
 @contextmanager
-def opened(command: str, path: Path | None) -> Iterator[TextIO | None]:
-    """The file to write, opened before any work; its old text is kept until the new one is complete."""
+def opened(command: str, path: Path | None) -> Iterator[Report | None]:
+    """The file to write.
+
+    Raises:
+        SpecError: it cannot be written.
+    """
     if path is None:
         yield None
         return
-    text = io.StringIO()
     try:
         file = path.open("a", encoding="utf-8")
     except OSError as error:
         raise SpecError(f"{command}: cannot write {path}: {error}; give a path in a directory that exists") from None
     with file:
-        yield text
-        if file.seekable():
-            file.truncate(0)
-        file.write(text.getvalue())
+        yield Report(file)
+
+
+def find_modules_here() -> None:
+    """An own kernel may be in the current directory, as for `python -m`."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 def console() -> "Console":

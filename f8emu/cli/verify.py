@@ -1,14 +1,12 @@
 """`f8emu verify`: prove that the bits agree."""
 
-import os
-import sys
 import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu.cli.conclusion import Files, conclude, opened_files
-from f8emu.cli.frame import STATUSES, guarded
+from f8emu.cli.frame import STATUSES, console, find_modules_here, guarded
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
@@ -19,6 +17,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = 120.0
 """Seconds for one GEMM of an isolated kernel: some compile it first."""
+ISOLATE = "Run kernels in a process of their own: a crash or a hang fails one case."
+SECONDS = f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."
 
 
 class Arrays(Enum):
@@ -65,13 +65,11 @@ def add_to(app: "typer.Typer") -> None:
         ] = None,
         isolate: Annotated[
             bool,
-            typer.Option("--isolate", help="Run kernels in a process of their own: a crash or a hang fails one case."),
+            typer.Option("--isolate", help=ISOLATE),
         ] = False,
         timeout: Annotated[
             float | None,
-            typer.Option(
-                metavar="SECONDS", help=f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."
-            ),
+            typer.Option(metavar="SECONDS", help=SECONDS),
         ] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
@@ -92,8 +90,10 @@ def add_to(app: "typer.Typer") -> None:
         if recordings is not None or chip:
             from f8emu.cli.recordings import verify_recordings
 
-            if recordings is None or golden is not None or stage:
-                raise typer.BadParameter("--chip goes with --recordings, and neither with --golden or --stage")
+            if recordings is None or golden is not None or stage or isolate or timeout is not None:
+                raise typer.BadParameter(
+                    "--chip goes with --recordings, and neither with --golden, --stage, --isolate or --timeout"
+                )
             raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
         seconds = TIMEOUT if isolate and timeout is None else timeout
         options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds, diagnose, jobs
@@ -101,10 +101,17 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _list_kernels() -> int:
+    from rich.table import Table
+    from rich.text import Text
+
     from f8emu.conformance.kernels.known import KERNELS
 
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("kernel", "predicted", "how to get it"):
+        table.add_column(name, no_wrap=name == "kernel")
     for kernel in KERNELS.values():
-        print(f"{kernel.name}: {kernel.predicted}" + (f" ({kernel.install})" if kernel.install else ""))
+        table.add_row(*map(Text, (kernel.name, kernel.predicted, kernel.install)))
+    console().print(table)
     return 0
 
 
@@ -156,15 +163,18 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[S
     """The subjects in the order of `names`; and, of the default ones, why those that are missing cannot run."""
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
-    if any(":" in name for name in names) and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # an own kernel in the current directory, as for `python -m`
+    if any(":" in name for name in names):
+        find_modules_here()
     chosen = names or list(SUBJECTS)
+    has_kernels = any(name not in SUBJECTS for name in chosen)
     # torch first: JAX then knows that it must leave the GPU's memory to others
     loaded: dict[str, Subject] = {}
     not_run: dict[str, str] = {}
     for name in sorted(chosen, key=lambda name: name != "torch"):
         try:
-            loaded[name] = load_subject(name, arrays=arrays, timeout=timeout)
+            # beside kernels the others run as ever; without any, a timeout is refused
+            seconds = None if has_kernels and name in SUBJECTS else timeout
+            loaded[name] = load_subject(name, arrays=arrays, timeout=seconds)
         except MissingExtraError as error:
             if names:
                 raise

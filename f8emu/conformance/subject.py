@@ -17,8 +17,9 @@ from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, trave
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
-from f8emu.conformance.kernels.call import absent, attribute, kernel_verbs, question
+from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_run
 from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.imported import attribute
 from f8emu.conformance.kernels.isolation import isolated
 from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
 from f8emu.conformance.kernels.known import KERNELS
@@ -65,8 +66,8 @@ class Subject:
     """A generated GEMM as this subject can be asked it; its judge is asked the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
-    predicted: str = ""
-    """Of a known kernel: what it should give."""
+    rows_run: Callable[[GemmCase], int] = lambda case: case.a.shape[0]
+    """With how many rows a GEMM is run: more than it has where M is padded."""
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""
@@ -100,12 +101,16 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
     each GEMM, a kernel runs in a process of its own: a crash or a hang is the error of one case.
 
     Raises:
-        SpecError: no such subject, module or attribute, or unknown arrays.
+        SpecError: no such subject, module or attribute, unknown arrays, or a timeout for what is no kernel.
         MissingExtraError: torch or jax is needed and not installed.
     """
     if arrays not in FRAMEWORKS:
         raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
     if name in SUBJECTS:
+        if timeout is not None:
+            raise SpecError(
+                f"load_subject: a timeout isolates a kernel, and {name!r} is none; leave out --isolate and --timeout"
+            )
         return SUBJECTS[name]()
     if ":" not in name and name not in KERNELS:
         raise SpecError(
@@ -114,9 +119,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         )
     if timeout is not None:
         return isolated_subject(name, arrays, timeout)
-    if name in KERNELS:
-        return kernel_subject(KERNELS[name], arrays)
-    return kernel_subject(_own_kernel(name), arrays)
+    return kernel_subject(load_kernel(name), arrays)
 
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
@@ -136,12 +139,18 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
         chooses_split_k=True,
         question=partial(question, kernel),
         more_gemms=partial(kernel_cases, kernel),
-        predicted=kernel.predicted,
+        rows_run=partial(rows_run, kernel),
     )
 
 
-def _own_kernel(path: str) -> Kernel:
-    """What a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is."""
+def load_kernel(path: str) -> Kernel:
+    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is.
+
+    Raises:
+        SpecError: nothing of that name can be imported.
+    """
+    if path in KERNELS:
+        return KERNELS[path]
     try:
         found = attribute(path)
         if not callable(found) and not isinstance(found, Kernel):
@@ -158,7 +167,8 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
     """A function called as `torch._scaled_mm` is.
 
     `function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum)`: a [M, K] row-major, b [K, N] column-major;
-    scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. `NotImplementedError` means "not offered".
+    scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. M is any number, N and K are multiples of
+    16. `NotImplementedError` means "not offered".
     """
     return Kernel(
         name=name,
@@ -168,6 +178,7 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
         scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
         b=K_BY_ROWS,
         out_dtypes=HIGH_PRECISION,
+        multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
     )
 
 
@@ -194,9 +205,9 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
         verbs={verb: partial(kernel.run, verb) for verb in about.verbs},
         runs_full_size=about.runs_full_size,
         chooses_split_k=True,
-        question=kernel.question,
-        more_gemms=kernel.more_gemms,
-        predicted=about.predicted,
+        question=partial(question, about.kernel),
+        more_gemms=partial(kernel_cases, about.kernel),
+        rows_run=partial(rows_run, about.kernel),
     )
 
 

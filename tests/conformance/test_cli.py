@@ -15,6 +15,10 @@ from typer.testing import CliRunner
 import f8emu
 from f8emu import cli
 from f8emu.conformance import read_golden, shipped_golden, stages, subject, write_golden
+from f8emu.conformance import report as verify_report
+from f8emu.conformance.breakdown import tables
+from f8emu.conformance.page import html
+from f8emu.conformance.page import report as page_report
 from f8emu.conformance.subject import load_subject
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 
@@ -150,6 +154,8 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
         (("verify", "no.such.module:f"), "No module named 'no'"),
         (("verify", "--arrays", "cupy"), "cupy"),
         (("verify", "--errors", "-1"), "--errors"),
+        (("verify", "f8ref.numpy", "--timeout", "5"), "'f8ref.numpy' is none; leave out --isolate and --timeout"),
+        (("fit", "f8ref.numpy", "--isolate"), "'f8ref.numpy' is none; leave out --isolate and --timeout"),
         (("recipes", "nosuch"), "unknown recipe 'nosuch'; known recipes: tensorwise, rowwise"),
         (("recipes", "--toml", "--json"), "exclude each other"),
         (("nosuch",), "nosuch"),
@@ -259,13 +265,28 @@ def test_interrupted_runs_keep_their_finished_stages(
     assert invoke("verify", "planted") == (130, "", "interrupted\n")
 
 
-def test_a_failure_of_f8emu_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
+def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **options: Any) -> Any:
         raise AssertionError("an invariant")
 
     monkeypatch.setitem(subject.SUBJECTS, "planted", fails)
     status, _, err = invoke("verify", "planted")
     assert status == 2 and "AssertionError: an invariant" in err
+    # of tables, JSON and page one that fails loses no other
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    monkeypatch.setattr(html, "require_plotly", lambda call: None)
+    monkeypatch.setattr(page_report, "to_html", lambda result, **facts: "the page")
+    words = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden")
+    for module, name in ((page_report, "to_html"), (tables, "breakdown_tables"), (verify_report, "to_json")):
+        report.write_text("before")
+        page.write_text("before")
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, fails)
+            status, out, err = invoke(*words, "--json", str(report), "--html", str(page))
+        assert status == 2 and "AssertionError: an invariant" in err
+        assert ("equal: every bit" in out) == (name != "breakdown_tables")
+        assert report.read_text().startswith("before" if name == "to_json" else "{")
+        assert page.read_text() == ("before" if name == "to_html" else "the page")
     for command in ((), ("verify",)):
         words = " ".join(invoke(*command, "--help")[1].split())
         assert "0 all equal" in words and "1 a difference" in words and "130 interrupted" in words

@@ -16,15 +16,17 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
+from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.compare import different
+from f8emu.conformance.diagnosis import batch_invariance
 from f8emu.conformance.diagnosis import fit as fitting
 from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.gemm_cases import gemm_cases
-from f8emu.conformance.subject import Subject, load_subject
+from f8emu.conformance.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.spec import HOPPER
 
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -110,6 +112,15 @@ def test_rows_that_depend_on_m() -> None:
     }  # fmt: skip
 
 
+def test_rows_that_would_be_padded_are_not_claimed() -> None:
+    """An M that never ran shows nothing."""
+    kernel = replace(scaled_mm_kernel("x", planted.subject().verbs["scaled_mm"]), multiples=(16, 16, 16))
+    subject = kernel_subject(kernel, "numpy")
+    whole = batch_invariance._case(BY_NAME[FAST], 17)
+    refused = list(batch_invariance.rows_at(subject, BY_NAME[FAST], rules_of(HOPPER, whole), (1, 17)))
+    assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
+
+
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -122,6 +133,7 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 KERNEL = """
+import os
 import numpy as np
 
 def exact(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
@@ -130,6 +142,9 @@ def exact(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     with np.errstate(all="ignore"):
         acc = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
         return acc * (scale_a * scale_b)
+
+def leaves(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    os._exit(3)
 
 def none(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     raise NotImplementedError("nothing")
@@ -160,6 +175,10 @@ def test_command_line(kernels: Path) -> None:
     (kind,) = json.loads(out.read_text())["kinds"]
     assert kind["rules"]["adder"] == "exact" and kind["batch_invariant"] is True
     assert kind["outputs_equal"] == kind["outputs_total"] == 1280
+    status, text = invoke("fit", "fit_kernels:leaves", *options, "--timeout", "60")
+    assert status == 1 and "its process exited with status 3" in text
+    words = " ".join(invoke("fit", "--help")[1].replace("│", " ").split())
+    assert fit_command._KINDS == tuple(BY_NAME) and ", ".join(BY_NAME) in words
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ KERNELS = '''
 import numpy as np
 import f8ref.numpy as f8
 
-SEEN = []
+SEEN, ROWS = [], set()
 
 def right(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     """The oracle in the argument layout of torch._scaled_mm."""
+    ROWS.add(a.shape[0])
     SEEN.append((type(a).__module__.split(".")[0], np.ndim(scale_a), str(out_dtype)))
     rowwise = {} if np.ndim(scale_a) == 0 else {"granularity_a": R, "granularity_b": R}
     return f8.scaled_mm(
@@ -37,6 +38,9 @@ def tensorwise_only(a, b, scale_a, scale_b, **options):
 
 def wrong_dtype(a, b, scale_a, scale_b, **options):
     return right(a, b, scale_a, scale_b, **options).astype(np.float64)
+
+def too_large(a, b, scale_a, scale_b, **options):
+    return np.pad(right(a, b, scale_a, scale_b, **options), ((0, 128), (0, 64)))
 
 def crashes(*args, **options):
     raise RuntimeError("illegal memory access")
@@ -90,6 +94,7 @@ def test_right_kernel(kernels: Any, few: Path, tmp_path: Path) -> None:
     assert (stages["golden"]["cases_total"], stages["golden"]["cases_not_offered"]) == (5, 4)
     assert stages["gemms"]["cases_total"] > 60
     assert set(kernels.SEEN) >= {("numpy", 0, "bfloat16"), ("numpy", 2, "bfloat16"), ("numpy", 0, "float32")}
+    assert {5, 16} < kernels.ROWS, "M is what was asked for: bits may depend on it"
     assert "not offered" in output and "own_kernels:right on numpy" in output
 
 
@@ -128,6 +133,7 @@ def test_not_implemented_is_not_offered(kernels: Any, few: Path, tmp_path: Path)
     ("name", "text"),
     [
         ("wrong_dtype", "gave float64[64, 96], expected bfloat16[64, 96]"),
+        ("too_large", "raised TypeError: gave an output of shape [192, 160], expected [64, 96]"),
         ("crashes", "raised RuntimeError: illegal memory access"),
         ("wrong_accumulation", "  expected: 0x"),
     ],

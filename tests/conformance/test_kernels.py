@@ -285,7 +285,7 @@ def test_declaration(name: str) -> None:
     assert (equal, offered) == (expected, expected)
 
 
-def test_absent_kernels_are_not_offered() -> None:
+def test_absent_kernels_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said once, with what to install; never equal, never different."""
     if torch.cuda.is_available():
         pytest.skip("here they may run")
@@ -297,6 +297,10 @@ def test_absent_kernels_are_not_offered() -> None:
     missing = replace(KERNELS["fbgemm.rowwise"], needs_gpu=False)
     with pytest.raises(NotOffered, match=r"is not installed .*; pip install fbgemm-gpu-genai"):
         kernel_subject(missing).gemm(few_cases()[0])
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('built for another torch')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(NotOffered, match=r"not installed \(RuntimeError: built for another torch\); pip"):
+        kernel_subject(replace(missing, imports=("breaks",))).gemm(few_cases()[0])
     with pytest.raises(SpecError, match="expected no_such:gemm to be importable"):
         kernel_subject(replace(missing, function="no_such:gemm", imports=(), install=""))
 

@@ -50,6 +50,10 @@ def rows_at(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = MS) 
     columns = places(rng("columns", kind.name), whole.output_shape[1], 8)
     for m in sorted(set(ms), reverse=True):
         case = _first_rows(whole, m)
+        padded = subject.rows_run(case)
+        if padded != m:
+            yield RowsAtM(m=m, reason=f"{subject.name} takes it padded to {padded} rows")
+            continue
         one = ask_one(subject, case)
         if not isinstance(one, Asked):
             yield RowsAtM(m=m, reason=one or "not offered")

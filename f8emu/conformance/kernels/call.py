@@ -1,6 +1,5 @@
 """How a declared kernel is put to the suite: which question it is asked, its call, and what is checked around it."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from f8emu.conformance.arrays import Framework
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode, NotOffered
 from f8emu.conformance.kernels.faults import Guarded, check_written, unwritten
+from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, OperandLayout, ScaleLayout, filled
 from f8emu.spec import Format, Granularity, SpecError, format_by_name
 
@@ -45,6 +45,12 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
 
 
+def rows_run(kernel: Kernel, case: GemmCase) -> int:
+    """With how many rows the kernel is called for a case: M padded."""
+    multiple = 1 if kernel.is_grouped else _multiples(kernel, case.granularity_a)[0]
+    return -(-case.a.shape[0] // multiple) * multiple
+
+
 def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., np.ndarray]]:
     """The verbs `scaled_mm` and `scaled_grouped_mm` of a kernel; the one that it has not raises NotOffered.
 
@@ -54,7 +60,7 @@ def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[...
     if Arg.OUT in kernel.args and framework.name == "jax":
         raise SpecError(f"Kernel {kernel.name!r}: a jax.Array cannot be written to; let the kernel return its output")
     try:
-        call = _Call(kernel=kernel, framework=framework, function=_function(kernel, framework))
+        call = _Call(kernel=kernel, framework=framework, function=function_of(kernel, framework))
     except NotOffered as reason:
         return absent(str(reason))
     return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm}
@@ -124,8 +130,7 @@ class _Call:
             if layout.is_inverse and (scale != _power_of_two(scale)).any():
                 raise NotOffered(f"{self.kernel.name} takes inverse scales, exact for powers of two alone")
 
-        multiples = self.kernel.block_multiples if granularity_a.is_blockwise else self.kernel.multiples
-        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), multiples)
+        m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
         values: dict[Arg, Any] = {
             Arg.A: self._operand(a, (m, k), self.kernel.a),
             Arg.B: self._operand(b.T, (n, k), self.kernel.b),
@@ -242,9 +247,15 @@ class _Call:
         elif not isinstance(returned, framework.array_type):
             raise TypeError(f"gave {type(returned).__name__}, expected an array of {framework.name}")
         computed = framework.store(returned)
+        if computed.shape != shape:  # before the padding is cut off, which would hide it
+            raise TypeError(f"gave an output of shape {list(computed.shape)}, expected {list(shape)}")
         if output is not None:
             check_written(computed)
         return computed
+
+
+def _multiples(kernel: Kernel, granularity_a: Granularity) -> tuple[int, int, int]:
+    return kernel.block_multiples if granularity_a.is_blockwise else kernel.multiples
 
 
 def _padded(sizes: tuple[int, int, int], multiples: tuple[int, int, int]) -> tuple[int, ...]:
@@ -264,42 +275,3 @@ def _needs_squares(kernel: Kernel, pair: tuple[Granularity, Granularity]) -> boo
 def _power_of_two(scale: np.ndarray) -> np.ndarray:
     """The significand cut off."""
     return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
-
-
-def _function(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
-    """What is called.
-
-    Raises:
-        NotOffered: it is not here: no GPU, or its package is not installed.
-        SpecError: it cannot be imported, and nothing says how to install it.
-    """
-    if kernel.needs_gpu and not framework.on_gpu:
-        install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
-        raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
-    if not isinstance(kernel.function, str):
-        return kernel.function
-    try:
-        for name in kernel.imports:
-            importlib.import_module(name)
-        return attribute(kernel.function)
-    except (ImportError, AttributeError, OSError) as error:  # OSError: a library of the package that does not load
-        if kernel.install:
-            raise NotOffered(f"{kernel.name} is not installed ({error}); {kernel.install}") from None
-        raise SpecError(
-            f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {error}. Run it where the module "
-            "can be imported, or set PYTHONPATH"
-        ) from None
-
-
-def attribute(path: str) -> Any:
-    """What `package.module:attribute.of.it` names.
-
-    Raises:
-        ImportError: no such module.
-        AttributeError: no such attribute.
-    """
-    module_name, _, names = path.partition(":")
-    found = importlib.import_module(module_name)
-    for name in names.split("."):
-        found = getattr(found, name)
-    return found

@@ -19,9 +19,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from f8emu.conformance.gemm import GemmCase, NotOffered
+from f8emu.conformance.gemm import NotOffered
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
+from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import SpecError
 
 _START_SECONDS = 300.0
@@ -39,7 +40,8 @@ class About:
     engine: str
     verbs: tuple[str, ...]
     runs_full_size: bool
-    predicted: str
+    kernel: Kernel
+    """Its outline: which cases it is asked is decided in the parent, where nothing hangs."""
 
 
 class IsolatedKernel:
@@ -58,17 +60,27 @@ class IsolatedKernel:
 
         Raises:
             NotOffered: as the kernel.
+            SpecError: its process was started anew, and loading it failed.
             KernelFault: it crashed, exited, gave nothing in time, or what the child found out.
         """
-        return self._asked("run", verb, args, options)
-
-    def question(self, case: GemmCase) -> GemmCase:
-        """As `Subject.question`."""
-        return self._asked("question", case)
-
-    def more_gemms(self) -> list[GemmCase]:
-        """As `Subject.more_gemms`."""
-        return self._asked("more gemms")
+        if self._hangs == _HANGS:
+            raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
+        try:
+            kind, *found = self._running().ask(("run", verb, args, options), self._timeout)
+        except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
+            self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
+            self.close()
+            raise
+        self._hangs = 0
+        if kind == "done":
+            return found[0]
+        if kind == "not offered":
+            raise NotOffered(found[0])
+        name, text = found
+        fault = getattr(faults, name, None)
+        if self.about.runs_full_size or fault is not None:  # its memory, or the GPU's context, may be spoilt
+            self.close()
+        raise (fault or type(name, (KernelFault,), {}))(text)
 
     def close(self) -> None:
         """End the child."""
@@ -89,27 +101,6 @@ class IsolatedKernel:
                 raise SpecError(found[-1])
             self._child, self.about = child, found[0]
         return self._child
-
-    def _asked(self, *request: Any) -> Any:
-        if self._hangs == _HANGS:
-            raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
-        child = self._running()
-        try:
-            kind, *found = child.ask(request, self._timeout)
-        except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
-            self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
-            self.close()
-            raise
-        self._hangs = 0
-        if kind == "done":
-            return found[0]
-        if kind == "not offered":
-            raise NotOffered(found[0])
-        name, text = found
-        fault = getattr(faults, name, None)
-        if self.about.runs_full_size or fault is not None:  # its memory, or the GPU's context, may be spoilt
-            self.close()
-        raise (fault or type(name, (KernelFault,), {}))(text)
 
 
 class _Child:
@@ -210,19 +201,15 @@ def serve(descriptor: int) -> None:
         action, *rest = requests.get()
         try:
             if action == "load":
-                subject = _loaded(*rest)
+                kernel, subject = _loaded(*rest)
                 about = About(
                     name=subject.name,
                     engine=subject.engine,
                     verbs=tuple(subject.verbs),
                     runs_full_size=subject.runs_full_size,
-                    predicted=subject.predicted,
+                    kernel=kernel.outline(),
                 )
                 answer: tuple[Any, ...] = ("done", about)
-            elif action == "question":
-                answer = ("done", subject.question(*rest))
-            elif action == "more gemms":
-                answer = ("done", list(subject.more_gemms()))
             else:
                 verb, args, options = rest
                 answer = ("done", subject.verbs[verb](*args, **options))
@@ -233,7 +220,8 @@ def serve(descriptor: int) -> None:
         connection.send(answer)
 
 
-def _loaded(name: str, arrays: str) -> Any:
-    from f8emu.conformance.subject import load_subject
+def _loaded(name: str, arrays: str) -> tuple[Kernel, Any]:
+    from f8emu.conformance.subject import kernel_subject, load_kernel
 
-    return load_subject(name, arrays=arrays)
+    kernel = load_kernel(name)
+    return kernel, kernel_subject(kernel, arrays)

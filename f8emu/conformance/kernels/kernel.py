@@ -13,7 +13,7 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -114,6 +114,10 @@ BLOCKWISE_128X128: Scales = {
 """[M/128, K/128] and [N/128, K/128], row-major. The judge takes 1x128 by 128x128 scales whose rows repeat."""
 
 
+def _value(granularity: Granularity) -> str:
+    return granularity.value
+
+
 class Accumulation(Enum):
     """Which accumulation a kernel has that takes no argument for it."""
 
@@ -147,7 +151,7 @@ class Kernel:
     out_column_major: bool = False
     accumulation: Accumulation = Accumulation.PROMOTED
     """Where no argument asks for it."""
-    granularity_word: Callable[[Granularity], Any] = lambda granularity: granularity.value
+    granularity_word: Callable[[Granularity], Any] = _value
     multiples: tuple[int, int, int] = (16, 16, 16)
     """Of M, N and K: smaller cases are padded with zeros, which change no other output."""
     block_multiples: tuple[int, int, int] = (16, 16, 128)
@@ -160,7 +164,7 @@ class Kernel:
     """How to get the package; without it the kernel is then "not offered"."""
     needs_gpu: bool = False
     predicted: str = ""
-    """What it should give, in a sentence: printed beside the verdict."""
+    """What it should give, in a sentence: printed beside the engine."""
 
     def __post_init__(self) -> None:
         places = self.args
@@ -204,6 +208,11 @@ class Kernel:
     @property
     def has_inverse_scales(self) -> bool:
         return any(layout.is_inverse for pair in self.scales.values() for layout in pair)
+
+    def outline(self) -> "Kernel":
+        """The declaration without its call: which cases it is asked, as data that another process can be sent."""
+        call: dict[str, Any] = {"function": "", "arguments": self.args, "keywords": {}, "granularity_word": _value}
+        return replace(self, scales=dict(self.scales), **call)
 
 
 def _args(value: Any) -> list[Arg]:
