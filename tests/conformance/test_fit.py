@@ -22,6 +22,7 @@ from f8emu.conformance.diagnosis import fit as fitting
 from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
 from f8emu.conformance.diagnosis.probe import KINDS
+from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_lines
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.subject import Subject, load_subject
@@ -110,6 +111,28 @@ def test_rows_that_depend_on_m() -> None:
     }  # fmt: skip
 
 
+def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one of the random GEMMs, or with one number of rows: that is no GEMM which is not offered."""
+    verb = planted.subject().verbs["scaled_mm"]
+
+    def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
+        if a.shape[1] == 1168 or a.shape[0] == 7:
+            raise RuntimeError("illegal memory access")
+        return verb(a, *args, **options)
+
+    subject = Subject(name="x", engine="x", verbs={"scaled_mm": kernel})
+    result = fit(subject, kinds=[BY_NAME[PROMOTED]])
+    (found,) = result.kinds
+    assert "illegal memory access" in found.error and not found.is_confirmed and not result.is_confirmed
+    assert found.rules == rules_of(HOPPER, next(iter(planted.probes(BY_NAME[PROMOTED], takes_any_size=True))).case)
+    monkeypatch.setattr(fitting, "confirmed", lambda *args: (1280, 1280))
+    monkeypatch.setattr(fitting, "_chosen", lambda rules, *args: (rules, []))
+    result = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(7, 16))
+    (found,) = result.kinds
+    assert found.is_confirmed and found.is_batch_invariant is False
+    assert any("M = 7: FAILED: " in line and "illegal memory access" in line for line in fit_lines(found))
+
+
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -165,7 +188,7 @@ def test_command_line(kernels: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fit_kernels:none", "--arrays", "numpy"), "nothing to fit"),
+        (("fit_kernels:none", "--arrays", "numpy"), "nothing to fit: no GEMM is offered: nothing"),
         (("fit_kernels:exact", "--kind", "fast"), "known kinds are tensorwise fast"),
         (("no_such_subject",), "unknown subject"),
     ],
