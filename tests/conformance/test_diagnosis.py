@@ -208,7 +208,7 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("scales as acc * (sa * sb)", "square"): (SQUARE, {"order": "p*(sa*sb)"}),
 }
 """Name that must be found -> the kind of GEMM that shows it, and the fault."""
-SAME_BITS = {
+SAME_BITS: dict[tuple[str, ...], set[tuple[str, ...]]] = {
     ("sums of 23 fraction bits",): {("sums of 18 fraction bits",), ("sums of 19 fraction bits",)},
     ("output cut toward zero",): {("output cut toward zero in bfloat16",)},
 }
@@ -307,6 +307,13 @@ def test_right_frameworks_are_not_accused(name: str) -> None:
         pytest.importorskip("torch")
     found = diagnose(load_subject(name))
     assert len(found) == len(KINDS) and all(one.is_right for one in found), found
+
+
+def test_a_right_framework_is_not_accused_of_one_kind() -> None:
+    pytest.importorskip("jax")
+    pytest.importorskip("torch")
+    (found,) = diagnose(load_subject("torch"), kinds=[BY_NAME["tensorwise fast"]], memory=MEMORY)
+    assert found.is_right and found.cases > 20, found
 
 
 def test_a_kernel_that_fails_is_no_diagnosis() -> None:
