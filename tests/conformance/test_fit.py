@@ -19,14 +19,18 @@ from f8emu import cli
 from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.compare import different
-from f8emu.conformance.diagnosis import batch_invariance
+from f8emu.conformance.diagnosis import batch_invariance, confirmation
 from f8emu.conformance.diagnosis import fit as fitting
+from f8emu.conformance.diagnosis import report as telling
 from f8emu.conformance.diagnosis.altered import compute
+from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
 from f8emu.conformance.diagnosis.probe import KINDS
+from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_lines
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
+from f8emu.conformance.verify import Result, StageResult, SubjectResult
 from f8emu.spec import HOPPER
 
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -44,6 +48,12 @@ def _planted() -> ModuleType:
 
 
 planted = _planted()
+
+
+@pytest.fixture(autouse=True)
+def _small_random_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted kernels are slow, and 16 rows and columns of each are looked at, however large it is."""
+    monkeypatch.setattr(confirmation, "_SIZE", 16)
 
 
 def test_the_right_rules_are_the_oracle() -> None:
@@ -121,6 +131,28 @@ def test_rows_that_would_be_padded_are_not_claimed() -> None:
     assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
 
 
+def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one of the random GEMMs, or with one number of rows: that is no GEMM which is not offered."""
+    verb = planted.subject().verbs["scaled_mm"]
+
+    def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
+        if a.shape[1] == 1168 or a.shape[0] == 7:
+            raise RuntimeError("illegal memory access")
+        return verb(a, *args, **options)
+
+    subject = Subject(name="x", engine="x", verbs={"scaled_mm": kernel})
+    result = fit(subject, kinds=[BY_NAME[PROMOTED]])
+    (found,) = result.kinds
+    assert "illegal memory access" in found.error and not found.is_confirmed and not result.is_confirmed
+    assert found.rules == rules_of(HOPPER, next(iter(planted.probes(BY_NAME[PROMOTED], takes_any_size=True))).case)
+    monkeypatch.setattr(fitting, "confirmed", lambda *args: (1280, 1280))
+    monkeypatch.setattr(fitting, "_chosen", lambda rules, *args: (rules, []))
+    result = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(7, 16))
+    (found,) = result.kinds
+    assert found.is_confirmed and found.is_batch_invariant is False
+    assert any("M = 7: FAILED: " in line and "illegal memory access" in line for line in fit_lines(found))
+
+
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -184,7 +216,7 @@ def test_command_line(kernels: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fit_kernels:none", "--arrays", "numpy"), "nothing to fit"),
+        (("fit_kernels:none", "--arrays", "numpy"), "nothing to fit: no GEMM is offered: nothing"),
         (("fit_kernels:exact", "--kind", "fast"), "known kinds are tensorwise fast"),
         (("no_such_subject",), "unknown subject"),
     ],
@@ -212,6 +244,40 @@ def test_verify_diagnoses_what_differs(kernels: Path) -> None:
     assert status == 1 and "explained" not in text
     status, text = invoke("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden")
     assert status == 0 and "diagnosed" not in text
+
+
+def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one subject; and what the lines say of right kernels, and of kinds that nothing explains."""
+    stage = StageResult(stage="gemms", title="x", oracle="x", cases_total=1)
+    subjects = [replace(planted.subject(), name=name) for name in ("failing", "right", "odd")]
+    result = Result(
+        golden=shipped_golden(), subjects=[SubjectResult(name=one.name, engine="x", stages=[stage]) for one in subjects]
+    )
+
+    def diagnose(subject: Subject, **options: Any) -> tuple[Diagnosis, ...]:
+        if subject.name == "failing":
+            raise MemoryError("no room")
+        best = None if subject.name == "right" else explanation(7)
+        return tuple(
+            Diagnosis(
+                kind=kind.name, cases=1, outputs_equal=9 if best is None else 5, outputs_total=9, best=best,
+                tried=() if best is None else (explanation(7), explanation(6), explanation(5)),
+            )
+            for kind in KINDS
+        )  # fmt: skip
+
+    def explanation(equal: int) -> Explanation:
+        return Explanation(alterations=(f"altered {equal}",), sentence="it", outputs_equal=equal, outputs_total=9)
+
+    monkeypatch.setattr(telling, "diagnose", diagnose)
+    told, found = diagnosed(result, subjects)
+    assert told is result and list(found) == ["failing", "right", "odd"]
+    assert found["failing"][0].error == "MemoryError: no room" and not found["failing"][0].is_right
+    lines = {name: list(diagnosis_lines({name: found[name]}))[1:] for name in found}
+    assert lines["failing"] == ["  all kinds: not diagnosed: MemoryError: no room"]
+    assert "the probes do not show it" in lines["right"][-1] and len(lines["right"]) == len(KINDS) + 1
+    assert len(lines["odd"]) == 3 and f"{7 * len(KINDS)}/{9 * len(KINDS)} outputs equal" in lines["odd"][0]
+    assert not any("do not show" in line for line in lines["odd"])
 
 
 def test_rules_in_words() -> None:

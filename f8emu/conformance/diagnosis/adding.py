@@ -94,7 +94,7 @@ def _signs(x: Operand) -> np.ndarray:
 
 
 def _exact(a: Operand, b: Operand) -> np.ndarray:
-    """The exact sum of float8 products, rounded once: integers in units of the smallest product fit 64 bits."""
+    """The exact sum of float8 products, rounded once: Python's integers, in units of the smallest product."""
     lowest = [int(np.where(x.numbers.significand == 0, 99, x.numbers.exponent).min(initial=99)) for x in (a, b)]
     whole = [
         np.where(x.numbers.significand == 0, 0, x.numbers.significand.astype(object) * 2 ** (
@@ -109,7 +109,7 @@ def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:
     """Python's integers times `2^unit`, rounded once."""
 
     def one(x: int) -> float:
-        # Rounded to odd at 60 bits first: a float64 of these, then a float32, round as one.
+        # Rounded to odd at 50 bits first: these are exact in float64, and a float32 of them rounds as one.
         drop = max(abs(x).bit_length() - 50, 0)
         kept = abs(x) >> drop
         kept |= (kept << drop) != abs(x)

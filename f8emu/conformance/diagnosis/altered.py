@@ -74,7 +74,8 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
         bias = None if case.bias is None or rules.bias is BiasRule.IGNORED else case.bias.astype(np.float32)[columns]
         scale_a, scale_b = read.scale_a_MB[rows], read.scale_b_BN[:, columns]
         if rules.scales.is_before_dot:
-            key = (place, *_scaling_before(rules), read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes())
+            scales = read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes()
+            key = (place, *_scaling_before(rules), *scales, read.format_a, read.format_b)
             result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
         elif case.mode is Mode.BLOCKWISE:
             key = (place, "blocks", adding_rules(rules), _reading(rules), read.format_a, read.format_b)

@@ -20,6 +20,7 @@ class Asked:
     """A probe and the outputs that the subject gave."""
 
     case: GemmCase
+    """As the subject was asked it."""
     at: Part | None
     """The outputs that are looked at; None: all."""
     observed: np.ndarray
@@ -35,30 +36,47 @@ class Asked:
             return self.size - int(np.count_nonzero(different(self.observed, given)))
 
 
-def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked | str | None:
-    """One GEMM put to a subject: its answer, what it raised as a text, or None if it offers no such GEMM."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoAnswer:
+    """A GEMM without an output."""
+
+    reason: str
+    is_refusal: bool
+    """True: the subject offers no such GEMM. False: it failed."""
+
+
+def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked | NoAnswer:
+    """One GEMM put to a subject, as it can be asked it: its answer, or why there is none."""
     try:
-        output = subject.gemm(case)
-    except (NotOffered, MissingExtraError):
-        return None
+        asked = subject.question(case)
+        if (asked.use_fast_accum, asked.bias is None) != (case.use_fast_accum, case.bias is None):
+            kept = "bias" if asked.use_fast_accum == case.use_fast_accum else "accumulation"
+            return NoAnswer(reason=f"{subject.name} takes no such {kept}", is_refusal=True)
+        output = subject.gemm(asked)
+    except (NotOffered, MissingExtraError) as reason:
+        return NoAnswer(reason=str(reason), is_refusal=True)
     except Exception as error:  # a subject may raise anything
-        return f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
-    fault = shape_fault(output, np.empty(case.output_shape, dtype_of(case.out_dtype)))
+        reason = f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
+        return NoAnswer(reason=reason, is_refusal=False)
+    fault = shape_fault(output, np.empty(asked.output_shape, dtype_of(asked.out_dtype)))
     if fault:
-        return f"{case.id}: {fault}"
-    return Asked(case=case, at=at, observed=output if at is None else output[np.ix_(*at)])
+        return NoAnswer(reason=f"{asked.id}: {fault}", is_refusal=False)
+    return Asked(case=asked, at=at, observed=output if at is None else output[np.ix_(*at)])
 
 
-def ask(subject: Subject, kind: Kind) -> list[Asked] | str:
-    """The probes of a kind that the subject offers; empty if none, a text if it failed."""
+def ask(subject: Subject, kind: Kind) -> list[Asked] | NoAnswer:
+    """The probes of a kind that the subject offers; if it failed, or offers none, why."""
     found: list[Asked] = []
+    refused: NoAnswer | None = None
     for probe in probes(kind, takes_any_size=subject.takes_any_size):
         for case in probe.cases():
             one = ask_one(subject, case, probe.at)
-            if isinstance(one, str):
-                return one
-            if one is not None:
+            if isinstance(one, NoAnswer):
+                if not one.is_refusal:
+                    return one
+                refused = refused or one
+            elif one.case.out_dtype == case.out_dtype:  # in another type the probe has no point
                 found.append(one)
                 if not probe.needs_all:
                     break
-    return found
+    return found or refused or NoAnswer(reason=f"{subject.name} has none of the output types", is_refusal=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from f8emu.conformance.compare import different
-from f8emu.conformance.diagnosis.asked import Asked, ask_one
+from f8emu.conformance.diagnosis.asked import NoAnswer, ask_one
 from f8emu.conformance.diagnosis.confirmation import places
 from f8emu.conformance.diagnosis.probe import Kind
 from f8emu.conformance.diagnosis.rules import Rules
@@ -32,6 +32,7 @@ class RowsAtM:
     """What became of the rows in a GEMM of `m` rows."""
 
     m: int
+    """As many as ran."""
     is_same: bool = False
     """The bits that the rows have in the largest GEMM that ran."""
     outputs_equal: int = 0
@@ -41,6 +42,8 @@ class RowsAtM:
     """The slices of K that explain the sample; None: none does."""
     reason: str = ""
     """Why it did not run."""
+    has_failed: bool = False
+    """It is offered, and gave no output; the reason says what it gave instead."""
 
 
 def rows_at(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = MS) -> Iterator[RowsAtM]:
@@ -55,8 +58,8 @@ def rows_at(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = MS) 
             yield RowsAtM(m=m, reason=f"{subject.name} takes it padded to {padded} rows")
             continue
         one = ask_one(subject, case)
-        if not isinstance(one, Asked):
-            yield RowsAtM(m=m, reason=one or "not offered")
+        if isinstance(one, NoAnswer):
+            yield RowsAtM(m=m, reason=one.reason or "not offered", has_failed=not one.is_refusal)
             continue
         if largest is None:
             largest = one.observed

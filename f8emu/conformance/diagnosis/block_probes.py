@@ -4,10 +4,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.probe import LONG_K, Probe, taken_back
+from f8emu.conformance.diagnosis.probe import Probe, known, taken_back, tie_of_a_step
 from f8emu.conformance.distributions import draw_codes, rng
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Granularity
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Format, Granularity
+
+_LONG_K = 3584
+"""28 blocks. Slices in multiples of 512, as beside 128x128 scales, are 2048, 1536, 1024 and 512 long [CHAIN-3]."""
+_SQUARE = 128
 
 
 def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) -> Iterator[Probe]:
@@ -17,7 +21,13 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     at = np.arange(8), columns
 
     def probe(
-        name: str, a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, needs_all: bool = False
+        name: str,
+        a: np.ndarray,
+        b: np.ndarray,
+        scale_a: np.ndarray,
+        scale_b: np.ndarray,
+        needs_all: bool = False,
+        out_dtypes: tuple[Format, ...] = (FLOAT32, BFLOAT16, FLOAT16),
     ) -> Probe:
         case = GemmCase(
             id=name,
@@ -29,7 +39,7 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
             granularity_a=pair[0],
             granularity_b=pair[1],
         )
-        return Probe(case=case, out_dtypes=(FLOAT32, BFLOAT16, FLOAT16), needs_all=needs_all, at=at)
+        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=(at[0], columns[columns < len(b)]))
 
     def codes(distribution: str, k: int) -> tuple[np.ndarray, np.ndarray]:
         return (
@@ -45,6 +55,9 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
             found.append((r.uniform(1, 2, shape) * np.exp2(r.integers(*exponents, shape))).astype(np.float32))
         return found[0], found[1]
 
+    def ones_of(side: int, rows: int) -> int:
+        return pair[side].scale_shape(rows, 128)[0]
+
     def ones(k: int) -> tuple[np.ndarray, np.ndarray]:
         found = [np.ones(side.scale_shape(rows, k), np.float32) for side, rows in zip(pair, (m, n), strict=True)]
         return found[0], found[1]
@@ -56,8 +69,17 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     for x in step:
         x.view(np.uint8)[:, 8:] = 0
     yield probe("one step", *step, *ones(128))
+    for fmt in (BFLOAT16, FLOAT16):
+        a, b = tie_of_a_step(fmt, n)
+        yield probe("one step that ends on a tie", a[:m], b, *ones(128), out_dtypes=(fmt,))
 
     yield probe("specials", *codes("specials", 128), *ones(128))
+    # A square output, so that operands and outputs can be swapped; a's rows have scales of their own, powers of two.
+    a, b = known(np.arange(_SQUARE) % 64 * 34 + 4099)
+    powers = np.exp2(np.arange(_SQUARE) % 3)[: ones_of(0, _SQUARE), None].astype(np.float32)
+    yield probe(
+        "ties of the output", a, b, powers, np.ones((ones_of(1, _SQUARE), 1), np.float32), True, (BFLOAT16, FLOAT16)
+    )  # fmt: skip
 
     # 2. Scales: each block has one product, and the second block takes back the first but for rounding.
     a, b = codes("normal", 512)
@@ -80,13 +102,17 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     yield probe("tail of K", *codes("bits", 336), *scales(336))
     yield probe("subnormal results", *codes("normal", 128), *scales(128, (-73, -71)))
     yield probe("overflow to infinity", *codes("normal", 128), *scales(128, (2, 3)), needs_all=True)
-    a, b = codes("normal", LONG_K)
-    scale_a, scale_b = scales(LONG_K, (-2, 2))
-    half, order = LONG_K // 2, rng("blocks").permutation(LONG_K // 256)
+    a, b = known(np.full(n, 16383))  # times 2^114: finite in float32 alone
+    one_a, one_b = ones(128)
+    huge = np.float32(2.0**57)
+    yield probe("overflow to infinity", a[:m], b, one_a * huge, one_b * huge, out_dtypes=(BFLOAT16,))
+    a, b = codes("normal", _LONG_K)
+    scale_a, scale_b = scales(_LONG_K, (-2, 2))
+    half, order = _LONG_K // 2, rng("blocks").permutation(_LONG_K // 256)
     k_order = (order[:, None] * 128 + np.arange(128)).ravel()
     a = np.concatenate([a[:, :half], a[:, k_order]], axis=1)
     b = np.concatenate([b[:, :half], (b.view(np.uint8)[:, k_order] ^ 0x80).view(b.dtype)], axis=1)
-    blocks = np.concatenate([np.arange(LONG_K // 256), order])
+    blocks = np.concatenate([np.arange(_LONG_K // 256), order])
     yield probe("long", a, b, scale_a[:, blocks], scale_b[:, blocks])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from f8emu.conformance.diagnosis.altered import Part
-from f8emu.conformance.diagnosis.asked import Asked, ask_one
+from f8emu.conformance.diagnosis.asked import NoAnswer, ask_one
 from f8emu.conformance.diagnosis.probe import Kind
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.distributions import rng
@@ -20,16 +20,18 @@ _LOOKED_AT = 16
 """Rows and columns of each that are compared: the subject runs all, the rules a sample."""
 
 
-def confirmed(subject: Subject, kind: Kind, rules: Rules) -> tuple[int, int]:
-    """(outputs that the rules give bit for bit, all outputs)."""
+def confirmed(subject: Subject, kind: Kind, rules: Rules) -> tuple[int, int] | str:
+    """(outputs that the rules give bit for bit, all outputs), or what the subject failed with."""
     equal = total = 0
     for number, distribution in enumerate(_DISTRIBUTIONS):
         for case, at in _cases(kind, number, distribution):
             one = ask_one(subject, case, at)
-            if isinstance(one, Asked):
+            if not isinstance(one, NoAnswer):
                 equal += one.outputs_equal(rules)
                 total += one.size
                 break
+            if not one.is_refusal:
+                return one.reason
     return equal, total
 
 

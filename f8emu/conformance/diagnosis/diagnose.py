@@ -1,14 +1,15 @@
 """What a kernel does instead: every alteration that the suite knows is tried on small telling GEMMs.
 
 `diagnose` puts the probes of each kind of GEMM to a subject once, and then looks for the rules that give its bits:
-single alterations first, then a second and a third on top of the best.
+single alterations first, all that explain every bit; where none does, a second and a third on top of the best.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from f8emu.conformance.diagnosis.altered import Memory
-from f8emu.conformance.diagnosis.asked import Asked, ask
+from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
 from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
@@ -53,9 +54,14 @@ class Diagnosis:
     best: Explanation | None
     """None: it follows the chip's rules, or it failed."""
     tried: tuple[Explanation, ...]
-    """The best first."""
+    """The best first. All alterations are among them that explain every bit alone."""
     error: str = ""
     """What the subject raised on a probe; then nothing is diagnosed."""
+
+    @property
+    def alternatives(self) -> tuple[Explanation, ...]:
+        """What else explains every bit: the probes do not tell these apart."""
+        return tuple(one for one in self.tried if one.is_complete and one != self.best)
 
     @property
     def is_right(self) -> bool:
@@ -64,22 +70,28 @@ class Diagnosis:
 
 
 def diagnose(
-    subject: Subject, *, kinds: Iterable[Kind] = KINDS, chip: Chip = HOPPER, progress: Progress | None = None
+    subject: Subject,
+    *,
+    kinds: Iterable[Kind] = KINDS,
+    chip: Chip = HOPPER,
+    progress: Progress | None = None,
+    memory: Memory | None = None,
 ) -> tuple[Diagnosis, ...]:
     """One diagnosis for each kind of GEMM that the subject offers; of those that differ the rules that they follow.
 
+    `memory` is shared by diagnoses of several subjects: the probes are the same.
+
     Exactness: an explanation that is complete gives every output of the probes of its kind, bit for bit.
     """
-    memory = Memory()
+    memory = memory or Memory()
     found: list[Diagnosis] = []
     hints: dict[tuple[str, ...], tuple[Alteration, ...]] = {}
     for kind in kinds:
         asked = ask(subject, kind)
-        if isinstance(asked, str):
-            found.append(
-                Diagnosis(kind=kind.name, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=asked)
-            )
-        elif asked:
+        if isinstance(asked, NoAnswer):
+            if not asked.is_refusal:
+                found.append(failed(kind.name, asked.reason))
+        else:
             # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
             # explains one kind is tried on the next.
             search = _Search(asked, chip, memory, progress, f"{subject.name}: {kind.name}", tuple(hints.values()))
@@ -87,6 +99,11 @@ def diagnose(
             found.append(search.run(kind.name))
             hints |= {tuple(step.name for step in steps): steps for steps in search.found if len(steps) > 1}
     return tuple(found)
+
+
+def failed(kind: str, error: str) -> Diagnosis:
+    """Nothing is known but this."""
+    return Diagnosis(kind=kind, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +148,8 @@ class _Search:
         tried = [] if self.own.outputs_equal == self.total else self._searched()
         ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
         self.found = [one.steps for one in ranked[:1]]
-        explained = tuple(_explanation(one, self.total) for one in ranked[:_TRIED])
+        complete = sum(one.outputs_equal == self.total for one in ranked)
+        explained = tuple(_explanation(one, self.total) for one in ranked[: max(_TRIED, complete)])
         return Diagnosis(
             kind=kind,
             cases=len(self.asked),
@@ -145,6 +163,8 @@ class _Search:
         """The first that is complete; otherwise one more alteration must halve what is unexplained."""
         if self.own.outputs_equal == self.total:
             return None
+        if ranked and ranked[0].outputs_equal == self.total:
+            return _explanation(ranked[0], self.total)
         best = self.own
         for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), None)
@@ -155,22 +175,34 @@ class _Search:
         return _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
 
     def _searched(self) -> list[_Tried]:
-        complete = self._complete([self.own], "one alteration")
-        if complete is not None:
-            return [complete]
+        complete = list(self._complete([self.own], "one alteration"))
+        if complete:
+            return complete
         hinted = [self._counted(steps) for steps in self.hints]
-        if any(one.outputs_equal == self.total for one in hinted):
-            return hinted
+        explained = [one for one in hinted if one.outputs_equal == self.total]
+        if explained:
+            return [self._reduced(explained[0])]
         counted = self._counted_level([self.own], "one alteration, counted")
         singles = self._better(counted, self.own)
-        complete = self._complete(singles[:_SECOND], "two alterations")
-        if complete is not None or not self.is_thorough:
-            return [*filter(None, [complete]), *hinted, *counted]
+        complete = list(islice(self._complete(singles[:_SECOND], "two alterations"), 1))
+        if complete or not self.is_thorough:
+            return [*map(self._reduced, complete), *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
             pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
-            complete = self._complete(pairs[:_THIRD], "three alterations")
-        return [*filter(None, [complete]), *hinted, *counted, *pairs]
+            complete = list(islice(self._complete(pairs[:_THIRD], "three alterations"), 1))
+        return [*map(self._reduced, complete), *hinted, *counted, *pairs]
+
+    def _reduced(self, complete: _Tried) -> _Tried:
+        """Without the steps that every bit is explained without."""
+        for step in complete.steps:
+            fewer = tuple(other for other in complete.steps if other is not step)
+            if fewer and self._is_complete(self._rules(fewer)):
+                return self._reduced(replace(complete, steps=fewer))
+        return complete
+
+    def _is_complete(self, rules: tuple[Rules, ...]) -> bool:
+        return all(self._equal(one, r) == one.size for one, r in zip(self.asked, rules, strict=True))
 
     def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
         """Those that explain more than a base does, the best first."""
@@ -178,12 +210,11 @@ class _Search:
         better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
         return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
 
-    def _complete(self, bases: list[_Tried], title: str) -> _Tried | None:
-        """The first that explains every bit, with one alteration more than a base has."""
+    def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
+        """Those that explain every bit, with one alteration more than a base has."""
         for steps, rules in self._more(bases, title):
-            if all(self._equal(one, r) == one.size for one, r in zip(self.asked, rules, strict=True)):
-                return _Tried(steps=steps, equal=tuple(one.size for one in self.asked))
-        return None
+            if self._is_complete(rules):
+                yield _Tried(steps=steps, equal=tuple(one.size for one in self.asked))
 
     def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
         return [self._counted(steps) for steps, _ in self._more(bases, title)]
@@ -194,12 +225,16 @@ class _Search:
             self.progress.begin(self.name, title, len(bases) * len(alterations()))
         seen = {self._rules(base.steps) for base in bases}
         for base in bases:
+            base_rules = self._rules(base.steps)
             for alteration in alterations():
                 if self.progress is not None:
                     self.progress.advance()
+                if base.steps and alteration.is_of_chip:
+                    continue
                 steps = (*base.steps, alteration)
                 rules = self._rules(steps)
-                if rules not in seen:
+                is_odd = any(step.is_of_chip for step in base.steps) and not _has_same_model(rules, base_rules)
+                if rules not in seen and not is_odd:
                     seen.add(rules)
                     yield steps, rules
 
@@ -219,6 +254,11 @@ class _Search:
 
     def _equal(self, one: Asked, rules: Rules) -> int:
         return one.outputs_equal(rules, self.memory)
+
+
+def _has_same_model(rules: tuple[Rules, ...], others: tuple[Rules, ...]) -> bool:
+    """What adds is the same: a chip's accumulation that is changed again is no chip's."""
+    return all(one.model == other.model for one, other in zip(rules, others, strict=True))
 
 
 def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
 from f8emu.conformance.diagnosis.altered import Memory
-from f8emu.conformance.diagnosis.asked import Asked, ask
+from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
 from f8emu.conformance.diagnosis.batch_invariance import MS, RowsAtM, rows_at
 from f8emu.conformance.diagnosis.confirmation import confirmed
 from f8emu.conformance.diagnosis.hypotheses import alterations
@@ -54,11 +54,13 @@ class Fitted:
     @property
     def is_confirmed(self) -> bool:
         """Every bit of the random GEMMs."""
-        return self.outputs_total > 0 and self.outputs_equal == self.outputs_total
+        return not self.error and self.outputs_total > 0 and self.outputs_equal == self.outputs_total
 
     @property
     def is_batch_invariant(self) -> bool | None:
-        """Bits of a row are the same for every M that was tried; None if fewer than two ran."""
+        """Bits of a row are the same for every M that was tried, and none failed; None if fewer than two ran."""
+        if any(one.has_failed for one in self.rows):
+            return False
         ran = [one for one in self.rows if not one.reason]
         return None if len(ran) < 2 else all(one.is_same for one in ran)
 
@@ -71,6 +73,8 @@ class Fit:
     engine: str
     kinds: list[Fitted] = field(default_factory=list)
     is_interrupted: bool = False
+    reason: str = ""
+    """Why the first kind of GEMM that is not offered is not."""
 
     @property
     def is_confirmed(self) -> bool:
@@ -93,7 +97,15 @@ def fit(
     result = Fit(subject=subject.name, engine=subject.engine)
     try:
         for kind in kinds:
-            for known in _fitted(subject, kind, ms, chip, progress):  # each knows more than the one before
+            _begin(progress, f"{subject.name}: {kind.name}", "probes", 1)
+            asked = ask(subject, kind)
+            if isinstance(asked, NoAnswer):
+                if asked.is_refusal:
+                    result.reason = result.reason or asked.reason
+                else:
+                    result.kinds.append(Fitted(kind=kind.name, error=asked.reason))
+                continue
+            for known in _fitted(subject, kind, asked, ms, chip, progress):  # each knows more than the one before
                 if result.kinds and result.kinds[-1].kind == known.kind:
                     result.kinds.pop()
                 result.kinds.append(known)
@@ -102,15 +114,10 @@ def fit(
     return result
 
 
-def _fitted(subject: Subject, kind: Kind, ms: Sequence[int], chip: Chip, progress: Progress | None) -> Iterator[Fitted]:
+def _fitted(
+    subject: Subject, kind: Kind, asked: list[Asked], ms: Sequence[int], chip: Chip, progress: Progress | None
+) -> Iterator[Fitted]:
     name = f"{subject.name}: {kind.name}"
-    _begin(progress, name, "probes", 1)
-    asked = ask(subject, kind)
-    if isinstance(asked, str):
-        yield Fitted(kind=kind.name, error=asked)
-        return
-    if not asked:
-        return
     right = rules_of(chip, asked[0].case)
     _begin(progress, name, "order of adding", 1)
     try:
@@ -128,8 +135,11 @@ def _fitted(subject: Subject, kind: Kind, ms: Sequence[int], chip: Chip, progres
     known = replace(known, rules=rules, measured=(*measured, *chosen), follows=chip.name if rules == right else "")
     yield known
     _begin(progress, name, "random GEMMs", 1)
-    equal, total = confirmed(subject, kind, rules)
-    known = replace(known, outputs_equal=equal, outputs_total=total)
+    counts = confirmed(subject, kind, rules)
+    if isinstance(counts, str):
+        yield replace(known, error=counts)
+        return
+    known = replace(known, outputs_equal=counts[0], outputs_total=counts[1])
     yield known
     _begin(progress, name, "rows", len(ms))
     for one in rows_at(subject, kind, rules, ms):

@@ -17,6 +17,8 @@ class Alteration:
     """What such a kernel does; ends a sentence that begins with "it"."""
     change: Callable[[Rules], Rules]
     """Gives the same rules where it has no meaning."""
+    is_of_chip: bool = False
+    """All of a chip's accumulation: beside it no other alteration of the adding has an effect."""
 
     def apply(self, rules: Rules) -> Rules | None:
         """The altered rules; None where nothing is altered."""
@@ -209,6 +211,7 @@ def _adding() -> Iterator[Alteration]:
             yield Alteration(
                 name=f"{chip.name}'s {'fast' if fast else 'promoted'} accumulation",
                 sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
+                is_of_chip=True,
                 change=lambda rules, chip=chip, fast=fast: (
                     replace(rules, model=chip.float8_model(use_fast_accum=fast))
                     if rules.adder is Adder.TENSOR_CORE and not rules.scales.is_fused

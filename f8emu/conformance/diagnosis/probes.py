@@ -14,20 +14,34 @@ from functools import cache
 import numpy as np
 
 from f8emu.conformance.diagnosis.block_probes import block_probes
-from f8emu.conformance.diagnosis.probe import LONG_K, MIDDLE_K, SHORT_K, Kind, Probe, taken_back
+from f8emu.conformance.diagnosis.probe import (
+    LONG_K,
+    MIDDLE_K,
+    SHORT_K,
+    Kind,
+    Probe,
+    codes_of_values,
+    known,
+    taken_back,
+    tie_of_a_step,
+)
 from f8emu.conformance.distributions import draw, draw_codes, dtype_of, rng
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, Granularity
 
 SIZE = 16
 """Rows and columns of a probe without block scales."""
+_PART_OF_LONG = np.arange(8), np.arange(8, 16)
+"""What is looked at of a long one."""
 _ONE = np.ones((1, 1), np.float32)
-_DIGITS = np.array([256, 256, 16, 1], np.float32)
-"""Weights of the four digits of a known accumulator: (d3 * 16, d2, d1, d0)."""
 
 
+@cache
 def probes(kind: Kind, *, takes_any_size: bool) -> tuple[Probe, ...]:
-    """The probes of one kind of GEMM. `takes_any_size`: block scales on fewer rows and columns than 128."""
+    """The probes of one kind of GEMM. `takes_any_size`: block scales on fewer rows and columns than 128.
+
+    The same arrays each time: `Memory` knows them again.
+    """
     if kind.pair[0].is_blockwise:
         return tuple(block_probes(kind.pair, takes_any_size))
     return tuple(_dense(kind))
@@ -60,17 +74,13 @@ def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "one chain": taken_back(*drawn("bits", SHORT_K)),
         "middle": drawn("normal", MIDDLE_K),
         "every code": drawn("bits", MIDDLE_K),
-        "long": taken_back(*(_codes(x) for x in integers)),
-        "long, one binade": taken_back(*(_codes(x) for x in same)),
+        "long": taken_back(*(codes_of_values(x) for x in integers)),
+        "long, one binade": taken_back(*(codes_of_values(x) for x in same)),
         "many magnitudes": _many_magnitudes(),
         "specials": drawn("specials", MIDDLE_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
     }
     return {name: (a, b) for name, (a, b) in pairs.items()}
-
-
-def _codes(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.float32).astype(dtype_of(E4M3FN))
 
 
 def _many_magnitudes() -> list[np.ndarray]:
@@ -83,7 +93,7 @@ def _many_magnitudes() -> list[np.ndarray]:
     for _ in "ab":
         x = np.zeros((SIZE, LONG_K // 2), np.float32)
         x[:, ::SHORT_K] = r.integers(8, 16, (SIZE, chunks)) * np.exp2(r.integers(-9, 5, (SIZE, chunks)))
-        found.append(_codes(x))
+        found.append(codes_of_values(x))
     order = np.arange(LONG_K // 2).reshape(chunks, SHORT_K)[r.permutation(chunks)].ravel()
     a, b = found
     return [
@@ -122,46 +132,40 @@ def _dense(kind: Kind) -> Iterator[Probe]:
             bias=bias if kind.with_bias else None,
             use_fast_accum=kind.use_fast_accum,
         )
-        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all)
+        at = _PART_OF_LONG if a.shape[1] == LONG_K else None
+        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=at)
 
     operands = _operands()
     drawn = _scales(kind.pair[0])
     adding = ["one step", "one step of one sign", "one chain", "middle", "every code", "long", "long, one binade"]
     for name in (*adding, "specials"):
         yield probe(name, operands[name])
+    for fmt in narrow:
+        yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
     if not kind.use_fast_accum:
         yield probe("many magnitudes", operands["many magnitudes"])
     yield probe("mixed formats", operands["mixed formats"])
-    known = _known(rng("known", kind.pair[0].value).integers(0, 1 << 14, SIZE))
-    yield probe("scales", known, drawn, needs_all=True)
+    known_codes = known(rng("known", kind.pair[0].value).integers(0, 1 << 14, SIZE))
+    yield probe("scales", known_codes, drawn, needs_all=True)
     yield probe("scales and sums", operands["middle"], drawn, needs_all=True)
     for fmt in narrow:
         for number, (integers, scales) in enumerate(_straddling(kind.pair[0], fmt)):
-            yield probe(f"scales beside a tie {number}", _known(integers), scales, out_dtypes=(fmt,))
-    yield probe("ties of the output", _known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
-    yield probe("subnormal results", known, (_power(-70), _power(-70)), out_dtypes=types[:2])
-    yield probe("overflow to infinity", known, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
-    largest = _known(np.full(SIZE, 16383))
+            yield probe(f"scales beside a tie {number}", known(integers), scales, out_dtypes=(fmt,))
+    yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
+    yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
+    yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
+    largest = known(np.full(SIZE, 16383))
     yield probe("overflow to infinity", largest, (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
     if kind.with_bias:
         bias = draw("normal", (1, SIZE), FLOAT32, "probe")[0] * np.float32(4096)
         yield probe("bias", operands["middle"], drawn, bias, needs_all=True)
         third, powers = np.full((1, 1), 1 / 3, np.float32), np.exp2(np.arange(SIZE) % 8).astype(np.float32)
         for name, scales in (("row", (third, _ONE)), ("column", (_ONE, third))):
-            yield probe(f"bias that takes back, {name} scale", _known(3 * powers.astype(int)), scales, -powers)
+            yield probe(f"bias that takes back, {name} scale", known(3 * powers.astype(int)), scales, -powers)
 
 
 def _power(exponent: int) -> np.ndarray:
     return np.full((1, 1), 2.0**exponent, np.float32)
-
-
-def _known(integers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Operands whose accumulator is `integers` [M], below 2^14, in every column; exact under any rule of adding."""
-    a, b = np.zeros((SIZE, SHORT_K), np.float32), np.zeros((SIZE, SHORT_K), np.float32)
-    for place, shift in enumerate((12, 8, 4, 0)):
-        a[:, place] = (integers >> shift) % 16 * (16 if place == 0 else 1)
-    b[:, :4] = _DIGITS
-    return _codes(a), _codes(b)
 
 
 @cache

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose
+from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose, failed
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress, Result, Status
@@ -32,7 +32,10 @@ def diagnosed(
             if one.name in by_name and any(
                 s.stage in _GEMM_STAGES and s.status is Status.DIFFERENT for s in one.stages
             ):
-                found[one.name] = diagnose(by_name[one.name], progress=progress)
+                try:
+                    found[one.name] = diagnose(by_name[one.name], progress=progress)
+                except Exception as error:  # the verification is finished, and must not be lost
+                    found[one.name] = (failed("all kinds", f"{type(error).__name__}: {str(error).strip()[:200]}"),)
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
     return result, found
@@ -42,8 +45,16 @@ def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
     """What each kind of GEMM does instead, one paragraph a subject."""
     for name, kinds in diagnoses.items():
         yield f"{name}, diagnosed on small GEMMs:"
+        unexplained: dict[tuple[str, ...], list[Diagnosis]] = {}
         for kind in kinds:
-            yield from _kind_lines(kind)
+            if kind.best is None or kind.best.is_complete:
+                yield from _kind_lines(kind)
+            else:
+                unexplained.setdefault(kind.best.alterations, []).append(kind)
+        for alike in unexplained.values():
+            yield from _unexplained_lines(alike)
+        if kinds and all(kind.is_right for kind in kinds):
+            yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
 
 def _kind_lines(kind: Diagnosis) -> Iterator[str]:
@@ -53,14 +64,26 @@ def _kind_lines(kind: Diagnosis) -> Iterator[str]:
     if kind.best is None:
         yield f"  {kind.kind}: follows the chip's rules, {_shares(kind.outputs_equal, kind.outputs_total)}"
         return
-    names = " + ".join(kind.best.alterations) or "unknown"
     equal = _shares(kind.best.outputs_equal, kind.best.outputs_total)
-    found = "explained" if kind.best.is_complete else "NOT EXPLAINED, best"
-    yield f"  {kind.kind}: {found}: {names}, {equal}: {kind.best.sentence}"
-    if not kind.best.is_complete:
-        for other in [one for one in kind.tried if one != kind.best][:2]:
-            names = " + ".join(other.alterations)
-            yield f"    also tried: {names}, {_shares(other.outputs_equal, other.outputs_total)}"
+    yield f"  {kind.kind}: explained: {_names(kind.best.alterations)}, {equal}: {kind.best.sentence}"
+    if kind.alternatives:
+        others = ", or ".join(_names(one.alterations) for one in kind.alternatives)
+        yield f"    the same bits on every probe: {others}"
+
+
+def _unexplained_lines(alike: Sequence[Diagnosis]) -> Iterator[str]:
+    """Kinds whose best hypothesis is the same, in three lines at most."""
+    bests = [kind.best for kind in alike if kind.best is not None]
+    equal = _shares(sum(one.outputs_equal for one in bests), sum(one.outputs_total for one in bests))
+    kinds = ", ".join(kind.kind for kind in alike)
+    yield f"  {kinds}: NOT EXPLAINED, best: {_names(bests[0].alterations)}, {equal}: {bests[0].sentence}"
+    for other in [one for one in alike[0].tried if one != alike[0].best][:2]:
+        whose = f" ({alike[0].kind})" if len(alike) > 1 else ""
+        yield f"    also tried: {_names(other.alterations)}, {_shares(other.outputs_equal, other.outputs_total)}{whose}"
+
+
+def _names(alterations: Sequence[str]) -> str:
+    return " + ".join(alterations) or "unknown"
 
 
 def _shares(equal: int, total: int) -> str:
@@ -119,23 +142,26 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
         yield f"{kind.kind}: {said} on random GEMMs, {_shares(kind.outputs_equal, kind.outputs_total)}{whose}"
     if kind.is_batch_invariant is not None:
         said = "do not depend" if kind.is_batch_invariant else "DEPEND"
-        ran = [one for one in kind.rows if not one.reason]
+        ran = [one for one in kind.rows if not one.reason or one.has_failed]
         yield f"{kind.kind}: bits of a row {said} on M ({', '.join(str(one.m) for one in ran)})"
         for one in ran:
-            if not one.is_same or one.outputs_equal != one.outputs_total:
+            if one.has_failed:
+                yield f"  M = {one.m}: FAILED: {one.reason}"
+            elif not one.is_same or one.outputs_equal != one.outputs_total:
                 same = "the bits of the largest M" if one.is_same else "other bits than with the largest M"
                 slices = "no split explains them" if one.split_k is None else f"explained by split-K {one.split_k}"
                 equal = _shares(one.outputs_equal, one.outputs_total)
                 yield f"  M = {one.m}: {same}; {equal} under the rules; {slices}"
     for one in kind.rows:
-        if one.reason:
+        if one.reason and not one.has_failed:
             yield f"  M = {one.m}: not run: {one.reason}"
 
 
 def fit_verdict(fit: Fit) -> str:
     """The last line."""
     if not fit.kinds:
-        return f"{fit.subject}: {'INTERRUPTED, ' if fit.is_interrupted else ''}nothing to fit: no GEMM is offered"
+        why = f": {fit.reason}" if fit.reason else ""
+        return f"{fit.subject}: {'INTERRUPTED, ' if fit.is_interrupted else ''}nothing to fit: no GEMM is offered{why}"
     confirmed = [kind.kind for kind in fit.kinds if kind.is_confirmed]
     missing = [kind.kind for kind in fit.kinds if not kind.is_confirmed]
     varying = [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]
@@ -153,6 +179,7 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
         "engine": fit.engine,
         "interrupted": fit.is_interrupted,
         "confirmed": fit.is_confirmed,
+        "reason": fit.reason,
         "command": list(command),
         "seconds": round(seconds, 3),
         "versions": versions(),
@@ -176,6 +203,7 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
                         "outputs_total": one.outputs_total,
                         "split_k": one.split_k,
                         "reason": one.reason,
+                        "failed": one.has_failed,
                     }
                     for one in kind.rows
                 ],

@@ -42,7 +42,7 @@ class ScaleOrder(Enum):
     FMA_PRODUCT = "fma(p, sa * sb, total)"
     FMA_ROW_FIRST = "fma(p * sa, sb, total)"
     FMA_COLUMN_FIRST = "fma(p * sb, sa, total)"
-    BEFORE_DOT = "before the dot: (a * sa) @ (b * sb) in float32"
+    BEFORE_DOT = "before the dot: (a * sa) @ (b * sb) in float32, each product added by FMA"
     BEFORE_DOT_BFLOAT16 = "before the dot: (a * sa) @ (b * sb) in bfloat16"
     AFTER_OUTPUT = "after the output type: round(acc) * (sa * sb)"
 
