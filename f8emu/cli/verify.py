@@ -1,5 +1,6 @@
 """`f8emu verify`: prove that the bits agree."""
 
+import os
 import time
 from enum import Enum
 from pathlib import Path
