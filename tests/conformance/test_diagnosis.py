@@ -296,7 +296,7 @@ def test_a_kernel_is_asked_what_it_can_be_asked() -> None:
 
 def test_what_nobody_knows_is_not_explained() -> None:
     """Promotion every 96 is no hypothesis: nothing may explain every bit, and the share is told."""
-    (found,) = diagnose(subject(promote=96), kinds=[BY_NAME[PROMOTED]])
+    (found,) = diagnose(subject(promote=96), kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
     assert found.best is not None and not found.best.is_complete
     assert found.outputs_equal <= found.best.outputs_equal < found.outputs_total
     assert found.tried and all(not one.is_complete for one in found.tried)
@@ -305,7 +305,7 @@ def test_what_nobody_knows_is_not_explained() -> None:
 @pytest.mark.parametrize("name", ["the planted kernels without a fault", "f8ref.numpy"])
 def test_right_kernels_are_not_accused(name: str) -> None:
     right = load_subject(name) if name == "f8ref.numpy" else subject()
-    found = diagnose(right)
+    found = diagnose(right, memory=MEMORY)
     assert [one.kind for one in found] == [kind.name for kind in KINDS]
     assert all(one.is_right and one.best is None and not one.error for one in found), found
 
