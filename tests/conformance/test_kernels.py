@@ -504,7 +504,8 @@ def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch
     """Ten lines declare a kernel of block scales; every distribution of codes, and what a wrong scale would give."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
     subject = load_subject("own_kernel:BLOCKWISE")
-    cases = [subject.question(case) for case in subject.more_gemms() if case.a.shape == (128, 128)]
+    drawn = [case for case in subject.more_gemms() if not case.id.startswith("probe ")]
+    cases = [subject.question(case) for case in drawn if case.a.shape == (128, 128)]
     assert len(cases) == len(CODE_DISTRIBUTIONS)
     for case in cases:
         expected = case.run(NUMPY.verbs)
