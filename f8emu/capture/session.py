@@ -224,3 +224,25 @@ class _Held:
 
     def leave_out(self, record: LeftOut) -> None:
         self.left_out.append(record)
+
+
+class Handle:
+    """What both frameworks' captures show of their session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    @property
+    def number(self) -> int:
+        """That of the step that is under way."""
+        return self._session.number
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """The directories of the steps that were finished."""
+        return tuple(self._session.written)
+
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Of the steps that were finished or given up: what was not written, and why."""
+        return tuple(self._session.left_out)

@@ -1,6 +1,5 @@
 """How a run of the suite ends: tables, lines and files of what was found, and the exit status."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -8,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, Report, console, opened
+from f8emu.cli.frame import Report, console, opened, status_of
 
 if TYPE_CHECKING:
     from f8emu.conformance.diagnosis.report import Diagnoses
@@ -77,9 +76,7 @@ def conclude(
         for reason in not_run.values():
             print(f"not run: {reason}")
         print(f"{report.verdict(result)}; {source}; {seconds:.1f} s")
-    if result.is_interrupted:
-        return INTERRUPTED
-    return DIFFERENT if result.has_difference else 0 if result.is_equal else BAD_USAGE
+    return status_of(result)
 
 
 def _print(result: "Result", errors: int, diagnoses: "Diagnoses") -> None:
@@ -100,7 +97,7 @@ def _write_json(result: "Result", file: Report | None, facts: Mapping[str, Any])
     from f8emu.conformance.report import to_json
 
     if file is not None:
-        file.write(json.dumps(to_json(result, **facts), indent=1) + "\n")
+        file.write_json(to_json(result, **facts))
 
 
 def _write_html(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:

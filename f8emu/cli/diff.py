@@ -1,12 +1,11 @@
 """`f8emu diff`: where two captures part."""
 
-import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, guarded, opened, say
+from f8emu.cli.frame import STATUSES, guarded, opened, say, status_of
 
 if TYPE_CHECKING:
     import typer
@@ -48,7 +47,5 @@ def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
         say(f"{capture_report.diff_verdict(found)}; {seconds:.1f} s")
         if out is not None:
             command = ["f8emu", *sys.argv[1:]]
-            out.write(json.dumps(capture_report.to_json(found, command=command, seconds=seconds), indent=1) + "\n")
-    if found.is_interrupted:
-        return INTERRUPTED
-    return DIFFERENT if found.has_difference else 0 if found.is_equal else BAD_USAGE
+            out.write_json(capture_report.to_json(found, command=command, seconds=seconds))
+    return status_of(found)

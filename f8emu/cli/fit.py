@@ -1,6 +1,5 @@
 """`f8emu fit`: which rules a kernel follows."""
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -86,7 +85,7 @@ def _fit(
         print(f"{diagnosis_report.fit_verdict(found)}; {seconds:.1f} s")
         if out is not None:
             data = diagnosis_report.fit_json(found, command=["f8emu", *sys.argv[1:]], seconds=seconds)
-            out.write(json.dumps(data, indent=1) + "\n")
+            out.write_json(data)
     if found.is_interrupted:
         return INTERRUPTED
     if not found.kinds:

@@ -1,12 +1,13 @@
 """What every command shares: exit statuses, errors as messages, lines, files read and written, the width of tables."""
 
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from f8emu.spec import F8Error, SpecError
 
@@ -40,6 +41,24 @@ def guarded(command: Callable[..., int], *args: object) -> int:
         return BAD_USAGE
 
 
+class Outcome(Protocol):
+    """What a run found."""
+
+    @property
+    def is_interrupted(self) -> bool: ...
+    @property
+    def has_difference(self) -> bool: ...
+    @property
+    def is_equal(self) -> bool: ...
+
+
+def status_of(found: Outcome) -> int:
+    """The exit status of a run that was reported."""
+    if found.is_interrupted:
+        return INTERRUPTED
+    return DIFFERENT if found.has_difference else 0 if found.is_equal else BAD_USAGE
+
+
 def say(line: str) -> None:
     """Print a line of which parts are from a file: what a terminal would obey is escaped."""
     print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
@@ -65,6 +84,10 @@ class Report:
             self._file.truncate(0)
         self._file.write(text)
         self._file.flush()
+
+    def write_json(self, data: object) -> None:
+        """Plain data."""
+        self.write(json.dumps(data, indent=1) + "\n")
 
 
 @contextmanager

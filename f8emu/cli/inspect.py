@@ -1,6 +1,5 @@
 """`f8emu inspect`: the worst layers of a run, and where a NaN or an overflow began."""
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,7 +54,7 @@ def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Pa
         if out is not None:
             places = [_plain(place) for place in worst]
             found = {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
-            out.write(json.dumps(found, indent=1) + "\n")
+            out.write_json(found)
         if page is not None:
             from f8emu.conformance.page.inspection import to_html
 

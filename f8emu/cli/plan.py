@@ -1,6 +1,5 @@
 """`f8emu plan`: into how many slices cuBLAS cuts K."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +49,7 @@ def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None) -> int:
         if out is None:
             _print_plan(found, f"{plan.library} on {plan.chip}")
         else:
-            out.write(json.dumps(found, indent=1) + "\n")
+            out.write_json(found)
     return 0
 
 

@@ -1,13 +1,12 @@
 """`f8emu replay`: compute a captured step again."""
 
-import json
 import sys
 import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, guarded, opened, say
+from f8emu.cli.frame import STATUSES, console, guarded, opened, say, status_of
 
 if TYPE_CHECKING:
     import typer
@@ -67,7 +66,5 @@ def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path
         say(f"{capture_report.replay_verdict(found)}; {seconds:.1f} s")
         if out is not None:
             command = ["f8emu", *sys.argv[1:]]
-            out.write(json.dumps(capture_report.to_json(found, command=command, seconds=seconds), indent=1) + "\n")
-    if found.is_interrupted:
-        return INTERRUPTED
-    return DIFFERENT if found.has_difference else 0 if found.is_equal else BAD_USAGE
+            out.write_json(capture_report.to_json(found, command=command, seconds=seconds))
+    return status_of(found)

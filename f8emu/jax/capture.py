@@ -19,21 +19,20 @@ from typing import Any, Self, TypeVar
 import jax
 import numpy as np
 
-from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
-from f8emu.capture.session import LIMIT_BYTES, Session
+from f8emu.capture.record import GemmRecord, StepHeader, TensorRecord
+from f8emu.capture.session import LIMIT_BYTES, Handle, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
-from f8emu.jax.dtypes import CHIP
 from f8emu.jax.gemm.engine import engine_of
+from f8emu.jax.gemm.planned import layer_split_k
 from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral
 from f8emu.jax.training.matmul import LAYOUTS, Plan
 from f8emu.jax.training.operands import Operand
 from f8emu.jax.training.sharding import Divided
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.plan import CHIP as PLAN_CHIP
-from f8emu.spec.plan import LIBRARY, PlannedGemm, Source, Split, is_planned, scaled_gemm_name, split_k
+from f8emu.spec.plan import LIBRARY
 from f8emu.spec.recipe import Recipe
-from f8emu.spec.scaling import Granularity
 
 _CALL = "f8emu.jax.capture"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -72,26 +71,12 @@ def capture(
     return Capture(Session(_CALL, path, rank=jax.process_index(), **options), recipes, tensors)
 
 
-class Capture:
+class Capture(Handle):
     """What `capture` gives; a context manager."""
 
     def __init__(self, session: Session, recipes: dict[str, Recipe], tensors: bool) -> None:
-        self._session, self._recipes, self._with_tensors = session, recipes, tensors
-
-    @property
-    def number(self) -> int:
-        """That of the step that is under way."""
-        return self._session.number
-
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """The directories of the steps that were finished."""
-        return tuple(self._session.written)
-
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """Of the steps that were finished or given up: what was not written, and why."""
-        return tuple(self._session.left_out)
+        super().__init__(session)
+        self._recipes, self._with_tensors = recipes, tensors
 
     @property
     def is_done(self) -> bool:
@@ -153,18 +138,19 @@ class _Layer:
         """A GEMM and its product."""
         spec = plan.recipe.gemms[gemm]
         sizes = product.shape[0], product.shape[1], a.codes.shape[1]
-        split = _split(gemm, plan.recipe, sizes, product.dtype.name, a, b)
+        dtypes = product.dtype.name, a.codes.dtype.name, b.codes.dtype.name
+        split = layer_split_k(spec, sizes, LAYOUTS[gemm], dtypes, chip=CHIPS[plan.recipe.chip])
         options: dict[str, Any] = {
             "layer": self.name,
             "gemm": gemm,
             "m": sizes[0],
             "n": sizes[1],
             "k": sizes[2],
-            "a_format": a.codes.dtype.name,
-            "b_format": b.codes.dtype.name,
+            "a_format": dtypes[1],
+            "b_format": dtypes[2],
             "granularity_a": spec.a.granularity.value,
             "granularity_b": spec.b.granularity.value,
-            "out_dtype": product.dtype.name,
+            "out_dtype": dtypes[0],
             "use_fast_accum": spec.use_fast_accum,
             "engine": "emulated" if engine_of(engine=plan.engine).startswith("emulated") else "hardware",
             "chip": plan.recipe.chip,
@@ -202,25 +188,6 @@ class _Layer:
             if not np.isfinite(values).all():
                 kind = "NaN" if np.isnan(values).any() else "infinity"
                 self.session.write(f"{kind} in {what} at step {self.session.number}")
-
-
-def _split(gemm: str, recipe: Recipe, sizes: tuple[int, int, int], out_dtype: str, a: Operand, b: Operand) -> Split:
-    """S of the plan, of the GEMM zero-padded as the library sees it [PLAN-1]; 1 on a chip without a plan."""
-    if 0 in sizes:
-        return Split(1, Source.RECORDED)
-    if not is_planned("f8emu.jax", CHIPS[recipe.chip]):
-        return Split(1, Source.UNKNOWN)
-    spec = recipe.gemms[gemm]
-    pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
-    pads_rows = pair is not None and pair[0] is Granularity.BLOCKWISE_1X128
-    multiples = CHIP.vector_multiple if pads_rows else 1, CHIP.size_multiple, CHIP.size_multiple
-    m, n, k = (-(-size // multiple) * multiple for size, multiple in zip(sizes, multiples, strict=True))
-    if pair is None:
-        return split_k(PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=LAYOUTS[gemm], out_dtype=out_dtype))
-    accumulation = "fast" if spec.use_fast_accum else "promoted"
-    formats = {"a_dtype": a.codes.dtype.name, "b_dtype": b.codes.dtype.name}
-    named = {"gemm": scaled_gemm_name(pair), "accumulation": accumulation, "out_dtype": out_dtype}
-    return split_k(PlannedGemm(m=m, n=n, k=k, **named, **formats))
 
 
 def _stored(x: Any) -> Stored:

@@ -14,10 +14,6 @@ from f8emu.spec.scaling import Granularity
 _OCP = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2), (E5M2, E5M2))
 _FNUZ = ((E4M3FNUZ, E4M3FNUZ), (E5M2FNUZ, E4M3FNUZ), (E4M3FNUZ, E5M2FNUZ), (E5M2FNUZ, E5M2FNUZ))
 _BF16 = ((BFLOAT16, BFLOAT16),)
-_UNBLOCKED = (
-    (Granularity.TENSORWISE, Granularity.TENSORWISE),
-    (Granularity.ROWWISE, Granularity.ROWWISE),
-)
 
 
 def _float16(model: AccumulationModel) -> AccumulationModel:
@@ -26,16 +22,13 @@ def _float16(model: AccumulationModel) -> AccumulationModel:
 
 
 def _instructions(
-    name: str,
-    float8: AccumulationModel,
-    float16: AccumulationModel | None,
-    bfloat16_name: str,
-    bfloat16: AccumulationModel,
+    name: str, float8: AccumulationModel, float16: AccumulationModel, bfloat16_name: str, bfloat16: AccumulationModel
 ) -> tuple[Instruction, ...]:
-    found = [Instruction(name=name, format_pairs=_OCP, out=FLOAT32, model=float8)]
-    if float16 is not None:
-        found.append(Instruction(name="mma", format_pairs=_OCP, out=FLOAT16, model=float16))
-    return (*found, Instruction(name=bfloat16_name, format_pairs=_BF16, out=FLOAT32, model=bfloat16))
+    return (
+        Instruction(name=name, format_pairs=_OCP, out=FLOAT32, model=float8),
+        Instruction(name="mma", format_pairs=_OCP, out=FLOAT16, model=_float16(float16)),
+        Instruction(name=bfloat16_name, format_pairs=_BF16, out=FLOAT32, model=bfloat16),
+    )
 
 
 _HOPPER_CHAIN = AccumulationModel(
@@ -63,7 +56,8 @@ HOPPER = Chip(
     format_pairs=_OCP[:3],
     block_scaled_format_pairs=((E4M3FN, E4M3FN),),
     granularity_pairs=(
-        *_UNBLOCKED,
+        (Granularity.TENSORWISE, Granularity.TENSORWISE),
+        (Granularity.ROWWISE, Granularity.ROWWISE),
         (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128),
         (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
         (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
@@ -75,55 +69,52 @@ HOPPER = Chip(
     block_scaled=_HOPPER_CHAIN,
     square_split_k_multiple=512,  # four blocks, to which the library pads the columns of 128x128 scales
     bfloat16=_BFLOAT16_CHAIN,
-    instructions=_instructions("wgmma", _HOPPER_CHAIN, _float16(_CONVERTED), "mma", _BFLOAT16_CHAIN),
+    instructions=_instructions("wgmma", _HOPPER_CHAIN, _CONVERTED, "mma", _BFLOAT16_CHAIN),
 )
 """H100 and H200, sm_90; the bits were recorded on an H200."""
+
+_UNBLOCKED = replace(HOPPER, block_scaled_format_pairs=(), granularity_pairs=HOPPER.granularity_pairs[:2])
+"""What the other profiles begin with: nothing is known of their block scales."""
 
 _ADA_CHAIN = replace(_HOPPER_CHAIN, step_k=16)
 _ADA_BFLOAT16 = replace(_BFLOAT16_CHAIN, step_k=8, aligned_fraction_bits=24)  # [CHIP-5]
 
 ADA = replace(
-    HOPPER,
+    _UNBLOCKED,
     name="Ada",
     evidence=Evidence.RECORDED_INSTRUCTION,
     capability=(8, 9),
-    block_scaled_format_pairs=(),
-    granularity_pairs=_UNBLOCKED,
     float8=replace(_ADA_CHAIN, promote_k=128),
     float8_fast=_ADA_CHAIN,
     block_scaled=_ADA_CHAIN,
     bfloat16=_ADA_BFLOAT16,
-    instructions=_instructions("mma", _ADA_CHAIN, _float16(_ADA_CHAIN), "mma", _ADA_BFLOAT16),
+    instructions=_instructions("mma", _ADA_CHAIN, _ADA_CHAIN, "mma", _ADA_BFLOAT16),
 )
 """L40S and other sm_89. That partials are promoted every 128 without fast accumulation is an assumption."""
 
 BLACKWELL_MMA = replace(
-    HOPPER,
+    _UNBLOCKED,
     name="Blackwell mma.sync",
     evidence=Evidence.RECORDED_INSTRUCTION,
     capability=None,
-    block_scaled_format_pairs=(),
-    granularity_pairs=_UNBLOCKED,
     float8=_CONVERTED,
     float8_fast=_CONVERTED,
     block_scaled=_CONVERTED,
-    instructions=_instructions("mma", _CONVERTED, _float16(_CONVERTED), "mma", _BFLOAT16_CHAIN),
+    instructions=_instructions("mma", _CONVERTED, _CONVERTED, "mma", _BFLOAT16_CHAIN),
 )
 """B200, sm_100, kernels made of `mma.sync`; the library's own kernels use tcgen05."""
 
 _TCGEN05_CHAIN = replace(_HOPPER_CHAIN, aligned_fraction_bits=25, result_fraction_bits=23)
 
 BLACKWELL_TCGEN05 = replace(
-    HOPPER,
+    _UNBLOCKED,
     name="Blackwell tcgen05",
     evidence=Evidence.LITERATURE,
     capability=(10, 0),
-    block_scaled_format_pairs=(),
-    granularity_pairs=_UNBLOCKED,
     float8=_TCGEN05_CHAIN,
     float8_fast=_TCGEN05_CHAIN,
     block_scaled=_TCGEN05_CHAIN,
-    instructions=_instructions("tcgen05.mma", _TCGEN05_CHAIN, _float16(_TCGEN05_CHAIN), "tcgen05.mma", _BFLOAT16_CHAIN),
+    instructions=_instructions("tcgen05.mma", _TCGEN05_CHAIN, _TCGEN05_CHAIN, "tcgen05.mma", _BFLOAT16_CHAIN),
 )
 """B200, sm_100, as MMA-Sim describes it [CHIP-7]."""
 
@@ -144,13 +135,11 @@ _CDNA3_BFLOAT16 = replace(
 )
 
 CDNA3 = replace(
-    HOPPER,
+    _UNBLOCKED,
     name="CDNA3",
     evidence=Evidence.LITERATURE,
     capability=None,
     format_pairs=_FNUZ[:3],
-    block_scaled_format_pairs=(),
-    granularity_pairs=_UNBLOCKED,
     float8=_CDNA3_CHAIN,
     float8_fast=_CDNA3_CHAIN,
     block_scaled=_CDNA3_CHAIN,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from f8emu.capture.record import GemmRecord, LeftOut, StepHeader, TensorRecord
-from f8emu.capture.session import LIMIT_BYTES, Session
+from f8emu.capture.record import GemmRecord, StepHeader, TensorRecord
+from f8emu.capture.session import LIMIT_BYTES, Handle, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.spec.plan import CHIP as PLAN_CHIP
@@ -76,11 +76,12 @@ def capture(
     return Capture(model, chosen, session, tensors)
 
 
-class Capture:
+class Capture(Handle):
     """What `capture` gives; a context manager. Training goes on whatever happens to it."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Float8Linear], session: Session, tensors: bool) -> None:
-        self._session, self._with_tensors = session, tensors
+        super().__init__(session)
+        self._with_tensors = tensors
         self._layers = weakref.WeakValueDictionary(layers)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
@@ -90,21 +91,6 @@ class Capture:
         self._end_of_model = weakref.finalize(model, self._take_off)
         self._end_of_model.atexit = False
         self._arm()
-
-    @property
-    def number(self) -> int:
-        """That of the step that is under way."""
-        return self._session.number
-
-    @property
-    def written(self) -> tuple[Path, ...]:
-        """The directories of the steps that were finished."""
-        return tuple(self._session.written)
-
-    @property
-    def left_out(self) -> tuple[LeftOut, ...]:
-        """Of the steps that were finished or given up: what was not written, and why."""
-        return tuple(self._session.left_out)
 
     @property
     def is_done(self) -> bool:

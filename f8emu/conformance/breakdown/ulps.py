@@ -42,7 +42,8 @@ def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, n
         return observed.astype(np.int64) - expected.astype(np.int64), np.zeros(expected.shape, np.bool_)
     place = _places(expected)
     signs = np.where(place < 0, -1, 1)
-    apart = ~(np.isfinite(observed) & np.isfinite(expected)) & different(observed, expected)
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        apart = ~(np.isfinite(observed) & np.isfinite(expected)) & different(observed, expected)
     return np.where(apart, 0, (_places(observed) - place) * signs), apart
 
 

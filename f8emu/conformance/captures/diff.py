@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
+from f8emu.conformance.breakdown.ulps import distances
 from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, numbered
-from f8emu.conformance.compare import Mismatch, bits, different, mismatches
+from f8emu.conformance.compare import Mismatch, different, mismatches
 from f8emu.conformance.verify import Progress
 from f8emu.spec import OPERANDS, SpecError
 
@@ -238,12 +239,7 @@ def ulps(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, int]:
 
     Codes of one sign are ordered as their values; +0 and -0 are one apart.
     """
+    distance, apart = distances(x, y)
     with np.errstate(invalid="ignore"):
-        finite = np.isfinite(x.astype(np.float32)) & np.isfinite(y.astype(np.float32))
-    order = []
-    for array in (x[finite], y[finite]):
-        width = 8 * array.dtype.itemsize
-        codes = bits(array).astype(np.int64)
-        magnitude = codes & ((1 << (width - 1)) - 1)
-        order.append(np.where(codes >> (width - 1), -magnitude - 1, magnitude))
-    return np.abs(order[0] - order[1]), int(np.count_nonzero(~finite))
+        crosses_zero = np.signbit(x) != np.signbit(y)
+    return (np.abs(distance) + crosses_zero)[~apart], int(np.count_nonzero(apart))
