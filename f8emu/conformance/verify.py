@@ -226,6 +226,7 @@ class _Run:
         if judge is not None:
             assert judge.name != subject.name, f"{subject.name} would judge itself"
             oracle = judge.engine
+        assert len({case.id for case in cases}) == len(cases), f"{stage.name}: two cases of one name share an answer"
         answers = self._answers(stage, cases, judge, subject.name)
         self.progress.begin(subject.name, stage.title, len(cases))
         start = time.perf_counter()

@@ -272,7 +272,7 @@ def test_a_file_changed_after_the_capture(file: str, part: str, layers: dict[str
     blob[-1] ^= 1
     path.write_bytes(blob)
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
-    assert found.damaged == [str(path)]
+    assert found.damaged == [f"{path}: layers.0.w1 {'weight' if file == '000001' else 'output'}"]
     assert (found.findings[0].place, found.findings[0].part) == ("layers.0.w1 output", part)
 
 

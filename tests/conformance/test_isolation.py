@@ -163,7 +163,7 @@ def test_every_fault_is_the_error_of_its_case(subject: Subject) -> None:
 
 def test_after_three_hangs_in_a_row_nothing_is_waited_for(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that always hangs fails its cases, and which cases these are is not its to say."""
-    monkeypatch.setattr(stages, "gemm_cases", lambda: [with_rows(16)] * 2)
+    monkeypatch.setattr(stages, "gemm_cases", lambda: [replace(with_rows(16), id=name) for name in "ab"])
     report = module / "report.json"
     words = ["verify", "faulty_kernels:HANGS", "--stage", "gemms", "--timeout", "0.3", "--json"]
     ran = CliRunner().invoke(cli.build_app(), [*words, str(report)])

@@ -25,6 +25,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.gemm import GemmCase, NotOffered
 from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.kernels.call import question
+from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds
 from f8emu.conformance.kernels.kernel import ROWWISE_VECTORS, Accumulation, OperandLayout
 from f8emu.conformance.kernels.known import KERNELS
@@ -513,6 +514,12 @@ def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch
         assert case.scale_a is not None
         turned = replace(case, scale_a=case.scale_a[::-1])
         assert different(subject.gemm(turned), expected).any() or "special" in case.id
+
+
+def test_each_gemm_for_kernels_alone_has_a_name_of_its_own() -> None:
+    """Answers of the oracle are kept by name: two GEMMs of one name were once judged by one answer."""
+    names = [case.id for case in kernel_cases(KERNELS["torch.nn.functional.scaled_mm"])]
+    assert len(names) == len(set(names)) > 100
 
 
 def test_grouped_gemms_for_kernels_alone() -> None:

@@ -168,7 +168,7 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
 
 def _record(step: CapturedStep, a: CapturedRecord, b: CapturedRecord, found: CaptureDiff, errors: int) -> None:
     of_a, of_b = a.load(), b.load()
-    found.damaged += [str(one.path) for one in (a, b) if not one.is_intact()]
+    found.damaged += [one.named for one in (a, b) if not one.is_intact()]
     equal: dict[str, bool] = {}
     for part in _ORDER:
         if part not in of_a and part not in of_b:

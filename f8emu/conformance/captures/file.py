@@ -62,6 +62,11 @@ class CapturedRecord:
         tensors, _ = _decoded(self.path, self.size)
         return _typed(self.record, tensors, str(self.path))
 
+    @property
+    def named(self) -> str:
+        """The file, and what of the step it holds."""
+        return f"{self.path}: {self.record.place}"
+
     def is_intact(self) -> bool:
         """Whether the file is what was written, by its SHA-256; true where that is not known.
 

@@ -139,7 +139,7 @@ def replay(
                 try:
                     run.record(step, captured, tensors)
                 except CaptureError as error:  # says more than that the file is another than was written
-                    found.damaged = [one for one in found.damaged if one != str(captured.path)] + [str(error)]
+                    found.damaged = [one for one in found.damaged if one != captured.named] + [str(error)]
                 if progress is not None:
                     progress.advance()
     except KeyboardInterrupt:
@@ -171,7 +171,7 @@ class _Run:
     def record(self, step: CapturedStep, captured: CapturedRecord, tensors: Tensors) -> None:
         record = captured.record
         if not captured.is_intact():
-            self.found.damaged.append(str(captured.path))
+            self.found.damaged.append(captured.named)
         if not isinstance(record, GemmRecord):
             captured.load()
             return

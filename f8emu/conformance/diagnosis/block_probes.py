@@ -105,7 +105,7 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     a, b = known(np.full(n, 16383))  # times 2^114: finite in float32 alone
     one_a, one_b = ones(128)
     huge = np.float32(2.0**57)
-    yield probe("overflow to infinity", a[:m], b, one_a * huge, one_b * huge, out_dtypes=(BFLOAT16,))
+    yield probe("overflow of bfloat16 alone", a[:m], b, one_a * huge, one_b * huge, out_dtypes=(BFLOAT16,))
     a, b = codes("normal", _LONG_K)
     scale_a, scale_b = scales(_LONG_K, (-2, 2))
     half, order = _LONG_K // 2, rng("blocks").permutation(_LONG_K // 256)

@@ -155,7 +155,7 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
     yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
     largest = known(np.full(SIZE, 16383))
-    yield probe("overflow to infinity", largest, (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
+    yield probe("overflow of bfloat16 alone", largest, (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
     if kind.with_bias:
         bias = draw("normal", (1, SIZE), FLOAT32, "probe")[0] * np.float32(4096)
         yield probe("bias", operands["middle"], drawn, bias, needs_all=True)

@@ -76,9 +76,9 @@ class IsolatedKernel:
             return found[0]
         if kind == "not offered":
             raise NotOffered(found[0])
-        name, text = found
+        name, text, is_spoilt = found
         fault = getattr(faults, name, None)
-        if self.about.runs_full_size or fault is not None:  # its memory, or the GPU's context, may be spoilt
+        if is_spoilt or fault is not None:  # a fault may have spoilt the child's memory too
             self.close()
         raise (fault or type(name, (KernelFault,), {}))(text)
 
@@ -98,7 +98,7 @@ class IsolatedKernel:
                 raise
             if kind != "done":
                 child.end()
-                raise SpecError(found[-1])
+                raise SpecError(found[1] if kind == "raised" else found[0])
             self._child, self.about = child, found[0]
         return self._child
 
@@ -216,8 +216,20 @@ def serve(descriptor: int) -> None:
         except NotOffered as reason:
             answer = ("not offered", str(reason))
         except Exception as error:  # of the kernel: the parent reports it
-            answer = ("raised", type(error).__name__, str(error))
+            is_spoilt = subject is not None and subject.runs_full_size and not _gpu_computes()
+            answer = ("raised", type(error).__name__, str(error), is_spoilt)
         connection.send(answer)
+
+
+def _gpu_computes() -> bool:
+    """Whether this process can still use its GPU: after an access out of bounds it cannot. Only torch is asked."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return False
+    try:
+        return int(torch.arange(4, device="cuda").sum()) == 6
+    except RuntimeError:
+        return False
 
 
 def _loaded(name: str, arrays: str) -> tuple[Kernel, Any]:
