@@ -1,0 +1,117 @@
+"""A step of training captured on a GPU in every recipe, and computed again elsewhere, every bit.
+
+    python -m benchmarks.proofs.captures --write FOLDER             on a GPU: a capture for each case, about a minute
+    python -m benchmarks.proofs.captures FOLDER --json OUT          anywhere: scales, codes and products again
+
+Byte-level Llama blocks that read the README, some compiled; the third of four steps of AdamW is captured. The last case
+has K = 6144 and 16 rows, where cuBLAS cuts K. Exit status 1 if a bit differs.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.models import TransformerBlock
+from benchmarks.report import draw, facts, say, write_json
+from f8emu.conformance.captures.file import read_capture
+from f8emu.conformance.captures.replay import KINDS, replay
+from f8emu.torch import capture, convert_to_float8_training
+
+SMALL = {"dim": 256, "hidden": 704, "heads": 4, "kv_heads": 2, "length": 48}
+LONG_K = {"dim": 128, "hidden": 6144, "heads": 2, "kv_heads": 2, "length": 16}
+BATCH, STEP, STEPS = 3, 3, 4
+TEXT = Path(__file__).parents[2] / "README.md"
+
+
+class Case(NamedTuple):
+    """One training run."""
+
+    name: str
+    recipe: str
+    compiled: bool = False
+    size: dict[str, int] = SMALL
+
+
+CASES = (
+    Case("tensorwise", "tensorwise"),
+    Case("rowwise-compiled", "rowwise", compiled=True),
+    Case("delayed-compiled", "delayed", compiled=True),
+    Case("rowwise_with_gw_hp", "rowwise_with_gw_hp"),
+    Case("blockwise", "blockwise"),
+    Case("long-k", "tensorwise", compiled=True, size=LONG_K),
+)
+
+
+def write(case: Case, folder: Path, device: torch.device) -> None:
+    """Trains, and captures step `STEP` into `folder`."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    dim, length = case.size["dim"], case.size["length"]
+    with device:
+        block = TransformerBlock(**case.size)
+        model = nn.Sequential(nn.Embedding(256, dim), block, nn.Linear(dim, 256, bias=False)).to(torch.bfloat16)
+    convert_to_float8_training(model, config=case.recipe)
+    if case.compiled:
+        block.compile(fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = 1 if case.size is LONG_K else BATCH
+    text = torch.tensor(list(TEXT.read_bytes()[: STEPS * batch * (length + 1)]), device=device)
+    with capture(model, folder, steps=[STEP]):
+        for tokens in text.view(STEPS, batch, length + 1):
+            loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def replayed(folder: Path) -> dict[str, Any]:
+    """What a replay of one capture found."""
+    found = replay(read_capture(folder))
+    stages = {kind: asdict(count) for kind, count in found.counts.items()}
+    return {"capture": folder.name, "is_equal": found.is_equal, "oracles": found.oracles, "stages": stages}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes captures or replays them; the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.captures")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--write", action="store_true", help="train and capture; otherwise replay what is there")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(given)
+    cases = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
+    if arguments.write:
+        for case in cases:
+            write(case, arguments.folder / case.name, torch.device(arguments.device))
+            say(f"{case.name}: step {STEP} captured")
+        return 0
+    results = [replayed(arguments.folder / case.name) for case in cases]
+    columns = ("capture", *KINDS, "every bit")
+    rows = [
+        (
+            result["capture"],
+            *(f"{count['elements_equal']:,} of {count['elements']:,}" for count in result["stages"].values()),
+            "equal" if result["is_equal"] else "DIFFERENT",
+        )
+        for result in results
+    ]
+    draw("captured, and computed again here", columns, rows)
+    if arguments.json is not None:
+        header = read_capture(arguments.folder / cases[0].name)[0].header
+        captured = {"captured_on": header.device, "captured_with": dict(header.versions)}
+        report = facts("benchmarks.proofs.captures", given, torch.device("cpu"))
+        write_json(arguments.json, {**report, **captured, "captures": results})
+    return int(not all(result["is_equal"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
