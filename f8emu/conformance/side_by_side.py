@@ -38,19 +38,18 @@ class Part(NamedTuple):
 
 
 def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
-    """A run in parts, longest first; together they ask everything once.
+    """A run in parts, short ones last; together they ask everything once.
 
     Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each. Those of torch
-    wait until f8emu.jax has compiled the GEMMs of both.
+    begin when f8emu.jax has compiled GEMMs of both. Formats and scales are so short that every subject is a part.
     """
     left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
-    alone = [name for name in ("f8emu.jax", "torch") if name in subjects]
-    rest = tuple(name for name in subjects if name not in alone)
     multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
     values = tuple(stage for stage in left if stage not in multiplied)
-    found = [Part(tuple(layers), (name,)) for name in alone]
-    found.insert(1, Part(multiplied, tuple(subjects)))
-    found += [Part(tuple(layers), rest), Part(values, tuple(subjects))]
+    first, second = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
+    rest = tuple(name for name in subjects if name not in (*first, *second))
+    found = [Part(tuple(layers), first), Part(multiplied, tuple(subjects)), Part(tuple(layers), second)]
+    found += [Part(tuple(layers), rest), *(Part(values, (name,)) for name in subjects)]
     return [part for part in found if part.stages and part.subjects]
 
 
