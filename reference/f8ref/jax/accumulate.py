@@ -72,7 +72,7 @@ def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b:
     to_units, from_units = _float32((2 * FLOAT32.bias << fraction) - unit), _float32(unit)
     # 3. [ACC-4]
     total = (accumulator * to_units).astype(jnp.int32)
-    for a_k, b_k in outer_pairs(a.value, b.value):
+    for a_k, b_k in _outer_pairs(a.value, b.value):
         total = total + ((a_k * b_k) * to_units).astype(jnp.int32)
     # 4. [ACC-5] Fewer than 24 bits: float32 holds the sum, and clearing fraction bits is the cut toward zero.
     dropped = (1 << fraction - model.result_fraction_bits) - 1
@@ -95,8 +95,8 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
     #    2^11; where the factor would be subnormal, 0 gives the same term.
     field = FLOAT32.bias + aligned - 14 - e_max
     terms = jnp.zeros_like(e_max)
-    exponents = outer_pairs(a.exponent.astype(jnp.int32), b.exponent.astype(jnp.int32))
-    for (a_k, b_k), (a_exponent, b_exponent) in zip(outer_pairs(a.value, b.value), exponents, strict=True):
+    exponents = _outer_pairs(a.exponent.astype(jnp.int32), b.exponent.astype(jnp.int32))
+    for (a_k, b_k), (a_exponent, b_exponent) in zip(_outer_pairs(a.value, b.value), exponents, strict=True):
         factor = _float32(jnp.maximum(field + (a_exponent + b_exponent), 0) << fraction)
         terms = terms + ((a_k * b_k) * factor).astype(jnp.int32)
     distance = jnp.clip(e_max - exponent, 0, 31).astype(jnp.uint32)
@@ -117,21 +117,29 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
 def special_terms(a: jax.Array, b: jax.Array, a_format: Format, b_format: Format) -> jax.Array:
     """What the terms that are not finite make of each sum: NaN, +-inf, or a finite number [SPEC-1].
 
-    IEEE arithmetic says the rule by itself once every finite value is replaced by its sign: those a product of any
-    precision multiplies exactly, and in no order of the sum is anything rounded to infinity.
+    IEEE arithmetic says the rule by itself once every finite value is replaced by its sign.
 
-    Shapes: codes (uint32) a [TM, K], b [K, TN] -> [TM, TN] float32.
+    Shapes: codes (uint32) a [TM, K], b [K, TN] -> [TM, TN] float32; K a multiple of 8.
     """
-    return jnp.dot(_sign_value(a, a_format), _sign_value(b, b_format), precision=lax.Precision.DEFAULT)
+    a_sign, b_sign = _sign_value(a, a_format), _sign_value(b, b_format)
+
+    def eight(i: jax.Array, total: jax.Array) -> jax.Array:
+        a_8 = lax.dynamic_slice_in_dim(a_sign, i * 8, 8, 1)
+        b_8 = lax.dynamic_slice_in_dim(b_sign, i * 8, 8, 0)
+        for a_k, b_k in _outer_pairs(a_8, b_8):
+            total = total + a_k * b_k
+        return total
+
+    return lax.fori_loop(0, a.shape[1] // 8, eight, jnp.zeros((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _largest_exponent(a: Operand, b: Operand) -> jax.Array:
     """[ACC-2] The largest exponent among the products, [TM, TN], in the operands' own narrow integers."""
-    sums = (a_k + b_k for a_k, b_k in outer_pairs(a.exponent, b.exponent))
+    sums = (a_k + b_k for a_k, b_k in _outer_pairs(a.exponent, b.exponent))
     return functools.reduce(jnp.maximum, sums)
 
 
-def outer_pairs(a: jax.Array, b: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+def _outer_pairs(a: jax.Array, b: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
     """For each k the column of a and the row of b, whose broadcast product is a term of `a @ b`.
 
     Shapes: a [TM, K], b [K, TN] -> K pairs of [TM, 1] and [1, TN].
