@@ -62,8 +62,10 @@ def jax_arrays(call: str) -> Framework:
     on_device = jax.sharding.SingleDeviceSharding(device)
 
     def load(array: np.ndarray) -> Any:
-        # Device and layout are given as an array that comes from torch has them: to XLA they are part of the program,
-        # and both subjects then share what is compiled.
+        # The device is given as an array that comes from torch has it: to XLA it is part of the program, and both
+        # subjects then share what is compiled. So is the layout, which is one on a CPU, and chooses kernels on a GPU.
+        if device.platform != "gpu":
+            return jax.device_put(np.asarray(array, order="C"), on_device)
         order = tuple(int(axis) for axis in np.argsort([-stride for stride in array.strides], kind="stable"))
         if order == tuple(range(array.ndim)):
             return jax.device_put(array, on_device)

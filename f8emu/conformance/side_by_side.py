@@ -1,6 +1,7 @@
-"""The suite in several processes: parts of a run that share no oracle's answers and few compiled programs.
+"""The suite in several processes: parts of a run that share no oracle's answers.
 
-Half of a run is a compiler's and the interpreter's own time, which threads of one process spend one after another. A
+Most of a run is a compiler's and the interpreter's own time, which threads of one process spend one after another. What
+JAX compiles for several subjects is compiled once: the processes share a cache of its programs, new with every run. A
 worker is asked by names, so it serves subjects of `SUBJECTS` and stages of the suite alone. Workers are in sessions of
 their own: Ctrl-C reaches only the parent, which keeps the stages that were finished and ends them.
 """
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
@@ -18,6 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from f8emu.conformance.golden import GoldenFile
     from f8emu.conformance.verify import Progress, StageResult
+
+
+_KEEPS_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+"""JAX's cache holds what took a second to compile, if it is not told otherwise."""
 
 
 class WorkerEnded(RuntimeError):
@@ -32,17 +38,18 @@ class Part(NamedTuple):
 
 
 def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
-    """A run in parts, longest first; together they ask everything once.
+    """A run in parts, short ones last; together they ask everything once.
 
-    Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each.
+    Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each. Those of torch
+    begin when f8emu.jax has compiled GEMMs of both. Formats and scales are so short that every subject is a part.
     """
     left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
-    alone = [name for name in ("f8emu.jax", "torch") if name in subjects]
-    rest = tuple(name for name in subjects if name not in alone)
     multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
     values = tuple(stage for stage in left if stage not in multiplied)
-    found = [Part(tuple(layers), (name,)) for name in alone]
-    found += [Part(multiplied, tuple(subjects)), Part(tuple(layers), rest), Part(values, tuple(subjects))]
+    first, second = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
+    rest = tuple(name for name in subjects if name not in (*first, *second))
+    found = [Part(tuple(layers), first), Part(multiplied, tuple(subjects)), Part(tuple(layers), second)]
+    found += [Part(tuple(layers), rest), *(Part(values, (name,)) for name in subjects)]
     return [part for part in found if part.stages and part.subjects]
 
 
@@ -63,6 +70,7 @@ def run_parts(
     """
     waiting = list(parts)
     with ExitStack() as stack:
+        programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
         workers: dict[Connection, Part] = {}
 
         def give(connection: Connection) -> None:
@@ -73,7 +81,7 @@ def run_parts(
                 del workers[connection]
 
         for _ in range(min(processes, len(parts))):
-            give(_started(stack))
+            give(_started(stack, programs))
         shown: Any = None
         while workers:
             for one in wait(list(workers)):
@@ -99,15 +107,16 @@ def run_parts(
                         raise rest[0]
 
 
-def _started(stack: ExitStack) -> Connection:
-    """A worker, which is ended with the stack."""
+def _started(stack: ExitStack, programs: str) -> Connection:
+    """A worker, which is ended with the stack; JAX keeps its compiled programs in the directory `programs`."""
     ours, theirs = socket.socketpair()
     program = f"from f8emu.conformance.side_by_side import serve; serve({theirs.fileno()})"
+    path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(place) for place in sys.path)},
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL, "PYTHONPATH": path},
         start_new_session=True,
     )
     theirs.close()

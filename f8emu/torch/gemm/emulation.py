@@ -130,7 +130,8 @@ def _run(verb: str, operands: tuple[Tensor, ...], bias: Tensor | None = None, **
     device = operands[0].device
     if bias is not None:
         options["bias"] = interop.to_jax(bias, copy=None)
-    arrays = [interop.to_jax(x, copy=None) for x in operands]
+    # Row-major: JAX compiles again for another layout.
+    arrays = [interop.to_jax(x.contiguous(), copy=None) for x in operands]
     # The emulator's constants must be on the device of its operands, also if JAX's default device is another. If it is
     # the same, it is not set again: naming JAX's default device would recompile everything.
     place = interop.jax_device(device)

@@ -9,6 +9,7 @@ bfloat16 [BF16-1] aligns to 25 bits in the exponent range of float32. Its terms 
 times a power of two made from exponent differences; its accumulator is a bit pattern, handled as integers.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -36,19 +37,24 @@ class Operand(NamedTuple):
 
 def float8_operand(code: jax.Array, format: Format) -> Operand:
     """A block of float8 codes (uint32) taken apart."""
-    is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
-    value = jnp.where(is_term, float32_bits(code, format), jnp.uint32(0))
-    exponent = jnp.where(is_term, _raw_exponent(code, format), _ZERO_FLOAT8)
-    return Operand(softfloat.from_bits(value), exponent.astype(jnp.int8))
+    sig, exponent = _taken_apart(code, format, _ZERO_FLOAT8)
+    last_place = exponent + (FLOAT32.bias - format.fraction_bits) << FLOAT32.fraction_bits
+    return Operand(sig * _float32(last_place), exponent.astype(jnp.int8))
 
 
 def integer_operand(code: jax.Array, format: Format) -> Operand:
     """A block of codes (uint32) of at most 16 bits taken apart, their significands as integers."""
+    sig, exponent = _taken_apart(code, format, ZERO_EXPONENT)
+    return Operand(sig, exponent.astype(jnp.int16))
+
+
+def _taken_apart(code: jax.Array, format: Format, exponent_of_zero: int) -> tuple[jax.Array, jax.Array]:
+    """Signed integer significands (float32) and raw exponents (int32)."""
     is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
     sig = (code & format.fraction_mask) | _hidden_bit(code, format)
     sig = jnp.where(is_term, sig, jnp.uint32(0)).astype(jnp.float32)
-    exponent = jnp.where(is_term, _raw_exponent(code, format), ZERO_EXPONENT)
-    return Operand(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
+    exponent = jnp.where(is_term, _raw_exponent(code, format), exponent_of_zero)
+    return jnp.where(code >= format.sign_mask, -sig, sig), exponent
 
 
 def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
@@ -66,8 +72,8 @@ def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b:
     to_units, from_units = _float32((2 * FLOAT32.bias << fraction) - unit), _float32(unit)
     # 3. [ACC-4]
     total = (accumulator * to_units).astype(jnp.int32)
-    for k in range(model.step_k):
-        total = total + ((a.value[:, k, None] * b.value[k, None, :]) * to_units).astype(jnp.int32)
+    for a_k, b_k in _outer_pairs(a.value, b.value):
+        total = total + ((a_k * b_k) * to_units).astype(jnp.int32)
     # 4. [ACC-5] Fewer than 24 bits: float32 holds the sum, and clearing fraction bits is the cut toward zero.
     dropped = (1 << fraction - model.result_fraction_bits) - 1
     return _float32(_int32_bits(total.astype(jnp.float32)) & ~dropped) * from_units
@@ -89,10 +95,10 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
     #    2^11; where the factor would be subnormal, 0 gives the same term.
     field = FLOAT32.bias + aligned - 14 - e_max
     terms = jnp.zeros_like(e_max)
-    for k in range(model.step_k):
-        pair = a.exponent[:, k, None].astype(jnp.int32) + b.exponent[k, None, :].astype(jnp.int32)
-        factor = _float32(jnp.maximum(field + pair, 0) << fraction)
-        terms = terms + ((a.value[:, k, None] * b.value[k, None, :]) * factor).astype(jnp.int32)
+    exponents = _outer_pairs(a.exponent.astype(jnp.int32), b.exponent.astype(jnp.int32))
+    for (a_k, b_k), (a_exponent, b_exponent) in zip(_outer_pairs(a.value, b.value), exponents, strict=True):
+        factor = _float32(jnp.maximum(field + (a_exponent + b_exponent), 0) << fraction)
+        terms = terms + ((a_k * b_k) * factor).astype(jnp.int32)
     distance = jnp.clip(e_max - exponent, 0, 31).astype(jnp.uint32)
     cut = ((sig << (aligned - fraction)) >> distance).astype(jnp.int32)
     kept = jnp.where(accumulator >> 31 != 0, -cut, cut)
@@ -120,8 +126,8 @@ def special_terms(a: jax.Array, b: jax.Array, a_format: Format, b_format: Format
     def eight(i: jax.Array, total: jax.Array) -> jax.Array:
         a_8 = lax.dynamic_slice_in_dim(a_sign, i * 8, 8, 1)
         b_8 = lax.dynamic_slice_in_dim(b_sign, i * 8, 8, 0)
-        for k in range(8):
-            total = total + a_8[:, k, None] * b_8[k, None, :]
+        for a_k, b_k in _outer_pairs(a_8, b_8):
+            total = total + a_k * b_k
         return total
 
     return lax.fori_loop(0, a.shape[1] // 8, eight, jnp.zeros((a.shape[0], b.shape[1]), jnp.float32))
@@ -129,10 +135,17 @@ def special_terms(a: jax.Array, b: jax.Array, a_format: Format, b_format: Format
 
 def _largest_exponent(a: Operand, b: Operand) -> jax.Array:
     """[ACC-2] The largest exponent among the products, [TM, TN], in the operands' own narrow integers."""
-    largest = a.exponent[:, 0, None] + b.exponent[0, None, :]
-    for k in range(1, a.exponent.shape[1]):
-        largest = jnp.maximum(largest, a.exponent[:, k, None] + b.exponent[k, None, :])
-    return largest
+    sums = (a_k + b_k for a_k, b_k in _outer_pairs(a.exponent, b.exponent))
+    return functools.reduce(jnp.maximum, sums)
+
+
+def _outer_pairs(a: jax.Array, b: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    """For each k the column of a and the row of b, whose broadcast product is a term of `a @ b`.
+
+    Shapes: a [TM, K], b [K, TN] -> K pairs of [TM, 1] and [1, TN].
+    """
+    ones = (1,) * a.shape[1]
+    return list(zip(lax.split(a, ones, 1), lax.split(b, ones, 0), strict=True))
 
 
 def _raw_exponent(code: jax.Array, format: Format) -> jax.Array:

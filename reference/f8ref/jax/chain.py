@@ -79,6 +79,11 @@ class Chain(NamedTuple):
         return self.blocks * self.block_k
 
     @property
+    def in_whole_blocks(self) -> "Chain":
+        """The same sums of operands that are padded; K counts where it says how long a slice is."""
+        return self if self.split_k > 1 else self._replace(k=self.padded_k)
+
+    @property
     def blocks_per_slice(self) -> int:
         """[CHAIN-3], [BF16-2] A slice is `ceil(K / S)` long, rounded up to whole blocks."""
         if self.split_k == 1:

@@ -9,13 +9,22 @@ from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
 
 
-@functools.partial(jax.jit, static_argnames="out")
-def finish(total: jax.Array, factors: tuple[jax.Array, ...], bias: jax.Array | None, out: Format) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("out", "m", "n"))
+def finish(
+    total: jax.Array,
+    factors: tuple[jax.Array, ...],
+    bias: jax.Array | None,
+    out: Format,
+    *,
+    m: int | None = None,
+    n: int | None = None,
+) -> jax.Array:
     """`((total * factors[0]) * ...) + bias`, each operation rounded to float32, then rounded to `out` [EPI-4].
 
-    Shapes: total [M, N] float32 bit patterns; float32 factors that broadcast to it; bias [N] of any high precision
-    dtype; result [M, N], typed.
+    Shapes: total [M, N] float32 bit patterns, or larger where `m` and `n` say what M and N are; float32 factors that
+    broadcast to [M, N]; bias [N] of any high precision dtype; result [M, N], typed.
     """
+    total = total[:m, :n]
     for factor in factors:
         total = softfloat.multiply(total, softfloat.bits(factor))
     if bias is not None:  # [EPI-3] a rounding of its own

@@ -1,6 +1,7 @@
-"""The accumulators of a whole GEMM, before any epilogue: one compiled program for each shape and chain.
+"""The accumulators of a whole GEMM, before any epilogue: one compiled program for each padded shape and chain.
 
-The epilogue is a program of its own, so that output formats, biases and scales do not compile the GEMM again.
+The epilogue is a program of its own, so that output formats, biases and scales do not compile the GEMM again. So is the
+padding, to whole blocks of K and to multiples of 16 rows and columns, so that few extents do.
 """
 
 import functools
@@ -13,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from f8emu.spec import Granularity
+from f8emu.spec import FLOAT32, Format, Granularity
 from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain, blockwise_sum, chained_sum, multiply_add
-from f8ref.jax.codec import narrow_codes
-from f8ref.jax.tiles import Index, TileLimit, for_platform, padded, padded_columns, tiled, window
+from f8ref.jax.codec import narrow_codes, typed
+from f8ref.jax.tiles import Index, TileLimit, for_platform, padded, padded_columns, padded_rows, tiled, window
 
 _WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
 """XLA's default is 256 bits. On a CPU with AVX-512 this nearly doubles the speed, elsewhere it changes nothing."""
@@ -46,24 +47,26 @@ def _is_on_cpu(x: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in x.devices())
 
 
-@_program
 def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     """Float32 bit patterns of the accumulators of `a @ b`.
 
-    Shapes: typed codes a [M, K], b [K, N] -> [M, N] uint32.
+    Shapes: typed codes a [M, K], b [K, N] -> [M, N] uint32, padded.
     """
-    m, n = a.shape[0], b.shape[1]
-    if 0 in (m, n):
-        return jnp.zeros((m, n), jnp.uint32)
-    a_codes, b_codes = _padded_codes(chain, a, b)
+    if 0 in (a.shape[0], b.shape[1]):
+        return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
+    return _accumulators(*_padded_operands(chain, a, b), chain.in_whole_blocks)
+
+
+@_program
+def _accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
+    a_codes, b_codes = narrow_codes(a, chain.a_format), narrow_codes(b, chain.b_format)
 
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
         return chained_sum(chain, *_operands(chain, a_codes, b_codes, m_0, n_0, rows, columns))
 
-    return tiled(m, padded_columns(n), tile)[:, :n]
+    return tiled(a.shape[0], b.shape[1], tile)
 
 
-@_program
 def blockwise_totals(
     a: jax.Array,
     b: jax.Array,
@@ -74,19 +77,33 @@ def blockwise_totals(
 ) -> jax.Array:
     """[EPI-5] Float32 bit patterns of `a @ b` with blockwise scales, which belong inside the chain.
 
-    Shapes: typed codes a [M, K], b [K, N]; scales of every row [M, K / 128] and column [K / 128, N] -> [M, N] uint32.
+    Shapes: typed codes a [M, K], b [K, N]; scales of every row [M, K / 128] and column [K / 128, N] -> [M, N] uint32,
+    padded.
     """
-    m, n = a.shape[0], b.shape[1]
-    if 0 in (m, n, chain.k):
-        return jnp.zeros((m, n), jnp.uint32)
-    a_codes, b_codes = _padded_codes(chain, a, b)
-    blocks, wide = chain.blocks, padded_columns(n)
-    factor_a, factor_b = softfloat.bits(scale_a), padded(softfloat.bits(scale_b), blocks, wide)
+    if 0 in (a.shape[0], b.shape[1], chain.k):
+        return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
+    a, b = _padded_operands(chain, a, b)
+    scale_a = _padded(scale_a, FLOAT32, a.shape[0], chain.blocks)
+    scale_b = _padded(scale_b, FLOAT32, chain.blocks, b.shape[1])
+    return _blockwise_totals(a, b, scale_a, scale_b, chain.in_whole_blocks, pair)
+
+
+@_program
+def _blockwise_totals(
+    a: jax.Array,
+    b: jax.Array,
+    scale_a: jax.Array,
+    scale_b: jax.Array,
+    chain: Chain,
+    pair: tuple[Granularity, Granularity],
+) -> jax.Array:
+    a_codes, b_codes = narrow_codes(a, chain.a_format), narrow_codes(b, chain.b_format)
+    factor_a, factor_b = softfloat.bits(scale_a), softfloat.bits(scale_b)
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-        f_a = window(factor_a, m_0, 0, rows, blocks)
-        f_b = window(factor_b, 0, n_0, blocks, columns)
+        f_a = window(factor_a, m_0, 0, rows, chain.blocks)
+        f_b = window(factor_b, 0, n_0, chain.blocks, columns)
 
         def promote(i: jax.Array, partial: jax.Array, total: jax.Array) -> jax.Array:
             s_a = lax.dynamic_slice_in_dim(f_a, i, 1, 1)
@@ -97,7 +114,7 @@ def blockwise_totals(
 
         return blockwise_sum(chain, *_operands(chain, a_codes, b_codes, m_0, n_0, rows, columns), promote)
 
-    return tiled(m, wide, tile)[:, :n]
+    return tiled(a.shape[0], b.shape[1], tile)
 
 
 @_program
@@ -154,9 +171,19 @@ def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax
     return jax.vmap(one)(a_codes, b_codes, c)
 
 
-def _padded_codes(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    a_codes = padded(narrow_codes(a, chain.a_format), a.shape[0], chain.padded_k)
-    return a_codes, padded(narrow_codes(b, chain.b_format), chain.padded_k, padded_columns(b.shape[1]))
+def _padded_operands(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    rows, columns = padded_rows(a.shape[0]), padded_columns(b.shape[1])
+    return _padded(a, chain.a_format, rows, chain.padded_k), _padded(b, chain.b_format, chain.padded_k, columns)
+
+
+def _padded(x: jax.Array, format: Format, rows: int, columns: int) -> jax.Array:
+    """A typed matrix with zeros below and to the right."""
+    return x if x.shape == (rows, columns) else _with_zeros(x, format, rows, columns)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "rows", "columns"))
+def _with_zeros(x: jax.Array, format: Format, rows: int, columns: int) -> jax.Array:
+    return typed(padded(narrow_codes(x, format), rows, columns), format)
 
 
 def _operands(

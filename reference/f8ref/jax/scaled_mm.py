@@ -72,12 +72,12 @@ def scaled_mm(
     addend = _bias(call, bias, n)
     if is_blockwise:
         every_row, every_column = _spread(scale_a, pair[0], 0, m), _spread(scale_b, pair[1], 1, n)
-        return finish(blockwise_totals(a, b, every_row, every_column, chain, pair), (), addend, out)
+        return finish(blockwise_totals(a, b, every_row, every_column, chain, pair), (), addend, out, m=m, n=n)
     if pair[0] is Granularity.TENSORWISE:
         factors = (product(scale_a.reshape(1, 1), scale_b.reshape(1, 1)),)
     else:
         factors = (scale_b, scale_a)
-    return finish(accumulators(a, b, chain), factors, addend, out)
+    return finish(accumulators(a, b, chain), factors, addend, out, m=m, n=n)
 
 
 def scaled_grouped_mm(
@@ -153,9 +153,10 @@ def mm(
     """
     dtype_format(a, "mm", "a", (BFLOAT16.name,))
     dtype_format(b, "mm", "b", (BFLOAT16.name,))
-    _, _, k = _extents("mm", a, b)
+    m, n, k = _extents("mm", a, b)
     chain = Chain(chip.bfloat16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
-    return finish(accumulators(jnp.asarray(a), jnp.asarray(b), chain), (), None, output_format("mm", out_dtype))
+    totals = accumulators(jnp.asarray(a), jnp.asarray(b), chain)
+    return finish(totals, (), None, output_format("mm", out_dtype), m=m, n=n)
 
 
 def mma(

@@ -10,6 +10,8 @@ from jax import lax
 
 _LANES = 16
 """A product is computed with a multiple of this many columns; narrower rows would not fill a vector."""
+_ROWS = 16
+"""A product is computed with a multiple of this many rows, or fewer: few numbers of rows compile a program."""
 
 Index = jax.Array | int
 TileFunction = Callable[[Index, Index, int, int], jax.Array]
@@ -37,6 +39,11 @@ WIDE_TILE = TileLimit(outputs=1 << 24, columns=1 << 12)
 def padded_columns(n: int) -> int:
     """Columns that a product of n columns is computed with."""
     return math.ceil(n / _LANES) * _LANES
+
+
+def padded_rows(m: int) -> int:
+    """Rows that a product of m rows is computed with: a power of two, or a multiple of 16."""
+    return 1 << (m - 1).bit_length() if m < _ROWS else math.ceil(m / _ROWS) * _ROWS
 
 
 def padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
