@@ -82,7 +82,14 @@ def numbers(statistics: Statistics) -> dict[str, float]:
 def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        sums = {"l1_norm": value, "l2_norm": value, "mse": value, "sqnr": 10.0, "mean": expected.get("l1_norm", 0)}
+        sums = {
+            "l1_norm": value,
+            "l2_norm": value,
+            "mse": value,
+            "sqnr": 10.0,
+            "dynamic_range": value,
+            "mean": expected.get("l1_norm", 0),
+        }
         slack = 1e-12 * sums.get(name, 0)
         same = found[name] == value or abs(found[name] - value) <= slack
         assert same or (math.isnan(value) and math.isnan(found[name])), f"{name}: {found[name]}, expected {value}"
@@ -191,6 +198,19 @@ def test_likeness(recipe, kernels) -> None:
 
 
 @ON_GPU
+def test_nothing_is_known_of_an_empty_matrix(kernels) -> None:
+    def check() -> None:
+        x = torch.empty(0, 16, dtype=torch.bfloat16, device=DEVICE)
+        operand = Operand(x.to(torch.float8_e4m3fn), torch.ones(1, 1, device=DEVICE))
+        cast = TENSORWISE.output.a
+        assert not Matrix(x).values(VALUES) and not Matrix(x).cast(cast, False, ScaleRule(), CASTS, None)
+        assert not operand_statistics(operand, cast, OPERAND_STATISTICS)
+        assert pairing.likeness(operand, grid_of(x)).item() == 1
+
+    kernels(check)
+
+
+@ON_GPU
 def test_high_precision_likeness(kernels) -> None:
     x = draw((40, 70), torch.float32, SPECIALS)
     for other in (x, x.roll(1, 0), torch.zeros_like(x)):
@@ -200,6 +220,25 @@ def test_high_precision_likeness(kernels) -> None:
             return pairing.likeness(Operand(codes.to(device), None), grid_of(x.to(device))).item()  # noqa: B023
 
         assert kernels(share, DEVICE) == share("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
+def test_more_elements_than_an_int32_counts() -> None:
+    x = torch.ones(70000, 32768, dtype=torch.bfloat16, device="cuda")
+    x[-1, -3:] = torch.tensor([3.0, -1e-9, math.nan])
+    x[-2, 0] = 0
+    for matrix in (Matrix(x), Matrix(x.t())):
+        values = numbers(matrix.values(("amax", "nan", "zero", "l1_norm")))
+        assert values["nan"] == values["zero"] == 1 and math.isnan(values["amax"])
+    x[-1, -1] = 1
+    cast = Cast(format=E4M3FN, granularity=Granularity.TENSORWISE)
+    for transposed in (False, True):
+        assert numbers(Matrix(x).cast(cast, transposed, ScaleRule(), CASTS, None))["underflow"] == 1 / x.numel()
+    codes = torch.full(x.shape, 0x38, dtype=torch.uint8, device="cuda")
+    codes[-1, -1] = 0x7F
+    operand = Operand(codes.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda"))
+    assert numbers(operand_statistics(operand, cast, ("nan_codes",)))["nan_codes"] == 1
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it is this process")
