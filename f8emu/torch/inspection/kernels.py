@@ -29,7 +29,7 @@ def _sum(values):
     return tl.sum(tl.sum(values, 1), 0)
 
 
-@triton.jit(do_not_specialize=["tiles_n"])
+@triton.jit(do_not_specialize=["M", "tiles_n"])
 def values_kernel(
     x,
     partials,
@@ -65,7 +65,7 @@ def values_kernel(
         tl.store(own + 6 * programs, _sum(exact * exact))
 
 
-@triton.jit(do_not_specialize=["tiles_n"])
+@triton.jit(do_not_specialize=["M", "source_rows", "source_cols", "tiles_n"])
 def cast_kernel(
     x,
     source,

@@ -3,22 +3,26 @@
 import torch
 from torch import Tensor
 
-from f8emu.spec.formats import Format
+from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, operand_format
 from f8emu.torch.fused.arguments import CODES
 from f8emu.torch.fused.cast_kernels import DTYPES
-from f8emu.torch.fused.launch import Plan, blocks, codes_constants, planned, rule_constants
+from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, planned, rule_constants
 from f8emu.torch.inspection import kernels
+from f8emu.torch.inspection.statistics import tie_of
 
-# Not measured yet. Chosen so that ptxas spills no registers. A tile is a part of a block of 128 by 128.
-TILE = (32, 128)
-WARPS = 8
-TOTAL_BLOCK = 2048
+# Not measured yet. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
+VALUES_TILE = (64, 128)
+VALUES_WARPS = 8
+CAST_TILE = (32, 128)
+"""A part of a block of 128 by 128."""
+CAST_WARPS = 8
+TOTAL_BLOCK = 4096
 TOTAL_WARPS = 8
 CODES_BLOCK = 16384
 CODES_WARPS = 8
-BLOCK = 128
+LIKENESS_WARPS = 4
 
 
 def takes(x: Tensor, *formats: Format) -> bool:
@@ -51,12 +55,13 @@ def cast(x: Tensor, source: Tensor, is_amax: bool, granularity: Granularity, for
     source_rows = 0 if block_rows is None else source.stride(0)
     source_cols = 0 if block_cols is None else source.stride(1)
     along = 1 if block_rows == 1 else 0
-    if _in_memory(x) is not x:
-        x, source_rows, source_cols, along = x.t(), source_cols, source_rows, 2 * along
-    rule_of = (rule.power_of_two, rule.amax_floor)
-    plan = _cast(*x.shape, *x.stride(), source_rows, source_cols, format.name, *rule_of, _tie(format), is_amax, along)
+    stored = _in_memory(x)
+    if stored is not x:
+        source_rows, source_cols, along = source_cols, source_rows, 2 * along
+    layout = (*stored.shape, *stored.stride(), source_rows, source_cols)
+    plan = _cast(*layout, format.name, rule.power_of_two, rule.amax_floor, is_amax, along)
     partials = x.new_empty((4, plan.programs), dtype=torch.float64)
-    plan(x, source, partials)
+    plan(stored, source, partials)
     return _totals(partials, False)
 
 
@@ -74,9 +79,9 @@ def likeness(codes: Tensor, scale: Tensor | None, grid: Tensor, slack: float) ->
     share = codes.new_empty((), dtype=torch.float64)
     steps, scale_blocks = (0, 0), (1, 1)
     if scale is not None:
-        sizes = list(zip(scale.shape, codes.shape, strict=True))
-        steps = tuple(0 if many == 1 else stride for many, stride in zip(scale.shape, scale.stride(), strict=True))
-        scale_blocks = tuple(1 if many == whole else BLOCK for many, whole in sizes)
+        (rows, columns), (m, n) = scale.shape, codes.shape
+        steps = (0 if rows == 1 else scale.stride(0), 0 if columns == 1 else scale.stride(1))
+        scale_blocks = (1 if rows == m else BLOCK, 1 if columns == n else BLOCK)
     sizes = (*codes.stride(), *steps, *grid.stride(), *codes.shape, *grid.shape)
     limit = None if scale is None else operand_format("inspect", codes.dtype).max
     _likeness(sizes, *scale_blocks, limit, slack)(codes, grid if scale is None else scale, grid, share)
@@ -85,10 +90,10 @@ def likeness(codes: Tensor, scale: Tensor | None, grid: Tensor, slack: float) ->
 
 @planned
 def _values(m: int, n: int, row_stride: int, col_stride: int, sums: bool) -> Plan:
-    bm, bn = TILE
+    bm, bn = VALUES_TILE
     tiles_n = blocks(n, bn)
-    sizes = (m, n, row_stride, col_stride, tiles_n)
-    return Plan(kernels.values_kernel, blocks(m, bm) * tiles_n, sizes, {"SUMS": sums, "BM": bm, "BN": bn}, WARPS)
+    sizes, constants = (m, n, row_stride, col_stride, tiles_n), {"SUMS": sums, "BM": bm, "BN": bn}
+    return Plan(kernels.values_kernel, blocks(m, bm) * tiles_n, sizes, constants, VALUES_WARPS)
 
 
 @planned
@@ -102,23 +107,22 @@ def _cast(
     fmt: str,
     power_of_two: bool,
     amax_floor: float,
-    tie: float,
     is_amax: bool,
     along: int,
 ) -> Plan:
-    bm, bn = TILE
+    bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
     sizes = (m, n, row_stride, col_stride, source_rows, source_cols, tiles_n)
     constants = {
         **rule_constants(fmt, power_of_two, amax_floor),
         **codes_constants(fmt),
-        "TIE": tie,
+        "TIE": tie_of(format_by_name(fmt)),
         "IS_AMAX": is_amax,
         "ALONG": along,
         "BM": bm,
         "BN": bn,
     }
-    return Plan(kernels.cast_kernel, blocks(m, bm) * tiles_n, sizes, constants, WARPS)
+    return Plan(kernels.cast_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
 
 
 @planned
@@ -142,14 +146,14 @@ def _likeness(sizes: tuple[int, ...], row_block: int, col_block: int, limit: flo
         "LIMIT": limit,
         "BELOW": 1 - slack,
         "ABOVE": 1 + slack,
-        "SIDE": 32,
+        "SIDE": 1 << (max(sizes[-2:]) - 1).bit_length(),
     }
-    return Plan(kernels.likeness_kernel, 1, sizes, constants, 4)
+    return Plan(kernels.likeness_kernel, 1, sizes, constants, LIKENESS_WARPS)
 
 
 def _in_memory(x: Tensor) -> Tensor:
     """`x` or its transpose, whichever has neighbours in a row side by side."""
-    return x.t() if x.stride(0) < x.stride(1) else x
+    return x.t() if x.stride(1) != 1 and x.stride(0) < x.stride(1) else x
 
 
 def _totals(partials: Tensor, has_amax: bool) -> Tensor:
@@ -157,8 +161,3 @@ def _totals(partials: Tensor, has_amax: bool) -> Tensor:
     totals = partials.new_empty(partials.shape[0])
     _total(*partials.shape, has_amax)(partials, totals)
     return totals
-
-
-def _tie(format: Format) -> float:
-    """What is larger rounds beyond the format's largest value."""
-    return format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)

@@ -107,14 +107,18 @@ def cast_statistics(
         found["underflow"] = (((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)).sum()
     if "saturation" in wanted:
         scaled = x.float() * spread_scale("inspect", "inv_scale", inv_scale, x, granularity)
-        half_unit = 2.0 ** (format.max_exponent - format.fraction_bits - 1)
-        found["saturation"] = (scaled.abs() > format.max + half_unit).sum()
+        found["saturation"] = (scaled.abs() > tie_of(format)).sum()
     if "sqnr" in wanted or "mse" in wanted:
         # [rows, K] float64: of a value that was clamped, the difference is not a float32.
         decoded = dequantize(codes, reciprocal(inv_scale), granularity).double()
         found["signal"], found["noise"] = _norm(x).square(), _norm(decoded.sub_(x)).square()
     meaning = partial(of_cast, tuple(found), wanted, x.numel())
     return [Found(torch.stack([value.double() for value in found.values()]), meaning)]
+
+
+def tie_of(format: Format) -> float:
+    """What is larger rounds beyond the format's largest value."""
+    return format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
 
 
 def block_statistics(x: Tensor) -> Statistics:
