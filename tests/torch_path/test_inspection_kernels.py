@@ -15,14 +15,27 @@ import torch
 from torch import Tensor
 
 import f8emu.torch as f8
-from f8emu.spec import BLOCKWISE, E4M3FN, E5M2, ROWWISE, TENSORWISE, Cast, Granularity, ScaleRule
+from f8emu.spec import (
+    BLOCKWISE,
+    E4M3FN,
+    E5M2,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    Cast,
+    Granularity,
+    ScaleRule,
+)
+from f8emu.spec.recipe import OPERANDS, TRANSPOSED
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.inspection import pairing
-from f8emu.torch.inspection.config import OPERAND_STATISTICS
+from f8emu.torch.inspection.config import OPERAND_STATISTICS, InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.pairing import grid_of
-from f8emu.torch.inspection.pending import Pending, read
+from f8emu.torch.inspection.pending import Pending, Read, read
+from f8emu.torch.inspection.recorder import Recorder
 from f8emu.torch.inspection.statistics import Statistics
+from f8emu.torch.training.observation import GemmSeen, TensorSeen
 from f8emu.torch.training.operands import Delayed, Operand
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
 
@@ -194,6 +207,53 @@ def test_likeness(recipe, kernels) -> None:
                     return pairing.likeness(Operand(codes.to(device), scale.to(device)), grid).item()  # noqa: B023
 
                 assert kernels(share, DEVICE) == share("cpu")
+
+
+class Layer:
+    """What a recorder asks of a layer."""
+
+    delayed = None
+
+
+@ON_GPU
+@pytest.mark.parametrize("recipe", (ROWWISE_WITH_GW_HP, BLOCKWISE), ids=lambda recipe: recipe.name)
+def test_records(recipe, kernels) -> None:
+    """Of a layer's step, under what it was cast by and what it was not; the weight's codes are those of another."""
+    drawn = {
+        name: draw(shape, torch.bfloat16, SPECIALS[3:])
+        for name, shape in (("input", (40, 64)), ("weight", (48, 64)), ("grad_output", (40, 48)))
+    }
+    taken = {**drawn, "weight": drawn["weight"].roll(1, 0)}
+
+    def operand(gemm: str, side: int) -> Operand:
+        cast = getattr(recipe.gemms[gemm], "ab"[side])
+        x = taken[OPERANDS[gemm][side]]
+        x = x.t().contiguous() if TRANSPOSED[gemm][side] else x
+        if cast.format is None:
+            return Operand(x, None)
+        inv_scale, scale = f8.scale_from_amax(f8.amax(x, cast.granularity), cast.format, recipe.scale_rule)
+        return Operand(f8.quantize(x, inv_scale, cast.format, cast.granularity), scale)
+
+    gemms = {gemm: (operand(gemm, 0), operand(gemm, 1)) for gemm in recipe.gemms}
+
+    def records(device: str) -> list[Read]:
+        names = (*VALUES, *CASTS, *OPERAND_STATISTICS)
+        config = InspectConfig(statistics=names, what_if=("tensorwise",), first_values=3)
+        layers: Any = {"0": Layer()}
+        recorder = Recorder(config, layers, 1, (0, 1), lambda: None)
+        for name, x in drawn.items():
+            recorder.tensor(TensorSeen("0", name, x.to(device), recipe))
+        for gemm, pair in gemms.items():
+            a, b = (Operand(x.codes.to(device), None if x.scale is None else x.scale.to(device)) for x in pair)
+            product = drawn["grad_output"].to(device)
+            recorder.gemm(GemmSeen("0", gemm, a, b, product, recipe.gemms[gemm], "hardware", 1, "recorded", recipe))
+        return read(recorder.pending)
+
+    expected = records("cpu")
+    assert len(expected) == 9 + 4  # of the weight's two operands there is no other recipe's
+    for found, wanted in zip(kernels(records, DEVICE), expected, strict=True):
+        assert found.record == wanted.record and found.values.keys() == wanted.values.keys()
+        assert_same(found.statistics, wanted.statistics)
 
 
 @ON_GPU

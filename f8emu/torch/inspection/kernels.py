@@ -94,9 +94,10 @@ def cast_kernel(
     How many values that are not zero become zero, how many are above `TIE` in the format's range; the sums of squares
     of the values and of what the cast changes them by.
 
-    `source` has the inv_scales, or with `IS_AMAX` the amaxes. `ALONG` says which values share one: 0 all of a tile, 1
-    those of a row of it, 2 those of a column; a step of `source_rows` and `source_cols` leads to the next row or column
-    that has one of its own, and to the next block of 128 where a tile has only one.
+    `source` has the inv_scales, or with `IS_AMAX` the amaxes; `POWER_OF_TWO` is for amaxes only. `ALONG` says which
+    values share one: 0 all of a tile, 1 those of a row of it, 2 those of a column. A step of `source_rows` and
+    `source_cols` leads to the next row or column that has one of its own, and to the next block of 128 where a tile has
+    only one.
     """
     tile, programs = tl.program_id(0), tl.num_programs(0)
     first_row, first_col = (tile // tiles_n).to(tl.int64) * BM, (tile % tiles_n).to(tl.int64) * BN
@@ -113,7 +114,7 @@ def cast_kernel(
     inv = given.to(tl.float32)
     if IS_AMAX:
         inv = inv_scale_of(one_nan(magnitudes(inv)), QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
-    scale = reciprocal(inv, IS_AMAX and POWER_OF_TWO)
+    scale = reciprocal(inv, POWER_OF_TWO)
     if ALONG == 1:
         inv, scale = inv[:, None], scale[:, None]
     elif ALONG == 2:

@@ -59,7 +59,7 @@ def cast(x: Tensor, source: Tensor, is_amax: bool, granularity: Granularity, for
     if stored is not x:
         source_rows, source_cols, along = source_cols, source_rows, 2 * along
     layout = (*stored.shape, *stored.stride(), source_rows, source_cols)
-    plan = _cast(*layout, format.name, rule.power_of_two, rule.amax_floor, is_amax, along)
+    plan = _cast(*layout, format.name, is_amax and rule.power_of_two, rule.amax_floor, is_amax, along)
     partials = x.new_empty((4, plan.programs), dtype=torch.float64)
     plan(stored, source, partials)
     return _totals(partials, False)
