@@ -170,7 +170,20 @@ def _add(count, amount):
     tl.atomic_add(count, amount.to(tl.int64), mask=amount > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "code_rows",
+        "code_cols",
+        "scale_rows",
+        "scale_cols",
+        "value_rows",
+        "value_cols",
+        "M",
+        "N",
+        "grid_m",
+        "grid_n",
+    ]
+)
 def likeness_kernel(
     codes,
     scale,
