@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 # The step before the timed ones, and the first round, compile; step 1 is inspected then.
                 ms = back_to_back(timed, arguments.steps, device).ms
+            print(f"round {turn} of {arguments.rounds}: {name} {ms:.1f} ms", file=sys.stderr, flush=True)
             if turn:
                 times[name].append(ms)
     median = {name: statistics.median(found) for name, found in times.items()}

@@ -38,7 +38,7 @@ from f8emu.spec import (
     UnsupportedError,
 )
 from f8emu.torch.gemm.planned import layer_split_k, mm_split_k
-from f8emu.torch.inspection import recorder
+from f8emu.torch.inspection import pairing, recorder
 from f8emu.torch.inspection.config import config_of
 from f8emu.torch.inspection.log import JsonLog
 from f8emu.torch.training import observation
@@ -424,6 +424,37 @@ def test_statistics_are_of_the_pass_that_the_operand_is_of(tmp_path: Path) -> No
         loss.backward()
     found = [r for r in map(json.loads, path.read_text().splitlines()) if r.get("operand") == "b"]
     assert len(found) == 1 and found[0]["scale_min"] > 0 and "amax" not in found[0]
+
+
+def test_which_matrix_an_operand_was_cast_from_is_asked_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless several wait; a matrix that turns out to be another's waits for its own GEMM."""
+    waits = list[int]()
+
+    def counted(candidates: Any) -> list[float]:
+        found = read(candidates)
+        waits.extend([1] if found else [])
+        return found
+
+    read = pairing._read
+    monkeypatch.setattr(pairing, "_read", counted)
+    path, model = tmp_path / "run.jsonl", model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=3)
+    inputs = [draw(32, 32, seed=i) * 10**i for i in range(3)]
+    with exact_products(), f8.inspect(model, {"path": str(path)}) as inspector:
+        model(inputs[0]).sum().backward()
+        assert not waits
+        model(inputs[1]).sum().backward()
+        assert len(waits) == 1  # before the first GEMM of the second pass, for all of the first
+        waits.clear()
+        loss = model(inputs[0]).sum()
+        inspector.step()
+        second = model(inputs[1]).sum()
+        loss.backward()
+        second.backward()
+    records = [r for r in map(json.loads, path.read_text().splitlines()) if r.get("step") == 2]
+    found = [r for r in records if (r["layer"], r["gemm"], r["operand"]) == ("0", "grad_weight", "b")]
+    assert ["amax" in r for r in found] == [False, True] and found[1]["amax"] == inputs[1].abs().max().item()
 
 
 def test_an_operand_that_is_known_by_its_codes_only_has_its_nan_named() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.inspection.statistics import Statistics, exact_values
+from f8emu.torch.inspection.statistics import Statistics, exact_values, named
 from f8emu.torch.training.autograd import gemm
 from f8emu.torch.training.observation import GemmSeen
 from f8emu.torch.training.operands import Operand
@@ -73,7 +73,7 @@ def gemm_error(seen: GemmSeen, a: Sample, b: Sample) -> Statistics:
     rounded = float32.to(found.dtype)
     is_equal = (rounded == found) | (rounded.isnan() & found.isnan())
     result["error_bits"] = is_equal.double().mean()
-    return result
+    return named(result)
 
 
 def _exact(operand: Operand, cast: Cast) -> Tensor:

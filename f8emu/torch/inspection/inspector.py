@@ -2,8 +2,9 @@
 
 Layers have taps (`training.observation`) during the steps that are looked at, and none during the others: those run the
 code, and compiled graphs, that run without an inspector. Statistics are computed where the tensors are and read once a
-step, when it ends, or earlier when many are waiting; what waits once a GEMM is the answer which matrix it was cast from
-(`pairing`). An evaluation in a step that is looked at counts as passes of that step.
+step, when it ends, or earlier when many are waiting; with several forward passes in a step there are more waits, for
+the answer which matrix an operand was cast from (`pairing`). An evaluation in a step that is looked at counts as passes
+of that step.
 """
 
 import logging
@@ -23,7 +24,7 @@ from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, config_of
 from f8emu.torch.inspection.events import Event, event_of
 from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
-from f8emu.torch.inspection.pending import listed, numbers_of
+from f8emu.torch.inspection.pending import listed, read
 from f8emu.torch.inspection.recorder import Recorder
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.layer_names import float8_layers
@@ -163,13 +164,12 @@ class Inspector:
             return
         records: list[dict[str, Any]] = []
         events: list[Event] = []
-        for item, found in zip(pending, numbers_of(pending), strict=True):
-            if "recipe" not in item.record:
-                event = event_of(item.record, found, self.config.saturation_event)
+        for record, found, values in read(pending):
+            if "recipe" not in record:
+                event = event_of(record, found, self.config.saturation_event)
                 events += [] if event is None else [event]
             wanted = {name: value for name, value in found.items() if self._is_wanted(name)}
-            first = {name: listed(values) for name, values in item.values.items()}
-            records.append({**item.record, **wanted, **first})
+            records.append({**record, **wanted, **{name: listed(first) for name, first in values.items()}})
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
         if events:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from f8emu.torch.inspection.pairing import ALIKE
 from f8emu.torch.inspection.statistics import Statistics
 from f8emu.torch.training.torch_internals import to_list
 
@@ -15,22 +16,60 @@ class Pending(NamedTuple):
 
     record: dict[str, Any]
     statistics: Statistics
+    """Of equal names the last one counts."""
     values: dict[str, Tensor]
     """First values of tensors."""
+    likenesses: tuple[Tensor, ...] = ()
+    """If one of them is less than ALIKE, the record was made of another matrix."""
+    otherwise: "Pending | None" = None
+    """The record in that case, if there is one."""
 
 
-def numbers_of(pending: Sequence[Pending]) -> list[dict[str, float]]:
-    """The statistics of each, read with one wait for each device."""
-    flat = [value for item in pending for value in item.statistics.values()]
-    by_device: dict[torch.device, list[int]] = {}
-    for i, value in enumerate(flat):
-        by_device.setdefault(value.device, []).append(i)
-    numbers = [0.0] * len(flat)
-    for places in by_device.values():
-        for i, number in zip(places, to_list(torch.stack([flat[i] for i in places]).cpu()), strict=True):
-            numbers[i] = number
-    unread = iter(numbers)
-    return [{name: next(unread) for name in item.statistics} for item in pending]
+class Read(NamedTuple):
+    """A record, its statistics and first values."""
+
+    record: dict[str, Any]
+    statistics: dict[str, float]
+    values: dict[str, Tensor]
+
+
+def read(pending: Sequence[Pending]) -> list[Read]:
+    """The records with their statistics, which are read with one wait for each device and dtype."""
+    every = [*pending, *(item.otherwise for item in pending if item.otherwise is not None)]
+    numbers = _numbers(
+        [
+            *(found.numbers for item in every for found in item.statistics),
+            *(likeness for item in pending for likeness in item.likenesses),
+        ]
+    )
+    records: list[Read] = []
+    for item in pending:
+        one: Pending | None = item
+        if any(numbers[id(likeness)][0] < ALIKE for likeness in item.likenesses):
+            one = item.otherwise
+        if one is None:
+            continue
+        statistics: dict[str, float] = {}
+        for found in one.statistics:
+            statistics |= found.meaning(numbers[id(found.numbers)])
+        records.append(Read(one.record, statistics, one.values))
+    return records
+
+
+def _numbers(tensors: Sequence[Tensor]) -> dict[int, list[float]]:
+    """The elements of each tensor, by its `id`. Tensors of one dtype are read together: torch copies others singly."""
+    unique = {id(x): x for x in tensors}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in unique.values():
+        groups.setdefault((x.device, x.dtype), []).append(x)
+    found: dict[int, list[float]] = {}
+    for group in groups.values():
+        flat = [float(number) for number in to_list(torch.cat([x.reshape(-1) for x in group]))]
+        start = 0
+        for x in group:
+            found[id(x)] = flat[start : start + x.numel()]
+            start += x.numel()
+    return found
 
 
 def listed(values: Tensor) -> list[Any]:

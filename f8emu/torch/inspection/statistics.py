@@ -1,21 +1,68 @@
-"""The statistics of one matrix: of its values, of a cast of it, of its codes.
+"""The statistics of one matrix: of its values, of a cast of it, of its codes, in plain torch.
 
-All are tensors without dimensions on the matrix's device, float64, so that nobody waits for the device while a model
-trains.
+What is computed are numbers on the matrix's device, so that nobody waits for it while a model trains; the statistics
+are made of them on the host, when they are read.
 """
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
-from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.spec.scaling import Granularity
 from f8emu.torch.cast import decode, dequantize, quantize
-from f8emu.torch.scale import amax, reciprocal, scale_from_amax, spread_scale
-from f8emu.torch.training.operands import Operand
+from f8emu.torch.scale import reciprocal, spread_scale
 
-Statistics = dict[str, Tensor]
+NOISE_STATISTICS = ("underflow", "saturation", "sqnr", "mse")
+"""Of a cast, those that its codes are needed for."""
+
+
+class Found(NamedTuple):
+    """Numbers on their device, and the statistics that the host makes of them."""
+
+    numbers: Tensor
+    """Any shape and dtype; memory that nobody writes to again."""
+    meaning: Callable[[list[float]], dict[str, float]]
+
+
+Statistics = list[Found]
+
+
+def named(values: Mapping[str, Tensor]) -> Statistics:
+    """Statistics that are numbers as they are, each without dimensions."""
+    if not values:
+        return []
+    return [Found(torch.stack([value.double() for value in values.values()]), partial(by_name, tuple(values)))]
+
+
+def by_name(names: tuple[str, ...], numbers: list[float]) -> dict[str, float]:
+    """The numbers by their names."""
+    return dict(zip(names, numbers, strict=True))
+
+
+def only(wanted: Collection[str], statistics: Statistics) -> Statistics:
+    """Those that are wanted, of the same numbers."""
+
+    def meaning(found: Found, numbers: list[float]) -> dict[str, float]:
+        return {name: number for name, number in found.meaning(numbers).items() if name in wanted}
+
+    return [Found(found.numbers, partial(meaning, found)) for found in statistics]
+
+
+def of_cast(names: tuple[str, ...], wanted: Collection[str], count: int, numbers: list[float]) -> dict[str, float]:
+    """Of the numbers that `cast_numbers` names, of `count` values, those of NOISE_STATISTICS that are wanted."""
+    number = dict(zip(names, numbers, strict=True))
+    found = {name: number[name] / count for name in ("underflow", "saturation") if name in wanted}
+    if "mse" in wanted:
+        found["mse"] = number["noise"] / count
+    if "sqnr" in wanted:
+        found["sqnr"] = _decibels(number["signal"], number["noise"])
+    return found
 
 
 def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
@@ -23,10 +70,8 @@ def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
 
     NaN and infinity take no part in dynamic_range; in the others they do as torch has it.
     """
-    found: Statistics = {}
-    if x.numel() == 0:
-        return found
-    magnitude = x.detach().abs()
+    found: dict[str, Tensor] = {}
+    magnitude = x.detach().abs() if {"amax", "dynamic_range"} & set(wanted) else x
     if "amax" in wanted:
         found["amax"] = magnitude.amax()
     if "nan" in wanted:
@@ -45,68 +90,55 @@ def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
         found["l2_norm"] = _norm(x)
     if "dynamic_range" in wanted:
         found["dynamic_range"] = _range(magnitude.reshape(1, -1)).max()
-    return {name: value.double() for name, value in found.items()}
+    return named(found)
 
 
 def cast_statistics(
-    x: Tensor, cast: Cast, rule: ScaleRule, wanted: Collection[str], inv_scale: Tensor | None
+    x: Tensor, inv_scale: Tensor, format: Format, granularity: Granularity, wanted: Collection[str]
 ) -> Statistics:
-    """Of the cast of `x` [rows, K], those of `CAST_STATISTICS` that are wanted; none of one in high precision.
+    """Of the cast of `x` [rows, K], those of NOISE_STATISTICS that are wanted.
 
     Shapes:
-        inv_scale: [1, 1], that of delayed scaling; None takes that of the matrix's own amax.
-
-    Exactness: codes and scales are those of the verbs, which a layer on one device uses. Of a matrix that is sharded by
-    tensor parallelism the amax is that of this rank.
+        inv_scale: `granularity.scale_shape(rows, K)`.
     """
-    if cast.format is None or x.numel() == 0:
-        return {}
-    found: Statistics = {}
-    if "dynamic_range_block" in wanted:
-        k = x.shape[1] // 128 * 128
-        blocks = x[:, :k].reshape(-1, 128) if k else x
-        found["dynamic_range_block"] = _range(blocks.detach().abs()).max().double()
-    if not {"underflow", "saturation", "sqnr", "mse"} & set(wanted):
-        return found
-    if inv_scale is None:
-        used, scale = scale_from_amax(amax(x, cast.granularity), cast.format, rule)
-    else:
-        used, scale = inv_scale, reciprocal(inv_scale)
-    codes = quantize(x, used, cast.format, cast.granularity)
+    found: dict[str, Tensor] = {}
+    codes = quantize(x, inv_scale, format, granularity)
     if "underflow" in wanted:
-        is_lost = ((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)
-        found["underflow"] = is_lost.sum() / x.numel()
+        found["underflow"] = (((codes.view(torch.uint8) & 0x7F) == 0) & (x != 0)).sum()
     if "saturation" in wanted:
-        scaled = x.float() * spread_scale("inspect", "inv_scale", used, x, cast.granularity)
-        half_unit = 2.0 ** (cast.format.max_exponent - cast.format.fraction_bits - 1)
-        found["saturation"] = (scaled.abs() > cast.format.max + half_unit).sum() / x.numel()
+        scaled = x.float() * spread_scale("inspect", "inv_scale", inv_scale, x, granularity)
+        found["saturation"] = (scaled.abs() > tie_of(format)).sum()
     if "sqnr" in wanted or "mse" in wanted:
-        # [rows, K] float32: the norms add up in float64.
-        noise = _norm(dequantize(codes, scale, cast.granularity) - x.float())
-        if "mse" in wanted:
-            found["mse"] = noise.square() / x.numel()
-        if "sqnr" in wanted:
-            found["sqnr"] = 20 * torch.log10(_norm(x) / noise)
-    return {name: value.double() for name, value in found.items()}
+        # [rows, K] float64: of a value that was clamped, the difference is not a float32.
+        decoded = dequantize(codes, reciprocal(inv_scale), granularity).double()
+        found["signal"], found["noise"] = _norm(x).square(), _norm(decoded.sub_(x)).square()
+    meaning = partial(of_cast, tuple(found), wanted, x.numel())
+    return [Found(torch.stack([value.double() for value in found.values()]), meaning)]
 
 
-def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) -> Statistics:
-    """Of an operand as its GEMM got it, those of `OPERAND_STATISTICS` that are wanted; none in high precision."""
-    found: Statistics = {}
-    if cast.format is None or operand.scale is None or operand.codes.numel() == 0:
-        return found
-    if "scale_min" in wanted:
-        found["scale_min"] = operand.scale.min()
-    if "scale_max" in wanted:
-        found["scale_max"] = operand.scale.max()
-    magnitude = operand.codes.view(torch.uint8) & 0x7F
+def tie_of(format: Format) -> float:
+    """What is larger rounds beyond the format's largest value."""
+    return format.max + 2.0 ** (format.max_exponent - format.fraction_bits - 1)
+
+
+def block_statistics(x: Tensor) -> Statistics:
+    """The largest dynamic range within 128 neighbours of a row of `x` [rows, K]."""
+    k = x.shape[1] // 128 * 128
+    blocks = x[:, :k].reshape(-1, 128) if k else x
+    return named({"dynamic_range_block": _range(blocks.detach().abs()).max()})
+
+
+def code_statistics(codes: Tensor, cast: Cast, wanted: Collection[str]) -> Statistics:
+    """How many codes are NaN, zero, and that of the format's largest value, where it is wanted."""
+    found: dict[str, Tensor] = {}
+    magnitude = codes.view(torch.uint8) & 0x7F
     if "nan_codes" in wanted:
-        found["nan_codes"] = decode(operand.codes).isnan().sum()
+        found["nan_codes"] = decode(codes).isnan().sum()
     if "zero_codes" in wanted:
         found["zero_codes"] = (magnitude == 0).sum()
-    if "saturated_codes" in wanted:
+    if "saturated_codes" in wanted and cast.format is not None:
         found["saturated_codes"] = (magnitude == cast.format.max_code).sum()
-    return {name: value.double() for name, value in found.items()}
+    return named(found)
 
 
 def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) -> Tensor:
@@ -114,6 +146,11 @@ def exact_values(codes: Tensor, scale: Tensor | None, granularity: Granularity) 
     if scale is None:
         return codes.double()
     return decode(codes).double() * spread_scale("inspect", "scale", scale, codes, granularity).double()
+
+
+def _decibels(signal: float, noise: float) -> float:
+    ratio = signal / noise if noise else math.inf if signal > 0 else math.nan
+    return 10 * math.log10(ratio) if ratio else -math.inf
 
 
 def _range(magnitude: Tensor) -> Tensor:

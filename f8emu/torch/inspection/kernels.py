@@ -1,0 +1,232 @@
+"""Triton kernels of the statistics: of a matrix's values, of a cast of it, of codes, each from one reading.
+
+A program reads one tile and writes its numbers as float64, side by side with those of the other programs, and
+`total_kernel` adds them up, always in the same order. Counts are exact, sums are of float64 terms.
+
+Exactness: codes are those of `fused.cast_kernels`, whose clamp, conversion and scale rule these are. The noise of a
+cast is a float64 difference of its float32 product, which no compiler can turn into a fused multiply-add.
+"""
+
+# pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
+# (Triton is optional, and its branches are decided at compile time.)
+import triton
+import triton.language as tl
+
+from f8emu.torch.fused.cast_kernels import clamp
+from f8emu.torch.fused.scale_kernels import inv_scale_of, magnitudes, one_nan, reciprocal
+
+_INFINITY = tl.constexpr(0x7F800000)
+_BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _count(is_so):
+    return tl.sum(tl.sum(is_so.to(tl.int32), 1), 0).to(tl.float64)
+
+
+@triton.jit
+def _sum(values):
+    return tl.sum(tl.sum(values, 1), 0)
+
+
+@triton.jit(do_not_specialize=["M", "tiles_n"])
+def values_kernel(
+    x,
+    partials,
+    M,
+    N,
+    row_stride,
+    col_stride,
+    tiles_n,
+    SUMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`partials` [4 or 7, programs] of `x` [M, N]: amax, as the integer of its bits; how many NaN, infinities, zeros.
+
+    With `SUMS` also the sums of the values, of their magnitudes, and of their squares.
+    """
+    tile, programs = tl.program_id(0), tl.num_programs(0)
+    rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    found = tl.load(x + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0)
+    values = found.to(tl.float32)
+    bits = magnitudes(values)
+    own = partials + tile
+    tl.store(own, one_nan(tl.max(tl.max(bits, 1), 0)).to(tl.float64))
+    tl.store(own + programs, _count(bits > _INFINITY))
+    tl.store(own + 2 * programs, _count(bits == _INFINITY))
+    tl.store(own + 3 * programs, _count((bits == 0) & inside))
+    if SUMS:
+        exact = values.to(tl.float64)
+        tl.store(own + 4 * programs, _sum(exact))
+        tl.store(own + 5 * programs, _sum(tl.abs(exact)))
+        tl.store(own + 6 * programs, _sum(exact * exact))
+
+
+@triton.jit(do_not_specialize=["M", "source_rows", "source_cols", "tiles_n"])
+def cast_kernel(
+    x,
+    source,
+    partials,
+    M,
+    N,
+    row_stride,
+    col_stride,
+    source_rows,
+    source_cols,
+    tiles_n,
+    QUOTIENT: tl.constexpr,
+    FLOOR: tl.constexpr,
+    AT_FLOOR: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    TIE: tl.constexpr,
+    IS_AMAX: tl.constexpr,
+    ALONG: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """`partials` [4, programs] of the cast of `x` [M, N].
+
+    How many values that are not zero become zero, how many are above `TIE` in the format's range; the sums of squares
+    of the values and of what the cast changes them by.
+
+    `source` has the inv_scales, or with `IS_AMAX` the amaxes; `POWER_OF_TWO` is for amaxes only. `ALONG` says which
+    values share one: 0 all of a tile, 1 those of a row of it, 2 those of a column. A step of `source_rows` and
+    `source_cols` leads to the next row or column that has one of its own, and to the next block of 128 where a tile has
+    only one.
+    """
+    tile, programs = tl.program_id(0), tl.num_programs(0)
+    first_row, first_col = (tile // tiles_n).to(tl.int64) * BM, (tile % tiles_n).to(tl.int64) * BN
+    rows, cols = first_row + tl.arange(0, BM), first_col + tl.arange(0, BN)
+    # 1. The scales.
+    if ALONG == 0:
+        given = tl.load(source + (first_row // _BLOCK) * source_rows + (first_col // _BLOCK) * source_cols)
+    elif ALONG == 1:
+        at = rows * source_rows + (first_col // _BLOCK) * source_cols
+        given = tl.load(source + at, mask=rows < M, other=1.0)
+    else:
+        at = cols * source_cols + (first_row // _BLOCK) * source_rows
+        given = tl.load(source + at, mask=cols < N, other=1.0)
+    inv = given.to(tl.float32)
+    if IS_AMAX:
+        inv = inv_scale_of(one_nan(magnitudes(inv)), QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
+    scale = reciprocal(inv, POWER_OF_TWO)
+    if ALONG == 1:
+        inv, scale = inv[:, None], scale[:, None]
+    elif ALONG == 2:
+        inv, scale = inv[None, :], scale[None, :]
+    # 2. The codes, and what they mean.
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    found = tl.load(x + rows[:, None] * row_stride + cols[None, :] * col_stride, mask=inside, other=0.0)
+    values = found.to(tl.float32)
+    scaled = values * inv
+    decoded = clamp(scaled, LIMIT).to(DTYPE).to(tl.float32)
+    exact = values.to(tl.float64)
+    noise = tl.where(inside, (decoded * scale).to(tl.float64) - exact, 0.0)
+    # 3. The numbers.
+    own = partials + tile
+    tl.store(own, _count((decoded == 0.0) & (magnitudes(values) != 0)))
+    tl.store(own + programs, _count(tl.abs(scaled) > TIE))
+    tl.store(own + 2 * programs, _sum(exact * exact))
+    tl.store(own + 3 * programs, _sum(noise * noise))
+
+
+@triton.jit(do_not_specialize=["count", "blocks"])
+def total_kernel(partials, totals, count, blocks, AMAX: tl.constexpr, BLOCK: tl.constexpr):
+    """`totals` [rows] of `partials` [rows, count], a program each: sums; with `AMAX` the first is a maximum of bits."""
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    largest, total = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
+    for _ in range(0, blocks):
+        found = tl.load(partials + row.to(tl.int64) * count + at, mask=at < count, other=0.0)
+        largest = tl.maximum(largest, found)
+        total += found
+        at += BLOCK
+    whole = tl.sum(total, 0)
+    if AMAX:
+        bits = tl.max(largest, 0).to(tl.int32)
+        whole = tl.where(row == 0, bits.to(tl.float32, bitcast=True).to(tl.float64), whole)
+    tl.store(totals + row, whole)
+
+
+@triton.jit
+def codes_kernel(codes, counts, count, LARGEST: tl.constexpr, MAX_CODE: tl.constexpr, BLOCK: tl.constexpr):
+    """Add to `counts` (int64 [3]) how many of `count` codes are NaN, zero, and that of the format's largest value."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    found = tl.load(codes.to(tl.pointer_type(tl.uint8), bitcast=True) + offsets, mask=inside, other=0)
+    magnitude = found.to(tl.int32) & 0x7F
+    _add(counts, tl.sum((magnitude > LARGEST).to(tl.int32), 0))
+    _add(counts + 1, tl.sum(((magnitude == 0) & inside).to(tl.int32), 0))
+    _add(counts + 2, tl.sum((magnitude == MAX_CODE).to(tl.int32), 0))
+
+
+@triton.jit
+def _add(count, amount):
+    tl.atomic_add(count, amount.to(tl.int64), mask=amount > 0, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=[
+        "code_rows",
+        "code_cols",
+        "scale_rows",
+        "scale_cols",
+        "value_rows",
+        "value_cols",
+        "M",
+        "N",
+        "grid_m",
+        "grid_n",
+    ]
+)
+def likeness_kernel(
+    codes,
+    scale,
+    values,
+    share,
+    code_rows,
+    code_cols,
+    scale_rows,
+    scale_cols,
+    value_rows,
+    value_cols,
+    M,
+    N,
+    grid_m,
+    grid_n,
+    ROW_BLOCK: tl.constexpr,
+    COL_BLOCK: tl.constexpr,
+    IS_CAST: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BELOW: tl.constexpr,
+    ABOVE: tl.constexpr,
+    SIDE: tl.constexpr,
+):
+    """`share` of the `values` [grid_m, grid_n] whose place in `codes` [M, N] has their code; `pairing` says how."""
+    i, j = tl.arange(0, SIDE).to(tl.int64), tl.arange(0, SIDE).to(tl.int64)
+    DTYPE: tl.constexpr = codes.dtype.element_ty
+    inside = (i[:, None] < grid_m) & (j[None, :] < grid_n)
+    rows, cols = i * M // grid_m, j * N // grid_n
+    own = tl.load(values + i[:, None] * value_rows + j[None, :] * value_cols, mask=inside, other=0.0)
+    at = rows[:, None] * code_rows + cols[None, :] * code_cols
+    if IS_CAST:
+        raw = tl.load(codes.to(tl.pointer_type(tl.uint8), bitcast=True) + at, mask=inside, other=0)
+        found = raw.to(DTYPE, bitcast=True).to(tl.float32)
+        of_scale = (rows // ROW_BLOCK)[:, None] * scale_rows + (cols // COL_BLOCK)[None, :] * scale_cols
+        factor = tl.div_rn(own.to(tl.float32), tl.load(scale + of_scale, mask=inside, other=1.0))
+        one = clamp(factor * BELOW, LIMIT).to(DTYPE).to(tl.float32)
+        other = clamp(factor * ABOVE, LIMIT).to(DTYPE).to(tl.float32)
+    else:
+        found = tl.load(codes + at, mask=inside, other=0.0).to(tl.float32)
+        one = own.to(DTYPE).to(tl.float32)
+        other = one
+    is_counted = (found != 0.0) | (one != 0.0) | (other != 0.0)
+    is_equal = (one == found) | (other == found) | ((found != found) & ((one != one) | (other != other)))
+    counted = tl.sum(tl.sum(is_counted.to(tl.float32), 1), 0)
+    equal = tl.sum(tl.sum((is_counted & is_equal).to(tl.float32), 1), 0)
+    tl.store(share, tl.where(counted > 0.0, tl.div_rn(equal, counted), 1.0).to(tl.float64))

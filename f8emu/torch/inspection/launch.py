@@ -1,0 +1,163 @@
+"""The launches of `kernels`, on tensors of any strides. Importing this module needs Triton."""
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.formats import Format, format_by_name
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, operand_format
+from f8emu.torch.fused.arguments import CODES
+from f8emu.torch.fused.cast_kernels import DTYPES
+from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, planned, rule_constants
+from f8emu.torch.inspection import kernels
+from f8emu.torch.inspection.statistics import tie_of
+
+# Not measured yet. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
+VALUES_TILE = (64, 128)
+VALUES_WARPS = 8
+CAST_TILE = (32, 128)
+"""A part of a block of 128 by 128."""
+CAST_WARPS = 8
+TOTAL_BLOCK = 4096
+TOTAL_WARPS = 8
+CODES_BLOCK = 16384
+CODES_WARPS = 8
+LIKENESS_WARPS = 4
+
+
+def takes(x: Tensor, *formats: Format) -> bool:
+    """Whether there are kernels for values of this dtype and these formats."""
+    return x.dtype in HIGH_PRECISION_DTYPES and all(format.name in DTYPES for format in formats)
+
+
+def likens(codes: Tensor) -> bool:
+    """Whether `likeness` takes codes of this dtype."""
+    return codes.dtype in (torch.bfloat16, *CODES.values())
+
+
+def values(x: Tensor, sums: bool) -> Tensor:
+    """Of `x` [rows, columns]: amax, how many NaN, infinities and zeros, with `sums` also those of `values_kernel`."""
+    x = _in_memory(x)
+    count = 7 if sums else 4
+    plan = _values(*x.shape, *x.stride(), sums)
+    partials = x.new_empty((count, plan.programs), dtype=torch.float64)
+    plan(x, partials)
+    return _totals(partials, True)
+
+
+def cast(x: Tensor, source: Tensor, is_amax: bool, granularity: Granularity, format: Format, rule: ScaleRule) -> Tensor:
+    """Of the cast of `x` [rows, K]: the numbers of `cast_kernel`.
+
+    Shapes:
+        source: `granularity.scale_shape`, amaxes or inv_scales; one number in any shape and float dtype.
+    """
+    block_rows, block_cols = granularity.block
+    source_rows = 0 if block_rows is None else source.stride(0)
+    source_cols = 0 if block_cols is None else source.stride(1)
+    along = 1 if block_rows == 1 else 0
+    stored = _in_memory(x)
+    if stored is not x:
+        source_rows, source_cols, along = source_cols, source_rows, 2 * along
+    layout = (*stored.shape, *stored.stride(), source_rows, source_cols)
+    plan = _cast(*layout, format.name, is_amax and rule.power_of_two, rule.amax_floor, is_amax, along)
+    partials = x.new_empty((4, plan.programs), dtype=torch.float64)
+    plan(stored, source, partials)
+    return _totals(partials, False)
+
+
+def codes(x: Tensor, format: Format) -> Tensor:
+    """How many codes are NaN, zero, and that of the format's largest value: int64 [3]."""
+    x = _in_memory(x).contiguous()
+    counts = x.new_zeros(3, dtype=torch.int64)
+    largest = format.max_code if format.infinity_code is None else format.infinity_code
+    _codes(x.numel(), largest, format.max_code)(x, counts)
+    return counts
+
+
+def likeness(codes: Tensor, scale: Tensor | None, grid: Tensor, slack: float) -> Tensor:
+    """The share of the values of `grid` that `codes` [M, N] have, [] float64; see `pairing.likeness`."""
+    share = codes.new_empty((), dtype=torch.float64)
+    steps, scale_blocks = (0, 0), (1, 1)
+    if scale is not None:
+        (rows, columns), (m, n) = scale.shape, codes.shape
+        steps = (0 if rows == 1 else scale.stride(0), 0 if columns == 1 else scale.stride(1))
+        scale_blocks = (1 if rows == m else BLOCK, 1 if columns == n else BLOCK)
+    sizes = (*codes.stride(), *steps, *grid.stride(), *codes.shape, *grid.shape)
+    limit = None if scale is None else operand_format("inspect", codes.dtype).max
+    _likeness(sizes, *scale_blocks, limit, slack)(codes, grid if scale is None else scale, grid, share)
+    return share
+
+
+@planned
+def _values(m: int, n: int, row_stride: int, col_stride: int, sums: bool) -> Plan:
+    bm, bn = VALUES_TILE
+    tiles_n = blocks(n, bn)
+    sizes, constants = (m, n, row_stride, col_stride, tiles_n), {"SUMS": sums, "BM": bm, "BN": bn}
+    return Plan(kernels.values_kernel, blocks(m, bm) * tiles_n, sizes, constants, VALUES_WARPS)
+
+
+@planned
+def _cast(
+    m: int,
+    n: int,
+    row_stride: int,
+    col_stride: int,
+    source_rows: int,
+    source_cols: int,
+    fmt: str,
+    power_of_two: bool,
+    amax_floor: float,
+    is_amax: bool,
+    along: int,
+) -> Plan:
+    bm, bn = CAST_TILE
+    tiles_n = blocks(n, bn)
+    sizes = (m, n, row_stride, col_stride, source_rows, source_cols, tiles_n)
+    constants = {
+        **rule_constants(fmt, power_of_two, amax_floor),
+        **codes_constants(fmt),
+        "TIE": tie_of(format_by_name(fmt)),
+        "IS_AMAX": is_amax,
+        "ALONG": along,
+        "BM": bm,
+        "BN": bn,
+    }
+    return Plan(kernels.cast_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
+
+
+@planned
+def _total(rows: int, count: int, has_amax: bool) -> Plan:
+    constants = {"AMAX": has_amax, "BLOCK": TOTAL_BLOCK}
+    return Plan(kernels.total_kernel, rows, (count, blocks(count, TOTAL_BLOCK)), constants, TOTAL_WARPS)
+
+
+@planned
+def _codes(count: int, largest: int, max_code: int) -> Plan:
+    constants = {"LARGEST": largest, "MAX_CODE": max_code, "BLOCK": CODES_BLOCK}
+    return Plan(kernels.codes_kernel, blocks(count, CODES_BLOCK), (count,), constants, CODES_WARPS)
+
+
+@planned
+def _likeness(sizes: tuple[int, ...], row_block: int, col_block: int, limit: float | None, slack: float) -> Plan:
+    constants = {
+        "ROW_BLOCK": row_block,
+        "COL_BLOCK": col_block,
+        "IS_CAST": limit is not None,
+        "LIMIT": limit,
+        "BELOW": 1 - slack,
+        "ABOVE": 1 + slack,
+        "SIDE": 1 << (max(sizes[-2:]) - 1).bit_length(),
+    }
+    return Plan(kernels.likeness_kernel, 1, sizes, constants, LIKENESS_WARPS)
+
+
+def _in_memory(x: Tensor) -> Tensor:
+    """`x` or its transpose, whichever has neighbours in a row side by side."""
+    return x.t() if x.stride(1) != 1 and x.stride(0) < x.stride(1) else x
+
+
+def _totals(partials: Tensor, has_amax: bool) -> Tensor:
+    """The numbers of a matrix, of those of its tiles."""
+    totals = partials.new_empty(partials.shape[0])
+    _total(*partials.shape, has_amax)(partials, totals)
+    return totals

@@ -1,0 +1,151 @@
+"""A matrix whose statistics are taken: by kernels where there are some, otherwise in plain torch.
+
+On a GPU the values are read once for their own statistics and once for each cast. Statistics that no kernel takes are
+plain torch there too.
+"""
+
+import math
+from collections.abc import Collection
+from functools import cache, partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.formats import Format
+from f8emu.spec.recipe import Cast
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch import scale as verbs
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.delayed import is_known_set
+from f8emu.torch.inspection.statistics import (
+    NOISE_STATISTICS,
+    Found,
+    Statistics,
+    block_statistics,
+    by_name,
+    cast_statistics,
+    code_statistics,
+    of_cast,
+    value_statistics,
+)
+from f8emu.torch.scale import scale_from_amax
+from f8emu.torch.training.operands import Delayed, Operand
+
+_COUNTED = ("amax", "nan", "inf", "zero")
+_SUMMED = ("mean", "l1_norm", "l2_norm")
+_CAST = ("underflow", "saturation", "signal", "noise")
+_CODES = ("nan_codes", "zero_codes", "saturated_codes")
+
+
+class Matrix:
+    """A matrix [rows, columns] in high precision; its amaxes are found once."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.detach()
+        self._amaxes: dict[tuple[Granularity, bool], Tensor] = {}
+
+    def values(self, wanted: Collection[str]) -> Statistics:
+        """Those of `VALUE_STATISTICS` that are wanted."""
+        x, wanted = self.x, set(wanted)
+        if x.numel() == 0:
+            return []
+        launch = launches_for(x)
+        if launch is None:
+            return value_statistics(x, wanted)
+        has_sums = not wanted.isdisjoint(_SUMMED)
+        numbers = launch.values(x, has_sums)
+        self._amaxes[Granularity.TENSORWISE, False] = numbers[:1]
+        found = [Found(numbers, partial(_of_values, wanted, x.numel()))]
+        rest = wanted.difference(_COUNTED, _SUMMED)
+        return found + value_statistics(x, rest)
+
+    def cast(
+        self, cast: Cast, is_transposed: bool, rule: ScaleRule, wanted: Collection[str], delayed: Delayed | None
+    ) -> Statistics:
+        """Those of `CAST_STATISTICS` that are wanted, of the matrix or its transpose; none of one in high precision.
+
+        With `delayed` by its scale, as far as that is set.
+
+        Exactness: codes and scales are those of the verbs, which a layer on one device uses. Of a matrix that is
+        sharded by tensor parallelism the amax is that of this rank.
+        """
+        x = self.x.t() if is_transposed else self.x
+        if cast.format is None or x.numel() == 0:
+            return []
+        found = block_statistics(x) if "dynamic_range_block" in wanted else []
+        if set(wanted).isdisjoint(NOISE_STATISTICS):
+            return found
+        source, is_amax = self._amax(cast.granularity, is_transposed), True
+        if delayed is not None:
+            source, is_amax = self._delayed(delayed, cast.format, rule), False
+        launch = launches_for(x, cast.format)
+        if launch is not None:
+            numbers = launch.cast(x, source, is_amax, cast.granularity, cast.format, rule)
+            return [*found, Found(numbers, partial(of_cast, _CAST, wanted, x.numel()))]
+        inv_scale = scale_from_amax(source, cast.format, rule).inv_scale if is_amax else source
+        return found + cast_statistics(x, inv_scale, cast.format, cast.granularity, wanted)
+
+    def _delayed(self, delayed: Delayed, format: Format, rule: ScaleRule) -> Tensor:
+        """The inv_scale of a cast under delayed scaling [1, 1]: it takes its own amax while none is set."""
+        if is_known_set(delayed.inv_scale):
+            return delayed.inv_scale
+        amax = self._amax(Granularity.TENSORWISE, False).float().reshape(1, 1)
+        own = scale_from_amax(amax, format, rule, margin=delayed.margin).inv_scale
+        return torch.where(delayed.inv_scale > 0, delayed.inv_scale, own)
+
+    def _amax(self, granularity: Granularity, is_transposed: bool) -> Tensor:
+        """Of `granularity.scale_shape`; of the whole matrix it may be float64 [1]."""
+        key = (granularity, is_transposed and granularity is not Granularity.TENSORWISE)
+        if key not in self._amaxes:
+            if granularity is Granularity.ROWWISE and launches_for(self.x) is not None:
+                amaxes, rows = fused.row_col_amaxes(self.x), self.x.shape[0]
+                self._amaxes[granularity, False] = amaxes[:rows].unsqueeze(1)
+                self._amaxes[granularity, True] = amaxes[rows:].unsqueeze(1)
+            else:
+                self._amaxes[key] = verbs.amax(self.x.t() if key[1] else self.x, granularity)
+        return self._amaxes[key]
+
+
+def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) -> Statistics:
+    """Of an operand as its GEMM got it, those of `OPERAND_STATISTICS` that are wanted; none in high precision."""
+    codes, scale = operand
+    if cast.format is None or scale is None or codes.numel() == 0:
+        return []
+    found: Statistics = []
+    if "scale_min" in wanted or "scale_max" in wanted:
+        smallest, largest = torch.aminmax(scale)
+        found = [
+            Found(smallest, partial(by_name, ("scale_min",))),
+            Found(largest, partial(by_name, ("scale_max",))),
+        ]
+    if set(wanted).isdisjoint(_CODES):
+        return found
+    launch = launches_for(scale, cast.format)
+    if launch is None:
+        return found + code_statistics(codes, cast, wanted)
+    return [*found, Found(launch.codes(codes, cast.format), partial(by_name, _CODES))]
+
+
+def launches_for(x: Tensor, *formats: Format) -> ModuleType | None:
+    """The module that launches kernels on `x`; None where there are none."""
+    if fused.kernels_for(x) is None:
+        return None
+    launch = _launches()
+    return launch if launch.takes(x, *formats) else None
+
+
+@cache
+def _launches() -> ModuleType:
+    from f8emu.torch.inspection import launch  # needs Triton
+
+    return launch
+
+
+def _of_values(wanted: Collection[str], count: int, numbers: list[float]) -> dict[str, float]:
+    """What the numbers of `values_kernel` mean, of `count` values."""
+    found = dict(zip(_COUNTED, numbers, strict=False))
+    if len(numbers) > len(_COUNTED):
+        total, magnitudes, squares = numbers[len(_COUNTED) :]
+        found |= {"mean": total / count, "l1_norm": magnitudes, "l2_norm": math.sqrt(squares)}
+    return {name: number for name, number in found.items() if name in wanted}

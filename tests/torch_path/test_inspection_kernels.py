@@ -1,0 +1,306 @@
+"""The kernels of the statistics against plain torch: on a GPU, and on any machine in Triton's interpreter.
+
+Counts are equal; sums are of the same float64 terms in another order. As in test_kernels.py the interpreter has a
+process of its own, and the conversions of ml_dtypes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import f8emu.torch as f8
+from f8emu.spec import (
+    BLOCKWISE,
+    E4M3FN,
+    E5M2,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    Cast,
+    Granularity,
+    ScaleRule,
+)
+from f8emu.spec.recipe import OPERANDS, TRANSPOSED
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.inspection import pairing
+from f8emu.torch.inspection.config import OPERAND_STATISTICS, InspectConfig
+from f8emu.torch.inspection.matrix import Matrix, operand_statistics
+from f8emu.torch.inspection.pairing import grid_of
+from f8emu.torch.inspection.pending import Pending, Read, read
+from f8emu.torch.inspection.recorder import Recorder
+from f8emu.torch.inspection.statistics import Statistics
+from f8emu.torch.training.observation import GemmSeen, TensorSeen
+from f8emu.torch.training.operands import Delayed, Operand
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
+
+FLOATS = (torch.bfloat16, torch.float32, torch.float16)
+VALUES = ("amax", "nan", "inf", "zero", "mean", "l1_norm", "l2_norm")
+CASTS = ("underflow", "saturation", "sqnr", "mse")
+SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1e-13)
+RULES = (ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3))
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row-major": lambda x: x,
+    "transposed": lambda x: x.t().contiguous().t(),
+    "gaps": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+}
+SHAPES = [(1, 300), (70, 130), (257, 5)]
+if not INTERPRETED:
+    SHAPES += [(1, 1), (3, 8192), (4096, 1000), (8192 + 16, 1024 + 8)]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Calls a function so that kernels run, on tensors of the device."""
+    runs = False
+    if INTERPRETED:
+        import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
+
+        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        monkeypatch.setattr(fused, "has_float8_hardware", lambda device: runs)
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        nonlocal runs
+        runs = True
+        with np.errstate(all="ignore"):
+            found = function(*args)
+        runs = False
+        fused._PAIRS.clear()  # plans for a device that has kernels
+        return found
+
+    yield call
+
+
+def draw(shape: tuple[int, int], dtype: torch.dtype, specials: tuple[float, ...]) -> Tensor:
+    """Each element of another magnitude, the last row half zero."""
+    generator = torch.Generator().manual_seed(shape[1])
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-20, 12, shape, generator=generator))
+    at = torch.randint(0, x.numel(), (len(specials),), generator=generator)
+    x.view(-1)[at] = torch.tensor(specials)
+    x[-1, : shape[1] // 2] = 0
+    return x.to(dtype)
+
+
+def numbers(statistics: Statistics) -> dict[str, float]:
+    (found,) = read([Pending({}, statistics, {})])
+    return found.statistics
+
+
+def assert_same(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        sums = {
+            "l1_norm": value,
+            "l2_norm": value,
+            "mse": value,
+            "sqnr": 10.0,
+            "dynamic_range": value,
+            "mean": expected.get("l1_norm", 0),
+        }
+        slack = 1e-12 * sums.get(name, 0)
+        same = found[name] == value or abs(found[name] - value) <= slack
+        assert same or (math.isnan(value) and math.isnan(found[name])), f"{name}: {found[name]}, expected {value}"
+
+
+INPUTS = pytest.mark.parametrize(
+    ("shape", "dtype", "layout", "specials"),
+    [
+        (SHAPES[i % len(SHAPES)], FLOATS[i % len(FLOATS)], layout, specials)
+        for i, (specials, layout) in enumerate(product((SPECIALS, SPECIALS[3:]), LAYOUTS))
+    ],
+    ids=str,
+)
+
+
+@ON_GPU
+@INPUTS
+def test_values(shape, dtype, layout, specials, kernels) -> None:
+    x = draw(shape, dtype, specials)
+    for wanted in (VALUES, ("amax", "zero"), (*VALUES, "std", "dynamic_range")):
+        expected = numbers(Matrix(LAYOUTS[layout](x)).values(wanted))
+        found = kernels(lambda: numbers(Matrix(LAYOUTS[layout](x.to(DEVICE))).values(wanted)))  # noqa: B023
+        expected["std"] = found.get("std", math.nan)  # plain torch on both
+        assert_same({"std": math.nan, **found}, expected)
+
+
+@ON_GPU
+@INPUTS
+@pytest.mark.parametrize("granularity", Granularity, ids=lambda one: one.value)
+def test_casts(granularity, shape, dtype, layout, specials, kernels) -> None:
+    """Of rows and columns, each with another magnitude, by both formats and rules."""
+    x = draw(shape, dtype, specials)
+
+    def statistics(device: str) -> list[dict[str, float]]:
+        matrix, found = Matrix(LAYOUTS[layout](x.to(device))), list[Statistics]()
+        matrix.values(["amax"])
+        for transposed, (format, rule) in product((False, True), zip((E4M3FN, E5M2), RULES, strict=True)):
+            cast = Cast(format=format, granularity=granularity)
+            found.append(matrix.cast(cast, transposed, rule, CASTS, None))
+        return [numbers(one) for one in found]
+
+    for found, expected in zip(kernels(statistics, DEVICE), statistics("cpu"), strict=True):
+        assert_same(found, expected)
+
+
+@ON_GPU
+def test_delayed_casts(kernels) -> None:
+    """Scales that are set and not set, and with which many values saturate."""
+    x = draw((40, 300), torch.bfloat16, SPECIALS[3:])
+    cast = Cast(format=E4M3FN, granularity=Granularity.TENSORWISE)
+
+    def statistics(device: str) -> list[dict[str, float]]:
+        found = list[dict[str, float]]()
+        for inv_scale, transposed in product((0.0, 0.3, 50.0), (False, True)):
+            one = torch.full((1, 1), inv_scale, device=device)
+            state = Delayed(inv_scale=one, amax=torch.zeros(1, 1, device=device), margin=2)
+            matrix = Matrix(x.to(device))
+            matrix.values(["amax"])
+            found.append(numbers(matrix.cast(cast, transposed, ScaleRule(), CASTS, state)))
+        return found
+
+    expected = statistics("cpu")
+    assert expected[-1]["saturation"] > 0.1
+    for found, wanted in zip(kernels(statistics, DEVICE), expected, strict=True):
+        assert_same(found, wanted)
+
+
+@ON_GPU
+@pytest.mark.parametrize("format", (E4M3FN, E5M2), ids=str)
+def test_codes(format, kernels) -> None:
+    codes = torch.randint(0, 256, (130, 300), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    cast = Cast(format=format, granularity=Granularity.ROWWISE)
+    for view in (lambda x: x, lambda x: x.t(), lambda x: x[:, ::2]):
+        given = view(codes).view(torch.uint8)
+        scale = torch.linspace(-1, 1, given.shape[0])[:, None]
+
+        def statistics(device: str) -> dict[str, float]:
+            operand = Operand(given.to(device).view(getattr(torch, format.name)), scale.to(device))  # noqa: B023
+            return numbers(operand_statistics(operand, cast, OPERAND_STATISTICS))
+
+        assert_same(kernels(statistics, DEVICE), statistics("cpu"))
+
+
+@ON_GPU
+@pytest.mark.parametrize("recipe", (TENSORWISE, ROWWISE, BLOCKWISE), ids=lambda recipe: recipe.name)
+def test_likeness(recipe, kernels) -> None:
+    """Of codes and values that belong together, of some that were changed, and of others."""
+    for seed, shape in enumerate(((300, 40), (5, 512))):
+        x = draw(shape, torch.bfloat16, SPECIALS if seed else SPECIALS[3:])
+        for gemm, side in product(("output", "grad_weight"), "ab"):
+            cast = getattr(recipe.gemms[gemm], side)
+            for transposed, kept in product((False, True), (1.0, 0.95, 0.5)):
+                y = x.t() if transposed else x
+                inv_scale, scale = f8.scale_from_amax(f8.amax(y, cast.granularity), cast.format, recipe.scale_rule)
+                codes = f8.quantize(y, inv_scale, cast.format, cast.granularity)
+                drawn = torch.rand(codes.shape, generator=torch.Generator().manual_seed(1))
+                codes = torch.where(drawn < kept, codes.view(torch.uint8), 0x11).view(codes.dtype)
+
+                def share(device: str) -> float:
+                    grid = grid_of(x.to(device))  # noqa: B023
+                    grid = grid.t() if transposed else grid  # noqa: B023
+                    return pairing.likeness(Operand(codes.to(device), scale.to(device)), grid).item()  # noqa: B023
+
+                assert kernels(share, DEVICE) == share("cpu")
+
+
+class Layer:
+    """What a recorder asks of a layer."""
+
+    delayed = None
+
+
+@ON_GPU
+@pytest.mark.parametrize("recipe", (ROWWISE_WITH_GW_HP, BLOCKWISE), ids=lambda recipe: recipe.name)
+def test_records(recipe, kernels) -> None:
+    """Of a layer's step, under what it was cast by and what it was not; the weight's codes are those of another."""
+    drawn = {
+        name: draw(shape, torch.bfloat16, SPECIALS[3:])
+        for name, shape in (("input", (40, 64)), ("weight", (48, 64)), ("grad_output", (40, 48)))
+    }
+    taken = {**drawn, "weight": drawn["weight"].roll(1, 0)}
+
+    def operand(gemm: str, side: int) -> Operand:
+        cast = getattr(recipe.gemms[gemm], "ab"[side])
+        x = taken[OPERANDS[gemm][side]]
+        x = x.t().contiguous() if TRANSPOSED[gemm][side] else x
+        if cast.format is None:
+            return Operand(x, None)
+        inv_scale, scale = f8.scale_from_amax(f8.amax(x, cast.granularity), cast.format, recipe.scale_rule)
+        return Operand(f8.quantize(x, inv_scale, cast.format, cast.granularity), scale)
+
+    gemms = {gemm: (operand(gemm, 0), operand(gemm, 1)) for gemm in recipe.gemms}
+
+    def records(device: str) -> list[Read]:
+        names = (*VALUES, *CASTS, *OPERAND_STATISTICS)
+        config = InspectConfig(statistics=names, what_if=("tensorwise",), first_values=3)
+        layers: Any = {"0": Layer()}
+        recorder = Recorder(config, layers, 1, (0, 1), lambda: None)
+        for name, x in drawn.items():
+            recorder.tensor(TensorSeen("0", name, x.to(device), recipe))
+        for gemm, pair in gemms.items():
+            a, b = (Operand(x.codes.to(device), None if x.scale is None else x.scale.to(device)) for x in pair)
+            product = drawn["grad_output"].to(device)
+            recorder.gemm(GemmSeen("0", gemm, a, b, product, recipe.gemms[gemm], "hardware", 1, "recorded", recipe))
+        return read(recorder.pending)
+
+    expected = records("cpu")
+    assert len(expected) == 9 + 4  # of the weight's two operands there is no other recipe's
+    for found, wanted in zip(kernels(records, DEVICE), expected, strict=True):
+        assert found.record == wanted.record and found.values.keys() == wanted.values.keys()
+        assert_same(found.statistics, wanted.statistics)
+
+
+@ON_GPU
+def test_nothing_is_known_of_an_empty_matrix(kernels) -> None:
+    def check() -> None:
+        x = torch.empty(0, 16, dtype=torch.bfloat16, device=DEVICE)
+        operand = Operand(x.to(torch.float8_e4m3fn), torch.ones(1, 1, device=DEVICE))
+        cast = TENSORWISE.output.a
+        assert not Matrix(x).values(VALUES) and not Matrix(x).cast(cast, False, ScaleRule(), CASTS, None)
+        assert not operand_statistics(operand, cast, OPERAND_STATISTICS)
+        assert pairing.likeness(operand, grid_of(x)).item() == 1
+
+    kernels(check)
+
+
+@ON_GPU
+def test_high_precision_likeness(kernels) -> None:
+    x = draw((40, 70), torch.float32, SPECIALS)
+    for other in (x, x.roll(1, 0), torch.zeros_like(x)):
+        codes = other.bfloat16()
+
+        def share(device: str) -> float:
+            return pairing.likeness(Operand(codes.to(device), None), grid_of(x.to(device))).item()  # noqa: B023
+
+        assert kernels(share, DEVICE) == share("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
+def test_more_elements_than_an_int32_counts() -> None:
+    x = torch.ones(70000, 32768, dtype=torch.bfloat16, device="cuda")
+    x[-1, -3:] = torch.tensor([3.0, -1e-9, math.nan])
+    x[-2, 0] = 0
+    for matrix in (Matrix(x), Matrix(x.t())):
+        values = numbers(matrix.values(("amax", "nan", "zero", "l1_norm")))
+        assert values["nan"] == values["zero"] == 1 and math.isnan(values["amax"])
+    x[-1, -1] = 1
+    cast = Cast(format=E4M3FN, granularity=Granularity.TENSORWISE)
+    for transposed in (False, True):
+        assert numbers(Matrix(x).cast(cast, transposed, ScaleRule(), CASTS, None))["underflow"] == 1 / x.numel()
+    codes = torch.full(x.shape, 0x38, dtype=torch.uint8, device="cuda")
+    codes[-1, -1] = 0x7F
+    operand = Operand(codes.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda"))
+    assert numbers(operand_statistics(operand, cast, ("nan_codes",)))["nan_codes"] == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="it is this process")
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    run_interpreted(__file__)
