@@ -24,7 +24,7 @@ from f8emu.conformance.captures.file import read_capture
 from f8emu.conformance.captures.replay import KINDS, replay
 from f8emu.torch import capture, convert_to_float8_training
 
-SMALL = {"dim": 256, "hidden": 704, "heads": 4, "kv_heads": 2, "length": 48}
+SMALL = {"dim": 64, "hidden": 176, "heads": 2, "kv_heads": 1, "length": 24}
 LONG_K = {"dim": 128, "hidden": 6144, "heads": 2, "kv_heads": 2, "length": 16}
 BATCH, STEP, STEPS = 3, 3, 4
 TEXT = Path(__file__).parents[2] / "README.md"

@@ -4,6 +4,8 @@ import errno
 import hashlib
 import json
 import os
+import shutil
+import tarfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -46,6 +48,7 @@ from f8emu.spec import (
     Recipe,
     SpecError,
 )
+from f8emu.spec.plan import CHIP
 
 M, N, K = 40, 144, 272
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -274,6 +277,47 @@ def test_a_file_changed_after_the_capture(file: str, part: str, layers: dict[str
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
     assert found.damaged == [f"{path}: layers.0.w1 {'weight' if file == '000001' else 'output'}"]
     assert (found.findings[0].place, found.findings[0].part) == ("layers.0.w1 output", part)
+
+
+@pytest.fixture(scope="module")
+def of_h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A compiled step of `rowwise` on an H200: `python -m benchmarks.proofs.captures --write FOLDER`."""
+    folder = tmp_path_factory.mktemp("h200")
+    with tarfile.open(Path(__file__).parent / "data" / "capture_h200.tgz") as file:
+        file.extractall(folder, filter="data")
+    return folder / "rowwise-compiled"
+
+
+def test_a_capture_of_a_gpu_is_computed_again(of_h200: Path) -> None:
+    steps = read_capture(of_h200)
+    assert [step.header.device for step in steps] == [CHIP]
+    found = replay(steps, oracle="f8ref.numpy")
+    assert found.is_equal and not found.not_replayed and found.gemms == 24
+    assert {kind: count.elements for kind, count in found.counts.items()} == {
+        "scale": 4128,
+        "codes": 339200,
+        "product": 169600,
+    }
+
+
+@pytest.mark.parametrize(
+    ("place", "part"),
+    [("1.feed_forward.w2 output", "product"), ("1.attention.wq grad_weight", "a.codes"), ("2 grad_input", "b.scale")],
+)
+def test_a_flipped_bit_in_a_capture_of_a_gpu_is_named(place: str, part: str, of_h200: Path, tmp_path: Path) -> None:
+    """With the checksum of the changed file, as if the GPU had computed it so."""
+    shutil.copytree(of_h200, tmp_path / "run")
+    (step,) = read_capture(tmp_path / "run")
+    (captured,) = (one for one in step.records if one.record.place == place)
+    blob = bytearray(captured.path.read_bytes())
+    header = 8 + int.from_bytes(blob[:8], "little")
+    first, _ = json.loads(blob[8:header])[part]["data_offsets"]
+    blob[header + first + 5] ^= 4
+    captured.path.write_bytes(blob)
+    index = step.path / "index.json"
+    index.write_text(index.read_text().replace(captured.sha256, hashlib.sha256(blob).hexdigest()))
+    found = replay(read_capture(tmp_path / "run"), oracle="f8ref.numpy")
+    assert not found.damaged and (found.findings[0].place, found.findings[0].part) == (place, part)
 
 
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

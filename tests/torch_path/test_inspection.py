@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import math
+import sys
 import tomllib
 import weakref
 from collections import Counter
@@ -39,7 +40,7 @@ from f8emu.spec import (
 )
 from f8emu.torch.gemm.planned import layer_split_k, mm_split_k
 from f8emu.torch.inspection import pairing, recorder
-from f8emu.torch.inspection.config import config_of
+from f8emu.torch.inspection.config import STATISTICS, config_of
 from f8emu.torch.inspection.log import JsonLog
 from f8emu.torch.training import observation
 from f8emu.torch.training.layer_names import float8_layers
@@ -598,8 +599,34 @@ def test_the_configuration_takes_the_names_of_transformer_engine_and_refuses_oth
     assert list(float8_layers(wrapped, "3")) == ["0.0.w3"]
     with pytest.raises(SpecError, match="cannot write"):
         f8.inspect(model, {"path": str(tmp_path / "none" / "run.jsonl")})
-    try:
-        import tensorboard  # noqa: F401  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        with pytest.raises(UnsupportedError, match="pip install tensorboard"):
-            f8.inspect(model, {"tensorboard": str(tmp_path)})
+
+
+def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own reader finds every number of the JSONL file; without the package the message says what to install."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, lines = model_of(ROWWISE, layers=1), tmp_path / "run.jsonl"
+    options = {"layers": "w1", "what_if": ["tensorwise"], "path": str(lines), "tensorboard": str(tmp_path)}
+    with f8.inspect(model, options) as inspector:
+        for _ in range(2):
+            model(draw(32, 32, seed=1)).sum().backward()
+            inspector.step()
+    reader = EventAccumulator(str(tmp_path / "rank0"), size_guidance={"scalars": 0}).Reload()
+    found = {(tag, event.step, event.value) for tag in reader.Tags()["scalars"] for event in reader.Scalars(tag)}
+    records = [one for one in map(json.loads, lines.read_text().splitlines()) if "gemm" in one and "event" not in one]
+    assert {record["step"] for record in records} == {1, 2}
+    expected = {
+        ("/".join((record["layer"], record["gemm"], record["operand"], *recipe, name)), record["step"], float32(value))
+        for record in records
+        for recipe in [[record["recipe"]] if "recipe" in record else []]
+        for name, value in record.items()
+        if name in STATISTICS and isinstance(value, int | float)
+    }
+    assert len(expected) > 50 and found >= expected
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UnsupportedError, match="pip install tensorboard"):
+        f8.inspect(model, {"tensorboard": str(tmp_path)})
+
+
+def float32(value: float) -> float:
+    return float(np.float32(value))
