@@ -1,6 +1,7 @@
 """Llama's feed-forward block in JAX, forward and backward: bfloat16, flax's float8 and f8emu, timed side by side.
 
     python -m benchmarks.jax_feed_forward --json OUT    RMSNorm, w1, w3, SiLU, product, w2, residual; 8,192 tokens
+    python -m benchmarks.jax_feed_forward --blocks 4    several in a row
 
 Every subject is one program: the forward pass, the gradients of weights and input, and under delayed scaling the next
 states. Subjects take turns for several rounds, steps run back to back, and the figure is the median over rounds. Memory
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given)
     is_gpu = jax.default_backend() == "gpu"
     report = facts("benchmarks.jax_feed_forward", given, torch.device("cuda" if is_gpu else "cpu"))
-    report |= {name: getattr(arguments, name) for name in ("tokens", "dim", "hidden", "rounds", "steps")}
-    tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden)
+    report |= {name: getattr(arguments, name) for name in ("blocks", "tokens", "dim", "hidden", "rounds", "steps")}
+    tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden, arguments.blocks)
     entries: list[dict[str, Any]] = []
     calls: dict[str, Callable[[], Any]] = {}
     for subject in arguments.subjects:
@@ -76,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _draw(arguments, entries)
     if arguments.json:
         write_json(arguments.json, report)
-    return int(any(_is_wrong(entry, is_gpu) for entry in entries if entry["subject"].startswith("f8emu/")))
+    return int(
+        any(_is_wrong(entry, is_gpu, arguments.blocks) for entry in entries if entry["subject"].startswith("f8emu/"))
+    )
 
 
 def _prepared(
@@ -129,7 +132,7 @@ def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
     linear: Linear = functools.partial(_linear, product)
 
     def step(x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(functools.partial(_block, (linear,) * 3), x, *weights)
+        output, backward = jax.vjp(functools.partial(_blocks, (linear,) * len(_matrices(weights))), x, *weights)
         return output, backward(_after(output, grad))
 
     return Program(step, tensors)
@@ -138,17 +141,17 @@ def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
 def _of_delayed(name: str, tensors: tuple[jax.Array, ...]) -> Program:
     product: Any = f8emu.jax.delayed_dot_general(name)
 
-    def block(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
+    def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
         linears = [lambda x, w, s=s: product(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states]
-        return _block(linears, x, *weights)
+        return _blocks(linears, x, *weights)
 
     def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(block, x, weights, states)
+        output, backward = jax.vjp(blocks, x, weights, states)
         grad_x, grad_weights, amaxes = backward(_after(output, grad))
         update = f8emu.jax.linear_delayed_update
         return output, (grad_x, grad_weights), [update(*both, name) for both in zip(states, amaxes, strict=True)]
 
-    states = [f8emu.jax.linear_delayed_state(name) for _ in range(3)]
+    states = [f8emu.jax.linear_delayed_state(name) for _ in _matrices(tensors[2:])]
     *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
     return Program(step, ([f8emu.jax.linear_delayed_settled(state) for state in states], *tensors))
 
@@ -157,7 +160,8 @@ def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
     from flax import linen
     from flax.linen import fp8_ops
 
-    x, grad, norm, *weights = tensors
+    _, _, *weights = tensors
+    matrices = _matrices(weights)
     dense = functools.partial(
         linen.Dense,
         use_bias=False,
@@ -166,9 +170,9 @@ def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
         dot_general_cls=getattr(fp8_ops, name),
     )
     # Each layer is applied by itself, so that the block is the same code for every subject.
-    layers = [dense(w.shape[1]) for w in weights]
+    layers = [dense(w.shape[1]) for w in matrices]
     found = []
-    for layer, w in zip(layers, weights, strict=True):
+    for layer, w in zip(layers, matrices, strict=True):
         shapes = jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((1, w.shape[0]), jnp.bfloat16))
         others = {key: value for key, value in shapes.items() if key != "params"}
         # flax starts with scales of one and histories of zeros.
@@ -178,19 +182,19 @@ def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
             )
         )
 
-    def block(x: jax.Array, norm: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
+    def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
         linears: list[Any] = [
             lambda x, w, layer=layer, s=s: layer.apply({"params": {"kernel": w}, **s}, x)
             for layer, s in zip(layers, states, strict=True)
         ]
-        return _block(linears, x, norm, *weights)
+        return _blocks(linears, x, *weights)
 
-    def step(states: Any, x: jax.Array, grad: jax.Array, norm: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(block, x, norm, weights, states)
+    def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
+        output, backward = jax.vjp(blocks, x, weights, states)
         *grads, states = backward(_after(output, grad))  # flax overwrites its states with their gradients
         return output, grads, states
 
-    return Program(step, (found, x, grad, norm, *weights))
+    return Program(step, (found, *tensors))
 
 
 def _after(output: jax.Array, grad: jax.Array) -> jax.Array:
@@ -200,6 +204,18 @@ def _after(output: jax.Array, grad: jax.Array) -> jax.Array:
 
 def _linear(product: Any, x: jax.Array, w: jax.Array) -> jax.Array:
     return product(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def _matrices(weights: Sequence[jax.Array]) -> list[jax.Array]:
+    """Without the weights of norms."""
+    return [w for w in weights if w.ndim == 2]
+
+
+def _blocks(linears: Sequence[Linear], x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Blocks in a row, of four weights each."""
+    for i in range(len(weights) // 4):
+        x = _block(linears[3 * i : 3 * i + 3], x, *weights[4 * i : 4 * i + 4])
+    return x
 
 
 def _block(
@@ -217,19 +233,19 @@ def _block(
     return x + second(jax.nn.silu(first(y, w1)) * third(y, w3), w2)
 
 
-def _tensors(tokens: int, dim: int, hidden: int) -> tuple[jax.Array, ...]:
-    """Input, gradient, the weight of the norm, w1, w3, w2."""
+def _tensors(tokens: int, dim: int, hidden: int, blocks: int) -> tuple[jax.Array, ...]:
+    """Input, gradient; of each block the weight of the norm, w1, w3, w2."""
 
     @jax.jit
     def made() -> tuple[jax.Array, ...]:
-        shapes = ((tokens, dim), (tokens, dim), (dim,), (dim, hidden), (dim, hidden), (hidden, dim))
-        factors = (1.0, 0.01, 0.1, dim**-0.5, dim**-0.5, hidden**-0.5)
+        shapes = ((tokens, dim), (tokens, dim), *((dim,), (dim, hidden), (dim, hidden), (hidden, dim)) * blocks)
+        factors = (1.0, 0.01, *(0.1, dim**-0.5, dim**-0.5, hidden**-0.5) * blocks)
         keys = jax.random.split(jax.random.key(0), len(shapes))
-        x, grad, norm, *weights = (
+        drawn = (
             (jax.random.normal(key, shape, jnp.float32) * factor)
             for key, shape, factor in zip(keys, shapes, factors, strict=True)
         )
-        return tuple(tensor.astype(jnp.bfloat16) for tensor in (x, grad, 1 + norm, *weights))
+        return tuple((x + 1 if x.ndim == 1 else x).astype(jnp.bfloat16) for x in drawn)
 
     return jax.block_until_ready(made())
 
@@ -253,13 +269,13 @@ def _compare(entries: Sequence[dict[str, Any]]) -> None:
             entry |= {"speed": bf16["ms"] / entry["ms"], "memory": entry["bytes"] / bf16["bytes"]}
 
 
-def _is_wrong(entry: dict[str, Any], is_gpu: bool) -> bool:
+def _is_wrong(entry: dict[str, Any], is_gpu: bool, blocks: int) -> bool:
     if "failed" in entry or not entry.get("is_finite"):
         return True
     recipe = RECIPES[entry["subject"].partition("/")[2]]
     is_blockwise = recipe.output.a.granularity.is_blockwise
     gemms = sum(3 for gemm in recipe.gemms.values() if not gemm.is_high_precision)
-    return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms
+    return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms * blocks
 
 
 def _draw(arguments: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
@@ -287,7 +303,8 @@ def _draw(arguments: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> N
             draw_kernels(
                 f"{entry['subject']}: the kernels of a step of {figure(entry, 'ms', '.3f')} ms", entry["kernels"]
             )
-    draw(f"feed-forward block, {sizes}, forward + backward; speed and memory: times bf16's", columns, rows)
+    what = "feed-forward block" if arguments.blocks == 1 else f"{arguments.blocks} feed-forward blocks"
+    draw(f"{what}, {sizes}, forward + backward; speed and memory: times bf16's", columns, rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -297,6 +314,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list its kernels"
     )
+    parser.add_argument("--blocks", type=int, default=1, help="in a row (default 1)")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=14336)
