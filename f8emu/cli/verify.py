@@ -108,10 +108,10 @@ def _list_kernels() -> int:
     from f8emu.conformance.kernels.known import KERNELS
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("kernel", "predicted", "how to get it"):
+    for name in ("kernel", "predicted", "seen", "how to get it"):
         table.add_column(name, no_wrap=name == "kernel")
     for kernel in KERNELS.values():
-        table.add_row(*map(Text, (kernel.name, kernel.predicted, kernel.install)))
+        table.add_row(*map(Text, (kernel.name, kernel.predicted, kernel.seen, kernel.install)))
     console().print(table)
     return 0
 

@@ -131,9 +131,10 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     """
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
     engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
+    told = {"predicted": kernel.predicted, "seen": kernel.seen}
     return Subject(
         name=kernel.name,
-        engine=f"{engine}; predicted: {kernel.predicted}" if kernel.predicted else engine,
+        engine="; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)]),
         verbs=kernel_verbs(kernel, framework),
         runs_full_size=framework.on_gpu,
         chooses_split_k=True,

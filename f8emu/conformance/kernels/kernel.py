@@ -165,6 +165,8 @@ class Kernel:
     needs_gpu: bool = False
     predicted: str = ""
     """What it should give, in a sentence: printed beside the engine."""
+    seen: str = ""
+    """What it gave, where that was recorded: printed after the prediction."""
 
     def __post_init__(self) -> None:
         places = self.args
