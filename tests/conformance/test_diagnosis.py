@@ -17,9 +17,11 @@ from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.hypotheses import alterations
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.probes import probes
+from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel
+from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
+from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.subject import NotOffered, Subject, kernel_subject, load_subject
 from f8emu.spec import BFLOAT16, CHIPS, HIGH_PRECISION, HOPPER, Format, Granularity, format_by_name
 
@@ -333,6 +335,46 @@ def test_a_kernel_that_fails_is_no_diagnosis() -> None:
 
     (found,) = diagnose(Subject(name="x", engine="x", verbs={"scaled_mm": broken}), kinds=[BY_NAME[FAST]])
     assert "illegal memory access" in found.error and found.best is None and not found.is_right
+
+
+def failing(fails: Callable[[int, int], bool], error: Exception, **knobs: Any) -> tuple[Subject, list[int]]:
+    """A planted kernel that fails on GEMMs of some (call, K), and the K of its calls."""
+    verb, calls = subject(**knobs).verbs["scaled_mm"], list[int]()
+
+    def run(a: Number, *args: Any, **options: Any) -> Number:
+        calls.append(a.shape[1])
+        if fails(len(calls), a.shape[1]):
+            raise error
+        return verb(a, *args, **options)
+
+    return Subject(name="failing", engine="numpy", verbs={"scaled_mm": run}), calls
+
+
+def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
+    compiles, _ = failing(lambda _, k: k == 128, RuntimeError("compilation failed"), promote=64)
+    (found,) = diagnose(compiles, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    assert found.best is not None and found.best.alterations == ("promotion every 64",) and found.best.is_complete
+    assert not found.error
+    assert "probes failed, first: " in found.left_out and "raised RuntimeError: compilation failed" in found.left_out
+    assert list(diagnosis_lines({"x": (found,)}))[-1] == f"  {PROMOTED}: left out: {found.left_out}"
+
+
+def test_probes_that_tell_nothing_are_no_diagnosis() -> None:
+    right, _ = failing(lambda _, k: k == 144, RuntimeError("compilation failed"))
+    (found,) = diagnose(right, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    assert found.best is None and not found.is_right
+    assert found.error.startswith("no probe that is left differs; ") and "compilation failed" in found.error
+
+
+@pytest.mark.parametrize("error", [TimedOut("no output within 1 s"), ProcessEnded("crashed")])
+def test_crashes_and_hangs_in_a_row_end_a_kind(error: Exception) -> None:
+    hanging, calls = failing(lambda *_: True, error)
+    (found,) = diagnose(hanging, kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert str(error) in found.error and len(calls) == 3
+    at_times, calls = failing(lambda call, _: call % 4 == 0, error, step=16)
+    (found,) = diagnose(at_times, kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert found.best is not None and found.best.is_complete and len(calls) > 12
+    assert f"{len(calls) // 4} of {len(calls)} probes failed" in found.left_out
 
 
 SAME_KERNEL = (
