@@ -40,6 +40,8 @@ class Knobs:
     sum_bits: int = 13
     to_integer: Callable[[Number], Number] = np.trunc
     in_float32: bool = False
+    as_float16: bool = False
+    by_turns: bool = False
     promote: int | None = 128
     promote_fast: int | None = None
     slices: int = 1
@@ -47,6 +49,7 @@ class Knobs:
     bias: str = "added"
     through: Any = None
     flush: bool = False
+    nan_is_480: bool = False
     cut_output: bool = False
     swap_scales: bool = False
     swap_operands: bool = False
@@ -145,6 +148,8 @@ def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Numb
 
 
 def chain(knobs: Knobs, a: Number, b: Number) -> Number:
+    if knobs.by_turns:
+        a, b = by_turns(a.T).T, by_turns(b)
     (value_a, exp_a), (value_b, exp_b) = unpacked(knobs, a), unpacked(knobs, b)
     acc = np.zeros((a.shape[0], b.shape[1]))
     finite_a, finite_b = np.nan_to_num(value_a, posinf=0, neginf=0), np.nan_to_num(value_b, posinf=0, neginf=0)
@@ -164,10 +169,20 @@ def chain(knobs: Knobs, a: Number, b: Number) -> Number:
     return np.where(np.isfinite(ieee), acc, ieee)
 
 
+def by_turns(x: Number) -> Number:
+    """[K, ..] with the first pair of each four of a group of 32 before the second pairs."""
+    whole = np.concatenate([x, np.zeros((-len(x) % 32, x.shape[1]), x.dtype)])
+    return whole.reshape(-1, 8, 2, 2, x.shape[1]).swapaxes(1, 2).reshape(whole.shape)
+
+
 def unpacked(knobs: Knobs, x: Number) -> tuple[Number, Number]:
     fmt = format_by_name(x.dtype.name)
     fields = (codes_of(x) & fmt.magnitude_mask).astype(np.int64) >> fmt.fraction_bits
     values = x.astype(np.float64)
+    if knobs.nan_is_480:
+        values = np.where(np.isnan(values), np.where(np.signbit(x), -480, 480), values)
+    if knobs.as_float16:
+        return values, np.maximum(np.frexp(np.nan_to_num(values, posinf=1, neginf=1))[1] - 1, -14)
     return np.where(fields == 0, 0.0, values) if knobs.flush else values, np.maximum(fields, 1) - fmt.bias
 
 
@@ -178,6 +193,9 @@ def subject(**knobs: Any) -> Subject:
 
 PROMOTED, FAST = "rowwise promoted", "rowwise fast"
 VECTORS, SQUARE = "blockwise_1x128 x blockwise_1x128", "blockwise_1x128 x blockwise_128x128"
+FLOAT16 = {"as_float16": True, "step": 16, "term_bits": 25, "sum_bits": 23}
+TRITON = {**FLOAT16, "by_turns": True}
+"""`tl.dot` on Hopper in small tiles: a thread's four neighbours of K become two registers of float16."""
 PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("no promotion",): (PROMOTED, {"promote": None}),
     ("promotion every 64",): (PROMOTED, {"promote": 64}),
@@ -208,6 +226,11 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("scales as fma(p, sa * sb, total)",): (VECTORS, {"order": "fma(p,sa*sb)"}),
     ("scales as fma(p * sa, sb, total)",): (SQUARE, {"order": "fma(p*sa,sb)"}),
     ("scales as acc * (sa * sb)", "square"): (SQUARE, {"order": "p*(sa*sb)"}),
+    ("products of float16, no promotion",): (FAST, TRITON),
+    ("products of float16, promotion every 32",): ("tensorwise promoted", {**TRITON, "promote": 32}),
+    ("products of float16, promotion every 128",): (PROMOTED, TRITON),
+    ("products of float16, no promotion", "square"): (SQUARE, TRITON),
+    ("products of float16 in the order of K, no promotion",): (FAST, FLOAT16),
 }
 """Name that must be found -> the kind of GEMM that shows it, and the fault."""
 SAME_BITS: dict[tuple[str, ...], set[tuple[str, ...]]] = {
@@ -249,6 +272,17 @@ def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
         ("rowwise fast with bias", {"step": 16, "bias": "fma"}, {"steps of 16", "bias by FMA"}),
         # 16 and no promotion is Ada's: that a chip's accumulation has another one says less
         (PROMOTED, {"step": 16, "promote": 64}, {"steps of 16", "promotion every 64"}),
+        (
+            FAST,
+            {**TRITON, "nan_is_480": True},
+            {"products of float16, no promotion", "NaN codes as numbers"},
+        ),
+        # Inductor's template, as it ran on an H200
+        (
+            "rowwise promoted with bias",
+            {**TRITON, "promote": 256, "order": "acc*(sa*sb)", "bias": "fma"},
+            {"products of float16, promotion every 256", "scales as acc * (sa * sb)", "bias by FMA"},
+        ),
     ],
     ids=["promotion and scales", "steps and bias", "steps and promotion"],
 )

@@ -144,7 +144,8 @@ _ALL = (
     _of_torch(
         "inductor.rowwise",
         "f8emu.conformance.kernels.inductor:scaled_mm",
-        predicted="different: acc * (scale_a * scale_b), not [EPI-2], and promoted after each autotuned BLOCK_K",
+        predicted="different: acc * (scale_a * scale_b), not [EPI-2], a bias by FMA, and promoted after each autotuned "
+        "BLOCK_K; in tiles too small for wgmma products of float16 [CHIP-2]",
         scales=ROWWISE_MATRICES,
         out_dtypes=(BFLOAT16,),
         arrays="torch",
