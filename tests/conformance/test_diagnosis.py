@@ -284,9 +284,9 @@ def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
             {"products of float16, promotion every 256", "scales as acc * (sa * sb)", "bias by FMA"},
         ),
     ],
-    ids=["promotion and scales", "steps and bias", "steps and promotion"],
+    ids=["promotion and scales", "steps and bias", "steps and promotion", "float16 and NaN", "Inductor"],
 )
-def test_two_faults_are_both_named(kind: str, knobs: dict[str, Any], names: set[str]) -> None:
+def test_faults_together_are_all_named(kind: str, knobs: dict[str, Any], names: set[str]) -> None:
     (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]], memory=MEMORY)
     assert found.best is not None and found.best.is_complete and set(found.best.alterations) == names
 
@@ -328,6 +328,47 @@ def test_a_kernel_is_asked_what_it_can_be_asked() -> None:
     (found,) = diagnose(kernel_subject(declared), kinds=[BY_NAME[SQUARE]], memory=MEMORY)
     assert found.cases > 15
     assert found.best is not None and found.best.alterations == ("scales as fma(p * sa, sb, total)",), found
+
+
+def test_scales_taken_for_inverse_ones_are_named() -> None:
+    """Declared to divide by them, the kernel multiplies: asked with powers of two, it still shows."""
+
+    def multiplies(a: Number, b: Number, scale_a: Number, scale_b: Number, dtype: Any) -> Number:
+        return kernel(
+            Knobs(),
+            *(a, b, scale_a, scale_b.T),
+            granularity_a=Granularity.BLOCKWISE_1X128,
+            granularity_b=Granularity.BLOCKWISE_128X128,
+            bias=None,
+            out_dtype=format_by_name(np.dtype(dtype).name),
+            use_fast_accum=False,
+            split_k=1,
+        )
+
+    inverse = ScaleLayout(is_inverse=True)
+    declared = Kernel(
+        name="multiplies",
+        function=multiplies,
+        arrays="numpy",
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.OUT_DTYPE),
+        scales={(Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128): (inverse, inverse)},
+        b=K_BY_ROWS,
+        out_dtypes=HIGH_PRECISION,
+    )
+    (found,) = diagnose(kernel_subject(declared), kinds=[BY_NAME[SQUARE]], memory=MEMORY)
+    assert found.best is not None and found.best.is_complete, found
+    assert found.best.alterations == ("scales inverted",) and found.cases > 15 and not found.alternatives
+
+
+def test_explanations_with_the_same_bits_are_named_beside_the_plainer_one() -> None:
+    knobs = {"sum_bits": 23, "order": "acc*(sa*sb)"}
+    (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert found.best is not None and set(found.best.alterations) == {
+        "sums of 23 fraction bits",
+        "scales as acc * (sa * sb)",
+    }
+    others = {name for one in found.alternatives for name in one.alterations} - set(found.best.alterations)
+    assert others == {"sums of 18 fraction bits", "sums of 19 fraction bits"}, found.alternatives
 
 
 def test_what_nobody_knows_is_not_explained() -> None:

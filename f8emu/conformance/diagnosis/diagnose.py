@@ -190,9 +190,9 @@ class _Search:
             return [self._reduced(explained[0])]
         counted = self._counted_level([self.own], "one alteration, counted")
         singles = self._better(counted, self.own)
-        complete = list(islice(self._complete(singles[:_SECOND], "two alterations"), 1))
+        complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=_plainness)
         if complete or not self.is_thorough:
-            return [*map(self._reduced, complete), *hinted, *counted]
+            return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
             pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
@@ -270,6 +270,11 @@ def _has_same_model(rules: tuple[Rules, ...], others: tuple[Rules, ...]) -> bool
 def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
     """Whole probes count first: each stands for one concern."""
     return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
+
+
+def _plainness(tried: _Tried) -> int:
+    """Of explanations that are complete the plainer is the one that needs no late alteration."""
+    return max(alterations().index(step) for step in tried.steps)
 
 
 def _explanation(tried: _Tried, total: int) -> Explanation:
