@@ -17,9 +17,11 @@ from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.hypotheses import alterations
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.probes import probes
+from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel
+from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
+from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.subject import NotOffered, Subject, kernel_subject, load_subject
 from f8emu.spec import BFLOAT16, CHIPS, HIGH_PRECISION, HOPPER, Format, Granularity, format_by_name
 
@@ -38,6 +40,8 @@ class Knobs:
     sum_bits: int = 13
     to_integer: Callable[[Number], Number] = np.trunc
     in_float32: bool = False
+    as_float16: bool = False
+    by_turns: bool = False
     promote: int | None = 128
     promote_fast: int | None = None
     slices: int = 1
@@ -45,6 +49,7 @@ class Knobs:
     bias: str = "added"
     through: Any = None
     flush: bool = False
+    nan_is_480: bool = False
     cut_output: bool = False
     swap_scales: bool = False
     swap_operands: bool = False
@@ -143,6 +148,8 @@ def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Numb
 
 
 def chain(knobs: Knobs, a: Number, b: Number) -> Number:
+    if knobs.by_turns:
+        a, b = by_turns(a.T).T, by_turns(b)
     (value_a, exp_a), (value_b, exp_b) = unpacked(knobs, a), unpacked(knobs, b)
     acc = np.zeros((a.shape[0], b.shape[1]))
     finite_a, finite_b = np.nan_to_num(value_a, posinf=0, neginf=0), np.nan_to_num(value_b, posinf=0, neginf=0)
@@ -162,10 +169,20 @@ def chain(knobs: Knobs, a: Number, b: Number) -> Number:
     return np.where(np.isfinite(ieee), acc, ieee)
 
 
+def by_turns(x: Number) -> Number:
+    """[K, ..] with the first pair of each four of a group of 32 before the second pairs."""
+    whole = np.concatenate([x, np.zeros((-len(x) % 32, x.shape[1]), x.dtype)])
+    return whole.reshape(-1, 8, 2, 2, x.shape[1]).swapaxes(1, 2).reshape(whole.shape)
+
+
 def unpacked(knobs: Knobs, x: Number) -> tuple[Number, Number]:
     fmt = format_by_name(x.dtype.name)
     fields = (codes_of(x) & fmt.magnitude_mask).astype(np.int64) >> fmt.fraction_bits
     values = x.astype(np.float64)
+    if knobs.nan_is_480:
+        values = np.where(np.isnan(values), np.where(np.signbit(x), -480, 480), values)
+    if knobs.as_float16:
+        return values, np.maximum(np.frexp(np.nan_to_num(values, posinf=1, neginf=1))[1] - 1, -14)
     return np.where(fields == 0, 0.0, values) if knobs.flush else values, np.maximum(fields, 1) - fmt.bias
 
 
@@ -176,6 +193,9 @@ def subject(**knobs: Any) -> Subject:
 
 PROMOTED, FAST = "rowwise promoted", "rowwise fast"
 VECTORS, SQUARE = "blockwise_1x128 x blockwise_1x128", "blockwise_1x128 x blockwise_128x128"
+FLOAT16 = {"as_float16": True, "step": 16, "term_bits": 25, "sum_bits": 23}
+TRITON = {**FLOAT16, "by_turns": True}
+"""`tl.dot` on Hopper in small tiles: a thread's four neighbours of K become two registers of float16."""
 PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("no promotion",): (PROMOTED, {"promote": None}),
     ("promotion every 64",): (PROMOTED, {"promote": 64}),
@@ -206,6 +226,11 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("scales as fma(p, sa * sb, total)",): (VECTORS, {"order": "fma(p,sa*sb)"}),
     ("scales as fma(p * sa, sb, total)",): (SQUARE, {"order": "fma(p*sa,sb)"}),
     ("scales as acc * (sa * sb)", "square"): (SQUARE, {"order": "p*(sa*sb)"}),
+    ("products of float16, no promotion",): (FAST, TRITON),
+    ("products of float16, promotion every 32",): ("tensorwise promoted", {**TRITON, "promote": 32}),
+    ("products of float16, promotion every 128",): (PROMOTED, TRITON),
+    ("products of float16, no promotion", "square"): (SQUARE, TRITON),
+    ("products of float16 in the order of K, no promotion",): (FAST, FLOAT16),
 }
 """Name that must be found -> the kind of GEMM that shows it, and the fault."""
 SAME_BITS: dict[tuple[str, ...], set[tuple[str, ...]]] = {
@@ -247,10 +272,21 @@ def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
         ("rowwise fast with bias", {"step": 16, "bias": "fma"}, {"steps of 16", "bias by FMA"}),
         # 16 and no promotion is Ada's: that a chip's accumulation has another one says less
         (PROMOTED, {"step": 16, "promote": 64}, {"steps of 16", "promotion every 64"}),
+        (
+            FAST,
+            {**TRITON, "nan_is_480": True},
+            {"products of float16, no promotion", "NaN codes as numbers"},
+        ),
+        # Inductor's template, as it ran on an H200
+        (
+            "rowwise promoted with bias",
+            {**TRITON, "promote": 256, "order": "acc*(sa*sb)", "bias": "fma"},
+            {"products of float16, promotion every 256", "scales as acc * (sa * sb)", "bias by FMA"},
+        ),
     ],
-    ids=["promotion and scales", "steps and bias", "steps and promotion"],
+    ids=["promotion and scales", "steps and bias", "steps and promotion", "float16 and NaN", "Inductor"],
 )
-def test_two_faults_are_both_named(kind: str, knobs: dict[str, Any], names: set[str]) -> None:
+def test_faults_together_are_all_named(kind: str, knobs: dict[str, Any], names: set[str]) -> None:
     (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]], memory=MEMORY)
     assert found.best is not None and found.best.is_complete and set(found.best.alterations) == names
 
@@ -294,6 +330,47 @@ def test_a_kernel_is_asked_what_it_can_be_asked() -> None:
     assert found.best is not None and found.best.alterations == ("scales as fma(p * sa, sb, total)",), found
 
 
+def test_scales_taken_for_inverse_ones_are_named() -> None:
+    """Declared to divide by them, the kernel multiplies: asked with powers of two, it still shows."""
+
+    def multiplies(a: Number, b: Number, scale_a: Number, scale_b: Number, dtype: Any) -> Number:
+        return kernel(
+            Knobs(),
+            *(a, b, scale_a, scale_b.T),
+            granularity_a=Granularity.BLOCKWISE_1X128,
+            granularity_b=Granularity.BLOCKWISE_128X128,
+            bias=None,
+            out_dtype=format_by_name(np.dtype(dtype).name),
+            use_fast_accum=False,
+            split_k=1,
+        )
+
+    inverse = ScaleLayout(is_inverse=True)
+    declared = Kernel(
+        name="multiplies",
+        function=multiplies,
+        arrays="numpy",
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B, Arg.OUT_DTYPE),
+        scales={(Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128): (inverse, inverse)},
+        b=K_BY_ROWS,
+        out_dtypes=HIGH_PRECISION,
+    )
+    (found,) = diagnose(kernel_subject(declared), kinds=[BY_NAME[SQUARE]], memory=MEMORY)
+    assert found.best is not None and found.best.is_complete, found
+    assert found.best.alterations == ("scales inverted",) and found.cases > 15 and not found.alternatives
+
+
+def test_explanations_with_the_same_bits_are_named_beside_the_plainer_one() -> None:
+    knobs = {"sum_bits": 23, "order": "acc*(sa*sb)"}
+    (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert found.best is not None and set(found.best.alterations) == {
+        "sums of 23 fraction bits",
+        "scales as acc * (sa * sb)",
+    }
+    others = {name for one in found.alternatives for name in one.alterations} - set(found.best.alterations)
+    assert others == {"sums of 18 fraction bits", "sums of 19 fraction bits"}, found.alternatives
+
+
 def test_what_nobody_knows_is_not_explained() -> None:
     """Promotion every 96 is no hypothesis: nothing may explain every bit, and the share is told."""
     (found,) = diagnose(subject(promote=96), kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
@@ -333,6 +410,46 @@ def test_a_kernel_that_fails_is_no_diagnosis() -> None:
 
     (found,) = diagnose(Subject(name="x", engine="x", verbs={"scaled_mm": broken}), kinds=[BY_NAME[FAST]])
     assert "illegal memory access" in found.error and found.best is None and not found.is_right
+
+
+def failing(fails: Callable[[int, int], bool], error: Exception, **knobs: Any) -> tuple[Subject, list[int]]:
+    """A planted kernel that fails on GEMMs of some (call, K), and the K of its calls."""
+    verb, calls = subject(**knobs).verbs["scaled_mm"], list[int]()
+
+    def run(a: Number, *args: Any, **options: Any) -> Number:
+        calls.append(a.shape[1])
+        if fails(len(calls), a.shape[1]):
+            raise error
+        return verb(a, *args, **options)
+
+    return Subject(name="failing", engine="numpy", verbs={"scaled_mm": run}), calls
+
+
+def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
+    compiles, _ = failing(lambda _, k: k == 128, RuntimeError("compilation failed"), promote=64)
+    (found,) = diagnose(compiles, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    assert found.best is not None and found.best.alterations == ("promotion every 64",) and found.best.is_complete
+    assert not found.error
+    assert "probes failed, first: " in found.left_out and "raised RuntimeError: compilation failed" in found.left_out
+    assert list(diagnosis_lines({"x": (found,)}))[-1] == f"  {PROMOTED}: left out: {found.left_out}"
+
+
+def test_probes_that_tell_nothing_are_no_diagnosis() -> None:
+    right, _ = failing(lambda _, k: k == 144, RuntimeError("compilation failed"))
+    (found,) = diagnose(right, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
+    assert found.best is None and not found.is_right
+    assert found.error.startswith("no probe that is left differs; ") and "compilation failed" in found.error
+
+
+@pytest.mark.parametrize("error", [TimedOut("no output within 1 s"), ProcessEnded("crashed")])
+def test_crashes_and_hangs_in_a_row_end_a_kind(error: Exception) -> None:
+    hanging, calls = failing(lambda *_: True, error)
+    (found,) = diagnose(hanging, kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert str(error) in found.error and len(calls) == 3
+    at_times, calls = failing(lambda call, _: call % 4 == 0, error, step=16)
+    (found,) = diagnose(at_times, kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert found.best is not None and found.best.is_complete and len(calls) > 12
+    assert f"{len(calls) // 4} of {len(calls)} probes failed" in found.left_out
 
 
 SAME_KERNEL = (

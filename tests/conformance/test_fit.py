@@ -153,6 +153,15 @@ def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
     assert any("M = 7: FAILED: " in line and "illegal memory access" in line for line in fit_lines(found))
 
 
+def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
+    """Measured without them, and told."""
+    subject, _ = planted.failing(lambda _, k: k == 144, RuntimeError("compilation failed"), promote=64)
+    (found,) = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(16,)).kinds
+    assert found.is_confirmed and found.rules is not None and found.rules.model.promote_k == 64
+    assert "probes failed, first: " in found.left_out
+    assert next(fit_lines(found)) == f"{PROMOTED}: left out: {found.left_out}"
+
+
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -181,6 +181,8 @@ def test_diagnosis_says_what_is_explained_and_what_is_not() -> None:
         SimpleNamespace(kind="odd", error="", outputs_equal=2, outputs_total=8, best=explained(6), tried=tried),
         SimpleNamespace(kind="bad", error="raised", outputs_equal=0, outputs_total=0, best=None, tried=()),
     ]
+    for kind in kinds:
+        kind.left_out = "1 of 3 probes failed" if kind.kind == "slow" else ""
     reference = load_subject("f8ref.numpy")
     result = verify([reference], stages=["golden"], golden=replace(shipped_golden(), cases=shipped_golden().cases[:1]))
     diagnoses: Any = {reference.name: kinds}
@@ -191,6 +193,7 @@ def test_diagnosis_says_what_is_explained_and_what_is_not() -> None:
     assert table == [
         ["fast", "\N{CHECK MARK}", "it follows the chip's rules", "100 %", "100 %"],
         ["slow", "sums 8", "25.0 %", "100 %"],
+        ["slow", "\N{WARNING SIGN}", "left out: 1 of 3 probes failed"],
         ["odd", "\N{WARNING SIGN}", "sums 6", "25.0 %", "75.0 %"],
         ["bad", "\N{MULTIPLICATION X}", "raised"],
     ]

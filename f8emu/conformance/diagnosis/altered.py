@@ -18,7 +18,7 @@ from f8emu.conformance.diagnosis.output_rounding import rounded_output
 from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misreading, Rules, ScaleOrder
 from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Format, Granularity, format_by_name
+from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, AccumulationModel, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, operand
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import Unpacked
@@ -161,15 +161,22 @@ def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) 
     found = []
     for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
         codes = _flushed(array[picked], fmt, rules)
-        unpacked = operand(codes.view(dtype_of(fmt)), fmt, rules.model)
-        if Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN:  # 1.111 * 2^8
-            significand, exponent, _ = unpacked.numbers
-            is_nan = (codes.T & fmt.magnitude_mask) == fmt.nan_code
-            sign = np.where(codes.T & fmt.sign_mask, -1, 1)
-            numbers = Unpacked(np.where(is_nan, 15 * sign, significand), np.where(is_nan, 8, exponent), None)
-            unpacked = Operand(numbers, unpacked.fraction_bits)
-        found.append(unpacked)
+        is_misread = Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN
+        found.append((_numbers_for_nan if is_misread else operand)(codes.view(dtype_of(fmt)), fmt, rules.model))
     return found[0], found[1]
+
+
+def _numbers_for_nan(x: np.ndarray, fmt: Format, model: AccumulationModel) -> Operand:
+    """An operand of float8_e4m3fn whose NaN codes count as numbers, 1.111 * 2^8."""
+    is_nan, negative = np.isnan(x), np.signbit(x)
+    if model.operand is not None:  # a format that has this number
+        numbers = np.where(is_nan, np.where(negative, -480, 480), x.astype(np.float32))
+        return operand(numbers.astype(dtype_of(model.operand)), model.operand, model)
+    unpacked = operand(x, fmt, model)
+    significand, exponent, _ = unpacked.numbers
+    sign = np.where(negative.T, -1, 1)
+    numbers = Unpacked(np.where(is_nan.T, 15 * sign, significand), np.where(is_nan.T, 8, exponent), None)
+    return Operand(numbers, unpacked.fraction_bits)
 
 
 def _reading(rules: Rules) -> tuple[bool, bool]:

@@ -11,8 +11,12 @@ from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase
+from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError
+
+_LOST = 3
+"""After so many crashes or hangs in a row the other probes of a kind are not waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +47,25 @@ class NoAnswer:
     reason: str
     is_refusal: bool
     """True: the subject offers no such GEMM. False: it failed."""
+    is_lost: bool = False
+    """It failed by a crash or a hang: the process of an isolated kernel is started anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What a subject gave to the probes of a kind."""
+
+    asked: tuple[Asked, ...]
+    failed: tuple[NoAnswer, ...] = ()
+    """The probes that it failed on: nothing is known of these."""
+
+    @property
+    def left_out(self) -> str:
+        """How many probes failed, and how the first did; nothing if none did."""
+        if not self.failed:
+            return ""
+        count = len(self.failed)
+        return f"{count} of {count + len(self.asked)} probes failed, first: {self.failed[0].reason}"
 
 
 def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked | NoAnswer:
@@ -57,26 +80,42 @@ def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked |
         return NoAnswer(reason=str(reason), is_refusal=True)
     except Exception as error:  # a subject may raise anything
         reason = f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
-        return NoAnswer(reason=reason, is_refusal=False)
+        return NoAnswer(reason=reason, is_refusal=False, is_lost=isinstance(error, (ProcessEnded, TimedOut)))
     fault = shape_fault(output, np.empty(asked.output_shape, dtype_of(asked.out_dtype)))
     if fault:
         return NoAnswer(reason=f"{asked.id}: {fault}", is_refusal=False)
     return Asked(case=asked, at=at, observed=output if at is None else output[np.ix_(*at)])
 
 
-def ask(subject: Subject, kind: Kind) -> list[Asked] | NoAnswer:
-    """The probes of a kind that the subject offers; if it failed, or offers none, why."""
+def ask(subject: Subject, kind: Kind) -> Answers | NoAnswer:
+    """What a subject gives to the probes of a kind that it offers; if it gives or offers nothing, why.
+
+    A probe on which it fails is left out, and so is one that has no point in the types of its output.
+    """
     found: list[Asked] = []
+    failures: list[NoAnswer] = []
     refused: NoAnswer | None = None
+    lost_in_a_row = 0
     for probe in probes(kind, takes_any_size=subject.takes_any_size):
         for case in probe.cases():
+            if subject.question(case).out_dtype != case.out_dtype:
+                continue
             one = ask_one(subject, case, probe.at)
-            if isinstance(one, NoAnswer):
-                if not one.is_refusal:
-                    return one
-                refused = refused or one
-            elif one.case.out_dtype == case.out_dtype:  # in another type the probe has no point
+            if isinstance(one, Asked):
+                lost_in_a_row = 0
                 found.append(one)
                 if not probe.needs_all:
                     break
-    return found or refused or NoAnswer(reason=f"{subject.name} has none of the output types", is_refusal=True)
+                continue
+            lost_in_a_row = lost_in_a_row + 1 if one.is_lost else 0
+            if lost_in_a_row == _LOST:
+                return one
+            if one.is_refusal:
+                refused = refused or one
+            else:
+                failures.append(one)
+    if found:
+        return Answers(asked=tuple(found), failed=tuple(failures))
+    if failures:
+        return failures[0]
+    return refused or NoAnswer(reason=f"{subject.name} has none of the output types", is_refusal=True)

@@ -4,7 +4,7 @@
 single alterations first, all that explain every bit; where none does, a second and a third on top of the best.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -55,8 +55,10 @@ class Diagnosis:
     """None: it follows the chip's rules, or it failed."""
     tried: tuple[Explanation, ...]
     """The best first. All alterations are among them that explain every bit alone."""
+    left_out: str = ""
+    """How many probes the subject failed on, and how on the first: the rest is diagnosed."""
     error: str = ""
-    """What the subject raised on a probe; then nothing is diagnosed."""
+    """What the subject failed with where no probe is left that tells anything; then nothing is diagnosed."""
 
     @property
     def alternatives(self) -> tuple[Explanation, ...]:
@@ -87,16 +89,20 @@ def diagnose(
     found: list[Diagnosis] = []
     hints: dict[tuple[str, ...], tuple[Alteration, ...]] = {}
     for kind in kinds:
-        asked = ask(subject, kind)
-        if isinstance(asked, NoAnswer):
-            if not asked.is_refusal:
-                found.append(failed(kind.name, asked.reason))
+        answers = ask(subject, kind)
+        if isinstance(answers, NoAnswer):
+            if not answers.is_refusal:
+                found.append(failed(kind.name, answers.reason))
         else:
             # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
             # explains one kind is tried on the next.
-            search = _Search(asked, chip, memory, progress, f"{subject.name}: {kind.name}", tuple(hints.values()))
+            name = f"{subject.name}: {kind.name}"
+            search = _Search(answers.asked, chip, memory, progress, name, tuple(hints.values()))
             search.is_thorough = all(one.best is None or one.best.is_complete for one in found)
-            found.append(search.run(kind.name))
+            one = replace(search.run(kind.name), left_out=answers.left_out)
+            if one.left_out and one.is_right:
+                one = failed(kind.name, f"no probe that is left differs; {one.left_out}")
+            found.append(one)
             hints |= {tuple(step.name for step in steps): steps for steps in search.found if len(steps) > 1}
     return tuple(found)
 
@@ -126,7 +132,7 @@ class _Search:
 
     def __init__(
         self,
-        asked: list[Asked],
+        asked: Sequence[Asked],
         chip: Chip,
         memory: Memory,
         progress: Progress | None,
@@ -184,9 +190,9 @@ class _Search:
             return [self._reduced(explained[0])]
         counted = self._counted_level([self.own], "one alteration, counted")
         singles = self._better(counted, self.own)
-        complete = list(islice(self._complete(singles[:_SECOND], "two alterations"), 1))
+        complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=_plainness)
         if complete or not self.is_thorough:
-            return [*map(self._reduced, complete), *hinted, *counted]
+            return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
             pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
@@ -264,6 +270,11 @@ def _has_same_model(rules: tuple[Rules, ...], others: tuple[Rules, ...]) -> bool
 def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
     """Whole probes count first: each stands for one concern."""
     return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
+
+
+def _plainness(tried: _Tried) -> int:
+    """Of explanations that are complete the plainer is the one that needs no late alteration."""
+    return max(alterations().index(step) for step in tried.steps)
 
 
 def _explanation(tried: _Tried, total: int) -> Explanation:

@@ -49,6 +49,8 @@ class Fitted:
     """Of random GEMMs that took no part in the measurement."""
     outputs_total: int = 0
     rows: tuple[RowsAtM, ...] = ()
+    left_out: str = ""
+    """How many probes the kernel failed on, and how on the first: the rest was measured."""
     error: str = ""
 
     @property
@@ -98,24 +100,25 @@ def fit(
     try:
         for kind in kinds:
             _begin(progress, f"{subject.name}: {kind.name}", "probes", 1)
-            asked = ask(subject, kind)
-            if isinstance(asked, NoAnswer):
-                if asked.is_refusal:
-                    result.reason = result.reason or asked.reason
+            answers = ask(subject, kind)
+            if isinstance(answers, NoAnswer):
+                if answers.is_refusal:
+                    result.reason = result.reason or answers.reason
                 else:
-                    result.kinds.append(Fitted(kind=kind.name, error=asked.reason))
+                    result.kinds.append(Fitted(kind=kind.name, error=answers.reason))
                 continue
-            for known in _fitted(subject, kind, asked, ms, chip, progress):  # each knows more than the one before
+            # each knows more than the one before
+            for known in _fitted(subject, kind, answers.asked, ms, chip, progress):
                 if result.kinds and result.kinds[-1].kind == known.kind:
                     result.kinds.pop()
-                result.kinds.append(known)
+                result.kinds.append(replace(known, left_out=answers.left_out))
     except KeyboardInterrupt:
         result.is_interrupted = True
     return result
 
 
 def _fitted(
-    subject: Subject, kind: Kind, asked: list[Asked], ms: Sequence[int], chip: Chip, progress: Progress | None
+    subject: Subject, kind: Kind, asked: Sequence[Asked], ms: Sequence[int], chip: Chip, progress: Progress | None
 ) -> Iterator[Fitted]:
     name = f"{subject.name}: {kind.name}"
     right = rules_of(chip, asked[0].case)
@@ -232,7 +235,7 @@ def _sums(width: int, terms: Rounding, sums: Rounding) -> Change:
 
 
 def _chosen(
-    rules: Rules, right: Rules, asked: list[Asked], kind: Kind, progress: Progress | None, name: str
+    rules: Rules, right: Rules, asked: Sequence[Asked], kind: Kind, progress: Progress | None, name: str
 ) -> tuple[Rules, list[Measured]]:
     """Each parameter by the option that gives the most outputs of its probes; again, while one uncovers another."""
     memory = Memory()

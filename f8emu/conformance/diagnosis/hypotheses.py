@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misreading, Rounding, Rules, ScaleOrder
-from f8emu.spec import CHIPS
+from f8emu.spec import BLACKWELL_MMA, CHIPS, AccumulationModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Alteration:
     change: Callable[[Rules], Rules]
     """Gives the same rules where it has no meaning."""
     is_of_chip: bool = False
-    """All of a chip's accumulation: beside it no other alteration of the adding has an effect."""
+    """All of the accumulation of a chip, or of an instruction: no other alteration of the adding has an effect."""
 
     def apply(self, rules: Rules) -> Rules | None:
         """The altered rules; None where nothing is altered."""
@@ -33,6 +33,7 @@ SUM_BITS = (23, *range(12, 20))
 """A sum of 32 terms of 14 bits has no more than 20: from 19 on the step is exact, and all of these are one."""
 SPLITS = (2, 3, 4, 8)
 _FLOAT32_BITS = 23
+_BLOCK_K = 128
 
 
 @cache
@@ -206,6 +207,7 @@ def _adding() -> Iterator[Alteration]:
                 replace(rules, **rounded) if rules.adder is Adder.TENSOR_CORE else rules
             ),
         )
+    yield from _adding_as_float16()
     for chip in CHIPS.values():
         for fast in (True, False):
             yield Alteration(
@@ -218,6 +220,33 @@ def _adding() -> Iterator[Alteration]:
                     else rules
                 ),
             )
+
+
+def _adding_as_float16() -> Iterator[Alteration]:
+    """What Triton does on Hopper with tiles that are too small for wgmma, and a kernel that converts by itself."""
+    by_turns = BLACKWELL_MMA.float8
+    for place, order, model in (
+        ("", ", pairs of K by turns [CHIP-2]", by_turns),
+        (" in the order of K", " in the order of K", replace(by_turns, order=())),
+    ):
+        for length in (None, *PROMOTIONS):
+            adds = replace(model, promote_k=length)
+            chain = f"promotes every {length} of K" if length else "keeps one chain over all of K"
+            chain += ", as mma.sync on Blackwell [CHIP-3]" * (adds == by_turns)
+            yield Alteration(
+                name=f"products of float16{place}, {f'promotion every {length}' if length else 'no promotion'}",
+                sentence=f"converts float8 to float16, adds 16 products in a step [BF16-1]{order}, and {chain}",
+                is_of_chip=True,
+                change=lambda rules, adds=adds: _float16(rules, adds),
+            )
+
+
+def _float16(rules: Rules, model: AccumulationModel) -> Rules:
+    """Another instruction; a block of scales is no longer than 128, so that longer promotions have no meaning there."""
+    is_longer = rules.scales.is_fused and (model.promote_k or 0) >= _BLOCK_K
+    if rules.adder is not Adder.TENSOR_CORE or is_longer:
+        return rules
+    return replace(rules, model=replace(model, split_k_multiple=rules.model.split_k_multiple))
 
 
 def _model(rules: Rules, **numbers: int | None) -> Rules:

@@ -142,8 +142,7 @@ def _dense(kind: Kind) -> Iterator[Probe]:
         yield probe(name, operands[name])
     for fmt in narrow:
         yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
-    if not kind.use_fast_accum:
-        yield probe("many magnitudes", operands["many magnitudes"])
+    yield probe("many magnitudes", operands["many magnitudes"])
     yield probe("mixed formats", operands["mixed formats"])
     known_codes = known(rng("known", kind.pair[0].value).integers(0, 1 << 14, SIZE))
     yield probe("scales", known_codes, drawn, needs_all=True)

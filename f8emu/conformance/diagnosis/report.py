@@ -53,6 +53,7 @@ def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
                 unexplained.setdefault(kind.best.alterations, []).append(kind)
         for alike in unexplained.values():
             yield from _unexplained_lines(alike)
+        yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
         if kinds and all(kind.is_right for kind in kinds):
             yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
@@ -98,6 +99,7 @@ def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
             "cases": kind.cases,
             "outputs_equal": kind.outputs_equal,
             "outputs_total": kind.outputs_total,
+            "left_out": kind.left_out,
             "error": kind.error,
             "best": None if kind.best is None else _explanation_json(kind.best),
             "tried": [_explanation_json(one) for one in kind.tried],
@@ -136,6 +138,8 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
     if kind.error:
         yield f"{kind.kind}: failed: {kind.error}"
         return
+    if kind.left_out:
+        yield f"{kind.kind}: left out: {kind.left_out}"
     if kind.outputs_total:
         said = "confirmed" if kind.is_confirmed else "NOT CONFIRMED"
         whose = f", the rules of {kind.follows}" if kind.follows and kind.is_confirmed else ""
@@ -187,6 +191,7 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
         "kinds": [
             {
                 "kind": kind.kind,
+                "left_out": kind.left_out,
                 "error": kind.error,
                 "rules": None if kind.rules is None else kind.rules.to_dict(),
                 "in_words": [] if kind.rules is None else list(kind.rules.lines()),

@@ -153,6 +153,8 @@ def _diagnosis(diagnoses: "Sequence[Diagnosis]") -> Section:
         else:
             tone: Tone = "" if best.is_complete else "warn"
             rows.append([diagnosis.kind, Cell(text=best.sentence, tone=tone), own, Share(value=best.share)])
+        if diagnosis.left_out:
+            rows.append([diagnosis.kind, Cell(text=f"left out: {diagnosis.left_out}", tone="warn"), "", ""])
         others: list[list[str | Cell | Share]] = [
             [" and ".join(e.alterations), e.sentence, Share(value=e.share)] for e in diagnosis.tried
         ]
