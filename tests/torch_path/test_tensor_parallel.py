@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
+from f8emu.torch.inspection.pending import read
 from f8emu.torch.training import sharding
 from f8emu.torch.training.autograd import gemm
 from f8emu.torch.training.operands import cast_both, find_source
@@ -449,7 +450,7 @@ def inspected() -> None:
             with f8.inspect(model, {"start": 1 if is_watched else 9, "first_values": 1}) as inspector:
                 output = model(own * 1)
                 output.sum().backward()
-                pending = inspector._recorder.pending
+                pending = read(inspector._recorder.pending)
             assert own.grad is not None
             grads: list[Any] = [parameter.grad for parameter in model.parameters()]
             results.append([output.detach(), own.grad, *(grad.to_local() for grad in grads)])

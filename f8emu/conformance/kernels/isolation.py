@@ -216,7 +216,7 @@ def serve(descriptor: int) -> None:
         except NotOffered as reason:
             answer = ("not offered", str(reason))
         except Exception as error:  # of the kernel: the parent reports it
-            is_spoilt = subject is not None and subject.runs_full_size and not _gpu_computes()
+            is_spoilt = getattr(subject, "runs_full_size", False) and not _gpu_computes()
             answer = ("raised", type(error).__name__, str(error), is_spoilt)
         connection.send(answer)
 
