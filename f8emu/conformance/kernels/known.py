@@ -95,16 +95,19 @@ _SEEN = {
     "torch._scaled_grouped_mm": "equal: 58,368 outputs of 10 GEMMs",
     "torch.nn.functional.scaled_grouped_mm": "equal: 58,368 outputs of 10 GEMMs",
     "triton.dot": "equal: 47,780 outputs of 137 GEMMs",
-    "inductor.rowwise": "different: acc * (scale_a * scale_b); float8 goes through float16, in steps of 16, promoted after each autotuned BLOCK_K or not at all",
+    "inductor.rowwise": "different: acc * (scale_a * scale_b); products of float16 in steps of 16, "
+    "promoted every 32, every 256 or not at all, as it was tuned",
     "torchao.triton_1x128_128x128": "different, as predicted, every bit of it",
     "torchao.triton_1x128_128x1": "equal: 255,471 outputs of 27 GEMMs",
-    "fbgemm.rowwise": "different: (acc * scale_a) * scale_b, and the bias is added after rounding to bfloat16; every bit explained",
+    "fbgemm.rowwise": "different, every bit explained: (acc * scale_a) * scale_b, and the bias is added after rounding "
+    "to bfloat16",
     "fbgemm.rowwise_out": "different, as fbgemm.rowwise; nothing was written beside its output",
     "fbgemm.tensorwise": "equal: 13,988 outputs of 41 GEMMs",
     "fbgemm.blockwise": "equal: 274,031 outputs of 30 GEMMs",
     "fbgemm.groupwise": "equal: 274,031 outputs of 30 GEMMs",
     "deepgemm.fp8_gemm_nt": "equal: 274,031 outputs of 30 GEMMs",
-    "deepgemm.fp8_gemm_nt_1d1d": "DEEP",
+    "deepgemm.fp8_gemm_nt_1d1d": "different in the 9 GEMMs that it compiled for; those of fewer than 128 rows it "
+    "refused",
     "jax.dot_general": "equal: 97,608 outputs of 282 GEMMs",
 }
 """What each gave on an H200, 2026-11-22: torch 2.11, CUDA 13.0, Triton 3.6, jax 0.11.2, torchao 0.17.0."""
