@@ -134,7 +134,8 @@ def _read(candidates: Iterable[_Candidate]) -> list[float]:
         if one.likeness is not None:
             shares.append(one.likeness)
             one.likeness = None
-    return to_list(torch.stack(shares)) if shares else []
+    # Layers may lie on several devices.
+    return to_list(torch.stack([share.to(shares[0].device) for share in shares])) if shares else []
 
 
 def grid_of(x: Tensor) -> Grid:
