@@ -289,6 +289,6 @@ def test_a_known_kernel_that_cannot_be_imported_stops_nobody(module: Path, monke
 def test_list_of_kernels() -> None:
     ran = CliRunner().invoke(cli.build_app(), ["verify", "--kernels"])
     assert ran.exit_code == 0
-    assert re.search(r"^fbgemm\.rowwise  +equal: \(acc \* scale_b\) \* scale_a \[EPI-2\]", ran.output, re.MULTILINE)
+    assert re.search(r"^fbgemm\.rowwise  +equal: \(acc \* scale_b\).* on an H200 different", ran.output, re.MULTILINE)
     assert "pip install torchao" in ran.output
     assert max(map(len, ran.output.splitlines())) <= 160

@@ -24,7 +24,8 @@ def finish(
     Shapes: total [M, N] float32 bit patterns, or larger where `m` and `n` say what M and N are; float32 factors that
     broadcast to [M, N]; bias [N] of any high precision dtype; result [M, N], typed.
     """
-    total = total[:m, :n]
+    if m is not None:
+        total = total[:m, :n]
     for factor in factors:
         total = softfloat.multiply(total, softfloat.bits(factor))
     if bias is not None:  # [EPI-3] a rounding of its own
