@@ -301,20 +301,26 @@ def test_what_explains_one_kind_is_named_in_another_without_what_it_has_not() ->
     assert without.best.is_complete and set(without.best.alterations) == {"steps of 16", "promotion every 64"}
 
 
+def by_squares(knobs: Knobs, a: Number, b: Number, scale_a: Number, scale_b: Number, dtype: Any) -> Number:
+    """A planted kernel with 1x128 scales of a and 128x128 of b, as a declared one is called."""
+    return kernel(
+        knobs,
+        *(a, b, scale_a, scale_b.T),
+        granularity_a=Granularity.BLOCKWISE_1X128,
+        granularity_b=Granularity.BLOCKWISE_128X128,
+        bias=None,
+        out_dtype=format_by_name(np.dtype(dtype).name),
+        use_fast_accum=False,
+        split_k=1,
+    )
+
+
 def test_a_kernel_is_asked_what_it_can_be_asked() -> None:
     """Scales of 128x128 on both sides are 1x128 ones whose rows repeat: every probe runs, and shows the fault."""
 
     def squares(a: Number, b: Number, scale_a: Number, scale_b: Number, dtype: Any) -> Number:
-        return kernel(
-            Knobs(order="fma(p*sa,sb)"),
-            *(a, b, np.repeat(scale_a, 128, axis=0)[: len(a)], scale_b.T),
-            granularity_a=Granularity.BLOCKWISE_1X128,
-            granularity_b=Granularity.BLOCKWISE_128X128,
-            bias=None,
-            out_dtype=format_by_name(np.dtype(dtype).name),
-            use_fast_accum=False,
-            split_k=1,
-        )
+        each_row = np.repeat(scale_a, 128, axis=0)[: len(a)]
+        return by_squares(Knobs(order="fma(p*sa,sb)"), a, b, each_row, scale_b, dtype)
 
     declared = Kernel(
         name="squares",
@@ -334,16 +340,7 @@ def test_scales_taken_for_inverse_ones_are_named() -> None:
     """Declared to divide by them, the kernel multiplies: asked with powers of two, it still shows."""
 
     def multiplies(a: Number, b: Number, scale_a: Number, scale_b: Number, dtype: Any) -> Number:
-        return kernel(
-            Knobs(),
-            *(a, b, scale_a, scale_b.T),
-            granularity_a=Granularity.BLOCKWISE_1X128,
-            granularity_b=Granularity.BLOCKWISE_128X128,
-            bias=None,
-            out_dtype=format_by_name(np.dtype(dtype).name),
-            use_fast_accum=False,
-            split_k=1,
-        )
+        return by_squares(Knobs(), a, b, scale_a, scale_b, dtype)
 
     inverse = ScaleLayout(is_inverse=True)
     declared = Kernel(

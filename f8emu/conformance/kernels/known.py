@@ -26,7 +26,6 @@ from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, HIGH_PRECISION, Format, Granul
 _E4M3 = ((E4M3FN, E4M3FN),)
 _VECTOR, _SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 _HOPPER = "on a Hopper GPU"
-_H200 = "on an H200"
 _FBGEMM: dict[str, Any] = {
     "arrays": "torch",
     "imports": ("fbgemm_gpu.experimental.gen_ai",),
@@ -268,5 +267,5 @@ _ALL = (
         install="pip install 'f8emu[jax]'",
     ),
 )
-KERNELS: dict[str, Kernel] = {kernel.name: replace(kernel, seen=f"{_H200} {_SEEN[kernel.name]}") for kernel in _ALL}
+KERNELS: dict[str, Kernel] = {kernel.name: replace(kernel, seen=f"on an H200 {_SEEN[kernel.name]}") for kernel in _ALL}
 """Name -> declaration."""

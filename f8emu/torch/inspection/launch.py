@@ -12,7 +12,8 @@ from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, plann
 from f8emu.torch.inspection import kernels
 from f8emu.torch.inspection.statistics import tie_of
 
-# Not measured yet. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
+# Not tuned. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor. On an H200 all of
+# them take 21 ms of a step of 4 Llama-3 8B blocks with 8,192 tokens.
 VALUES_TILE = (64, 128)
 VALUES_WARPS = 8
 CAST_TILE = (32, 128)
