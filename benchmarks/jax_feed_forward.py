@@ -139,6 +139,13 @@ def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
 
 
 def _of_delayed(name: str, tensors: tuple[jax.Array, ...]) -> Program:
+    step = _delayed_step(name)
+    states = [f8emu.jax.linear_delayed_state(name) for _ in _matrices(tensors[2:])]
+    *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
+    return Program(step, ([f8emu.jax.linear_delayed_settled(state) for state in states], *tensors))
+
+
+def _delayed_step(name: str) -> Callable[..., Any]:
     product: Any = f8emu.jax.delayed_dot_general(name)
 
     def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
@@ -151,9 +158,7 @@ def _of_delayed(name: str, tensors: tuple[jax.Array, ...]) -> Program:
         update = f8emu.jax.linear_delayed_update
         return output, (grad_x, grad_weights), [update(*both, name) for both in zip(states, amaxes, strict=True)]
 
-    states = [f8emu.jax.linear_delayed_state(name) for _ in _matrices(tensors[2:])]
-    *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
-    return Program(step, ([f8emu.jax.linear_delayed_settled(state) for state in states], *tensors))
+    return step
 
 
 def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:

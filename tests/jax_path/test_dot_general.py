@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 import f8emu.jax as f8
 from f8emu.jax import compiling
+from f8emu.jax.training import matmul
 from f8emu.spec import (
     BLOCKWISE,
     RECIPES,
@@ -162,6 +163,51 @@ def test_backward_keeps_codes(recipe: Recipe, capsys: pytest.CaptureFixture[str]
     assert total <= 2 * (x.size + w.size)
     codes = [dtype for dtype, _ in kept if dtype.startswith("f8")]
     assert len(codes) == (0 if recipe is ROWWISE_WITH_GW_HP else 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_a_widening_layer_keeps_its_input(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of codes, which are then made when the gradient is there; the bits are those of codes that were kept."""
+    is_kept = recipe.name not in ("blockwise", "rowwise_with_gw_hp")  # the one casts in one pass, the other not at all
+    for features, numbers in ((2 * K, WEIGHT), (2 * K + 1, WEIGHT), (2 * K + 1, KERNEL)):
+        x, w, g = (draw(*shape, seed=i) for i, shape in enumerate(((M, K), (features, K), (M, features))))
+        w = w.T if numbers is KERNEL else w
+        step, state = layer_with_state(recipe, numbers)
+        output, pull = jax.vjp(step, x, w, state)
+        found = (output, *pull(g))
+        codes = [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype.itemsize == 1]
+        assert [leaf.shape for leaf in codes] == (
+            [] if recipe is ROWWISE_WITH_GW_HP or (is_kept and features > 2 * K) else [(K, M)]
+        )
+        waits = [
+            [v.aval.shape for v in eqn.invars] for eqn in equations(jax.make_jaxpr(pull)(g), "optimization_barrier")
+        ]
+        assert waits.count([(M, K), (M, features)]) == int(is_kept and features > 2 * K)
+        with monkeypatch.context() as patched:
+            patched.setattr(matmul, "_keeps_input", lambda *_: False)
+            output, pull = jax.vjp(step, x, w, state)
+        jax.tree.map(assert_same_bits, found, (output, *pull(g)))
+        if recipe.delayed is None:
+            wanted = expected(recipe, x, w.T if numbers is KERNEL else w, g)
+            assert_same_bits(found[2].T if numbers is KERNEL else found[2], wanted[2])
+
+
+def layer_with_state(recipe: Recipe, numbers: Any) -> tuple[Callable[..., Any], Any]:
+    """A layer as a function of input, weight and state, and its first state."""
+    if recipe.delayed is None:
+        return lambda x, w, _: layer(recipe, numbers)(x, w), None
+    multiply = f8.delayed_dot_general(recipe)
+    return lambda x, w, state: multiply(x, w, state, numbers), f8.linear_delayed_state(recipe)
+
+
+def equations(jaxpr: Any, primitive: str) -> list[Any]:
+    """Those of a primitive, in programs inside of the program too."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found += [eqn] if eqn.primitive.name == primitive else []
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            found += equations(inner, primitive) if hasattr(inner, "eqns") else []
+    return found
 
 
 def lowered(recipe: Recipe, jit: Any, platform: str, **options: Any) -> str:

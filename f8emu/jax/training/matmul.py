@@ -7,7 +7,8 @@
 Input and gradient are cast once for both of their GEMMs. Kept for the backward pass are the codes of `input^T`, a byte
 an element, or its bfloat16 values if the recipe keeps `grad_weight` in high precision, and the weight itself, which is
 a parameter and there anyway: it is cast for `grad_input` when its time has come, under the scales that were found in
-the forward pass. What no gradient needs is neither cast nor kept.
+the forward pass. So is the input of a layer that widens it (`_keeps_input`). What no gradient needs is neither cast nor
+kept.
 """
 
 import functools
@@ -79,7 +80,8 @@ class Plan(NamedTuple):
 class Kept(NamedTuple):
     """What the backward pass needs."""
 
-    input: Operand | None
+    input: Side
+    """An `Operand`; `Deferred` of a layer that keeps its input itself."""
     weight: Side
     """`Deferred`, or in high precision an `Operand`."""
     grad_output: DelayedState | None
@@ -115,7 +117,16 @@ def _forward(
     if plan.tap is not None:
         plan.tap.tensor("input", input.T if x_is_t else input)
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
-    x, x_kept, x_amax = _cast(plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t)
+    x, x_kept, x_amax = _cast(
+        plan,
+        input,
+        recipe.output.a,
+        _float8(x_cols),
+        of_input,
+        axes.input,
+        x_is_t,
+        defers_cols=_keeps_input(plan, input, weight),
+    )
     w, w_kept, w_amax = _cast(
         plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
     )
@@ -155,13 +166,11 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
     if g is not None:
-        w = kept.weight
-        if isinstance(w, Deferred):
-            w = w.operand(recipe.grad_input.b, recipe.scale_rule, 0 if weight_is_t else 1, after=grad_output)
-        w = _gathered(_taken(w, weight_is_t), recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
+        w = _taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
+        w = _gathered(w, recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
         d_input = _gemm("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
     if g_transposed is not None:
-        x = _taken(kept.input, input_is_t)
+        x = _taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
         d_weight = _gemm("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
         d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
@@ -204,6 +213,19 @@ def _cast(
             x, rows, cols, state, delayed, recipe.scale_rule, axes=axes, deferred=deferred
         )
     return (by_cols, by_rows, amax) if is_transposed else (by_rows, by_cols, amax)
+
+
+def _keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
+    """Whether the input itself is kept, and cast again: where it takes less memory than codes of grad_output.
+
+    A block's memory is at its peak when such a layer's grad_output comes. XLA then has room for an array of the input's
+    size, where a gradient of that size will be, and lays codes, which are smaller, beside it. A cast by blocks is left
+    as it is: it finds scales and codes of both operands in one pass.
+    """
+    cast = plan.recipe.grad_weight.b
+    rows = input.shape[1 if plan.is_input_transposed else 0]
+    features = weight.shape[1 if plan.is_weight_transposed else 0]
+    return input.nbytes < rows * features and not cast.is_high_precision and not cast.granularity.is_blockwise
 
 
 def _float8(cast: Cast | None) -> Cast | None:
@@ -264,11 +286,13 @@ def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
     return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand
 
 
-def _taken(operand: Operand | None, is_transposed: bool) -> Operand | None:
+def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: jax.Array) -> Operand | None:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
-    if operand is None or operand.scale is not None or is_transposed:
-        return operand
-    return Operand(operand.codes.T, None)
+    if isinstance(side, Deferred):
+        return side.operand(cast, rule, 0 if is_transposed else 1, after=after)
+    if side is None or side.scale is not None or is_transposed:
+        return side
+    return Operand(side.codes.T, None)
 
 
 def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> Operand | None:
