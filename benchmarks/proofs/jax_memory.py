@@ -9,6 +9,7 @@ asks of the device. `--dump DIR` writes XLA's buffers (`*buffer-assignment.txt`)
 
 import argparse
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _absent_h200() -> Any:
     """A device that can be compiled for."""
-    from jax._src.pallas.triton import gpu_info
     from jax.experimental import topologies
 
+    gpu_info: Any = importlib.import_module("jax._src.pallas.triton.gpu_info")  # of JAX 0.11
     gpu_info.get_gpu_info = lambda: gpu_info.get_gpu_info_from_version(gpu_info.GpuVersion.H200)
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
     return topology.devices[0]

@@ -34,6 +34,8 @@ from f8emu.spec import (
 from tests.jax_path.layers import KERNEL, WEIGHT, assert_same_bits, draw, expected, passes
 
 M, N, K = 33, 50, 70
+TRANSPOSED = (((0,), (0,)), ((), ()))
+"""lhs [K, M], rhs [K, N]."""
 DYNAMIC = (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, BLOCKWISE)
 pytestmark = pytest.mark.filterwarnings("ignore:f8emu.jax. into how many slices")
 
@@ -168,28 +170,30 @@ def test_backward_keeps_codes(recipe: Recipe, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
 def test_a_widening_layer_keeps_its_input(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of codes, which are then made when the gradient is there; the bits are those of codes that were kept."""
-    is_kept = recipe.name not in ("blockwise", "rowwise_with_gw_hp")  # the one casts in one pass, the other not at all
-    for features, numbers in ((2 * K, WEIGHT), (2 * K + 1, WEIGHT), (2 * K + 1, KERNEL)):
-        x, w, g = (draw(*shape, seed=i) for i, shape in enumerate(((M, K), (features, K), (M, features))))
-        w = w.T if numbers is KERNEL else w
-        step, state = layer_with_state(recipe, numbers)
-        output, pull = jax.vjp(step, x, w, state)
+    defers = recipe not in (BLOCKWISE, ROWWISE_WITH_GW_HP)  # casts both operands at once; does not cast that one
+    for widening, is_transposed in ((2 * K, False), (2 * K + 1, False), (2 * K + 1, True)):
+        x, w, g = (draw(*shape, seed=i) for i, shape in enumerate(((M, K), (widening, K), (M, widening))))
+        given = (x.T, w.T) if is_transposed else (x, w)
+        step, state = layer_with_state(recipe, TRANSPOSED if is_transposed else WEIGHT)
+        output, pull = jax.vjp(step, *given, state)
+        # 1. What is kept, and what waits for the gradient: the weight, and such an input.
+        is_kept = defers and widening > 2 * K
+        codes = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.dtype.itemsize == 1]
+        assert codes == ([] if is_kept or recipe is ROWWISE_WITH_GW_HP else [(K, M)])
+        barriers = equations(jax.make_jaxpr(pull)(g), "optimization_barrier")
+        waiting = [v[0].aval.shape for v in (eqn.invars for eqn in barriers) if v[1].aval.shape == g.shape]
+        assert sorted(waiting) == sorted(given[i].shape for i in ((0, 1) if is_kept else (1,)))
+        # 2. The bits.
+        if not is_kept:
+            continue
         found = (output, *pull(g))
-        codes = [leaf for leaf in jax.tree.leaves(pull) if leaf.dtype.itemsize == 1]
-        assert [leaf.shape for leaf in codes] == (
-            [] if recipe is ROWWISE_WITH_GW_HP or (is_kept and features > 2 * K) else [(K, M)]
-        )
-        waits = [
-            [v.aval.shape for v in eqn.invars] for eqn in equations(jax.make_jaxpr(pull)(g), "optimization_barrier")
-        ]
-        assert waits.count([(M, K), (M, features)]) == int(is_kept and features > 2 * K)
         with monkeypatch.context() as patched:
             patched.setattr(matmul, "_keeps_input", lambda *_: False)
-            output, pull = jax.vjp(step, x, w, state)
+            output, pull = jax.vjp(step, *given, state)
         jax.tree.map(assert_same_bits, found, (output, *pull(g)))
         if recipe.delayed is None:
-            wanted = expected(recipe, x, w.T if numbers is KERNEL else w, g)
-            assert_same_bits(found[2].T if numbers is KERNEL else found[2], wanted[2])
+            d_weight = expected(recipe, x, w, g)[2]
+            assert_same_bits(found[2], d_weight.T if is_transposed else d_weight)
 
 
 def layer_with_state(recipe: Recipe, numbers: Any) -> tuple[Callable[..., Any], Any]:
