@@ -117,15 +117,9 @@ def _forward(
     if plan.tap is not None:
         plan.tap.tensor("input", input.T if x_is_t else input)
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
+    keeps = _keeps_input(plan, input, weight)
     x, x_kept, x_amax = _cast(
-        plan,
-        input,
-        recipe.output.a,
-        _float8(x_cols),
-        of_input,
-        axes.input,
-        x_is_t,
-        defers_cols=_keeps_input(plan, input, weight),
+        plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
     )
     w, w_kept, w_amax = _cast(
         plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
