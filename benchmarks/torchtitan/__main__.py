@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import draw_kernels
+from benchmarks.kernels import draw_exposure, draw_kernels
 from benchmarks.ranks import MULTICAST_OFF
 from benchmarks.report import draw, facts, figure, say, write_json
 
@@ -218,6 +218,8 @@ def _draw(report: dict[str, Any]) -> None:
             say(f"{e['variant']}: {e['failed']}")
         if "kernels" in e:
             draw_kernels(f"{e['variant']}: the kernels of a step of rank 0", e["kernels"])
+        if "exposure" in e:
+            draw_exposure(f"{e['variant']}: where the time of a step goes", e["exposure"])
 
 
 def _parser() -> argparse.ArgumentParser:
