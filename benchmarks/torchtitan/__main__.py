@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=tuple(VARIANTS), metavar="VARIANT")
     parser.add_argument(
-        "--kernels", nargs="+", choices=VARIANTS, default=(), metavar="VARIANT", help="list the kernels of a step"
+        "--kernels", nargs="+", choices=VARIANTS, default=(), metavar="VARIANT", help="list a step's kernels and waits"
     )
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="default all")
     parser.add_argument("--layers", type=int, default=32, help="of Llama-3 8B (default 32)")

@@ -8,7 +8,8 @@
    scale is that of earlier steps.
 2. `fsdp_pre_all_gather`: the codes of the rank's rows, for `output`. If `grad_input` needs other codes (rowwise), the
    backward pass gathers those instead, and both where it recomputes `output`.
-3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast.
+3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast. The
+   first time it gathers the codes for `grad_input` itself: whether FSDP2 will gather again is not known before.
 
 Exactness: codes and scales are those of the whole weight on one device.
 """
