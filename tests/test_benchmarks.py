@@ -19,7 +19,7 @@ from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.gemms import Shape
-from benchmarks.kernels import KINDS, kinds
+from benchmarks.kernels import KINDS, Run, draw_exposure, exposure, kinds
 from benchmarks.models import TransformerBlock
 from benchmarks.subjects import SUBJECTS, converted
 from benchmarks.torchtitan import __main__ as titan
@@ -88,6 +88,31 @@ def test_linear_times_blocks(tmp_path: Path) -> None:
     assert kinds([{"name": name, "us": 2.0 + i} for i, name in enumerate(names)]) == total
     assert block["attention_ms"] > 0
     assert all(gemm["ms"] > 0 for gemm in report["gemms"])
+
+
+def test_time_that_nothing_hides(capsys: pytest.CaptureFixture[str]) -> None:
+    gather, scatter = "ncclDevKernel_AllGather_RING_LL(x)", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)"
+    runs = [
+        Run("gemm", 7, 0.0, 40.0),
+        Run(gather, 20, 10.0, 60.0),  # 20 after the GEMM, 5 of them beside a reduce-scatter
+        Run(scatter, 24, 55.0, 70.0),  # 10 more by itself
+        Run("cast_pair_kernel", 7, 80.0, 100.0),  # 40 after the GEMM, 10 of them idle
+        Run("copy", 16, 90.0, 110.0),  # 10 beside the cast
+        Run("cast_pair_kernel", 7, 112.0, 120.0),
+    ]
+    found = exposure(runs[::-1], step_us=70.0, steps=2)
+    assert found == {
+        "step_us": 70.0,
+        "computing_us": (40 + 30 + 8) / 2,
+        "beside_us": 10 / 2,
+        "collectives_us": 60 / 2,
+        "exposed_us": 30 / 2,
+        "idle_us": 70 - (40 + 30 + 8 + 30) / 2,
+        "exposed": {gather: 20 / 2, scatter: 15 / 2},
+        "waits": {"cast_pair_kernel": (40 + 2) / 2},
+    }
+    draw_exposure("a title", found)
+    assert "collectives alone (exposed)" in capsys.readouterr().out
 
 
 def test_linear_with_checkpointing(tmp_path: Path) -> None:
@@ -263,6 +288,12 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert ours["tokens_per_second_per_gpu"] == 6.0, "the median of the last two, without the first"
     assert (ours["speed"], ours["peak_reserved_gib"], ours["memory"]) == (1.5, 27.0, 1.5)
     assert ours["last_loss_less_bf16"] == 3.0
+    assert ours["reserved_gib"] == [27.0, 3.0, 9.0]
+    segments = [{"stream": s, "total_size": n << 30, "active_size": 1 << 30} for s, n in ((0, 2), (9, 4), (0, 3))]
+    assert worker.memory_by_stream(segments) == [
+        {"reserved_gib": 5.0, "active_gib": 2.0},
+        {"reserved_gib": 4.0, "active_gib": 1.0},
+    ]
     assert titan.main([*given, "f8emu/rowwise"]) == 1
     assert "what it said" in capsys.readouterr().out
     assert tomllib.loads(Path(titan.__file__).with_name("llama3_8b.toml").read_text())["model"]["flavor"] == "8B"

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import draw_kernels
+from benchmarks.kernels import draw_exposure, draw_kernels
 from benchmarks.ranks import MULTICAST_OFF
 from benchmarks.report import draw, facts, figure, say, write_json
 
@@ -218,6 +218,8 @@ def _draw(report: dict[str, Any]) -> None:
             say(f"{e['variant']}: {e['failed']}")
         if "kernels" in e:
             draw_kernels(f"{e['variant']}: the kernels of a step of rank 0", e["kernels"])
+        if "exposure" in e:
+            draw_exposure(f"{e['variant']}: where the time of a step goes", e["exposure"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -226,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=tuple(VARIANTS), metavar="VARIANT")
     parser.add_argument(
-        "--kernels", nargs="+", choices=VARIANTS, default=(), metavar="VARIANT", help="list the kernels of a step"
+        "--kernels", nargs="+", choices=VARIANTS, default=(), metavar="VARIANT", help="list a step's kernels and waits"
     )
     parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="default all")
     parser.add_argument("--layers", type=int, default=32, help="of Llama-3 8B (default 32)")

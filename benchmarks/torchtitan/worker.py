@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels import kernels
+from benchmarks.kernels import exposure, profiled
 from benchmarks.report import package_version, write_json
 from benchmarks.torchtitan.stand_ins import (
     cpu_as_accelerator,
@@ -49,12 +49,17 @@ def main(argv: Sequence[str]) -> None:
         found = summary(recorder.steps, arguments.last)
         if arguments.kernels:  # every rank takes the steps
             batches = trainer.batch_generator(trainer.dataloader)
-            found["kernels"] = kernels(lambda: trainer.train_step(batches), torch.device(arguments.device))
+            seen = profiled(lambda: trainer.train_step(batches), torch.device(arguments.device))
+            found["kernels"] = seen.kernels
+            if seen.runs:
+                found["exposure"] = exposure(seen.runs, seen.step_us)
         if os.environ["RANK"] == "0":
             (model,) = trainer.model_parts
             kinds = Counter(type(module).__name__ for module in model.modules())
             found["linear_modules"] = {kind: count for kind, count in kinds.items() if "Linear" in kind}
             found["parameters"] = sum(p.numel() for p in model.parameters())
+            if arguments.device == "cuda":
+                found["memory_by_stream"] = memory_by_stream(torch.cuda.memory_snapshot())
             found["device"] = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
             found["versions"] = {name: package_version(name) for name in ("torchtitan", "torchao", "triton")}
             write_json(arguments.result, found)
@@ -80,10 +85,26 @@ def summary(steps: Sequence[dict[str, float]], last: int) -> dict[str, Any]:
         "mfu_percent": median("mfu(%)"),
         "peak_active_gib": max(step["memory/max_active(GiB)"] for step in steps),
         "peak_reserved_gib": max(step["memory/max_reserved(GiB)"] for step in steps),
+        "active_gib": [round(step["memory/max_active(GiB)"], 3) for step in steps],
+        "reserved_gib": [round(step["memory/max_reserved(GiB)"], 3) for step in steps],
         "alloc_retries": max(step["memory/num_alloc_retries"] for step in steps),
         "losses": [round(step["loss_metrics/global_avg_loss"], 4) for step in steps],
         "grad_norms": [round(step["grad_norm"], 4) for step in steps],
     }
+
+
+def memory_by_stream(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """GiB that torch's allocator has reserved for each stream, the most first, and what is in use of it.
+
+    What is reserved for one stream serves no other.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for segment in segments:
+        entry = found.setdefault(segment["stream"], {"reserved_gib": 0.0, "active_gib": 0.0})
+        entry["reserved_gib"] += segment["total_size"] / 2**30
+        entry["active_gib"] += segment["active_size"] / 2**30
+    rounded = [{key: round(value, 3) for key, value in entry.items()} for entry in found.values()]
+    return sorted(rounded, key=lambda entry: -entry["reserved_gib"])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from f8emu.spec import UnsupportedError
+from f8emu.spec import UnsupportedError, recipe_by_name
 from f8emu.torch.training import weight_scales
 from f8emu.torch.training.sharded_weight import ShardedWeight
 from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned, with_exact_products
@@ -431,6 +432,29 @@ def dies_in_a_step(rank: int, directory: Path) -> None:
     except RuntimeError as error:
         (directory / "raised").write_text(str(error))
     os._exit(0)  # without rank 1 the process group cannot be ended
+
+
+def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 calls the first hook in the stream of its copies, whose memory no other stream could use again."""
+    monkeypatch.setattr(weight_scales.dist, "all_reduce", lambda *args: None)
+    monkeypatch.setattr(weight_scales.dist, "all_gather_into_tensor", lambda out, own, group: out.copy_(own))
+    x = torch.randn(32, 48)
+    recipe = recipe_by_name("rowwise")
+    rule = recipe.scale_rule
+    weight: Any = ShardedWeight(x, recipe)
+    weight.state.shard = weight_scales.Shard(n=32, ranks=1, rank=0, group=None, others=())
+    module = SimpleNamespace(delayed=None)
+    (codes,), found = weight.fsdp_pre_all_gather(None, x.shape, x.stride(), module, None)
+    assert weight.state.gathered is None
+    gathered, memory = weight.fsdp_post_all_gather((codes.view(-1).clone().view(32, 48),), found, torch.bfloat16)
+    assert memory is weight.state.gathered and list(memory) == [memory.cols, memory.rows]
+    for operand, values, codes in (
+        (gathered.of_output(), x, gathered.rows),
+        (gathered.of_grad_input(), x.T.contiguous(), gathered.cols.T.contiguous()),
+    ):
+        inv_scale, scale = f8.scale_from_amax(values.abs().amax(1, keepdim=True), "float8_e4m3fn", rule)
+        assert torch.equal(operand.scale, scale)
+        assert torch.equal(codes.float(), f8.quantize(values, inv_scale, "float8_e4m3fn", "rowwise").float())
 
 
 def test_a_rank_that_is_killed_ends_the_step_of_the_others(tmp_path: Path) -> None:

@@ -35,12 +35,12 @@ class GatheredCodes:
 
     cols: Tensor
     """For `grad_input`."""
-    rows: Tensor | None = None
-    """For `output`; known once FSDP2 has its buffer."""
+    rows: Tensor
+    """For `output`."""
+    buffer: Tensor
+    """FSDP2's, which lies in the storage of `rows` or of `cols` while it is filled, and has none otherwise."""
     operand: Tensor | None = None
     """The view of `rows` that layers read, and that compiled code may save."""
-    buffer: Tensor | None = None
-    """FSDP2's, which lies in the storage of `rows` or of `cols` while it is filled, and has none otherwise."""
     gather_rows: Callable[[], None] | None = None
     """Fills `rows` if FSDP2 did not."""
     is_in_checkpoint: bool = False
@@ -50,19 +50,22 @@ class GatheredCodes:
     stream: Any = None
     """The CUDA stream that computes with the weight."""
 
-    def adopt(self, output: Tensor) -> None:
-        """Takes what FSDP2 has gathered first, a view of its buffer, as the memory of `rows`."""
-        self.buffer = base_of(output)
-        self.rows = self.buffer.detach()
-        self.end_gather()
-        if self.cols.is_cuda:
-            self.cols.record_stream(self.stream)  # it was allocated on the stream of FSDP2's copies
+    @classmethod
+    def adopt(cls, output: Tensor) -> "GatheredCodes":
+        """What FSDP2 has gathered first, a view of its buffer, as `rows`, and memory for `cols`, still to be filled.
+
+        Called in the stream that computes with the weight, as FSDP2 hands it out. Memory of another stream would stay
+        with that stream for good, and as much of it as the host is ahead of the device: a whole model's, at worst.
+        """
+        buffer = base_of(output)
+        memory = cls(cols=torch.empty_like(buffer), rows=buffer.detach(), buffer=buffer)
+        memory.end_gather()
+        return memory
 
     def begin_forward(self) -> bool:
         """FSDP2 will fill `rows`; whether `cols` must be filled too, since no gather for the backward pass is known."""
         self.is_in_checkpoint = False
-        if self.rows is not None:
-            self._lay_buffer_in(self.rows)
+        self._lay_buffer_in(self.rows)
         return self.is_recomputed is None
 
     def begin_backward(self, shard: Shard) -> bool:
@@ -84,7 +87,7 @@ class GatheredCodes:
         """What FSDP2 may free now, after a pass; it asks when it does."""
         for codes in (self.cols, self.rows):
             is_kept = codes is self.rows and self.is_recomputed is False and self._is_needed()
-            if codes is not None and not is_freed(codes) and not is_kept:
+            if not is_freed(codes) and not is_kept:
                 yield codes
 
     def before_read(self, rows: Tensor) -> None:
@@ -127,7 +130,6 @@ class GatheredCodes:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def _lay_buffer_in(self, codes: Tensor) -> None:
-        assert self.buffer is not None, "adopt"
         self.buffer.data = codes  # set_() does not take a storage that is freed
 
 

@@ -8,7 +8,8 @@
    scale is that of earlier steps.
 2. `fsdp_pre_all_gather`: the codes of the rank's rows, for `output`. If `grad_input` needs other codes (rowwise), the
    backward pass gathers those instead, and both where it recomputes `output`.
-3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast.
+3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast. The
+   first time it gathers the codes for `grad_input` itself: whether FSDP2 will gather again is not known before.
 
 Exactness: codes and scales are those of the whole weight on one device.
 """
@@ -158,10 +159,9 @@ class ShardedWeight(Tensor):
         """Returns the codes that FSDP2 is to gather, and gathers the others if the pass reads them."""
         x, state, recipe = self.plain, self.state, self.recipe
         memory = state.gathered
-        if memory is None:
-            size = shard.padded_rows * shard.ranks * x.shape[1]
-            memory = state.gathered = GatheredCodes(x.new_empty(size, dtype=torch.uint8))
-        if is_backward and memory.rows is not None:
+        if memory is None:  # `fsdp_post_all_gather` makes it, and gathers the others
+            return _codes_of_rows(x, recipe, shard, scales)
+        if is_backward:
             if memory.begin_backward(shard):
                 memory.gather(memory.rows, _codes_of_rows(x, recipe, shard, scales), shard)
             return _codes_of_columns(x, recipe, shard, scales)
@@ -169,10 +169,17 @@ class ShardedWeight(Tensor):
             memory.gather(memory.cols, _codes_of_columns(x, recipe, shard, scales), shard)
         return _codes_of_rows(x, recipe, shard, scales)
 
+    def _gather_cols(self, memory: GatheredCodes) -> None:
+        """Fills the codes for `grad_input` after FSDP2 has gathered for the first time."""
+        shard, scales = self.state.shard, self.state.of_forward
+        assert shard is not None and scales is not None, "fsdp_pre_all_gather"
+        x = self.plain.to(memory.cols.device)  # FSDP2 may keep shards on the host
+        memory.gather(memory.cols, _codes_of_columns(x, self.recipe, shard, scales), shard)
+
     def _gather_rows(self) -> None:
         """Fills the codes for `output` after a pass that did not."""
         shard, memory, scales = self.state.shard, self.state.gathered, self.state.of_forward
-        assert shard is not None and memory is not None and memory.rows is not None, "they were gathered before"
+        assert shard is not None and memory is not None, "they were gathered before"
         if scales is None:
             raise UnsupportedError(
                 "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
@@ -202,10 +209,10 @@ class ShardedWeight(Tensor):
             return None
         (codes,) = outputs
         dtype = CODES[format_of(self.recipe)]
-        if memory is None:
+        if found.col_scale is found.row_scale:
             return GatheredWeight(codes[: found.n].view(dtype), None, found.row_scale, found.col_scale, param_dtype), ()
-        memory.adopt(codes)
-        assert memory.rows is not None, "adopted"
+        memory = self.state.gathered = GatheredCodes.adopt(codes)
+        self._gather_cols(memory)
         rows, cols = (flat.view(codes.shape)[: found.n].view(dtype) for flat in (memory.rows, memory.cols))
         weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
         weight.memory, memory.operand, memory.gather_rows = memory, rows, self._gather_rows
@@ -219,6 +226,7 @@ class _Gathered(NamedTuple):
     """Rows of the whole weight, without padding."""
     row_scale: Tensor
     col_scale: Tensor
+    """The same tensor where both operands have the same codes."""
 
 
 def _codes_of_rows(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:

@@ -57,6 +57,12 @@ top_saved_tensors_hooks = cast(
 )
 """The innermost hooks for saved tensors, or None; the argument: none while a compiler traces."""
 
+foreach_copy = cast(
+    "Callable[[list[Tensor], list[Tensor]], None]",
+    torch._foreach_copy_,  # pyright: ignore[reportPrivateImportUsage]
+)
+"""Copies the tensors of the second list into those of the first, by few launches."""
+
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that `module` itself holds: none that is computed in every call."""

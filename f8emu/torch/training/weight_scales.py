@@ -19,6 +19,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import new_zeros
 from f8emu.torch.training.delayed_update import is_dtensor
+from f8emu.torch.training.torch_internals import foreach_copy
 
 _ALIGNMENT = 4
 """Floats: the GEMMs take scales that lie at multiples of 16 bytes."""
@@ -108,29 +109,50 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
     found: dict[int, WeightScales] = {}
     for (_, recipe, group), members in together.items():
         parts = [part for i in members for part in _own_amaxes(weights[i])]
-        sizes = [part.numel() + -part.numel() % _ALIGNMENT for part in parts]
-        flat = torch.cat([pad(part.flatten(), (0, -part.numel() % _ALIGNMENT)) for part in parts])
+        flat = new_zeros(weights[members[0]].rows, sum(part.size for part in parts))
+        # By a few launches for the hundreds of weights that a model has.
+        foreach_copy(_own_places(flat, parts), [part.own.flatten() for part in parts])
         reduce_max(flat, group)
-        amaxes = _split(flat, sizes, parts)
+        amaxes = _split(flat, parts)
         for at, i in enumerate(members):
             _reduce_over_others(weights[i].shard, amaxes[2 * at], amaxes[2 * at + 1])
         rule = recipe.scale_rule
         both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
-        inv_scales, scales = (_split(x, sizes, parts) for x in both)
+        inv_scales, scales = (_split(x, parts) for x in both)
         for at, i in enumerate(members):
             row, col = 2 * at, 2 * at + 1
             found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], inv_scales[col], scales[col])
     return [found[i] for i in range(len(weights))]
 
 
-def _split(flat: Tensor, sizes: list[int], parts: list[Tensor]) -> list[Tensor]:
-    """Views of `flat` in the shapes of `parts`."""
-    pieces = torch.split(flat, sizes)
-    return [piece[: part.numel()].view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+class _Part(NamedTuple):
+    """Amaxes of one operand of a weight, [n, 1], of which a rank knows some."""
+
+    own: Tensor
+    n: int
+    begin: int = 0
+    """The first of the own."""
+
+    @property
+    def size(self) -> int:
+        """The numbers that it takes in a tensor of all."""
+        return self.n + -self.n % _ALIGNMENT
 
 
-def _own_amaxes(weight: LocalWeight) -> tuple[Tensor, Tensor]:
-    """Those of this rank's rows, in the shapes of the whole: for `output` and for `grad_input`."""
+def _own_places(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
+    """Where in `flat` what this rank knows of `parts` belongs."""
+    pieces = torch.split(flat, [part.size for part in parts])
+    return [piece.narrow(0, part.begin, part.own.numel()) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
+    """Views of `flat`, each [n, 1]."""
+    pieces = torch.split(flat, [part.size for part in parts])
+    return [piece[: part.n].view(part.n, 1) for piece, part in zip(pieces, parts, strict=True)]
+
+
+def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
+    """Those of this rank's rows: for `output` and for `grad_input`."""
     x, recipe, shard = weight
     by_row = recipe.output.b.granularity is Granularity.ROWWISE
     by_col = recipe.grad_input.b.granularity is Granularity.ROWWISE
@@ -142,11 +164,8 @@ def _own_amaxes(weight: LocalWeight) -> tuple[Tensor, Tensor]:
     of_all = None if by_row and by_col else fused.tensor_amax(x if of_rows is None else of_rows)
     rows, cols = of_rows if by_row else of_all, of_cols if by_col else of_all
     assert rows is not None and cols is not None, "each operand has scales of one kind or the other"
-    if by_row:
-        whole = new_zeros(x, shard.n, 1)
-        whole[shard.own] = rows
-        rows = whole
-    return rows, cols
+    row_part = _Part(rows, shard.n, shard.own.start) if by_row else _Part(rows, 1)
+    return row_part, _Part(cols, cols.numel())
 
 
 def _reduce_over_others(shard: Shard, row_amax: Tensor, col_amax: Tensor) -> None:
