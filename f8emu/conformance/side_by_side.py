@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from f8emu.conformance.layer import LayerMode
+
 if TYPE_CHECKING:
     from f8emu.conformance.golden import GoldenFile
     from f8emu.conformance.verify import Progress, StageResult
@@ -35,20 +37,24 @@ class Part(NamedTuple):
 
     stages: tuple[str, ...]
     subjects: tuple[str, ...]
+    mode: LayerMode | None = None
+    """The mode whose layers run, where the stage is those alone; None is every case."""
 
 
 def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
     """A run in parts, short ones last; together they ask everything once.
 
-    Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each. Those of torch
-    begin when f8emu.jax has compiled GEMMs of both. Formats and scales are so short that every subject is a part.
+    Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each, of f8emu.jax
+    two: its jitted layers share no program with others, while eager ones find the GEMMs of other stages compiled.
+    Formats and scales are so short that every subject is a part.
     """
     left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
     multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
     values = tuple(stage for stage in left if stage not in multiplied)
     first, second = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
     rest = tuple(name for name in subjects if name not in (*first, *second))
-    found = [Part(tuple(layers), first), Part(multiplied, tuple(subjects)), Part(tuple(layers), second)]
+    found = [Part(tuple(layers), first, LayerMode.COMPILED), Part(multiplied, tuple(subjects))]
+    found += [Part(tuple(layers), first, LayerMode.EAGER), Part(tuple(layers), second)]
     found += [Part(tuple(layers), rest), *(Part(values, (name,)) for name in subjects)]
     return [part for part in found if part.stages and part.subjects]
 
@@ -61,7 +67,7 @@ def run_parts(
     processes: int,
     keep: "Callable[[str, StageResult], None]",
 ) -> None:
-    """Runs the parts, `processes` at a time; `keep(subject, result)` gets every stage when it is finished.
+    """Runs the parts, `processes` at a time; `keep(subject, result)` gets the stages, or their shares, as they finish.
 
     Progress shows the stage that began last.
 
@@ -156,19 +162,21 @@ class _Told:
 def serve(descriptor: int) -> None:
     """The worker's side: runs parts until the parent is gone."""
     from f8emu.conformance.golden import read_golden
+    from f8emu.conformance.stages import layers_of
     from f8emu.conformance.subject import load_subject
     from f8emu.conformance.verify import verify
 
     told = _Told(Connection(descriptor))
     try:
         while True:
-            stages, names, golden, errors = told.connection.recv()
+            stages, names, mode, golden, errors = told.connection.recv()
             recorded = read_golden(golden)
             subjects = {name: load_subject(name) for name in sorted(names, key=lambda name: name != "torch")}
             try:
                 verify(
                     [subjects[name] for name in names],
                     stages=stages,
+                    only=None if mode is None else [layers_of(mode)],
                     golden=recorded,
                     errors=errors,
                     progress=told,

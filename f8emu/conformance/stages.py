@@ -4,7 +4,7 @@ A stage is a list of cases and who judges them. `Stage.cases` leaves out what is
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -240,12 +240,17 @@ def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None
 # 4 Layers
 
 
-def _layers(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+def layers_of(mode: LayerMode) -> Stage:
+    """The stage with the layers of one mode only."""
+    return replace(STAGES["layers"], cases=partial(_layers, only=mode))
+
+
+def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None) -> Iterator[Case]:
     """Of a subject that trains the layer itself, eager and compiled; of another the verb that computes one."""
     if subject.train is None and "linear" not in subject.verbs:
         raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
     for case in layer_cases(full_size=subject.runs_full_size):
-        if (case.mode is LayerMode.TRACE) == (subject.train is None):
+        if (case.mode is LayerMode.TRACE) == (subject.train is None) and only in (None, case.mode):
             yield Case(
                 id=case.id,
                 run=partial(_run_layer, case),

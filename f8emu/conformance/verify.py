@@ -4,12 +4,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import product
 from typing import Protocol, TypeVar
 
-from f8emu.conformance.breakdown.breakdown import Tallies, tallied
+from f8emu.conformance.breakdown.breakdown import Tallies, Tally, tallied
 from f8emu.conformance.breakdown.difference_map import DifferenceMap
 from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
@@ -184,7 +184,16 @@ def verify(
     try:
         if processes > 1:
             parts = parts_of([stage.name for stage in chosen], [subject.name for subject in subjects])
-            run_parts(parts, golden, errors, progress, processes, kept)
+            shares: dict[tuple[str, str], list[StageResult]] = {}
+
+            def shared(subject: str, result: StageResult) -> None:
+                found = shares.setdefault((subject, result.stage), [])
+                found.append(result)
+                if len(found) == sum(subject in part.subjects and result.stage in part.stages for part in parts):
+                    whole = joined(found)
+                    kept(subject, replace(whole, mismatches=whole.mismatches[:errors]))
+
+            run_parts(parts, golden, errors, progress, processes, shared)
         else:
             run = _Run(golden, errors, progress)
             for subject, stage in product(subjects, chosen):
@@ -287,6 +296,36 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         tallies=tallied(ran),
         ulps={dtype: merged(outcome.ulps[dtype] for outcome in ran if dtype in outcome.ulps) for dtype in dtypes},
         places=_worst(ran),
+    )
+
+
+def joined(results: Sequence[StageResult]) -> StageResult:
+    """One stage of one subject of which several processes ran a share of the cases."""
+    first_differences: dict[str, int] = {}
+    tallies: dict[str, dict[str, Tally]] = {}
+    for result in results:
+        for part, count in result.first_differences.items():
+            first_differences[part] = first_differences.get(part, 0) + count
+        for trait, values in result.tallies.items():
+            for value, tally in values.items():
+                of_trait = tallies.setdefault(trait, {})
+                of_trait[value] = of_trait.get(value, Tally()) + tally
+    dtypes = dict.fromkeys(dtype for result in results for dtype in result.ulps)
+    places = sorted((place for result in results for place in result.places), key=lambda place: -place.share)
+    return replace(
+        results[0],
+        cases_total=sum(result.cases_total for result in results),
+        cases_equal=sum(result.cases_equal for result in results),
+        cases_not_offered=sum(result.cases_not_offered for result in results),
+        outputs_total=sum(result.outputs_total for result in results),
+        outputs_equal=sum(result.outputs_equal for result in results),
+        seconds=sum(result.seconds for result in results),
+        reason=next((result.reason for result in results if result.reason), ""),
+        mismatches=[mismatch for result in results for mismatch in result.mismatches],
+        first_differences=first_differences,
+        tallies=tallies,
+        ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},
+        places=places[:_WORST],
     )
 
 

@@ -12,10 +12,11 @@ import pytest
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
 from f8emu.conformance.check import Case
 from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
+from f8emu.conformance.layer import LayerMode
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.side_by_side import parts_of
 from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
-from f8emu.conformance.verify import StageResult
+from f8emu.conformance.verify import StageResult, joined
 from f8emu.spec import E4M3FN, SpecError
 
 
@@ -200,10 +201,11 @@ def test_every_subject_takes_and_gives_numpy(name: str) -> None:
 
 def test_processes_ask_the_same(golden: GoldenFile, tmp_path: Path) -> None:
     """Parts hold every stage of every subject once; workers give what one process gives, in its order."""
-    asked = [
-        (s, n) for part in parts_of(list(stages.STAGES), list(SUBJECTS)) for s in part.stages for n in part.subjects
-    ]
-    assert sorted(asked) == sorted(product(stages.STAGES, SUBJECTS))
+    parts = parts_of(list(stages.STAGES), list(SUBJECTS))
+    asked = [(s, n) for part in parts if part.mode is None for s in part.stages for n in part.subjects]
+    shared = [(part.stages, part.subjects, part.mode) for part in parts if part.mode is not None]
+    assert shared == [(("layers",), ("f8emu.jax",), mode) for mode in (LayerMode.COMPILED, LayerMode.EAGER)]
+    assert sorted([*asked, ("layers", "f8emu.jax")]) == sorted(product(stages.STAGES, SUBJECTS))
     write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
     few = read_golden(tmp_path / "few.safetensors")
     subjects, chosen = [load_subject("f8ref.numpy")], ["golden", "live"]
@@ -212,6 +214,26 @@ def test_processes_ask_the_same(golden: GoldenFile, tmp_path: Path) -> None:
     assert two.stages[0].status is Status.EQUAL and two.stages[0].cases_total == 2
     with pytest.raises(SpecError, match="renamed; use 1 process"):
         verify([renamed(subjects[0])], processes=2, golden=few)
+
+
+def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:
+    """Half of the cases of a wrong kernel, and the others: together what one run of all tells."""
+
+    def scaled_mm(a: np.ndarray, *rest: Any, **options: Any) -> np.ndarray:
+        found = numpy_subject.verbs["scaled_mm"](a, *rest, **options)
+        return np.nextafter(found, np.zeros_like(found)) if options["use_fast_accum"] else found
+
+    def run(cases: slice) -> StageResult:
+        stage = stages.STAGES["golden"]
+        part = replace(stage, cases=lambda s, g: iter(list(stage.cases(s, g))[:24][cases]))
+        return verify([renamed(numpy_subject, scaled_mm=scaled_mm)], only=[part]).subjects[0].stages[0]
+
+    whole, found = run(slice(None)), joined([run(slice(12)), run(slice(12, None))])
+    assert 0 < whole.cases_equal < whole.cases_total == 24
+    assert replace(found, seconds=0.0, mismatches=[], places=[]) == replace(
+        whole, seconds=0.0, mismatches=[], places=[]
+    )
+    assert found.mismatches[:20] == whole.mismatches and found.places[0].share == whole.places[0].share
 
 
 def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path) -> None:

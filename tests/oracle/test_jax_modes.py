@@ -24,7 +24,7 @@ from f8emu.spec import (
     recipe_by_name,
 )
 from f8ref.jax import softfloat
-from f8ref.jax.accumulate import float8_operand, float8_step
+from f8ref.jax.accumulate import float8_operand, float8_step, unpacked_float8
 
 M, N, K = 16, 32, 160
 RNG = np.random.default_rng(70)
@@ -93,8 +93,8 @@ def test_operands_that_a_trace_closes_over() -> None:
 
 def test_operation_by_operation() -> None:
     """Without a compiled program around it: a step of the tensor core, and a product of floats."""
-    a = float8_operand(jnp.asarray(np.asarray(A[:2, :32]).view(np.uint8), jnp.uint32), E5M2)
-    b = float8_operand(jnp.asarray(np.asarray(B[:32, :3]).view(np.uint8), jnp.uint32), E4M3FN)
+    a = float8_operand(unpacked_float8(jnp.asarray(np.asarray(A[:2, :32]).view(np.uint8), jnp.uint32), E5M2))
+    b = float8_operand(unpacked_float8(jnp.asarray(np.asarray(B[:32, :3]).view(np.uint8), jnp.uint32), E4M3FN))
     total = jnp.asarray([[0.0, 0.75, -3.0], [1e-9, 7.0, -1e4]], jnp.float32)
     x, y = softfloat.bits(X[:2, :3]), softfloat.bits(SCALE_A[:2])
     calls: list[Callable[[], Any]] = [

@@ -44,7 +44,7 @@ def test_tiles_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_tile_extents(limit: tiles.TileLimit) -> None:
     rng = np.random.default_rng(61)
     for m, n in (2.0 ** rng.uniform(0, 14, (500, 2))).astype(int).tolist():
-        wide = tiles.padded_columns(n)
+        wide = tiles.compact_extents(m, n, 1).n
         rows, columns = limit.shape(m, wide)
         assert 1 <= rows <= m and 1 <= columns <= wide
         assert rows * columns <= 1.3 * limit.outputs + 16 * rows
@@ -195,3 +195,30 @@ def test_refusals() -> None:
         scaled_grouped_mm(a, b[None], row_a[:, 0], row_b, offs.astype(jnp.float32))
     with pytest.raises(OperandError, match=r"\[total_M, K\], \[G, K, N\]"):
         scaled_grouped_mm(a, b, row_a[:, 0], row_b, offs)
+
+
+def test_small_gemms_share_programs() -> None:
+    """After the first, other extents, formats and slices compile no sums; all give what programs of their own give."""
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **facts: str | int) -> None:
+        compiled.append(f"{event} {facts.get('fun_name')}")
+
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    rng = np.random.default_rng(67)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for m, n, k, a_dtype, b_dtype, slices in (
+            (33, 50, 270, e4m3, e4m3, 2),
+            (64, 17, 500, e5m2, e4m3, 3),
+            (1, 64, 140, e4m3, e5m2, 2),
+        ):
+            a, b = drawn(rng, (m, k), a_dtype), drawn(rng, (k, n), b_dtype)
+            compiled.clear()
+            observed = F32_MM(a, b, split_k=slices)
+            programs = [name for name in compiled if "backend_compile" in name]
+            assert any("_padded_operand" in name for name in programs), "its name is known"
+            assert m == 33 or not any("accumulators" in name for name in programs)
+            assert equal(observed, jax.jit(functools.partial(F32_MM, split_k=slices))(a, b))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

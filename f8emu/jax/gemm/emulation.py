@@ -1,7 +1,7 @@
 """The GEMMs without a tensor core: emulated by `f8ref.jax`, which only this module may import.
 
-They run on whatever backend they are lowered for, and give the bits of the chip there (NUMERICS 1 to 5, 11). JAX
-compiles a program for every shape, so sizes are not rounded up as for torch: under a trace they are static anyway.
+They run on whatever backend they are lowered for, and give the bits of the chip there (NUMERICS 1 to 5, 11). Sizes are
+not rounded up as for torch: under a trace they are static anyway, and eager GEMMs that are small share programs.
 """
 
 import jax

@@ -18,12 +18,17 @@ from jax import lax
 
 from f8emu.spec import FLOAT32, AccumulationModel, Format
 from f8ref.jax import softfloat
-from f8ref.jax.codec import float32_bits, is_finite
+from f8ref.jax.codec import float32_bits, is_finite, is_nan
 
 _ZERO_FLOAT8 = -57
 """Exponent given to a zero operand: below the accumulator's beside any partner, and twice it still fits int8."""
 ZERO_EXPONENT = -1000
 """The same for wider formats, in int16."""
+
+_FRACTION_BITS = 3
+"""Of an unpacked significand, the most that a float8 format has."""
+_EXPONENT_OFFSET = -_ZERO_FLOAT8
+_NOT_FINITE, _NAN, _NEGATIVE = 1 << 14, 1 << 13, 1 << 15
 
 
 class Operand(NamedTuple):
@@ -35,26 +40,44 @@ class Operand(NamedTuple):
     """Raw exponent [OP-1], a subnormal's being the smallest; int8 for float8, int16 for an `integer_operand`."""
 
 
-def float8_operand(code: jax.Array, format: Format) -> Operand:
-    """A block of float8 codes (uint32) taken apart."""
-    sig, exponent = _taken_apart(code, format, _ZERO_FLOAT8)
-    last_place = exponent + (FLOAT32.bias - format.fraction_bits) << FLOAT32.fraction_bits
-    return Operand(sig * _float32(last_place), exponent.astype(jnp.int8))
+def unpacked_float8(code: jax.Array, format: Format) -> jax.Array:
+    """Float8 codes (uint32) of any format in one layout of 16 bits, so that a program serves them all.
+
+    Bits 0 to 3 are the significand with its leading bit, in units of 2^-3; 4 to 10 the raw exponent plus 57, which is 0
+    for a zero; 13 and 14 say NaN and not finite, both with the significand of a zero; 15 is the sign.
+    """
+    sig, exponent = _fields(code, format, _ZERO_FLOAT8)
+    sig = sig << _FRACTION_BITS - format.fraction_bits
+    exponent = (exponent + _EXPONENT_OFFSET).astype(jnp.uint32) << _FRACTION_BITS + 1
+    special = jnp.where(is_nan(code, format), _NOT_FINITE | _NAN, _NOT_FINITE).astype(jnp.uint32)
+    special = jnp.where(is_finite(code, format), jnp.uint32(0), special)
+    sign = jnp.where(code >= format.sign_mask, jnp.uint32(_NEGATIVE), jnp.uint32(0))
+    return (sign | special | exponent | sig).astype(jnp.uint16)
+
+
+def float8_operand(x: jax.Array) -> Operand:
+    """A block of unpacked float8 codes taken apart."""
+    exponent = ((x >> _FRACTION_BITS + 1) & 0x7F).astype(jnp.int32) - _EXPONENT_OFFSET
+    last_place = exponent + (FLOAT32.bias - _FRACTION_BITS) << FLOAT32.fraction_bits
+    magnitude = (x & 0xF).astype(jnp.float32) * _float32(last_place)
+    return Operand(jnp.where(x >= _NEGATIVE, -magnitude, magnitude), exponent.astype(jnp.int8))
 
 
 def integer_operand(code: jax.Array, format: Format) -> Operand:
     """A block of codes (uint32) of at most 16 bits taken apart, their significands as integers."""
-    sig, exponent = _taken_apart(code, format, ZERO_EXPONENT)
-    return Operand(sig, exponent.astype(jnp.int16))
+    sig, exponent = _fields(code, format, ZERO_EXPONENT)
+    sig = sig.astype(jnp.float32)
+    return Operand(jnp.where(code >= format.sign_mask, -sig, sig), exponent.astype(jnp.int16))
 
 
-def _taken_apart(code: jax.Array, format: Format, exponent_of_zero: int) -> tuple[jax.Array, jax.Array]:
-    """Signed integer significands (float32) and raw exponents (int32)."""
+def _fields(code: jax.Array, format: Format, exponent_of_zero: int) -> tuple[jax.Array, jax.Array]:
+    """Integer significands without sign (uint32) and raw exponents (int32); 0 for what is not finite."""
     is_term = is_finite(code, format) & ((code & format.magnitude_mask) != 0)
     sig = (code & format.fraction_mask) | _hidden_bit(code, format)
-    sig = jnp.where(is_term, sig, jnp.uint32(0)).astype(jnp.float32)
-    exponent = jnp.where(is_term, _raw_exponent(code, format), exponent_of_zero)
-    return jnp.where(code >= format.sign_mask, -sig, sig), exponent
+    return (
+        jnp.where(is_term, sig, jnp.uint32(0)),
+        jnp.where(is_term, _raw_exponent(code, format), exponent_of_zero),
+    )
 
 
 def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
@@ -114,23 +137,43 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
     return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
 
 
-def special_terms(a: jax.Array, b: jax.Array, a_format: Format, b_format: Format) -> jax.Array:
+def special_terms(a: jax.Array, b: jax.Array) -> jax.Array:
     """What the terms that are not finite make of each sum: NaN, +-inf, or a finite number [SPEC-1].
 
     IEEE arithmetic says the rule by itself once every finite value is replaced by its sign.
 
-    Shapes: codes (uint32) a [TM, K], b [K, TN] -> [TM, TN] float32; K a multiple of 8.
+    Shapes: float32 a [TM, K], b [K, TN], as `sign_values` gives them -> [TM, TN] float32; K a multiple of 8.
     """
-    a_sign, b_sign = _sign_value(a, a_format), _sign_value(b, b_format)
 
     def eight(i: jax.Array, total: jax.Array) -> jax.Array:
-        a_8 = lax.dynamic_slice_in_dim(a_sign, i * 8, 8, 1)
-        b_8 = lax.dynamic_slice_in_dim(b_sign, i * 8, 8, 0)
+        a_8 = lax.dynamic_slice_in_dim(a, i * 8, 8, 1)
+        b_8 = lax.dynamic_slice_in_dim(b, i * 8, 8, 0)
         for a_k, b_k in _outer_pairs(a_8, b_8):
             total = total + a_k * b_k
         return total
 
     return lax.fori_loop(0, a.shape[1] // 8, eight, jnp.zeros((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def sign_values(code: jax.Array, format: Format) -> jax.Array:
+    """Float32: NaN, +-inf, 0, or the sign of any other value."""
+    bits = float32_bits(code, format)
+    magnitude = bits & softfloat.INFINITY
+    one = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)
+    return softfloat.from_bits(jnp.where(magnitude == softfloat.INFINITY, bits, one))
+
+
+def unpacked_sign_values(x: jax.Array) -> jax.Array:
+    """`sign_values` of unpacked float8 codes."""
+    x = x.astype(jnp.uint32)
+    special = jnp.where(x & _NAN != 0, jnp.uint32(softfloat.NAN), jnp.uint32(softfloat.INFINITY))
+    finite = jnp.where(x & 0xF != 0, jnp.uint32(softfloat.ONE), jnp.uint32(0))
+    return softfloat.from_bits(jnp.where(unpacked_is_finite(x), finite, special) | (x & _NEGATIVE) << 16)
+
+
+def unpacked_is_finite(x: jax.Array) -> jax.Array:
+    """Whether each unpacked float8 code is a finite number."""
+    return x & _NOT_FINITE == 0
 
 
 def _largest_exponent(a: Operand, b: Operand) -> jax.Array:
@@ -157,14 +200,6 @@ def _hidden_bit(code: jax.Array, format: Format) -> jax.Array:
     """[OP-1] The leading bit that a normal code has and a subnormal one has not."""
     is_normal = (code & format.magnitude_mask) > format.fraction_mask
     return is_normal.astype(jnp.uint32) << format.fraction_bits
-
-
-def _sign_value(code: jax.Array, format: Format) -> jax.Array:
-    """Float32: NaN, +-inf, 0, or the sign of any other value."""
-    bits = float32_bits(code, format)
-    magnitude = bits & softfloat.INFINITY
-    one = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)
-    return softfloat.from_bits(jnp.where(magnitude == softfloat.INFINITY, bits, one))
 
 
 def _int32_bits(x: jax.Array) -> jax.Array:

@@ -1,13 +1,12 @@
 """Between values and codes: decode, cast, quantize, dequantize."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
 from f8emu.spec import FLOAT8, FLOAT32, FORMATS, Format, Granularity, Overflow, float8_format, granularity_by_name
 from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format, round_to_code, typed
+from f8ref.jax.compiling import program
 from f8ref.jax.scale import require_scales, spread
 
 _DECODABLE = tuple(f.name for f in FORMATS.values() if f is not FLOAT32)
@@ -84,17 +83,17 @@ def dequantize(
     return _dequantize(jnp.asarray(codes), jnp.asarray(scale), source, granularity)
 
 
-@functools.partial(jax.jit, static_argnames="format")
+@program("format")
 def _decode(x: jax.Array, format: Format) -> jax.Array:
     return softfloat.from_bits(float32_bits(codes(x, format), format))
 
 
-@functools.partial(jax.jit, static_argnames=("source", "target", "overflow"))
+@program("source", "target", "overflow")
 def _cast(x: jax.Array, source: Format, target: Format, overflow: Overflow) -> jax.Array:
     return typed(round_to_code(float32_bits(codes(x, source), source), target, overflow), target)
 
 
-@functools.partial(jax.jit, static_argnames=("source", "target", "granularity"))
+@program("source", "target", "granularity")
 def _quantize(
     x: jax.Array, inv_scale: jax.Array, source: Format, target: Format, granularity: Granularity
 ) -> jax.Array:
@@ -104,7 +103,7 @@ def _quantize(
     return typed(round_to_code(product, target, Overflow.SATURATE), target)
 
 
-@functools.partial(jax.jit, static_argnames=("source", "granularity"))
+@program("source", "granularity")
 def _dequantize(x: jax.Array, scale: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
     rows, k = x.shape
     factor = softfloat.bits(spread(scale, granularity, rows, k))

@@ -1,7 +1,7 @@
 """How steps are chained along K on one tile of the product: NUMERICS 3, and the blockwise chain of [EPI-5].
 
 K is walked in blocks, on Hopper of 128 for float8 and 64 for bfloat16: the stretch after which a partial is promoted,
-or the unit of a split-K slice. The codes of a block are taken apart once and then used by all of its steps.
+or the unit of a split-K slice.
 """
 
 import functools
@@ -14,22 +14,41 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec import BFLOAT16, AccumulationModel, Format, Rounding
+from f8emu.spec import BFLOAT16, E4M3FN, AccumulationModel, Format, Rounding
 from f8ref.jax import softfloat
-from f8ref.jax.accumulate import Operand, bfloat16_step, float8_operand, float8_step, integer_operand, special_terms
-from f8ref.jax.codec import is_finite
+from f8ref.jax.accumulate import (
+    Operand,
+    bfloat16_step,
+    float8_operand,
+    float8_step,
+    integer_operand,
+    sign_values,
+    special_terms,
+    unpacked_float8,
+    unpacked_is_finite,
+    unpacked_sign_values,
+)
+from f8ref.jax.codec import codes, is_finite, narrow_codes
 from f8ref.jax.general import general_step, rounded_sum
+from f8ref.jax.tiles import Index
 
 
 class Step(Enum):
     """How a step is computed."""
 
     FLOAT8 = "float8"
-    """In float32; the accumulator is float32."""
+    """In float32, of unpacked codes of any float8 format; the accumulator is float32."""
     BFLOAT16 = "bfloat16"
     """In int32; the accumulator is a bit pattern."""
     GENERAL = "general"
     """In wide integers; the accumulator is a bit pattern."""
+
+
+class Span(NamedTuple):
+    """How far the sums of a GEMM go, in blocks: traced, so that one program serves many K."""
+
+    blocks: Index
+    per_slice: Index
 
 
 class Chain(NamedTuple):
@@ -79,9 +98,17 @@ class Chain(NamedTuple):
         return self.blocks * self.block_k
 
     @property
-    def in_whole_blocks(self) -> "Chain":
-        """The same sums of operands that are padded; K counts where it says how long a slice is."""
-        return self if self.split_k > 1 else self._replace(k=self.padded_k)
+    def span(self) -> Span:
+        return Span(self.blocks, self.blocks_per_slice)
+
+    def compiled_for(self, k: int) -> "Chain":
+        """What a program of operands padded to `k` depends on; how far the sums go is its argument.
+
+        Unpacked float8 codes are of no format, and only that there are slices counts.
+        """
+        formats = (E4M3FN, E4M3FN) if self.step is Step.FLOAT8 else (self.a_format, self.b_format)
+        is_sliced = self.blocks_per_slice < self.blocks
+        return self._replace(a_format=formats[0], b_format=formats[1], k=k, split_k=2 if is_sliced else 1)
 
     @property
     def blocks_per_slice(self) -> int:
@@ -92,10 +119,15 @@ class Chain(NamedTuple):
         return max(1, math.ceil(math.ceil(self.k / self.split_k) / multiple) * (multiple // self.unit_k))
 
 
-def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
+def operand(step: Step, x: jax.Array, format: Format) -> jax.Array:
+    """A typed operand as the steps take it: unpacked float8 codes, or codes, as unsigned integers; 0 is a zero."""
+    return unpacked_float8(codes(x, format), format) if step is Step.FLOAT8 else narrow_codes(x, format)
+
+
+def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Array:
     """The accumulators of one tile before any scale, as uint32 float32 bit patterns.
 
-    Shapes: codes of any unsigned dtype, a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
+    Shapes: operands a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
     """
     zero = _zero(chain, a, b)
     is_float8 = chain.step is Step.FLOAT8
@@ -103,20 +135,19 @@ def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
     add = jnp.add if is_float8 else functools.partial(rounded_sum, chain.model)
     block_sum = _block_sum(chain, a, b)
 
-    def one_slice(first: jax.Array | int, end: jax.Array | int) -> jax.Array:
+    def one_slice(first: Index, end: Index) -> jax.Array:
         if chain.model.promote_k is None:  # [CHAIN-1]
             return lax.fori_loop(first, end, block_sum, zero)
         return lax.fori_loop(first, end, lambda i, total: add(total, block_sum(i, zero)), zero)  # [CHAIN-2]
 
-    length = chain.blocks_per_slice
-    if length >= chain.blocks:
-        total = one_slice(0, chain.blocks)
+    if chain.split_k == 1:
+        total = one_slice(0, span.blocks)
     else:
 
         def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
-            return add(total, one_slice(s * length, jnp.minimum((s + 1) * length, chain.blocks)))
+            return add(total, one_slice(*_slice(span, s)))
 
-        total = lax.fori_loop(0, math.ceil(chain.blocks / length), add_slice, zero)
+        total = lax.fori_loop(0, _slices(span), add_slice, zero)
     return _with_specials(chain, a, b, softfloat.bits(total) if is_float8 else total)
 
 
@@ -140,6 +171,7 @@ def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.
 
 def blockwise_sum(
     chain: Chain,
+    span: Span,
     a: jax.Array,
     b: jax.Array,
     promote: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
@@ -159,18 +191,26 @@ def blockwise_sum(
         partial = softfloat.bits(partial) if chain.step is Step.FLOAT8 else partial
         return promote(i, _with_specials(chain, a_i, b_i, partial), total)
 
-    def one_slice(first: jax.Array | int, end: jax.Array | int) -> jax.Array:
+    def one_slice(first: Index, end: Index) -> jax.Array:
         return lax.fori_loop(first, end, one_block, jnp.zeros(zero.shape, jnp.uint32))
 
-    length = chain.blocks_per_slice
-    if length >= chain.blocks:
-        return one_slice(0, chain.blocks)
+    if chain.split_k == 1:
+        return one_slice(0, span.blocks)
 
     def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
-        return softfloat.add(total, one_slice(s * length, jnp.minimum((s + 1) * length, chain.blocks)))
+        return softfloat.add(total, one_slice(*_slice(span, s)))
 
     # The first total is not added to +0, which would turn -0 into +0.
-    return lax.fori_loop(1, math.ceil(chain.blocks / length), add_slice, one_slice(0, length))
+    return lax.fori_loop(1, _slices(span), add_slice, one_slice(*_slice(span, 0)))
+
+
+def _slices(span: Span) -> Index:
+    return (span.blocks + span.per_slice - 1) // span.per_slice
+
+
+def _slice(span: Span, s: Index) -> tuple[Index, Index]:
+    """The first block of a slice, and that after its last."""
+    return s * span.per_slice, jnp.minimum((s + 1) * span.per_slice, span.blocks)
 
 
 def _zero(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -185,24 +225,38 @@ def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
 def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """(block index, accumulator) -> the accumulator after all steps of the block."""
     step_k = chain.model.step_k
-    take_apart = float8_operand if chain.step is Step.FLOAT8 else integer_operand
+    steps = chain.block_k // step_k
+    if chain.step is Step.FLOAT8:
+
+        def float8_block_sum(i: jax.Array, accumulator: jax.Array) -> jax.Array:
+            def body(step: jax.Array, accumulator: jax.Array) -> jax.Array:
+                k_0 = i * chain.block_k + step * step_k
+                a_s = float8_operand(lax.dynamic_slice_in_dim(a, k_0, step_k, 1))
+                b_s = float8_operand(lax.dynamic_slice_in_dim(b, k_0, step_k, 0))
+                return float8_step(chain.model, accumulator, a_s, b_s)
+
+            return lax.fori_loop(0, steps, body, accumulator)
+
+        return float8_block_sum
+
     fraction_bits = chain.a_format.fraction_bits + chain.b_format.fraction_bits
 
-    def one_step(model: AccumulationModel, accumulator: jax.Array, a_s: Operand, b_s: Operand) -> jax.Array:
+    def one_step(accumulator: jax.Array, a_s: Operand, b_s: Operand) -> jax.Array:
         if chain.step is Step.GENERAL:
-            return general_step(model, fraction_bits, accumulator, a_s, b_s)
-        return (float8_step if chain.step is Step.FLOAT8 else bfloat16_step)(model, accumulator, a_s, b_s)
+            return general_step(chain.model, fraction_bits, accumulator, a_s, b_s)
+        return bfloat16_step(chain.model, accumulator, a_s, b_s)
 
     def block_sum(i: jax.Array, accumulator: jax.Array) -> jax.Array:
-        a_i = take_apart(_block(chain, a, i, 1).astype(jnp.uint32), chain.a_format)
-        b_i = take_apart(_block(chain, b, i, 0).astype(jnp.uint32), chain.b_format)
+        # Taken apart a block at a time: XLA takes long to compile it for operands as short as a step.
+        a_i = integer_operand(_block(chain, a, i, 1).astype(jnp.uint32), chain.a_format)
+        b_i = integer_operand(_block(chain, b, i, 0).astype(jnp.uint32), chain.b_format)
 
         def body(step: jax.Array, accumulator: jax.Array) -> jax.Array:
             a_s = Operand(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 1) for x in a_i))
             b_s = Operand(*(lax.dynamic_slice_in_dim(x, step * step_k, step_k, 0) for x in b_i))
-            return one_step(chain.model, accumulator, a_s, b_s)
+            return one_step(accumulator, a_s, b_s)
 
-        return lax.fori_loop(0, chain.block_k // step_k, body, accumulator)
+        return lax.fori_loop(0, steps, body, accumulator)
 
     return block_sum
 
@@ -210,12 +264,18 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
 def _with_specials(chain: Chain, a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
     """[SPEC-1] The totals, with NaN and infinities where the operands ask for them."""
 
+    def finite(x: jax.Array, format: Format) -> jax.Array:
+        return unpacked_is_finite(x) if chain.step is Step.FLOAT8 else is_finite(x, format)
+
+    def signs(x: jax.Array, format: Format) -> jax.Array:
+        is_float8 = chain.step is Step.FLOAT8
+        return unpacked_sign_values(x) if is_float8 else sign_values(x.astype(jnp.uint32), format)
+
     def replaced(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-        special = special_terms(a.astype(jnp.uint32), b.astype(jnp.uint32), chain.a_format, chain.b_format)
-        special = softfloat.bits(special)
+        special = softfloat.bits(special_terms(signs(a, chain.a_format), signs(b, chain.b_format)))
         magnitude = special & 0x7FFFFFFF
         special = jnp.where(magnitude > softfloat.INFINITY, jnp.uint32(softfloat.NAN), special)
         return jnp.where(magnitude >= softfloat.INFINITY, special, total)
 
-    is_plain = jnp.all(is_finite(a, chain.a_format)) & jnp.all(is_finite(b, chain.b_format))
+    is_plain = jnp.all(finite(a, chain.a_format)) & jnp.all(finite(b, chain.b_format))
     return lax.cond(is_plain, lambda a, b, total: total, replaced, a, b, total)

@@ -1,7 +1,5 @@
 """The state of delayed scaling, and its update once a step."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +15,7 @@ from f8emu.spec import (
 )
 from f8ref.jax import softfloat
 from f8ref.jax.codec import dtype_format
+from f8ref.jax.compiling import program
 from f8ref.jax.scale import scale_from_amax
 
 
@@ -51,7 +50,7 @@ def update_delayed_state(
     return _update(jax.tree.map(jnp.asarray, state), jnp.asarray(amax), target, rule, delayed)
 
 
-@functools.partial(jax.jit, static_argnames=("target", "rule", "delayed"))
+@program("target", "rule", "delayed")
 def _update(
     state: DelayedState, amax: jax.Array, target: Format, rule: ScaleRule, delayed: DelayedScaling
 ) -> DelayedState:

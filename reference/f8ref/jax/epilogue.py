@@ -1,15 +1,14 @@
 """From accumulators to the output: scales, bias and the one rounding, [EPI-1] to [EPI-4]."""
 
-import functools
-
 import jax
 
 from f8emu.spec import FORMATS, Format, Overflow
 from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
+from f8ref.jax.compiling import program
 
 
-@functools.partial(jax.jit, static_argnames=("out", "m", "n"))
+@program("out", "m", "n")
 def finish(
     total: jax.Array,
     factors: tuple[jax.Array, ...],
@@ -34,7 +33,7 @@ def finish(
     return typed(round_to_code(total, out, Overflow.NONFINITE), out)
 
 
-@jax.jit
+@program()
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
     """`x * y` in float32, rounded to nearest even."""
     return softfloat.from_bits(softfloat.multiply(softfloat.bits(x), softfloat.bits(y)))

@@ -4,47 +4,25 @@ The epilogue is a program of its own, so that output formats, biases and scales 
 padding, to whole blocks of K and to multiples of 16 rows and columns, so that few extents do.
 """
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 
-from f8emu.spec import FLOAT32, Format, Granularity
+from f8emu.spec import Format, Granularity
 from f8ref.jax import softfloat
-from f8ref.jax.chain import Chain, blockwise_sum, chained_sum, multiply_add
-from f8ref.jax.codec import narrow_codes, typed
-from f8ref.jax.tiles import Index, TileLimit, for_platform, padded, padded_columns, padded_rows, tiled, window
-
-_WIDE_VECTORS: dict[str, str | bool] = {"xla_cpu_prefer_vector_width": "512"}
-"""XLA's default is 256 bits. On a CPU with AVX-512 this nearly doubles the speed, elsewhere it changes nothing."""
-
-
-def _program(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`function(*arrays, *static)` compiled, with wide vectors where that can be asked for.
-
-    JAX takes compiler options for an outermost jit only, so inside a user's jit there are none.
-    """
-    static = tuple(name for name in inspect.signature(function).parameters if name in ("chain", "pair"))
-    plain = jax.jit(function, static_argnames=static)
-    wide = jax.jit(function, static_argnames=static, compiler_options=_WIDE_VECTORS)
-
-    @functools.wraps(function)
-    def call(*operands: Any) -> jax.Array:
-        arrays = [x for x in operands if isinstance(x, jax.Array)]
-        # While JAX traces, operands may still be concrete, closed over; the result of an operation is not.
-        is_outermost = not any(isinstance(x, Tracer) for x in (*arrays, jnp.zeros(())))
-        return (wide if is_outermost and _is_on_cpu(arrays[0]) else plain)(*operands)
-
-    return call
-
-
-def _is_on_cpu(x: jax.Array) -> bool:
-    return all(device.platform == "cpu" for device in x.devices())
+from f8ref.jax.chain import Chain, Span, Step, blockwise_sum, chained_sum, multiply_add, operand
+from f8ref.jax.compiling import is_outermost, program
+from f8ref.jax.tiles import (
+    Extents,
+    Index,
+    TileLimit,
+    compact_extents,
+    for_platform,
+    padded,
+    shared_extents,
+    tiled,
+    window,
+)
 
 
 def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
@@ -54,15 +32,15 @@ def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     """
     if 0 in (a.shape[0], b.shape[1]):
         return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
-    return _accumulators(*_padded_operands(chain, a, b), chain.in_whole_blocks)
+    extents = _extents(chain, a, b)
+    operands = _operands(chain, a, b, extents)
+    return _accumulators(*operands, chain.span, chain.compiled_for(extents.k))
 
 
-@_program
-def _accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
-    a_codes, b_codes = narrow_codes(a, chain.a_format), narrow_codes(b, chain.b_format)
-
+@program("chain")
+def _accumulators(a: jax.Array, b: jax.Array, span: Span, chain: Chain) -> jax.Array:
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
-        return chained_sum(chain, *_operands(chain, a_codes, b_codes, m_0, n_0, rows, columns))
+        return chained_sum(chain, span, *_windows(chain, a, b, m_0, n_0, rows, columns))
 
     return tiled(a.shape[0], b.shape[1], tile)
 
@@ -82,22 +60,23 @@ def blockwise_totals(
     """
     if 0 in (a.shape[0], b.shape[1], chain.k):
         return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
-    a, b = _padded_operands(chain, a, b)
-    scale_a = _padded(scale_a, FLOAT32, a.shape[0], chain.blocks)
-    scale_b = _padded(scale_b, FLOAT32, chain.blocks, b.shape[1])
-    return _blockwise_totals(a, b, scale_a, scale_b, chain.in_whole_blocks, pair)
+    extents = _extents(chain, a, b)
+    blocks = -(-extents.k // chain.unit_k)
+    scales = _padded(scale_a, extents.m, blocks), _padded(scale_b, blocks, extents.n)
+    operands = _operands(chain, a, b, extents)
+    return _blockwise_totals(*operands, *scales, chain.span, chain.compiled_for(extents.k), pair)
 
 
-@_program
+@program("chain", "pair")
 def _blockwise_totals(
     a: jax.Array,
     b: jax.Array,
     scale_a: jax.Array,
     scale_b: jax.Array,
+    span: Span,
     chain: Chain,
     pair: tuple[Granularity, Granularity],
 ) -> jax.Array:
-    a_codes, b_codes = narrow_codes(a, chain.a_format), narrow_codes(b, chain.b_format)
     factor_a, factor_b = softfloat.bits(scale_a), softfloat.bits(scale_b)
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
@@ -112,23 +91,23 @@ def _blockwise_totals(
                 return softfloat.fused_multiply_add(softfloat.multiply(partial, s_a), s_b, total)
             return softfloat.fused_multiply_add(partial, softfloat.multiply(s_a, s_b), total)
 
-        return blockwise_sum(chain, *_operands(chain, a_codes, b_codes, m_0, n_0, rows, columns), promote)
+        return blockwise_sum(chain, span, *_windows(chain, a, b, m_0, n_0, rows, columns), promote)
 
     return tiled(a.shape[0], b.shape[1], tile)
 
 
-@_program
+@program("chain")
 def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Chain) -> jax.Array:
     """[EPI-6] Float32 bit patterns of the accumulators of `a[rows of g] @ b[g]`; 0 for rows of no group.
 
     Shapes: typed codes a [M, K], b [G, K, N]; ends [G] -> [M, N] uint32.
     """
     groups, _, n = b.shape
-    m, wide = a.shape[0], padded_columns(n)
+    m, wide = a.shape[0], compact_extents(a.shape[0], n, chain.padded_k).n
     if 0 in (m, n):
         return jnp.zeros((m, n), jnp.uint32)
-    a_codes = padded(narrow_codes(a, chain.a_format), m, chain.padded_k)
-    b_codes = narrow_codes(b, chain.b_format)
+    a_codes = padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
+    b_codes = operand(chain.step, b, chain.b_format)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
 
     def walk(limit: TileLimit) -> jax.Array:
@@ -142,7 +121,8 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
                 # A tile may reach into other groups' rows; those keep what they have.
                 m_0 = jnp.minimum(start + i // across * rows, m - rows)
                 n_0 = jnp.minimum(i % across * columns, wide - columns)
-                totals = chained_sum(chain, *_operands(chain, a_codes, b_g, m_0, n_0, rows, columns))
+                tile = _windows(chain, a_codes, b_g, m_0, n_0, rows, columns)
+                totals = chained_sum(chain, chain.span, *tile)
                 row = m_0 + jnp.arange(rows)[:, None]
                 old = lax.dynamic_slice(out, (m_0, n_0), (rows, columns))
                 totals = jnp.where((row >= start) & (row < end), totals, old)
@@ -156,14 +136,14 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
     return for_platform(m, wide, walk)[:, :n]
 
 
-@_program
+@program("chain")
 def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax.Array:
     """Float32 bit patterns of `a[i] . b[i] + c[i]`.
 
     Shapes: typed codes a, b [cases, K], c [cases] uint32 float32 bit patterns -> [cases] uint32.
     """
-    a_codes = padded(narrow_codes(a, chain.a_format), a.shape[0], chain.padded_k)
-    b_codes = padded(narrow_codes(b, chain.b_format), b.shape[0], chain.padded_k)
+    a_codes = padded(operand(chain.step, a, chain.a_format), a.shape[0], chain.padded_k)
+    b_codes = padded(operand(chain.step, b, chain.b_format), b.shape[0], chain.padded_k)
 
     def one(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
         return multiply_add(chain, a[None, :], b[:, None], c[None, None])[0, 0]
@@ -171,23 +151,37 @@ def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax
     return jax.vmap(one)(a_codes, b_codes, c)
 
 
-def _padded_operands(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    rows, columns = padded_rows(a.shape[0]), padded_columns(b.shape[1])
-    return _padded(a, chain.a_format, rows, chain.padded_k), _padded(b, chain.b_format, chain.padded_k, columns)
+def _extents(chain: Chain, a: jax.Array, b: jax.Array) -> Extents:
+    """The extents that a GEMM is computed with: those of a shared program, or no more than it needs."""
+    m, n = a.shape[0], b.shape[1]
+    compact = compact_extents(m, n, chain.padded_k)
+    return (is_outermost(a, b) and shared_extents(m, n, chain.padded_k, chain.unit_k)) or compact
 
 
-def _padded(x: jax.Array, format: Format, rows: int, columns: int) -> jax.Array:
-    """A typed matrix with zeros below and to the right."""
-    return x if x.shape == (rows, columns) else _with_zeros(x, format, rows, columns)
+def _operands(chain: Chain, a: jax.Array, b: jax.Array, extents: Extents) -> tuple[jax.Array, jax.Array]:
+    return (
+        _padded_operand(a, chain.step, chain.a_format, extents.m, extents.k),
+        _padded_operand(b, chain.step, chain.b_format, extents.k, extents.n),
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("format", "rows", "columns"))
-def _with_zeros(x: jax.Array, format: Format, rows: int, columns: int) -> jax.Array:
-    return typed(padded(narrow_codes(x, format), rows, columns), format)
+@program("step", "format", "rows", "columns")
+def _padded_operand(x: jax.Array, step: Step, format: Format, rows: int, columns: int) -> jax.Array:
+    """An operand as the sums take it, with zeros below and to the right."""
+    return padded(operand(step, x, format), rows, columns)
 
 
-def _operands(
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    return x if x.shape == (rows, columns) else _with_zeros(x, rows, columns)
+
+
+@program("rows", "columns")
+def _with_zeros(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    return softfloat.from_bits(padded(softfloat.bits(x), rows, columns))
+
+
+def _windows(
     chain: Chain, a: jax.Array, b: jax.Array, m_0: Index, n_0: Index, rows: int, columns: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The codes of one tile's rows of a and columns of b."""
+    """The operands of one tile: rows of a and columns of b."""
     return window(a, m_0, 0, rows, chain.padded_k), window(b, 0, n_0, chain.padded_k, columns)

@@ -1,6 +1,5 @@
 """A whole linear layer under a recipe, forward and backward: every amax, scale, code and product."""
 
-import functools
 from collections.abc import Mapping
 
 import jax
@@ -27,6 +26,7 @@ from f8emu.spec import (
 from f8ref.jax import softfloat
 from f8ref.jax.cast import quantize
 from f8ref.jax.codec import codes, float32_bits, high_precision_format, round_to_code, typed
+from f8ref.jax.compiling import program
 from f8ref.jax.scale import amax, reciprocal, scale_from_amax
 from f8ref.jax.scaled_mm import mm, scaled_mm
 
@@ -137,13 +137,13 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_
     )
 
 
-@functools.partial(jax.jit, static_argnames="format")
+@program("format")
 def _rounded_to(format: Format, x: jax.Array) -> jax.Array:
     source = high_precision_format(x, "linear", "x")
     return typed(round_to_code(float32_bits(codes(x, source), source), format, Overflow.NONFINITE), format)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
+@program("dtype")
 def _add_bias(product: jax.Array, bias: jax.Array, dtype: Format) -> jax.Array:
     """`product + bias` in the product's dtype: the bias is rounded to it, and the float32 sum again."""
     addend = float32_bits(codes(_rounded_to(dtype, bias), dtype), dtype).reshape(1, -1)

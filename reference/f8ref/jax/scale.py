@@ -1,6 +1,5 @@
 """Scales of an operand `[rows, K]`: amax and the scale rule."""
 
-import functools
 import struct
 
 import jax
@@ -20,6 +19,7 @@ from f8emu.spec import (
 )
 from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format
+from f8ref.jax.compiling import program
 
 
 def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
@@ -59,7 +59,7 @@ def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = Sca
     return _scale_from_amax(jnp.asarray(amax), target, rule, margin)
 
 
-@jax.jit
+@program()
 def reciprocal(inv_scale: jax.Array) -> jax.Array:
     """`1 / inv_scale`, correctly rounded: the scale that belongs to it."""
     return softfloat.from_bits(softfloat.divide(jnp.uint32(softfloat.ONE), softfloat.bits(inv_scale)))
@@ -96,7 +96,7 @@ def spread(scale: jax.Array, granularity: Granularity, rows: int, k: int) -> jax
     return scale
 
 
-@functools.partial(jax.jit, static_argnames=("source", "granularity"))
+@program("source", "granularity")
 def _amax(x: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
     rows, k = x.shape
     groups_m, groups_k = granularity.scale_shape(rows, k)
@@ -109,7 +109,7 @@ def _amax(x: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
     return softfloat.from_bits(jnp.max(blocks, axis=(1, 3), initial=0))
 
 
-@functools.partial(jax.jit, static_argnames=("target", "rule", "margin"))
+@program("target", "rule", "margin")
 def _scale_from_amax(amax: jax.Array, target: Format, rule: ScaleRule, margin: int) -> Scales:
     numerator = target.max * 2.0**-margin
     bits = softfloat.bits(amax)

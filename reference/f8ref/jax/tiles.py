@@ -13,6 +13,12 @@ _LANES = 16
 _ROWS = 16
 """A product is computed with a multiple of this many rows, or fewer: few numbers of rows compile a program."""
 
+_SHARED = 64
+"""The smallest number of rows and columns that GEMMs share; the next are powers of two."""
+_SHARED_K = (512, 4096)
+_SHARED_TERMS = 1 << 24
+"""So many products take two cores a millisecond; to compile a program takes half a second."""
+
 Index = jax.Array | int
 TileFunction = Callable[[Index, Index, int, int], jax.Array]
 """(first row, first column, rows, columns) -> the accumulators of that tile, uint32."""
@@ -36,14 +42,29 @@ WIDE_TILE = TileLimit(outputs=1 << 24, columns=1 << 12)
 """4096 x 4096 for an accelerator, which wants every output in flight."""
 
 
-def padded_columns(n: int) -> int:
-    """Columns that a product of n columns is computed with."""
-    return math.ceil(n / _LANES) * _LANES
+class Extents(NamedTuple):
+    """M, N and K of a GEMM as it is computed."""
+
+    m: int
+    n: int
+    k: int
 
 
-def padded_rows(m: int) -> int:
-    """Rows that a product of m rows is computed with: a power of two, or a multiple of 16."""
-    return 1 << (m - 1).bit_length() if m < _ROWS else math.ceil(m / _ROWS) * _ROWS
+def compact_extents(m: int, n: int, k: int) -> Extents:
+    """Columns in whole vectors; rows a power of two, or a multiple of 16; K as it is."""
+    rows = 1 << (m - 1).bit_length() if m < _ROWS else math.ceil(m / _ROWS) * _ROWS
+    return Extents(rows, math.ceil(n / _LANES) * _LANES, k)
+
+
+def shared_extents(m: int, n: int, k: int, unit_k: int) -> Extents | None:
+    """Extents that many GEMMs share, and so a program; None where that would cost more than a millisecond or so.
+
+    K is only memory, since the number of blocks that are walked is an argument of the program.
+    """
+    rows, columns = (max(_SHARED, 1 << (extent - 1).bit_length()) for extent in (m, n))
+    if rows * columns * math.ceil(k / unit_k) * unit_k > _SHARED_TERMS:
+        return None
+    return next(Extents(rows, columns, capacity) for capacity in _SHARED_K if capacity >= k)
 
 
 def padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
