@@ -249,6 +249,25 @@ def test_lowered_for_a_gpu(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
+def test_nothing_that_follows_joins_a_gemm(recipe: Recipe) -> None:
+    """XLA takes a bias, a residual or a conversion into cuBLASLt's epilogue, before the rounding to bfloat16: not past
+    a barrier, nor where the accumulators are float32 first, scaled by powers of two or rounded explicitly."""
+    ends: list[str] = []
+    text = lowered(recipe, f8.jit, "cuda")
+    for dot in re.finditer(r"(%\w+) = stablehlo\.dot_general .* -> tensor<\w*xbf16>", text):
+        name, end, operation = dot[1], dot.end(), "multiply"
+        while operation in ("multiply", "slice"):
+            user = re.compile(rf"(%\w+) = stablehlo\.(\w+) .*{name}\b").search(text, end)
+            assert user is not None
+            name, operation, end = user[1], user[2], user.end()
+        ends.append(operation)
+    high = sum(gemm.is_high_precision for gemm in recipe.gemms.values())
+    scaled = {"tensorwise": 3, "delayed": 3}.get(recipe.name, 0)
+    assert ends.count("optimization_barrier") == scaled + high
+    assert set(ends) <= {"optimization_barrier", "convert"} and len(ends) == (0 if recipe is BLOCKWISE else 3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
 def test_lowered_for_a_cpu(recipe: Recipe) -> None:
     text = lowered(recipe, jax.jit, "cpu")
     assert not re.search(r"dot_general .*f8E", text)

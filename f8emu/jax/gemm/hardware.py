@@ -166,7 +166,7 @@ def _scaled_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Op
         case Form.FOLDED:
             # Without the barrier XLA rounds the factor to bfloat16 before it looks for something to fold.
             factor = lax.optimization_barrier(scale_a.reshape(()) * scale_b.reshape(())).astype(jnp.bfloat16)
-            return _dot(left, right, use_fast_accum, jnp.bfloat16, factor)
+            return _ended(_dot(left, right, use_fast_accum, jnp.bfloat16, factor))
         case Form.BFLOAT16:
             product = _dot(left, right, use_fast_accum, jnp.bfloat16).astype(jnp.float32)
             return (product * factors[0] * factors[1]).astype(jnp.bfloat16)
@@ -208,7 +208,7 @@ def _mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) 
         product = lax.dot_general(b, a, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
     else:
         product = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
-    return product if out_dtype == BFLOAT16 else _rounded(product, out_dtype)
+    return _ended(product) if out_dtype == BFLOAT16 else _rounded(product, out_dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
@@ -320,6 +320,13 @@ def _every_row(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Arr
     if granularity is not Granularity.BLOCKWISE_128X128:
         return scale
     return lax.slice_in_dim(jnp.repeat(scale, _BLOCK_K, axis=0), 0, rows, axis=0)
+
+
+def _ended(product: jax.Array) -> jax.Array:
+    """The output of a GEMM that cuBLASLt rounds. What follows would become part of its epilogue: XLA adds a bias and a
+    residual there before the rounding, and where a conversion to float32 follows, leaves the rounding out.
+    """
+    return lax.optimization_barrier(product)
 
 
 def _rounded(product: jax.Array, out_dtype: Format) -> jax.Array:

@@ -83,7 +83,8 @@ def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
     if "mean" in wanted:
         found["mean"] = x.mean(dtype=torch.float64)
     if "std" in wanted:
-        found["std"] = x.double().std()
+        # torch gives NaN for one element too, with a warning.
+        found["std"] = x.double().std() if x.numel() > 1 else x.new_full((), math.nan, dtype=torch.float64)
     if "l1_norm" in wanted:
         found["l1_norm"] = x.abs().sum(dtype=torch.float64)
     if "l2_norm" in wanted:
