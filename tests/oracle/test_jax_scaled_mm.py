@@ -201,7 +201,7 @@ def test_small_gemms_share_programs() -> None:
     """After the first, other extents, formats and slices compile no sums; all give what programs of their own give."""
     compiled: list[str] = []
 
-    def listen(event: str, seconds: float, **facts: str | int) -> None:
+    def listen(event: str, duration_secs: float, **facts: str | int) -> None:
         compiled.append(f"{event} {facts.get('fun_name')}")
 
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
