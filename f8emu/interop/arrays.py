@@ -117,6 +117,8 @@ def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
     if library == "numpy":
         import numpy as np
 
+        if copy is False and isinstance(x, np.generic):
+            raise _not_shared("to_jax", f"a numpy scalar ({dtype}) has no memory that others may read")
         x = np.asarray(x)
         array = jax.numpy.array(x, copy=True) if copy else jax.device_put(x, may_alias=True)
         if copy is False and (array.device.platform != "cpu" or array.unsafe_buffer_pointer() != x.ctypes.data):
