@@ -190,8 +190,7 @@ def verify(
                 found = shares.setdefault((subject, result.stage), [])
                 found.append(result)
                 if len(found) == sum(subject in part.subjects and result.stage in part.stages for part in parts):
-                    whole = joined(found)
-                    kept(subject, replace(whole, mismatches=whole.mismatches[:errors]))
+                    kept(subject, joined(found, errors) if len(found) > 1 else result)
 
             run_parts(parts, golden, errors, progress, processes, shared)
         else:
@@ -299,7 +298,7 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
     )
 
 
-def joined(results: Sequence[StageResult]) -> StageResult:
+def joined(results: Sequence[StageResult], errors: int) -> StageResult:
     """One stage of one subject of which several processes ran a share of the cases."""
     first_differences: dict[str, int] = {}
     tallies: dict[str, dict[str, Tally]] = {}
@@ -321,7 +320,7 @@ def joined(results: Sequence[StageResult]) -> StageResult:
         outputs_equal=sum(result.outputs_equal for result in results),
         seconds=sum(result.seconds for result in results),
         reason=next((result.reason for result in results if result.reason), ""),
-        mismatches=[mismatch for result in results for mismatch in result.mismatches],
+        mismatches=[mismatch for result in results for mismatch in result.mismatches][:errors],
         first_differences=first_differences,
         tallies=tallies,
         ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},

@@ -228,7 +228,7 @@ def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:
         part = replace(stage, cases=lambda s, g: iter(list(stage.cases(s, g))[:24][cases]))
         return verify([renamed(numpy_subject, scaled_mm=scaled_mm)], only=[part]).subjects[0].stages[0]
 
-    whole, found = run(slice(None)), joined([run(slice(12)), run(slice(12, None))])
+    whole, found = run(slice(None)), joined([run(slice(12)), run(slice(12, None))], errors=20)
     assert 0 < whole.cases_equal < whole.cases_total == 24
     assert replace(found, seconds=0.0, mismatches=[], places=[]) == replace(
         whole, seconds=0.0, mismatches=[], places=[]

@@ -35,8 +35,10 @@ def program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def is_outermost(*arrays: jax.Array) -> bool:
     """Whether nothing is traced here, so that a call may choose options and extents of its program."""
+    if any(isinstance(x, Tracer) for x in arrays):
+        return False
     # While JAX traces, operands may still be concrete, closed over; the result of an operation is not.
-    return not any(isinstance(x, Tracer) for x in (*arrays, jnp.zeros(())))
+    return not isinstance(jnp.zeros(()), Tracer)
 
 
 def _is_on_cpu(x: jax.Array) -> bool:

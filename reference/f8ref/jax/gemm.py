@@ -33,8 +33,7 @@ def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     if 0 in (a.shape[0], b.shape[1]):
         return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
     extents = _extents(chain, a, b)
-    operands = _operands(chain, a, b, extents)
-    return _accumulators(*operands, chain.span, chain.compiled_for(extents.k))
+    return _accumulators(*_operands(chain, a, b, extents), chain.span, chain.compiled_for(extents.k))
 
 
 @program("chain")
@@ -61,10 +60,9 @@ def blockwise_totals(
     if 0 in (a.shape[0], b.shape[1], chain.k):
         return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
     extents = _extents(chain, a, b)
-    blocks = -(-extents.k // chain.unit_k)
-    scales = _padded(scale_a, extents.m, blocks), _padded(scale_b, blocks, extents.n)
-    operands = _operands(chain, a, b, extents)
-    return _blockwise_totals(*operands, *scales, chain.span, chain.compiled_for(extents.k), pair)
+    compiled = chain.compiled_for(extents.k)
+    scales = _padded(scale_a, extents.m, compiled.blocks), _padded(scale_b, compiled.blocks, extents.n)
+    return _blockwise_totals(*_operands(chain, a, b, extents), *scales, chain.span, compiled, pair)
 
 
 @program("chain", "pair")
