@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from f8emu.jax.compiling import TRITON_GEMM, Options, compiler_options, eager_options, is_eager
 from f8emu.jax.dtypes import CHIP
@@ -26,6 +27,7 @@ from f8emu.spec.scaling import Granularity
 
 _BLOCK_K = 128
 """What one partial sum of a GEMM with block scales covers [EPI-5]."""
+_ROW_MAJOR = Layout(major_to_minor=(0, 1))
 _LAST_WITH_LAST = (((1,), (1,)), ((), ()))
 """`a [M, K]`, `b [N, K]`: what cuBLASLt's float8 GEMM takes without a transpose."""
 
@@ -203,6 +205,7 @@ def _scaled_grouped_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], opt
 def _mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
     a, b = operands
     out_dtype, transposed = settings
+    a, b = _apart(a, b)
     dtype = jnp.bfloat16 if out_dtype == BFLOAT16 else jnp.float32
     if transposed:
         product = lax.dot_general(b, a, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
@@ -215,11 +218,12 @@ def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: j
     """`a [M, K] @ b [N, K]^T` of codes, zero-padded to the multiples that the tensor core takes, times a factor []."""
     m, n = a.shape[0], b.shape[0]
     precision = lax.Precision.DEFAULT if use_fast_accum else lax.Precision.HIGHEST
-    product = lax.dot_general(
-        _padded(a), _padded(b), _LAST_WITH_LAST, precision=precision, preferred_element_type=dtype
-    )
-    # XLA folds a factor that follows the dot directly: before the padding is cut off.
-    product = product if factor is None else product * factor
+    a, b = _apart(_padded(a), _padded(b))
+    product = lax.dot_general(a, b, _LAST_WITH_LAST, precision=precision, preferred_element_type=dtype)
+    if factor is not None:
+        # XLA folds a factor that follows the dot directly: before the padding is cut off, and as rows. Before a
+        # transpose it would lay dot and product as columns, with a bitcast between them that hides the dot.
+        product = with_layout_constraint(product * factor, _ROW_MAJOR)
     return product[:m, :n]
 
 
@@ -320,6 +324,13 @@ def _every_row(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Arr
     if granularity is not Granularity.BLOCKWISE_128X128:
         return scale
     return lax.slice_in_dim(jnp.repeat(scale, _BLOCK_K, axis=0), 0, rows, axis=0)
+
+
+def _apart(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands of a GEMM that stays one of its own. XLA makes one dot of small ones that share an operand, as q, k
+    and v do, and then finds no factor to fold into it.
+    """
+    return lax.optimization_barrier((a, b))
 
 
 def _ended(product: jax.Array) -> jax.Array:
