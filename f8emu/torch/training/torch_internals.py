@@ -113,6 +113,11 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
+def fsdp_state(module: Any) -> Any:
+    """Of a module that `fully_shard` wrapped; modules that were wrapped as one have one."""
+    return module._get_fsdp_state()
+
+
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns."""
 
