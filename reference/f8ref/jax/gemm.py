@@ -12,6 +12,7 @@ from f8emu.spec import Format, Granularity
 from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain, Span, Step, blockwise_sum, chained_sum, multiply_add, operand
 from f8ref.jax.compiling import is_outermost, program
+from f8ref.jax.sharing import is_shared, with_zeros
 from f8ref.jax.tiles import (
     Extents,
     Index,
@@ -158,18 +159,23 @@ def _extents(chain: Chain, a: jax.Array, b: jax.Array) -> Extents:
 
 def _operands(chain: Chain, a: jax.Array, b: jax.Array, extents: Extents) -> tuple[jax.Array, jax.Array]:
     return (
-        _padded_operand(a, chain.step, chain.a_format, extents.m, extents.k),
-        _padded_operand(b, chain.step, chain.b_format, extents.k, extents.n),
+        _operand(_extended(a, extents.m, extents.k), chain.step, chain.a_format, extents.m, extents.k),
+        _operand(_extended(b, extents.k, extents.n), chain.step, chain.b_format, extents.k, extents.n),
     )
 
 
+def _extended(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    return with_zeros(x, rows, columns) if is_shared(x) else x
+
+
 @program("step", "format", "rows", "columns")
-def _padded_operand(x: jax.Array, step: Step, format: Format, rows: int, columns: int) -> jax.Array:
+def _operand(x: jax.Array, step: Step, format: Format, rows: int, columns: int) -> jax.Array:
     """An operand as the sums take it, with zeros below and to the right."""
     return padded(operand(step, x, format), rows, columns)
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    x = _extended(x, rows, columns)
     return x if x.shape == (rows, columns) else _with_zeros(x, rows, columns)
 
 
