@@ -6,6 +6,7 @@ worker is asked by names, so it serves subjects of `SUBJECTS` and stages of the 
 their own: Ctrl-C reaches only the parent, which keeps the stages that were finished and ends them.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 _KEEPS_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 """JAX's cache holds what took a second to compile, if it is not told otherwise."""
+
+
+_COLLECTED = (200_000, 20, 100)
+"""Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage."""
 
 
 class WorkerEnded(RuntimeError):
@@ -172,6 +177,8 @@ def serve(descriptor: int) -> None:
             stages, names, mode, golden, errors = told.connection.recv()
             recorded = read_golden(golden)
             subjects = {name: load_subject(name) for name in sorted(names, key=lambda name: name != "torch")}
+            gc.freeze()
+            gc.set_threshold(*_COLLECTED)
             try:
                 verify(
                     [subjects[name] for name in names],

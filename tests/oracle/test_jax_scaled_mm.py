@@ -206,6 +206,7 @@ def test_small_gemms_share_programs() -> None:
 
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
     rng = np.random.default_rng(67)
+    jax.clear_caches()  # of what other tests have compiled
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         for m, n, k, a_dtype, b_dtype, slices in (
@@ -217,8 +218,7 @@ def test_small_gemms_share_programs() -> None:
             compiled.clear()
             observed = F32_MM(a, b, split_k=slices)
             programs = [name for name in compiled if "backend_compile" in name]
-            assert any("_padded_operand" in name for name in programs), "its name is known"
-            assert m == 33 or not any("accumulators" in name for name in programs)
+            assert (m == 33) == any("accumulators" in name for name in programs)
             assert equal(observed, jax.jit(functools.partial(F32_MM, split_k=slices))(a, b))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,10 +1,13 @@
 """Codes and the numbers they mean: decode, the one rounding, and the casts made of the two."""
 
+from functools import lru_cache
+
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import FLOAT32, Format, Overflow, Specials
 from f8ref.exact.number import NAN, Kind, Number, exponent_of, infinity, multiply, power_of_two
 
 
+@lru_cache(maxsize=1 << 17)  # holds all codes of 16 bits, which are cast to every format
 def decode(code: int, format: Format) -> Number:
     """The number that a code means, exactly.
 

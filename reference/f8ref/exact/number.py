@@ -11,6 +11,7 @@ too. Arithmetic of a float format is the exact operation followed by `cast.round
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from functools import cache
 
 
 class Kind(Enum):
@@ -63,6 +64,7 @@ def finite(value: Fraction | int) -> Number:
     return Number(Kind.FINITE, value < 0, abs(Fraction(value)))
 
 
+@cache  # the exponents of formats are few, and each is asked for a million times
 def power_of_two(exponent: int) -> Fraction:
     """`2^exponent`."""
     return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)

@@ -8,6 +8,7 @@ from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format, round_to_code, typed
 from f8ref.jax.compiling import program
 from f8ref.jax.scale import require_scales, spread
+from f8ref.jax.sharing import elementwise
 
 _DECODABLE = tuple(f.name for f in FORMATS.values() if f is not FLOAT32)
 
@@ -24,7 +25,7 @@ def decode(x: jax.Array) -> jax.Array:
         OperandError: the dtype is none of the float8 formats, float16 and bfloat16.
     """
     format = dtype_format(x, "decode", "x", _DECODABLE)
-    return _decode(jnp.asarray(x), format)
+    return elementwise(_decode, jnp.asarray(x), format=format)
 
 
 def cast(x: jax.Array, format: Format | str, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -44,7 +45,7 @@ def cast(x: jax.Array, format: Format | str, *, overflow: Overflow = Overflow.SA
     """
     target = float8_format("cast", format)
     source = high_precision_format(x, "cast", "x")
-    return _cast(jnp.asarray(x), source, target, Overflow(overflow))
+    return elementwise(_cast, jnp.asarray(x), source=source, target=target, overflow=Overflow(overflow))
 
 
 def quantize(
@@ -63,7 +64,8 @@ def quantize(
     granularity = granularity_by_name("quantize", granularity)
     source = high_precision_format(x, "quantize", "x")
     require_scales(inv_scale, x, granularity, "quantize", "inv_scale", "x")
-    return _quantize(jnp.asarray(x), jnp.asarray(inv_scale), source, target, granularity)
+    factor = spread(jnp.asarray(inv_scale), granularity, *x.shape)
+    return elementwise(_quantize, jnp.asarray(x), factor, source=source, target=target)
 
 
 def dequantize(
@@ -80,7 +82,8 @@ def dequantize(
     granularity = granularity_by_name("dequantize", granularity)
     source = dtype_format(codes, "dequantize", "codes", tuple(f.name for f in FLOAT8))
     require_scales(scale, codes, granularity, "dequantize", "scale", "codes")
-    return _dequantize(jnp.asarray(codes), jnp.asarray(scale), source, granularity)
+    factor = spread(jnp.asarray(scale), granularity, *codes.shape)
+    return elementwise(_dequantize, jnp.asarray(codes), factor, source=source)
 
 
 @program("format")
@@ -93,18 +96,12 @@ def _cast(x: jax.Array, source: Format, target: Format, overflow: Overflow) -> j
     return typed(round_to_code(float32_bits(codes(x, source), source), target, overflow), target)
 
 
-@program("source", "target", "granularity")
-def _quantize(
-    x: jax.Array, inv_scale: jax.Array, source: Format, target: Format, granularity: Granularity
-) -> jax.Array:
-    rows, k = x.shape
-    factor = softfloat.bits(spread(inv_scale, granularity, rows, k))
-    product = softfloat.multiply(float32_bits(codes(x, source), source), factor)
+@program("source", "target")
+def _quantize(x: jax.Array, factor: jax.Array, source: Format, target: Format) -> jax.Array:
+    product = softfloat.multiply(float32_bits(codes(x, source), source), softfloat.bits(factor))
     return typed(round_to_code(product, target, Overflow.SATURATE), target)
 
 
-@program("source", "granularity")
-def _dequantize(x: jax.Array, scale: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
-    rows, k = x.shape
-    factor = softfloat.bits(spread(scale, granularity, rows, k))
-    return softfloat.from_bits(softfloat.multiply(float32_bits(codes(x, source), source), factor))
+@program("source")
+def _dequantize(x: jax.Array, factor: jax.Array, source: Format) -> jax.Array:
+    return softfloat.from_bits(softfloat.multiply(float32_bits(codes(x, source), source), softfloat.bits(factor)))

@@ -7,6 +7,7 @@ or the unit of a split-K slice.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -49,6 +50,8 @@ class Span(NamedTuple):
 
     blocks: Index
     per_slice: Index
+    is_promoted: bool | jax.Array
+    """[CHAIN-2] Read where the chain serves both."""
 
 
 class Chain(NamedTuple):
@@ -63,6 +66,8 @@ class Chain(NamedTuple):
     """K that shares a block scale."""
     has_start: bool = False
     """Whether the chain starts from any number, not from zero."""
+    serves_both: bool = False
+    """Whether the span says if partials are promoted, so that one program serves both."""
 
     @property
     def step(self) -> Step:
@@ -99,16 +104,21 @@ class Chain(NamedTuple):
 
     @property
     def span(self) -> Span:
-        return Span(self.blocks, self.blocks_per_slice)
+        return Span(self.blocks, self.blocks_per_slice, self.model.promote_k is not None)
 
-    def compiled_for(self, k: int) -> "Chain":
+    def compiled_for(self, k: int, *, is_shared: bool) -> "Chain":
         """What a program of operands padded to `k` depends on; how far the sums go is its argument.
 
-        Unpacked float8 codes are of no format, and only that there are slices counts.
+        Unpacked float8 codes are of no format, and only that there are slices counts. Where GEMMs share a program of
+        float8 not even that does, nor whether partials are promoted: all chains are slices, of which one may be all.
         """
-        formats = (E4M3FN, E4M3FN) if self.step is Step.FLOAT8 else (self.a_format, self.b_format)
-        is_sliced = self.blocks_per_slice < self.blocks
-        return self._replace(a_format=formats[0], b_format=formats[1], k=k, split_k=2 if is_sliced else 1)
+        if self.step is not Step.FLOAT8:
+            return self._replace(k=k, split_k=2 if self.blocks_per_slice < self.blocks else 1)
+        found = self._replace(a_format=E4M3FN, b_format=E4M3FN, k=k)
+        if not is_shared:
+            return found._replace(split_k=2 if self.blocks_per_slice < self.blocks else 1)
+        model = replace(self.model, promote_k=None, split_k_multiple=self.unit_k)
+        return found._replace(model=model, split_k=2, serves_both=self.scale_block_k is None)
 
     @property
     def blocks_per_slice(self) -> int:
@@ -135,7 +145,13 @@ def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Arr
     add = jnp.add if is_float8 else functools.partial(rounded_sum, chain.model)
     block_sum = _block_sum(chain, a, b)
 
+    def either(i: jax.Array, total: jax.Array) -> jax.Array:
+        partial = block_sum(i, jnp.where(span.is_promoted, zero, total))
+        return jnp.where(span.is_promoted, add(total, partial), partial)
+
     def one_slice(first: Index, end: Index) -> jax.Array:
+        if chain.serves_both:
+            return lax.fori_loop(first, end, either, zero)
         if chain.model.promote_k is None:  # [CHAIN-1]
             return lax.fori_loop(first, end, block_sum, zero)
         return lax.fori_loop(first, end, lambda i, total: add(total, block_sum(i, zero)), zero)  # [CHAIN-2]
@@ -198,10 +214,11 @@ def blockwise_sum(
         return one_slice(0, span.blocks)
 
     def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
-        return softfloat.add(total, one_slice(*_slice(span, s)))
+        found = one_slice(*_slice(span, s))
+        # The first total is not added to +0, which would turn -0 into +0.
+        return jnp.where(s == 0, found, softfloat.add(total, found))
 
-    # The first total is not added to +0, which would turn -0 into +0.
-    return lax.fori_loop(1, _slices(span), add_slice, one_slice(*_slice(span, 0)))
+    return lax.fori_loop(0, _slices(span), add_slice, jnp.zeros(zero.shape, jnp.uint32))
 
 
 def _slices(span: Span) -> Index:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from f8emu.spec import (
     FLOAT32,
@@ -16,7 +17,7 @@ from f8emu.spec import (
 from f8ref.jax import softfloat
 from f8ref.jax.codec import dtype_format
 from f8ref.jax.compiling import program
-from f8ref.jax.scale import scale_from_amax
+from f8ref.jax.scale import Numbers, numbers_of, scales
 
 
 def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
@@ -47,20 +48,19 @@ def update_delayed_state(
             f"update_delayed_state: amax must be one element and the history ({delayed.history_length},); got shapes "
             f"{tuple(amax.shape)} and {length}. Start from initial_delayed_state with the same DelayedScaling"
         )
-    return _update(jax.tree.map(jnp.asarray, state), jnp.asarray(amax), target, rule, delayed)
+    is_newest = np.bool_(delayed.reduction is AmaxHistoryReduction.MOST_RECENT)
+    numbers = numbers_of(target, rule, delayed.margin)
+    return _update(jax.tree.map(jnp.asarray, state), jnp.asarray(amax), numbers, is_newest)
 
 
-@program("target", "rule", "delayed")
-def _update(
-    state: DelayedState, amax: jax.Array, target: Format, rule: ScaleRule, delayed: DelayedScaling
-) -> DelayedState:
+@program()
+def _update(state: DelayedState, amax: jax.Array, numbers: Numbers, is_newest: np.bool_) -> DelayedState:
     new = softfloat.bits(amax).reshape(1)
     is_usable = (new[0] > 0) & (new[0] < softfloat.INFINITY)
     new = jnp.where(is_usable, new, jnp.uint32(0))
     history = jnp.concatenate([new, softfloat.bits(state.amax_history)[:-1]])
-    is_newest = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
-    reference = softfloat.from_bits(history[0] if is_newest else jnp.max(history))
-    inv_scale = scale_from_amax(reference, target, rule, margin=delayed.margin).inv_scale
+    reference = softfloat.from_bits(jnp.where(is_newest, history[0], jnp.max(history)))
+    inv_scale = scales(reference, numbers).inv_scale
     kept = softfloat.bits(state.inv_scale)
     return DelayedState(
         amax_history=softfloat.from_bits(history),

@@ -12,6 +12,7 @@ from f8emu.spec import Format, Granularity
 from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain, Span, Step, blockwise_sum, chained_sum, multiply_add, operand
 from f8ref.jax.compiling import is_outermost, program
+from f8ref.jax.sharing import is_shared, with_zeros
 from f8ref.jax.tiles import (
     Extents,
     Index,
@@ -32,8 +33,8 @@ def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     """
     if 0 in (a.shape[0], b.shape[1]):
         return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
-    extents = _extents(chain, a, b)
-    return _accumulators(*_operands(chain, a, b, extents), chain.span, chain.compiled_for(extents.k))
+    extents, compiled = _compiled(chain, a, b)
+    return _accumulators(*_operands(chain, a, b, extents), chain.span, compiled)
 
 
 @program("chain")
@@ -59,13 +60,13 @@ def blockwise_totals(
     """
     if 0 in (a.shape[0], b.shape[1], chain.k):
         return jnp.zeros((a.shape[0], b.shape[1]), jnp.uint32)
-    extents = _extents(chain, a, b)
-    compiled = chain.compiled_for(extents.k)
+    extents, compiled = _compiled(chain, a, b)
     scales = _padded(scale_a, extents.m, compiled.blocks), _padded(scale_b, compiled.blocks, extents.n)
-    return _blockwise_totals(*_operands(chain, a, b, extents), *scales, chain.span, compiled, pair)
+    is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+    return _blockwise_totals(*_operands(chain, a, b, extents), *scales, chain.span, compiled, is_vector_pair)
 
 
-@program("chain", "pair")
+@program("chain", "is_vector_pair")
 def _blockwise_totals(
     a: jax.Array,
     b: jax.Array,
@@ -73,10 +74,9 @@ def _blockwise_totals(
     scale_b: jax.Array,
     span: Span,
     chain: Chain,
-    pair: tuple[Granularity, Granularity],
+    is_vector_pair: bool,
 ) -> jax.Array:
     factor_a, factor_b = softfloat.bits(scale_a), softfloat.bits(scale_b)
-    is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
         f_a = window(factor_a, m_0, 0, rows, chain.blocks)
@@ -149,27 +149,33 @@ def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax
     return jax.vmap(one)(a_codes, b_codes, c)
 
 
-def _extents(chain: Chain, a: jax.Array, b: jax.Array) -> Extents:
-    """The extents that a GEMM is computed with: those of a shared program, or no more than it needs."""
+def _compiled(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[Extents, Chain]:
+    """The extents that a GEMM is computed with, those of a shared program or no more than it needs, and its chain."""
     m, n = a.shape[0], b.shape[1]
-    compact = compact_extents(m, n, chain.padded_k)
-    return (is_outermost(a, b) and shared_extents(m, n, chain.padded_k, chain.unit_k)) or compact
+    shared = shared_extents(m, n, chain.padded_k, chain.unit_k) if is_outermost(a, b) else None
+    extents = shared or compact_extents(m, n, chain.padded_k)
+    return extents, chain.compiled_for(extents.k, is_shared=shared is not None)
 
 
 def _operands(chain: Chain, a: jax.Array, b: jax.Array, extents: Extents) -> tuple[jax.Array, jax.Array]:
     return (
-        _padded_operand(a, chain.step, chain.a_format, extents.m, extents.k),
-        _padded_operand(b, chain.step, chain.b_format, extents.k, extents.n),
+        _operand(_extended(a, extents.m, extents.k), chain.step, chain.a_format, extents.m, extents.k),
+        _operand(_extended(b, extents.k, extents.n), chain.step, chain.b_format, extents.k, extents.n),
     )
 
 
+def _extended(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    return with_zeros(x, rows, columns) if is_shared(x) else x
+
+
 @program("step", "format", "rows", "columns")
-def _padded_operand(x: jax.Array, step: Step, format: Format, rows: int, columns: int) -> jax.Array:
+def _operand(x: jax.Array, step: Step, format: Format, rows: int, columns: int) -> jax.Array:
     """An operand as the sums take it, with zeros below and to the right."""
     return padded(operand(step, x, format), rows, columns)
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    x = _extended(x, rows, columns)
     return x if x.shape == (rows, columns) else _with_zeros(x, rows, columns)
 
 

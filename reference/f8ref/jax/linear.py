@@ -29,6 +29,7 @@ from f8ref.jax.codec import codes, float32_bits, high_precision_format, round_to
 from f8ref.jax.compiling import program
 from f8ref.jax.scale import amax, reciprocal, scale_from_amax
 from f8ref.jax.scaled_mm import mm, scaled_mm
+from f8ref.jax.sharing import elementwise
 
 
 def linear(
@@ -137,17 +138,23 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_
     )
 
 
-@program("format")
 def _rounded_to(format: Format, x: jax.Array) -> jax.Array:
-    source = high_precision_format(x, "linear", "x")
+    return elementwise(_rounded, x, source=high_precision_format(x, "linear", "x"), format=format)
+
+
+@program("source", "format")
+def _rounded(x: jax.Array, source: Format, format: Format) -> jax.Array:
     return typed(round_to_code(float32_bits(codes(x, source), source), format, Overflow.NONFINITE), format)
 
 
-@program("dtype")
 def _add_bias(product: jax.Array, bias: jax.Array, dtype: Format) -> jax.Array:
     """`product + bias` in the product's dtype: the bias is rounded to it, and the float32 sum again."""
-    addend = float32_bits(codes(_rounded_to(dtype, bias), dtype), dtype).reshape(1, -1)
-    total = softfloat.add(float32_bits(codes(product, dtype), dtype), addend)
+    return elementwise(_sum, product, _rounded_to(dtype, bias), dtype=dtype)
+
+
+@program("dtype")
+def _sum(x: jax.Array, y: jax.Array, dtype: Format) -> jax.Array:
+    total = softfloat.add(float32_bits(codes(x, dtype), dtype), float32_bits(codes(y, dtype), dtype))
     return typed(round_to_code(total, dtype, Overflow.NONFINITE), dtype)
 
 

@@ -1,9 +1,11 @@
 """Scales of an operand `[rows, K]`: amax and the scale rule."""
 
 import struct
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from f8emu.spec import (
     FLOAT32,
@@ -18,8 +20,9 @@ from f8emu.spec import (
     granularity_by_name,
 )
 from f8ref.jax import softfloat
-from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format
+from f8ref.jax.codec import dtype_format, float32_bits, high_precision_format, narrow_codes
 from f8ref.jax.compiling import program
+from f8ref.jax.sharing import elementwise, is_shared, like, repeated, shared_extent, with_zeros
 
 
 def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
@@ -36,7 +39,14 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
     granularity = granularity_by_name("amax", granularity)
     source = high_precision_format(x, "amax", "x")
     require_matrix(x, "amax", "x")
-    return _amax(jnp.asarray(x), source, granularity)
+    x = jnp.asarray(x)
+    if not is_shared(x):
+        return _amax(x, source, granularity)
+    blocks = _blocks(np, np.asarray(x), granularity)
+    shape = blocks.shape[0] * blocks.shape[2], blocks.shape[1] * blocks.shape[3]
+    groups = like(x, blocks.transpose(0, 2, 1, 3).reshape(shape))
+    found = _amax_of_rows(with_zeros(groups, *map(shared_extent, shape)), source)
+    return like(x, np.asarray(found)[: shape[0]].reshape(blocks.shape[::2]))
 
 
 def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
@@ -56,13 +66,12 @@ def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = Sca
     dtype_format(amax, "scale_from_amax", "amax", (FLOAT32.name,))
     if not 0 <= margin <= MAX_MARGIN:
         raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
-    return _scale_from_amax(jnp.asarray(amax), target, rule, margin)
+    return elementwise(scales, jnp.asarray(amax), numbers=numbers_of(target, rule, margin))
 
 
-@program()
 def reciprocal(inv_scale: jax.Array) -> jax.Array:
     """`1 / inv_scale`, correctly rounded: the scale that belongs to it."""
-    return softfloat.from_bits(softfloat.divide(jnp.uint32(softfloat.ONE), softfloat.bits(inv_scale)))
+    return elementwise(_reciprocal, inv_scale)
 
 
 def require_matrix(x: jax.Array, call: str, name: str) -> tuple[int, int]:
@@ -87,43 +96,79 @@ def require_scales(scale: jax.Array, x: jax.Array, granularity: Granularity, cal
 
 def spread(scale: jax.Array, granularity: Granularity, rows: int, k: int) -> jax.Array:
     """The scale of every element, broadcastable to [rows, k], from scales of `granularity.scale_shape(rows, k)`."""
+    shape = granularity.scale_shape(rows, k)
     if not granularity.is_blockwise:
-        return scale.reshape(granularity.scale_shape(rows, k))
-    block_rows, block_k = granularity.block
-    for axis, (block, extent) in enumerate(((block_rows, rows), (block_k, k))):
-        scale = jnp.repeat(scale, block, axis=axis)  # pyright: ignore[reportArgumentType] (a block has two extents)
-        scale = scale[:extent] if axis == 0 else scale[:, :extent]
+        return scale if scale.shape == shape else scale.reshape(shape)
+    for axis, (block, extent) in enumerate(zip(granularity.block, (rows, k), strict=True)):
+        scale = repeated(scale, block or extent, axis, extent)
     return scale
 
 
 @program("source", "granularity")
 def _amax(x: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
+    return _largest(_blocks(jnp, narrow_codes(x, source), granularity), (1, 3), source)
+
+
+@program("source")
+def _amax_of_rows(x: jax.Array, source: Format) -> jax.Array:
+    return _largest(narrow_codes(x, source), (1,), source)
+
+
+def _largest(codes: jax.Array, axes: tuple[int, ...], source: Format) -> jax.Array:
+    # Codes without a sign are ordered as what they mean, every NaN beyond infinity: the integer maximum propagates one.
+    magnitude = jnp.max(codes & source.magnitude_mask, axis=axes, initial=0)
+    return softfloat.from_bits(float32_bits(magnitude.astype(jnp.uint32), source))
+
+
+def _blocks(numpy: Any, x: Any, granularity: Granularity) -> Any:
+    """The elements that share a scale, zeros among them, along the second and last dimension; of numpy's or JAX's."""
     rows, k = x.shape
     groups_m, groups_k = granularity.scale_shape(rows, k)
     block_m, block_k = granularity.block
     block_m, block_k = block_m or rows, block_k or k
-    magnitude = float32_bits(codes(x, source), source) & 0x7FFFFFFF
     padding = ((0, groups_m * block_m - rows), (0, groups_k * block_k - k))
-    blocks = jnp.pad(magnitude, padding).reshape(groups_m, block_m, groups_k, block_k)
-    # Every NaN decodes to 0x7fffffff, the largest magnitude, so the integer maximum propagates it as it is.
-    return softfloat.from_bits(jnp.max(blocks, axis=(1, 3), initial=0))
+    return numpy.pad(x, padding).reshape(groups_m, block_m, groups_k, block_k)
 
 
-@program("target", "rule", "margin")
-def _scale_from_amax(amax: jax.Array, target: Format, rule: ScaleRule, margin: int) -> Scales:
+class Numbers(NamedTuple):
+    """What a rule makes of amaxes, as arguments of a program that serves them all."""
+
+    numerator: np.uint32
+    floored: np.uint32
+    """The inv_scale of an amax below the floor."""
+    first: np.uint32
+    """The floor is a float64 and no float32: the first float32 that is not below it."""
+    kept: np.uint32
+    """The bits of an inv_scale that are kept."""
+
+
+def numbers_of(target: Format, rule: ScaleRule, margin: int) -> Numbers:
+    """Those of a format's scales, as float32 bit patterns."""
     numerator = target.max * 2.0**-margin
+    return Numbers(
+        numerator=np.uint32(_float32_bits(numerator)),
+        floored=np.uint32(_float32_bits(numerator / rule.amax_floor)),
+        first=np.uint32(_first_float32_from(rule.amax_floor)),
+        kept=np.uint32(softfloat.INFINITY if rule.power_of_two else 0xFFFFFFFF),
+    )
+
+
+@program()
+def scales(amax: jax.Array, numbers: Numbers) -> Scales:
+    """`scale_from_amax` by the numbers of a rule."""
     bits = softfloat.bits(amax)
-    inv_scale = softfloat.divide(jnp.uint32(_float32_bits(numerator)), bits)
-    # The floor is a float64 and no float32: compare with the first float32 that is not below it.
-    floored = jnp.uint32(_float32_bits(numerator / rule.amax_floor))
+    inv_scale = softfloat.divide(jnp.uint32(numbers.numerator), bits)
     magnitude = bits & 0x7FFFFFFF
-    is_low = (magnitude < _first_float32_from(rule.amax_floor)) | (bits != magnitude)
-    inv_scale = jnp.where(is_low & (magnitude <= softfloat.INFINITY), floored, inv_scale)
-    if rule.power_of_two:
-        # The mask alone would make an infinity of a NaN.
-        exponent = inv_scale & softfloat.INFINITY
-        inv_scale = jnp.where(inv_scale > softfloat.INFINITY, inv_scale, exponent)
-    return Scales(softfloat.from_bits(inv_scale), reciprocal(softfloat.from_bits(inv_scale)))
+    is_low = (magnitude < numbers.first) | (bits != magnitude)
+    inv_scale = jnp.where(is_low & (magnitude <= softfloat.INFINITY), numbers.floored, inv_scale)
+    # The mask alone would make an infinity of a NaN.
+    inv_scale = jnp.where(inv_scale > softfloat.INFINITY, inv_scale, inv_scale & numbers.kept)
+    return Scales(softfloat.from_bits(inv_scale), _reciprocal(softfloat.from_bits(inv_scale)))
+
+
+@program()
+def _reciprocal(inv_scale: jax.Array) -> jax.Array:
+    return softfloat.from_bits(softfloat.divide(jnp.uint32(softfloat.ONE), softfloat.bits(inv_scale)))
 
 
 def _float32_bits(value: float) -> int:

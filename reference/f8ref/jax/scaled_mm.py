@@ -22,6 +22,7 @@ from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_fo
 from f8ref.jax.epilogue import finish, product
 from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators, multiply_adds
 from f8ref.jax.general import taken
+from f8ref.jax.sharing import repeated
 
 
 def scaled_mm(
@@ -193,8 +194,7 @@ def _spread(scale: jax.Array, granularity: Granularity, axis: int, extent: int) 
     """128 x 128 scales repeated for each of their rows (or columns); other scales as they are."""
     if granularity is not Granularity.BLOCKWISE_128X128:
         return scale
-    repeated = jnp.repeat(scale, granularity.block[0] or extent, axis=axis)
-    return repeated[:extent] if axis == 0 else repeated[:, :extent]
+    return repeated(scale, granularity.block[0] or extent, axis, extent)
 
 
 def _extents(call: str, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:

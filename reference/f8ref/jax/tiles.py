@@ -14,7 +14,9 @@ _ROWS = 16
 """A product is computed with a multiple of this many rows, or fewer: few numbers of rows compile a program."""
 
 _SHARED = 64
-"""The smallest number of rows and columns that GEMMs share; the next are powers of two."""
+"""The smallest number of rows and columns that GEMMs share."""
+_STEPS = (2, 1)
+"""The binary logarithms of the factor from one shared number to the next: the first whose cost is borne is taken."""
 _SHARED_K = (512, 4096)
 _SHARED_TERMS = 1 << 24
 """So many products take two cores a millisecond; to compile a program takes half a second."""
@@ -61,10 +63,12 @@ def shared_extents(m: int, n: int, k: int, unit_k: int) -> Extents | None:
 
     K is only memory, since the number of blocks that are walked is an argument of the program.
     """
-    rows, columns = (max(_SHARED, 1 << (extent - 1).bit_length()) for extent in (m, n))
-    if rows * columns * math.ceil(k / unit_k) * unit_k > _SHARED_TERMS:
-        return None
-    return next(Extents(rows, columns, capacity) for capacity in _SHARED_K if capacity >= k)
+    summed = math.ceil(k / unit_k) * unit_k
+    for step in _STEPS:
+        rows, columns = (_SHARED << -(-(-(-extent // _SHARED) - 1).bit_length() // step) * step for extent in (m, n))
+        if rows * columns * summed <= _SHARED_TERMS:
+            return next(Extents(rows, columns, capacity) for capacity in _SHARED_K if capacity >= k)
+    return None
 
 
 def padded(x: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -74,7 +74,7 @@ def tensor_core_step(
     significand_a, significand_b = _meeting(a, b, a.numbers.significand, b.numbers.significand)
     exponent_a, exponent_b = _meeting(a, b, a.numbers.exponent, b.numbers.exponent)
     product, exponent = significand_a * significand_b, exponent_a + exponent_b
-    shift = exponent - (a.fraction_bits + b.fraction_bits)
+    fraction_bits = a.fraction_bits + b.fraction_bits
     # [ACC-2] The exponent of a subnormal accumulator is its format's smallest. float32 holds it normalised if narrower.
     start_exponent = start.exponent
     if model.accumulator != FLOAT32:
@@ -87,10 +87,10 @@ def tensor_core_step(
         e_max = np.maximum(exponent.max(axis=0), start_exponent)
         unit = e_max - model.aligned_fraction_bits
         # [ACC-3] Every term is cut toward zero to a multiple of one unit. [ACC-4] The cut terms are added exactly.
-        terms = times_power_of_two(product, shift - unit)
+        terms = _aligned(product, exponent, e_max, fraction_bits, model)
         total = terms.sum(axis=0, dtype=terms.dtype) + times_power_of_two(start.significand, start_shift - unit)
     else:
-        dot, e_max = _floored_dot(product, exponent, shift, model, model.floored)
+        dot, e_max = _floored_dot(product, exponent, exponent - fraction_bits, model, model.floored)
         total, unit = _floored_total(dot, e_max, start.significand, start_shift, start_exponent, model, model.floored)
 
     # [ACC-5] The sum is normalised and cut toward zero, [CHIP-4] or rounded.
@@ -108,11 +108,26 @@ def _meeting(a: Operand, b: Operand, of_a: Array, of_b: Array) -> tuple[Array, A
     return (of_a, of_b) if a.is_paired and b.is_paired else (of_a[:, :, None], of_b[:, None, :])
 
 
+def _aligned(product: Array, exponent: Array, e_max: Array, fraction_bits: int, model: AccumulationModel) -> Array:
+    """`product * 2^(exponent - fraction_bits)` in units of `2^(e_max - aligned_fraction_bits)`, cut toward zero.
+
+    As `times_power_of_two`, most of the time of a step: no exponent is above e_max, so that after a shift to the left
+    that is the same for all, every other is to the right.
+    """
+    up = max(model.aligned_fraction_bits - fraction_bits, 0)
+    right = (e_max + (fraction_bits + up - model.aligned_fraction_bits)) - exponent
+    magnitude = np.abs(product)
+    magnitude <<= up
+    magnitude >>= np.minimum(right, product.dtype.itemsize * 8 - 1, out=right)
+    magnitude *= np.sign(product)
+    return magnitude
+
+
 def times_power_of_two(x: Array, n: Array) -> Array:
     """`x * 2^n` in integers, cut toward zero on the magnitude; the caller knows that it fits."""
     # A shift by the width of a word or more is undefined; by one less it already gives zero.
     magnitude = np.abs(x) << np.maximum(n, 0) >> np.clip(-n, 0, x.dtype.itemsize * 8 - 1)
-    return np.where(x < 0, -magnitude, magnitude)
+    return magnitude * np.sign(x)
 
 
 def _floored_dot(
