@@ -1,10 +1,11 @@
 """An H200 that JAX compiles for where there is none.
 
-    python -m venv /tmp/jax11 && /tmp/jax11/bin/pip install 'jax[cuda12]==0.11.2' flax optax      python 3.12 or newer
-    PYTHONPATH=.:reference JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 /tmp/jax11/bin/python -m benchmarks.proofs.jax_...
+    python -m venv /tmp/jax11 && /tmp/jax11/bin/pip install 'jax[cuda12]==0.11.2' flax==0.12.12 optax==0.2.8
+    PYTHONPATH=.:reference JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 /tmp/jax11/bin/python -m benchmarks.proofs.jax_memory
+    PYTHONPATH=.:reference JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 /tmp/jax11/bin/python -m benchmarks.proofs.jax_programs
 
-`h200.txtpb` is what XLA asks of the device. What it would measure there, which algorithm of a library is the fastest,
-stays at its default.
+Python is 3.12 or newer. `h200.txtpb` is what XLA asks of the device. What it would measure there, which algorithm of a
+library is the fastest, stays at its default.
 """
 
 import importlib

@@ -259,8 +259,9 @@ def test_nothing_that_follows_joins_a_gemm(recipe: Recipe) -> None:
         name, end = dot[1], dot.end()
         found: list[str] = []
         while not found or found[-1] in ("multiply", "LayoutConstraint", "slice"):
-            user = re.compile(rf"(%\w+) = stablehlo\.(?:custom_call @)?(\w+).*{name}\b").search(text, end)
+            user = re.compile(rf"(%\w+) = stablehlo\.(?:custom_call @)?(\w+).*{name}\b.*").search(text, end)
             assert user is not None
+            assert user[2] != "LayoutConstraint" or "result_layouts = [dense<[1, 0]>" in user[0]
             name, end = user[1], user.end()
             found.append(user[2])
         # A folded factor needs a product that is laid as rows.

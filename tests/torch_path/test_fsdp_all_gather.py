@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
-from f8emu.torch.distributed.fsdp import prefetch_in_forward
 from f8emu.torch.training import weight_scales
 from f8emu.torch.training.sharded_weight import ShardedWeight
 from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned, with_exact_products
@@ -179,31 +177,6 @@ def mixed_precision(recipe: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard(make(recipe, True, bias=False), mp_policy=policy)
     compare(recipe, sharded=model, dtype=torch.bfloat16, parts=2, bias=False)
-
-
-def prefetched() -> None:
-    """The second block's weights are gathered before the first one computes, unless the user has said what is."""
-    order: list[str] = []
-    model = shard(make("rowwise", True), reshard_after_forward=True)
-    model[0].register_forward_hook(lambda *_: order.append("forward"))
-    own = ShardedWeight.fsdp_pre_all_gather
-
-    @functools.wraps(own)
-    def recorded(*args: Any) -> Any:
-        order.append("gather")
-        return own(*args)
-
-    with patch.object(ShardedWeight, "fsdp_pre_all_gather", recorded), torch.no_grad():
-        for expected in (["gather"] * 2 + ["forward"] + ["gather"] * 2, ["gather"] * 4 + ["forward"]):
-            model(batch(0, dist.get_rank()))
-            assert order == expected
-            order.clear()
-            prefetch_in_forward(model)
-    compare("rowwise", sharded=model, parts=2)
-    chosen = shard(make("rowwise", True))
-    chosen[1].set_modules_to_forward_prefetch([chosen[0]])
-    prefetch_in_forward(chosen)
-    assert not chosen[0]._get_fsdp_state()._states_to_forward_prefetch
 
 
 def hybrid() -> None:
@@ -389,7 +362,6 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
             for reshards in (True, False)
         },
         **{f"mixed precision, {recipe}": functools.partial(mixed_precision, recipe) for recipe in RECIPES},
-        "prefetched": prefetched,
         "hybrid": hybrid,
         **{f"from meta, {recipe}": functools.partial(from_meta, recipe) for recipe in ("rowwise", "delayed")},
         **{f"checkpointed, {recipe}": functools.partial(checkpointed, recipe, None) for recipe in RECIPES},

@@ -222,7 +222,8 @@ def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: j
     product = lax.dot_general(a, b, _LAST_WITH_LAST, precision=precision, preferred_element_type=dtype)
     if factor is not None:
         # XLA folds a factor that follows the dot directly: before the padding is cut off, and as rows. Before a
-        # transpose it would lay dot and product as columns, with a bitcast between them that hides the dot.
+        # transpose it would lay dot and product as columns, with a bitcast between them that hides the dot. XLA's
+        # partitioner would gather what is constrained; `partition.in_parts` runs this for each device's part.
         product = with_layout_constraint(product * factor, _ROW_MAJOR)
     return product[:m, :n]
 
@@ -328,7 +329,8 @@ def _every_row(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Arr
 
 def _apart(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The operands of a GEMM that stays one of its own. XLA makes one dot of small ones that share an operand, as q, k
-    and v do, and then finds no factor to fold into it.
+    and v do: it then finds no factor to fold into it, and the library chooses its kernel, and how it splits K, for the
+    shape of the whole.
     """
     return lax.optimization_barrier((a, b))
 

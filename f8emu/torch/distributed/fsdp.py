@@ -1,12 +1,9 @@
-"""FSDP2 with float8 all-gather: the scales of all weights at once, and gathers that begin earlier."""
-
-from itertools import pairwise
+"""FSDP2 with float8 all-gather: the scales of all weights at once."""
 
 from torch import nn
 
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.sharded_weight import GatherState, ShardedWeight
-from f8emu.torch.training.torch_internals import fsdp_state
 from f8emu.torch.training.weight_scales import LocalWeight, global_scales, local_tensor
 
 
@@ -33,24 +30,3 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     weights = [weight for _, weight in found.values()]
     for (state, _), scales in zip(found.values(), global_scales(weights), strict=True):
         state.precomputed = scales
-
-
-def prefetch_in_forward(model: nn.Module) -> None:
-    """Let every module that `fully_shard` wrapped begin the gather of the next one before it computes itself.
-
-    Without it FSDP2 begins a gather when the host gets to the module. Float8 blocks compute so fast that the host may
-    be late: after a step that waited for its loss, and in small models. It takes the memory of one more module.
-
-    The next one is the next in `model.modules()`, so they must run in the order in which they were registered. Nothing
-    happens where one of them was told by `set_modules_to_forward_prefetch` what to prefetch.
-
-    Exactness: no bit changes.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    wrapped = [module for module in model.modules() if module is not model and isinstance(module, FSDPModule)]
-    of_states = {id(fsdp_state(module)): module for module in wrapped}
-    if any(fsdp_state(module)._states_to_forward_prefetch for module in wrapped):
-        return
-    for module, following in pairwise(of_states.values()):
-        module.set_modules_to_forward_prefetch([following])

@@ -14,7 +14,6 @@
 Exactness: codes and scales are those of the whole weight on one device.
 """
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +35,7 @@ from f8emu.torch.training.torch_internals import (
     is_in_backward_pass,
     pickled_as,
     with_aliases,
+    with_known_signature,
     wrapper_of,
 )
 from f8emu.torch.training.weight_scales import (
@@ -133,6 +133,7 @@ class ShardedWeight(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedWeight({self.plain!r}, recipe={self.recipe.label})"
 
+    @with_known_signature
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
@@ -218,12 +219,6 @@ class ShardedWeight(Tensor):
         weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
         weight.memory, memory.operand, memory.gather_rows = memory, rows, self._gather_rows
         return weight, memory
-
-
-# FSDP2 asks for its parameters at every gather, and Python finds them faster here.
-setattr(  # noqa: B010
-    ShardedWeight.fsdp_pre_all_gather, "__signature__", inspect.signature(ShardedWeight.fsdp_pre_all_gather)
-)
 
 
 class _Gathered(NamedTuple):

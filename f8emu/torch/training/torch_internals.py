@@ -3,8 +3,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,9 +114,13 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
     return disabled
 
 
-def fsdp_state(module: Any) -> Any:
-    """Of a module that `fully_shard` wrapped; modules that were wrapped as one have one."""
-    return module._get_fsdp_state()
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def with_known_signature(method: _Method) -> _Method:
+    """The method, with its signature stored: FSDP2 asks for it at every gather, and Python would build it anew."""
+    setattr(method, "__signature__", inspect.signature(method))  # noqa: B010
+    return method
 
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl

@@ -20,9 +20,6 @@ default of 0.3.0, "spmd_types", needs a torch newer than 2.13, in bfloat16 too.
 Per-op selective checkpointing needs no option: torchtitan's policies see f8emu's GEMMs and amaxes as `aten.mm` and
 `aten.max`, and keep every second GEMM and all amaxes.
 
-With float8 all-gather a block's gather begins before the block in front of it computes (`prefetch_in_forward`), unless
-torchtitan has said itself what is prefetched.
-
 Under a delayed recipe, checkpoints hold the scales only after `checkpoint_delayed_scaling(trainer)`.
 """
 

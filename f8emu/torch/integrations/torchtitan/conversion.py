@@ -2,16 +2,14 @@
 
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from torch import nn
 
-from f8emu.torch.distributed.fsdp import precompute_float8_dynamic_scale_for_fsdp, prefetch_in_forward
+from f8emu.torch.distributed.fsdp import precompute_float8_dynamic_scale_for_fsdp
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.training.convert import convert_to_float8_training
 from f8emu.torch.training.delayed_sync import DelayedScalingState
 from f8emu.torch.training.small_layers import ModuleFilter, filter_small_layers
-from f8emu.torch.training.torch_internals import not_compiled
 
 _AUTO_FILTER = "auto_filter_small_kn"
 """torchtitan's entry of `filter_fqns` that also leaves out layers too small for float8."""
@@ -39,19 +37,6 @@ def convert(model: nn.Module, options: Options, *, subclasses: Collection[type[n
         subclasses=subclasses,
         enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
     )
-    if options.enable_fsdp_float8_all_gather:
-        model.register_forward_pre_hook(_before_forward)
-
-
-_prefetching: WeakSet[nn.Module] = WeakSet()
-
-
-@not_compiled
-def _before_forward(model: nn.Module, args: Any) -> None:
-    """In the first forward pass, when torchtitan has sharded the model."""
-    if model not in _prefetching:
-        _prefetching.add(model)
-        prefetch_in_forward(model)
 
 
 def precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
