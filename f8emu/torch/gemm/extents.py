@@ -1,8 +1,8 @@
 """The extents that GEMMs are emulated with: M and K rounded up, so that few programs are compiled.
 
-JAX compiles a program for every shape, which takes 0.5 to 1 s (of GEMMs below 2^24 products many shapes share one, see
-`f8ref.jax.tiles`, but not their operands). A batch changes M of `output` and `grad_input` and K of
-`grad_weight`, so operands are zero-padded to the extents below, and the added rows of the result are cut off.
+JAX compiles a program for every shape, which takes 0.5 to 1 s; only small eager calls of many shapes share one (see
+`tiles` and `sharing` in `f8ref.jax`). A batch changes M of `output` and `grad_input` and K of `grad_weight`, so
+operands are zero-padded to the extents below, and the added rows of the result are cut off.
 
 - M: 1, 2, 4, 8, 16, then multiples of 16, and above 128 eight extents an octave (144, 160, ..., 256, 288, ...).
 - K: multiples of 32 up to a block (of 128; of 64 in bfloat16), then whole blocks, as the emulation computes anyway;
