@@ -87,18 +87,20 @@ def training_step(recipe: str, length: int, dim: int, is_scanned: bool) -> Progr
     return step, (jax.eval_shape(made), x, x.astype(jnp.float32))
 
 
+def multiply(recipe: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x @ w` of a kernel [K, N]; under delayed scaling with a state that nobody keeps."""
+    kernel = (((1,), (0,)), ((), ()))
+    if recipe != "delayed":
+        return f8emu.jax.dot_general(recipe)(x, w, kernel)
+    return f8emu.jax.delayed_dot_general(recipe)(x, w, f8emu.jax.linear_delayed_state(recipe), kernel)
+
+
 def gradients(recipe: str, length: int, dim: int, is_transposed: bool) -> Program:
     """Of the kernels [K, N] of two layers of one input, as they are or transposed, over two parts of a batch."""
     rows = _BATCH * length
 
-    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        kernel = (((x.ndim - 1,), (0,)), ((), ()))
-        if recipe != "delayed":
-            return f8emu.jax.dot_general(recipe)(x, w, kernel)
-        return f8emu.jax.delayed_dot_general(recipe)(x, w, f8emu.jax.linear_delayed_state(recipe), kernel)
-
     def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        return sum((jnp.sum(jnp.tanh(multiply(x, w).astype(jnp.float32))) for w in weights), jnp.zeros(()))
+        return sum((jnp.sum(jnp.tanh(multiply(recipe, x, w).astype(jnp.float32))) for w in weights), jnp.zeros(()))
 
     def step(weights: list[jax.Array], parts: jax.Array) -> list[jax.Array]:
         def one_part(total: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], None]:
@@ -115,14 +117,8 @@ def gradients(recipe: str, length: int, dim: int, is_transposed: bool) -> Progra
 def outputs(recipe: str, length: int, dim: int) -> Program:
     """The forward pass alone, of a batch that `jax.vmap` maps, with a residual and as float32."""
 
-    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        kernel = (((1,), (0,)), ((), ()))
-        if recipe != "delayed":
-            return f8emu.jax.dot_general(recipe)(x, w, kernel)
-        return f8emu.jax.delayed_dot_general(recipe)(x, w, f8emu.jax.linear_delayed_state(recipe), kernel)
-
     def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = jax.vmap(lambda x: multiply(x, w))(x)
+        y = jax.vmap(lambda x: multiply(recipe, x, w))(x)
         return y + x, y.astype(jnp.float32)
 
     return step, (jnp.zeros((_BATCH, length, dim), jnp.bfloat16), jnp.zeros((dim, dim), jnp.bfloat16))
@@ -147,10 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for recipe, (length, dim), (name, program) in itertools.product(given.recipes, SIZES, PROGRAMS.items()):
         step, arguments = program(recipe, length, dim)
         text = f8emu.jax.jit(step).lower(*shapes_on(of_device, arguments)).compile().as_text()
-        found = list(float8_gemms(text))
+        defined = dict(_INSTRUCTION.findall(text))
+        found = list(float8_gemms(defined))
         faults = sorted({fault for call in found for fault in faults_of(call, recipe in FOLDED)})
         faults += [] if found else ["no float8 GEMM"]
-        faults += ["codes that are widened"] if widens_codes(text) else []
+        faults += ["codes that are widened"] if widens_codes(defined) else []
         is_wrong |= bool(faults)
         print(
             f"{recipe:20}{length:6} x {dim:<6}{name:34}{len(found):3} GEMMs  {'; '.join(faults) or 'right'}", flush=True
@@ -161,9 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", re.MULTILINE)
 
 
-def float8_gemms(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Every call: its text, and those of its scales."""
-    defined = dict(_INSTRUCTION.findall(text))
+def float8_gemms(defined: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """Every call among the instructions of a program: its text, and those of its scales."""
     for call in defined.values():
         if f'custom_call_target="{_FLOAT8_GEMM}"' in call:
             operands = re.search(r"custom-call\(([^)]*)\)", call)
@@ -172,9 +168,8 @@ def float8_gemms(text: str) -> Iterator[tuple[str, list[str]]]:
             yield call, [defined[name] for name in names if defined.get(name, "").startswith("f32[]")]
 
 
-def widens_codes(text: str) -> bool:
+def widens_codes(defined: dict[str, str]) -> bool:
     """Whether XLA converts float8, as it does for a GEMM of another dtype."""
-    defined = dict(_INSTRUCTION.findall(text))
     converted = (re.search(r" convert\(%?([\w.\-]+)\)", instruction) for instruction in defined.values())
     return any(found is not None and defined.get(found[1], "").startswith("f8e") for found in converted)
 

@@ -54,7 +54,7 @@ def test_rows_of_a_layer(name: str, compilations: Compilations, to_numpy: Any, a
     recipe = RECIPES[name]
     features = 128 if name == "delayed" else 112  # all GEMMs of delayed scaling are those of tensorwise
     compiled: dict[int, int] = {}
-    for rows in (33, 34, 35, 47, 1, 129, 130):
+    for rows in (33, 34, 35, 47, 1, 129, 130, 2049, 2050):  # the last are too large to share programs with the first
         layer = f8.Float8Linear(IN_FEATURES, features, bias=False, recipe=recipe)
         x, grad_output = drawn(rows, rows, IN_FEATURES).requires_grad_(), drawn(rows + 1, rows, features)
         compilations.taken()
@@ -70,8 +70,8 @@ def test_rows_of_a_layer(name: str, compilations: Compilations, to_numpy: Any, a
         assert_same_bits(output.detach(), expected.result)
         assert_same_bits(x.grad, expected.grad_input.product)
         assert_same_bits(layer.weight.grad, expected.grad_weight.product)
-    assert compiled[33] > 0  # the count counts
-    assert {rows: compiled[rows] for rows in (34, 35, 47, 130)} == {34: 0, 35: 0, 47: 0, 130: 0}
+    assert compiled[33] > 0 and compiled[2049] > 0  # the count counts
+    assert {rows: compiled[rows] for rows in (34, 35, 47, 130, 2050)} == {34: 0, 35: 0, 47: 0, 130: 0, 2050: 0}
 
 
 def test_rows_of_groups(compilations: Compilations, to_numpy: Any, assert_same_bits: Any) -> None:

@@ -12,7 +12,7 @@ from f8emu.spec import Format, Granularity
 from f8ref.jax import softfloat
 from f8ref.jax.chain import Chain, Span, Step, blockwise_sum, chained_sum, multiply_add, operand
 from f8ref.jax.compiling import is_outermost, program
-from f8ref.jax.sharing import is_shared, with_zeros
+from f8ref.jax.sharing import with_zeros
 from f8ref.jax.tiles import (
     Extents,
     Index,
@@ -159,13 +159,9 @@ def _compiled(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[Extents, Chain]
 
 def _operands(chain: Chain, a: jax.Array, b: jax.Array, extents: Extents) -> tuple[jax.Array, jax.Array]:
     return (
-        _operand(_extended(a, extents.m, extents.k), chain.step, chain.a_format, extents.m, extents.k),
-        _operand(_extended(b, extents.k, extents.n), chain.step, chain.b_format, extents.k, extents.n),
+        _operand(with_zeros(a, extents.m, extents.k), chain.step, chain.a_format, extents.m, extents.k),
+        _operand(with_zeros(b, extents.k, extents.n), chain.step, chain.b_format, extents.k, extents.n),
     )
-
-
-def _extended(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    return with_zeros(x, rows, columns) if is_shared(x) else x
 
 
 @program("step", "format", "rows", "columns")
@@ -175,7 +171,7 @@ def _operand(x: jax.Array, step: Step, format: Format, rows: int, columns: int) 
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    x = _extended(x, rows, columns)
+    x = with_zeros(x, rows, columns)
     return x if x.shape == (rows, columns) else _with_zeros(x, rows, columns)
 
 

@@ -22,7 +22,7 @@ from f8emu.spec import (
 from f8ref.jax import softfloat
 from f8ref.jax.codec import dtype_format, float32_bits, high_precision_format, narrow_codes
 from f8ref.jax.compiling import program
-from f8ref.jax.sharing import elementwise, is_shared, like, repeated, shared_extent, with_zeros
+from f8ref.jax.sharing import elementwise, extended, is_shared, like, repeated, shared_extent
 
 
 def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
@@ -44,8 +44,8 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
         return _amax(x, source, granularity)
     blocks = _blocks(np, np.asarray(x), granularity)
     shape = blocks.shape[0] * blocks.shape[2], blocks.shape[1] * blocks.shape[3]
-    groups = like(x, blocks.transpose(0, 2, 1, 3).reshape(shape))
-    found = _amax_of_rows(with_zeros(groups, *map(shared_extent, shape)), source)
+    groups = blocks.transpose(0, 2, 1, 3).reshape(shape)
+    found = _amax_of_rows(like(x, extended(groups, *map(shared_extent, shape))), source)
     return like(x, np.asarray(found)[: shape[0]].reshape(blocks.shape[::2]))
 
 

@@ -36,13 +36,13 @@ def elementwise(function: Callable[..., Any], *arrays: jax.Array, **static: Any)
         whole = (x if x.ndim == len(shape) else x.reshape(*(1,) * (len(shape) - x.ndim), *x.shape) for x in arrays)
         return function(*whole, **static)
     flat = (np.broadcast_to(np.asarray(x), shape).reshape(-1) for x in arrays)
-    found = function(*(like(arrays[0], _extended(x, shared_extent(size))) for x in flat), **static)
+    found = function(*(like(arrays[0], extended(x, shared_extent(size))) for x in flat), **static)
     return jax.tree.map(lambda y: like(arrays[0], np.asarray(y)[:size].reshape(shape)), found)
 
 
 def with_zeros(x: jax.Array, *extents: int) -> jax.Array:
-    """An array of `is_shared` with zeros behind, up to those extents."""
-    return x if x.shape == extents else like(x, _extended(np.asarray(x), *extents))
+    """An array of `is_shared` with zeros behind, up to those extents; any other as it is."""
+    return like(x, extended(np.asarray(x), *extents)) if x.shape != extents and is_shared(x) else x
 
 
 def within(x: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -74,7 +74,8 @@ def like(x: jax.Array, values: np.ndarray) -> jax.Array:
     return jax.device_put(values, x.sharding) if x.committed else jnp.asarray(values)
 
 
-def _extended(x: np.ndarray, *extents: int) -> np.ndarray:
+def extended(x: np.ndarray, *extents: int) -> np.ndarray:
+    """With zeros behind, up to those extents."""
     found = np.zeros(extents, x.dtype)
     found[tuple(map(slice, x.shape))] = x
     return found
