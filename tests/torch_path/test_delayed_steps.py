@@ -256,8 +256,8 @@ def test_a_frozen_model_follows_no_other() -> None:
     after = state_of(idle)
     assert all(torch.equal(after[key], before[key]) for key in before)
     assert updates_of(teacher) == updates_of(again) == [[STEPS, STEPS, 0]] * 2
-    groups = step_hooks.stepped_states([optimizer])
-    numbers = [[state.buffers.notes.number for state in group] for group in groups]
+    groups = step_hooks.stepped_layers([optimizer])
+    numbers = [[layer.delayed.notes.number for layer in group if layer.delayed is not None] for group in groups]
     assert [len(group) for group in numbers] == [2, 2, 2, 2] and len({*itertools.chain(*numbers)}) == 8
     assert all(group == sorted(group) for group in numbers) and numbers[1:] == sorted(numbers[1:]), "for all ranks"
 

@@ -254,7 +254,7 @@ def addresses(tensors: tuple[Tensor, ...]) -> Tensor:
     While a CUDA graph is captured a table is kept for good: the graph reads it.
     """
     device = tensors[0].device
-    table = _table(device, tuple([x.data_ptr() for x in tensors]))
+    table = _table(device, tuple(map(Tensor.data_ptr, tensors)))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _CAPTURED.append(table)
     return table

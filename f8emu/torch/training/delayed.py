@@ -5,7 +5,7 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -15,7 +15,11 @@ from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.torch.fused.delayed import COUNTS, UNCALLED, UNSET, mark_set
 from f8emu.torch.training.operands import Delayed, DelayedStates
-from f8emu.torch.training.torch_internals import to_list
+from f8emu.torch.training.torch_internals import own_buffers, to_list
+
+AMAXES = "amax_input", "amax_weight", "amax_grad_output"
+INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
+"""Names of a state's tensors."""
 
 _numbers = itertools.count()
 
@@ -130,15 +134,15 @@ class DelayedBuffers(nn.Module):
     @property
     def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
         """The amaxes, which the casts update."""
-        return self._three("amax_input", "amax_weight", "amax_grad_output")
+        return self._three(*AMAXES)
 
     @property
     def inv_scales(self) -> tuple[Tensor, Tensor, Tensor]:
         """The inv_scales of the current step; `UNSET` before the first."""
-        return self._three("inv_scale_input", "inv_scale_weight", "inv_scale_grad_output")
+        return self._three(*INV_SCALES)
 
     def _three(self, first: str, second: str, third: str) -> tuple[Tensor, Tensor, Tensor]:
-        buffers: Any = self._buffers  # `nn.Module.__getattr__` takes longer than all else that the host does here
+        buffers = own_buffers(self)  # `nn.Module.__getattr__` takes longer than all else that the host does here
         return buffers[first], buffers[second], buffers[third]
 
     @property
@@ -223,6 +227,11 @@ class DelayedBuffers(nn.Module):
         if is_lost:
             self.reset()
         return self
+
+
+def tensors_of(states: Iterable[DelayedBuffers], names: Sequence[str]) -> list[Tensor]:
+    """The tensors of these names, state by state."""
+    return [own[name] for own in map(own_buffers, states) for name in names]
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,11 +7,10 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError
 from f8emu.torch.training.delayed import DelayedBuffers
-from f8emu.torch.training.delayed_update import ReductionGroup, StateOf, update_states
+from f8emu.torch.training.delayed_update import ReductionGroup, update_states
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.float8_weight import refill
-from f8emu.torch.training.step_hooks import weight_of
-from f8emu.torch.training.torch_internals import named_modules
+from f8emu.torch.training.torch_internals import modules_of, named_modules
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
@@ -36,11 +35,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
         DelayedScalingError: ranks of a group with different numbers of layers.
     """
     layers = _layers(model) if fp8_layers is None else [layer for x in fp8_layers for layer in _layers(x)]
-    states = [StateOf(layer.delayed, weight_of(layer)) for layer in layers if layer.delayed is not None]
-    if states:
-        update_states(states)
-    for state in states:
-        refill(state.weight)
+    if layers := [layer for layer in layers if layer.delayed is not None]:
+        update_states(layers)
 
 
 def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
@@ -122,7 +118,7 @@ def _key(fqn: str, name: str) -> str:
 
 def _layers(model: nn.Module) -> list[Float8Linear]:
     """The float8 layers of a model, each once, in the order of `modules`."""
-    return [module for module in model.modules() if isinstance(module, Float8Linear)]
+    return [module for module in modules_of(model) if isinstance(module, Float8Linear)]
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, DelayedBuffers]]:

@@ -7,29 +7,26 @@
 4. The counts of infinite amaxes are copied to the host, and read at a later update, when the copy has arrived.
 """
 
-import sys
 import warnings
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused.delayed import take_amaxes, update_delayed
-from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
-from f8emu.torch.training.torch_internals import own_buffers, to_list
+from f8emu.torch.training.delayed import AMAXES, INV_SCALES, DelayedBuffers, DelayedScalingError, tensors_of
+from f8emu.torch.training.float8_weight import Float8Weight
+from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
 
-
-class StateOf(NamedTuple):
-    """The state of a layer, with its weight, which tells over which ranks the layer is distributed."""
-
-    buffers: DelayedBuffers
-    weight: Tensor | None
+if TYPE_CHECKING:
+    from f8emu.torch.training.float8_linear import Float8Linear
 
 
 class ReductionGroup:
@@ -46,29 +43,36 @@ class ReductionGroup:
 
 
 @torch.no_grad()
-def update_states(states: Sequence[StateOf]) -> None:
-    """Update layers; all ranks of their process groups must call it with the same layers."""
+def update_states(layers: Sequence["Float8Linear"]) -> None:
+    """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers.
+
+    Everything is looked up anew in every step, also which tensors there are and which groups share them: to make sure
+    that nothing has changed since the last one takes as long.
+    """
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling:
         _read_arrived()
-    together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
-    for buffers, weight in states:
-        key = (buffers.amaxes[0].device, *_groups(buffers, weight))
-        of_recipes = together.setdefault(key, [])
-        for found in of_recipes:
-            if found[0].recipe is buffers.recipe:
-                found.append(buffers)
-                break
-        else:
-            of_recipes.append([buffers])
+    alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
+    sharded: list[DelayedBuffers] = []
+    for layer, groups in zip(layers, _groups_of(layers), strict=True):
+        buffers = layer.delayed
+        assert buffers is not None, "only such a layer has a state"
+        key = (own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe))
+        alike.setdefault(key, []).append(buffers)
         notes = buffers.notes
         notes.has_updated, notes.is_loaded = True, False
-        notes.has_weight_scale |= notes.is_weight_cast
-    for (_, *groups), of_recipes in together.items():
-        taken = take_amaxes([amax for found in of_recipes for buffers in found for amax in buffers.amaxes])
+        if notes.is_weight_cast:
+            notes.has_weight_scale = True
+        if notes.is_sharded:
+            sharded.append(buffers)
+    together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
+    for (device, groups, _), found in alike.items():
+        together.setdefault((device, groups), []).append(found)
+    for (_, groups), of_recipes in together.items():
+        taken = take_amaxes(tensors_of(chain(*of_recipes), AMAXES))
         for group in groups:
             if not is_compiling:
-                names = tuple([buffers.notes.name for found in of_recipes for buffers in found])
+                names = tuple([buffers.notes.name for buffers in chain(*of_recipes)])
                 _require_same_layers(names, group, taken.device)
             _reduce_max(taken, group)
         begin = 0
@@ -77,9 +81,13 @@ def update_states(states: Sequence[StateOf]) -> None:
             begin += 3 * len(found)
             if not is_compiling:
                 _copy_to_host(report, found)
-                for buffers in found:
-                    if buffers.notes.is_sharded:
-                        buffers.are_set()  # compiled code does not ask
+    if not is_compiling:  # compiled code does not ask
+        for buffers in sharded:
+            buffers.are_set()
+    for layer in layers:
+        weight = own_parameters(layer).get("weight")
+        if isinstance(weight, Float8Weight):
+            weight.refill()
 
 
 def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tensor:
@@ -87,9 +95,9 @@ def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tenso
     assert delayed is not None, "only such a recipe has a state"
     return update_delayed(
         taken,
-        [_tensor(buffers, "amax_history") for buffers in found],
-        [inv_scale for buffers in found for inv_scale in buffers.inv_scales],
-        [_tensor(buffers, "counts") for buffers in found],
+        tensors_of(found, ("amax_history",)),
+        tensors_of(found, INV_SCALES),
+        tensors_of(found, ("counts",)),
         found[0].formats,
         rule.power_of_two,
         rule.amax_floor,
@@ -98,36 +106,45 @@ def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tenso
     )
 
 
-def _tensor(buffers: DelayedBuffers, name: str) -> Tensor:
-    found = own_buffers(buffers)[name]
-    assert found is not None, "all are there"
-    return found
-
-
 def _reduce_max(x: Tensor, group: Any) -> None:
     dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _groups(buffers: DelayedBuffers, weight: Tensor | None) -> tuple[Any, ...]:
-    """The process groups whose ranks share the scales of a layer.
+def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
+    """For each layer the process groups whose ranks share its scales.
 
     The user's; or those of the mesh over which the weight is distributed; or all ranks.
     """
-    chosen = buffers.notes.group
-    if chosen is not None and chosen.group is not None:
-        return () if chosen.group is False else (chosen.group,)
-    if not dist.is_available() or not dist.is_initialized():
-        return ()
-    if is_dtensor(weight):
-        mesh: Any = getattr(weight, "device_mesh")  # noqa: B009
-        return tuple(group for i, group in enumerate(mesh.get_all_groups()) if mesh.size(i) > 1)
-    return (dist.group.WORLD,) if dist.get_world_size() > 1 else ()
+    is_distributed = dist.is_available() and dist.is_initialized()
+    world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
+    found: list[tuple[Any, ...]] = []
+    mesh: Any = None
+    of_mesh: tuple[Any, ...] = ()
+    for layer in layers:
+        assert layer.delayed is not None, "as above"
+        chosen = layer.delayed.notes.group
+        if chosen is not None and chosen.group is not None:
+            found.append(() if chosen.group is False else (chosen.group,))
+        elif is_distributed and is_dtensor(weight := weight_of(layer)):
+            its: Any = getattr(weight, "device_mesh")  # noqa: B009
+            if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
+                mesh, groups = its, [group for i, group in enumerate(its.get_all_groups()) if its.size(i) > 1]
+                of_mesh = tuple(groups)
+            found.append(of_mesh)
+        else:
+            found.append(world)
+    return found
 
 
-def is_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor, without importing what only distributed programs have loaded."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+def weight_of(layer: "Float8Linear") -> nn.Parameter | None:
+    """The weight, or the first parameter that it is computed from: pruned, or with weight norm.
+
+    None if there is none: FSDP1 holds the parameters.
+    """
+    own = own_parameters(layer).get("weight")
+    if own is not None:
+        return own
+    return next((parameter for name, parameter in layer.named_parameters() if name != "bias"), None)
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
@@ -173,7 +190,7 @@ def _copy_to_host(report: Tensor, found: list[DelayedBuffers]) -> None:
     if torch.cuda.is_current_stream_capturing() or key in _under_way:
         return  # counts only grow: the next update that copies them tells
     known = _reports.get(key)
-    if known is None or any(layer() is not buffers for layer, buffers in zip(known.layers, found, strict=True)):
+    if known is None or [layer() for layer in known.layers] != found:
         if len(_reports) >= _MOST_REPORTS:
             _reports.clear()
             _under_way.clear()

@@ -14,15 +14,15 @@ from f8emu.torch.dtypes import CHIP, require_values
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
-from f8emu.torch.training.delayed_update import is_dtensor
+from f8emu.torch.training.delayed_update import weight_of
 from f8emu.torch.training.float8_weight import Float8Weight, refill, written_over
 from f8emu.torch.training.observation import Tap, show_tensor
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
 from f8emu.torch.training.shared_input import TracedInput, find_operands, keep_operands
-from f8emu.torch.training.step_hooks import WeightWatch, follow_steps, weight_of
-from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes, own_parameters
+from f8emu.torch.training.step_hooks import WeightWatch, follow_steps
+from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes, is_dtensor, own_parameters
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
 from f8emu.torch.training.transforms import require_no_transform
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Cast, Recipe
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.training.delayed_update import is_dtensor
 from f8emu.torch.training.sharding import Layout, Shards, Tokens
+from f8emu.torch.training.torch_internals import is_dtensor
 
 _BLOCK = 128
 """Elements that share a scale along a dimension that a block of blockwise scaling spans."""

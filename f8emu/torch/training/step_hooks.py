@@ -11,7 +11,8 @@ over a sample of them.
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from f8emu.torch.training.delayed import ConvertedModel, DelayedBuffers, DelayedScalingError
-from f8emu.torch.training.delayed_update import StateOf, update_states
-from f8emu.torch.training.float8_weight import refill
+from f8emu.torch.training.delayed import ConvertedModel, DelayedScalingError
+from f8emu.torch.training.delayed_update import update_states, weight_of
 from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.torch_internals import not_compiled, own_parameters
 from f8emu.torch.training.weight_scales import local_tensor
@@ -87,7 +87,6 @@ class WeightWatch:
             self.optimizer = None
         return True
 
-    @torch.no_grad()
     def check(self, layer: "Float8Linear", weight: Tensor) -> None:
         """Raise DelayedScalingError if `weight` changed since the last backward pass and the scales did not.
 
@@ -95,17 +94,18 @@ class WeightWatch:
         which waits for the device, only if there may have been a step: the gradient was not just added to, or the
         weight was written to.
         """
-        buffers, grad = layer.delayed, weight.grad
-        assert buffers is not None, "only such a layer is watched"
-        is_captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        if is_captured or (self.optimizer is not None and self.optimizer() is not None):
+        is_stepped = self.optimizer is not None and self.optimizer() is not None
+        if is_stepped or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._sum = self._after = None
             return
+        buffers, grad = layer.delayed, weight.grad
+        assert buffers is not None, "only such a layer is watched"
         is_same_step = False
         if self._after is not None and grad is not None:
             before, version, weight_version = self._after
             is_same_step = before() is grad and (grad._version, weight._version) == (version + 1, weight_version)
-        found = _sum_of_bits(weight)
+        with torch.no_grad():
+            found = _sum_of_bits(weight)
         if self._sum is not None and not is_same_step and not buffers.notes.has_updated and bool(self._sum != found):
             raise DelayedScalingError(
                 f"Float8Linear: under recipe {layer.recipe.name!r} the scales are updated once a step; the weight of "
@@ -128,6 +128,7 @@ class WeightWatch:
 def follow_steps(layer: "Float8Linear") -> None:
     """Update the layer when an optimizer steps its weight."""
     _layers.add(layer)
+    _in_order.cache_clear()
     _install()
 
 
@@ -144,7 +145,7 @@ def _install() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     # A closure may run backward passes after the step has changed the weights (LBFGS), so their layers must know.
     if (len(args) > 1 or kwargs) and _layers:
-        for layer, _, place in _placed([optimizer]):
+        for layer, place in _placed([optimizer]):
             if place is not None:
                 layer.weight_watch.optimizer = weakref.ref(optimizer)
 
@@ -157,10 +158,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     inner = [found for reference in _inner if (found := reference()) is not None]
     _inner.clear()
-    for states in stepped_states([optimizer, *inner]):
-        update_states(states)
-        for state in states:
-            refill(state.weight)
+    for layers in stepped_layers([optimizer, *inner]):
+        update_states(layers)
 
 
 def _is_within_a_step() -> bool:
@@ -177,62 +176,66 @@ _STEP = Optimizer.profile_hook_step(lambda: None).__code__
 """The code of the function that calls an optimizer's step and its hooks."""
 
 
-def stepped_states(optimizers: Sequence[Optimizer]) -> list[list[StateOf]]:
-    """The states to update after a step of the first optimizer; the others stepped within that step.
+def stepped_layers(optimizers: Sequence[Optimizer]) -> list[list["Float8Linear"]]:
+    """The layers to update after a step of the first optimizer; the others stepped within that step.
 
     First the layers whose weights these optimizers hold, in the order of the parameters. Then, a list for each model,
     its layers with frozen weights: separately, since the update of a model that was not called must change nothing.
     """
-    held: list[tuple[tuple[int, int], StateOf]] = []
-    frozen: dict[ConvertedModel, list[StateOf]] = {}
+    held: list[tuple[int, Float8Linear]] = []
+    frozen: dict[ConvertedModel, list[Float8Linear]] = {}
     trains = any(
         x.requires_grad for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]
     )
-    for layer, buffers, place in _placed(optimizers):
-        own, watch = weight_of(layer), layer.weight_watch
+    first = weakref.ref(optimizers[0])
+    for layer, place in _placed(optimizers):
+        watch = layer.weight_watch
         if place is not None:
-            watch.optimizer, watch.other = weakref.ref(optimizers[0]), None
-            held.append(((place, buffers.notes.number), StateOf(buffers, own)))
-        elif trains and own is not None and not own.requires_grad and watch.is_left_to(optimizers[0]):
-            frozen.setdefault(buffers.notes.model, []).append(StateOf(buffers, own))
-    in_order = [state for _, state in sorted(held, key=itemgetter(0))]
-    return [in_order, *frozen.values()] if in_order else list(frozen.values())
+            watch.optimizer, watch.other = first, None
+            held.append((place, layer))
+        elif trains and _is_frozen(layer) and watch.is_left_to(optimizers[0]):
+            assert layer.delayed is not None, "only such a layer has a place"
+            frozen.setdefault(layer.delayed.notes.model, []).append(layer)
+    held.sort(key=itemgetter(0))  # layers of one weight stay in their order
+    return [[layer for _, layer in held], *frozen.values()] if held else list(frozen.values())
 
 
-def _placed(optimizers: Sequence[Optimizer]) -> Iterator[tuple["Float8Linear", DelayedBuffers, int | None]]:
+def _is_frozen(layer: "Float8Linear") -> bool:
+    own = weight_of(layer)
+    return own is not None and not own.requires_grad
+
+
+def _placed(optimizers: Sequence[Optimizer]) -> Iterator[tuple["Float8Linear", int | None]]:
     """All layers in the order of creation, with the place of their weight among the parameters of the optimizers."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # Each counts where it comes first: ranks differ in what the inner optimizers hold.
-    parameters = list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
-    order = {id(parameter): i for i, parameter in enumerate(parameters)}
+    parameters = {id(x): x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]}
+    order = {key: i for i, key in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
-    of_modules = {id(module): i for i, parameter in enumerate(parameters) for module in _modules_of(parameter)}
-    for layer in sorted(_layers, key=_number):
-        if layer.delayed is None:
+    flat = [x for x in parameters.values() if hasattr(x, "_param_infos")]
+    of_modules = {id(info.module): order[id(x)] for x in flat for info in getattr(x, "_param_infos")}  # noqa: B009
+    for reference in _in_order():
+        layer = reference()
+        if layer is None or layer.delayed is None:
             continue
-        own, watch = weight_of(layer), layer.weight_watch
-        seen = None if watch.weight is None else watch.weight()
-        places = [order.get(id(own)), order.get(id(seen)) if seen is not None else None, of_modules.get(id(layer))]
-        yield layer, layer.delayed, next((place for place in places if place is not None), None)
+        place = order.get(id(own_parameters(layer).get("weight")))
+        yield layer, _other_place(layer, order, of_modules) if place is None else place
 
 
-def weight_of(layer: "Float8Linear") -> nn.Parameter | None:
-    """The weight, or the first parameter that it is computed from: pruned, or with weight norm.
+def _other_place(layer: "Float8Linear", order: dict[int, int], of_modules: dict[int, int]) -> int | None:
+    """That of what the weight is computed from, or of the weight of the last forward pass, or of FSDP1's parameter."""
+    watched = layer.weight_watch.weight
+    places = (order.get(id(x)) for x in (weight_of(layer), None if watched is None else watched()) if x is not None)
+    return next((place for place in places if place is not None), of_modules.get(id(layer)))
 
-    None if there is none: FSDP1 holds the parameters.
-    """
-    own = own_parameters(layer).get("weight")
-    if own is not None:
-        return own
-    return next((parameter for name, parameter in layer.named_parameters() if name != "bias"), None)
+
+@cache
+def _in_order() -> list["weakref.ref[Float8Linear]"]:
+    """The layers in the order of creation, which all ranks share; sorted again after `follow_steps`."""
+    return [weakref.ref(layer) for layer in sorted(_layers, key=_number)]
 
 
 def _number(layer: "Float8Linear") -> int:
     return -1 if layer.delayed is None else layer.delayed.notes.number
-
-
-def _modules_of(parameter: Tensor) -> Iterable[nn.Module]:
-    return [info.module for info in getattr(parameter, "_param_infos", ())]
 
 
 def _sum_of_bits(weight: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -70,7 +71,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The buffers that `module` itself holds; reading them takes less time than attributes do."""
     return module._buffers
 
@@ -78,6 +79,18 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The submodules that `module` itself holds."""
     return module._modules
+
+
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """`list(module.modules())`, in a quarter of the time: that is a generator within a generator for every level."""
+    found: dict[nn.Module, None] = {}
+    left: list[nn.Module | None] = [module]
+    while left:
+        current = left.pop()
+        if current is not None and current not in found:
+            found[current] = None
+            left += [*current._modules.values()][::-1]
+    return list(found)
 
 
 def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -101,6 +114,12 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor, without importing what only distributed programs have loaded."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def to_list(x: Tensor) -> list[Any]:

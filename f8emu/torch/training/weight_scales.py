@@ -18,8 +18,7 @@ from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import new_zeros
-from f8emu.torch.training.delayed_update import is_dtensor
-from f8emu.torch.training.torch_internals import foreach_copy
+from f8emu.torch.training.torch_internals import foreach_copy, is_dtensor
 
 _ALIGNMENT = 4
 """Floats: the GEMMs take scales that lie at multiples of 16 bytes."""
