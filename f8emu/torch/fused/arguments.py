@@ -43,8 +43,8 @@ def empty_codes(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, c
     check_one_float(call, "inv_scale", inv_scale, x)
     format, (m, n) = named_format(call, fmt), x.shape
     return (
-        new_codes(x, format, m, n) if rows else _absent(x, CODES[format.name]),
-        new_codes(x, format, n, m) if cols else _absent(x, CODES[format.name]),
+        new_codes(x, format, m, n) if rows else absent(x, CODES[format.name]),
+        new_codes(x, format, n, m) if cols else absent(x, CODES[format.name]),
     )
 
 
@@ -107,7 +107,7 @@ def check_one_float(call: str, name: str, value: Tensor, x: Tensor) -> None:
     _check_device(call, name, value, x)
 
 
-def _absent(x: Tensor, dtype: torch.dtype) -> Tensor:
+def absent(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The empty tensor that is returned for a result that was not requested."""
     return x.new_empty((0, 0), dtype=dtype) if is_watched(x) else _nothing(x.device, dtype)
 
@@ -126,7 +126,7 @@ def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
 def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int) -> tuple[Tensor, Tensor]:
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
-        return _absent(x, CODES[format.name]), _absent(x, torch.float32)
+        return absent(x, CODES[format.name]), absent(x, torch.float32)
     is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
     if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or tuple(amax.shape) == (rows, 1)):
         raise OperandError(

@@ -33,6 +33,7 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import (
+    absent,
     block_granularity,
     empty_blocks,
     empty_codes,
@@ -184,8 +185,8 @@ def amax_count(shape: Sequence[int]) -> int:
     return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 
 
-_PAIRS: dict[Any, tuple[Any, torch.dtype, tuple[torch.Size, ...]]] = {}
-"""Signature of a `cast_pair` of contiguous tensors -> its plan, the dtype of codes and the shapes of its results."""
+_PAIRS: dict[Any, tuple[Any, list[tuple[torch.Size | None, torch.dtype]]]] = {}
+"""Signature of a `cast_pair` of contiguous tensors -> its plan, and shapes (None: absent) and dtypes of its results."""
 _MOST_PAIRS = 4096
 
 
@@ -205,10 +206,10 @@ def cast_pair(
     signature = (signature_of(x), signature_of(row_amax), signature_of(col_amax), settings)
     known = _PAIRS.get(signature)
     if known is not None:  # checked before, and planned
-        plan, dtype, shapes = known
-        codes, scale, col_codes, col_scale = (
-            x.new_empty(shape, dtype=torch.float32 if i % 2 else dtype) for i, shape in enumerate(shapes)
-        )
+        plan, results = known
+        codes, scale, col_codes, col_scale = [
+            absent(x, dtype) if shape is None else x.new_empty(shape, dtype=dtype) for shape, dtype in results
+        ]
         row_source = x if row_amax is None else row_amax
         plan(x, row_source, codes, scale, x if col_amax is None else col_amax, col_codes, col_scale)
         return codes, scale, col_codes, col_scale
@@ -234,7 +235,7 @@ def cast_pair(
     if is_direct:
         if len(_PAIRS) >= _MOST_PAIRS:
             _PAIRS.clear()  # one step, whatever other threads do
-        _PAIRS[signature] = plan, out[0].dtype, tuple(y.shape for y in out)
+        _PAIRS[signature] = plan, [(y.shape if y.numel() else None, y.dtype) for y in out]
     row_source, col_source = (x if source is None else source for source in sources)
     plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])
     return out

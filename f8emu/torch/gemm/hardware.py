@@ -37,14 +37,15 @@ def scaled_mm(
     Raises:
         UnsupportedError: blockwise scales on a device that is not Hopper.
     """
-    a = _aligned(a)
-    b = _aligned_columns(b)
+    is_traced = is_watched(a)
+    a = _aligned(a, is_traced)
+    b = _aligned_columns(b, is_traced)
     if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,
-            _aligned_scale(scale_a),
-            _aligned_scale(scale_b),
+            _aligned_scale(scale_a, is_traced),
+            _aligned_scale(scale_b, is_traced),
             bias=None if bias is None else bias.contiguous(),
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
@@ -77,9 +78,10 @@ def scaled_grouped_mm(
         UnsupportedError: a device that is not Hopper.
     """
     require_hopper("scaled_grouped_mm", a.device)
+    is_traced = is_watched(a)
     return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
-        _aligned(a),
-        _aligned(b.mT).mT,
+        _aligned(a, is_traced),
+        _aligned(b.mT, is_traced).mT,
         scale_a,
         scale_b,
         offs=offs.contiguous(),
@@ -112,7 +114,7 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
     """
     rows, blocks = scale.shape
     if granularity is Granularity.BLOCKWISE_1X128:
-        if scale.stride() == (1, rows) and _starts_aligned(scale):
+        if scale.stride() == (1, rows) and _starts_aligned(scale, is_watched(scale)):
             return scale
         return torch.empty_strided((rows, blocks), (1, rows), dtype=scale.dtype, device=scale.device).copy_(scale)
     padded = -(-blocks // 4) * 4
@@ -121,36 +123,37 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
     return out
 
 
-def _aligned(x: Tensor) -> Tensor:
+def _aligned(x: Tensor, is_traced: bool) -> Tensor:
     """A row-major float8 matrix, or a stack of them; copied unless it is aligned as the tensor core needs."""
     # The stride of a dimension of size 1 is never read, but the library checks it.
     is_canonical = x.shape[-2] > 1 or x.stride(-2) == x.shape[-1]
-    is_aligned = _starts_aligned(x) and all(stride % _ALIGNMENT == 0 for stride in x.stride()[:-1])
+    is_aligned = _starts_aligned(x, is_traced) and not any([stride % _ALIGNMENT for stride in x.stride()[:-1]])
     return x if is_canonical and is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _aligned_columns(b: Tensor) -> Tensor:
+def _aligned_columns(b: Tensor, is_traced: bool) -> Tensor:
     """As `_aligned`, for a column-major matrix."""
     is_canonical = b.shape[1] > 1 or b.stride(1) == b.shape[0]
-    return b if is_canonical and _starts_aligned(b) and b.stride(1) % _ALIGNMENT == 0 else _aligned(b.t()).t()
+    is_aligned = _starts_aligned(b, is_traced) and b.stride(1) % _ALIGNMENT == 0
+    return b if is_canonical and is_aligned else _aligned(b.t(), is_traced).t()
 
 
-def _aligned_scale(scale: Tensor) -> Tensor:
+def _aligned_scale(scale: Tensor, is_traced: bool) -> Tensor:
     """The scale; copied unless aligned to 16 bytes, which the library requires here too."""
-    return scale if _starts_aligned(scale) else scale.clone()
+    return scale if _starts_aligned(scale, is_traced) else scale.clone()
 
 
 def _readable(x: Tensor) -> Tensor:
     """A bfloat16 matrix of any layout; a row-major copy unless it is aligned as the tensor core needs."""
     is_canonical = 1 in x.stride() and all(s == 1 or s * x.element_size() % _ALIGNMENT == 0 for s in x.stride())
-    return x if is_canonical and _starts_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    return x if is_canonical and _starts_aligned(x, is_watched(x)) else x.clone(memory_format=torch.contiguous_format)
 
 
-def _starts_aligned(x: Tensor) -> bool:
+def _starts_aligned(x: Tensor, is_traced: bool) -> bool:
     """Whether the first element is aligned to 16 bytes; while a graph is traced, judged by its storage offset.
 
     Storages are aligned, and compiled code copies inputs that are less aligned than the traced ones.
     """
-    if is_watched(x):
+    if is_traced:
         return x.storage_offset() * x.element_size() % _ALIGNMENT == 0
     return x.data_ptr() % _ALIGNMENT == 0

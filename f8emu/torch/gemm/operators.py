@@ -54,9 +54,12 @@ def scaled_mm(
     """`f8emu.torch.scaled_mm`, its granularities as names."""
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     # 1. Checks and choice of engine: once per signature. Not cached in a trace, whose sizes may be symbols.
-    others = (granularity_a, granularity_b, split_k, chip)
-    signature = None if is_watched(a) else (engine, *options.values(), *others, a, b, scale_a, scale_b)
-    known = None if signature is None else _CHECKED.get(signature := tuple(map(signature_of, signature)))
+    signature = None
+    if not is_watched(a):
+        operands = (signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias))
+        settings = (out_dtype, use_fast_accum, engine, granularity_a, granularity_b, split_k, chip)
+        signature = operands, settings
+    known = None if signature is None else _CHECKED.get(signature)
     if known is None:
         pair = check_scaled_mm(
             a,
