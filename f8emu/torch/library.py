@@ -110,9 +110,11 @@ def differentiable_once(backward: Implementation) -> Implementation:
 
     @wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return found
         if not any(isinstance(grad, Tensor) and grad.requires_grad for grad in grads):
             return found

@@ -105,6 +105,7 @@ def float8_matmul(
     """
     recipe = plan.recipe
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
+    is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
     with torch.no_grad():
         if tap is not None:
             if plan.layout is None or plan.layout.input.gather is None:  # else the layer shows what it gathers
@@ -124,23 +125,23 @@ def float8_matmul(
         else:
             w, _, source = cast_delayed(weight, rows, None, of_weight, recipe.scale_rule)
             assert w is not None, "it was requested"
+        product = None if is_recomputed else _product(x.output, w, plan, input.dtype, tap)
     # 2. Save before computing the product: when activation checkpointing recomputes a region, it stops once everything
     #    is saved again, so the region's last product is not recomputed.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
     #    The product is computed outside of the autograd function: inside, torch 2.11 would save it in a compiled
     #    checkpointed region. Where nothing is recomputed, it goes in as an argument, and `Output` is not needed.
-    is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
-    product = None if is_recomputed else _product(x.output, w, plan, input.dtype, tap)
     saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
     output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product, tap)
     # 3. output.
     if product is None:
-        output = Output.apply(output, _product(x.output, w, plan, input.dtype, tap))
+        with torch.no_grad():
+            product = _product(x.output, w, plan, input.dtype, tap)
+        output = Output.apply(output, product)
     return output
 
 
-@torch.no_grad()
 def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype, tap: Tap | None) -> Tensor:
     product = gemm(x, w, plan.recipe.output, dtype, plan.engine, plan.recipe.chip)
     if tap is not None:
