@@ -5,7 +5,7 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -227,11 +227,6 @@ class DelayedBuffers(nn.Module):
         if is_lost:
             self.reset()
         return self
-
-
-def tensors_of(states: Iterable[DelayedBuffers], names: Sequence[str]) -> list[Tensor]:
-    """The tensors of these names, state by state."""
-    return [own[name] for own in map(own_buffers, states) for name in names]
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

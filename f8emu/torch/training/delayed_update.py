@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused.delayed import take_amaxes, update_delayed
-from f8emu.torch.training.delayed import AMAXES, INV_SCALES, DelayedBuffers, DelayedScalingError, tensors_of
+from f8emu.torch.training.delayed import AMAXES, INV_SCALES, DelayedBuffers, DelayedScalingError
 from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
 
@@ -69,7 +69,7 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
     for (device, groups, _), found in alike.items():
         together.setdefault((device, groups), []).append(found)
     for (_, groups), of_recipes in together.items():
-        taken = take_amaxes(tensors_of(chain(*of_recipes), AMAXES))
+        taken = take_amaxes([own[name] for own in map(own_buffers, chain(*of_recipes)) for name in AMAXES])
         for group in groups:
             if not is_compiling:
                 names = tuple([buffers.notes.name for buffers in chain(*of_recipes)])
@@ -93,11 +93,12 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
 def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tensor:
     delayed, rule = recipe.delayed, recipe.scale_rule
     assert delayed is not None, "only such a recipe has a state"
+    owns = [own_buffers(buffers) for buffers in found]
     return update_delayed(
         taken,
-        tensors_of(found, ("amax_history",)),
-        tensors_of(found, INV_SCALES),
-        tensors_of(found, ("counts",)),
+        [own["amax_history"] for own in owns],
+        [own[name] for own in owns for name in INV_SCALES],
+        [own["counts"] for own in owns],
         found[0].formats,
         rule.power_of_two,
         rule.amax_floor,
