@@ -22,6 +22,9 @@ _LARGEST = _EXTENTS[-1]
 _MOST_PADDED = 1 << 20
 """Elements: beyond it, what is computed in vain takes longer than a program takes to compile."""
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+"""JAX compiles again for another mesh. A backward pass has this one around, and an eager call outside of it has none."""
+
 
 def is_shared(*arrays: Any) -> bool:
     """Whether a call of these arrays may be padded on the host: an eager one of small arrays, on one CPU."""
@@ -40,7 +43,8 @@ def elementwise(function: Callable[..., Any], first: jax.Array, *others: Any, **
     if not is_shared(first):
         return function(*arrays, **static)
     rows = (np.broadcast_to(np.asarray(x), first.shape).reshape(1, -1) for x in arrays)
-    found = function(*(_placed(first, _extended(x, 1, _extent(first.size))) for x in rows), **static)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        found = function(*(_placed(first, _extended(x, 1, _extent(first.size))) for x in rows), **static)
     return jax.tree.map(lambda y: _like(first, np.asarray(y)[0, : first.size].reshape(first.shape)), found)
 
 
@@ -56,7 +60,8 @@ def by_groups(function: Callable[[jax.Array], jax.Array], x: jax.Array, extents:
         return None
     whole = _extended(np.asarray(x), counts[0] * extents[0], counts[1] * extents[1])
     groups = whole.reshape(counts[0], extents[0], counts[1], extents[1]).transpose(0, 2, 1, 3).reshape(shape)
-    found = np.asarray(function(_placed(x, _extended(groups, rows, columns))))
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        found = np.asarray(function(_placed(x, _extended(groups, rows, columns))))
     return _like(x, found[: shape[0]].reshape(counts))
 
 
