@@ -23,7 +23,7 @@ _MOST_PADDED = 1 << 20
 """Elements: beyond it, what is computed in vain takes longer than a program takes to compile."""
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-"""JAX compiles again for another mesh. A backward pass has this one around, and an eager call outside of it has none."""
+"""JAX compiles again for another mesh: a backward pass has this one around, and an eager call outside of it none."""
 
 
 def is_shared(*arrays: Any) -> bool:

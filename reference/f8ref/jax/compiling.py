@@ -13,7 +13,7 @@ _ON_CPU: dict[str, str | bool | int] = {"xla_cpu_prefer_vector_width": "512", "x
 the higher optimisation levels add takes a seventh of the compilation, and makes nothing here faster."""
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-"""JAX compiles again for another mesh. A backward pass has this one around, and an eager call outside of it has none."""
+"""JAX compiles again for another mesh: a backward pass has this one around, and an eager call outside of it none."""
 
 
 def program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
