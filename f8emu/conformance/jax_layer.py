@@ -10,6 +10,7 @@ Taps are on functions of the whole process, so one case runs at a time. JAX is i
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -182,18 +183,20 @@ def _tapped() -> Iterator[list[Executed]]:
 
     executed: list[Executed] = []
 
-    def record(*arrays: Any) -> None:
-        a, b, scale_a, scale_b, product = (None if x is None else np.array(x) for x in arrays)
-        assert a is not None and b is not None and product is not None, "only scales may be missing"
-        executed.append(Executed(a, b, scale_a, scale_b, product))
+    def record(is_transposed: bool, a: Any, b: Any, result: Any, *scales: Any) -> None:
+        # What is turned is turned here: every eager transpose would be a program.
+        operands = np.array(a), np.array(b).T
+        scale_a, scale_b = (np.array(scales[0]), np.array(scales[1]).T) if scales else (None, None)
+        product = np.array(result)
+        executed.append(Executed(*operands, scale_a, scale_b, product.T if is_transposed else product))
 
     def tapped(run: Callable[..., Any], is_scaled: bool) -> Callable[..., Any]:
         def call(a: Any, b: Any, *rest: Any, **options: Any) -> Any:
             result = run(a, b, *rest, **options)
-            scales = (rest[0], rest[1].T) if is_scaled else (None, None)
-            operands = (a, b.T, *scales, result.T if options.get("transposed") else result)
-            is_traced = any(isinstance(x, Tracer) for x in operands)
-            jax.debug.callback(record, *operands) if is_traced else record(*operands)
+            seen = partial(record, bool(options.get("transposed")))
+            arrays = (a, b, result, *(rest[:2] if is_scaled else ()))
+            is_traced = any(isinstance(x, Tracer) for x in arrays)
+            jax.debug.callback(seen, *arrays) if is_traced else seen(*arrays)
             return result
 
         return call

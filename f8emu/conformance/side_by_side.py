@@ -51,15 +51,16 @@ def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
 
     Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each, of f8emu.jax
     two: its jitted layers share no program with others, while eager ones find the GEMMs of other stages compiled.
-    Formats and scales are so short that every subject is a part.
+    Those of torch wait for compilers in turn, and are the longest part. Formats and scales are so short that every
+    subject is a part.
     """
     left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
     multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
     values = tuple(stage for stage in left if stage not in multiplied)
     first, second = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
     rest = tuple(name for name in subjects if name not in (*first, *second))
-    found = [Part(tuple(layers), first, LayerMode.COMPILED), Part(multiplied, tuple(subjects))]
-    found += [Part(tuple(layers), first, LayerMode.EAGER), Part(tuple(layers), second)]
+    found = [Part(tuple(layers), second), Part(tuple(layers), first, LayerMode.COMPILED)]
+    found += [Part(multiplied, tuple(subjects)), Part(tuple(layers), first, LayerMode.EAGER)]
     found += [Part(tuple(layers), rest), *(Part(values, (name,)) for name in subjects)]
     return [part for part in found if part.stages and part.subjects]
 

@@ -20,10 +20,12 @@ from f8emu.jax import bits
 from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format, require_values, rows_of
 from f8emu.jax.lowering import without_gradient
 from f8emu.jax.scale import Block, require_scales, spread
+from f8emu.jax.sharing import elementwise, is_shared, repeated
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, HIGH_PRECISION, Format, Overflow
 from f8emu.spec.scaling import Granularity, granularity_by_name
 
+_ONE: Block = (1, 1)
 _DECODABLE = (*FLOAT8_NAMES, E8M0FNU.name, BFLOAT16.name, FLOAT16.name)
 
 
@@ -40,7 +42,7 @@ def decode(x: jax.Array) -> jax.Array:
         UnsupportedError: a derivative.
     """
     source = format_of("decode", "x", x, _DECODABLE)
-    return _decode(without_gradient("decode", jnp.asarray(x)), source)
+    return elementwise(_decode, without_gradient("decode", jnp.asarray(x)), format=source)
 
 
 def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -60,7 +62,8 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -
         UnsupportedError: a derivative.
     """
     require_values("cast", x)
-    return _cast(without_gradient("cast", jnp.asarray(x)), float8_format("cast", format), Overflow(overflow))
+    target = float8_format("cast", format)
+    return elementwise(_cast, without_gradient("cast", jnp.asarray(x)), format=target, overflow=Overflow(overflow))
 
 
 def quantize(
@@ -119,7 +122,11 @@ def dequantize(
     rows, k = rows_of("dequantize", codes, name="codes")
     scale = require_scales("dequantize", "scale", scale, rows, k, granularity, codes.shape)
     codes, scale = without_gradient("dequantize", (jnp.asarray(codes), scale))
-    return _dequantize(codes.reshape(rows, k), scale, source, target, granularity.block).reshape(codes.shape)
+    matrix, static = codes.reshape(rows, k), {"source": source, "target": target}
+    if is_shared(matrix, scale):
+        factor = repeated(scale, granularity.block, matrix.shape)
+        return elementwise(_dequantize, matrix, factor, **static, block=_ONE).reshape(codes.shape)
+    return _dequantize(matrix, scale, **static, block=granularity.block).reshape(codes.shape)
 
 
 def encode(values: jax.Array, format: Format, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -170,9 +177,15 @@ def scaled(x: jax.Array, inv_scale: jax.Array) -> jax.Array:
     return jnp.where(is_subnormal, bits.float32_of(fraction), value) * jnp.where(is_subnormal, third, second)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "block"))
 def quantize_blocks(x: jax.Array, inv_scale: jax.Array, format: Format, block: Block) -> jax.Array:
     """`quantize` for any blocks of a matrix, one inv_scale each."""
+    if is_shared(x, inv_scale):
+        return elementwise(_quantize, x, repeated(inv_scale, block, x.shape), format=format, block=_ONE)
+    return _quantize(x, inv_scale, format, block)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "block"))
+def _quantize(x: jax.Array, inv_scale: jax.Array, format: Format, block: Block) -> jax.Array:
     return bits.typed(encode(scaled(x, spread(inv_scale, block, x.shape)), format), format)
 
 

@@ -11,6 +11,7 @@ Raises: OperandError for a wrong dtype, rank or shape; SpecError for an unknown 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from f8emu.jax.dtypes import CHIP, float8_format, format_of, require_values
 from f8emu.jax.fused import block_kernels, kernels, plain
 from f8emu.jax.fused.choice import kernel_or_plain
 from f8emu.jax.fused.plain import Cast
+from f8emu.jax.sharing import is_shared
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import Granularity, ScaleRule
@@ -99,14 +101,29 @@ def cast_blocks(
     )
 
 
-@jax.jit
+def _program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: one program, in which XLA fuses what the function does; not of a small eager call on a CPU."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        whole = jax.jit(function, static_argnames=static)
+
+        @functools.wraps(function)
+        def call(x: jax.Array, *args: Any, **settings: Any) -> Any:
+            return (function if is_shared(x) else whole)(x, *args, **settings)
+
+        return call
+
+    return compiled
+
+
+@_program()
 def _row_col_amax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not _fits(x):
         return plain.row_col_amax(x)
     return kernel_or_plain(kernels.row_col_amax, plain.row_col_amax, x)
 
 
-@functools.partial(jax.jit, static_argnames="format")
+@_program("format")
 def _cast_both(x: jax.Array, inv_scale: jax.Array, *, format: Format) -> Any:
     def cast_by(cast_pair: Any) -> Any:
         return lambda x, inv_scale: cast_pair(x, inv_scale, inv_scale, format=format)
@@ -116,7 +133,7 @@ def _cast_both(x: jax.Array, inv_scale: jax.Array, *, format: Format) -> Any:
     return kernel_or_plain(cast_by(kernels.cast_pair), cast_by(plain.cast_pair), x, inv_scale)
 
 
-@functools.partial(jax.jit, static_argnames="format")
+@_program("format")
 def _cast_pair(
     x: jax.Array, row_inv_scale: jax.Array | None, col_inv_scale: jax.Array | None, *, format: Format
 ) -> Any:
@@ -127,7 +144,7 @@ def _cast_pair(
     return kernel_or_plain(given, functools.partial(plain.cast_pair, format=format), *args)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "rows", "cols"))
+@_program("format", "rows", "cols")
 def _cast_pair_amax(x: jax.Array, inv_scale: jax.Array, **settings: Any) -> Any:
     if not _fits(x, settings["format"]) or not (settings["rows"] or settings["cols"]):
         return plain.cast_pair_amax(x, inv_scale, **settings)
@@ -135,7 +152,7 @@ def _cast_pair_amax(x: jax.Array, inv_scale: jax.Array, **settings: Any) -> Any:
     return kernel_or_plain(given, functools.partial(plain.cast_pair_amax, **settings), x, inv_scale)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "rule"))
+@_program("format", "rule")
 def _cast_rows(x: jax.Array, **settings: Any) -> Cast:
     if not _fits(x, settings["format"]) or x.shape[1] > kernels.LONGEST_ROW:
         return plain.cast_rows(x, **settings)
@@ -143,7 +160,7 @@ def _cast_rows(x: jax.Array, **settings: Any) -> Cast:
     return kernel_or_plain(given, functools.partial(plain.cast_rows, **settings), x)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "rule", "row_granularity", "col_granularity"))
+@_program("format", "rule", "row_granularity", "col_granularity")
 def _cast_blocks(x: jax.Array, **settings: Any) -> Any:
     is_nothing = settings["row_granularity"] is None and settings["col_granularity"] is None
     if not _fits(x, settings["format"]) or is_nothing:

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from f8emu.jax.lowering import is_partitioned
+from f8emu.jax.sharing import is_shared
 
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability that converts to float8 and multiplies it."""
@@ -40,18 +41,19 @@ def kernel_or_plain(
 
     `runs_here`, asked when a program for CUDA is lowered, says whether the devices are those that the kernel is for.
 
-    Only the one that is chosen is lowered, so that a program for a CPU has no trace of the kernel.
+    Only the one that is chosen is lowered, and a kernel is traced only then. A small eager call on a CPU is no program:
+    the parts of plain JAX share theirs (`sharing`).
     """
     leaves, tree = jax.tree.flatten(args)
+    if is_shared(*leaves):
+        return plain(*args)
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
 
-    # The kernel is traced for shapes alone: in `jax.shard_map` it need not know along which axes its arguments vary.
-    # The results vary as those of plain JAX do.
-    bare = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    # The results vary along the axes of `jax.shard_map` as those of plain JAX do.
     jaxpr, shapes = jax.make_jaxpr(flat(plain), return_shape=True)(*leaves)
-    found = _choice.bind(*leaves, kernel=jax.make_jaxpr(flat(kernel))(*bare), plain=jaxpr, runs_here=runs_here)
+    found = _choice.bind(*leaves, kernel=flat(kernel), plain=jaxpr, runs_here=runs_here)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
 
@@ -66,17 +68,26 @@ def _lower_plain(ctx: mlir.LoweringRuleContext, *args: Any, plain: ClosedJaxpr, 
 
 
 def _lower_for_cuda(
-    ctx: mlir.LoweringRuleContext, *args: Any, kernel: ClosedJaxpr, plain: ClosedJaxpr, runs_here: Callable[[], bool]
+    ctx: mlir.LoweringRuleContext,
+    *args: Any,
+    kernel: Callable[..., Any],
+    plain: ClosedJaxpr,
+    runs_here: Callable[[], bool],
 ) -> Sequence[Any]:
-    chosen = kernel if runs_here() and not is_partitioned(ctx) else plain
-    return mlir.lower_fun(jaxpr_as_fun(chosen), multiple_results=True)(ctx, *args)
+    if not runs_here() or is_partitioned(ctx):
+        return _lower_plain(ctx, *args, plain=plain)
+    # Traced for shapes alone: in `jax.shard_map` a kernel need not know along which axes its arguments vary.
+    bare = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
+    return _lower_plain(ctx, *args, plain=jax.make_jaxpr(kernel)(*bare))
 
 
-def _batch(args: Any, axes: Any, *, kernel: ClosedJaxpr, plain: ClosedJaxpr, runs_here: Callable[[], bool]) -> Any:
-    def batched(jaxpr: ClosedJaxpr) -> Callable[..., Any]:
-        return jax.vmap(jaxpr_as_fun(jaxpr), in_axes=tuple(axes))
+def _batch(
+    args: Any, axes: Any, *, kernel: Callable[..., Any], plain: ClosedJaxpr, runs_here: Callable[[], bool]
+) -> Any:
+    def batched(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: jax.tree.leaves(jax.vmap(function, in_axes=tuple(axes))(*args))
 
-    found = kernel_or_plain(batched(kernel), batched(plain), *args, runs_here=runs_here)
+    found = kernel_or_plain(batched(kernel), batched(jaxpr_as_fun(plain)), *args, runs_here=runs_here)
     return found, (0,) * len(found)
 
 

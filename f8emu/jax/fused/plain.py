@@ -8,6 +8,7 @@ import jax
 
 from f8emu.jax.cast import quantize_blocks
 from f8emu.jax.scale import Block, group_amax, scales_of
+from f8emu.jax.sharing import transpose
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
@@ -32,7 +33,7 @@ def row_amax(x: jax.Array) -> jax.Array:
 
 def row_col_amax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The amaxes of the rows, [M, 1], and of the columns, [N, 1]."""
-    return group_amax(x, _ROW), group_amax(x, _COL).T
+    return group_amax(x, _ROW), transpose(group_amax(x, _COL))
 
 
 def cast_pair(
@@ -44,9 +45,10 @@ def cast_pair(
         rows = quantize_blocks(x, row_inv_scale, format, _ROW if row_inv_scale.size > 1 else _ALL)
     if col_inv_scale is not None:
         if rows is not None and row_inv_scale is col_inv_scale and col_inv_scale.size == 1:
-            cols = rows.T
+            cols = transpose(rows)
         else:
-            cols = quantize_blocks(x, col_inv_scale.T, format, _COL if col_inv_scale.size > 1 else _ALL).T
+            kind = _COL if col_inv_scale.size > 1 else _ALL
+            cols = transpose(quantize_blocks(x, transpose(col_inv_scale), format, kind))
     return rows, cols
 
 
@@ -80,7 +82,7 @@ def cast_blocks(
     else:
         block_n, block_m = col_granularity.block
         codes, scales = _cast(x, (block_m, block_n), format, rule)
-    return rows, (codes.T, Scales(scales.inv_scale.T, scales.scale.T))
+    return rows, (transpose(codes), Scales(*map(transpose, scales)))
 
 
 def _cast(x: jax.Array, block: Block, format: Format, rule: ScaleRule) -> Cast:

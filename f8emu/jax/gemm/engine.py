@@ -20,6 +20,7 @@ from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eag
 from f8emu.jax.fused.choice import cuda_capabilities
 from f8emu.jax.gemm import emulation, hardware, partition, planned
 from f8emu.jax.lowering import refuse_lowering
+from f8emu.jax.sharing import transpose
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
@@ -119,7 +120,7 @@ def scaled_mm(
         product = emulation.scaled_mm(
             a, b, scale_a, scale_b, granularities, bias=bias, **chain, split_k=slices(a, b), chip=chip
         )
-        return product.T if transposed else product
+        return transpose(product) if transposed else product
 
     is_given = split_k is not None and not granularities[0].is_blockwise
     operands = (a, b, scale_a, scale_b, bias)
@@ -167,7 +168,7 @@ def mm(
         sizes = (a.shape[0], b.shape[1], a.shape[1])
         slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype, chip=chip) if split_k is None else split_k
         product = emulation.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip)
-        return product.T if transposed else product
+        return transpose(product) if transposed else product
 
     key = (out_dtype, split_k, layout)
     return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None, key, chip)

@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
+from f8emu.jax.sharing import transpose
 from f8emu.jax.training.operands import Deferred, Operand, Side, cast_both, cast_delayed
 from f8emu.jax.training.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
 from f8emu.spec.chips import CHIPS
@@ -241,14 +242,14 @@ def _gemm(
     where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": known_options()}
     where |= {"transposed": transposed, "sharded_k": plan.sharded_k, "chip": CHIPS[plan.recipe.chip]}
     if spec.is_high_precision:
-        product = engines.mm(a.codes, b.codes.T, out_dtype=out_dtype, layout=LAYOUTS[name], **where)
+        product = engines.mm(a.codes, transpose(b.codes), out_dtype=out_dtype, layout=LAYOUTS[name], **where)
     else:
         granularities = spec.scaled_gemm_granularities
         product = engines.scaled_mm(
             a.codes,
-            b.codes.T,
+            transpose(b.codes),
             _scale(a, granularities[0]),
-            _scale(b, granularities[1]).T,
+            transpose(_scale(b, granularities[1])),
             granularities,
             bias=None,
             out_dtype=out_dtype,
@@ -286,7 +287,7 @@ def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: 
         return side.operand(cast, rule, 0 if is_transposed else 1, after=after)
     if side is None or side.scale is not None or is_transposed:
         return side
-    return Operand(side.codes.T, None)
+    return Operand(transpose(side.codes), None)
 
 
 def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> Operand | None:

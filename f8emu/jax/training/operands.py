@@ -14,6 +14,7 @@ from jax import lax
 
 from f8emu.jax.fused import casts
 from f8emu.jax.scale import reciprocal, scales_of
+from f8emu.jax.sharing import transpose
 from f8emu.jax.training.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
@@ -203,7 +204,7 @@ def _high_precision(x: jax.Array, rows: Cast | None, cols: Cast | None) -> Pair:
     """Those operands that stay in high precision."""
     return (
         Operand(x.astype(jnp.bfloat16), None) if rows is not None and rows.format is None else None,
-        Operand(x.T.astype(jnp.bfloat16), None) if cols is not None and cols.format is None else None,
+        Operand(transpose(x).astype(jnp.bfloat16), None) if cols is not None and cols.format is None else None,
     )
 
 

@@ -40,7 +40,7 @@ class Number:
 
     @property
     def is_zero(self) -> bool:
-        return self.kind is Kind.FINITE and self.magnitude == 0
+        return self.kind is Kind.FINITE and not self.magnitude
 
     @property
     def value(self) -> Fraction:
@@ -72,10 +72,12 @@ def power_of_two(exponent: int) -> Fraction:
 
 def exponent_of(magnitude: Fraction) -> int:
     """The normalised exponent: the e with `2^e <= magnitude < 2^(e + 1)`, for a positive magnitude."""
-    assert magnitude > 0, magnitude
+    n, d = magnitude.numerator, magnitude.denominator
+    assert n > 0, magnitude
     # With n in [2^(i-1), 2^i) and d in [2^(j-1), 2^j), n / d is in (2^(i-j-1), 2^(i-j+1)): one of two binades.
-    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
-    return exponent if power_of_two(exponent) <= magnitude else exponent - 1
+    exponent = n.bit_length() - d.bit_length()
+    is_lower = n < d << exponent if exponent >= 0 else n << -exponent < d
+    return exponent - 1 if is_lower else exponent
 
 
 def multiply(x: Number, y: Number) -> Number:

@@ -29,7 +29,7 @@ from f8ref.jax.codec import codes, float32_bits, high_precision_format, round_to
 from f8ref.jax.compiling import program
 from f8ref.jax.scale import amax, reciprocal, scale_from_amax
 from f8ref.jax.scaled_mm import mm, scaled_mm
-from f8ref.jax.sharing import elementwise
+from f8ref.jax.sharing import elementwise, transpose
 
 
 def linear(
@@ -93,7 +93,9 @@ def _gemm(
 ) -> GemmTrace:
     gemm = recipe.gemms[name]
     a, b = (
-        _operand(recipe, source, cast, tensors[source].T if transposed else tensors[source], states.get(source))
+        _operand(
+            recipe, source, cast, transpose(tensors[source]) if transposed else tensors[source], states.get(source)
+        )
         for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), TRANSPOSED[name], strict=True)
     )
     return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype, split_k, chip))
@@ -118,7 +120,7 @@ def _operand(recipe: Recipe, tensor: str, cast: Cast, x: jax.Array, state: Delay
 
 def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_k: int, chip: Chip) -> jax.Array:
     if gemm.is_high_precision:
-        return mm(a.codes, b.codes.T, out_dtype=dtype, split_k=split_k, chip=chip)
+        return mm(a.codes, transpose(b.codes), out_dtype=dtype, split_k=split_k, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = a.scale, b.scale
     if granularity_a is Granularity.ROWWISE:  # one scale beside rowwise ones is repeated
@@ -126,9 +128,9 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_
         scale_b = jnp.broadcast_to(scale_b, (b.codes.shape[0], 1))
     return scaled_mm(
         a.codes,
-        b.codes.T,
+        transpose(b.codes),
         scale_a,
-        scale_b.T,
+        transpose(scale_b),
         granularity_a=granularity_a,
         granularity_b=granularity_b,
         out_dtype=dtype,

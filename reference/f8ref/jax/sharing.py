@@ -61,6 +61,11 @@ def repeated(x: jax.Array, times: int, axis: int, extent: int) -> jax.Array:
     return jax.lax.slice_in_dim(jnp.repeat(x, times, axis=axis), 0, extent, axis=axis)
 
 
+def transpose(x: jax.Array) -> jax.Array:
+    """The transpose of a matrix."""
+    return like(x, np.asarray(x).T) if is_shared(x) else x.T
+
+
 def shared_extent(extent: int) -> int:
     """An extent at least as large, of which there are few."""
     shared = _SMALLEST
