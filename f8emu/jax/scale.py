@@ -78,14 +78,24 @@ def _scales_of(amax: jax.Array, target: Format, rule: ScaleRule, margin: int) ->
     # A negative number is below the floor; a negative NaN is a NaN.
     is_below = (bits.sign_of(found) != 0) & ~bits.is_nan(found)
     magnitude = jnp.where(is_below, jnp.uint32(0), found & bits.MAGNITUDE)
-    inv_scale = bits.float32_of(inv_scale_bits(magnitude, target, rule, margin))
-    return Scales(inv_scale, reciprocal(inv_scale))
+    inv = inv_scale_bits(magnitude, target, rule, margin)
+    inv_scale = bits.float32_of(inv)
+    return Scales(inv_scale, bits.float32_of(inverse_power(inv)) if rule.power_of_two else reciprocal(inv_scale))
 
 
 @jax.jit
 def reciprocal(inv_scale: jax.Array) -> jax.Array:
     """`float32(1 / inv_scale)`, correctly rounded: the scale that belongs to it."""
     return bits.float32_of(divide(jnp.uint32(0x3F800000), bits.bits_of(inv_scale)))
+
+
+def inverse_power(inv: jax.Array) -> jax.Array:
+    """`divide(1, inv)` of a power of two that is no subnormal, of 0, infinity or NaN; no division is needed."""
+    field = inv >> 23
+    # 2^127 has a subnormal inverse, 2^-127; those of 0 and infinity are each other.
+    scale = jnp.where(field == 254, jnp.uint32(bits.HIDDEN >> 1), (jnp.uint32(254) - field) << 23)
+    scale = jnp.where(field == 0, jnp.uint32(bits.INFINITY), jnp.where(field == 255, jnp.uint32(0), scale))
+    return jnp.where(inv > bits.INFINITY, jnp.uint32(bits.NAN), scale)
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:

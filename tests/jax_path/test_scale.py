@@ -8,7 +8,7 @@ import pytest
 
 import f8ref.numpy as reference
 from f8emu.jax import scale as module
-from f8emu.jax.scale import amax, divide, reciprocal, scale_from_amax
+from f8emu.jax.scale import amax, divide, inverse_power, reciprocal, scale_from_amax
 from f8emu.spec import E4M3FN, E5M2, FLOAT8, Granularity, OperandError, ScaleRule, SpecError
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -60,6 +60,12 @@ def test_division_is_that_of_ieee() -> None:
     observed = jax.jit(divide)(jnp.asarray(a.view(np.uint32)), jnp.asarray(b.view(np.uint32)))
     assert_same_bits(observed, quotient(a, b).view(np.uint32))
     assert_same_bits(reciprocal(jnp.asarray(b)), quotient(np.float32(1), b))
+
+
+def test_the_inverse_of_a_power_of_two_needs_no_division() -> None:
+    """Of every inv_scale that such a rule gives."""
+    inv = jnp.asarray(np.append(np.arange(256, dtype=np.uint32) << 23, np.uint32(0x7FFFFFFF)))
+    assert_same_bits(inverse_power(inv), divide(jnp.uint32(0x3F800000), inv))
 
 
 @pytest.mark.parametrize("margin", [0, 6])
