@@ -122,7 +122,7 @@ def eager_options() -> Options:
 def is_eager(arrays: Iterable[Any]) -> bool:
     """Whether JAX neither traces nor transforms here, so that a call may compile a program with its own options."""
     # While JAX traces, arrays may still be concrete, closed over; the result of an operation is not.
-    return not any(isinstance(x, Tracer) for x in (*arrays, jnp.zeros(())))
+    return not any(isinstance(x, Tracer) for x in arrays) and not isinstance(jnp.zeros(()), Tracer)
 
 
 def _is_false(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 XLA compiles a program for every shape, for fifty milliseconds or more, and a layer outside of `jax.jit` has arrays of
 many. An eager call has its arrays at hand: numpy pads, cuts and transposes them, which compiles nothing and changes no
-bit. Inside of a trace, on other devices and for arrays so large that a copy would be seen, functions run on the arrays
-as they are.
+bit. The price is a call that takes some hundred microseconds more, however often it is repeated: what is repeated
+belongs in `jax.jit`. Inside of a trace, on other devices and for large arrays functions run on the arrays as they are.
 """
 
 import math
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from f8emu.jax.compiling import is_eager
 
-_EXTENTS = (1, 1 << 6, 1 << 10, 1 << 14, 1 << 18)
+_EXTENTS = (1, 1 << 6, 1 << 10, 1 << 14, 1 << 16, 1 << 18)
 """What extents are padded to."""
 _LARGEST = _EXTENTS[-1]
 _MOST_PADDED = 1 << 20
@@ -27,15 +27,18 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def is_shared(*arrays: Any) -> bool:
-    """Whether a call of these arrays may be padded on the host: an eager one of small arrays, on one CPU."""
-    if not all(isinstance(x, jax.Array) and 0 < x.size <= _LARGEST for x in arrays) or not is_eager(arrays):
+    """Whether a call of these arrays may be padded on the host: an eager one of small arrays, on one CPU.
+
+    Not of committed arrays beside others: the results would lie where the first one does.
+    """
+    if not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) and 0 < x.size <= _LARGEST for x in arrays):
         return False
-    devices = {device for x in arrays for device in x.devices()}
-    return len(devices) == 1 and devices.pop().platform == "cpu"
+    places = {(device, x.committed) for x in arrays for device in x.devices()}
+    return len(places) == 1 and places.pop()[0].platform == "cpu" and is_eager(arrays)
 
 
 def elementwise(function: Callable[..., Any], first: jax.Array, *others: Any, **static: Any) -> Any:
-    """`function(first, *others, **static)`, each element of the results being of one element of the arrays.
+    """`function(first, *others, **static)`, where an element of a result depends on one element of each array.
 
     The others broadcast to the first. Where that is shared, the function gets rows [1, extent].
     """
@@ -85,13 +88,14 @@ def _extent(size: int) -> int:
 
 
 def _placed(x: jax.Array, values: np.ndarray) -> jax.Array:
-    """An array on the device of `x`, which it says: to XLA that is part of a program."""
-    return jax.device_put(values, x.sharding)
+    """An array on the device of `x`, committed to it: to JAX that is part of a program. It may have another rank."""
+    (device,) = x.devices()
+    return jax.device_put(values, jax.sharding.SingleDeviceSharding(device))
 
 
 def _like(x: jax.Array, values: np.ndarray) -> jax.Array:
     """An array of JAX where `x` is."""
-    return jax.device_put(values, x.sharding) if x.committed else jnp.asarray(values)
+    return jax.device_put(values, x.sharding) if x.committed else jax.device_put(values)
 
 
 def _extended(x: np.ndarray, rows: int, columns: int) -> np.ndarray:

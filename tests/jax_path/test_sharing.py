@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import f8emu.jax as f8
 from f8emu.jax.fused import casts
@@ -77,3 +79,16 @@ def test_what_is_not_shared() -> None:
     jax.eval_shape(lambda x: seen.append(is_shared(x)), small)
     jax.eval_shape(partial(lambda x, y: seen.append(is_shared(x)), small), small)
     assert seen == [False, False]
+
+
+def test_where_arrays_lie() -> None:
+    """A sharding over one device may name every dimension; results lie where they would without sharing."""
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("a", "b", "c"))
+    x = jax.device_put(drawn((32, 24), jnp.bfloat16).reshape(4, 8, 24), NamedSharding(mesh, P("a", "b", "c")))
+    codes = f8.cast(x, E4M3FN)
+    assert codes.sharding == x.sharding
+    np.testing.assert_array_equal(
+        np.asarray(codes).view("u1"), np.asarray(jax.jit(f8.cast, static_argnums=1)(x, E4M3FN)).view("u1")
+    )
+    free, scale = jnp.ones((4, 8)), jax.device_put(jnp.ones((1, 1)), jax.devices()[0])
+    assert not is_shared(free, scale) and f8.quantize(free, scale, E4M3FN).committed

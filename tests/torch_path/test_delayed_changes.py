@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 
 import f8emu.torch as f8
 from f8emu.spec.trace import DelayedState
+from f8emu.torch.training import step_hooks
 from f8emu.torch.training.float8_linear import Float8Linear
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -284,3 +285,25 @@ def test_the_update_follows(change: Callable[[Model, Optimizer], Changed], way: 
     for name, layer in layers_of(bystander).items():
         after = state_of(layer)
         assert all(torch.equal(after[field], value) for field, value in kept[name].items()), "another model's"
+
+
+def test_a_model_that_another_thread_converts_meanwhile_is_updated(monkeypatch) -> None:
+    """It is added while a step sorts the layers: what that step keeps is without it."""
+    first, others = converted(16, 16, 16), []
+    optimizer, number = sgd(first), step_hooks._number
+
+    def converts(layer: Float8Linear) -> int:
+        if not others:
+            others.append(None)
+            others[0] = converted(16, 16)
+        return number(layer)
+
+    def step(model: Model, optimizer: Optimizer) -> None:
+        model(torch.randn(32, 16, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+
+    monkeypatch.setattr(step_hooks, "_number", converts)
+    step(first, optimizer)
+    step(others[0], sgd(others[0]))
+    delayed = others[0][0].delayed
+    assert min(delayed.inv_scale_input, delayed.inv_scale_weight, delayed.inv_scale_grad_output) > 0

@@ -63,8 +63,12 @@ _choice.def_impl(lambda *args, kernel, plain, runs_here: jaxpr_as_fun(plain)(*ar
 _choice.def_abstract_eval(lambda *_, kernel, plain, runs_here: plain.out_avals)
 
 
+def _lower(ctx: mlir.LoweringRuleContext, args: Sequence[Any], jaxpr: ClosedJaxpr) -> Sequence[Any]:
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *args)
+
+
 def _lower_plain(ctx: mlir.LoweringRuleContext, *args: Any, plain: ClosedJaxpr, **_: Any) -> Sequence[Any]:
-    return mlir.lower_fun(jaxpr_as_fun(plain), multiple_results=True)(ctx, *args)
+    return _lower(ctx, args, plain)
 
 
 def _lower_for_cuda(
@@ -75,10 +79,13 @@ def _lower_for_cuda(
     runs_here: Callable[[], bool],
 ) -> Sequence[Any]:
     if not runs_here() or is_partitioned(ctx):
-        return _lower_plain(ctx, *args, plain=plain)
+        return _lower(ctx, args, plain)
     # Traced for shapes alone: in `jax.shard_map` a kernel need not know along which axes its arguments vary.
     bare = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in plain.in_avals]
-    return _lower_plain(ctx, *args, plain=jax.make_jaxpr(kernel)(*bare))
+    traced = jax.make_jaxpr(kernel)(*bare)
+    found, wanted = ([(x.shape, x.dtype) for x in jaxpr.out_avals] for jaxpr in (traced, plain))
+    assert found == wanted, f"the kernel gives {found}, plain JAX {wanted}"
+    return _lower(ctx, args, traced)
 
 
 def _batch(

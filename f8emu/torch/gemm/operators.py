@@ -27,7 +27,7 @@ _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware requires."""
 _DEFAULT = f'"{HOPPER.name}"'
 _CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine]] = {}
-"""Signature of a `scaled_mm` that was checked -> its granularities and engine; the oldest entry is dropped first."""
+"""Signature of a `scaled_mm` that was checked -> its granularities and engine; emptied when it is full."""
 _MOST_CHECKED = 4096
 
 

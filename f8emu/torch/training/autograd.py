@@ -125,16 +125,16 @@ def float8_matmul(
         else:
             w, _, source = cast_delayed(weight, rows, None, of_weight, recipe.scale_rule)
             assert w is not None, "it was requested"
+        # 2. The product: it goes into the autograd function as an argument, and `Output` is not needed. Not where it is
+        #    recomputed: there everything is saved first, since activation checkpointing stops once all is saved again,
+        #    so that the region's last product is not recomputed. Nor is it computed inside of the autograd function,
+        #    where torch 2.11 would save it in a compiled checkpointed region.
         product = None if is_recomputed else _product(x.output, w, plan, input.dtype, tap)
-    # 2. Save before computing the product: when activation checkpointing recomputes a region, it stops once everything
-    #    is saved again, so the region's last product is not recomputed.
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
-    #    The product is computed outside of the autograd function: inside, torch 2.11 would save it in a compiled
-    #    checkpointed region. Where nothing is recomputed, it goes in as an argument, and `Output` is not needed.
     saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
     output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product, tap)
-    # 3. output.
+    # 3. The product where it is recomputed.
     if product is None:
         with torch.no_grad():
             product = _product(x.output, w, plan, input.dtype, tap)
@@ -143,6 +143,7 @@ def float8_matmul(
 
 
 def _product(x: Operand, w: Operand, plan: Plan, dtype: torch.dtype, tap: Tap | None) -> Tensor:
+    """`output`, summed over ranks where the layout says so; to be called without recording gradients."""
     product = gemm(x, w, plan.recipe.output, dtype, plan.engine, plan.recipe.chip)
     if tap is not None:
         show_gemm(tap.forward, "output", x, w, product)

@@ -5,6 +5,7 @@
 3. Histories, inv_scales and counts of all layers are updated in one launch. If no layer was called, nothing changes, so
    a second update in a step does nothing.
 4. The counts of infinite amaxes are copied to the host, and read at a later update, when the copy has arrived.
+5. Weights that are kept as float8 are cast again, by their new scales.
 """
 
 import warnings
@@ -22,7 +23,7 @@ from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused.delayed import take_amaxes, update_delayed
 from f8emu.torch.training.delayed import AMAXES, INV_SCALES, DelayedBuffers, DelayedScalingError
-from f8emu.torch.training.float8_weight import Float8Weight
+from f8emu.torch.training.float8_weight import refill
 from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
 
 if TYPE_CHECKING:
@@ -85,9 +86,7 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
         for buffers in sharded:
             buffers.are_set()
     for layer in layers:
-        weight = own_parameters(layer).get("weight")
-        if isinstance(weight, Float8Weight):
-            weight.refill()
+        refill(own_parameters(layer).get("weight"))
 
 
 def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tensor:

@@ -10,9 +10,10 @@ over a sample of them.
 """
 
 import inspect
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 _layers: "weakref.WeakSet[Float8Linear]" = weakref.WeakSet()
 """All layers with delayed scaling."""
+_changes = 0
+"""How often `follow_steps` was called."""
+_lock = threading.Lock()
 _inner: list[weakref.ref[Optimizer]] = []
 """The optimizers that stepped within the step that runs now."""
 
@@ -127,8 +131,10 @@ class WeightWatch:
 
 def follow_steps(layer: "Float8Linear") -> None:
     """Update the layer when an optimizer steps its weight."""
-    _layers.add(layer)
-    _in_order.cache_clear()
+    global _changes
+    with _lock:
+        _layers.add(layer)
+        _changes += 1
     _install()
 
 
@@ -213,7 +219,7 @@ def _placed(optimizers: Sequence[Optimizer]) -> Iterator[tuple["Float8Linear", i
     # FSDP1's flat parameters know the modules whose parameters they hold.
     flat = [x for x in parameters.values() if hasattr(x, "_param_infos")]
     of_modules = {id(info.module): order[id(x)] for x in flat for info in getattr(x, "_param_infos")}  # noqa: B009
-    for reference in _in_order():
+    for reference in _in_order(_changes):
         layer = reference()
         if layer is None or layer.delayed is None:
             continue
@@ -228,9 +234,12 @@ def _other_place(layer: "Float8Linear", order: dict[int, int], of_modules: dict[
     return next((place for place in places if place is not None), of_modules.get(id(layer)))
 
 
-@cache
-def _in_order() -> list["weakref.ref[Float8Linear]"]:
-    """The layers in the order of creation, which all ranks share; sorted again after `follow_steps`."""
+@lru_cache(maxsize=1)
+def _in_order(changes: int) -> list["weakref.ref[Float8Linear]"]:
+    """The layers in the order of creation, which all ranks share; sorted again after so many calls of `follow_steps`.
+
+    By their number, because a thread may add a layer while another one sorts.
+    """
     return [weakref.ref(layer) for layer in sorted(_layers, key=_number)]
 
 

@@ -36,7 +36,7 @@ def elementwise(function: Callable[..., Any], *arrays: jax.Array, **static: Any)
         whole = (x if x.ndim == len(shape) else x.reshape(*(1,) * (len(shape) - x.ndim), *x.shape) for x in arrays)
         return function(*whole, **static)
     flat = (np.broadcast_to(np.asarray(x), shape).reshape(-1) for x in arrays)
-    found = function(*(like(arrays[0], extended(x, shared_extent(size))) for x in flat), **static)
+    found = function(*(_placed(arrays[0], extended(x, shared_extent(size))) for x in flat), **static)
     return jax.tree.map(lambda y: like(arrays[0], np.asarray(y)[:size].reshape(shape)), found)
 
 
@@ -77,6 +77,12 @@ def shared_extent(extent: int) -> int:
 def like(x: jax.Array, values: np.ndarray) -> jax.Array:
     """An array of JAX where `x` is."""
     return jax.device_put(values, x.sharding) if x.committed else jnp.asarray(values)
+
+
+def _placed(x: jax.Array, values: np.ndarray) -> jax.Array:
+    """As `like`, of any rank: a sharding may name the dimensions of `x`."""
+    (device,) = x.devices()
+    return jax.device_put(values, jax.sharding.SingleDeviceSharding(device)) if x.committed else jnp.asarray(values)
 
 
 def extended(x: np.ndarray, *extents: int) -> np.ndarray:
