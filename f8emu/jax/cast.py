@@ -20,7 +20,7 @@ from f8emu.jax import bits
 from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format, require_values, rows_of
 from f8emu.jax.lowering import without_gradient
 from f8emu.jax.scale import Block, require_scales, spread
-from f8emu.jax.sharing import elementwise, is_shared, repeated
+from f8emu.jax.sharing import elementwise, in_rows, is_shared, repeated
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, HIGH_PRECISION, Format, Overflow
 from f8emu.spec.scaling import Granularity, granularity_by_name
@@ -125,7 +125,7 @@ def dequantize(
     matrix, static = codes.reshape(rows, k), {"source": source, "target": target}
     if is_shared(matrix, scale):
         factor = repeated(scale, granularity.block, matrix.shape)
-        return elementwise(_dequantize, matrix, factor, **static, block=_ONE).reshape(codes.shape)
+        return in_rows(_dequantize, matrix, factor, **static, block=_ONE).reshape(codes.shape)
     return _dequantize(matrix, scale, **static, block=granularity.block).reshape(codes.shape)
 
 
@@ -180,7 +180,7 @@ def scaled(x: jax.Array, inv_scale: jax.Array) -> jax.Array:
 def quantize_blocks(x: jax.Array, inv_scale: jax.Array, format: Format, block: Block) -> jax.Array:
     """`quantize` for any blocks of a matrix, one inv_scale each."""
     if is_shared(x, inv_scale):
-        return elementwise(_quantize, x, repeated(inv_scale, block, x.shape), format=format, block=_ONE)
+        return in_rows(_quantize, x, repeated(inv_scale, block, x.shape), format=format, block=_ONE)
     return _quantize(x, inv_scale, format, block)
 
 

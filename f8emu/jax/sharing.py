@@ -42,9 +42,14 @@ def elementwise(function: Callable[..., Any], first: jax.Array, *others: Any, **
 
     The others broadcast to the first. Where that is shared, the function gets rows [1, extent].
     """
-    arrays = first, *others
     if not is_shared(first):
-        return function(*arrays, **static)
+        return function(first, *others, **static)
+    return in_rows(function, first, *others, **static)
+
+
+def in_rows(function: Callable[..., Any], first: jax.Array, *others: Any, **static: Any) -> Any:
+    """`elementwise` of an array of `is_shared`."""
+    arrays = first, *others
     rows = (np.broadcast_to(np.asarray(x), first.shape).reshape(1, -1) for x in arrays)
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         found = function(*(_placed(first, _extended(x, 1, _extent(first.size))) for x in rows), **static)

@@ -101,39 +101,41 @@ def cast_blocks(
     )
 
 
-def _program(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: one program, in which XLA fuses what the function does; not of a small eager call on a CPU."""
+def _program(small: Callable[..., Any], *static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: one program, in which XLA fuses what the function does; `small` where its parts share programs."""
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         whole = jax.jit(function, static_argnames=static)
 
         @functools.wraps(function)
         def call(x: jax.Array, *args: Any, **settings: Any) -> Any:
-            return (function if is_shared(x) else whole)(x, *args, **settings)
+            return (small if is_shared(x) else whole)(x, *args, **settings)
 
         return call
 
     return compiled
 
 
-@_program()
+@_program(plain.row_col_amax)
 def _row_col_amax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if not _fits(x):
         return plain.row_col_amax(x)
     return kernel_or_plain(kernels.row_col_amax, plain.row_col_amax, x)
 
 
-@_program("format")
+def _under_one(cast_pair: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, inv_scale, *, format: cast_pair(x, inv_scale, inv_scale, format=format)
+
+
+@_program(_under_one(plain.cast_pair), "format")
 def _cast_both(x: jax.Array, inv_scale: jax.Array, *, format: Format) -> Any:
-    def cast_by(cast_pair: Any) -> Any:
-        return lambda x, inv_scale: cast_pair(x, inv_scale, inv_scale, format=format)
-
+    given, small = (functools.partial(_under_one(one), format=format) for one in (kernels.cast_pair, plain.cast_pair))
     if not _fits(x, format):
-        return cast_by(plain.cast_pair)(x, inv_scale)
-    return kernel_or_plain(cast_by(kernels.cast_pair), cast_by(plain.cast_pair), x, inv_scale)
+        return small(x, inv_scale)
+    return kernel_or_plain(given, small, x, inv_scale)
 
 
-@_program("format")
+@_program(plain.cast_pair, "format")
 def _cast_pair(
     x: jax.Array, row_inv_scale: jax.Array | None, col_inv_scale: jax.Array | None, *, format: Format
 ) -> Any:
@@ -144,7 +146,7 @@ def _cast_pair(
     return kernel_or_plain(given, functools.partial(plain.cast_pair, format=format), *args)
 
 
-@_program("format", "rows", "cols")
+@_program(plain.cast_pair_amax, "format", "rows", "cols")
 def _cast_pair_amax(x: jax.Array, inv_scale: jax.Array, **settings: Any) -> Any:
     if not _fits(x, settings["format"]) or not (settings["rows"] or settings["cols"]):
         return plain.cast_pair_amax(x, inv_scale, **settings)
@@ -152,7 +154,7 @@ def _cast_pair_amax(x: jax.Array, inv_scale: jax.Array, **settings: Any) -> Any:
     return kernel_or_plain(given, functools.partial(plain.cast_pair_amax, **settings), x, inv_scale)
 
 
-@_program("format", "rule")
+@_program(plain.cast_rows, "format", "rule")
 def _cast_rows(x: jax.Array, **settings: Any) -> Cast:
     if not _fits(x, settings["format"]) or x.shape[1] > kernels.LONGEST_ROW:
         return plain.cast_rows(x, **settings)
@@ -160,7 +162,7 @@ def _cast_rows(x: jax.Array, **settings: Any) -> Cast:
     return kernel_or_plain(given, functools.partial(plain.cast_rows, **settings), x)
 
 
-@_program("format", "rule", "row_granularity", "col_granularity")
+@_program(plain.cast_blocks, "format", "rule", "row_granularity", "col_granularity")
 def _cast_blocks(x: jax.Array, **settings: Any) -> Any:
     is_nothing = settings["row_granularity"] is None and settings["col_granularity"] is None
     if not _fits(x, settings["format"]) or is_nothing:

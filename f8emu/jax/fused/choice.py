@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from f8emu.jax.lowering import is_partitioned
-from f8emu.jax.sharing import is_shared
 
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability that converts to float8 and multiplies it."""
@@ -41,12 +40,9 @@ def kernel_or_plain(
 
     `runs_here`, asked when a program for CUDA is lowered, says whether the devices are those that the kernel is for.
 
-    Only the one that is chosen is lowered, and a kernel is traced only then. A small eager call on a CPU is no program:
-    the parts of plain JAX share theirs (`sharing`).
+    Only the one that is chosen is lowered, and a kernel is traced only then.
     """
     leaves, tree = jax.tree.flatten(args)
-    if is_shared(*leaves):
-        return plain(*args)
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *leaves: function(*jax.tree.unflatten(tree, leaves))

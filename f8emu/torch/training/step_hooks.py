@@ -217,8 +217,9 @@ def _placed(optimizers: Sequence[Optimizer]) -> Iterator[tuple["Float8Linear", i
     parameters = {id(x): x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]}
     order = {key: i for i, key in enumerate(parameters)}
     # FSDP1's flat parameters know the modules whose parameters they hold.
-    flat = [x for x in parameters.values() if hasattr(x, "_param_infos")]
-    of_modules = {id(info.module): order[id(x)] for x in flat for info in getattr(x, "_param_infos")}  # noqa: B009
+    of_modules = {
+        id(info.module): order[key] for key, x in parameters.items() for info in getattr(x, "_param_infos", ())
+    }
     for reference in _in_order(_changes):
         layer = reference()
         if layer is None or layer.delayed is None:
