@@ -3,6 +3,9 @@
     python -m benchmarks.jax_feed_forward --json OUT    RMSNorm, w1, w3, SiLU, product, w2, residual; 8,192 tokens
     python -m benchmarks.jax_feed_forward --blocks 4    several in a row
 
+A recipe alone is `dot_general` for each of the three layers, /feed_forward the block as one function, whose casts are
+fused with SiLU and product.
+
 Every subject is one program: the forward pass, the gradients of weights and input, and under delayed scaling the next
 states. Subjects take turns for several rounds, steps run back to back, and the figure is the median over rounds. Memory
 is the compiler's account of the program (`memory_analysis`): results and temporaries. Exit status 1 if a program of
@@ -31,11 +34,15 @@ from f8emu.spec import RECIPES
 
 BF16 = "bf16"
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
-SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
+FUSED = ("tensorwise", "rowwise", "delayed")
+"""The recipes under which `feed_forward` fuses its casts."""
+SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES), *(f"f8emu/{name}/feed_forward" for name in FUSED))
 FLOAT8_GEMM = "__cublas$lt$matmul$f8"
 """XLA's name for cuBLASLt's float8 GEMM."""
 
 Linear = Callable[[jax.Array, jax.Array], jax.Array]
+FeedForward = Callable[..., jax.Array]
+"""(x, w1, w2, w3) -> output."""
 
 
 class Program(NamedTuple):
@@ -123,34 +130,54 @@ def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
     library, _, name = subject.partition("/")
     if library == "flax":
         return _of_flax(name, tensors)
-    if subject == BF16:
-        product: Any = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-    elif RECIPES[name].delayed is not None:
-        return _of_delayed(name, tensors)
+    if subject != BF16 and RECIPES[recipe_of(subject)].delayed is not None:
+        return _of_delayed(subject, tensors)
+    blocks = len(tensors[2:]) // 4
+    if is_fused(subject):
+        block: FeedForward = f8emu.jax.feed_forward(recipe_of(subject))
     else:
-        product = f8emu.jax.dot_general(name)
-    linear: Linear = functools.partial(_linear, product)
+        bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+        product: Any = bf16 if subject == BF16 else f8emu.jax.dot_general(name)
+        block = _of_linears((functools.partial(_linear, product),) * 3)
 
     def step(x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(functools.partial(_blocks, (linear,) * len(_matrices(weights))), x, *weights)
+        output, backward = jax.vjp(functools.partial(_blocks, [block] * blocks), x, *weights)
         return output, backward(_after(output, grad))
 
     return Program(step, tensors)
 
 
-def _of_delayed(name: str, tensors: tuple[jax.Array, ...]) -> Program:
-    step = _delayed_step(name)
+def recipe_of(subject: str) -> str:
+    """The name of f8emu's recipe."""
+    return subject.split("/")[1]
+
+
+def is_fused(subject: str) -> bool:
+    """Whether the block is one function of f8emu."""
+    return subject.endswith("/feed_forward")
+
+
+def _of_delayed(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
+    step, name = delayed_step(subject), recipe_of(subject)
     states = [f8emu.jax.linear_delayed_state(name) for _ in _matrices(tensors[2:])]
     *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
     return Program(step, ([f8emu.jax.linear_delayed_settled(state) for state in states], *tensors))
 
 
-def _delayed_step(name: str) -> Callable[..., Any]:
+def delayed_step(subject: str) -> Callable[..., Any]:
+    """The step of a subject with delayed scaling, which takes three states a block first: of w1, w3 and w2."""
+    name = recipe_of(subject)
     product: Any = f8emu.jax.delayed_dot_general(name)
+    whole = f8emu.jax.delayed_feed_forward(name)
+
+    def block(states: Sequence[Any]) -> FeedForward:
+        of_w1, of_w3, of_w2 = states
+        if is_fused(subject):
+            return lambda x, *weights: whole(x, *weights, states=(of_w1, of_w2, of_w3))
+        return _of_linears([lambda x, w, s=s: product(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states])
 
     def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
-        linears = [lambda x, w, s=s: product(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states]
-        return _blocks(linears, x, *weights)
+        return _blocks([block(states[i : i + 3]) for i in range(0, len(states), 3)], x, *weights)
 
     def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
         output, backward = jax.vjp(blocks, x, weights, states)
@@ -192,7 +219,7 @@ def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
             lambda x, w, layer=layer, s=s: layer.apply({"params": {"kernel": w}, **s}, x)
             for layer, s in zip(layers, states, strict=True)
         ]
-        return _blocks(linears, x, *weights)
+        return _blocks([_of_linears(linears[i : i + 3]) for i in range(0, len(linears), 3)], x, *weights)
 
     def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
         output, backward = jax.vjp(blocks, x, weights, states)
@@ -216,26 +243,20 @@ def _matrices(weights: Sequence[jax.Array]) -> list[jax.Array]:
     return [w for w in weights if w.ndim == 2]
 
 
-def _blocks(linears: Sequence[Linear], x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """Blocks in a row, of four weights each."""
-    for i in range(len(weights) // 4):
-        x = _block(linears[3 * i : 3 * i + 3], x, *weights[4 * i : 4 * i + 4])
+def _blocks(feed_forwards: Sequence[FeedForward], x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """Blocks in a row, of four weights each: of the norm, w1, w3, w2."""
+    for i, feed_forward in enumerate(feed_forwards):
+        norm, w1, w3, w2 = weights[4 * i : 4 * i + 4]
+        wide = x.astype(jnp.float32)
+        scaled = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+        x = x + feed_forward(scaled.astype(jnp.bfloat16) * norm, w1, w2, w3)
     return x
 
 
-def _block(
-    linears: Sequence[Linear],
-    x: jax.Array,
-    norm: jax.Array,
-    w1: jax.Array,
-    w3: jax.Array,
-    w2: jax.Array,
-) -> jax.Array:
+def _of_linears(linears: Sequence[Linear]) -> FeedForward:
+    """The block of three layers: w1, w3, w2."""
     first, third, second = linears
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
-    y = scaled.astype(jnp.bfloat16) * norm
-    return x + second(jax.nn.silu(first(y, w1)) * third(y, w3), w2)
+    return lambda x, w1, w2, w3: second(jax.nn.silu(first(x, w1)) * third(x, w3), w2)
 
 
 def _tensors(tokens: int, dim: int, hidden: int, blocks: int) -> tuple[jax.Array, ...]:
@@ -277,7 +298,7 @@ def _compare(entries: Sequence[dict[str, Any]]) -> None:
 def _is_wrong(entry: dict[str, Any], is_gpu: bool, blocks: int) -> bool:
     if "failed" in entry or not entry.get("is_finite"):
         return True
-    recipe = RECIPES[entry["subject"].partition("/")[2]]
+    recipe = RECIPES[recipe_of(entry["subject"])]
     is_blockwise = recipe.output.a.granularity.is_blockwise
     gemms = sum(3 for gemm in recipe.gemms.values() if not gemm.is_high_precision)
     return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms * blocks

@@ -41,23 +41,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = functools.partial(feed_forward._tensors, 8192, 4096, 14336, given.blocks)
     tensors = shapes_on(of_device, jax.eval_shape(made))
     found: dict[str, int] = {}
-    for subject in (feed_forward.BF16, *(f"f8emu/{name}" for name in given.recipes)):
+    fused = [f"f8emu/{name}/feed_forward" for name in given.recipes if name in feed_forward.FUSED]
+    for subject in (feed_forward.BF16, *(f"f8emu/{name}" for name in given.recipes), *fused):
         step, arguments = _program(subject, tensors, of_device)
         memory = f8emu.jax.jit(step).lower(*arguments).compile().memory_analysis()
         found[subject] = memory.output_size_in_bytes + memory.temp_size_in_bytes
         ratio = found[subject] / found[feed_forward.BF16]
-        print(f"{subject:20}{found[subject]:12} bytes, {memory.temp_size_in_bytes:12} of temporaries {ratio:9.4f}")
+        print(f"{subject:32}{found[subject]:12} bytes, {memory.temp_size_in_bytes:12} of temporaries {ratio:9.4f}")
     return int(max(found.values()) >= 1.001 * found[feed_forward.BF16])
 
 
 def _program(subject: str, tensors: tuple[Any, ...], of_device: Any) -> tuple[Any, tuple[Any, ...]]:
     """A step, and the shapes of its arguments."""
-    name = subject.rpartition("/")[2]
-    if subject == feed_forward.BF16 or RECIPES[name].delayed is None:
+    name = "" if subject == feed_forward.BF16 else feed_forward.recipe_of(subject)
+    if not name or RECIPES[name].delayed is None:
         return feed_forward._program(subject, tensors)
     states = jax.eval_shape(lambda: [f8emu.jax.linear_delayed_state(name) for x in tensors[2:] if x.ndim == 2])
     settled = [type(s)(*(t if t is None else t._replace(initialized=None) for t in s)) for s in states]
-    return feed_forward._delayed_step(name), (shapes_on(of_device, settled), *tensors)
+    return feed_forward.delayed_step(subject), (shapes_on(of_device, settled), *tensors)
 
 
 if __name__ == "__main__":

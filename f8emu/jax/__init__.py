@@ -36,4 +36,8 @@ from f8emu.jax.training.dot_general import DelayedDotGeneral as DelayedDotGenera
 from f8emu.jax.training.dot_general import DotGeneral as DotGeneral
 from f8emu.jax.training.dot_general import delayed_dot_general as delayed_dot_general
 from f8emu.jax.training.dot_general import dot_general as dot_general
+from f8emu.jax.training.feed_forward import DelayedFeedForward as DelayedFeedForward
+from f8emu.jax.training.feed_forward import FeedForward as FeedForward
+from f8emu.jax.training.feed_forward import delayed_feed_forward as delayed_feed_forward
+from f8emu.jax.training.feed_forward import feed_forward as feed_forward
 from f8emu.spec.trace import Float8State as Float8State

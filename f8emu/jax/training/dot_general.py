@@ -59,7 +59,7 @@ def dot_general(
         OperandError: an unknown engine or way of sharded K, or specs that are none.
     """
     call = "dot_general"
-    static = _static_recipe(call, recipe, is_delayed=False)
+    static = static_recipe(call, recipe, is_delayed=False)
     return DotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
 
 
@@ -75,7 +75,7 @@ def delayed_dot_general(
         OperandError: an unknown engine or way of sharded K, or specs that are none.
     """
     call = "delayed_dot_general"
-    static = _static_recipe(call, recipe, is_delayed=True)
+    static = static_recipe(call, recipe, is_delayed=True)
     return DelayedDotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
 
 
@@ -151,7 +151,7 @@ class DelayedDotGeneral:
                 over the state.
         """
         call = "delayed_dot_general"
-        _require_state(call, self.recipe, state)
+        require_state(call, self.recipe, state)
         return _dot_general(
             call, self, lhs, rhs, state, dimension_numbers, precision, preferred_element_type, out_sharding
         )
@@ -209,7 +209,7 @@ def _dot_general(
         is_weight_transposed=weight_is_t,
         sharded_k=function.sharded_k,
         divided=along,
-        settled=None if state is None else _settled(state),
+        settled=None if state is None else is_settled(state),
         tap=function.tap,
     )
     if state is not None and lhs_b:
@@ -299,7 +299,8 @@ def _refuse_precision(call: str, precision: Any) -> None:
         )
 
 
-def _require_state(call: str, recipe: Recipe, state: Any) -> None:
+def require_state(call: str, recipe: Recipe, state: Any) -> None:
+    """Raise OperandError for what is no state of the recipe."""
     delayed = recipe.delayed
     assert delayed is not None, "it was checked when the function was made"
     fits = isinstance(state, Float8State)
@@ -329,12 +330,14 @@ def described_state(state: Any) -> str:
     return str(jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}", state))
 
 
-def _settled(state: Float8State) -> tuple[bool, bool, bool]:
+def is_settled(state: Float8State) -> tuple[bool, bool, bool]:
+    """Which tensors have a state without `initialized`."""
     x, w, g = (of_tensor is not None and of_tensor.initialized is None for of_tensor in state)
     return x, w, g
 
 
-def _static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
+def static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
+    """The recipe, or that of a name; SpecError for one that is none or that has the other kind of scaling."""
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
     if not isinstance(recipe, Recipe):
@@ -343,7 +346,8 @@ def _static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
             f"{type(recipe).__name__}; close over it, or make it a static argument of jit"
         )
     if (recipe.delayed is not None) != is_delayed:
-        other = "dot_general, which takes no state" if is_delayed else "delayed_dot_general, which takes a state"
+        sibling = call.removeprefix("delayed_") if is_delayed else f"delayed_{call}"
+        other = f"{sibling}, which takes {'no' if is_delayed else 'a'} state"
         kind = "without" if is_delayed else "with"
         raise SpecError(f"{call}: got recipe {recipe.name!r} {kind} delayed scaling; use {other}")
     return recipe

@@ -7,7 +7,7 @@
 Input and gradient are cast once for both of their GEMMs. Kept for the backward pass are the codes of `input^T`, a byte
 an element, or its bfloat16 values if the recipe keeps `grad_weight` in high precision, and the weight itself, which is
 a parameter and there anyway: it is cast for `grad_input` when its time has come, under the scales that were found in
-the forward pass. So is the input of a layer that widens it (`_keeps_input`). What no gradient needs is neither cast nor
+the forward pass. So is the input of a layer that widens it (`keeps_input`). What no gradient needs is neither cast nor
 kept.
 """
 
@@ -32,14 +32,14 @@ from f8emu.spec.trace import DelayedState, Float8State
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
-_TWICE = (
-    "dot_general: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
+TWICE = (
+    "a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
     "would make it 0; use jax.lax.dot_general where second derivatives are needed, or jax.lax.stop_gradient around "
     "what an inner gradient is taken of"
 )
 
 _MAPPED = (
-    "delayed_dot_general: a state is for one call of a step; got operands that jax.vmap maps and a state that it does "
+    "a state is for one call of a step; got operands that jax.vmap maps and a state that it does "
     "not, so that JAX would add the amaxes of its entries; put the mapped axis into the rows of lhs instead, or give "
     "every entry a state: shared_delayed_state(state, size), mapped too"
 )
@@ -118,16 +118,16 @@ def _forward(
     if plan.tap is not None:
         plan.tap.tensor("input", input.T if x_is_t else input)
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
-    keeps = _keeps_input(plan, input, weight)
-    x, x_kept, x_amax = _cast(
-        plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
+    keeps = keeps_input(plan, input, weight)
+    x, x_kept, x_amax = cast_matrix(
+        plan, input, recipe.output.a, float8_cast(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
     )
-    w, w_kept, w_amax = _cast(
-        plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
+    w, w_kept, w_amax = cast_matrix(
+        plan, weight, recipe.output.b, float8_cast(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
     )
     # 2. The product.
     w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
-    output = _gemm("output", recipe.output, x, w, plan.out_dtype, plan)
+    output = gemm("output", recipe.output, x, w, plan.out_dtype, plan)
     amaxes = (x_amax, w_amax) if wants_state else None
     kept = _kept(x_cols, x_kept, input), _kept(w_cols, w_kept, weight)
     return output, Kept(*kept, of_grad_output, amaxes, state if wants_state else None)
@@ -136,12 +136,9 @@ def _forward(
 def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
     wanted = (input.perturbed, weight.perturbed, any(leaf.perturbed for leaf in jax.tree.leaves(state)))
     values = input.value, weight.value, jax.tree.map(lambda leaf: leaf.value, state)
-    x, w, s = differentiable_no_more(values, _TWICE)
+    x, w, s = differentiable_no_more(values, f"dot_general: {TWICE}")
     if wanted[2]:
-        of_tensors = (
-            t if t is None else t._replace(inv_scale=refuse_mapped_alone(t.inv_scale, x, w, refusal=_MAPPED)) for t in s
-        )
-        s = Float8State(*of_tensors)
+        s = mapped_with("delayed_dot_general", s, x, w)
     return _forward(plan, x, w, s, wanted)
 
 
@@ -149,37 +146,47 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     recipe = plan.recipe
     if isinstance(grad_output, SymbolicZero):
         return None, None, None
-    grad_output = differentiable_no_more(grad_output, _TWICE)
+    grad_output = differentiable_no_more(grad_output, f"dot_general: {TWICE}")
     if plan.tap is not None:
         plan.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
     rows = None if kept.weight is None else recipe.grad_input.a
     cols = None if kept.input is None else recipe.grad_weight.a
     axes = plan.divided
-    g, g_transposed, amax = _cast(plan, grad_output, rows, cols, kept.grad_output, axes.grad_output, False)
+    g, g_transposed, amax = cast_matrix(plan, grad_output, rows, cols, kept.grad_output, axes.grad_output, False)
     # 2. The products, in the layouts of input and weight.
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
     if g is not None:
-        w = _taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
+        w = taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
         w = _gathered(w, recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
-        d_input = _gemm("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
+        d_input = gemm("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
     if g_transposed is not None:
-        x = _taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
-        d_weight = _gemm("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
+        x = taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
+        d_weight = gemm("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
         d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
     # 3. The amaxes, as the gradient of the state.
     if kept.amaxes is not None:
         assert kept.state is not None, "it is kept with the amaxes"
-        d_state = _cotangent(plan, (*kept.amaxes, amax), kept.state)
+        d_state = cotangent(plan, (*kept.amaxes, amax), kept.state)
     return d_input, d_weight, d_state
 
 
 float8_matmul.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _cast(
+def mapped_with(call: str, state: Float8State, *operands: jax.Array) -> Float8State:
+    """The state; UnsupportedError where `jax.vmap` maps an operand and not it."""
+
+    def checked(of_tensor: DelayedState) -> DelayedState:
+        inv_scale = refuse_mapped_alone(of_tensor.inv_scale, *operands, refusal=f"{call}: {_MAPPED}")
+        return of_tensor._replace(inv_scale=inv_scale)
+
+    return Float8State(*(of_tensor if of_tensor is None else checked(of_tensor) for of_tensor in state))
+
+
+def cast_matrix(
     plan: Plan,
     x: jax.Array,
     rows: Cast | None,
@@ -210,7 +217,7 @@ def _cast(
     return (by_cols, by_rows, amax) if is_transposed else (by_rows, by_cols, amax)
 
 
-def _keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
+def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
     """Whether the input itself is kept, and cast again: where it takes less memory than codes of grad_output.
 
     A block's memory is at its peak when such a layer's grad_output comes. XLA then has room for an array of the input's
@@ -223,12 +230,12 @@ def _keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
     return input.nbytes < rows * features and not cast.is_high_precision and not cast.granularity.is_blockwise
 
 
-def _float8(cast: Cast | None) -> Cast | None:
+def float8_cast(cast: Cast | None) -> Cast | None:
     """A cast to float8; one to high precision is made where it is used (`_kept`)."""
     return None if cast is None or cast.is_high_precision else cast
 
 
-def _gemm(
+def gemm(
     name: str,
     spec: Gemm,
     a: Operand | None,
@@ -276,12 +283,17 @@ def _has_safe_powers_of_two(recipe: Recipe, spec: Gemm) -> bool:
     return is_usual and spec.a.format == spec.b.format == E4M3FN
 
 
+def scales_follow(recipe: Recipe, spec: Gemm) -> bool:
+    """Whether the scales of a GEMM are those of rows, and on hardware multiply a product that is rounded already."""
+    return spec.scaled_gemm_granularities[0] is Granularity.ROWWISE and _has_safe_powers_of_two(recipe, spec)
+
+
 def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
     """What is kept for a cast of the backward pass: an operand; of one in high precision `x` as it lies."""
     return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand
 
 
-def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: jax.Array) -> Operand | None:
+def taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: jax.Array) -> Operand | None:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
     if isinstance(side, Deferred):
         return side.operand(cast, rule, 0 if is_transposed else 1, after=after)
@@ -301,7 +313,7 @@ def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> O
     return Operand(codes, scale)
 
 
-def _cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
+def cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
     """The gradient of a state: the encoding is that of `training.delayed`."""
     delayed, settled = plan.recipe.delayed, plan.settled
     assert delayed is not None and settled is not None, "only such a recipe has a state"

@@ -1,0 +1,193 @@
+"""`feed_forward(recipe)`: Llama's feed-forward block, with SiLU and product fused into the casts.
+
+    output = hidden @ w2        hidden = silu(gate) * up        gate = x @ w1        up = x @ w3
+
+Here: the functions, their checks, and what it takes for the block to be fused. `feed_forward_vjp` computes it then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from f8emu.jax.dtypes import require_values
+from f8emu.jax.fused.gated import gated
+from f8emu.jax.gemm.engine import check_engine
+from f8emu.jax.gemm.partition import SUM, check_sharded_k
+from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral, is_settled, require_state, static_recipe
+from f8emu.jax.training.feed_forward_vjp import Plans, States, float8_feed_forward
+from f8emu.jax.training.matmul import Plan
+from f8emu.jax.training.sharding import explicit_mesh, require_checked_axes, vary_alike
+from f8emu.spec.errors import OperandError
+from f8emu.spec.formats import BFLOAT16, Format
+from f8emu.spec.recipe import TENSORS, Recipe
+from f8emu.spec.trace import Float8State
+
+_NAMES = ("w1", "w2", "w3")
+
+
+def feed_forward(recipe: Recipe | str, *, engine: str = "auto", sharded_k: str = SUM) -> "FeedForward":
+    """A function of a gated feed-forward block under a recipe: `(x, w1, w2, w3) -> output`.
+
+    Frozen and hashable, as `dot_general(recipe)`, whose arguments it has.
+
+    Raises:
+        SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
+        OperandError: an unknown engine or way of sharded K.
+    """
+    static = static_recipe("feed_forward", recipe, is_delayed=False)
+    check_engine("feed_forward", engine)
+    check_sharded_k("feed_forward", sharded_k)
+    return FeedForward(recipe=static, engine=engine, sharded_k=sharded_k)
+
+
+def delayed_feed_forward(
+    recipe: Recipe | str = "delayed", *, engine: str = "auto", sharded_k: str = SUM
+) -> "DelayedFeedForward":
+    """As `feed_forward`, for a recipe with delayed scaling: `(x, w1, w2, w3, states) -> output`.
+
+    The gradient of the states is made of amaxes, for `linear_delayed_update` of each.
+
+    Raises:
+        SpecError: not a static recipe, no recipe of that name, or one without delayed scaling.
+        OperandError: an unknown engine or way of sharded K.
+    """
+    static = static_recipe("delayed_feed_forward", recipe, is_delayed=True)
+    check_engine("delayed_feed_forward", engine)
+    check_sharded_k("delayed_feed_forward", sharded_k)
+    return DelayedFeedForward(recipe=static, engine=engine, sharded_k=sharded_k)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class FeedForward:
+    """A function of a feed-forward block; made by `feed_forward`."""
+
+    recipe: Recipe
+    engine: str = "auto"
+    sharded_k: str = SUM
+
+    def __call__(self, x: Any, w1: Any, w2: Any, w3: Any) -> jax.Array:
+        """`(silu(x @ w1) * (x @ w3)) @ w2`, its three layers under the recipe.
+
+        One kernel casts `hidden` while it computes it, another the gradients of gate and up; none of them is written
+        in a wider dtype. That is so for bfloat16 x under recipes that cast all tensors to float8 by tensor or by row
+        (`tensorwise`, `rowwise`, `delayed`). Otherwise, and with sharding in types, the layers are called one after
+        the other.
+
+        Shapes:
+            x [..., dim], w1 and w3 [dim, hidden], w2 [hidden, out] -> [..., out], in the dtype of x. Gradients have the
+            dtypes of their arrays.
+
+        Exactness: every code, scale, product and gradient is that of three `dot_general(recipe)` around
+            `silu(gate) * up`, where silu, product and their gradients are computed in float32 and each rounded to the
+            dtype of x, as in eager torch. On a GPU too: Triton's kernel computes the bits that XLA does
+            (`fused.gated`). `exp` is the backend's, so that a CPU may differ from a GPU in the last bit of a sigmoid.
+
+        Raises:
+            OperandError: wrong dtypes or shapes.
+            UnsupportedError: a second derivative; what the engine does not do.
+        """
+        return _feed_forward("feed_forward", self, x, (w1, w2, w3), None)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class DelayedFeedForward:
+    """A function of a feed-forward block with states; made by `delayed_feed_forward`."""
+
+    recipe: Recipe
+    engine: str = "auto"
+    sharded_k: str = SUM
+
+    def __call__(self, x: Any, w1: Any, w2: Any, w3: Any, states: Sequence[Float8State]) -> jax.Array:
+        """As `FeedForward.__call__`, with scales of earlier steps from `states`: those of w1, w2 and w3.
+
+        Raises:
+            OperandError: wrong dtypes or shapes, or states of another recipe.
+            UnsupportedError: as `FeedForward.__call__`; a gradient of the states below a `jax.vmap` over operands and
+                not over them.
+        """
+        call = "delayed_feed_forward"
+        if not isinstance(states, Sequence) or isinstance(states, Float8State) or len(states) != len(_NAMES):
+            raise OperandError(
+                f"{call}: states must be three Float8States, those of w1, w2 and w3; got {type(states).__name__}; "
+                "start with [linear_delayed_state(recipe) for _ in range(3)]"
+            )
+        for state in states:
+            require_state(call, self.recipe, state)
+            require_checked_axes(call, state)
+        return _feed_forward(call, self, x, (w1, w2, w3), States(*states))
+
+
+def _feed_forward(
+    call: str, function: FeedForward | DelayedFeedForward, x: Any, weights: tuple[Any, ...], states: States | None
+) -> jax.Array:
+    # 1. What was given.
+    dtype = require_values(call, x, name="x")
+    dtypes = [require_values(call, w, name=name) for name, w in zip(_NAMES, weights, strict=True)]
+    _require_shapes(call, x, weights)
+    recipe = function.recipe
+    is_fused = dtype == BFLOAT16 and _has_fused_casts(recipe) and explicit_mesh(x, *weights) is None
+    if not is_fused or 0 in (*x.shape, *(n for w in weights for n in w.shape)):
+        return _one_by_one(function, x, weights, states)
+    # 2. The block, on a matrix.
+    x, w1, w2, w3 = vary_alike(*map(jnp.asarray, (x, *weights)))
+    plans = [
+        _plan(function, dtype, of_weight, None if states is None else is_settled(states[i]))
+        for i, of_weight in enumerate(dtypes)
+    ]
+    output: jax.Array = float8_feed_forward(Plans(*plans), x.reshape(-1, x.shape[-1]), w1, w2, w3, states)
+    return output.reshape(*x.shape[:-1], w2.shape[1])
+
+
+def _plan(
+    function: FeedForward | DelayedFeedForward,
+    dtype: Format,
+    weight_dtype: Format,
+    settled: tuple[bool, bool, bool] | None,
+) -> Plan:
+    """The settings of one layer, its weight [K, N]."""
+    return Plan(
+        recipe=function.recipe,
+        engine=function.engine,
+        out_dtype=dtype,
+        input_dtype=dtype,
+        weight_dtype=weight_dtype,
+        is_input_transposed=False,
+        is_weight_transposed=True,
+        sharded_k=function.sharded_k,
+        settled=settled,
+    )
+
+
+def _one_by_one(
+    function: FeedForward | DelayedFeedForward, x: Any, weights: tuple[Any, ...], states: States | None
+) -> jax.Array:
+    settings: Any = {"recipe": function.recipe, "engine": function.engine, "sharded_k": function.sharded_k}
+
+    def linear(x: jax.Array, i: int) -> jax.Array:
+        numbers = (((x.ndim - 1,), (0,)), ((), ()))
+        if states is None:
+            return DotGeneral(**settings)(x, weights[i], numbers)
+        return DelayedDotGeneral(**settings)(x, weights[i], states[i], numbers)
+
+    return linear(gated(linear(x, 0), linear(x, 2)), 1)
+
+
+def _has_fused_casts(recipe: Recipe) -> bool:
+    casts = [cast for tensor in TENSORS for _, _, cast in recipe.casts(tensor)]
+    if any(cast.is_high_precision or cast.granularity.is_blockwise for cast in casts):
+        return False
+    return recipe.delayed is None or recipe.delayed.tensors == TENSORS
+
+
+def _require_shapes(call: str, x: Any, weights: tuple[Any, ...]) -> None:
+    shapes = [tuple(jnp.shape(w)) for w in weights]
+    fits = jnp.ndim(x) > 0 and all(len(shape) == 2 for shape in shapes)
+    if not fits or not (shapes[0] == shapes[2] == (jnp.shape(x)[-1], shapes[1][0])):
+        raise OperandError(
+            f"{call}: x must be [..., dim], w1 and w3 [dim, hidden], w2 [hidden, out]; got {list(jnp.shape(x))}, "
+            f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(_NAMES, shapes, strict=True))}; a weight is "
+            "given as flax keeps its kernel, [in, out]"
+        )

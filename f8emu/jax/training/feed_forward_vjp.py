@@ -1,0 +1,333 @@
+"""The fused feed-forward block, as one function with a backward pass of its own.
+
+    gate, up    = x @ w1, x @ w3           grad_hidden        = grad_output @ w2^T
+    hidden      = silu(gate) * up          grad_gate, grad_up = those of `fused.gated`
+    output      = hidden @ w2              grad_x             = grad_gate @ w1^T + grad_up @ w3^T
+
+The nine GEMMs are those of `matmul` for each layer. `hidden`, `grad_gate` and `grad_up` are cast while they are
+computed (`fused.computed`), and are never written in bfloat16. Kept for the backward pass are `gate`, `up`, the codes
+of `hidden^T`, and of x and the weights what `matmul` keeps. Under dynamic scaling w1 and w3 share the casts of x; under
+delayed scaling each has a scale of its own.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from f8emu.jax.compiling import is_eager
+from f8emu.jax.fused import computed, gated
+from f8emu.jax.fused.casts import tensor_amax
+from f8emu.jax.fused.computed import Function, Product, Wanted
+from f8emu.jax.lowering import differentiable_no_more
+from f8emu.jax.scale import reciprocal, scales_of
+from f8emu.jax.training.matmul import (
+    TWICE,
+    Plan,
+    cast_matrix,
+    cotangent,
+    gemm,
+    keeps_input,
+    mapped_with,
+    scales_follow,
+    taken,
+)
+from f8emu.jax.training.operands import Operand, Side, float8_of
+from f8emu.spec.formats import Format
+from f8emu.spec.recipe import Cast, Gemm
+from f8emu.spec.scaling import Granularity
+from f8emu.spec.trace import DelayedState, Float8State, Scales
+
+_WHOLE: Any = ((), ())
+"""Arrays are those of the whole block: `jax.shard_map` divides none of them."""
+
+
+class Plans(NamedTuple):
+    """The settings of the three layers, which share recipe and engine."""
+
+    w1: Plan
+    w2: Plan
+    w3: Plan
+
+
+class States(NamedTuple):
+    """The states of the three layers, under delayed scaling."""
+
+    w1: Float8State
+    w2: Float8State
+    w3: Float8State
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Wants:
+    """Which gradients are asked for."""
+
+    x: bool = False
+    w1: bool = False
+    w2: bool = False
+    w3: bool = False
+    states: bool = False
+
+    @property
+    def gate(self) -> bool:
+        """Whether that of gate is, or of up, as well."""
+        return self.x or self.w1
+
+    @property
+    def up(self) -> bool:
+        return self.x or self.w3
+
+    @property
+    def hidden(self) -> bool:
+        return self.gate or self.up
+
+
+class _Kept(NamedTuple):
+    """What the backward pass needs; of what no gradient needs, None."""
+
+    wants: _Wants
+    inputs: tuple[Side, Side]
+    """x for the gradients of w1 and of w3; under dynamic scaling the first is for both."""
+    weights: tuple[Side, Side, Side]
+    gate_up: tuple[Product, Product] | None
+    hidden: Operand | None
+    of_gradients: tuple[DelayedState | None, ...]
+    amaxes: tuple[tuple[jax.Array | None, jax.Array | None], ...]
+    """Of input and weight of each layer, under delayed scaling."""
+    states: States | None
+    """If their gradient is asked for."""
+
+
+class _Computed(NamedTuple):
+    """A matrix that was computed and cast."""
+
+    rows: Operand | None
+    cols: Operand | None
+    amax: jax.Array | None
+    """[], under delayed scaling."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def float8_feed_forward(
+    plans: Plans, x: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, states: States | None
+) -> jax.Array:
+    """The block on `x` [M, dim] with weights [dim, hidden], [hidden, dim] and [dim, hidden]; x is bfloat16.
+
+    Exactness: every code, scale, product and gradient is that of three layers around `fused.gated.gated`.
+    """
+    return _forward(plans, x, (w1, w2, w3), states, _Wants())[0]
+
+
+def _forward(
+    plans: Plans, x: jax.Array, weights: tuple[jax.Array, ...], states: States | None, wants: _Wants
+) -> tuple[jax.Array, _Kept]:
+    recipe = plans.w1.recipe
+    of_inputs, of_weights, of_gradients = zip(*(states or [(None,) * 3] * 3), strict=True)
+    # 1. x, for w1 and for w3.
+    is_shared = recipe.delayed is None
+    cast_x = functools.partial(_cast_x, plans.w1, x, keeps_input(plans.w1, x, weights[0]))
+    x1, x1_kept, x1_amax = cast_x(wants.w1 or (is_shared and wants.w3), of_inputs[0])
+    x3, x3_kept, x3_amax = (x1, None, None) if is_shared else cast_x(wants.w3, of_inputs[2])
+    # 2. The weights.
+    backward = (wants.x, wants.hidden, wants.x)
+    cast_weights = map(_cast_weight, plans, weights, backward, of_weights)
+    operands, weights_kept, weight_amaxes = zip(*cast_weights, strict=True)
+    # 3. gate and up, hidden, output.
+    gate = _product("output", recipe.output, plans.w1, x1, operands[0])
+    up = _product("output", recipe.output, plans.w3, x3, operands[2])
+    sides = recipe.output.a, recipe.grad_weight.b if wants.w2 else None
+    (hidden,) = _cast_computed(plans.w2, gated.hidden_of, (gate, up), [sides], [of_inputs[1]])
+    output = gemm("output", recipe.output, hidden.rows, operands[1], plans.w2.out_dtype, plans.w2)
+    return output, _Kept(
+        wants=wants,
+        inputs=(x1_kept, x3_kept),
+        weights=weights_kept,
+        gate_up=(gate, up) if wants.hidden else None,
+        hidden=hidden.cols,
+        of_gradients=of_gradients,
+        amaxes=tuple(zip((x1_amax, hidden.amax, x3_amax), weight_amaxes, strict=True)),
+        states=states if wants.states else None,
+    )
+
+
+def _forward_rule(plans: Plans, x: Any, w1: Any, w2: Any, w3: Any, states: Any) -> tuple[jax.Array, _Kept]:
+    of_states = any(leaf.perturbed for leaf in jax.tree.leaves(states))
+    wants = _Wants(x.perturbed, w1.perturbed, w2.perturbed, w3.perturbed, of_states)
+    values = x.value, (w1.value, w2.value, w3.value), jax.tree.map(lambda leaf: leaf.value, states)
+    x, weights, states = differentiable_no_more(values, f"feed_forward: {TWICE}")
+    if of_states:
+        states = States(*(mapped_with("delayed_feed_forward", state, x, *weights) for state in states))
+    return _forward(plans, x, weights, states, wants)
+
+
+def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ...]:
+    if isinstance(grad_output, SymbolicZero):
+        return (None,) * 5
+    grad_output = differentiable_no_more(grad_output, f"feed_forward: {TWICE}")
+    recipe, rule, wants = plans.w1.recipe, plans.w1.recipe.scale_rule, kept.wants
+    d_x = d_w1 = d_w2 = d_w3 = d_states = None
+    of_gate = of_up = _Computed(None, None, jnp.zeros((), jnp.float32))
+    # 1. Through w2.
+    # A state has a gradient, and with it all that the layer gives: layers would cast grad_output for the first two.
+    rows = recipe.grad_input.a if wants.hidden or wants.states else None
+    cols = recipe.grad_weight.a if wants.w2 else None
+    g, g_transposed, g_amax = cast_matrix(plans.w2, grad_output, rows, cols, kept.of_gradients[1], _WHOLE, False)
+    if wants.w2:
+        d_w2 = _grad_weight(plans.w2, g_transposed, kept.hidden)
+    if wants.hidden:
+        assert kept.gate_up is not None, "they were kept for it"
+        w2 = taken(kept.weights[1], recipe.grad_input.b, rule, True, after=grad_output)
+        grad_hidden = _product("grad_input", recipe.grad_input, plans.w2, g, w2)
+        # 2. grad_gate and grad_up.
+        rows = recipe.grad_input.a if wants.x else None
+        sides = [(rows, recipe.grad_weight.a if is_wanted else None) for is_wanted in (wants.w1, wants.w3)]
+        of_gate, of_up = _cast_computed(
+            plans.w1, gated.gradients_of, (grad_hidden, *kept.gate_up), sides, kept.of_gradients[::2]
+        )
+        # 3. Through w1 and w3. What was kept uncast is cast now.
+        after = next(operand.codes for operand in (*of_gate[:2], *of_up[:2]) if operand is not None)
+        if wants.x:
+            w1, w3 = (taken(kept.weights[i], recipe.grad_input.b, rule, True, after=after) for i in (0, 2))
+            d_x = _grad_input(plans.w1, of_gate.rows, w1) + _grad_input(plans.w3, of_up.rows, w3)
+        x1, x3 = (taken(x, recipe.grad_weight.b, rule, False, after=after) for x in kept.inputs)
+        d_w1 = _grad_weight(plans.w1, of_gate.cols, x1) if wants.w1 else None
+        d_w3 = _grad_weight(plans.w3, of_up.cols, x1 if recipe.delayed is None else x3) if wants.w3 else None
+    # 4. The amaxes, as the gradient of the states.
+    if kept.states is not None:
+        amaxes = (of_gate.amax, g_amax, of_up.amax)
+        of_layers = zip(plans, kept.amaxes, amaxes, kept.states, strict=True)
+        d_states = States(*(cotangent(plan, (*both, amax), state) for plan, both, amax, state in of_layers))
+    return d_x, d_w1, d_w2, d_w3, d_states
+
+
+float8_feed_forward.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _cast_x(plan: Plan, x: jax.Array, defers: bool, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
+    """The operand of x for `output`, that for `grad_weight` if `is_kept`, and the amax."""
+    cols = plan.recipe.grad_weight.b if is_kept else None
+    return cast_matrix(plan, x, plan.recipe.output.a, cols, state, _WHOLE, False, defers_cols=defers)
+
+
+def _cast_weight(plan: Plan, weight: jax.Array, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
+    """The operand of a weight for `output`, that for `grad_input` if `is_kept`, and the amax."""
+    cols = plan.recipe.grad_input.b if is_kept else None
+    return cast_matrix(plan, weight, plan.recipe.output.b, cols, state, _WHOLE, True, defers_cols=True)
+
+
+def _product(name: str, spec: Gemm, plan: Plan, a: Operand | None, b: Operand | None) -> Product:
+    """A product that `fused.computed` reads.
+
+    Where cuBLASLt rounds it before it is scaled, by powers of two (`hardware.Form.BFLOAT16`), the scales are left to
+    what reads it: XLA cannot fuse them into a kernel.
+    """
+    assert a is not None and b is not None, "they were cast for it"
+    if not scales_follow(plan.recipe, spec) or is_eager((a.codes, b.codes)):
+        return Product(gemm(name, spec, a, b, plan.out_dtype, plan))
+
+    assert a.scale is not None and b.scale is not None, "scales of rows"
+
+    def scaled(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
+        return gemm(name, spec, Operand(a, scale_a), Operand(b, scale_b), plan.out_dtype, plan)
+
+    def now(*operands: jax.Array) -> Product:
+        ones_a, ones_b = map(jnp.ones_like, operands[2:])
+        return Product(scaled(*operands), ones_a, ones_b.T)
+
+    def later(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> Product:
+        product = scaled(a, b, jnp.ones_like(scale_a), jnp.ones_like(scale_b))
+        return Product(lax.optimization_barrier(product), scale_a, scale_b.T)
+
+    return lax.platform_dependent(a.codes, b.codes, a.scale, b.scale, cuda=later, default=now)
+
+
+def _grad_input(plan: Plan, grad_output: Operand | None, weight: Operand | None) -> jax.Array:
+    return gemm("grad_input", plan.recipe.grad_input, grad_output, weight, plan.input_dtype, plan)
+
+
+def _grad_weight(plan: Plan, grad_output: Operand | None, x: Operand | None) -> jax.Array:
+    """[K, N], in the dtype of the weight."""
+    product = gemm("grad_weight", plan.recipe.grad_weight, grad_output, x, plan.input_dtype, plan, True)
+    return product.astype(plan.weight_dtype.name)
+
+
+def _cast_computed(
+    plan: Plan,
+    function: Function,
+    xs: tuple[Product, ...],
+    sides: Sequence[tuple[Cast | None, Cast | None]],
+    states: Sequence[DelayedState | None],
+) -> list[_Computed]:
+    """The matrices that `function` computes, under the casts in `sides`: of a matrix, and of its transpose."""
+    format = float8_of(*(cast for pair in sides for cast in pair))
+    assert format is not None, "the block is fused only if all casts are float8"
+    is_delayed = plan.recipe.delayed is not None
+    scales, amaxes = _delayed_scales(plan, function, xs, format, states) if is_delayed else (None, None)
+    if scales is None:
+        scales = _dynamic_scales(plan, function, xs, format, sides)
+    wanted = [
+        Wanted(*(None if cast is None else side.inv_scale for cast, side in zip(pair, both, strict=True)))
+        for pair, both in zip(sides, scales, strict=True)
+    ]
+    found = computed.cast_pairs(function, format, wanted, *xs, amaxes=is_delayed and amaxes is None)
+    results: list[_Computed] = []
+    for i, ((rows, cols, amax), (of_rows, of_cols)) in enumerate(zip(found, scales, strict=True)):
+        amax = amax if amaxes is None else amaxes[i]
+        if rows is None and cols is None and is_delayed:
+            amax = jnp.zeros((), jnp.float32)  # without a cast
+        results.append(
+            _Computed(
+                None if rows is None else Operand(rows, of_rows.scale),
+                None if cols is None else Operand(cols, of_cols.scale),
+                None if amax is None else amax.reshape(()),
+            )
+        )
+    return results
+
+
+def _dynamic_scales(
+    plan: Plan,
+    function: Function,
+    xs: tuple[Product, ...],
+    format: Format,
+    sides: Sequence[tuple[Cast | None, Cast | None]],
+) -> list[tuple[Scales, Scales]]:
+    """The scales of every matrix and of its transpose, from their own amaxes."""
+    kinds = [next((cast.granularity for cast in side if cast is not None), None) for side in zip(*sides, strict=True)]
+    rule = plan.recipe.scale_rule
+    if Granularity.ROWWISE not in kinds:
+        of_tensors = (scales_of(amax, format, rule) for amax in computed.tensor_amaxes(function, *xs))
+        return [(scales, scales) for scales in of_tensors]
+    found: list[tuple[Scales, Scales]] = []
+    for amaxes in computed.row_col_amaxes(function, *xs):
+        by_side = (a if kind is Granularity.ROWWISE else tensor_amax(a) for a, kind in zip(amaxes, kinds, strict=True))
+        rows, cols = (scales_of(amax, format, rule) for amax in by_side)
+        found.append((rows, cols))
+    return found
+
+
+def _delayed_scales(
+    plan: Plan, function: Function, xs: tuple[Product, ...], format: Format, states: Sequence[DelayedState | None]
+) -> tuple[list[tuple[Scales, Scales]], list[jax.Array] | None]:
+    """The scales of every matrix, those of earlier steps, and the amaxes, if a first step may need them."""
+    delayed = plan.recipe.delayed
+    assert delayed is not None
+    is_settled = all(state is not None and state.initialized is None for state in states)
+    amaxes = None if is_settled else computed.tensor_amaxes(function, *xs)
+    found: list[tuple[Scales, Scales]] = []
+    for i, state in enumerate(states):
+        assert state is not None, "under delayed scaling every tensor has one"
+        inv_scale = jnp.reshape(state.inv_scale, (1, 1))
+        if state.initialized is not None:
+            assert amaxes is not None
+            own = scales_of(amaxes[i], format, plan.recipe.scale_rule, margin=delayed.margin).inv_scale
+            inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own)
+        scales = Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
+        found.append((scales, scales))
+    return found, amaxes
