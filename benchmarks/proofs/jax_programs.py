@@ -124,12 +124,30 @@ def outputs(recipe: str, length: int, dim: int) -> Program:
     return step, (jnp.zeros((_BATCH, length, dim), jnp.bfloat16), jnp.zeros((dim, dim), jnp.bfloat16))
 
 
+def feed_forward(recipe: str, length: int, dim: int) -> Program:
+    """Gradients of two blocks as one function each, with residuals, in a scan that computes the forward pass again."""
+
+    def block(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        if recipe != "delayed":
+            return x + f8emu.jax.feed_forward(recipe)(x, *weights), None
+        states = [f8emu.jax.linear_delayed_state(recipe) for _ in weights]
+        return x + f8emu.jax.delayed_feed_forward(recipe)(x, *weights, states=states), None
+
+    def loss(weights: tuple[jax.Array, ...], x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(lax.scan(jax.checkpoint(block), x, weights)[0].astype(jnp.float32)))
+
+    shapes = ((2, dim, 4 * dim), (2, 4 * dim, dim), (2, dim, 4 * dim))
+    weights = tuple(jnp.zeros(shape, jnp.bfloat16) for shape in shapes)
+    return jax.grad(loss, argnums=(0, 1)), (weights, jnp.zeros((_BATCH, length, dim), jnp.bfloat16))
+
+
 PROGRAMS: dict[str, Callable[[str, int, int], Program]] = {
     "a training step of flax": functools.partial(training_step, is_scanned=False),
     "the same, scanned and recomputed": functools.partial(training_step, is_scanned=True),
     "accumulated gradients": functools.partial(gradients, is_transposed=False),
     "transposed gradients": functools.partial(gradients, is_transposed=True),
     "outputs under vmap": outputs,
+    "feed-forward blocks": feed_forward,
 }
 
 
@@ -137,11 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles, prints a line for each program, and gives the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.jax_programs")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
     given = parser.parse_args(argv)
     of_device = absent_h200()
     is_wrong = False
-    for recipe, (length, dim), (name, program) in itertools.product(given.recipes, SIZES, PROGRAMS.items()):
-        step, arguments = program(recipe, length, dim)
+    for recipe, (length, dim), name in itertools.product(given.recipes, SIZES, given.programs):
+        step, arguments = PROGRAMS[name](recipe, length, dim)
         text = f8emu.jax.jit(step).lower(*shapes_on(of_device, arguments)).compile().as_text()
         defined = dict(_INSTRUCTION.findall(text))
         found = list(float8_gemms(defined))

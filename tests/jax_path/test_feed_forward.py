@@ -5,7 +5,7 @@ Most calls are eager, since those share the programs of their GEMMs.
 
 import functools
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ from jax import lax
 import f8emu.jax as f8
 from f8emu.jax.fused import computed, gated
 from f8emu.jax.fused import computed_kernels as kernels
-from f8emu.jax.fused.computed import Product, Wanted
 from f8emu.jax.fused.kernels import Launch
 from f8emu.spec import E4M3FN, E5M2, OperandError, SpecError, UnsupportedError
+from f8emu.spec.trace import Float8State
 from tests.jax_path.test_fused import TRITON, assert_same_bits, lowered
 
 SMALL = Launch(rows=16, cols=32, warps=4)
-FUSED = ("tensorwise", "rowwise", "delayed")
 FUNCTIONS = {"hidden": (gated.hidden_of, 2), "gradients": (gated.gradients_of, 3)}
 
 
@@ -72,7 +71,7 @@ def step(function: Any, recipe: str, x: Any, weights: Any, states: Any, g: Any) 
     return output, *backward(g)
 
 
-@pytest.mark.parametrize("recipe", [*FUSED, "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise_with_gw_hp"])
 def test_equals_three_layers(recipe: str) -> None:
     x, weights, g = block()
     states = states_of(recipe)
@@ -87,7 +86,7 @@ def test_equals_three_layers(recipe: str) -> None:
     assert_same_bits(*(step(function, recipe, 3 * x, weights, settled, g) for function in (fused, three_layers)))
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_what_is_frozen_is_left_out(recipe: str) -> None:
     """Each set of gradients alone: also the amaxes are those of the layers, 0 of what is not cast."""
     x, weights, g = block(rows=(21,))
@@ -108,9 +107,9 @@ def test_what_is_frozen_is_left_out(recipe: str) -> None:
 
 def test_jitted_and_mapped() -> None:
     x, weights, g = block(rows=(2, 7))
-    expected = step(three_layers, "rowwise", x, weights, None, g)
-    assert_same_bits(jax.jit(functools.partial(step, fused, "rowwise"))(x, weights, None, g), expected)
-    run = functools.partial(fused, "rowwise", weights=weights, states=None)
+    expected = step(three_layers, "tensorwise", x, weights, None, g)
+    assert_same_bits(jax.jit(functools.partial(step, fused, "tensorwise"))(x, weights, None, g), expected)
+    run = functools.partial(fused, "tensorwise", weights=weights, states=None)
     assert_same_bits(jax.vmap(run)(x), jnp.stack([run(part) for part in x]))  # scales of its own for each
 
 
@@ -140,69 +139,62 @@ def test_arithmetic_is_that_of_eager_torch() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("has_factors", [False, True], ids=["whole", "factors"])
-def test_kernels_equal_plain(name: str, has_factors: bool) -> None:
+def test_kernels_equal_plain(name: str) -> None:
     function, count = FUNCTIONS[name]
-    shape = (37, 75)
-    rng = np.random.default_rng(5)
-    powers = [jnp.asarray(np.exp2(rng.integers(-4, 4, n)), jnp.float32) for n in ((37, 1), (1, 75))]
-    xs = [Product(bfloat16(seed, *shape), *(powers if has_factors and seed else ())) for seed in range(count)]
+    xs = [bfloat16(seed, 37, 75) for seed in range(count)]
     in_kernel = functools.partial(function, gated.rounded_in_kernel)
-    how = {"launch": SMALL, "interpret": True}
-    # 1. Amaxes.
-    assert_same_bits(kernels.tensor_amaxes(in_kernel, xs, **how), computed.tensor_amaxes(function, *xs))
-    assert_same_bits(kernels.row_col_amaxes(in_kernel, xs, **how), computed.row_col_amaxes(function, *xs))
-    # 2. Codes, by one scale or by rows and columns, not always both ways.
-    one, rows, cols = (jnp.asarray(np.exp2(rng.uniform(0, 6, (n, 1))), jnp.float32) for n in (1, *shape))
-    matrices = len(computed.tensor_amaxes(function, *xs))
-    for wanted in ([Wanted(one, one), Wanted(None, one)], [Wanted(rows, cols), Wanted(rows, None)]):
-        of_plain = computed.cast_pairs(function, E5M2, wanted[:matrices], *xs, amaxes=True)
-        of_kernel = kernels.cast_pairs(in_kernel, xs, wanted[:matrices], format=E5M2, amaxes=True, **how)
-        assert_same_bits(of_kernel, of_plain)
+    how: dict[str, Any] = {"launch": SMALL, "interpret": True}
+    amaxes = computed.plain_amaxes(function, xs)
+    assert_same_bits(kernels.tensor_amaxes(in_kernel, xs, **how), amaxes)
+    inv_scales = [jnp.full((1, 1), 12.5 * (i + 1), jnp.float32) for i in range(len(amaxes))]
+    for sides in ([(True, True), (False, True)], [(True, False), (False, False)]):
+        settings: dict[str, Any] = {"sides": sides[: len(amaxes)], "format": E5M2, "amaxes": True}
+        of_kernel = kernels.cast_pairs(in_kernel, xs, inv_scales, **settings, **how)
+        assert_same_bits(of_kernel, computed.plain_pairs(function, xs, inv_scales, **settings))
 
 
 def test_what_runs_where() -> None:
     """For CUDA one kernel for hidden and one for both gradients, and one more for their amaxes; for a CPU none."""
     x, weights, g = block(64, 128, 64, (32,))
-    for recipe, amaxes in (("tensorwise", ["tensor_amaxes"]), ("rowwise", ["row_col_amaxes"]), ("delayed", [])):
+    for recipe, amaxes in (("tensorwise", ["tensor_amaxes"]), ("delayed", []), ("rowwise", None)):
         states = states_of(recipe)
         if states is not None:
-            states = jax.tree.map(
-                lambda s: s._replace(initialized=None), states, is_leaf=lambda s: hasattr(s, "inv_scale")
-            )
+            states = tuple(Float8State(*(t._replace(initialized=None) for t in state)) for state in states)
         run = functools.partial(step, fused, recipe)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-            found = re.findall(r'name = "f8emu_(cast_pairs|\w+_amaxes)"', lowered(run, x, weights, states, g))
-        assert found == [*amaxes, "cast_pairs"] * 2, recipe
+            found = re.findall(r'name = "f8emu_(cast_pairs|tensor_amaxes)"', lowered(run, x, weights, states, g))
+        assert found == ([] if amaxes is None else [*amaxes, "cast_pairs"] * 2), recipe
         assert TRITON not in lowered(run, x, weights, states, g, platforms=("cpu",))
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_kernels_compute_what_xla_does(name: str) -> None:
-    """All gates of bfloat16, subnormal and not finite ones too: magnitudes, as amaxes of single elements, and codes."""
+def test_kernels_compute_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All gates of bfloat16, subnormal and not finite ones too: what is computed, and its codes."""
     function, count = FUNCTIONS[name]
-    gate = lax.bitcast_convert_type(jnp.arange(1 << 16, dtype=jnp.uint16), jnp.bfloat16)
-    gate = jnp.tile(gate.reshape(-1, 1), (8, 1))
+    gate = lax.bitcast_convert_type(jnp.arange(1 << 16, dtype=jnp.uint16), jnp.bfloat16).reshape(-1, 1)
     others = [bfloat16(seed, *gate.shape) for seed in (1, 2)]
-    xs = [*map(Product, (gate, others[0]) if count == 2 else (others[1], gate, others[0]))]
+    xs = [gate, others[0]] if count == 2 else [others[1], gate, others[0]]
     in_kernel = functools.partial(function, gated.rounded_in_kernel)
     values = jax.jit(functools.partial(computed.values_of, function))(xs)
-    for (observed, _), value in zip(
-        jax.jit(functools.partial(kernels.row_col_amaxes, in_kernel))(xs), values, strict=True
-    ):
-        expected = np.abs(np.asarray(value).astype(np.float32))
+    # 1. Codes.
+    square = [x.reshape(256, 256) for x in xs]
+    how: dict[str, Any] = {"sides": [(True, True)] * len(values), "format": E4M3FN, "amaxes": True}
+    calls = (
+        functools.partial(kernels.cast_pairs, in_kernel, **how),
+        functools.partial(computed.plain_pairs, function, **how),
+    )
+    assert_same_bits(*(jax.jit(call)(square, [jnp.ones((1, 1), jnp.float32)] * len(values)) for call in calls))
+    # 2. Magnitudes: the amaxes of tiles that have one of the gates, and zeros.
+    monkeypatch.setattr(kernels, "_amax_of_tiles", kernels.amax_of)
+    tile = Launch(rows=1, cols=128, warps=4)
+    amaxes = jax.jit(functools.partial(kernels.tensor_amaxes, in_kernel, launch=tile))
+    for observed, value in zip(amaxes([jnp.pad(x, ((0, 0), (0, 127))) for x in xs]), values, strict=True):
+        expected = np.abs(np.asarray(value).astype(np.float32)).reshape(-1)
         expected[np.isnan(expected)] = np.uint32(0x7FFFFFFF).view(np.float32)
         assert_same_bits(observed, expected)
-    one = jnp.ones((1, 1), jnp.float32)
-    wanted = [Wanted(one, one)] * len(values)
-    how: dict[str, Any] = {"format": E4M3FN, "amaxes": True}
-    square = [x._replace(values=x.values.reshape(2048, 256)) for x in xs]
-    assert_same_bits(
-        jax.jit(functools.partial(kernels.cast_pairs, in_kernel, **how))(square, wanted),
-        jax.jit(functools.partial(computed.plain_pairs, function, **how))(square, wanted),
-    )
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -216,17 +208,17 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "static": (lambda x, w, g: f8.delayed_feed_forward("rowwise"), SpecError, r"use feed_forward"),
     "engine": (lambda x, w, g: f8.feed_forward("rowwise", engine="gpu"), OperandError, r"engine must be one of"),
     "states": (
-        lambda x, w, g: f8.delayed_feed_forward()(x, *w, states=f8.linear_delayed_state()),
+        lambda x, w, g: f8.delayed_feed_forward()(x, *w, states=cast("Any", f8.linear_delayed_state())),
         OperandError,
         r"states must be three Float8States",
     ),
     "state": (
-        lambda x, w, g: f8.delayed_feed_forward()(x, *w, states=[f8.linear_delayed_state()] * 2 + [None]),
+        lambda x, w, g: f8.delayed_feed_forward()(x, *w, states=cast("Any", [f8.linear_delayed_state()] * 2 + [None])),
         OperandError,
         r"state must be the Float8State of recipe 'delayed'",
     ),
     "twice": (
-        lambda x, w, g: jax.hessian(lambda x: f8.feed_forward("rowwise")(x, *w).sum())(x),
+        lambda x, w, g: jax.hessian(lambda x: f8.feed_forward("tensorwise")(x, *w).sum())(x),
         UnsupportedError,
         r"feed_forward: a float8 layer is differentiable once",
     ),

@@ -159,7 +159,7 @@ def cast_pair(
     for axis, inv_scale in enumerate((row_inv_scale, None if is_one else col_inv_scale)):
         if inv_scale is not None:
             factors.append(inv_scale.reshape(-1))
-            ins.append(vector_spec(inv_scale, (launch.rows, launch.cols)[axis], axis))
+            ins.append(_vector_spec(inv_scale, (launch.rows, launch.cols)[axis], axis))
 
     def kernel(x_ref: Any, *refs: Any) -> None:
         inv_refs, code_refs = refs[: len(factors)], list(refs[len(factors) :])
@@ -167,11 +167,11 @@ def cast_pair(
         values = load_tile(x_ref, inside)
         codes = None
         if rows:
-            codes = encode(values * factor(inv_refs[0], x.shape, launch, 0), format, interpret)
+            codes = encode(values * _factor(inv_refs[0], x.shape, launch, 0), format, interpret)
             store_tile(code_refs.pop(0), codes, inside)
         if cols:
             if codes is None or not is_one:
-                codes = encode(values * factor(inv_refs[-1], x.shape, launch, 1), format, interpret)
+                codes = encode(values * _factor(inv_refs[-1], x.shape, launch, 1), format, interpret)
             store_tile(code_refs.pop(0), codes.T, None if inside is None else inside.T)
 
     outs = code_specs(launch, x.shape, format, rows, cols)
@@ -272,14 +272,14 @@ def amax_of(largest: jax.Array) -> jax.Array:
     return bits.float32_of(bits.one_nan(largest.astype(jnp.uint32)))
 
 
-def vector_spec(inv_scale: jax.Array, extent: int, axis: int) -> Any:
+def _vector_spec(inv_scale: jax.Array, extent: int, axis: int) -> Any:
     """The block of an inv_scale that a program needs: all of one value, or those of its rows or columns."""
     if inv_scale.size == 1:
         return pl.BlockSpec((1,), lambda i, j: (0,))
     return pl.BlockSpec((extent,), lambda i, j: (i, j)[axis : axis + 1])
 
 
-def factor(inv_ref: Any, shape: tuple[int, ...], launch: Launch, axis: int) -> jax.Array:
+def _factor(inv_ref: Any, shape: tuple[int, ...], launch: Launch, axis: int) -> jax.Array:
     """The inv_scales of a program, broadcastable to its tile."""
     if inv_ref.shape == (1,):
         return inv_ref[0]

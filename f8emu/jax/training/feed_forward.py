@@ -23,6 +23,7 @@ from f8emu.jax.training.sharding import explicit_mesh, require_checked_axes, var
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, Format
 from f8emu.spec.recipe import TENSORS, Recipe
+from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Float8State
 
 _NAMES = ("w1", "w2", "w3")
@@ -71,10 +72,10 @@ class FeedForward:
     def __call__(self, x: Any, w1: Any, w2: Any, w3: Any) -> jax.Array:
         """`(silu(x @ w1) * (x @ w3)) @ w2`, its three layers under the recipe.
 
-        One kernel casts `hidden` while it computes it, another the gradients of gate and up; none of them is written
-        in a wider dtype. That is so for bfloat16 x under recipes that cast all tensors to float8 by tensor or by row
-        (`tensorwise`, `rowwise`, `delayed`). Otherwise, and with sharding in types, the layers are called one after
-        the other.
+        Under recipes whose scales are all those of whole tensors (`tensorwise`, `delayed`) and for bfloat16 x one
+        kernel casts `hidden` while it computes it, and another the gradients of gate and up: none of them is written
+        in a wider dtype, which takes less memory, and with the scales of earlier steps less time. Otherwise, and with
+        sharding in types, the layers are called one after the other.
 
         Shapes:
             x [..., dim], w1 and w3 [dim, hidden], w2 [hidden, out] -> [..., out], in the dtype of x. Gradients have the
@@ -176,8 +177,8 @@ def _one_by_one(
 
 
 def _has_fused_casts(recipe: Recipe) -> bool:
-    casts = [cast for tensor in TENSORS for _, _, cast in recipe.casts(tensor)]
-    if any(cast.is_high_precision or cast.granularity.is_blockwise for cast in casts):
+    """Whether the block is fused: row scales would have to be multiplied into the products first, in a pass more."""
+    if any(cast.is_high_precision or cast.granularity is not Granularity.TENSORWISE for _, _, cast in recipe.casts()):
         return False
     return recipe.delayed is None or recipe.delayed.tensors == TENSORS
 

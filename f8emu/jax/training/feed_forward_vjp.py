@@ -17,15 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from f8emu.jax.compiling import is_eager
 from f8emu.jax.fused import computed, gated
-from f8emu.jax.fused.casts import tensor_amax
-from f8emu.jax.fused.computed import Function, Product, Wanted
+from f8emu.jax.fused.computed import Function
 from f8emu.jax.lowering import differentiable_no_more
-from f8emu.jax.scale import reciprocal, scales_of
+from f8emu.jax.scale import scales_of
 from f8emu.jax.training.matmul import (
     TWICE,
     Plan,
@@ -34,13 +31,10 @@ from f8emu.jax.training.matmul import (
     gemm,
     keeps_input,
     mapped_with,
-    scales_follow,
     taken,
 )
-from f8emu.jax.training.operands import Operand, Side, float8_of
-from f8emu.spec.formats import Format
-from f8emu.spec.recipe import Cast, Gemm
-from f8emu.spec.scaling import Granularity
+from f8emu.jax.training.operands import Operand, Side, float8_of, scales_in_use
+from f8emu.spec.recipe import Cast
 from f8emu.spec.trace import DelayedState, Float8State, Scales
 
 _WHOLE: Any = ((), ())
@@ -95,7 +89,7 @@ class _Kept(NamedTuple):
     inputs: tuple[Side, Side]
     """x for the gradients of w1 and of w3; under dynamic scaling the first is for both."""
     weights: tuple[Side, Side, Side]
-    gate_up: tuple[Product, Product] | None
+    gate_up: tuple[jax.Array, jax.Array] | None
     hidden: Operand | None
     of_gradients: tuple[DelayedState | None, ...]
     amaxes: tuple[tuple[jax.Array | None, jax.Array | None], ...]
@@ -109,8 +103,8 @@ class _Computed(NamedTuple):
 
     rows: Operand | None
     cols: Operand | None
-    amax: jax.Array | None
-    """[], under delayed scaling."""
+    amax: jax.Array
+    """[], for the next update; 0 without a cast."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,11 +133,11 @@ def _forward(
     cast_weights = map(_cast_weight, plans, weights, backward, of_weights)
     operands, weights_kept, weight_amaxes = zip(*cast_weights, strict=True)
     # 3. gate and up, hidden, output.
-    gate = _product("output", recipe.output, plans.w1, x1, operands[0])
-    up = _product("output", recipe.output, plans.w3, x3, operands[2])
+    gate = _output(plans.w1, x1, operands[0])
+    up = _output(plans.w3, x3, operands[2])
     sides = recipe.output.a, recipe.grad_weight.b if wants.w2 else None
     (hidden,) = _cast_computed(plans.w2, gated.hidden_of, (gate, up), [sides], [of_inputs[1]])
-    output = gemm("output", recipe.output, hidden.rows, operands[1], plans.w2.out_dtype, plans.w2)
+    output = _output(plans.w2, hidden.rows, operands[1])
     return output, _Kept(
         wants=wants,
         inputs=(x1_kept, x3_kept),
@@ -183,7 +177,7 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
     if wants.hidden:
         assert kept.gate_up is not None, "they were kept for it"
         w2 = taken(kept.weights[1], recipe.grad_input.b, rule, True, after=grad_output)
-        grad_hidden = _product("grad_input", recipe.grad_input, plans.w2, g, w2)
+        grad_hidden = _grad_input(plans.w2, g, w2)
         # 2. grad_gate and grad_up.
         rows = recipe.grad_input.a if wants.x else None
         sides = [(rows, recipe.grad_weight.a if is_wanted else None) for is_wanted in (wants.w1, wants.w3)]
@@ -221,30 +215,8 @@ def _cast_weight(plan: Plan, weight: jax.Array, is_kept: bool, state: DelayedSta
     return cast_matrix(plan, weight, plan.recipe.output.b, cols, state, _WHOLE, True, defers_cols=True)
 
 
-def _product(name: str, spec: Gemm, plan: Plan, a: Operand | None, b: Operand | None) -> Product:
-    """A product that `fused.computed` reads.
-
-    Where cuBLASLt rounds it before it is scaled, by powers of two (`hardware.Form.BFLOAT16`), the scales are left to
-    what reads it: XLA cannot fuse them into a kernel.
-    """
-    assert a is not None and b is not None, "they were cast for it"
-    if not scales_follow(plan.recipe, spec) or is_eager((a.codes, b.codes)):
-        return Product(gemm(name, spec, a, b, plan.out_dtype, plan))
-
-    assert a.scale is not None and b.scale is not None, "scales of rows"
-
-    def scaled(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-        return gemm(name, spec, Operand(a, scale_a), Operand(b, scale_b), plan.out_dtype, plan)
-
-    def now(*operands: jax.Array) -> Product:
-        ones_a, ones_b = map(jnp.ones_like, operands[2:])
-        return Product(scaled(*operands), ones_a, ones_b.T)
-
-    def later(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> Product:
-        product = scaled(a, b, jnp.ones_like(scale_a), jnp.ones_like(scale_b))
-        return Product(lax.optimization_barrier(product), scale_a, scale_b.T)
-
-    return lax.platform_dependent(a.codes, b.codes, a.scale, b.scale, cuda=later, default=now)
+def _output(plan: Plan, x: Operand | None, weight: Operand | None) -> jax.Array:
+    return gemm("output", plan.recipe.output, x, weight, plan.out_dtype, plan)
 
 
 def _grad_input(plan: Plan, grad_output: Operand | None, weight: Operand | None) -> jax.Array:
@@ -260,74 +232,32 @@ def _grad_weight(plan: Plan, grad_output: Operand | None, x: Operand | None) -> 
 def _cast_computed(
     plan: Plan,
     function: Function,
-    xs: tuple[Product, ...],
+    xs: tuple[jax.Array, ...],
     sides: Sequence[tuple[Cast | None, Cast | None]],
     states: Sequence[DelayedState | None],
 ) -> list[_Computed]:
     """The matrices that `function` computes, under the casts in `sides`: of a matrix, and of its transpose."""
     format = float8_of(*(cast for pair in sides for cast in pair))
     assert format is not None, "the block is fused only if all casts are float8"
-    is_delayed = plan.recipe.delayed is not None
-    scales, amaxes = _delayed_scales(plan, function, xs, format, states) if is_delayed else (None, None)
-    if scales is None:
-        scales = _dynamic_scales(plan, function, xs, format, sides)
-    wanted = [
-        Wanted(*(None if cast is None else side.inv_scale for cast, side in zip(pair, both, strict=True)))
-        for pair, both in zip(sides, scales, strict=True)
-    ]
-    found = computed.cast_pairs(function, format, wanted, *xs, amaxes=is_delayed and amaxes is None)
-    results: list[_Computed] = []
-    for i, ((rows, cols, amax), (of_rows, of_cols)) in enumerate(zip(found, scales, strict=True)):
-        amax = amax if amaxes is None else amaxes[i]
-        if rows is None and cols is None and is_delayed:
-            amax = jnp.zeros((), jnp.float32)  # without a cast
-        results.append(
-            _Computed(
-                None if rows is None else Operand(rows, of_rows.scale),
-                None if cols is None else Operand(cols, of_cols.scale),
-                None if amax is None else amax.reshape(()),
-            )
-        )
-    return results
-
-
-def _dynamic_scales(
-    plan: Plan,
-    function: Function,
-    xs: tuple[Product, ...],
-    format: Format,
-    sides: Sequence[tuple[Cast | None, Cast | None]],
-) -> list[tuple[Scales, Scales]]:
-    """The scales of every matrix and of its transpose, from their own amaxes."""
-    kinds = [next((cast.granularity for cast in side if cast is not None), None) for side in zip(*sides, strict=True)]
-    rule = plan.recipe.scale_rule
-    if Granularity.ROWWISE not in kinds:
-        of_tensors = (scales_of(amax, format, rule) for amax in computed.tensor_amaxes(function, *xs))
-        return [(scales, scales) for scales in of_tensors]
-    found: list[tuple[Scales, Scales]] = []
-    for amaxes in computed.row_col_amaxes(function, *xs):
-        by_side = (a if kind is Granularity.ROWWISE else tensor_amax(a) for a, kind in zip(amaxes, kinds, strict=True))
-        rows, cols = (scales_of(amax, format, rule) for amax in by_side)
-        found.append((rows, cols))
-    return found
-
-
-def _delayed_scales(
-    plan: Plan, function: Function, xs: tuple[Product, ...], format: Format, states: Sequence[DelayedState | None]
-) -> tuple[list[tuple[Scales, Scales]], list[jax.Array] | None]:
-    """The scales of every matrix, those of earlier steps, and the amaxes, if a first step may need them."""
-    delayed = plan.recipe.delayed
-    assert delayed is not None
+    delayed, rule = plan.recipe.delayed, plan.recipe.scale_rule
+    # 1. Amaxes, where a scale needs them: under delayed scaling it may in a first step, and codes bring them later.
     is_settled = all(state is not None and state.initialized is None for state in states)
     amaxes = None if is_settled else computed.tensor_amaxes(function, *xs)
-    found: list[tuple[Scales, Scales]] = []
+    # 2. Scales.
+    margin = 0 if delayed is None else delayed.margin
+    scales: list[Scales] = []
     for i, state in enumerate(states):
-        assert state is not None, "under delayed scaling every tensor has one"
-        inv_scale = jnp.reshape(state.inv_scale, (1, 1))
-        if state.initialized is not None:
-            assert amaxes is not None
-            own = scales_of(amaxes[i], format, plan.recipe.scale_rule, margin=delayed.margin).inv_scale
-            inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own)
-        scales = Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
-        found.append((scales, scales))
-    return found, amaxes
+        own = None if amaxes is None else scales_of(amaxes[i], format, rule, margin)
+        scales.append(scales_in_use(state, own))
+    # 3. Codes.
+    inv_scales = [of_matrix.inv_scale for of_matrix in scales]
+    wanted = [(rows is not None, cols is not None) for rows, cols in sides]
+    found = computed.cast_pairs(function, format, inv_scales, wanted, *xs, amaxes=amaxes is None)
+    results: list[_Computed] = []
+    for i, (rows, cols, amax) in enumerate(found):
+        amax = amax if amaxes is None else amaxes[i]
+        if amax is None or (rows is None and cols is None):
+            amax = jnp.zeros((1, 1), jnp.float32)  # without a cast
+        of_rows, of_cols = (None if codes is None else Operand(codes, scales[i].scale) for codes in (rows, cols))
+        results.append(_Computed(of_rows, of_cols, amax.reshape(())))
+    return results

@@ -283,11 +283,6 @@ def _has_safe_powers_of_two(recipe: Recipe, spec: Gemm) -> bool:
     return is_usual and spec.a.format == spec.b.format == E4M3FN
 
 
-def scales_follow(recipe: Recipe, spec: Gemm) -> bool:
-    """Whether the scales of a GEMM are those of rows, and on hardware multiply a product that is rounded already."""
-    return spec.scaled_gemm_granularities[0] is Granularity.ROWWISE and _has_safe_powers_of_two(recipe, spec)
-
-
 def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
     """What is kept for a cast of the backward pass: an operand; of one in high precision `x` as it lies."""
     return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand

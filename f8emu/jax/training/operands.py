@@ -123,12 +123,11 @@ def cast_delayed(
     format = float8_of(rows, cols)
     if format is None:
         return found[0], found[1], jnp.zeros((), jnp.float32)
-    amax, inv_scale = None, jnp.reshape(state.inv_scale, (1, 1))
+    amax = own = None
     if state.initialized is not None:
         amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1])
-        own = scales_of(amax, format, rule, margin=delayed.margin).inv_scale
-        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own)
-    scales = Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
+        own = scales_of(amax, format, rule, margin=delayed.margin)
+    scales = scales_in_use(state, own)
     both = tuple(None if _granularity(cast) is None else scales for cast in (rows, cols))
 
     def codes(of_rows: jax.Array | None, of_cols: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -136,13 +135,25 @@ def cast_delayed(
         if amax is not None:
             return casts.cast_pair(x, format, of_rows, of_cols)
         wanted = {"rows": of_rows is not None, "cols": of_cols is not None}
-        row_codes, col_codes, amax = casts.cast_pair_amax(x, format, inv_scale, **wanted)
+        row_codes, col_codes, amax = casts.cast_pair_amax(x, format, scales.inv_scale, **wanted)
         amax = global_amax(amax, axes[0] + axes[1])
         return row_codes, col_codes
 
     _fill(found, x, both, deferred, codes)
     amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1]) if amax is None else amax
     return found[0], found[1], jnp.reshape(amax, ())
+
+
+def scales_in_use(state: DelayedState | None, own: Scales | None) -> Scales:
+    """Those of earlier steps, [1, 1], or `own` of the tensor itself without a state or if that is not initialized."""
+    if state is None:
+        assert own is not None, "without a state scales are the tensor's own"
+        return own
+    inv_scale = jnp.reshape(state.inv_scale, (1, 1))
+    if state.initialized is not None:
+        assert own is not None, "a first step may need them"
+        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own.inv_scale)
+    return Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
 
 
 def _fill(
