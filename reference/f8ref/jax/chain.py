@@ -119,8 +119,12 @@ class Chain(NamedTuple):
         found = self._replace(a_format=E4M3FN, b_format=E4M3FN, k=k)
         if not is_shared:
             return found._replace(split_k=2 if self.blocks_per_slice < self.blocks else 1)
+        return found.for_both()._replace(split_k=2)
+
+    def for_both(self) -> "Chain":
+        """The chain of a program that learns from the span whether partials are promoted."""
         model = replace(self.model, promote_k=None, split_k_multiple=self.unit_k)
-        return found._replace(model=model, split_k=2, serves_both=True)
+        return self._replace(model=model, serves_both=True)
 
     @property
     def blocks_per_slice(self) -> int:

@@ -101,12 +101,17 @@ def _blockwise_totals(
     return tiled(a.shape[0], b.shape[1], tile)
 
 
-@program("chain")
 def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Chain) -> jax.Array:
     """[EPI-6] Float32 bit patterns of the accumulators of `a[rows of g] @ b[g]`; 0 for rows of no group.
 
     Shapes: typed codes a [M, K], b [G, K, N]; ends [G] -> [M, N] uint32.
     """
+    is_shared = chain.step is Step.FLOAT8 and is_outermost(a, b, ends)
+    return _grouped_accumulators(a, b, ends, chain.span, chain.for_both() if is_shared else chain)
+
+
+@program("chain")
+def _grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, span: Span, chain: Chain) -> jax.Array:
     groups, _, n = b.shape
     m, wide = a.shape[0], compact_extents(a.shape[0], n, chain.padded_k).n
     if 0 in (m, n):
@@ -127,7 +132,7 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
                 m_0 = jnp.minimum(start + i // across * rows, m - rows)
                 n_0 = jnp.minimum(i % across * columns, wide - columns)
                 tile = _windows(chain, a_codes, b_g, m_0, n_0, rows, columns)
-                totals = chained_sum(chain, chain.span, *tile)
+                totals = chained_sum(chain, span, *tile)
                 row = m_0 + jnp.arange(rows)[:, None]
                 old = lax.dynamic_slice(out, (m_0, n_0), (rows, columns))
                 totals = jnp.where((row >= start) & (row < end), totals, old)
