@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -130,17 +131,33 @@ def _verify(
     from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.report import progress_bar
+    from f8emu.conformance.side_by_side import Workers, parts_of
+    from f8emu.conformance.stages import STAGES
+    from f8emu.conformance.subject import SUBJECTS
     from f8emu.conformance.verify import stages_by_name, verify
 
     start = time.perf_counter()
     stages_by_name(stages)  # a misspelt name is told before anything is loaded
-    with opened_files(files) as outputs:
+    with opened_files(files) as outputs, ExitStack() as stack:
         recorded = shipped_golden() if golden is None else read_golden(golden)
+        workers = None
+        if not names and not stages and jobs is None and (os.cpu_count() or 1) > 1:
+            # They import torch and JAX while this process does.
+            workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
         subjects, not_run = _load(names, arrays, timeout)
         processes = jobs or (_processes(subjects) if not names and not stages else 1)
+        if workers and processes == 1:
+            workers.close()
+            workers = None
         with progress_bar() as progress:
             result = verify(
-                subjects, stages=stages, golden=recorded, errors=errors, progress=progress, processes=processes
+                subjects,
+                stages=stages,
+                golden=recorded,
+                errors=errors,
+                progress=progress,
+                processes=processes,
+                workers=workers,
             )
             result, diagnoses = diagnosed(result, subjects if diagnose else [], progress)
         return conclude(

@@ -7,6 +7,7 @@ their own: Ctrl-C reaches only the parent, which keeps the stages that were fini
 """
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _KEEPS_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 """JAX's cache holds what took a second to compile, if it is not told otherwise."""
 
+_INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+"""Inductor starts processes to compile in, though every core has work, and after an installation tries the compiler on
+all vector instructions that the CPU reports. Without both it makes the same kernels."""
 
 _COLLECTED = (200_000, 20, 100)
 """Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage."""
@@ -65,15 +69,39 @@ def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
     return [part for part in found if part.stages and part.subjects]
 
 
+class Workers:
+    """Processes that run parts, ended with the context. They may be started before the parts are known.
+
+    `first` are the parts that they are probably given first: meanwhile they import the modules of those subjects.
+    """
+
+    def __init__(self, processes: int, first: Sequence[Part] = ()) -> None:
+        early = [part.subjects for part in first[:processes]] + [()] * (processes - len(first))
+        with ExitStack() as stack:
+            programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
+            self.connections = [_started(stack, programs, names) for names in early]
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stack.close()
+
+
 def run_parts(
     parts: Sequence[Part],
     golden: "GoldenFile",
     errors: int,
     progress: "Progress",
-    processes: int,
+    ready: Workers,
     keep: "Callable[[str, StageResult], None]",
 ) -> None:
-    """Runs the parts, `processes` at a time; `keep(subject, result)` gets the stages, or their shares, as they finish.
+    """Runs the parts in the workers; `keep(subject, result)` gets the stages, or their shares, as they finish.
 
     Progress shows the stage that began last.
 
@@ -81,54 +109,56 @@ def run_parts(
         WorkerEnded: a worker crashed, or was killed.
     """
     waiting = list(parts)
-    with ExitStack() as stack:
-        programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
-        workers: dict[Connection, Part] = {}
+    workers: dict[Connection, Part] = {}
 
-        def give(connection: Connection) -> None:
-            if waiting:
-                workers[connection] = waiting.pop(0)
+    def give(connection: Connection) -> None:
+        if waiting:
+            workers[connection] = waiting.pop(0)
+            with suppress(OSError):  # a worker that is gone is met when it is listened to
                 connection.send((*workers[connection], str(golden.path), errors))
-            else:
-                del workers[connection]
+        else:
+            workers.pop(connection, None)
 
-        for _ in range(min(processes, len(parts))):
-            give(_started(stack, programs))
-        shown: Any = None
-        while workers:
-            for one in wait(list(workers)):
-                assert isinstance(one, Connection), "nothing else is waited for"
-                try:
-                    kind, *rest = one.recv()
-                except (EOFError, OSError):
-                    raise WorkerEnded(
-                        f"verify: a worker process ended while it ran {', '.join(workers[one].stages)} of "
-                        f"{', '.join(workers[one].subjects)}; expected its results. Was it out of memory? Use --jobs 1"
-                    ) from None
-                match kind:
-                    case "begin":
-                        shown = one
-                        progress.begin(*rest)
-                    case "advance" if one is shown:
-                        progress.advance()
-                    case "stage":
-                        keep(*rest)
-                    case "done":
-                        give(one)
-                    case "raised":
-                        raise rest[0]
+    for connection in ready.connections:
+        give(connection)
+    shown: Any = None
+    while workers:
+        for one in wait(list(workers)):
+            assert isinstance(one, Connection), "nothing else is waited for"
+            try:
+                kind, *rest = one.recv()
+            except (EOFError, OSError):
+                raise WorkerEnded(
+                    f"verify: a worker process ended while it ran {', '.join(workers[one].stages)} of "
+                    f"{', '.join(workers[one].subjects)}; expected its results. Was it out of memory? Use --jobs 1"
+                ) from None
+            match kind:
+                case "begin":
+                    shown = one
+                    progress.begin(*rest)
+                case "advance" if one is shown:
+                    progress.advance()
+                case "stage":
+                    keep(*rest)
+                case "done":
+                    give(one)
+                case "raised":
+                    raise rest[0]
 
 
-def _started(stack: ExitStack, programs: str) -> Connection:
-    """A worker, which is ended with the stack; JAX keeps its compiled programs in the directory `programs`."""
+def _started(stack: ExitStack, programs: str, early: tuple[str, ...]) -> Connection:
+    """A worker, which is ended with the stack; JAX keeps its compiled programs in the directory `programs`.
+
+    It imports the modules of the subjects `early` at once.
+    """
     ours, theirs = socket.socketpair()
-    program = f"from f8emu.conformance.side_by_side import serve; serve({theirs.fileno()})"
+    program = f"from f8emu.conformance.side_by_side import serve; serve({theirs.fileno()}, {early!r})"
     path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL, "PYTHONPATH": path},
+        env={**_INDUCTOR, **os.environ, "JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL, "PYTHONPATH": path},
         start_new_session=True,
     )
     theirs.close()
@@ -165,14 +195,17 @@ class _Told:
         self.send("advance")
 
 
-def serve(descriptor: int) -> None:
-    """The worker's side: runs parts until the parent is gone."""
+def serve(descriptor: int, early: tuple[str, ...] = ()) -> None:
+    """The worker's side: imports the modules of the subjects `early`, then runs parts until the parent is gone."""
     from f8emu.conformance.golden import read_golden
     from f8emu.conformance.stages import layers_of
     from f8emu.conformance.subject import load_subject
     from f8emu.conformance.verify import verify
 
     told = _Told(Connection(descriptor))
+    for name in early:
+        with suppress(ImportError):  # the parent tells what is missing
+            importlib.import_module("f8emu.torch" if name == "torch" else name)
     try:
         while True:
             stages, names, mode, golden, errors = told.connection.recv()

@@ -15,7 +15,7 @@ from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.golden import GoldenFile, shipped_golden
-from f8emu.conformance.side_by_side import parts_of, run_parts
+from f8emu.conformance.side_by_side import Workers, parts_of, run_parts
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import SUBJECTS, NotOffered, Subject
 from f8emu.spec import SpecError
@@ -150,6 +150,7 @@ def verify(
     errors: int = 20,
     progress: Progress | None = None,
     processes: int = 1,
+    workers: Workers | None = None,
     keep: Callable[[str, StageResult], None] | None = None,
 ) -> Result:
     """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
@@ -158,6 +159,7 @@ def verify(
     counted. `keep` is called with the name of the subject and every stage that is finished. KeyboardInterrupt ends the
     run, and the result has the stages that were finished. With several `processes` the subjects must be those of
     `SUBJECTS`, which each process loads for itself; the same is asked, and the results are in the same order.
+    `workers` are such processes that run already; they are ended.
 
     Raises:
         SpecError: an unknown stage, or something of one's own in several processes.
@@ -192,7 +194,8 @@ def verify(
                 if len(found) == sum(subject in part.subjects and result.stage in part.stages for part in parts):
                     kept(subject, joined(found, errors) if len(found) > 1 else result)
 
-            run_parts(parts, golden, errors, progress, processes, shared)
+            with workers or Workers(min(processes, len(parts))) as ready:
+                run_parts(parts, golden, errors, progress, ready, shared)
         else:
             run = _Run(golden, errors, progress)
             for subject, stage in product(subjects, chosen):

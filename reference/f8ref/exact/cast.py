@@ -60,13 +60,16 @@ def encode(number: Number, format: Format, overflow: Overflow = Overflow.NONFINI
     if number.is_zero:
         return sign if format.has_negative_zero else 0
 
-    # 1 The format's values near the number are the multiples of `spacing`; below the smallest normal the spacing
+    # 1 The format's values near the number are the multiples of `2^last_place`; below the smallest normal the spacing
     #   stays what it is there (gradual underflow).
     exponent = max(exponent_of(number.magnitude), format.min_exponent)
-    spacing = power_of_two(exponent - format.fraction_bits)
+    last_place = exponent - format.fraction_bits
 
-    # 2 The nearest multiple. `round` of a Fraction is to nearest, ties to even.
-    count = round(number.magnitude / spacing)
+    # 2 The nearest multiple, of two equally near the even one. In integers: Fractions would be reduced every time.
+    n = number.magnitude.numerator << max(-last_place, 0)
+    d = number.magnitude.denominator << max(last_place, 0)
+    count, rest = divmod(n, d)
+    count += 2 * rest > d or (2 * rest == d and count % 2 == 1)
 
     # 3 The codes of positive values are consecutive. At the smallest exponent the code is `count` itself: subnormals
     #   up to 2^fraction_bits - 1, then the hidden bit turns up as exponent field 1. Each further exponent begins

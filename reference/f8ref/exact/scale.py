@@ -10,7 +10,7 @@ from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import ScaleRule
 from f8emu.spec.trace import Scales
 from f8ref.exact.cast import decode, encode, round_to
-from f8ref.exact.number import ZERO, finite, infinity
+from f8ref.exact.number import ZERO, Kind, Number, finite, infinity
 
 _FLOAT64 = Format(name="float64", exponent_bits=11, fraction_bits=52, bias=1023)
 """For the quotient of the scale rule; no operand, code or result of f8emu has it."""
@@ -29,7 +29,7 @@ def amax(codes: Iterable[int], format: Format) -> int:
         if number.is_infinite or largest.is_infinite:
             largest = infinity()
         else:
-            largest = finite(max(largest.magnitude, number.magnitude))
+            largest = Number(Kind.FINITE, magnitude=max(largest.magnitude, number.magnitude))
     return encode(largest, FLOAT32)
 
 

@@ -52,6 +52,8 @@ class Span(NamedTuple):
     per_slice: Index
     is_promoted: bool | jax.Array
     """[CHAIN-2] Read where the chain serves both."""
+    is_vector_pair: bool | jax.Array = False
+    """[EPI-5] Likewise: whether both operands have 1 x 128 scales."""
 
 
 class Chain(NamedTuple):
@@ -67,7 +69,7 @@ class Chain(NamedTuple):
     has_start: bool = False
     """Whether the chain starts from any number, not from zero."""
     serves_both: bool = False
-    """Whether the span says if partials are promoted, so that one program serves both."""
+    """Whether the span says if partials are promoted, or how they are scaled, so that one program serves both."""
 
     @property
     def step(self) -> Step:
@@ -117,8 +119,12 @@ class Chain(NamedTuple):
         found = self._replace(a_format=E4M3FN, b_format=E4M3FN, k=k)
         if not is_shared:
             return found._replace(split_k=2 if self.blocks_per_slice < self.blocks else 1)
+        return found.for_both()._replace(split_k=2)
+
+    def for_both(self) -> "Chain":
+        """The chain of a program that learns from the span whether partials are promoted."""
         model = replace(self.model, promote_k=None, split_k_multiple=self.unit_k)
-        return found._replace(model=model, split_k=2, serves_both=self.scale_block_k is None)
+        return self._replace(model=model, serves_both=True)
 
     @property
     def blocks_per_slice(self) -> int:

@@ -63,7 +63,10 @@ def blockwise_totals(
     extents, compiled = _compiled(chain, a, b)
     scales = _padded(scale_a, extents.m, compiled.blocks), _padded(scale_b, compiled.blocks, extents.n)
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
-    return _blockwise_totals(*_operands(chain, a, b, extents), *scales, chain.span, compiled, is_vector_pair)
+    span, known = chain.span, is_vector_pair
+    if compiled.serves_both:
+        span, known = span._replace(is_vector_pair=is_vector_pair), None
+    return _blockwise_totals(*_operands(chain, a, b, extents), *scales, span, compiled, known)
 
 
 @program("chain", "is_vector_pair")
@@ -74,8 +77,9 @@ def _blockwise_totals(
     scale_b: jax.Array,
     span: Span,
     chain: Chain,
-    is_vector_pair: bool,
+    is_vector_pair: bool | None,
 ) -> jax.Array:
+    """`is_vector_pair` is None where the span says it."""
     factor_a, factor_b = softfloat.bits(scale_a), softfloat.bits(scale_b)
 
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
@@ -85,7 +89,10 @@ def _blockwise_totals(
         def promote(i: jax.Array, partial: jax.Array, total: jax.Array) -> jax.Array:
             s_a = lax.dynamic_slice_in_dim(f_a, i, 1, 1)
             s_b = lax.dynamic_slice_in_dim(f_b, i, 1, 0)
-            if is_vector_pair:
+            if is_vector_pair is None:  # a partial times one is the partial
+                s_b = jnp.where(span.is_vector_pair, s_b, softfloat.multiply(s_a, s_b))
+                s_a = jnp.where(span.is_vector_pair, s_a, jnp.uint32(softfloat.ONE))
+            if is_vector_pair is not False:
                 return softfloat.fused_multiply_add(softfloat.multiply(partial, s_a), s_b, total)
             return softfloat.fused_multiply_add(partial, softfloat.multiply(s_a, s_b), total)
 
@@ -94,12 +101,17 @@ def _blockwise_totals(
     return tiled(a.shape[0], b.shape[1], tile)
 
 
-@program("chain")
 def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Chain) -> jax.Array:
     """[EPI-6] Float32 bit patterns of the accumulators of `a[rows of g] @ b[g]`; 0 for rows of no group.
 
     Shapes: typed codes a [M, K], b [G, K, N]; ends [G] -> [M, N] uint32.
     """
+    is_shared = chain.step is Step.FLOAT8 and is_outermost(a, b, ends)
+    return _grouped_accumulators(a, b, ends, chain.span, chain.for_both() if is_shared else chain)
+
+
+@program("chain")
+def _grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, span: Span, chain: Chain) -> jax.Array:
     groups, _, n = b.shape
     m, wide = a.shape[0], compact_extents(a.shape[0], n, chain.padded_k).n
     if 0 in (m, n):
@@ -120,7 +132,7 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
                 m_0 = jnp.minimum(start + i // across * rows, m - rows)
                 n_0 = jnp.minimum(i % across * columns, wide - columns)
                 tile = _windows(chain, a_codes, b_g, m_0, n_0, rows, columns)
-                totals = chained_sum(chain, chain.span, *tile)
+                totals = chained_sum(chain, span, *tile)
                 row = m_0 + jnp.arange(rows)[:, None]
                 old = lax.dynamic_slice(out, (m_0, n_0), (rows, columns))
                 totals = jnp.where((row >= start) & (row < end), totals, old)
