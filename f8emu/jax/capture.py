@@ -26,6 +26,7 @@ from f8emu.environment import versions
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.gemm.planned import layer_split_k
 from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral
+from f8emu.jax.training.feed_forward import DelayedFeedForward, FeedForward
 from f8emu.jax.training.matmul import LAYOUTS, Plan
 from f8emu.jax.training.operands import Operand
 from f8emu.jax.training.sharding import Divided
@@ -36,7 +37,7 @@ from f8emu.spec.recipe import Recipe
 
 _CALL = "f8emu.jax.capture"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_Function = TypeVar("_Function", DotGeneral, DelayedDotGeneral)
+_Function = TypeVar("_Function", DotGeneral, DelayedDotGeneral, FeedForward, DelayedFeedForward)
 
 
 def capture(
@@ -84,12 +85,18 @@ class Capture(Handle):
         return self._session.is_over
 
     def named(self, name: str, function: _Function) -> _Function:
-        """`function`, a `dot_general` or `delayed_dot_general`, as the layer `name`; one for each layer.
+        """`function`, made by `dot_general`, `feed_forward` or a delayed one, as the layer `name`; one for each layer.
 
-        What `jax.checkpoint` repeats is captured as another call, and so is every entry of a batch.
+        The layers of a block are `name.w1`, `name.w2` and `name.w3`. What `jax.checkpoint` repeats is captured as
+        another call, and so is every entry of a batch.
         """
         self._recipes[function.recipe.content_hash] = function.recipe
-        return dataclasses.replace(function, tap=_Layer(name, self._session, self._with_tensors))
+        if isinstance(function, DotGeneral | DelayedDotGeneral):
+            return dataclasses.replace(function, tap=self._layer(name))
+        return dataclasses.replace(function, taps=tuple(self._layer(f"{name}.{part}") for part in ("w1", "w2", "w3")))
+
+    def _layer(self, name: str) -> "_Layer":
+        return _Layer(name, self._session, self._with_tensors)
 
     def step(self) -> None:
         """The step is over; waits for what its callbacks still have to show."""

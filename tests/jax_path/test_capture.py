@@ -16,6 +16,7 @@ from f8emu.capture import GemmRecord
 from f8emu.conformance.captures.diff import diff_captures
 from f8emu.conformance.captures.file import read_capture
 from f8emu.conformance.captures.replay import replay
+from f8emu.jax.fused.gated import gated
 from f8emu.spec import recipe_by_name
 
 ARRAYS = {"x": (24, 48), "w": (80, 48), "grad": (24, 80)}
@@ -67,6 +68,31 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     parts = diff_captures(read_capture(tmp_path / "torch"), read_capture(tmp_path / "jax"))
     assert parts.is_equal and parts.stages == 2 * (3 + 3 * 5), [one.line() for one in parts.divergences]
     assert "framework: torch / jax" in parts.context
+
+
+def test_a_fused_block_is_captured_as_its_layers(tmp_path: Path) -> None:
+    """Its capture replays, and is that of three layers of these names."""
+    generator = np.random.default_rng(0)
+    shapes = (24, 32), (32, 48), (48, 32), (32, 48)
+    arrays = [jnp.asarray(generator.standard_normal(shape), jnp.bfloat16) for shape in shapes]
+
+    def fused(capturing: f8.Capture) -> Any:
+        return capturing.named("mlp", f8.feed_forward("tensorwise"))
+
+    def layers(capturing: f8.Capture) -> Any:
+        w1, w2, w3 = (capturing.named(f"mlp.{name}", f8.dot_general("tensorwise")) for name in ("w1", "w2", "w3"))
+        kernel = (((1,), (0,)), ((), ()))
+        return lambda x, a, b, c: w2(gated(w1(x, a, kernel), w3(x, c, kernel)), b, kernel)
+
+    for made in (fused, layers):
+        with f8.capture(tmp_path / made.__name__) as capturing:
+            output, pull = jax.vjp(made(capturing), *arrays)
+            jax.block_until_ready(pull(output))
+            capturing.step()
+    found = replay(read_capture(tmp_path / "fused"))
+    assert found.is_equal and not found.not_replayed and found.gemms == 9, [one.line() for one in found.findings]
+    parts = diff_captures(*(read_capture(tmp_path / made.__name__) for made in (fused, layers)))
+    assert parts.is_equal and parts.stages == 3 * (3 + 3 * 5), [one.line() for one in parts.divergences]
 
 
 def test_only_what_has_a_name_is_shown(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.gemm.partition import SUM, check_sharded_k
 from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral, is_settled, require_state, static_recipe
 from f8emu.jax.training.feed_forward_vjp import Plans, States, float8_feed_forward
-from f8emu.jax.training.matmul import Plan
+from f8emu.jax.training.matmul import Plan, Tap
 from f8emu.jax.training.sharding import explicit_mesh, require_checked_axes, vary_alike
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, Format
@@ -68,6 +68,8 @@ class FeedForward:
     recipe: Recipe
     engine: str = "auto"
     sharded_k: str = SUM
+    taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
+    """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
 
     def __call__(self, x: Any, w1: Any, w2: Any, w3: Any) -> jax.Array:
         """`(silu(x @ w1) * (x @ w3)) @ w2`, its three layers under the recipe.
@@ -100,6 +102,8 @@ class DelayedFeedForward:
     recipe: Recipe
     engine: str = "auto"
     sharded_k: str = SUM
+    taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
+    """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
 
     def __call__(self, x: Any, w1: Any, w2: Any, w3: Any, states: Sequence[Float8State]) -> jax.Array:
         """As `FeedForward.__call__`, with scales of earlier steps from `states`: those of w1, w2 and w3.
@@ -135,7 +139,7 @@ def _feed_forward(
     # 2. The block, on a matrix.
     x, w1, w2, w3 = vary_alike(*map(jnp.asarray, (x, *weights)))
     plans = [
-        _plan(function, dtype, of_weight, None if states is None else is_settled(states[i]))
+        _plan(function, dtype, of_weight, None if states is None else is_settled(states[i]), function.taps[i])
         for i, of_weight in enumerate(dtypes)
     ]
     output: jax.Array = float8_feed_forward(Plans(*plans), x.reshape(-1, x.shape[-1]), w1, w2, w3, states)
@@ -147,6 +151,7 @@ def _plan(
     dtype: Format,
     weight_dtype: Format,
     settled: tuple[bool, bool, bool] | None,
+    tap: Tap | None,
 ) -> Plan:
     """The settings of one layer, its weight [K, N]."""
     return Plan(
@@ -159,6 +164,7 @@ def _plan(
         is_weight_transposed=True,
         sharded_k=function.sharded_k,
         settled=settled,
+        tap=tap,
     )
 
 
@@ -170,8 +176,8 @@ def _one_by_one(
     def linear(x: jax.Array, i: int) -> jax.Array:
         numbers = (((x.ndim - 1,), (0,)), ((), ()))
         if states is None:
-            return DotGeneral(**settings)(x, weights[i], numbers)
-        return DelayedDotGeneral(**settings)(x, weights[i], states[i], numbers)
+            return DotGeneral(**settings, tap=function.taps[i])(x, weights[i], numbers)
+        return DelayedDotGeneral(**settings, tap=function.taps[i])(x, weights[i], states[i], numbers)
 
     return linear(gated(linear(x, 0), linear(x, 2)), 1)
 

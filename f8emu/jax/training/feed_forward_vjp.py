@@ -138,6 +138,7 @@ def _forward(
     sides = recipe.output.a, recipe.grad_weight.b if wants.w2 else None
     (hidden,) = _cast_computed(plans.w2, gated.hidden_of, (gate, up), [sides], [of_inputs[1]])
     output = _output(plans.w2, hidden.rows, operands[1])
+    _show_forward(plans, x, weights, gate, up)
     return output, _Kept(
         wants=wants,
         inputs=(x1_kept, x3_kept),
@@ -171,6 +172,8 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
     # A state has a gradient, and with it all that the layer gives: layers would cast grad_output for the first two.
     rows = recipe.grad_input.a if wants.hidden or wants.states else None
     cols = recipe.grad_weight.a if wants.w2 else None
+    if plans.w2.tap is not None:
+        plans.w2.tap.tensor("grad_output", grad_output)
     g, g_transposed, g_amax = cast_matrix(plans.w2, grad_output, rows, cols, kept.of_gradients[1], _WHOLE, False)
     if wants.w2:
         d_w2 = _grad_weight(plans.w2, g_transposed, kept.hidden)
@@ -181,9 +184,9 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
         # 2. grad_gate and grad_up.
         rows = recipe.grad_input.a if wants.x else None
         sides = [(rows, recipe.grad_weight.a if is_wanted else None) for is_wanted in (wants.w1, wants.w3)]
-        of_gate, of_up = _cast_computed(
-            plans.w1, gated.gradients_of, (grad_hidden, *kept.gate_up), sides, kept.of_gradients[::2]
-        )
+        operands = (grad_hidden, *kept.gate_up)
+        of_gate, of_up = _cast_computed(plans.w1, gated.gradients_of, operands, sides, kept.of_gradients[::2])
+        _show_backward(plans, operands)
         # 3. Through w1 and w3. What was kept uncast is cast now.
         after = next(operand.codes for operand in (*of_gate[:2], *of_up[:2]) if operand is not None)
         if wants.x:
@@ -201,6 +204,22 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
 
 
 float8_feed_forward.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def _show_forward(plans: Plans, x: jax.Array, weights: tuple[jax.Array, ...], gate: jax.Array, up: jax.Array) -> None:
+    for plan, weight in zip(plans, weights, strict=True):
+        if plan.tap is not None:
+            is_last = plan is plans.w2
+            plan.tap.tensor("input", computed.values_of(gated.hidden_of, (gate, up))[0] if is_last else x)
+            plan.tap.tensor("weight", weight.T)
+
+
+def _show_backward(plans: Plans, operands: tuple[jax.Array, ...]) -> None:
+    if plans.w1.tap is not None or plans.w3.tap is not None:
+        values = computed.values_of(gated.gradients_of, operands)
+        for plan, grad_output in zip((plans.w1, plans.w3), values, strict=True):
+            if plan.tap is not None:
+                plan.tap.tensor("grad_output", grad_output)
 
 
 def _cast_x(plan: Plan, x: jax.Array, defers: bool, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
