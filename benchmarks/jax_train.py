@@ -164,12 +164,16 @@ def _programs(name: str, steps: int, lr: float) -> tuple[Transformer, Any, Calla
 def train_jax(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
     """One run of flax's model."""
     model, optimizer, step, evaluate = _programs(name, arguments.steps, arguments.lr)
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, SIZE["length"] + 1), jnp.int32))
+    example = jax.random.key(0), jnp.zeros((1, SIZE["length"] + 1), jnp.int32)
     torch.manual_seed(seed)
     params = params_of(SameTransformer(**SIZE))
-    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, variables["params"])
-    state = TrainState.create(apply_fn=model.apply, params={**variables, "params": params}, tx=optimizer)
-    state = state.replace(step=jnp.int32(0))  # a number would be traced as another type than the step after it
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, jax.eval_shape(model.init, *example)["params"])
+    # without the parameters XLA has little to compile
+    states = jax.jit(lambda *given: {name: x for name, x in model.init(*given).items() if name != "params"})(*example)
+    state = TrainState.create(apply_fn=model.apply, params={**states, "params": params}, tx=optimizer)
+    # As it is after a step, so that JAX compiles once: a number would be traced as another type, and what torch made is
+    # bound to its device while the rest is not.
+    state = jax.device_put(state.replace(step=jnp.int32(0)), jax.devices()[0])
 
     def one(tokens: torch.Tensor, _: float) -> jax.Array:
         nonlocal state

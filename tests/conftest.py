@@ -1,7 +1,10 @@
 """What holds for every test: the run header, seeds, and which markers run where."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
 import pytest
@@ -17,6 +20,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # JAX reads this when it is first imported: broadcasting between ranks must be spelled out.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+# The processes of a run compile many equal programs. JAX keeps each in a directory that they share, and that goes with
+# the run: no program is older than the run itself.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="f8emu-tests-")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+
+# Inductor's pool of compilers is a process for each of ours that imports torch to wait for one compiler at a time.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 # Python looks for garbage after every 700 new containers, and while torch and JAX trace and compile that is a tenth of

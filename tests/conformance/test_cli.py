@@ -115,8 +115,8 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
     planted = replace(original, name="planted", verbs={**original.verbs, "scaled_mm": off_by_one_bit})
     monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
     report = tmp_path / "report.json"
-    arguments = ("verify", "planted", "--golden", str(few), "--stage", "golden", "--json", str(report))
-    status, out, _ = invoke(*arguments, "--no-diagnose")
+    arguments = ("verify", "planted", "--golden", str(few), "--stage", "golden", "--no-diagnose", "--json", str(report))
+    status, out, _ = invoke(*arguments)
     lines = [line for line in out.splitlines() if "  expected: " in line]
     assert status == 1
     assert len(lines) == 16

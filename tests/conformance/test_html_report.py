@@ -100,13 +100,14 @@ def invoke(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a subject whose promoted GEMMs are wrong, and whose name is hostile."""
+    """The report of a subject whose promoted GEMMs are wrong, and whose name is hostile; recorded ones have NaN too."""
     folder = tmp_path_factory.mktemp("page")
     right = load_subject("f8ref.numpy")
 
     def scaled_mm(*operands: np.ndarray, **options: Any) -> np.ndarray:
         out = right.verbs["scaled_mm"](*operands, **{**options, "use_fast_accum": True}).copy()
-        out[:2, -3:] = np.nan
+        if out.shape == (64, 96):
+            out[:2, -3:] = np.nan
         return out
 
     golden = folder / "few.safetensors"

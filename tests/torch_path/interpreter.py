@@ -33,6 +33,25 @@ def convert(values: np.ndarray, source: Any, target: Any, rounding: Any) -> np.n
     return np.where(np.isnan(floats), np.uint8(0x7F), bits) if target.primitive_bitwidth == 8 else bits
 
 
+def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`convert`, and Triton's language is patched once for the functions of a module, not at each call of one.
+
+    The kernel's own patches are enough for those that it calls; half of all the work was to find nothing left to patch.
+    """
+    import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
+
+    patched = set[str]()
+
+    def call(function: Any, *args: Any, **options: Any) -> Any:
+        if function.fn.__module__ not in patched:
+            interpreter._patch_lang(function.fn)
+            patched.add(function.fn.__module__)
+        return function.rewrite()(*args, **options)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
 def run_interpreted(file: str) -> None:
     """Run the tests of a file in a process with the interpreter; some must have run, and all passed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]

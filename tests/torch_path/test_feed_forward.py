@@ -22,7 +22,7 @@ from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError, ScaleRule
 from f8emu.torch.fused import operators
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.training import feed_forward
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
 from tests.torch_path.layers import draw
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="needs no kernel, or a GPU")
@@ -85,7 +85,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         monkeypatch.setattr(silu_arithmetic, "exp", elementwise(exp))
         monkeypatch.setattr(silu_arithmetic, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
-        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        prepare(monkeypatch)
         monkeypatch.setattr(operators, "has_float8_hardware", lambda device: runs_kernels)
 
     def call(operator: Any, *args: Any) -> list[Tensor]:

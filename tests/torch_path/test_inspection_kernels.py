@@ -37,7 +37,7 @@ from f8emu.torch.inspection.recorder import Recorder
 from f8emu.torch.inspection.statistics import Statistics
 from f8emu.torch.training.observation import GemmSeen, TensorSeen
 from f8emu.torch.training.operands import Delayed, Operand
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 VALUES = ("amax", "nan", "inf", "zero", "mean", "l1_norm", "l2_norm")
@@ -62,9 +62,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Calls a function so that kernels run, on tensors of the device."""
     runs = False
     if INTERPRETED:
-        import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        prepare(monkeypatch)
         monkeypatch.setattr(fused, "has_float8_hardware", lambda device: runs)
 
     def call(function: Callable[..., Any], *args: Any) -> Any:

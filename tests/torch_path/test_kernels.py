@@ -20,7 +20,7 @@ from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import cast_columns, transpose_codes
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, convert, run_interpreted
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
 
@@ -59,9 +59,7 @@ def x(request) -> torch.Tensor:
 def kernels(monkeypatch) -> Iterator[Callable[..., tuple[torch.Tensor, ...]]]:
     """Calls an operator so that its kernel runs; tensors go to the device and come back."""
     if INTERPRETED:
-        import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
-
-        monkeypatch.setattr(interpreter, "_convert_float", convert)
+        prepare(monkeypatch)
         monkeypatch.setattr(fused, "has_float8_hardware", lambda device: runs_kernels)
     runs_kernels = False
 
