@@ -28,8 +28,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
-# Inductor's pool of compilers is a process for each of ours that imports torch to wait for one compiler at a time.
+# Inductor's pool of compilers is a process for each of ours that imports torch to wait for one compiler at a time. And
+# after an installation it tries the compiler on all vector instructions that the CPU reports, before it uses any.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 
 # Python looks for garbage after every 700 new containers, and while torch and JAX trace and compile that is a tenth of
