@@ -6,8 +6,8 @@
     grad_up   = rounded(grad_hidden * silu)
     grad_gate = rounded(rounded(grad_hidden * up) * sigmoid * (1 + gate * (1 - sigmoid)))
 
-This is the arithmetic of eager torch, whose SiLU is a tensor of its own. `exp` and the quotient are those of XLA's
-backend, so that a CPU and a GPU may differ in the last bit of `sigmoid`, as in torch.
+In bfloat16 this is the arithmetic of eager torch, whose SiLU is a tensor of its own. `exp` and the quotient are those
+of XLA's backend, so that a CPU and a GPU may differ in the last bit of `sigmoid`, as in torch.
 
 Exactness: on a GPU a Pallas kernel computes the same bits as XLA: both call libdevice's `exp` and divide alike. Seen on
 an H200 for all gates of bfloat16 (tests/jax_path/test_feed_forward.py::test_kernels_compute_what_xla_does).
@@ -15,6 +15,7 @@ an H200 for all gates of bfloat16 (tests/jax_path/test_feed_forward.py::test_ker
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +53,10 @@ def _gradients(kept: tuple[jax.Array, jax.Array], grad_hidden: jax.Array) -> tup
 gated.defvjp(lambda gate, up: (gated(gate, up), (gate, up)), _gradients)
 
 
-def rounded_to(dtype: jnp.dtype) -> Rounded:
-    """Rounds where XLA compiles: unlike a conversion, this is kept where excess precision is allowed."""
+def rounded_to(dtype: Any) -> Rounded:
+    """Rounds where XLA compiles, which may leave out a conversion alone where excess precision is allowed."""
+    if dtype == jnp.float16:  # of whose subnormals `reduce_precision` makes zeros
+        return lambda values: lax.optimization_barrier(values.astype(dtype)).astype(jnp.float32)
     info = jnp.finfo(dtype)
     return functools.partial(lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 

@@ -209,7 +209,7 @@ def _dot_general(
         is_weight_transposed=weight_is_t,
         sharded_k=function.sharded_k,
         divided=along,
-        settled=None if state is None else is_settled(state),
+        settled=None if state is None else settled_of(state),
         tap=function.tap,
     )
     if state is not None and lhs_b:
@@ -330,7 +330,7 @@ def described_state(state: Any) -> str:
     return str(jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}", state))
 
 
-def is_settled(state: Float8State) -> tuple[bool, bool, bool]:
+def settled_of(state: Float8State) -> tuple[bool, bool, bool]:
     """Which tensors have a state without `initialized`."""
     x, w, g = (of_tensor is not None and of_tensor.initialized is None for of_tensor in state)
     return x, w, g

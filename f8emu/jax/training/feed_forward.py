@@ -16,10 +16,10 @@ from f8emu.jax.dtypes import require_values
 from f8emu.jax.fused.gated import gated
 from f8emu.jax.gemm.engine import check_engine
 from f8emu.jax.gemm.partition import SUM, check_sharded_k
-from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral, is_settled, require_state, static_recipe
+from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral, require_state, settled_of, static_recipe
 from f8emu.jax.training.feed_forward_vjp import Plans, States, float8_feed_forward
 from f8emu.jax.training.matmul import Plan, Tap
-from f8emu.jax.training.sharding import explicit_mesh, require_checked_axes, vary_alike
+from f8emu.jax.training.sharding import explicit_mesh, require_checked_axes, vary_alike, varying
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, Format
 from f8emu.spec.recipe import TENSORS, Recipe
@@ -32,7 +32,8 @@ _NAMES = ("w1", "w2", "w3")
 def feed_forward(recipe: Recipe | str, *, engine: str = "auto", sharded_k: str = SUM) -> "FeedForward":
     """A function of a gated feed-forward block under a recipe: `(x, w1, w2, w3) -> output`.
 
-    Frozen and hashable, as `dot_general(recipe)`, whose arguments it has.
+    Frozen and hashable, as `dot_general(recipe)`, which has the same arguments but for `in_specs`: in `jax.shard_map`
+    every device has scales of its own.
 
     Raises:
         SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
@@ -71,7 +72,7 @@ class FeedForward:
     taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
     """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
 
-    def __call__(self, x: Any, w1: Any, w2: Any, w3: Any) -> jax.Array:
+    def __call__(self, x: Any, w1: Any, w2: Any, w3: Any, *, out_sharding: Any = None) -> jax.Array:
         """`(silu(x @ w1) * (x @ w3)) @ w2`, its three layers under the recipe.
 
         Under recipes whose scales are all those of whole tensors (`tensorwise`, `delayed`) and for bfloat16 x one
@@ -87,12 +88,14 @@ class FeedForward:
             `silu(gate) * up`, where silu, product and their gradients are computed in float32 and each rounded to the
             dtype of x, as in eager torch. On a GPU too: Triton's kernel computes the bits that XLA does
             (`fused.gated`). `exp` is the backend's, so that a CPU may differ from a GPU in the last bit of a sigmoid.
+            Under `jax.vmap` of some operands every entry is a block of its own, backward too, where a layer would add
+            gradients of what is not mapped before it casts them.
 
         Raises:
             OperandError: wrong dtypes or shapes.
             UnsupportedError: a second derivative; what the engine does not do.
         """
-        return _feed_forward("feed_forward", self, x, (w1, w2, w3), None)
+        return _feed_forward("feed_forward", self, x, (w1, w2, w3), None, out_sharding)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -105,7 +108,9 @@ class DelayedFeedForward:
     taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
     """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
 
-    def __call__(self, x: Any, w1: Any, w2: Any, w3: Any, states: Sequence[Float8State]) -> jax.Array:
+    def __call__(
+        self, x: Any, w1: Any, w2: Any, w3: Any, states: Sequence[Float8State], *, out_sharding: Any = None
+    ) -> jax.Array:
         """As `FeedForward.__call__`, with scales of earlier steps from `states`: those of w1, w2 and w3.
 
         Raises:
@@ -116,17 +121,22 @@ class DelayedFeedForward:
         call = "delayed_feed_forward"
         if not isinstance(states, Sequence) or isinstance(states, Float8State) or len(states) != len(_NAMES):
             raise OperandError(
-                f"{call}: states must be three Float8States, those of w1, w2 and w3; got {type(states).__name__}; "
+                f"{call}: states must be three Float8States, those of w1, w2 and w3; got {_described(states)}; "
                 "start with [linear_delayed_state(recipe) for _ in range(3)]"
             )
-        for state in states:
-            require_state(call, self.recipe, state)
+        for name, state in zip(_NAMES, states, strict=True):
+            require_state(f"{call}, {name}", self.recipe, state)
             require_checked_axes(call, state)
-        return _feed_forward(call, self, x, (w1, w2, w3), States(*states))
+        return _feed_forward(call, self, x, (w1, w2, w3), States(*states), out_sharding)
 
 
 def _feed_forward(
-    call: str, function: FeedForward | DelayedFeedForward, x: Any, weights: tuple[Any, ...], states: States | None
+    call: str,
+    function: FeedForward | DelayedFeedForward,
+    x: Any,
+    weights: tuple[Any, ...],
+    states: States | None,
+    out_sharding: Any,
 ) -> jax.Array:
     # 1. What was given.
     dtype = require_values(call, x, name="x")
@@ -134,16 +144,24 @@ def _feed_forward(
     _require_shapes(call, x, weights)
     recipe = function.recipe
     is_fused = dtype == BFLOAT16 and _has_fused_casts(recipe) and explicit_mesh(x, *weights) is None
-    if not is_fused or 0 in (*x.shape, *(n for w in weights for n in w.shape)):
-        return _one_by_one(function, x, weights, states)
+    if not is_fused or 0 in (*x.shape, *(n for w in weights for n in w.shape)) or not _vary_alike(x, weights):
+        return _one_by_one(function, x, weights, states, out_sharding)
     # 2. The block, on a matrix.
-    x, w1, w2, w3 = vary_alike(*map(jnp.asarray, (x, *weights)))
+    x1, x3, w1, w2, w3 = vary_alike(*map(jnp.asarray, (x, x, *weights)))
+    x1, x3 = (x.reshape(-1, x.shape[-1]) for x in (x1, x3))
     plans = [
-        _plan(function, dtype, of_weight, None if states is None else is_settled(states[i]), function.taps[i])
+        _plan(function, dtype, of_weight, None if states is None else settled_of(states[i]), function.taps[i])
         for i, of_weight in enumerate(dtypes)
     ]
-    output: jax.Array = float8_feed_forward(Plans(*plans), x.reshape(-1, x.shape[-1]), w1, w2, w3, states)
-    return output.reshape(*x.shape[:-1], w2.shape[1])
+    output: jax.Array = float8_feed_forward(Plans(*plans), x3, x1, w1, w2, w3, states)
+    output = output.reshape(*x.shape[:-1], w2.shape[1])
+    return output if out_sharding is None else jax.sharding.reshard(output, out_sharding)
+
+
+def _vary_alike(x: Any, weights: tuple[Any, ...]) -> bool:
+    """Whether, in `jax.shard_map`, gate, up and output vary along the same axes: else a layer sums a gradient first."""
+    of_x, w1, w2, w3 = (varying(jnp.asarray(array)) for array in (x, *weights))
+    return of_x | w1 == of_x | w3 == of_x | w1 | w2 | w3
 
 
 def _plan(
@@ -169,17 +187,28 @@ def _plan(
 
 
 def _one_by_one(
-    function: FeedForward | DelayedFeedForward, x: Any, weights: tuple[Any, ...], states: States | None
+    function: FeedForward | DelayedFeedForward,
+    x: Any,
+    weights: tuple[Any, ...],
+    states: States | None,
+    out_sharding: Any,
 ) -> jax.Array:
     settings: Any = {"recipe": function.recipe, "engine": function.engine, "sharded_k": function.sharded_k}
 
-    def linear(x: jax.Array, i: int) -> jax.Array:
+    def linear(x: jax.Array, i: int, out_sharding: Any = None) -> jax.Array:
         numbers = (((x.ndim - 1,), (0,)), ((), ()))
         if states is None:
-            return DotGeneral(**settings, tap=function.taps[i])(x, weights[i], numbers)
-        return DelayedDotGeneral(**settings, tap=function.taps[i])(x, weights[i], states[i], numbers)
+            layer: Any = DotGeneral(**settings, tap=function.taps[i])
+            return layer(x, weights[i], numbers, out_sharding=out_sharding)
+        layer = DelayedDotGeneral(**settings, tap=function.taps[i])
+        return layer(x, weights[i], states[i], numbers, out_sharding=out_sharding)
 
-    return linear(gated(linear(x, 0), linear(x, 2)), 1)
+    return linear(gated(*vary_alike(linear(x, 0), linear(x, 2))), 1, out_sharding)
+
+
+def _described(states: Any) -> str:
+    is_one = isinstance(states, Float8State) or not isinstance(states, Sequence)
+    return type(states).__name__ if is_one else f"{len(states)} of them"
 
 
 def _has_fused_casts(recipe: Recipe) -> bool:

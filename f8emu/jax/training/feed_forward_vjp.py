@@ -33,12 +33,9 @@ from f8emu.jax.training.matmul import (
     mapped_with,
     taken,
 )
-from f8emu.jax.training.operands import Operand, Side, float8_of, scales_in_use
+from f8emu.jax.training.operands import WHOLE, Operand, Side, float8_of, scales_in_use
 from f8emu.spec.recipe import Cast
 from f8emu.spec.trace import DelayedState, Float8State, Scales
-
-_WHOLE: Any = ((), ())
-"""Arrays are those of the whole block: `jax.shard_map` divides none of them."""
 
 
 class Plans(NamedTuple):
@@ -66,7 +63,7 @@ class _Wants:
     w1: bool = False
     w2: bool = False
     w3: bool = False
-    states: bool = False
+    states: tuple[bool, bool, bool] = (False, False, False)
 
     @property
     def gate(self) -> bool:
@@ -109,13 +106,22 @@ class _Computed(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def float8_feed_forward(
-    plans: Plans, x: jax.Array, w1: jax.Array, w2: jax.Array, w3: jax.Array, states: States | None
+    plans: Plans,
+    x3: jax.Array,
+    x1: jax.Array,
+    w1: jax.Array,
+    w2: jax.Array,
+    w3: jax.Array,
+    states: States | None,
 ) -> jax.Array:
-    """The block on `x` [M, dim] with weights [dim, hidden], [hidden, dim] and [dim, hidden]; x is bfloat16.
+    """The block on x [M, dim] with weights [dim, hidden], [hidden, dim] and [dim, hidden]; x is bfloat16.
+
+    x is given once for each layer, the last first: JAX then adds their gradients, and what they are added to, in the
+    order in which it adds those of layers.
 
     Exactness: every code, scale, product and gradient is that of three layers around `fused.gated.gated`.
     """
-    return _forward(plans, x, (w1, w2, w3), states, _Wants())[0]
+    return _forward(plans, x1, (w1, w2, w3), states, _Wants())[0]
 
 
 def _forward(
@@ -147,34 +153,40 @@ def _forward(
         hidden=hidden.cols,
         of_gradients=of_gradients,
         amaxes=tuple(zip((x1_amax, hidden.amax, x3_amax), weight_amaxes, strict=True)),
-        states=states if wants.states else None,
+        states=states if any(wants.states) else None,
     )
 
 
-def _forward_rule(plans: Plans, x: Any, w1: Any, w2: Any, w3: Any, states: Any) -> tuple[jax.Array, _Kept]:
-    of_states = any(leaf.perturbed for leaf in jax.tree.leaves(states))
-    wants = _Wants(x.perturbed, w1.perturbed, w2.perturbed, w3.perturbed, of_states)
-    values = x.value, (w1.value, w2.value, w3.value), jax.tree.map(lambda leaf: leaf.value, states)
-    x, weights, states = differentiable_no_more(values, f"feed_forward: {TWICE}")
-    if of_states:
-        states = States(*(mapped_with("delayed_feed_forward", state, x, *weights) for state in states))
+def _forward_rule(plans: Plans, x3: Any, x1: Any, w1: Any, w2: Any, w3: Any, states: Any) -> tuple[jax.Array, _Kept]:
+    of_states = [any(leaf.perturbed for leaf in jax.tree.leaves(state)) for state in states or (None,) * 3]
+    has_x = x1.perturbed or x3.perturbed
+    wants = _Wants(has_x, w1.perturbed, w2.perturbed, w3.perturbed, (of_states[0], of_states[1], of_states[2]))
+    values = x1.value, (w1.value, w2.value, w3.value), jax.tree.map(lambda leaf: leaf.value, states)
+    x, weights, states = differentiable_no_more(values, f"{_call(plans)}: {TWICE}")
+    if any(of_states):
+        operands = x, *weights, *jax.tree.leaves(states)
+        states = States(*(mapped_with(_call(plans), state, *operands) for state in states))
     return _forward(plans, x, weights, states, wants)
+
+
+def _call(plans: Plans) -> str:
+    return "feed_forward" if plans.w1.recipe.delayed is None else "delayed_feed_forward"
 
 
 def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ...]:
     if isinstance(grad_output, SymbolicZero):
-        return (None,) * 5
-    grad_output = differentiable_no_more(grad_output, f"feed_forward: {TWICE}")
+        return (None,) * 6
+    grad_output = differentiable_no_more(grad_output, f"{_call(plans)}: {TWICE}")
     recipe, rule, wants = plans.w1.recipe, plans.w1.recipe.scale_rule, kept.wants
-    d_x = d_w1 = d_w2 = d_w3 = d_states = None
+    d_x1 = d_x3 = d_w1 = d_w2 = d_w3 = d_states = None
     of_gate = of_up = _Computed(None, None, jnp.zeros((), jnp.float32))
     # 1. Through w2.
-    # A state has a gradient, and with it all that the layer gives: layers would cast grad_output for the first two.
-    rows = recipe.grad_input.a if wants.hidden or wants.states else None
+    # Through the states of w1 and w3 hidden has a gradient too: a layer would cast grad_output for it.
+    rows = recipe.grad_input.a if wants.hidden or wants.states[0] or wants.states[2] else None
     cols = recipe.grad_weight.a if wants.w2 else None
     if plans.w2.tap is not None:
         plans.w2.tap.tensor("grad_output", grad_output)
-    g, g_transposed, g_amax = cast_matrix(plans.w2, grad_output, rows, cols, kept.of_gradients[1], _WHOLE, False)
+    g, g_transposed, g_amax = cast_matrix(plans.w2, grad_output, rows, cols, kept.of_gradients[1], WHOLE, False)
     if wants.w2:
         d_w2 = _grad_weight(plans.w2, g_transposed, kept.hidden)
     if wants.hidden:
@@ -186,12 +198,12 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
         sides = [(rows, recipe.grad_weight.a if is_wanted else None) for is_wanted in (wants.w1, wants.w3)]
         operands = (grad_hidden, *kept.gate_up)
         of_gate, of_up = _cast_computed(plans.w1, gated.gradients_of, operands, sides, kept.of_gradients[::2])
-        _show_backward(plans, operands)
+        _show_backward(plans, operands, (wants.gate, wants.up))
         # 3. Through w1 and w3. What was kept uncast is cast now.
         after = next(operand.codes for operand in (*of_gate[:2], *of_up[:2]) if operand is not None)
         if wants.x:
             w1, w3 = (taken(kept.weights[i], recipe.grad_input.b, rule, True, after=after) for i in (0, 2))
-            d_x = _grad_input(plans.w1, of_gate.rows, w1) + _grad_input(plans.w3, of_up.rows, w3)
+            d_x1, d_x3 = _grad_input(plans.w1, of_gate.rows, w1), _grad_input(plans.w3, of_up.rows, w3)
         x1, x3 = (taken(x, recipe.grad_weight.b, rule, False, after=after) for x in kept.inputs)
         d_w1 = _grad_weight(plans.w1, of_gate.cols, x1) if wants.w1 else None
         d_w3 = _grad_weight(plans.w3, of_up.cols, x1 if recipe.delayed is None else x3) if wants.w3 else None
@@ -200,7 +212,7 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
         amaxes = (of_gate.amax, g_amax, of_up.amax)
         of_layers = zip(plans, kept.amaxes, amaxes, kept.states, strict=True)
         d_states = States(*(cotangent(plan, (*both, amax), state) for plan, both, amax, state in of_layers))
-    return d_x, d_w1, d_w2, d_w3, d_states
+    return d_x3, d_x1, d_w1, d_w2, d_w3, d_states
 
 
 float8_feed_forward.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -214,24 +226,24 @@ def _show_forward(plans: Plans, x: jax.Array, weights: tuple[jax.Array, ...], ga
             plan.tap.tensor("weight", weight.T)
 
 
-def _show_backward(plans: Plans, operands: tuple[jax.Array, ...]) -> None:
-    if plans.w1.tap is not None or plans.w3.tap is not None:
-        values = computed.values_of(gated.gradients_of, operands)
-        for plan, grad_output in zip((plans.w1, plans.w3), values, strict=True):
-            if plan.tap is not None:
-                plan.tap.tensor("grad_output", grad_output)
+def _show_backward(plans: Plans, operands: tuple[jax.Array, ...], wanted: tuple[bool, bool]) -> None:
+    taps = [plan.tap if is_wanted else None for plan, is_wanted in zip((plans.w1, plans.w3), wanted, strict=True)]
+    if any(tap is not None for tap in taps):
+        for tap, grad_output in zip(taps, computed.values_of(gated.gradients_of, operands), strict=True):
+            if tap is not None:
+                tap.tensor("grad_output", grad_output)
 
 
 def _cast_x(plan: Plan, x: jax.Array, defers: bool, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
     """The operand of x for `output`, that for `grad_weight` if `is_kept`, and the amax."""
     cols = plan.recipe.grad_weight.b if is_kept else None
-    return cast_matrix(plan, x, plan.recipe.output.a, cols, state, _WHOLE, False, defers_cols=defers)
+    return cast_matrix(plan, x, plan.recipe.output.a, cols, state, WHOLE, False, defers_cols=defers)
 
 
 def _cast_weight(plan: Plan, weight: jax.Array, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
     """The operand of a weight for `output`, that for `grad_input` if `is_kept`, and the amax."""
     cols = plan.recipe.grad_input.b if is_kept else None
-    return cast_matrix(plan, weight, plan.recipe.output.b, cols, state, _WHOLE, True, defers_cols=True)
+    return cast_matrix(plan, weight, plan.recipe.output.b, cols, state, WHOLE, True, defers_cols=True)
 
 
 def _output(plan: Plan, x: Operand | None, weight: Operand | None) -> jax.Array:

@@ -39,9 +39,9 @@ TWICE = (
 )
 
 _MAPPED = (
-    "a state is for one call of a step; got operands that jax.vmap maps and a state that it does "
-    "not, so that JAX would add the amaxes of its entries; put the mapped axis into the rows of lhs instead, or give "
-    "every entry a state: shared_delayed_state(state, size), mapped too"
+    "a state is for one call of a step; got operands that jax.vmap maps and a state that it does not, so that JAX "
+    "would add the amaxes of its entries; put the mapped axis into the rows of the input instead, or give every entry "
+    "a state: shared_delayed_state(state, size), mapped too"
 )
 
 

@@ -60,7 +60,8 @@ Side = Operand | Deferred | None
 """An operand of a matrix, or of its transpose; None if none is wanted."""
 Pair = tuple[Side, Side]
 """The operands of a matrix and of its transpose."""
-_WHOLE: tuple[Axes, Axes] = ((), ())
+WHOLE: tuple[Axes, Axes] = ((), ())
+"""Axes that divide nothing."""
 
 
 def cast_both(
@@ -69,7 +70,7 @@ def cast_both(
     cols: Cast | None,
     rule: ScaleRule,
     *,
-    axes: tuple[Axes, Axes] = _WHOLE,
+    axes: tuple[Axes, Axes] = WHOLE,
     deferred: int | None = None,
 ) -> Pair:
     """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
@@ -111,7 +112,7 @@ def cast_delayed(
     delayed: DelayedScaling,
     rule: ScaleRule,
     *,
-    axes: tuple[Axes, Axes] = _WHOLE,
+    axes: tuple[Axes, Axes] = WHOLE,
     deferred: int | None = None,
 ) -> tuple[Side, Side, jax.Array]:
     """As `cast_both`, by the scale of earlier steps; also the amax of `x` [], for the next update; 0 without a cast.

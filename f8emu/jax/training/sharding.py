@@ -183,8 +183,8 @@ def as_gradient(amax: jax.Array, axes: frozenset[str], divided: Divided = _UNDIV
     amax = global_amax(amax, tuple(sorted((varying(amax) - axes) & divided.all)))
     if not varying(amax) <= axes:
         raise OperandError(
-            "delayed_dot_general: in jax.shard_map an amax must be that of the whole matrix; got one that varies along "
-            f"{sorted(varying(amax) - axes)}, and JAX would add those; say how the operands are divided: "
+            "delayed scaling: in jax.shard_map an amax must be that of the whole matrix; got one that varies along "
+            f"{sorted(varying(amax) - axes)}, and JAX would add those; say how the operands of each layer are divided: "
             "delayed_dot_general(recipe, in_specs=(spec_of_lhs, spec_of_rhs)), or give every device a state of its own"
         )
     return _cast_to(amax, axes)
