@@ -7,7 +7,7 @@ emulated torch must never be taken for hardware.
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -222,6 +222,7 @@ def _f8ref_numpy() -> Subject:
     )
 
 
+@cache
 def _f8ref_jax() -> Subject:
     framework = jax_arrays("f8emu verify f8ref.jax")
     import f8ref.jax

@@ -223,6 +223,7 @@ class _Run:
         self.errors = errors
         self.progress = progress
         self.known: dict[tuple[str, str, str], Parts | Exception] = {}
+        self.judges: dict[str, Subject] = {}
 
     def stage(self, stage: Stage, subject: Subject) -> StageResult:
         oracle = f"recorded on {self.golden.device}"
@@ -243,12 +244,19 @@ class _Run:
         start = time.perf_counter()
 
         def run(index: int) -> Outcome:
-            outcome = run_case(cases[index], subject, answers[index], self.errors)
+            outcome = run_case(self._asked(stage, cases[index], subject), subject, answers[index], self.errors)
             self.progress.advance()
             return outcome
 
         outcomes = _mapped(run, range(len(cases)), subject)
         return _result(stage, oracle, outcomes, time.perf_counter() - start, self.errors)
+
+    def _asked(self, stage: Stage, case: Case, subject: Subject) -> Case:
+        """The case; what the very same subject gave for it, as the judge of another one, is not computed again."""
+        found = self.known.get((subject.name, stage.name, case.id))
+        if self.judges.get(subject.name) is not subject or found is None or isinstance(found, Exception):
+            return case
+        return replace(case, run=lambda _: found)
 
     def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
         """What is expected of each case; what a judge has answered for an earlier subject is not asked again."""
@@ -262,6 +270,7 @@ class _Run:
 
         if judge is None:
             return [answer(case, None) for case in cases]
+        self.judges[judge.name] = judge
         self.progress.begin(subject, f"{stage.title}, asking {judge.name}", len(cases))
         return _mapped(ask, cases, judge)
 

@@ -55,6 +55,9 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # equal formats have equal names; caches ask for millions
+
     @property
     def bits(self) -> int:
         """Width of a code in bits."""

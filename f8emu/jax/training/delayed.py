@@ -70,28 +70,40 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
     """
     call = "linear_delayed_update"
     recipe = _delayed(call, recipe)
-    delayed = recipe.delayed
-    assert delayed is not None
     _require_float8_states(call, state=state, amaxes=amaxes)
-    found: list[DelayedState | None] = []
     for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
         if (tensor in recipe.delayed_tensors) != (of_tensor is not None) or (of_tensor is None) != (gradient is None):
             raise OperandError(
                 f"{call}: state and amaxes must have a DelayedState for each tensor with delayed scales of recipe "
                 f"{recipe.name!r}; got {type(of_tensor).__name__} and {type(gradient).__name__} for {tensor}"
             )
+    updated, broken = _updated(state, amaxes, recipe)
+    of_tensors = zip(TENSORS, updated, broken, strict=True)
+    return Float8State(
+        *(new if new is None else _loud(call, tensor, new, is_one) for tensor, new, is_one in of_tensors)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> tuple[Float8State, list[jax.Array | None]]:
+    """The next state, and which tensors' state or amaxes are none."""
+    found: list[DelayedState | None] = []
+    broken: list[jax.Array | None] = []
+    for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
         if of_tensor is None or gradient is None:
             found.append(None)
+            broken.append(None)
             continue
+        assert recipe.delayed is not None, "only such a recipe has a state"
         format = float8_of(*(cast for _, _, cast in recipe.casts(tensor)))
         is_set = jnp.ones((), jnp.bool_) if of_tensor.initialized is None else of_tensor.initialized != 0
         new = update_delayed_state(
-            of_tensor._replace(initialized=is_set), gradient.amax_history[0], format, recipe.scale_rule, delayed
+            of_tensor._replace(initialized=is_set), gradient.amax_history[0], format, recipe.scale_rule, recipe.delayed
         )
         flag = None if of_tensor.initialized is None else new.initialized.astype(jnp.float32)
-        broken = _is_broken(of_tensor) | _is_sum(gradient)
-        found.append(_loud(call, tensor, new._replace(initialized=flag), broken))
-    return Float8State(*found)
+        found.append(new._replace(initialized=flag))
+        broken.append(_is_broken(of_tensor) | _is_sum(gradient))
+    return Float8State(*found), broken
 
 
 def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:

@@ -82,7 +82,7 @@ class FeedForward:
 
         Shapes:
             x [..., dim], w1 and w3 [dim, hidden], w2 [hidden, out] -> [..., out], in the dtype of x. Gradients have the
-            dtypes of their arrays.
+            dtypes of their arrays. `out_sharding` is that of `jax.lax.dot_general`, for the output.
 
         Exactness: every code, scale, product and gradient is that of three `dot_general(recipe)` around
             `silu(gate) * up`, where silu, product and their gradients are computed in float32 and each rounded to the
