@@ -66,8 +66,11 @@ def encode(number: Number, format: Format, overflow: Overflow = Overflow.NONFINI
     last_place = exponent - format.fraction_bits
 
     # 2 The nearest multiple, of two equally near the even one. In integers: Fractions would be reduced every time.
-    n = number.magnitude.numerator << max(-last_place, 0)
-    d = number.magnitude.denominator << max(last_place, 0)
+    n, d = number.magnitude.as_integer_ratio()
+    if last_place < 0:
+        n <<= -last_place
+    else:
+        d <<= last_place
     count, rest = divmod(n, d)
     count += 2 * rest > d or (2 * rest == d and count % 2 == 1)
 
