@@ -208,6 +208,24 @@ def test_kernels_compute_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatc
         assert_same_bits(observed, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("sizes", [(33, 48, 80), (3, 176, 512), (1000, 512, 1376)], ids=str)
+def test_steps_on_a_gpu(recipe: str, sizes: tuple[int, int, int]) -> None:
+    """With cuBLASLt's GEMMs and Triton's kernels; the second step of delayed scaling too."""
+    rows, dim, hidden = sizes
+    x, weights, g = block(dim, hidden, dim, (rows,))
+    states = states_of(recipe)
+    steps = [f8.jit(functools.partial(step, function, recipe)) for function in (fused, three_layers)]
+    observed, expected = (jitted(x, weights, states, g) for jitted in steps)
+    assert_same_bits(observed, expected)
+    if states is not None:
+        updated = [f8.linear_delayed_update(*both) for both in zip(states, expected[-1], strict=True)]
+        settled = tuple(map(f8.linear_delayed_settled, updated))
+        assert_same_bits(*(jitted(x, weights, settled, g) for jitted in steps))
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "weights": (
         lambda x, w, g: f8.feed_forward("rowwise")(x, w[0].T, *w[1:]),
