@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
 from f8emu.conformance.layer import LayerMode
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.side_by_side import parts_of
+from f8emu.conformance.stages import STAGES
 from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.conformance.verify import StageResult, joined
 from f8emu.spec import E4M3FN, SpecError
@@ -247,3 +248,22 @@ def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path
     found = verify([load_subject("f8ref.numpy")], stages=["golden", "live"], golden=few, processes=2, keep=keep)
     assert found.is_interrupted and not found.is_equal
     assert [stage.stage for stage in found.subjects[0].stages] == ended and len(ended) == 1
+
+
+def test_what_a_judge_gave_serves_the_very_same_subject_only(golden: GoldenFile, numpy_subject: Subject) -> None:
+    """f8ref.jax judges f8ref.numpy, and is a subject then: it computes once, another of its name for itself."""
+    pytest.importorskip("jax")
+    gemms = STAGES["gemms"]
+    stage = replace(gemms, cases=lambda subject, golden: islice(gemms.cases(subject, golden), 2))
+    judge = gemm_oracle("f8ref.numpy")
+    asked: list[str] = []
+
+    def nothing(*args: Any, **options: Any) -> Any:
+        asked.append("scaled_mm")
+        return np.zeros_like(judge.verbs["scaled_mm"](*args, **options))
+
+    wrong = replace(judge, verbs={**judge.verbs, "scaled_mm": nothing})
+    for subject, is_equal in ((judge, True), (wrong, False)):
+        found = verify([numpy_subject, subject], stages=["gemms"], only=[stage], golden=golden)
+        assert [one.is_equal for one in found.subjects] == [True, is_equal]
+    assert len(asked) == 2
