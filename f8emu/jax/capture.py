@@ -26,7 +26,7 @@ from f8emu.environment import versions
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.gemm.planned import layer_split_k
 from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral
-from f8emu.jax.training.feed_forward import DelayedFeedForward, FeedForward
+from f8emu.jax.training.feed_forward import NAMES, DelayedFeedForward, FeedForward
 from f8emu.jax.training.matmul import LAYOUTS, Plan
 from f8emu.jax.training.operands import Operand
 from f8emu.jax.training.sharding import Divided
@@ -93,7 +93,7 @@ class Capture(Handle):
         self._recipes[function.recipe.content_hash] = function.recipe
         if isinstance(function, DotGeneral | DelayedDotGeneral):
             return dataclasses.replace(function, tap=self._layer(name))
-        return dataclasses.replace(function, taps=tuple(self._layer(f"{name}.{part}") for part in ("w1", "w2", "w3")))
+        return dataclasses.replace(function, taps=tuple(self._layer(f"{name}.{part}") for part in NAMES))
 
     def _layer(self, name: str) -> "_Layer":
         return _Layer(name, self._session, self._with_tensors)

@@ -17,7 +17,7 @@ from jax import lax
 import f8emu.jax as f8
 from f8emu.jax.fused import computed, gated
 from f8emu.jax.fused import computed_kernels as kernels
-from f8emu.jax.fused.kernels import Launch
+from f8emu.jax.fused.kernels import Launch, amax_of
 from f8emu.spec import E4M3FN, E5M2, OperandError, SpecError, UnsupportedError
 from f8emu.spec.trace import Float8State
 from tests.jax_path.test_fused import TRITON, assert_same_bits, lowered
@@ -199,7 +199,7 @@ def test_kernels_compute_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatc
     )
     assert_same_bits(*(jax.jit(call)(square, [jnp.ones((1, 1), jnp.float32)] * len(values)) for call in calls))
     # 2. Magnitudes: the amaxes of tiles that have one of the gates, and zeros.
-    monkeypatch.setattr(kernels, "_amax_of_tiles", kernels.amax_of)
+    monkeypatch.setattr(kernels, "amax_of_tiles", amax_of)
     tile = Launch(rows=1, cols=128, warps=4)
     amaxes = jax.jit(functools.partial(kernels.tensor_amaxes, in_kernel, launch=tile))
     for observed, value in zip(amaxes([jnp.pad(x, ((0, 0), (0, 127))) for x in xs]), values, strict=True):

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from f8emu.jax.fused.kernels import (
     Launch,
-    amax_of,
+    amax_of_tiles,
     call,
     code_specs,
     encode,
     grid_of,
     inside_of,
+    largest_of,
     load_tile,
-    magnitudes,
+    one_per_tile,
     store_tile,
 )
 from f8emu.spec.formats import Format
@@ -47,11 +47,11 @@ def tensor_amaxes(
     def kernel(*refs: Any) -> None:
         left = iter(refs)
         for tile in _computed(function, xs, left, inside_of(launch, shape)):
-            next(left)[0] = _largest(tile)
+            next(left)[0] = largest_of(tile)
 
-    outs = [_of_tiles(grid)] * len(jax.eval_shape(function, *xs))
+    outs = [one_per_tile(grid)] * len(jax.eval_shape(function, *xs))
     found = call(kernel, launch, grid, _whole(launch, xs), outs, interpret, "tensor_amaxes")(*xs)
-    return [*map(_amax_of_tiles, found)]
+    return [*map(amax_of_tiles, found)]
 
 
 def cast_pairs(
@@ -72,7 +72,7 @@ def cast_pairs(
     outs: list[Any] = []
     for rows, cols in sides:
         outs += code_specs(launch, shape, format, rows, cols)
-        outs += [_of_tiles(grid)] if amaxes else []
+        outs += [one_per_tile(grid)] if amaxes else []
 
     def kernel(*refs: Any) -> None:
         left, out_refs = iter(refs), iter(refs[len(ins) :])
@@ -84,7 +84,7 @@ def cast_pairs(
             if cols:
                 store_tile(next(out_refs), codes.T, None if inside is None else inside.T)
             if amaxes:
-                next(out_refs)[0] = _largest(tile)
+                next(out_refs)[0] = largest_of(tile)
 
     given = *xs, *(inv_scale.reshape(1) for inv_scale in inv_scales)
     found = iter(call(kernel, launch, grid, ins, outs, interpret, "cast_pairs")(*given))
@@ -92,7 +92,7 @@ def cast_pairs(
         (
             next(found) if rows else None,
             next(found) if cols else None,
-            _amax_of_tiles(next(found)) if amaxes else None,
+            amax_of_tiles(next(found)) if amaxes else None,
         )
         for rows, cols in sides
     ]
@@ -108,16 +108,3 @@ def _computed(
 ) -> tuple[jax.Array, ...]:
     """The tiles of the matrices; the operands are the first of `refs`."""
     return function(*(load_tile(next(refs), inside) for _ in xs))
-
-
-def _of_tiles(grid: tuple[int, int]) -> Any:
-    """Where the amaxes of the tiles of a matrix go."""
-    return pl.BlockSpec((1,), lambda i, j: (i * grid[1] + j,)), jax.ShapeDtypeStruct((grid[0] * grid[1],), jnp.int32)
-
-
-def _largest(tile: jax.Array) -> jax.Array:
-    return jnp.max(jnp.max(magnitudes(tile), axis=1), axis=0)
-
-
-def _amax_of_tiles(largest: jax.Array) -> jax.Array:
-    return amax_of(jnp.max(largest).reshape(1, 1))

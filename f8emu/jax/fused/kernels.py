@@ -92,6 +92,11 @@ def magnitudes(values: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(values, jnp.int32) & bits.MAGNITUDE
 
 
+def largest_of(tile: jax.Array) -> jax.Array:
+    """The largest of the magnitudes of a tile, []."""
+    return jnp.max(jnp.max(magnitudes(tile), axis=1), axis=0)
+
+
 def encode(values: jax.Array, format: Format, interpret: bool, *, is_within: bool = False) -> jax.Array:
     """Codes of float32 values, saturating; `is_within` says that none rounds beyond the largest of the format."""
     clamped = values
@@ -140,6 +145,11 @@ def code_specs(launch: Launch, shape: tuple[int, ...], format: Format, rows: boo
 def grid_of(launch: Launch, shape: tuple[int, ...]) -> tuple[int, int]:
     """How many tiles there are."""
     return pl.cdiv(shape[0], launch.rows), pl.cdiv(shape[1], launch.cols)
+
+
+def one_per_tile(grid: tuple[int, int]) -> Any:
+    """Where one int32 of every tile goes."""
+    return pl.BlockSpec((1,), lambda i, j: (i * grid[1] + j,)), jax.ShapeDtypeStruct((grid[0] * grid[1],), jnp.int32)
 
 
 def cast_pair(
@@ -196,7 +206,7 @@ def cast_pair_amax(
         *code_refs, amax_ref = refs
         inside = inside_of(launch, x.shape)
         values = load_tile(x_ref, inside)
-        amax_ref[0] = jnp.max(jnp.max(magnitudes(values), axis=1), axis=0)
+        amax_ref[0] = largest_of(values)
         codes = encode(values * inv_ref[0], format, interpret)
         if rows:
             store_tile(code_refs.pop(0), codes, inside)
@@ -204,11 +214,9 @@ def cast_pair_amax(
             store_tile(code_refs.pop(0), codes.T, None if inside is None else inside.T)
 
     ins = [pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))]
-    tiles = pl.BlockSpec((1,), lambda i, j: (i * grid[1] + j,)), jax.ShapeDtypeStruct((grid[0] * grid[1],), jnp.int32)
-    outs = [*code_specs(launch, x.shape, format, rows, cols), tiles]
+    outs = [*code_specs(launch, x.shape, format, rows, cols), one_per_tile(grid)]
     *found, largest = call(kernel, launch, grid, ins, outs, interpret, "cast_pair_amax")(x, inv_scale.reshape(1))
-    amax = amax_of(jnp.max(largest).reshape(1, 1))
-    return found.pop(0) if rows else None, found.pop(0) if cols else None, amax
+    return found.pop(0) if rows else None, found.pop(0) if cols else None, amax_of_tiles(largest)
 
 
 def row_col_amax(
@@ -270,6 +278,11 @@ def cast_rows(
 def amax_of(largest: jax.Array) -> jax.Array:
     """Amaxes from integer maxima of float32 magnitudes."""
     return bits.float32_of(bits.one_nan(largest.astype(jnp.uint32)))
+
+
+def amax_of_tiles(largest: jax.Array) -> jax.Array:
+    """The amax [1, 1] from those of the tiles."""
+    return amax_of(jnp.max(largest).reshape(1, 1))
 
 
 def _vector_spec(inv_scale: jax.Array, extent: int, axis: int) -> Any:

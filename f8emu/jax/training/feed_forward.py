@@ -26,7 +26,8 @@ from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Float8State
 
-_NAMES = ("w1", "w2", "w3")
+NAMES = Plans._fields
+"""Of the layers: w1, w2, w3."""
 
 
 def feed_forward(recipe: Recipe | str, *, engine: str = "auto", sharded_k: str = SUM) -> "FeedForward":
@@ -39,10 +40,7 @@ def feed_forward(recipe: Recipe | str, *, engine: str = "auto", sharded_k: str =
         SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
         OperandError: an unknown engine or way of sharded K.
     """
-    static = static_recipe("feed_forward", recipe, is_delayed=False)
-    check_engine("feed_forward", engine)
-    check_sharded_k("feed_forward", sharded_k)
-    return FeedForward(recipe=static, engine=engine, sharded_k=sharded_k)
+    return FeedForward(**_settings("feed_forward", recipe, engine, sharded_k, is_delayed=False))
 
 
 def delayed_feed_forward(
@@ -56,10 +54,7 @@ def delayed_feed_forward(
         SpecError: not a static recipe, no recipe of that name, or one without delayed scaling.
         OperandError: an unknown engine or way of sharded K.
     """
-    static = static_recipe("delayed_feed_forward", recipe, is_delayed=True)
-    check_engine("delayed_feed_forward", engine)
-    check_sharded_k("delayed_feed_forward", sharded_k)
-    return DelayedFeedForward(recipe=static, engine=engine, sharded_k=sharded_k)
+    return DelayedFeedForward(**_settings("delayed_feed_forward", recipe, engine, sharded_k, is_delayed=True))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -119,12 +114,12 @@ class DelayedFeedForward:
                 not over them.
         """
         call = "delayed_feed_forward"
-        if not isinstance(states, Sequence) or isinstance(states, Float8State) or len(states) != len(_NAMES):
+        if not isinstance(states, Sequence) or isinstance(states, Float8State) or len(states) != len(NAMES):
             raise OperandError(
                 f"{call}: states must be three Float8States, those of w1, w2 and w3; got {_described(states)}; "
                 "start with [linear_delayed_state(recipe) for _ in range(3)]"
             )
-        for name, state in zip(_NAMES, states, strict=True):
+        for name, state in zip(NAMES, states, strict=True):
             require_state(f"{call}, {name}", self.recipe, state)
             require_checked_axes(call, state)
         return _feed_forward(call, self, x, (w1, w2, w3), States(*states), out_sharding)
@@ -140,11 +135,11 @@ def _feed_forward(
 ) -> jax.Array:
     # 1. What was given.
     dtype = require_values(call, x, name="x")
-    dtypes = [require_values(call, w, name=name) for name, w in zip(_NAMES, weights, strict=True)]
+    dtypes = [require_values(call, w, name=name) for name, w in zip(NAMES, weights, strict=True)]
     _require_shapes(call, x, weights)
     recipe = function.recipe
     is_fused = dtype == BFLOAT16 and _has_fused_casts(recipe) and explicit_mesh(x, *weights) is None
-    if not is_fused or 0 in (*x.shape, *(n for w in weights for n in w.shape)) or not _vary_alike(x, weights):
+    if not is_fused or 0 in (*x.shape, *(n for w in weights for n in w.shape)) or not _varies_alike(x, weights):
         return _one_by_one(function, x, weights, states, out_sharding)
     # 2. The block, on a matrix.
     x1, x3, w1, w2, w3 = vary_alike(*map(jnp.asarray, (x, x, *weights)))
@@ -158,7 +153,7 @@ def _feed_forward(
     return output if out_sharding is None else jax.sharding.reshard(output, out_sharding)
 
 
-def _vary_alike(x: Any, weights: tuple[Any, ...]) -> bool:
+def _varies_alike(x: Any, weights: tuple[Any, ...]) -> bool:
     """Whether, in `jax.shard_map`, gate, up and output vary along the same axes: else a layer sums a gradient first."""
     of_x, w1, w2, w3 = (varying(jnp.asarray(array)) for array in (x, *weights))
     return of_x | w1 == of_x | w3 == of_x | w1 | w2 | w3
@@ -206,6 +201,13 @@ def _one_by_one(
     return linear(gated(*vary_alike(linear(x, 0), linear(x, 2))), 1, out_sharding)
 
 
+def _settings(call: str, recipe: Recipe | str, engine: str, sharded_k: str, *, is_delayed: bool) -> dict[str, Any]:
+    static = static_recipe(call, recipe, is_delayed=is_delayed)
+    check_engine(call, engine)
+    check_sharded_k(call, sharded_k)
+    return {"recipe": static, "engine": engine, "sharded_k": sharded_k}
+
+
 def _described(states: Any) -> str:
     is_one = isinstance(states, Float8State) or not isinstance(states, Sequence)
     return type(states).__name__ if is_one else f"{len(states)} of them"
@@ -224,6 +226,6 @@ def _require_shapes(call: str, x: Any, weights: tuple[Any, ...]) -> None:
     if not fits or not (shapes[0] == shapes[2] == (jnp.shape(x)[-1], shapes[1][0])):
         raise OperandError(
             f"{call}: x must be [..., dim], w1 and w3 [dim, hidden], w2 [hidden, out]; got {list(jnp.shape(x))}, "
-            f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(_NAMES, shapes, strict=True))}; a weight is "
+            f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(NAMES, shapes, strict=True))}; a weight is "
             "given as flax keeps its kernel, [in, out]"
         )

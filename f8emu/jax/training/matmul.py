@@ -120,10 +120,10 @@ def _forward(
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
     keeps = keeps_input(plan, input, weight)
     x, x_kept, x_amax = cast_matrix(
-        plan, input, recipe.output.a, float8_cast(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
+        plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
     )
     w, w_kept, w_amax = cast_matrix(
-        plan, weight, recipe.output.b, float8_cast(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
+        plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
     )
     # 2. The product.
     w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
@@ -230,7 +230,7 @@ def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
     return input.nbytes < rows * features and not cast.is_high_precision and not cast.granularity.is_blockwise
 
 
-def float8_cast(cast: Cast | None) -> Cast | None:
+def _float8(cast: Cast | None) -> Cast | None:
     """A cast to float8; one to high precision is made where it is used (`_kept`)."""
     return None if cast is None or cast.is_high_precision else cast
 
