@@ -34,7 +34,7 @@ from f8emu.spec import RECIPES
 
 BF16 = "bf16"
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
-FUSED = ("tensorwise", "delayed")
+FUSED = ("tensorwise", "rowwise", "delayed")
 """The recipes under which `feed_forward` fuses its casts."""
 SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES), *(f"f8emu/{name}/feed_forward" for name in FUSED))
 FLOAT8_GEMM = "__cublas$lt$matmul$f8"

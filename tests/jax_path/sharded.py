@@ -254,9 +254,9 @@ def training() -> None:
             assert_same_bits(of_tensor.inv_scale, np.asarray(wanted[name].inv_scale))
 
 
-def feed_forward() -> None:
+def feed_forward(recipe: str) -> None:
     """The fused block, its hidden dimension and its tokens divided, codes gathered along K: the bits of one device."""
-    mesh, block = mesh_of(2, 2), f8.feed_forward("tensorwise", sharded_k="gather")
+    mesh, block = mesh_of(2, 2), f8.feed_forward(recipe, sharded_k="gather")
     (x, w1, _), (_, w3, _), (_, w2, g) = tensors(64, 48, 96), tensors(64, 48, 96), tensors(64, 96, 32)
     specs = (P(DATA), P(None, MODEL), P(MODEL), P(None, MODEL), P(DATA))
 
@@ -350,7 +350,8 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "shard_map, local scales": planted_local_scales,
     "shard_map, three steps of delayed": training,
-    "feed-forward block": feed_forward,
+    "feed-forward block, tensorwise": lambda: feed_forward("tensorwise"),
+    "feed-forward block, rowwise": lambda: feed_forward("rowwise"),
     "refusals": refusals,
 }
 

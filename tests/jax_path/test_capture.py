@@ -70,17 +70,18 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     assert "framework: torch / jax" in parts.context
 
 
-def test_a_fused_block_is_captured_as_its_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_fused_block_is_captured_as_its_layers(recipe: str, tmp_path: Path) -> None:
     """Its capture replays, and is that of three layers of these names."""
     generator = np.random.default_rng(0)
     shapes = (24, 32), (32, 48), (48, 32), (32, 48)
     arrays = [jnp.asarray(generator.standard_normal(shape), jnp.bfloat16) for shape in shapes]
 
     def fused(capturing: f8.Capture) -> Any:
-        return capturing.named("mlp", f8.feed_forward("tensorwise"))
+        return capturing.named("mlp", f8.feed_forward(recipe))
 
     def layers(capturing: f8.Capture) -> Any:
-        w1, w2, w3 = (capturing.named(f"mlp.{name}", f8.dot_general("tensorwise")) for name in ("w1", "w2", "w3"))
+        w1, w2, w3 = (capturing.named(f"mlp.{name}", f8.dot_general(recipe)) for name in ("w1", "w2", "w3"))
         kernel = (((1,), (0,)), ((), ()))
         return lambda x, a, b, c: w2(gated(w1(x, a, kernel), w3(x, c, kernel)), b, kernel)
 

@@ -17,7 +17,7 @@ from jax import lax
 import f8emu.jax as f8
 from f8emu.jax.fused import computed, gated
 from f8emu.jax.fused import computed_kernels as kernels
-from f8emu.jax.fused.kernels import Launch, amax_of
+from f8emu.jax.fused.kernels import Launch
 from f8emu.spec import E4M3FN, E5M2, OperandError, SpecError, UnsupportedError
 from f8emu.spec.trace import Float8State
 from tests.jax_path.test_fused import TRITON, assert_same_bits, lowered
@@ -71,7 +71,7 @@ def step(function: Any, recipe: str, x: Any, weights: Any, states: Any, g: Any) 
     return output, *backward(g)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "rowwise_with_gw_hp"])
 def test_equals_three_layers(recipe: str) -> None:
     x, weights, g = block()
     states = states_of(recipe)
@@ -86,7 +86,7 @@ def test_equals_three_layers(recipe: str) -> None:
     assert_same_bits(*(step(function, recipe, 3 * x, weights, settled, g) for function in (fused, three_layers)))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_what_is_frozen_is_left_out(recipe: str) -> None:
     """Each set of gradients alone: also the amaxes are those of the layers, 0 of what is not cast."""
     x, weights, g = block(rows=(21,))
@@ -155,34 +155,41 @@ def test_kernels_equal_plain(name: str) -> None:
     xs = [bfloat16(seed, 37, 75) for seed in range(count)]
     in_kernel = functools.partial(function, gated.rounded_in_kernel)
     how: dict[str, Any] = {"launch": SMALL, "interpret": True}
-    amaxes = computed.plain_amaxes(function, xs)
-    assert_same_bits(kernels.tensor_amaxes(in_kernel, xs, **how), amaxes)
-    inv_scales = [jnp.full((1, 1), 12.5 * (i + 1), jnp.float32) for i in range(len(amaxes))]
+    # 1. Codes, and amaxes of what was cast.
+    count = len(computed.values_of(function, xs))
+    inv_scales = [jnp.full((1, 1), 12.5 * (i + 1), jnp.float32) for i in range(count)]
     for sides in ([(True, True), (False, True)], [(True, False), (False, False)]):
-        settings: dict[str, Any] = {"sides": sides[: len(amaxes)], "format": E5M2, "amaxes": True}
+        settings: dict[str, Any] = {"sides": sides[:count], "format": E5M2}
         of_kernel = kernels.cast_pairs(in_kernel, xs, inv_scales, **settings, **how)
         assert_same_bits(of_kernel, computed.plain_pairs(function, xs, inv_scales, **settings))
+    # 2. The matrices, of operands with factors and without, and their amaxes.
+    powers = [jnp.exp2(jnp.arange(n) % 5 - 2.0) for n in xs[0].shape]
+    products = [kernels.Product(xs[0]), *(kernels.Product(x, powers[0][:, None], powers[1][None, :]) for x in xs[1:])]
+    for of_rows, in_place in ((False, False), (True, True)):
+        whole = kernels.with_amaxes(in_kernel, products, of_rows=of_rows, in_place=in_place, **how)
+        assert_same_bits(whole, computed.plain_with_amaxes(function, products, of_rows=of_rows))
 
 
 def test_what_runs_where() -> None:
-    """For CUDA one kernel for hidden and one for both gradients, and one more for their amaxes; for a CPU none."""
+    """For CUDA one kernel for hidden and one for both gradients; for a CPU none."""
     x, weights, g = block(64, 128, 64, (32,))
-    for recipe, amaxes in (("tensorwise", ["tensor_amaxes"]), ("delayed", []), ("rowwise", None)):
+    kinds = {"tensorwise": "with_amaxes", "rowwise": "with_amaxes", "delayed": "cast_pairs", "blockwise": None}
+    for recipe, kind in kinds.items():
         states = states_of(recipe)
         if states is not None:
             states = tuple(Float8State(*(t._replace(initialized=None) for t in state)) for state in states)
         run = functools.partial(step, fused, recipe)
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false")
-            found = re.findall(r'name = "f8emu_(cast_pairs|tensor_amaxes)"', lowered(run, x, weights, states, g))
-        assert found == ([] if amaxes is None else [*amaxes, "cast_pairs"] * 2), recipe
+            found = re.findall(r'name = "f8emu_(cast_pairs|with_amaxes)"', lowered(run, x, weights, states, g))
+        assert found == ([] if kind is None else [kind] * 2), recipe
         assert TRITON not in lowered(run, x, weights, states, g, platforms=("cpu",))
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_kernels_compute_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compute_what_xla_does(name: str) -> None:
     """All gates of bfloat16, subnormal and not finite ones too: what is computed, and its codes."""
     function, count = FUNCTIONS[name]
     gate = lax.bitcast_convert_type(jnp.arange(1 << 16, dtype=jnp.uint16), jnp.bfloat16).reshape(-1, 1)
@@ -192,25 +199,29 @@ def test_kernels_compute_what_xla_does(name: str, monkeypatch: pytest.MonkeyPatc
     values = jax.jit(functools.partial(computed.values_of, function))(xs)
     # 1. Codes.
     square = [x.reshape(256, 256) for x in xs]
-    how: dict[str, Any] = {"sides": [(True, True)] * len(values), "format": E4M3FN, "amaxes": True}
+    how: dict[str, Any] = {"sides": [(True, True)] * len(values), "format": E4M3FN}
     calls = (
         functools.partial(kernels.cast_pairs, in_kernel, **how),
         functools.partial(computed.plain_pairs, function, **how),
     )
     assert_same_bits(*(jax.jit(call)(square, [jnp.ones((1, 1), jnp.float32)] * len(values)) for call in calls))
-    # 2. Magnitudes: the amaxes of tiles that have one of the gates, and zeros.
-    monkeypatch.setattr(kernels, "amax_of_tiles", amax_of)
-    tile = Launch(rows=1, cols=128, warps=4)
-    amaxes = jax.jit(functools.partial(kernels.tensor_amaxes, in_kernel, launch=tile))
-    for observed, value in zip(amaxes([jnp.pad(x, ((0, 0), (0, 127))) for x in xs]), values, strict=True):
-        expected = np.abs(np.asarray(value).astype(np.float32)).reshape(-1)
-        expected[np.isnan(expected)] = np.uint32(0x7FFFFFFF).view(np.float32)
-        assert_same_bits(observed, expected)
+    # 2. The matrices, and their magnitudes: each row has one of the gates, and zeros.
+    padded = [kernels.Product(jnp.pad(x, ((0, 0), (0, 127)))) for x in xs]
+    whole = jax.jit(functools.partial(kernels.with_amaxes, in_kernel, of_rows=True, in_place=False))(padded)
+    for (observed, amaxes, _), value in zip(whole, values, strict=True):
+        expected = np.asarray(value).reshape(-1)
+        is_nan = np.isnan(expected)
+        written = np.asarray(observed)[:, 0]
+        np.testing.assert_array_equal(np.isnan(written), is_nan)
+        assert_same_bits(written[~is_nan], expected[~is_nan])
+        magnitudes = np.abs(expected.astype(np.float32))
+        magnitudes[is_nan] = np.uint32(0x7FFFFFFF).view(np.float32)
+        assert_same_bits(np.asarray(amaxes)[:, 0], magnitudes)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 @pytest.mark.parametrize("sizes", [(33, 48, 80), (3, 176, 512), (1000, 512, 1376)], ids=str)
 def test_steps_on_a_gpu(recipe: str, sizes: tuple[int, int, int]) -> None:
     """With cuBLASLt's GEMMs and Triton's kernels; the second step of delayed scaling too."""

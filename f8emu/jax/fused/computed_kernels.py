@@ -1,17 +1,19 @@
-"""Pallas kernels that cast matrices while they compute them, elementwise, from others: none of them is written.
+"""Pallas kernels that compute matrices elementwise from others, and find their amaxes or cast them meanwhile.
 
 A program loads one tile of every operand, computes a tile of every matrix, and finds amaxes or stores codes, as the
 kernels of `kernels` do for a matrix that is there. The function gets float32 tiles and returns float32 tiles of the
-values that the matrices would have, rounded to their dtype.
+values that the matrices have, rounded to their dtype. Only `with_amaxes` writes the matrices themselves.
 
 Exactness: that of `kernels`, given what the function computes. Outside of the operands the function gets zeros, and
 must give zeros, which do not change an amax.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from f8emu.jax.fused.kernels import (
@@ -25,33 +27,35 @@ from f8emu.jax.fused.kernels import (
     largest_of,
     load_tile,
     one_per_tile,
+    row_col_amaxes_of,
+    row_col_specs,
+    store_row_col,
     store_tile,
 )
 from f8emu.spec.formats import Format
 
 Function = Callable[..., tuple[jax.Array, ...]]
-Pair = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
-"""Codes of a matrix and of its transpose, and its amax [1, 1]; None for what is not wanted."""
+Pair = tuple[jax.Array | None, jax.Array | None, jax.Array]
+"""Codes of a matrix and of its transpose, None for what is not wanted, and its amax [1, 1]."""
+WithAmaxes = tuple[jax.Array, jax.Array, jax.Array]
+"""A matrix [M, N], the amaxes of its rows [M, 1] and of its columns [N, 1], or twice its amax [1, 1]."""
 
-TILE = Launch(rows=32, cols=128, warps=4)
-"""Three operands and two matrices fit into registers; of thirteen tiles that were tried on an H200 the fastest."""
+
+class Product(NamedTuple):
+    """A bfloat16 matrix, or one that is still to be multiplied by powers of two, first those of its columns."""
+
+    values: jax.Array
+    """[M, N]."""
+    rows: jax.Array | None = None
+    """Float32 [M, 1]."""
+    cols: jax.Array | None = None
+    """Float32 [1, N]."""
 
 
-def tensor_amaxes(
-    function: Function, xs: Sequence[jax.Array], *, launch: Launch = TILE, interpret: bool = False
-) -> list[jax.Array]:
-    """The amax [1, 1] of every matrix."""
-    shape = xs[0].shape
-    grid = grid_of(launch, shape)
-
-    def kernel(*refs: Any) -> None:
-        left = iter(refs)
-        for tile in _computed(function, xs, left, inside_of(launch, shape)):
-            next(left)[0] = largest_of(tile)
-
-    outs = [one_per_tile(grid)] * len(jax.eval_shape(function, *xs))
-    found = call(kernel, launch, grid, _whole(launch, xs), outs, interpret, "tensor_amaxes")(*xs)
-    return [*map(amax_of_tiles, found)]
+CAST_PAIRS = Launch(rows=32, cols=128, warps=4)
+WITH_AMAX = Launch(rows=32, cols=256, warps=8)
+WITH_ROW_COL_AMAXES = Launch(rows=32, cols=128, warps=4)
+"""Three operands and two matrices fit into registers. Of the tiles that were tried on an H200 the fastest."""
 
 
 def cast_pairs(
@@ -61,18 +65,17 @@ def cast_pairs(
     *,
     sides: Sequence[tuple[bool, bool]],
     format: Format,
-    amaxes: bool,
-    launch: Launch = TILE,
+    launch: Launch = CAST_PAIRS,
     interpret: bool = False,
 ) -> list[Pair]:
-    """Codes of every matrix and of its transpose, as `sides` says, under its inv_scale [1, 1]; its amax too."""
+    """Codes of every matrix and of its transpose, as `sides` says, under its inv_scale [1, 1], and its amax."""
     shape = xs[0].shape
     grid = grid_of(launch, shape)
     ins = [*_whole(launch, xs), *(pl.BlockSpec((1,), lambda i, j: (0,)) for _ in inv_scales)]
     outs: list[Any] = []
     for rows, cols in sides:
         outs += code_specs(launch, shape, format, rows, cols)
-        outs += [one_per_tile(grid)] if amaxes else []
+        outs.append(one_per_tile(grid))
 
     def kernel(*refs: Any) -> None:
         left, out_refs = iter(refs), iter(refs[len(ins) :])
@@ -83,19 +86,81 @@ def cast_pairs(
                 store_tile(next(out_refs), codes, inside)
             if cols:
                 store_tile(next(out_refs), codes.T, None if inside is None else inside.T)
-            if amaxes:
-                next(out_refs)[0] = largest_of(tile)
+            next(out_refs)[0] = largest_of(tile)
 
     given = *xs, *(inv_scale.reshape(1) for inv_scale in inv_scales)
     found = iter(call(kernel, launch, grid, ins, outs, interpret, "cast_pairs")(*given))
     return [
-        (
-            next(found) if rows else None,
-            next(found) if cols else None,
-            amax_of_tiles(next(found)) if amaxes else None,
-        )
+        (next(found) if rows else None, next(found) if cols else None, amax_of_tiles(next(found)))
         for rows, cols in sides
     ]
+
+
+def with_amaxes(
+    function: Function,
+    xs: Sequence[Product],
+    *,
+    of_rows: bool,
+    in_place: bool,
+    launch: Launch | None = None,
+    interpret: bool = False,
+) -> list[WithAmaxes]:
+    """Every matrix with its amaxes; `in_place` writes matrices over the last operands.
+
+    A power of two commutes with every rounding here, as long as nothing leaves the range of normal numbers: what is
+    multiplied by one is not rounded again.
+    """
+    launch = launch or (WITH_ROW_COL_AMAXES if of_rows else WITH_AMAX)
+    shape = xs[0].values.shape
+    grid = grid_of(launch, shape)
+    ins, operands = _whole(launch, [x.values for x in xs]), [x.values for x in xs]
+    for x in xs:
+        for factors, block, index in (
+            (x.rows, (launch.rows, 1), lambda i, j: (i, 0)),
+            (x.cols, (1, launch.cols), lambda i, j: (0, j)),
+        ):
+            if factors is not None:
+                ins.append(pl.BlockSpec(block, index))
+                operands.append(factors)
+
+    def kernel(*refs: Any) -> None:
+        factors, out_refs = iter(refs[len(xs) : len(ins)]), iter(refs[len(ins) :])
+        inside = inside_of(launch, shape)
+        tiles: list[jax.Array] = []
+        for x, ref in zip(xs, refs, strict=False):
+            by_rows = None if x.rows is None else _factors(next(factors), launch, shape, 0)
+            by_cols = None if x.cols is None else _factors(next(factors), launch, shape, 1)
+            tile = load_tile(ref, inside)
+            for by in (by_cols, by_rows):
+                tile = tile if by is None else tile * by
+            tiles.append(tile)
+        for tile in function(*tiles):
+            store_tile(next(out_refs), tile.astype(jnp.bfloat16), inside)
+            if of_rows:
+                store_row_col(tile, next(out_refs), next(out_refs))
+            else:
+                next(out_refs)[0] = largest_of(tile)
+
+    matrix = pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j)), jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    count = len(jax.eval_shape(function, *(x.values for x in xs)))
+    outs = [matrix, *(row_col_specs(launch, shape) if of_rows else [one_per_tile(grid)])]
+    each = len(outs)
+    aliases = {len(xs) - count + i: each * i for i in range(count)} if in_place else {}
+    found = call(kernel, launch, grid, ins, outs * count, interpret, "with_amaxes", aliases)(*operands)
+    results: list[WithAmaxes] = []
+    for x, *largest in (found[i : i + each] for i in range(0, len(found), each)):
+        rows, cols = row_col_amaxes_of(largest, shape) if of_rows else (amax_of_tiles(largest[0]),) * 2
+        results.append((x, rows, cols))
+    return results
+
+
+def _factors(ref: Any, launch: Launch, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Those of the rows of a program's tile (axis 0), [rows, 1], or of its columns, [1, cols]; zeros outside."""
+    extent = (launch.rows, launch.cols)[axis]
+    if shape[axis] % extent == 0:
+        return ref[...]
+    at = pl.program_id(axis) * extent + lax.broadcasted_iota(jnp.int32, ref.shape, axis)
+    return load_tile(ref, at < shape[axis])
 
 
 def _whole(launch: Launch, xs: Sequence[jax.Array]) -> list[Any]:

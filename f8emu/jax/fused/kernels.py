@@ -15,6 +15,7 @@ Exactness: the bits of `plain`, for these reasons.
 The functions here take what `casts` has checked. `interpret` runs them on a CPU, for tests.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class Launch:
     stages: int = 1
 
 
-CAST_PAIR = Launch(rows=64, cols=128, warps=4)
+CAST_PAIR = Launch(rows=32, cols=256, warps=8)
 CAST_PAIR_AMAX = Launch(rows=64, cols=128, warps=4)
 ROW_COL_AMAX = Launch(rows=128, cols=128, warps=8)
 CAST_ROWS = Launch(rows=1, cols=8192, warps=8)
@@ -112,8 +113,20 @@ def encode(values: jax.Array, format: Format, interpret: bool, *, is_within: boo
     return codes
 
 
-def call(kernel: Any, launch: Launch, grid: tuple[int, ...], ins: Any, outs: Any, interpret: bool, name: str) -> Any:
-    """`pl.pallas_call` of `kernel`; `ins` are block specs, `outs` pairs of a block spec and a shape."""
+def call(
+    kernel: Any,
+    launch: Launch,
+    grid: tuple[int, ...],
+    ins: Any,
+    outs: Any,
+    interpret: bool,
+    name: str,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """`pl.pallas_call` of `kernel`; `ins` are block specs, `outs` pairs of a block spec and a shape.
+
+    `aliases`: which operand a result is written over.
+    """
     params = plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
 
     return pl.pallas_call(
@@ -123,6 +136,7 @@ def call(kernel: Any, launch: Launch, grid: tuple[int, ...], ins: Any, outs: Any
         out_specs=[spec for spec, _ in outs],
         out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype, **NOT_VARYING) for _, out in outs],
         compiler_params=params,
+        input_output_aliases=dict(aliases or {}),
         interpret=interpret,
         name=f"f8emu_{name}",
     )
@@ -150,6 +164,34 @@ def grid_of(launch: Launch, shape: tuple[int, ...]) -> tuple[int, int]:
 def one_per_tile(grid: tuple[int, int]) -> Any:
     """Where one int32 of every tile goes."""
     return pl.BlockSpec((1,), lambda i, j: (i * grid[1] + j,)), jax.ShapeDtypeStruct((grid[0] * grid[1],), jnp.int32)
+
+
+def row_col_specs(launch: Launch, shape: tuple[int, ...]) -> list[Any]:
+    """Where the largest magnitudes of the rows of every tile go, and those of its columns.
+
+    Both are padded to whole tiles: what a program writes needs no mask.
+    """
+    grid = grid_of(launch, shape)
+    padded_m, padded_n = grid[0] * launch.rows, grid[1] * launch.cols
+    rows = pl.BlockSpec((None, launch.rows), lambda i, j: (j, i))
+    cols = pl.BlockSpec((None, launch.cols), lambda i, j: (i, j))
+    return [
+        (rows, jax.ShapeDtypeStruct((grid[1], padded_m), jnp.int32)),
+        (cols, jax.ShapeDtypeStruct((grid[0], padded_n), jnp.int32)),
+    ]
+
+
+def store_row_col(tile: jax.Array, row_ref: Any, col_ref: Any) -> None:
+    """Store the largest magnitudes of the rows and columns of a tile."""
+    found = magnitudes(tile)
+    row_ref[...] = jnp.max(found, axis=1)
+    col_ref[...] = jnp.max(found, axis=0)
+
+
+def row_col_amaxes_of(largest: Sequence[jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """The amaxes of rows [M, 1] and of columns [N, 1] from what `row_col_specs` names."""
+    rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in largest)
+    return amax_of(rows[: shape[0], None]), amax_of(cols[: shape[1], None])
 
 
 def cast_pair(
@@ -223,29 +265,14 @@ def row_col_amax(
     x: jax.Array, *, launch: Launch = ROW_COL_AMAX, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """The amaxes of the rows and of the columns: the kernel stores those of each tile."""
-    m, n = x.shape
     grid = grid_of(launch, x.shape)
 
     def kernel(x_ref: Any, row_ref: Any, col_ref: Any) -> None:
-        found = magnitudes(load_tile(x_ref, inside_of(launch, x.shape)))
-        row_ref[...] = jnp.max(found, axis=1)
-        col_ref[...] = jnp.max(found, axis=0)
+        store_row_col(load_tile(x_ref, inside_of(launch, x.shape)), row_ref, col_ref)
 
-    # Both are padded to whole tiles: what a program writes needs no mask.
-    padded_m, padded_n = grid[0] * launch.rows, grid[1] * launch.cols
-    outs = [
-        (
-            pl.BlockSpec((None, launch.rows), lambda i, j: (j, i)),
-            jax.ShapeDtypeStruct((grid[1], padded_m), jnp.int32),
-        ),
-        (
-            pl.BlockSpec((None, launch.cols), lambda i, j: (i, j)),
-            jax.ShapeDtypeStruct((grid[0], padded_n), jnp.int32),
-        ),
-    ]
     ins = [pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j))]
-    rows, cols = call(kernel, launch, grid, ins, outs, interpret, "row_col_amax")(x)
-    return amax_of(jnp.max(rows, axis=0)[:m, None]), amax_of(jnp.max(cols, axis=0)[:n, None])
+    found = call(kernel, launch, grid, ins, row_col_specs(launch, x.shape), interpret, "row_col_amax")(x)
+    return row_col_amaxes_of(found, x.shape)
 
 
 def cast_rows(

@@ -30,21 +30,30 @@ NAMES = Plans._fields
 """Of the layers: w1, w2, w3."""
 
 
-def feed_forward(recipe: Recipe | str, *, engine: str = "auto", sharded_k: str = SUM) -> "FeedForward":
+def feed_forward(
+    recipe: Recipe | str, *, engine: str = "auto", sharded_k: str = SUM, recompute_casts: bool = False
+) -> "FeedForward":
     """A function of a gated feed-forward block under a recipe: `(x, w1, w2, w3) -> output`.
 
-    Frozen and hashable, as `dot_general(recipe)`, which has the same arguments but for `in_specs`: in `jax.shard_map`
-    every device has scales of its own.
+    Frozen and hashable, as `dot_general(recipe)`. In `jax.shard_map` every device has scales of its own.
+
+    Args:
+        recipe: as for `dot_general`.
+        engine: as for `dot_general`.
+        sharded_k: as for `dot_general`.
+        recompute_casts: whether the weights are cast again in the backward pass, as `dot_general` does. Their codes,
+            a byte an element, are then not kept, and a block takes about one percent more time.
 
     Raises:
         SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
         OperandError: an unknown engine or way of sharded K.
     """
-    return FeedForward(**_settings("feed_forward", recipe, engine, sharded_k, is_delayed=False))
+    settings = _settings("feed_forward", recipe, engine, sharded_k, is_delayed=False)
+    return FeedForward(**settings, recompute_casts=recompute_casts)
 
 
 def delayed_feed_forward(
-    recipe: Recipe | str = "delayed", *, engine: str = "auto", sharded_k: str = SUM
+    recipe: Recipe | str = "delayed", *, engine: str = "auto", sharded_k: str = SUM, recompute_casts: bool = False
 ) -> "DelayedFeedForward":
     """As `feed_forward`, for a recipe with delayed scaling: `(x, w1, w2, w3, states) -> output`.
 
@@ -54,7 +63,8 @@ def delayed_feed_forward(
         SpecError: not a static recipe, no recipe of that name, or one without delayed scaling.
         OperandError: an unknown engine or way of sharded K.
     """
-    return DelayedFeedForward(**_settings("delayed_feed_forward", recipe, engine, sharded_k, is_delayed=True))
+    settings = _settings("delayed_feed_forward", recipe, engine, sharded_k, is_delayed=True)
+    return DelayedFeedForward(**settings, recompute_casts=recompute_casts)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -64,15 +74,17 @@ class FeedForward:
     recipe: Recipe
     engine: str = "auto"
     sharded_k: str = SUM
+    recompute_casts: bool = False
     taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
     """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
 
     def __call__(self, x: Any, w1: Any, w2: Any, w3: Any, *, out_sharding: Any = None) -> jax.Array:
         """`(silu(x @ w1) * (x @ w3)) @ w2`, its three layers under the recipe.
 
-        Under recipes whose scales are all those of whole tensors (`tensorwise`, `delayed`) and for bfloat16 x one
-        kernel casts `hidden` while it computes it, and another the gradients of gate and up: none of them is written
-        in a wider dtype, which takes less memory, and with the scales of earlier steps less time. Otherwise, and with
+        Under recipes whose scales are all those of whole tensors or all those of rows (`tensorwise`, `delayed`,
+        `rowwise`) and for bfloat16 x one kernel computes `hidden` and another the gradients of gate and up. They find
+        the amaxes meanwhile, and write the gradients over gate and up; with the scales of earlier steps they cast at
+        once, and nothing is written in a wider dtype. This takes less memory and less time. Otherwise, and with
         sharding in types, the layers are called one after the other.
 
         Shapes:
@@ -100,6 +112,7 @@ class DelayedFeedForward:
     recipe: Recipe
     engine: str = "auto"
     sharded_k: str = SUM
+    recompute_casts: bool = False
     taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
     """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
 
@@ -178,6 +191,7 @@ def _plan(
         sharded_k=function.sharded_k,
         settled=settled,
         tap=tap,
+        recompute_casts=function.recompute_casts,
     )
 
 
@@ -214,8 +228,9 @@ def _described(states: Any) -> str:
 
 
 def _has_fused_casts(recipe: Recipe) -> bool:
-    """Whether the block is fused: row scales would have to be multiplied into the products first, in a pass more."""
-    if any(cast.is_high_precision or cast.granularity is not Granularity.TENSORWISE for _, _, cast in recipe.casts()):
+    """Whether the block is fused: all casts are float8, and all scales are those of whole tensors, or of rows."""
+    kinds = {None if cast.is_high_precision else cast.granularity for _, _, cast in recipe.casts()}
+    if kinds not in ({Granularity.TENSORWISE}, {Granularity.ROWWISE}):
         return False
     return recipe.delayed is None or recipe.delayed.tensors == TENSORS
 

@@ -4,9 +4,11 @@
     hidden      = silu(gate) * up          grad_gate, grad_up = those of `fused.gated`
     output      = hidden @ w2              grad_x             = grad_gate @ w1^T + grad_up @ w3^T
 
-The nine GEMMs are those of `matmul` for each layer. `hidden`, `grad_gate` and `grad_up` are cast while they are
-computed (`fused.computed`), and are never written in bfloat16. Kept for the backward pass are `gate`, `up`, the codes
-of `hidden^T`, and of x and the weights what `matmul` keeps. Under dynamic scaling w1 and w3 share the casts of x; under
+The nine GEMMs are those of `matmul` for each layer. Where scales are known, under delayed scaling, `hidden`,
+`grad_gate` and `grad_up` are cast while they are computed, and never written in bfloat16. Otherwise they are written
+once, the gradients over `gate` and `up`, and their amaxes found meanwhile (`fused.computed`). x and the weights are
+cast both ways at once. Kept for the backward pass are `gate`, `up`, and the codes of `hidden^T`, of `x^T` and of the
+weights; with `recompute_casts` the weights themselves. Under dynamic scaling w1 and w3 share the casts of x; under
 delayed scaling each has a scale of its own.
 """
 
@@ -17,10 +19,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from f8emu.jax.fused import computed, gated
+from f8emu.jax.compiling import is_eager
+from f8emu.jax.fused import casts, computed, gated
 from f8emu.jax.fused.computed import Function
+from f8emu.jax.fused.computed_kernels import Product
 from f8emu.jax.lowering import differentiable_no_more
 from f8emu.jax.scale import scales_of
 from f8emu.jax.training.matmul import (
@@ -29,12 +34,15 @@ from f8emu.jax.training.matmul import (
     cast_matrix,
     cotangent,
     gemm,
-    keeps_input,
     mapped_with,
+    scales_follow,
     taken,
 )
 from f8emu.jax.training.operands import WHOLE, Operand, Side, float8_of, scales_in_use
-from f8emu.spec.recipe import Cast
+from f8emu.jax.training.sharding import vary_alike
+from f8emu.spec.formats import Format
+from f8emu.spec.recipe import Cast, Gemm
+from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import DelayedState, Float8State, Scales
 
 
@@ -83,10 +91,10 @@ class _Kept(NamedTuple):
     """What the backward pass needs; of what no gradient needs, None."""
 
     wants: _Wants
-    inputs: tuple[Side, Side]
+    inputs: tuple[Operand | None, Operand | None]
     """x for the gradients of w1 and of w3; under dynamic scaling the first is for both."""
     weights: tuple[Side, Side, Side]
-    gate_up: tuple[jax.Array, jax.Array] | None
+    gate_up: tuple[Product, Product] | None
     hidden: Operand | None
     of_gradients: tuple[DelayedState | None, ...]
     amaxes: tuple[tuple[jax.Array | None, jax.Array | None], ...]
@@ -131,7 +139,7 @@ def _forward(
     of_inputs, of_weights, of_gradients = zip(*(states or [(None,) * 3] * 3), strict=True)
     # 1. x, for w1 and for w3.
     is_shared = recipe.delayed is None
-    cast_x = functools.partial(_cast_x, plans.w1, x, keeps_input(plans.w1, x, weights[0]))
+    cast_x = functools.partial(_cast_x, plans.w1, x)
     x1, x1_kept, x1_amax = cast_x(wants.w1 or (is_shared and wants.w3), of_inputs[0])
     x3, x3_kept, x3_amax = (x1, None, None) if is_shared else cast_x(wants.w3, of_inputs[2])
     # 2. The weights.
@@ -139,11 +147,11 @@ def _forward(
     cast_weights = map(_cast_weight, plans, weights, backward, of_weights)
     operands, weights_kept, weight_amaxes = zip(*cast_weights, strict=True)
     # 3. gate and up, hidden, output.
-    gate = _output(plans.w1, x1, operands[0])
-    up = _output(plans.w3, x3, operands[2])
+    gate = _product("output", recipe.output, plans.w1, x1, operands[0])
+    up = _product("output", recipe.output, plans.w3, x3, operands[2])
     sides = recipe.output.a, recipe.grad_weight.b if wants.w2 else None
     (hidden,) = _cast_computed(plans.w2, gated.hidden_of, (gate, up), [sides], [of_inputs[1]])
-    output = _output(plans.w2, hidden.rows, operands[1])
+    output = gemm("output", recipe.output, hidden.rows, operands[1], plans.w2.out_dtype, plans.w2)
     _show_forward(plans, x, weights, gate, up)
     return output, _Kept(
         wants=wants,
@@ -192,19 +200,20 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
     if wants.hidden:
         assert kept.gate_up is not None, "they were kept for it"
         w2 = taken(kept.weights[1], recipe.grad_input.b, rule, True, after=grad_output)
-        grad_hidden = _grad_input(plans.w2, g, w2)
+        grad_hidden = _product("grad_input", recipe.grad_input, plans.w2, g, w2)
         # 2. grad_gate and grad_up.
         rows = recipe.grad_input.a if wants.x else None
         sides = [(rows, recipe.grad_weight.a if is_wanted else None) for is_wanted in (wants.w1, wants.w3)]
         operands = (grad_hidden, *kept.gate_up)
         of_gate, of_up = _cast_computed(plans.w1, gated.gradients_of, operands, sides, kept.of_gradients[::2])
         _show_backward(plans, operands, (wants.gate, wants.up))
-        # 3. Through w1 and w3. What was kept uncast is cast now.
-        after = next(operand.codes for operand in (*of_gate[:2], *of_up[:2]) if operand is not None)
+        # 3. Through w1 and w3.
         if wants.x:
+            assert of_gate.rows is not None and of_up.rows is not None, "they were cast for it"
+            after = of_gate.rows.codes, of_up.rows.codes
             w1, w3 = (taken(kept.weights[i], recipe.grad_input.b, rule, True, after=after) for i in (0, 2))
             d_x1, d_x3 = _grad_input(plans.w1, of_gate.rows, w1), _grad_input(plans.w3, of_up.rows, w3)
-        x1, x3 = (taken(x, recipe.grad_weight.b, rule, False, after=after) for x in kept.inputs)
+        x1, x3 = kept.inputs
         d_w1 = _grad_weight(plans.w1, of_gate.cols, x1) if wants.w1 else None
         d_w3 = _grad_weight(plans.w3, of_up.cols, x1 if recipe.delayed is None else x3) if wants.w3 else None
     # 4. The amaxes, as the gradient of the states.
@@ -218,7 +227,7 @@ def _backward_rule(plans: Plans, kept: _Kept, grad_output: Any) -> tuple[Any, ..
 float8_feed_forward.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _show_forward(plans: Plans, x: jax.Array, weights: tuple[jax.Array, ...], gate: jax.Array, up: jax.Array) -> None:
+def _show_forward(plans: Plans, x: jax.Array, weights: tuple[jax.Array, ...], gate: Product, up: Product) -> None:
     for plan, weight in zip(plans, weights, strict=True):
         if plan.tap is not None:
             is_last = plan is plans.w2
@@ -226,7 +235,7 @@ def _show_forward(plans: Plans, x: jax.Array, weights: tuple[jax.Array, ...], ga
             plan.tap.tensor("weight", weight.T)
 
 
-def _show_backward(plans: Plans, operands: tuple[jax.Array, ...], wanted: tuple[bool, bool]) -> None:
+def _show_backward(plans: Plans, operands: tuple[Product, ...], wanted: tuple[bool, bool]) -> None:
     taps = [plan.tap if is_wanted else None for plan, is_wanted in zip((plans.w1, plans.w3), wanted, strict=True)]
     if any(tap is not None for tap in taps):
         for tap, grad_output in zip(taps, computed.values_of(gated.gradients_of, operands), strict=True):
@@ -234,20 +243,46 @@ def _show_backward(plans: Plans, operands: tuple[jax.Array, ...], wanted: tuple[
                 tap.tensor("grad_output", grad_output)
 
 
-def _cast_x(plan: Plan, x: jax.Array, defers: bool, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
+def _cast_x(plan: Plan, x: jax.Array, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
     """The operand of x for `output`, that for `grad_weight` if `is_kept`, and the amax."""
     cols = plan.recipe.grad_weight.b if is_kept else None
-    return cast_matrix(plan, x, plan.recipe.output.a, cols, state, WHOLE, False, defers_cols=defers)
+    return cast_matrix(plan, x, plan.recipe.output.a, cols, state, WHOLE, False)
 
 
 def _cast_weight(plan: Plan, weight: jax.Array, is_kept: bool, state: DelayedState | None) -> tuple[Any, ...]:
     """The operand of a weight for `output`, that for `grad_input` if `is_kept`, and the amax."""
     cols = plan.recipe.grad_input.b if is_kept else None
-    return cast_matrix(plan, weight, plan.recipe.output.b, cols, state, WHOLE, True, defers_cols=True)
+    return cast_matrix(plan, weight, plan.recipe.output.b, cols, state, WHOLE, True, defers_cols=plan.recompute_casts)
 
 
-def _output(plan: Plan, x: Operand | None, weight: Operand | None) -> jax.Array:
-    return gemm("output", plan.recipe.output, x, weight, plan.out_dtype, plan)
+def _product(name: str, spec: Gemm, plan: Plan, a: Operand | None, b: Operand | None) -> Product:
+    """A product that `fused.computed` reads.
+
+    Where cuBLASLt rounds it before it is scaled, by powers of two (`hardware.Form.BFLOAT16`), the scales are left to
+    what reads it: XLA cannot fuse them into a kernel.
+    """
+    assert a is not None and b is not None, "they were cast for it"
+    if not scales_follow(plan.recipe, spec) or plan.tap is not None or is_eager((a.codes, b.codes)):
+        return Product(gemm(name, spec, a, b, plan.out_dtype, plan))
+    assert a.scale is not None and b.scale is not None, "scales of rows"
+
+    def scaled(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
+        return gemm(name, spec, Operand(a, scale_a), Operand(b, scale_b), plan.out_dtype, plan)
+
+    def now(*operands: jax.Array) -> Product:
+        ones_a, ones_b = map(_ones_like, operands[2:])
+        return Product(scaled(*operands), ones_a, ones_b.T)
+
+    def later(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> Product:
+        product = scaled(a, b, _ones_like(scale_a), _ones_like(scale_b))
+        return Product(lax.optimization_barrier(product), scale_a, scale_b.T)
+
+    return lax.platform_dependent(a.codes, b.codes, a.scale, b.scale, cuda=later, default=now)
+
+
+def _ones_like(scale: jax.Array) -> jax.Array:
+    """Ones that vary along the axes of `jax.shard_map` as `scale` does."""
+    return vary_alike(jnp.ones_like(scale), scale)[0]
 
 
 def _grad_input(plan: Plan, grad_output: Operand | None, weight: Operand | None) -> jax.Array:
@@ -263,32 +298,49 @@ def _grad_weight(plan: Plan, grad_output: Operand | None, x: Operand | None) -> 
 def _cast_computed(
     plan: Plan,
     function: Function,
-    xs: tuple[jax.Array, ...],
+    xs: tuple[Product, ...],
     sides: Sequence[tuple[Cast | None, Cast | None]],
     states: Sequence[DelayedState | None],
 ) -> list[_Computed]:
     """The matrices that `function` computes, under the casts in `sides`: of a matrix, and of its transpose."""
-    format = float8_of(*(cast for pair in sides for cast in pair))
+    cast = next(cast for pair in sides for cast in pair if cast is not None)
+    format = float8_of(cast)
     assert format is not None, "the block is fused only if all casts are float8"
+    if all(state is not None and state.initialized is None for state in states):
+        return _cast_by_given(function, xs, sides, [scales_in_use(state, None) for state in states], format)
+    # 1. Amaxes. Two matrices are the gradients, and what they are computed from is not needed any more.
+    is_rowwise = cast.granularity is Granularity.ROWWISE
+    found = computed.with_amaxes(function, *xs, of_rows=is_rowwise, in_place=len(sides) == 2)
     delayed, rule = plan.recipe.delayed, plan.recipe.scale_rule
-    # 1. Amaxes, where a scale needs them: under delayed scaling it may in a first step, and codes bring them later.
-    is_settled = all(state is not None and state.initialized is None for state in states)
-    amaxes = None if is_settled else computed.tensor_amaxes(function, *xs)
-    # 2. Scales.
     margin = 0 if delayed is None else delayed.margin
-    scales: list[Scales] = []
-    for i, state in enumerate(states):
-        own = None if amaxes is None else scales_of(amaxes[i], format, rule, margin)
-        scales.append(scales_in_use(state, own))
-    # 3. Codes.
-    inv_scales = [of_matrix.inv_scale for of_matrix in scales]
-    wanted = [(rows is not None, cols is not None) for rows, cols in sides]
-    found = computed.cast_pairs(function, format, inv_scales, wanted, *xs, amaxes=amaxes is None)
     results: list[_Computed] = []
-    for i, (rows, cols, amax) in enumerate(found):
-        amax = amax if amaxes is None else amaxes[i]
-        if amax is None or (rows is None and cols is None):
-            amax = jnp.zeros((1, 1), jnp.float32)  # without a cast
-        of_rows, of_cols = (None if codes is None else Operand(codes, scales[i].scale) for codes in (rows, cols))
-        results.append(_Computed(of_rows, of_cols, amax.reshape(())))
+    for (x, *amaxes), wanted, state in zip(found, sides, states, strict=True):
+        # 2. Scales.
+        rows = cols = scales_in_use(state, scales_of(amaxes[0], format, rule, margin))
+        if is_rowwise:
+            cols = scales_of(amaxes[1], format, rule)
+        # 3. Codes.
+        inv_scales = (s.inv_scale if cast is not None else None for s, cast in zip((rows, cols), wanted, strict=True))
+        codes = casts.cast_pair(x, format, *inv_scales)
+        results.append(_computed(codes, (rows.scale, cols.scale), amaxes[0]))
     return results
+
+
+def _cast_by_given(
+    function: Function,
+    xs: tuple[Product, ...],
+    sides: Sequence[tuple[Cast | None, Cast | None]],
+    scales: Sequence[Scales],
+    format: Format,
+) -> list[_Computed]:
+    """`_cast_computed` by scales of earlier steps."""
+    wanted = [(rows is not None, cols is not None) for rows, cols in sides]
+    inv_scales = [of_matrix.inv_scale for of_matrix in scales]
+    found = computed.cast_pairs(function, format, inv_scales, wanted, *(x.values for x in xs))
+    return [_computed(codes, (s.scale, s.scale), amax) for (*codes, amax), s in zip(found, scales, strict=True)]
+
+
+def _computed(codes: Sequence[jax.Array | None], scales: tuple[jax.Array, jax.Array], amax: jax.Array) -> _Computed:
+    rows, cols = (None if x is None else Operand(x, scale) for x, scale in zip(codes, scales, strict=True))
+    is_cast = rows is not None or cols is not None
+    return _Computed(rows, cols, amax.reshape(-1)[0] if is_cast else jnp.zeros((), jnp.float32))

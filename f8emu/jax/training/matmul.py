@@ -76,6 +76,8 @@ class Plan(NamedTuple):
     """Which of the states have no `initialized`."""
     tap: Tap | None = None
     """Who is shown what is cast and multiplied."""
+    recompute_casts: bool = True
+    """Whether the weight is cast for the backward pass when its time has come, so that its codes need not be kept."""
 
 
 class Kept(NamedTuple):
@@ -123,7 +125,7 @@ def _forward(
         plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
     )
     w, w_kept, w_amax = cast_matrix(
-        plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=True
+        plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=plan.recompute_casts
     )
     # 2. The product.
     w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
@@ -283,12 +285,17 @@ def _has_safe_powers_of_two(recipe: Recipe, spec: Gemm) -> bool:
     return is_usual and spec.a.format == spec.b.format == E4M3FN
 
 
+def scales_follow(recipe: Recipe, spec: Gemm) -> bool:
+    """Whether the scales of a GEMM are those of rows, and on hardware multiply a product that is rounded already."""
+    return spec.scaled_gemm_granularities[0] is Granularity.ROWWISE and _has_safe_powers_of_two(recipe, spec)
+
+
 def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
     """What is kept for a cast of the backward pass: an operand; of one in high precision `x` as it lies."""
     return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand
 
 
-def taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: jax.Array) -> Operand | None:
+def taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Operand | None:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
     if isinstance(side, Deferred):
         return side.operand(cast, rule, 0 if is_transposed else 1, after=after)

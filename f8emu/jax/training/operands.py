@@ -39,7 +39,7 @@ class Deferred(NamedTuple):
     scales: Scales | None
     """Those of the operand; None if its cast finds them again, those of blocks."""
 
-    def operand(self, cast: Cast, rule: ScaleRule, side: int, after: jax.Array) -> Operand:
+    def operand(self, cast: Cast, rule: ScaleRule, side: int, after: Any) -> Operand:
         """The operand `side`: 0 of the matrix, 1 of its transpose.
 
         XLA does not begin before `after` is there: the codes would take memory until they are read.
