@@ -23,7 +23,7 @@ class Report:
         with torch.inference_mode(False):  # updates of all modes write to it
             self.not_finite = torch.zeros(len(layers), 3, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         """[L, 3] int32: how many amaxes were infinite or NaN so far."""
-        self._bytes = memoryview(self.not_finite.numpy()).cast("B")
+        self._bytes = self.not_finite.numpy().data.cast("B")
         self._seen = bytes(self._bytes)
         self._reported = [buffers.notes.reported for buffers in layers]
         """Kept, because a report is found by their identity."""

@@ -72,14 +72,18 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
     for (device, groups, _), found in alike.items():
         together.setdefault((device, groups), []).append(found)
     for (device, groups), of_recipes in together.items():
-        sizes = [3 * len(found) for found in of_recipes]
-        taken = _reduced([*chain(*of_recipes)], groups).split(sizes) if groups else [None] * len(sizes)
-        for found, of_recipe in zip(of_recipes, taken, strict=True):
+        taken = _reduced([*chain(*of_recipes)], groups) if groups else None
+        begin = 0
+        for found in of_recipes:
+            end = begin + 3 * len(found)
+            own = None if taken is None else taken[begin:end]
+            begin = end
             report = None if is_compiling else report_of(found, device)
-            if report is None:  # that nobody reads
-                _update(found, torch.empty(len(found), 3, dtype=torch.int32, device=device), of_recipe)
+            if report is None:
+                nobody_reads = torch.empty(len(found), 3, dtype=torch.int32, device=device)
+                _update(found, nobody_reads, own)
             else:
-                _update(found, report.not_finite, of_recipe)
+                _update(found, report.not_finite, own)
                 report.tell(found)
     if not is_compiling:  # compiled code does not ask
         for buffers in sharded:
