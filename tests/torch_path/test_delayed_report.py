@@ -1,6 +1,7 @@
 """The report of infinite amaxes where the device is behind the host, as a GPU is; one is played on the CPU."""
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import f8emu.torch as f8
-from f8emu.spec import DELAYED
+from f8emu.spec import DELAYED, Recipe, ScaleRule
 from f8emu.torch.fused.delayed import STATE
 from f8emu.torch.training import delayed_report, delayed_update
 from f8emu.torch.training.delayed import DelayedBuffers
@@ -21,10 +22,10 @@ CUDA = torch.device("cuda", 0)
 sync = f8.sync_float8_amax_and_scale_history
 
 
-def make() -> nn.Sequential:
+def make(recipe: Recipe = DELAYED) -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(3)])
-    f8.convert_to_float8_training(model, config=DELAYED)
+    f8.convert_to_float8_training(model, config=recipe)
     return model
 
 
@@ -147,3 +148,13 @@ def test_the_tensors_of_a_state_keep_the_order_in_which_the_update_takes_them() 
     buffers.follow(torch.device("cpu"))
     for one in (buffers, buffers.to(torch.bfloat16), copy.deepcopy(buffers), pickle.loads(pickle.dumps(buffers))):
         assert tuple(name for name, _ in one.named_buffers()) == STATE
+
+
+def test_a_warning_that_is_an_error_comes_after_the_update() -> None:
+    """Of all layers, also those of another recipe, whose update is another."""
+    other = dataclasses.replace(DELAYED, scale_rule=ScaleRule(power_of_two=True))
+    model = nn.Sequential(make()[0], make(other)[0])
+    call(model, 0)
+    with pytest.raises(RuntimeWarning, match="infinite or NaN"):
+        sync(model)
+    assert [buffers.amax_history[1, 0].item() > 0 for buffers in buffers_of(model)] == [True, True]

@@ -20,10 +20,11 @@ class Report:
     __slots__ = ("_bytes", "_reported", "_seen", "not_finite")
 
     def __init__(self, layers: Sequence[DelayedBuffers], is_pinned: bool) -> None:
-        with torch.inference_mode(False):  # updates of all modes write to it
-            self.not_finite = torch.zeros(len(layers), 3, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        """[L, 3] int32: how many amaxes were infinite or NaN so far."""
-        self._bytes = self.not_finite.numpy().data.cast("B")
+        with torch.inference_mode(False):  # also updates outside of it write to this
+            not_finite = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.not_finite = not_finite
+        """[L, 3]: how many amaxes were infinite or NaN so far."""
+        self._bytes = not_finite.numpy().data.cast("B")
         self._seen = bytes(self._bytes)
         self._reported = [buffers.notes.reported for buffers in layers]
         """Kept, because a report is found by their identity."""

@@ -4,8 +4,8 @@
 2. One all-reduce takes the maximum over ranks, as integers, so that infinity and NaN count as the largest.
 3. Histories, inv_scales and counts of all layers are updated in one launch. If no layer was called, nothing changes, so
    a second update in a step does nothing.
-4. The counts of infinite amaxes that have arrived on the host are read, and told (`delayed_report`).
-5. Weights that are kept as float8 are cast again, by their new scales.
+4. Weights that are kept as float8 are cast again, by their new scales.
+5. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
 """
 
 import weakref
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused.delayed import take_amaxes, update_delayed
 from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
-from f8emu.torch.training.delayed_report import report_of
+from f8emu.torch.training.delayed_report import Report, report_of
 from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
 
@@ -71,6 +71,7 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
     together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
     for (device, groups, _), found in alike.items():
         together.setdefault((device, groups), []).append(found)
+    reports: list[tuple[Report, list[DelayedBuffers]]] = []
     for (device, groups), of_recipes in together.items():
         taken = _reduced([*chain(*of_recipes)], groups) if groups else None
         begin = 0
@@ -84,12 +85,14 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
                 _update(found, nobody_reads, own)
             else:
                 _update(found, report.not_finite, own)
-                report.tell(found)
+                reports.append((report, found))
     if not is_compiling:  # compiled code does not ask
         for buffers in sharded:
             buffers.are_set()
     for weight in masters:
         weight.refill()
+    for report, found in reports:  # last: a warning may be an error
+        report.tell(found)
 
 
 def _reduced(found: list[DelayedBuffers], groups: tuple[Any, ...]) -> Tensor:
