@@ -208,25 +208,37 @@ def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
     counts = torch.randint(0, 3, (layers, 3, 3), generator=generator)
     rule = ("float8_e4m3fn,,float8_e5m2", False, 1e-12, 1, is_most_recent)
 
-    def run(call: Any, *, is_idle: bool) -> list[torch.Tensor]:
+    def run(call: Any, *, is_idle: bool, is_reduced: bool) -> list[torch.Tensor]:
+        """Over ranks the amaxes are taken first; the report is where the host reads it."""
         device = "cpu" if call is None else DEVICE
         own = torch.full_like(amaxes, delayed.UNCALLED) if is_idle else amaxes
         parts = [own, histories, inv_scales, counts]
         lists = [[y.clone().reshape(shape) for y in part.to(device)] for part, shape in zip(
             parts, ((1, 1), (3, length), (1, 1), (3, 3)), strict=True)]  # fmt: skip
-        one = (lambda operator, *args: (operator(*args),)) if call is None else call
-        (taken,) = one(delayed.take_amaxes, lists[0])
-        (report,) = one(delayed.update_delayed, taken.to(device), *lists[1:], *rule)
-        return [taken, report, *(torch.stack(part).cpu() for part in lists)]
+        of_amaxes, of_histories, of_scales, of_counts = lists
+        states: list[torch.Tensor] = []
+        for i in range(layers):
+            states += of_histories[i], of_counts[i], *of_scales[3 * i : 3 * i + 3], *of_amaxes[3 * i : 3 * i + 3]
+        report = torch.full((layers, 3), -1, dtype=torch.int32, pin_memory=device == "cuda")
 
-    for is_idle in (False, True):
-        found, wanted = run(kernels, is_idle=is_idle), run(None, is_idle=is_idle)
+        def update() -> tuple[torch.Tensor, ...]:
+            taken = delayed.take_amaxes(states) if is_reduced else None
+            delayed.update_delayed(states, report, taken, *rule)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return (report,) if taken is None else (report, taken)
+
+        outcome = update() if call is None else call(update)
+        return [*outcome, *(torch.stack(part).cpu() for part in lists)]
+
+    for is_idle, is_reduced in product((False, True), repeat=2):
+        found, wanted = (run(call, is_idle=is_idle, is_reduced=is_reduced) for call in (kernels, None))
+        assert not is_idle or (torch.equal(wanted[-3], histories) and torch.equal(wanted[-1], counts))
         for ours, theirs in zip(found, wanted, strict=True):
             integers = ours.dtype is not torch.float32
             assert (
                 torch.equal(ours, theirs) if integers else torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
             )
-    assert torch.equal(wanted[3], histories) and torch.equal(wanted[5], counts), "nothing was called"
 
 
 @ON_GPU

@@ -32,9 +32,14 @@ UNCALLED = -1.0
 COUNTS = ("zero", "uncalled", "not_finite")
 """The rows of a layer's counts: updates whose amax was zero, without a cast, infinite or NaN."""
 
+INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
+AMAXES = "amax_input", "amax_weight", "amax_grad_output"
+STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)
+"""Names of a layer's tensors, in the order in which the update takes them."""
+
 _IS_SET = "_f8emu_is_set"
 _TABLES = 64
-"""Tables of addresses that are kept, one for each model that is trained."""
+"""Tables that are kept, one for each model that is trained."""
 
 
 def mark_set(inv_scale: Tensor, is_set: bool) -> None:
@@ -136,86 +141,91 @@ def chosen_inv_scale(
     return torch.where(inv_scale > UNSET, inv_scale, own)
 
 
-@operator(mutates_args={"amaxes"})
-def take_amaxes(amaxes: list[Tensor]) -> Tensor:
-    """The amaxes as integers [len(amaxes)], in one tensor; each becomes `UNCALLED`.
+@operator(mutates_args={"states"})
+def take_amaxes(states: list[Tensor]) -> Tensor:
+    """The amaxes of `states` (`update_delayed`) as integers, in one tensor [3 * L]; each becomes `UNCALLED`.
 
     The order of these integers is that of the amaxes: `UNCALLED`, the finite ones, infinity, NaN.
     """
-    torch.autograd.graph.increment_version(amaxes)
-    if (launch := kernels_for(amaxes[0])) is None:
-        taken = torch.cat(amaxes).flatten().view(torch.int32)
-        for amax in amaxes:
-            amax.fill_(UNCALLED)
-        return taken
-    taken = amaxes[0].new_empty(len(amaxes), dtype=torch.int32)
-    launch.take_amaxes(len(amaxes), UNCALLED)(taken, addresses(tuple(amaxes)))
+    torch.autograd.graph.increment_version(states)
+    if (launch := kernels_for(states[0])) is None:
+        return _take(states)
+    taken = _new_taken(states)
+    launch.take_amaxes(taken.numel(), UNCALLED)(taken, _table_of(states).addresses)
     return taken
 
 
 @fake(take_amaxes)
-def _(amaxes: list[Tensor]) -> Tensor:
-    return amaxes[0].new_empty(len(amaxes), dtype=torch.int32)
+def _(states: list[Tensor]) -> Tensor:
+    return _new_taken(states)
 
 
-@operator(mutates_args={"histories", "inv_scales", "counts"})
+@operator(mutates_args={"states", "report"})
 def update_delayed(
-    taken: Tensor,
-    histories: list[Tensor],
-    inv_scales: list[Tensor],
-    counts: list[Tensor],
+    states: list[Tensor],
+    report: Tensor,
+    taken: Tensor | None,
     fmts: str,
     power_of_two: bool,
     amax_floor: float,
     margin: int,
     is_most_recent: bool,
-) -> Tensor:
-    """The update of all layers by what `take_amaxes` returned; nothing changes if no layer was called.
+) -> None:
+    """The update of all layers; nothing changes if no layer was called.
 
     Shapes:
-        taken [3 * L], histories L x [3, H], inv_scales 3 * L x [1, 1], counts L x [3, 3] int64.
+        states: `STATE` of each of L layers: [3, H], [3, 3] int64, and [1, 1]; report [L, 3] int32, taken [3 * L].
 
     Args:
-        taken: the amaxes, maximum over all ranks.
-        histories: of the layers, newest first.
-        inv_scales: of their tensors.
-        counts: see `COUNTS`; a column for each tensor.
+        states: histories are newest first; of the counts see `COUNTS`, a column for each tensor.
+        report: becomes the number of amaxes so far that were not finite. On the device, or in pinned memory of the
+            host, which is written to whenever the device gets there.
+        taken: what `take_amaxes` returned, the maximum over all ranks; None takes them.
         fmts: the formats of the three tensors, with commas; "" for one without delayed scales, not counted.
         power_of_two: of the scale rule.
         amax_floor: of the scale rule.
         margin: of delayed scaling.
         is_most_recent: whether the newest amax counts, and not the largest of the history.
-
-    Returns:
-        [L, 3] int32: the number of amaxes so far that were not finite.
     """
-    torch.autograd.graph.increment_version((*histories, *inv_scales, *counts))
+    torch.autograd.graph.increment_version((*states, report))
     rule = (power_of_two, amax_floor, margin, is_most_recent)
-    if (launch := kernels_for(taken)) is None:
-        return _update(taken, histories, inv_scales, counts, fmts, *rule)
-    report = taken.new_empty((len(histories), 3))
-    plan = launch.update_delayed(len(histories), histories[0].shape[1], fmts, *rule)
-    plan(taken, addresses((*histories, *counts, *inv_scales)), report)
-    return report
+    if (launch := kernels_for(states[0])) is None:
+        _update(states, report, _take(states) if taken is None else taken, fmts, *rule)
+        return
+    layers, table = len(states) // len(STATE), _table_of(states, report)
+    if taken is None:
+        taken = table.taken
+        launch.take_amaxes(3 * layers, UNCALLED)(taken, table.addresses)
+    launch.update_delayed(layers, states[0].shape[1], fmts, *rule)(taken, table.addresses, report)
 
 
 @fake(update_delayed)
-def _(taken: Tensor, histories: list[Tensor], *_: Any) -> Tensor:
-    return taken.new_empty((len(histories), 3))
+def _(*_: Any) -> None:
+    return None
+
+
+def _take(states: list[Tensor]) -> Tensor:
+    """`take_amaxes` in plain torch."""
+    amaxes = _of_tensors(states, AMAXES[0])
+    taken = torch.cat(amaxes).flatten().view(torch.int32)
+    for amax in amaxes:
+        amax.fill_(UNCALLED)
+    return taken
 
 
 def _update(
+    states: list[Tensor],
+    report: Tensor,
     taken: Tensor,
-    histories: list[Tensor],
-    inv_scales: list[Tensor],
-    counts: list[Tensor],
     fmts: str,
     power_of_two: bool,
     amax_floor: float,
     margin: int,
     is_most_recent: bool,
-) -> Tensor:
+) -> None:
     """`update_delayed` in plain torch; the tensors below are [L, 3] or [L, 3, H]."""
+    histories, counts = states[:: len(STATE)], states[1 :: len(STATE)]
+    inv_scales = _of_tensors(states, INV_SCALES[0])
     amax = taken.view(torch.float32).view(-1, 3)
     is_called = taken.view(-1, 3) >= 0
     is_step = is_called.any()
@@ -241,31 +251,51 @@ def _update(
         buffer.copy_(new)
     for buffer, new in zip(inv_scales, inv_scale.flatten().unbind(), strict=True):
         buffer.copy_(torch.where(is_step, new, buffer))
-    return count[:, 2].to(torch.int32)
+    report.copy_(count[:, 2], non_blocking=True)
+
+
+def _of_tensors(states: list[Tensor], first: str) -> list[Tensor]:
+    """Of all layers, the three of `STATE` that begin with `first`."""
+    at = STATE.index(first)
+    return [x for i in range(at, len(states), len(STATE)) for x in states[i : i + 3]]
 
 
 def _format(fmt: str) -> Format:
     return named_format("update_delayed", fmt) if fmt else E4M3FN
 
 
-def addresses(tensors: tuple[Tensor, ...]) -> Tensor:
-    """The addresses of the tensors' elements, on their device [len(tensors)] int64; made once for the same addresses.
+def _new_taken(states: list[Tensor]) -> Tensor:
+    return states[0].new_empty(3 * (len(states) // len(STATE)), dtype=torch.int32)
 
-    While a CUDA graph is captured a table is kept for good: the graph reads it.
+
+class _Table(NamedTuple):
+    """What the kernels of an update need besides the states."""
+
+    addresses: Tensor
+    """Of the states' elements, int64."""
+    taken: Tensor
+    """Space for the amaxes: two updates at once would be wrong anyway."""
+
+
+def _table_of(states: list[Tensor], report: Tensor | None = None) -> _Table:
+    """The table of these states on their device, made once for the same addresses.
+
+    While a CUDA graph is captured it is kept for good, with a report on the host: the graph uses both.
     """
-    device = tensors[0].device
-    table = _table(device, tuple(map(Tensor.data_ptr, tensors)))
+    device = states[0].device
+    table = _table(device, tuple(map(Tensor.data_ptr, states)))
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append(table)
+        _CAPTURED.append((table, None if report is None or report.is_cuda else report))
     return table
 
 
-_CAPTURED: list[Tensor] = []
+_CAPTURED: list[tuple[_Table, Tensor | None]] = []
 
 
 @lru_cache(maxsize=_TABLES)
-def _table(device: torch.device, pointers: tuple[int, ...]) -> Tensor:
-    return torch.tensor(pointers, dtype=torch.int64, device=device)
+def _table(device: torch.device, pointers: tuple[int, ...]) -> _Table:
+    addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
+    return _Table(addresses, addresses.new_empty(3 * (len(pointers) // len(STATE)), dtype=torch.int32))
 
 
 def _empty_delayed(

@@ -1,7 +1,8 @@
 """Triton kernels of the update of delayed scaling: all layers of a model at once, through tables of addresses.
 
 A layer's state is several small tensors, each allocated on its own, since compiled code may not take views of one
-storage that it writes to. A table holds their addresses, so that the number of launches does not grow with the layers.
+storage that it writes to. A table holds their addresses, so that the number of launches does not grow with the layers:
+of each layer those of its history [3, length], its counts [3, 3], three inv_scales and three amaxes (`delayed.STATE`).
 
 Exactness: the bits of `delayed._update`, for the reasons in `scale_kernels`.
 """
@@ -16,10 +17,10 @@ from f8emu.torch.fused.scale_kernels import inv_scale_of
 
 @triton.jit
 def take_amaxes_kernel(taken, table, count, UNCALLED: tl.constexpr, BLOCK: tl.constexpr):
-    """Move the `count` float32 at the addresses of `table` to `taken`, as integers; each becomes `UNCALLED`."""
+    """Move the `count` amaxes to `taken`, as integers; each becomes `UNCALLED`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    amax = tl.load(table + at, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+    amax = tl.load(table + at // 3 * 8 + 5 + at % 3, mask=inside, other=0).to(tl.pointer_type(tl.float32))
     found = tl.load(amax, mask=inside, other=0.0)
     tl.store(taken + at, found.to(tl.int32, bitcast=True), mask=inside)
     tl.store(amax, tl.zeros_like(found) + UNCALLED, mask=inside)
@@ -48,13 +49,10 @@ def update_delayed_kernel(
     BLOCKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """`delayed.update_delayed` of one tensor of one layer.
-
-    `table` holds the addresses of the layers' histories [3, length], of their counts [3, 3], and of the tensors'
-    inv_scales.
-    """
+    """`delayed.update_delayed` of one tensor of one layer."""
     item = tl.program_id(0)
-    layer, tensor = item // 3, item % 3
+    tensor = item % 3
+    state = table + item // 3 * 8
     # 1. Whether any layer was called.
     best = tl.full((BLOCK,), -1, tl.int32)
     for i in range(0, BLOCKS):
@@ -67,7 +65,7 @@ def update_delayed_kernel(
     is_usable = (bits > 0) & is_finite
     newest = tl.where(is_usable, bits, 0)
     # 3. Shift the history by one.
-    history = tl.load(table + layer).to(tl.pointer_type(tl.int32)) + tensor * length
+    history = tl.load(state).to(tl.pointer_type(tl.int32)) + tensor * length
     at = tl.arange(0, BLOCK_H)
     old = tl.load(history + at - 1, mask=(at > 0) & (at < length), other=0)
     new = tl.where(at == 0, newest, old)
@@ -79,11 +77,11 @@ def update_delayed_kernel(
     inv_1 = inv_scale_of(reference, QUOTIENT_1, FLOOR, AT_FLOOR_1, POWER_OF_TWO)
     inv_2 = inv_scale_of(reference, QUOTIENT_2, FLOOR, AT_FLOOR_2, POWER_OF_TWO)
     inv = tl.where(tensor == 0, inv, tl.where(tensor == 1, inv_1, inv_2))
-    inv_scale = tl.load(table + 2 * layers + item).to(tl.pointer_type(tl.float32))
+    inv_scale = tl.load(state + 2 + tensor).to(tl.pointer_type(tl.float32))
     inv = tl.where(is_usable, inv, tl.load(inv_scale))
     tl.store(inv_scale, inv)
     # 5. The counts of amaxes that were not usable.
-    counts = tl.load(table + layers + layer).to(tl.pointer_type(tl.int64)) + tensor
+    counts = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + tensor
     is_cast = tl.where(tensor == 0, IS_CAST_0, tl.where(tensor == 1, IS_CAST_1, IS_CAST_2)) & is_step
     not_finite = tl.load(counts + 6) + ((bits >= 0x7F800000) & is_cast).to(tl.int64)
     tl.store(counts, tl.load(counts) + ((bits == 0) & is_cast).to(tl.int64))

@@ -301,7 +301,7 @@ def _given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> tupl
 
 @planned
 def take_amaxes(count: int, uncalled: float) -> Plan:
-    """Tensors taken, table: the `count` floats at the addresses of `table` are moved to `taken`, as integers."""
+    """Tensors taken, table of addresses: the `count` amaxes are moved to `taken`, as integers."""
     kernel, sizes = delayed_kernels.take_amaxes_kernel, (count,)
     constants = {"UNCALLED": uncalled, "BLOCK": SCALES_BLOCK}
     return Plan(kernel, blocks(count, SCALES_BLOCK), sizes, constants, SCALES_WARPS)

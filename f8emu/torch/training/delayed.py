@@ -13,13 +13,9 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
-from f8emu.torch.fused.delayed import COUNTS, UNCALLED, UNSET, mark_set
+from f8emu.torch.fused.delayed import AMAXES, COUNTS, INV_SCALES, STATE, UNCALLED, UNSET, mark_set
 from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import own_buffers, to_list
-
-AMAXES = "amax_input", "amax_weight", "amax_grad_output"
-INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
-"""Names of a state's tensors."""
 
 _numbers = itertools.count()
 
@@ -98,7 +94,8 @@ class DelayedBuffers(nn.Module):
             "counts": ((len(COUNTS), 3), torch.int64),
             **{f"{name}_{tensor}": ((1, 1), torch.float32) for name in ("inv_scale", "amax") for tensor in TENSORS},
         }
-        for name, (shape, dtype) in shapes.items():
+        for name in STATE:  # in this order
+            shape, dtype = shapes[name]
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device), persistent=False)
         self.reset()
 

@@ -4,26 +4,25 @@
 2. One all-reduce takes the maximum over ranks, as integers, so that infinity and NaN count as the largest.
 3. Histories, inv_scales and counts of all layers are updated in one launch. If no layer was called, nothing changes, so
    a second update in a step does nothing.
-4. The counts of infinite amaxes are copied to the host, and read at a later update, when the copy has arrived.
-5. Weights that are kept as float8 are cast again, by their new scales.
+4. Weights that are kept as float8 are cast again, by their new scales.
+5. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
 """
 
-import warnings
 import weakref
 import zlib
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from f8emu.spec.recipe import TENSORS, Recipe
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.fused.delayed import take_amaxes, update_delayed
-from f8emu.torch.training.delayed import AMAXES, INV_SCALES, DelayedBuffers, DelayedScalingError
-from f8emu.torch.training.float8_weight import refill
+from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
+from f8emu.torch.training.delayed_report import Report, report_of
+from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
 
 if TYPE_CHECKING:
@@ -51,59 +50,82 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
     that nothing has changed since the last one takes as long.
     """
     is_compiling = torch.compiler.is_compiling()
-    if not is_compiling:
-        _read_arrived()
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
     sharded: list[DelayedBuffers] = []
+    masters: list[Float8Weight] = []
     for layer, groups in zip(layers, _groups_of(layers), strict=True):
         buffers = layer.delayed
         assert buffers is not None, "only such a layer has a state"
-        key = (own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe))
-        alike.setdefault(key, []).append(buffers)
+        key = own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe)
+        if (found := alike.get(key)) is None:
+            found = alike[key] = []
+        found.append(buffers)
         notes = buffers.notes
         notes.has_updated, notes.is_loaded = True, False
         if notes.is_weight_cast:
             notes.has_weight_scale = True
         if notes.is_sharded:
             sharded.append(buffers)
+        if isinstance(weight := own_parameters(layer).get("weight"), Float8Weight):
+            masters.append(weight)
     together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
     for (device, groups, _), found in alike.items():
         together.setdefault((device, groups), []).append(found)
-    for (_, groups), of_recipes in together.items():
-        taken = take_amaxes([own[name] for own in map(own_buffers, chain(*of_recipes)) for name in AMAXES])
-        for group in groups:
-            if not is_compiling:
-                names = tuple([buffers.notes.name for buffers in chain(*of_recipes)])
-                _require_same_layers(names, group, taken.device)
-            _reduce_max(taken, group)
+    reports: list[tuple[Report, list[DelayedBuffers]]] = []
+    for (device, groups), of_recipes in together.items():
+        taken = _reduced([*chain(*of_recipes)], groups) if groups else None
         begin = 0
         for found in of_recipes:
-            report = _update(taken[begin : begin + 3 * len(found)], found[0].recipe, found)
-            begin += 3 * len(found)
-            if not is_compiling:
-                _copy_to_host(report, found)
+            end = begin + 3 * len(found)
+            own = None if taken is None else taken[begin:end]
+            begin = end
+            report = None if is_compiling else report_of(found, device)
+            if report is None:
+                nobody_reads = torch.empty(len(found), 3, dtype=torch.int32, device=device)
+                _update(found, nobody_reads, own)
+            else:
+                _update(found, report.not_finite, own)
+                reports.append((report, found))
     if not is_compiling:  # compiled code does not ask
         for buffers in sharded:
             buffers.are_set()
-    for layer in layers:
-        refill(own_parameters(layer).get("weight"))
+    for weight in masters:
+        weight.refill()
+    for report, found in reports:  # last: a warning may be an error
+        report.tell(found)
 
 
-def _update(taken: Tensor, recipe: Recipe, found: list[DelayedBuffers]) -> Tensor:
+def _reduced(found: list[DelayedBuffers], groups: tuple[Any, ...]) -> Tensor:
+    """The amaxes, maximum over the ranks of the groups; taken from the layers."""
+    taken = take_amaxes(_states(found))
+    for group in groups:
+        if not torch.compiler.is_compiling():
+            _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, taken.device)
+        _reduce_max(taken, group)
+    return taken
+
+
+def _update(found: list[DelayedBuffers], report: Tensor, taken: Tensor | None) -> None:
+    recipe = found[0].recipe
     delayed, rule = recipe.delayed, recipe.scale_rule
     assert delayed is not None, "only such a recipe has a state"
-    owns = [own_buffers(buffers) for buffers in found]
-    return update_delayed(
+    update_delayed(
+        _states(found),
+        report,
         taken,
-        [own["amax_history"] for own in owns],
-        [own[name] for own in owns for name in INV_SCALES],
-        [own["counts"] for own in owns],
         found[0].formats,
         rule.power_of_two,
         rule.amax_floor,
         delayed.margin,
         delayed.reduction is AmaxHistoryReduction.MOST_RECENT,
     )
+
+
+def _states(found: list[DelayedBuffers]) -> list[Tensor]:
+    states: list[Tensor] = []
+    for buffers in found:
+        states += own_buffers(buffers).values()  # in the order of STATE
+    return states
 
 
 def _reduce_max(x: Tensor, group: Any) -> None:
@@ -167,65 +189,3 @@ def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.devic
             "same layers with f8emu.torch.set_amax_reduction_group(model, group)"
         )
     known.add(names)
-
-
-class _Report(NamedTuple):
-    """Counts of infinite amaxes, copied to the host."""
-
-    arrival: Any
-    not_finite: Tensor
-    layers: list["weakref.ref[DelayedBuffers]"]
-
-
-_reports: dict[tuple[int, ...], _Report] = {}
-_under_way: set[tuple[int, ...]] = set()
-_MOST_REPORTS = 64
-
-
-def _copy_to_host(report: Tensor, found: list[DelayedBuffers]) -> None:
-    if report.device.type != "cuda":
-        _tell(report, [weakref.ref(buffers) for buffers in found])
-        return
-    key = tuple(map(id, found))
-    if torch.cuda.is_current_stream_capturing() or key in _under_way:
-        return  # counts only grow: the next update that copies them tells
-    known = _reports.get(key)
-    if known is None or [layer() for layer in known.layers] != found:
-        if len(_reports) >= _MOST_REPORTS:
-            _reports.clear()
-            _under_way.clear()
-        on_host = torch.empty(report.shape, dtype=report.dtype, device="cpu", pin_memory=True)
-        known = _reports[key] = _Report(torch.cuda.Event(), on_host, [weakref.ref(buffers) for buffers in found])
-    known.not_finite.copy_(report, non_blocking=True)
-    known.arrival.record()
-    _under_way.add(key)
-
-
-def _read_arrived() -> None:
-    if not _under_way or torch.cuda.is_current_stream_capturing():
-        return
-    for key in [key for key in _under_way if _reports[key].arrival.query()]:
-        _under_way.remove(key)
-        _tell(_reports[key].not_finite, _reports[key].layers)
-
-
-def _tell(not_finite: Tensor, layers: Sequence["weakref.ref[DelayedBuffers]"]) -> None:
-    """Warn of every tensor's first amax that was infinite or NaN, by the name of its layer."""
-    if not not_finite.any():
-        return
-    names: list[str] = []
-    for layer, counts in zip(layers, to_list(not_finite), strict=True):
-        buffers = layer()
-        if buffers is None:
-            continue
-        for i, count in enumerate(counts):
-            if count and i not in buffers.notes.reported:
-                buffers.notes.reported.add(i)
-                names.append(f"{TENSORS[i]} of {buffers.notes.name or 'a layer without a name'}")
-    if names:
-        warnings.warn(
-            f"f8emu.torch: under delayed scaling the amax was infinite or NaN of: {', '.join(names)}; the scale stays "
-            "as it was. Further ones are counted in the layer's delayed.counts, and not reported again",
-            RuntimeWarning,
-            stacklevel=2,
-        )

@@ -89,7 +89,8 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
         current = left.pop()
         if current is not None and current not in found:
             found[current] = None
-            left += [*current._modules.values()][::-1]
+            if children := current._modules:
+                left += [*children.values()][::-1]
     return list(found)
 
 

@@ -1,0 +1,160 @@
+"""The report of infinite amaxes where the device is behind the host, as a GPU is; one is played on the CPU."""
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import f8emu.torch as f8
+from f8emu.spec import DELAYED, Recipe, ScaleRule
+from f8emu.torch.fused.delayed import STATE
+from f8emu.torch.training import delayed_report, delayed_update
+from f8emu.torch.training.delayed import DelayedBuffers
+from f8emu.torch.training.delayed_report import Report, report_of
+
+CUDA = torch.device("cuda", 0)
+sync = f8.sync_float8_amax_and_scale_history
+
+
+def make(recipe: Recipe = DELAYED) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(3)])
+    f8.convert_to_float8_training(model, config=recipe)
+    return model
+
+
+def buffers_of(model: nn.Sequential) -> list[DelayedBuffers]:
+    return [layer.delayed for layer in model if isinstance(layer, f8.Float8Linear) and layer.delayed is not None]
+
+
+def call(model: nn.Sequential, infinite: int | None = None) -> None:
+    """Every layer by itself, so that an infinity stays in one."""
+    for i, layer in enumerate(model):
+        x = torch.full((4, 16), float("inf") if i == infinite else 1.0, dtype=torch.bfloat16)
+        layer(x).nan_to_num(posinf=1.0, neginf=1.0).sum().backward()
+
+
+def told(update: Callable[[], object]) -> list[str]:
+    """The layers and tensors that the update names."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        update()
+    texts = [str(warning.message) for warning in seen]
+    assert all("the amax was infinite or NaN of: " in text for text in texts)
+    return [name for text in texts for name in text.partition("NaN of: ")[2].partition(";")[0].split(", ")]
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Report]:
+    """The reports, none at first; those of a GPU lie in the memory of the CPU."""
+    found: dict[Any, Report] = {}
+    monkeypatch.setattr(delayed_report, "_reports", found)
+    monkeypatch.setattr(delayed_report, "Report", lambda layers, is_pinned: Report(layers, False))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return found
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Writes of reports that the device has not come to: those of the last update."""
+    under_way: list[Callable[[], object]] = []
+    update = delayed_update.update_delayed
+
+    def behind(states: list[Tensor], report: Tensor, *args: Any) -> None:
+        for write in under_way:
+            write()
+        own = torch.empty_like(report)
+        update(states, own, *args)
+        under_way[:] = [lambda: report.copy_(own)]
+
+    monkeypatch.setattr(delayed_update, "update_delayed", behind)
+    return under_way
+
+
+def test_each_infinity_is_told_once_by_name_at_a_later_update(late) -> None:
+    model = make()
+    names: list[list[str]] = []
+    for infinite in (None, 1, None, 1, 2, None, 2, None):
+        call(model, infinite)
+        names.append(told(lambda: sync(model)))
+    assert names == [[], [], ["input of 1"], [], [], ["input of 2"], [], []]
+    assert [buffers.counts[2].tolist() for buffers in buffers_of(model)] == [[0, 0, 0], [2, 0, 0], [2, 0, 0]]
+
+
+def test_a_state_that_is_loaded_begins_a_new_report(late) -> None:
+    """What the device still writes for the old state is not told of the new one, which tells its own infinities."""
+    model = make()
+    call(model)
+    sync(model)
+    saved = f8.delayed_state_dict(model)
+    names: list[list[str]] = []
+    for step, infinite in enumerate((0, None, 0, None)):
+        if step in (1, 2):
+            f8.load_delayed_state_dict(model, saved)
+        call(model, infinite)
+        names.append(told(lambda: sync(model)))
+    assert names == [[], [], [], ["input of 0"]]
+
+
+def test_layers_of_one_update_share_a_report(reports) -> None:
+    model = make()
+    first = buffers_of(model)
+    sync(model)
+    sync(model)
+    assert len(reports) == 1 and report_of(first, torch.device("cpu")) in reports.values()
+    assert report_of(first[:2], torch.device("cpu")) is not report_of(first, torch.device("cpu"))
+    assert report_of(first, CUDA) is not report_of(first, torch.device("cpu")), "it may have moved"
+    assert report_of(buffers_of(copy.deepcopy(model)), CUDA) is not report_of(first, CUDA)
+
+
+def test_no_report_is_made_while_a_graph_is_captured(reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    known = report_of(buffers_of(model), CUDA)
+    assert known is not None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert report_of(buffers_of(model), CUDA) is known
+    assert report_of(buffers_of(model)[:1], CUDA) is None and len(reports) == 1
+    # Such an update counts, and leaves it to a later one to tell.
+    with monkeypatch.context() as patch:
+        patch.setattr(delayed_update, "report_of", lambda layers, device: None)
+        call(model, 1)
+        assert told(lambda: sync(model)) == []
+    call(model)
+    assert told(lambda: sync(model)) == ["input of 1"]
+
+
+def test_old_reports_are_freed_when_no_kernel_writes_to_them(reports, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append((device, len(reports))))
+    monkeypatch.setattr(delayed_report, "_MOST_REPORTS", 3)
+    model = make()
+    call(model, 0)
+    assert told(lambda: sync(model)) == ["input of 0"]
+    for layer in buffers_of(model):
+        assert report_of([layer], CUDA) is not None
+    assert waits == [(CUDA, 3)] and len(reports) == 1, "the one of a CPU needs no wait"
+    call(model, 0)
+    assert told(lambda: sync(model)) == [], "told before"
+
+
+def test_the_tensors_of_a_state_keep_the_order_in_which_the_update_takes_them() -> None:
+    buffers = DelayedBuffers(DELAYED, "meta")
+    buffers.follow(torch.device("cpu"))
+    for one in (buffers, buffers.to(torch.bfloat16), copy.deepcopy(buffers), pickle.loads(pickle.dumps(buffers))):
+        assert tuple(name for name, _ in one.named_buffers()) == STATE
+
+
+def test_a_warning_that_is_an_error_comes_after_the_update() -> None:
+    """Of all layers, also those of another recipe, whose update is another."""
+    other = dataclasses.replace(DELAYED, scale_rule=ScaleRule(power_of_two=True))
+    model = nn.Sequential(make()[0], make(other)[0])
+    call(model, 0)
+    with pytest.raises(RuntimeWarning, match="infinite or NaN"):
+        sync(model)
+    assert [buffers.amax_history[1, 0].item() > 0 for buffers in buffers_of(model)] == [True, True]
