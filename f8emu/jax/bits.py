@@ -20,7 +20,12 @@ HIDDEN = 0x00800000
 
 
 def bits_of(x: jax.Array) -> jax.Array:
-    """The bit patterns of `x`, as unsigned integers of its width."""
+    """The bit patterns of `x`, as unsigned integers of its width.
+
+    Those of float8 behind a barrier: a constant that is transposed, and then goes into a program within, XLA would fold
+    as if its layout did not matter (JAX 0.10, on a CPU), which puts codes into the wrong places.
+    """
+    x = lax.optimization_barrier(x) if x.dtype.itemsize == 1 else x
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 

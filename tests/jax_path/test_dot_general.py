@@ -128,6 +128,22 @@ def test_any_dimensions_mean_the_same_layer() -> None:
     assert_same_bits(einsum(x.reshape(3, 11, K), w), y.reshape(3, 11, N))
 
 
+def test_arrays_that_a_program_closes_over() -> None:
+    """They are constants, with which XLA computes while it compiles; here also transposed into a program within."""
+    multiply = f8.dot_general("rowwise")
+    layer = jax.jit(lambda x, w, g: jax.vjp(lambda x, w: multiply(x, w, KERNEL), x, w)[1](g))
+    x, w, g = (jnp.asarray(draw(*shape, seed=shape[0])) for shape in ((21, 40), (40, 70), (21, 70)))
+    x_t, g_t = jnp.array(x.T), jnp.array(g.T)
+    both = jax.jit(lambda w: layer(x_t.T, w, g_t.T))(w)
+    (of_x,) = jax.jit(lambda x: jax.vjp(lambda x: multiply(x, w, KERNEL), x)[1](g))(x)
+    wanted = layer(x, w, g)
+    for observed, right in zip((*both, of_x), (*wanted, wanted[0]), strict=True):
+        assert_same_bits(observed, right)
+    assert_same_bits(
+        jax.jit(lambda: f8.decode(f8.cast(x, "float8_e4m3fn").T))(), f8.decode(f8.cast(x, "float8_e4m3fn")).T
+    )
+
+
 def test_with_64_bit_types() -> None:
     x, w, g = (a[0] for a in operands("float16", layers=1))
     wanted = expected(ROWWISE, x, w, g)

@@ -18,6 +18,7 @@ import f8emu.jax as f8
 from f8emu.jax.fused import computed, gated
 from f8emu.jax.fused import computed_kernels as kernels
 from f8emu.jax.fused.kernels import Launch
+from f8emu.jax.training import feed_forward_vjp
 from f8emu.spec import E4M3FN, E5M2, OperandError, SpecError, UnsupportedError
 from f8emu.spec.trace import Float8State
 from tests.jax_path.test_fused import TRITON, assert_same_bits, lowered
@@ -47,10 +48,13 @@ def states_of(recipe: str) -> Any:
     return tuple(f8.linear_delayed_state(recipe) for _ in range(3)) if recipe == "delayed" else None
 
 
-def fused(recipe: str, x: Any, weights: Any, states: Any) -> jax.Array:
+def fused(recipe: str, x: Any, weights: Any, states: Any, *, recompute_casts: bool = False) -> jax.Array:
     if states is None:
-        return f8.feed_forward(recipe)(x, *weights)
-    return f8.delayed_feed_forward(recipe)(x, *weights, states=states)
+        return f8.feed_forward(recipe, recompute_casts=recompute_casts)(x, *weights)
+    return f8.delayed_feed_forward(recipe, recompute_casts=recompute_casts)(x, *weights, states=states)
+
+
+again = functools.partial(fused, recompute_casts=True)
 
 
 def three_layers(recipe: str, x: Any, weights: Any, states: Any) -> jax.Array:
@@ -75,15 +79,49 @@ def step(function: Any, recipe: str, x: Any, weights: Any, states: Any, g: Any) 
 def test_equals_three_layers(recipe: str) -> None:
     x, weights, g = block()
     states = states_of(recipe)
-    observed, expected = (step(function, recipe, x, weights, states, g) for function in (fused, three_layers))
-    assert_same_bits(observed, expected)
+    blocks = fused, again
+    expected = step(three_layers, recipe, x, weights, states, g)
+    for function in blocks:
+        assert_same_bits(step(function, recipe, x, weights, states, g), expected)
     assert float(jnp.abs(expected[1].astype(jnp.float32)).max()) > 0
     if states is None:
         return
     # The second step: scales of earlier ones, and amaxes from the same pass.
     updated = [f8.linear_delayed_update(*both) for both in zip(states, expected[-1], strict=True)]
     settled = tuple(map(f8.linear_delayed_settled, updated))
-    assert_same_bits(*(step(function, recipe, 3 * x, weights, settled, g) for function in (fused, three_layers)))
+    expected = step(three_layers, recipe, 3 * x, weights, settled, g)
+    for function in blocks:
+        assert_same_bits(step(function, recipe, 3 * x, weights, settled, g), expected)
+
+
+def test_codes_of_weights_are_kept_or_not() -> None:
+    """Two matrices of codes for each weight in the forward pass, or one."""
+    x, weights, _ = block(rows=(21,))
+    of_weights = {shape for w in weights for shape in (w.shape, w.T.shape)}
+    for function, kept in ((fused, 3), (again, 0)):
+        run = functools.partial(jax.vjp, functools.partial(function, "tensorwise"))
+        _, pull = jax.eval_shape(run, x, weights, None)
+        shapes = [leaf.shape for leaf in jax.tree.leaves(pull) if leaf.dtype.itemsize == 1]
+        assert sum(shape in of_weights for shape in shapes) == kept
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_way_of_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels, interpreted, in the block; what is written over others does not change a second backward pass."""
+    x, weights, g = block(rows=(21,))
+    how: dict[str, Any] = {"interpret": True, "launch": SMALL}
+    monkeypatch.setattr(computed, "kernel_or_plain", lambda kernel, plain, *args: kernel(*args))
+    monkeypatch.setattr(kernels, "with_amaxes", functools.partial(kernels.with_amaxes, **how))
+    monkeypatch.setattr(feed_forward_vjp, "is_eager", lambda arrays: False)
+    monkeypatch.setattr(
+        lax, "platform_dependent", lambda *args, default, cuda: (cuda if len(args) == 4 else default)(*args)
+    )
+    output, pull = jax.vjp(functools.partial(fused, recipe), x, weights, None)
+    observed = [(output, *pull(g)) for _ in range(2)]
+    monkeypatch.undo()
+    output, pull = jax.vjp(functools.partial(three_layers, recipe), x, weights, None)
+    for one in observed:
+        assert_same_bits(one, (output, *pull(g)))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
@@ -117,7 +155,7 @@ def test_what_is_frozen_is_left_out(recipe: str) -> None:
 def test_jitted_and_mapped() -> None:
     x, weights, g = block(rows=(2, 7))
     expected = step(three_layers, "tensorwise", x, weights, None, g)
-    assert_same_bits(jax.jit(functools.partial(step, fused, "tensorwise"))(x, weights, None, g), expected)
+    assert_same_bits(jax.jit(lambda x, g: step(fused, "tensorwise", x, weights, None, g))(x, g), expected)
     run = functools.partial(fused, "tensorwise", weights=weights, states=None)
     assert_same_bits(jax.vmap(run)(x), jnp.stack([run(part) for part in x]))  # scales of its own for each
 

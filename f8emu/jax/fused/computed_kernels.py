@@ -5,7 +5,8 @@ kernels of `kernels` do for a matrix that is there. The function gets float32 ti
 values that the matrices have, rounded to their dtype. Only `with_amaxes` writes the matrices themselves.
 
 Exactness: that of `kernels`, given what the function computes. Outside of the operands the function gets zeros, and
-must give zeros, which do not change an amax.
+must give zeros, which do not change an amax. A factor that is not finite makes NaN of these zeros, in a row or column
+that has no other numbers inside either.
 """
 
 from collections.abc import Callable, Iterator, Sequence

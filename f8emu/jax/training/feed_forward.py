@@ -41,8 +41,8 @@ def feed_forward(
         recipe: as for `dot_general`.
         engine: as for `dot_general`.
         sharded_k: as for `dot_general`.
-        recompute_casts: whether the weights are cast again in the backward pass, as `dot_general` does. Their codes,
-            a byte an element, are then not kept, and a block takes about one percent more time.
+        recompute_casts: whether a fused block casts the weights again in the backward pass, as `dot_general` always
+            does. Their codes, a byte an element, are then not kept, and it takes about one percent more time.
 
     Raises:
         SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
@@ -55,7 +55,7 @@ def feed_forward(
 def delayed_feed_forward(
     recipe: Recipe | str = "delayed", *, engine: str = "auto", sharded_k: str = SUM, recompute_casts: bool = False
 ) -> "DelayedFeedForward":
-    """As `feed_forward`, for a recipe with delayed scaling: `(x, w1, w2, w3, states) -> output`.
+    """As `feed_forward`, with its arguments, for a recipe with delayed scaling: `(x, w1, w2, w3, states) -> output`.
 
     The gradient of the states is made of amaxes, for `linear_delayed_update` of each.
 

@@ -26,6 +26,7 @@ from f8emu.jax.compiling import is_eager
 from f8emu.jax.fused import casts, computed, gated
 from f8emu.jax.fused.computed import Function
 from f8emu.jax.fused.computed_kernels import Product
+from f8emu.jax.gemm.engine import Engine
 from f8emu.jax.lowering import differentiable_no_more
 from f8emu.jax.scale import scales_of
 from f8emu.jax.training.matmul import (
@@ -109,7 +110,7 @@ class _Computed(NamedTuple):
     rows: Operand | None
     cols: Operand | None
     amax: jax.Array
-    """[], for the next update; 0 without a cast."""
+    """[], for the next update under delayed scaling; 0 without a cast."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -262,7 +263,8 @@ def _product(name: str, spec: Gemm, plan: Plan, a: Operand | None, b: Operand | 
     what reads it: XLA cannot fuse them into a kernel.
     """
     assert a is not None and b is not None, "they were cast for it"
-    if not scales_follow(plan.recipe, spec) or plan.tap is not None or is_eager((a.codes, b.codes)):
+    is_rounded_first = scales_follow(plan.recipe, spec) and plan.engine != Engine.EMULATED.value
+    if not is_rounded_first or plan.tap is not None or is_eager((a.codes, b.codes)):
         return Product(gemm(name, spec, a, b, plan.out_dtype, plan))
     assert a.scale is not None and b.scale is not None, "scales of rows"
 
@@ -333,7 +335,8 @@ def _cast_by_given(
     scales: Sequence[Scales],
     format: Format,
 ) -> list[_Computed]:
-    """`_cast_computed` by scales of earlier steps."""
+    """`_cast_computed` by scales of earlier steps, which are those of whole tensors."""
+    assert not any(x.rows is not None or x.cols is not None for x in xs), "only row scales follow a product"
     wanted = [(rows is not None, cols is not None) for rows, cols in sides]
     inv_scales = [of_matrix.inv_scale for of_matrix in scales]
     found = computed.cast_pairs(function, format, inv_scales, wanted, *(x.values for x in xs))

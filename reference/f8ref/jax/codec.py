@@ -30,8 +30,12 @@ def high_precision_format(x: object, call: str, name: str) -> Format:
 
 
 def narrow_codes(x: jax.Array, format: Format) -> jax.Array:
-    """The bit patterns of a typed array, as unsigned integers of the format's own width."""
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{format.bits}"))
+    """The bit patterns of a typed array, as unsigned integers of the format's own width.
+
+    Behind a barrier: a constant that is transposed, and then goes into a program within, XLA would fold as if its
+    layout did not matter (JAX 0.10, on a CPU), which puts codes into the wrong places.
+    """
+    return lax.bitcast_convert_type(lax.optimization_barrier(x), jnp.dtype(f"uint{format.bits}"))
 
 
 def codes(x: jax.Array, format: Format) -> jax.Array:
