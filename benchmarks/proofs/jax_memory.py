@@ -41,13 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = functools.partial(feed_forward._tensors, 8192, 4096, 14336, given.blocks)
     tensors = shapes_on(of_device, jax.eval_shape(made))
     found: dict[str, int] = {}
-    fused = [f"f8emu/{name}/feed_forward" for name in given.recipes if name in feed_forward.FUSED]
-    for subject in (feed_forward.BF16, *(f"f8emu/{name}" for name in given.recipes), *fused):
+    layers = [f"f8emu/{name}" for name in given.recipes]
+    blocks = [
+        name for name in feed_forward.BLOCKS + feed_forward.AGAIN if feed_forward.recipe_of(name) in given.recipes
+    ]
+    for subject in (feed_forward.BF16, *layers, *blocks):
         step, arguments = _program(subject, tensors, of_device)
         memory = f8emu.jax.jit(step).lower(*arguments).compile().memory_analysis()
         found[subject] = memory.output_size_in_bytes + memory.temp_size_in_bytes
         ratio = found[subject] / found[feed_forward.BF16]
-        print(f"{subject:32}{found[subject]:12} bytes, {memory.temp_size_in_bytes:12} of temporaries {ratio:9.4f}")
+        print(f"{subject:48}{found[subject]:12} bytes, {memory.temp_size_in_bytes:12} of temporaries {ratio:9.4f}")
     return int(max(found.values()) >= 1.001 * found[feed_forward.BF16])
 
 

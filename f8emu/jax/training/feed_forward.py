@@ -42,7 +42,7 @@ def feed_forward(
         engine: as for `dot_general`.
         sharded_k: as for `dot_general`.
         recompute_casts: whether a fused block casts the weights again in the backward pass, as `dot_general` always
-            does. Their codes, a byte an element, are then not kept, and it takes about one percent more time.
+            does. Their codes, a byte an element, are then not kept, and it takes more time.
 
     Raises:
         SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
