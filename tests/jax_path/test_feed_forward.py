@@ -193,16 +193,17 @@ def test_kernels_equal_plain(name: str) -> None:
     xs = [bfloat16(seed, 37, 75) for seed in range(count)]
     in_kernel = functools.partial(function, gated.rounded_in_kernel)
     how: dict[str, Any] = {"launch": SMALL, "interpret": True}
+    # Of operands with factors and without.
+    powers = [jnp.exp2(jnp.arange(n) % 5 - 2.0) for n in xs[0].shape]
+    products = [kernels.Product(xs[0]), *(kernels.Product(x, powers[0][:, None], powers[1][None, :]) for x in xs[1:])]
     # 1. Codes, and amaxes of what was cast.
-    count = len(computed.values_of(function, xs))
+    count = len(computed.values_of(function, products))
     inv_scales = [jnp.full((1, 1), 12.5 * (i + 1), jnp.float32) for i in range(count)]
     for sides in ([(True, True), (False, True)], [(True, False), (False, False)]):
         settings: dict[str, Any] = {"sides": sides[:count], "format": E5M2}
-        of_kernel = kernels.cast_pairs(in_kernel, xs, inv_scales, **settings, **how)
-        assert_same_bits(of_kernel, computed.plain_pairs(function, xs, inv_scales, **settings))
-    # 2. The matrices, of operands with factors and without, and their amaxes.
-    powers = [jnp.exp2(jnp.arange(n) % 5 - 2.0) for n in xs[0].shape]
-    products = [kernels.Product(xs[0]), *(kernels.Product(x, powers[0][:, None], powers[1][None, :]) for x in xs[1:])]
+        of_kernel = kernels.cast_pairs(in_kernel, products, inv_scales, **settings, **how)
+        assert_same_bits(of_kernel, computed.plain_pairs(function, products, inv_scales, **settings))
+    # 2. The matrices, and their amaxes.
     for of_rows, in_place in ((False, False), (True, True)):
         whole = kernels.with_amaxes(in_kernel, products, of_rows=of_rows, in_place=in_place, **how)
         assert_same_bits(whole, computed.plain_with_amaxes(function, products, of_rows=of_rows))
@@ -234,9 +235,9 @@ def test_kernels_compute_what_xla_does(name: str) -> None:
     others = [bfloat16(seed, *gate.shape) for seed in (1, 2)]
     xs = [gate, others[0]] if count == 2 else [others[1], gate, others[0]]
     in_kernel = functools.partial(function, gated.rounded_in_kernel)
-    values = jax.jit(functools.partial(computed.values_of, function))(xs)
+    values = jax.jit(functools.partial(computed.values_of, function))([*map(kernels.Product, xs)])
     # 1. Codes.
-    square = [x.reshape(256, 256) for x in xs]
+    square = [kernels.Product(x.reshape(256, 256)) for x in xs]
     how: dict[str, Any] = {"sides": [(True, True)] * len(values), "format": E4M3FN}
     calls = (
         functools.partial(kernels.cast_pairs, in_kernel, **how),

@@ -42,7 +42,7 @@ def cast_pairs(
     format: Format,
     inv_scales: Sequence[jax.Array],
     sides: Sequence[tuple[bool, bool]],
-    *xs: jax.Array,
+    *xs: Product,
 ) -> list[Pair]:
     """Codes of every matrix [M, N] and of its transpose, under its inv_scale [1, 1], as `sides` wants, and its amax."""
     settings: dict[str, Any] = {"sides": sides, "format": format}
@@ -52,7 +52,7 @@ def cast_pairs(
 
 def plain_pairs(
     function: Function,
-    xs: Sequence[jax.Array],
+    xs: Sequence[Product],
     inv_scales: Sequence[jax.Array],
     *,
     sides: Sequence[tuple[bool, bool]],
@@ -78,17 +78,16 @@ def plain_with_amaxes(function: Function, xs: Sequence[Product], *, of_rows: boo
     return [(x, *amaxes(x)) for x in values_of(function, xs)]
 
 
-def values_of(function: Function, xs: Sequence[jax.Array | Product]) -> list[jax.Array]:
+def values_of(function: Function, xs: Sequence[Product]) -> list[jax.Array]:
     """The matrices in bfloat16, in plain JAX."""
     found = function(rounded_to(jnp.bfloat16), *map(_multiplied, xs))
     return [x.astype(jnp.bfloat16) for x in found]
 
 
-def _multiplied(x: jax.Array | Product) -> jax.Array:
-    values, *factors = (x.values, x.cols, x.rows) if isinstance(x, Product) else (x,)
-    values = values.astype(jnp.float32)
-    for of_axis in factors:
-        values = values if of_axis is None else values * of_axis
+def _multiplied(x: Product) -> jax.Array:
+    values = x.values.astype(jnp.float32)
+    for factors in (x.cols, x.rows):
+        values = values if factors is None else values * factors
     return values
 
 
@@ -96,14 +95,13 @@ def _chosen(
     in_kernel: Callable[..., Any],
     in_plain: Callable[..., Any],
     function: Function,
-    xs: Sequence[Any],
+    xs: Sequence[Product],
     *args: Any,
     format: Format | None = None,
 ) -> Any:
     """What the kernel gives where it runs and takes the operands and the format, else plain JAX."""
     of_plain = functools.partial(in_plain, function)
-    size = jax.tree.leaves(xs[0])[0].size
-    if not 0 < size <= MOST_ELEMENTS or not (format is None or format in CHIP.operand_formats):
+    if not 0 < xs[0].values.size <= MOST_ELEMENTS or not (format is None or format in CHIP.operand_formats):
         return of_plain(list(xs), *args)
     of_kernel = functools.partial(in_kernel, functools.partial(function, rounded_in_kernel))
     return kernel_or_plain(of_kernel, of_plain, list(xs), *args)

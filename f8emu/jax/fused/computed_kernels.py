@@ -9,7 +9,7 @@ must give zeros, which do not change an amax. A factor that is not finite makes 
 that has no other numbers inside either.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +61,7 @@ WITH_ROW_COL_AMAXES = Launch(rows=32, cols=128, warps=4)
 
 def cast_pairs(
     function: Function,
-    xs: Sequence[jax.Array],
+    xs: Sequence[Product],
     inv_scales: Sequence[jax.Array],
     *,
     sides: Sequence[tuple[bool, bool]],
@@ -70,26 +70,28 @@ def cast_pairs(
     interpret: bool = False,
 ) -> list[Pair]:
     """Codes of every matrix and of its transpose, as `sides` says, under its inv_scale [1, 1], and its amax."""
-    shape = xs[0].shape
+    shape = xs[0].values.shape
     grid = grid_of(launch, shape)
-    ins = [*_whole(launch, xs), *(pl.BlockSpec((1,), lambda i, j: (0,)) for _ in inv_scales)]
+    of_operands, operands = _operands(launch, xs)
+    ins = [*of_operands, *(pl.BlockSpec((1,), lambda i, j: (0,)) for _ in inv_scales)]
     outs: list[Any] = []
     for rows, cols in sides:
         outs += code_specs(launch, shape, format, rows, cols)
         outs.append(one_per_tile(grid))
 
     def kernel(*refs: Any) -> None:
-        left, out_refs = iter(refs), iter(refs[len(ins) :])
+        inv_refs, out_refs = refs[len(operands) : len(ins)], iter(refs[len(ins) :])
         inside = inside_of(launch, shape)
-        for (rows, cols), tile in zip(sides, _computed(function, xs, left, inside), strict=True):
-            codes = encode(tile * next(left)[0], format, interpret)
+        tiles = function(*_tiles(launch, xs, refs, inside))
+        for (rows, cols), tile, inv_ref in zip(sides, tiles, inv_refs, strict=True):
+            codes = encode(tile * inv_ref[0], format, interpret)
             if rows:
                 store_tile(next(out_refs), codes, inside)
             if cols:
                 store_tile(next(out_refs), codes.T, None if inside is None else inside.T)
             next(out_refs)[0] = largest_of(tile)
 
-    given = *xs, *(inv_scale.reshape(1) for inv_scale in inv_scales)
+    given = *operands, *(inv_scale.reshape(1) for inv_scale in inv_scales)
     found = iter(call(kernel, launch, grid, ins, outs, interpret, "cast_pairs")(*given))
     return [
         (next(found) if rows else None, next(found) if cols else None, amax_of_tiles(next(found)))
@@ -114,28 +116,12 @@ def with_amaxes(
     launch = launch or (WITH_ROW_COL_AMAXES if of_rows else WITH_AMAX)
     shape = xs[0].values.shape
     grid = grid_of(launch, shape)
-    ins, operands = _whole(launch, [x.values for x in xs]), [x.values for x in xs]
-    for x in xs:
-        for factors, block, index in (
-            (x.rows, (launch.rows, 1), lambda i, j: (i, 0)),
-            (x.cols, (1, launch.cols), lambda i, j: (0, j)),
-        ):
-            if factors is not None:
-                ins.append(pl.BlockSpec(block, index))
-                operands.append(factors)
+    ins, operands = _operands(launch, xs)
 
     def kernel(*refs: Any) -> None:
-        factors, out_refs = iter(refs[len(xs) : len(ins)]), iter(refs[len(ins) :])
+        out_refs = iter(refs[len(ins) :])
         inside = inside_of(launch, shape)
-        tiles: list[jax.Array] = []
-        for x, ref in zip(xs, refs, strict=False):
-            by_rows = None if x.rows is None else _factors(next(factors), launch, shape, 0)
-            by_cols = None if x.cols is None else _factors(next(factors), launch, shape, 1)
-            tile = load_tile(ref, inside)
-            for by in (by_cols, by_rows):
-                tile = tile if by is None else tile * by
-            tiles.append(tile)
-        for tile in function(*tiles):
+        for tile in function(*_tiles(launch, xs, refs, inside)):
             store_tile(next(out_refs), tile.astype(jnp.bfloat16), inside)
             if of_rows:
                 store_row_col(tile, next(out_refs), next(out_refs))
@@ -155,6 +141,34 @@ def with_amaxes(
     return results
 
 
+def _operands(launch: Launch, xs: Sequence[Product]) -> tuple[list[Any], list[jax.Array]]:
+    """What a kernel reads of the operands, all values and then all factors: block specs and arrays."""
+    ins = [pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j)) for _ in xs]
+    arrays = [x.values for x in xs]
+    for x in xs:
+        for factors, block, index in (
+            (x.rows, (launch.rows, 1), lambda i, j: (i, 0)),
+            (x.cols, (1, launch.cols), lambda i, j: (0, j)),
+        ):
+            if factors is not None:
+                ins.append(pl.BlockSpec(block, index))
+                arrays.append(factors)
+    return ins, arrays
+
+
+def _tiles(launch: Launch, xs: Sequence[Product], refs: Sequence[Any], inside: jax.Array | None) -> list[jax.Array]:
+    """The tiles of the operands; `refs` begin with what `_operands` names."""
+    left, tiles = iter(refs[len(xs) :]), list[jax.Array]()
+    for x, ref in zip(xs, refs, strict=False):
+        by_rows = None if x.rows is None else _factors(next(left), launch, x.values.shape, 0)
+        by_cols = None if x.cols is None else _factors(next(left), launch, x.values.shape, 1)
+        tile = load_tile(ref, inside)
+        for by in (by_cols, by_rows):
+            tile = tile if by is None else tile * by
+        tiles.append(tile)
+    return tiles
+
+
 def _factors(ref: Any, launch: Launch, shape: tuple[int, ...], axis: int) -> jax.Array:
     """Those of the rows of a program's tile (axis 0), [rows, 1], or of its columns, [1, cols]; zeros outside."""
     extent = (launch.rows, launch.cols)[axis]
@@ -162,15 +176,3 @@ def _factors(ref: Any, launch: Launch, shape: tuple[int, ...], axis: int) -> jax
         return ref[...]
     at = pl.program_id(axis) * extent + lax.broadcasted_iota(jnp.int32, ref.shape, axis)
     return load_tile(ref, at < shape[axis])
-
-
-def _whole(launch: Launch, xs: Sequence[jax.Array]) -> list[Any]:
-    """The block specs of the operands."""
-    return [pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j)) for _ in xs]
-
-
-def _computed(
-    function: Function, xs: Sequence[jax.Array], refs: Iterator[Any], inside: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """The tiles of the matrices; the operands are the first of `refs`."""
-    return function(*(load_tile(next(refs), inside) for _ in xs))

@@ -322,7 +322,7 @@ def _cast_computed(
         if is_rowwise:
             cols = scales_of(amaxes[1], format, rule)
         # 3. Codes.
-        inv_scales = (s.inv_scale if cast is not None else None for s, cast in zip((rows, cols), wanted, strict=True))
+        inv_scales = (None if side is None else s.inv_scale for s, side in zip((rows, cols), wanted, strict=True))
         codes = casts.cast_pair(x, format, *inv_scales)
         results.append(_computed(codes, (rows.scale, cols.scale), amaxes[0]))
     return results
@@ -336,10 +336,9 @@ def _cast_by_given(
     format: Format,
 ) -> list[_Computed]:
     """`_cast_computed` by scales of earlier steps, which are those of whole tensors."""
-    assert not any(x.rows is not None or x.cols is not None for x in xs), "only row scales follow a product"
     wanted = [(rows is not None, cols is not None) for rows, cols in sides]
     inv_scales = [of_matrix.inv_scale for of_matrix in scales]
-    found = computed.cast_pairs(function, format, inv_scales, wanted, *(x.values for x in xs))
+    found = computed.cast_pairs(function, format, inv_scales, wanted, *xs)
     return [_computed(codes, (s.scale, s.scale), amax) for (*codes, amax), s in zip(found, scales, strict=True)]
 
 

@@ -150,14 +150,14 @@ def take_amaxes(states: list[Tensor]) -> Tensor:
     torch.autograd.graph.increment_version(states)
     if (launch := kernels_for(states[0])) is None:
         return _take(states)
-    taken = _new_taken(states)
+    taken = _new_taken(states[0], len(states))
     launch.take_amaxes(taken.numel(), UNCALLED)(taken, _table_of(states).addresses)
     return taken
 
 
 @fake(take_amaxes)
 def _(states: list[Tensor]) -> Tensor:
-    return _new_taken(states)
+    return _new_taken(states[0], len(states))
 
 
 @operator(mutates_args={"states", "report"})
@@ -195,7 +195,7 @@ def update_delayed(
     layers, table = len(states) // len(STATE), _table_of(states, report)
     if taken is None:
         taken = table.taken
-        launch.take_amaxes(3 * layers, UNCALLED)(taken, table.addresses)
+        launch.take_amaxes(taken.numel(), UNCALLED)(taken, table.addresses)
     launch.update_delayed(layers, states[0].shape[1], fmts, *rule)(taken, table.addresses, report)
 
 
@@ -264,8 +264,9 @@ def _format(fmt: str) -> Format:
     return named_format("update_delayed", fmt) if fmt else E4M3FN
 
 
-def _new_taken(states: list[Tensor]) -> Tensor:
-    return states[0].new_empty(3 * (len(states) // len(STATE)), dtype=torch.int32)
+def _new_taken(like: Tensor, tensors: int) -> Tensor:
+    """Space for the amaxes of layers that have so many tensors, on the device of `like`."""
+    return like.new_empty(tensors // len(STATE) * len(AMAXES), dtype=torch.int32)
 
 
 class _Table(NamedTuple):
@@ -295,7 +296,7 @@ _CAPTURED: list[tuple[_Table, Tensor | None]] = []
 @lru_cache(maxsize=_TABLES)
 def _table(device: torch.device, pointers: tuple[int, ...]) -> _Table:
     addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
-    return _Table(addresses, addresses.new_empty(3 * (len(pointers) // len(STATE)), dtype=torch.int32))
+    return _Table(addresses, _new_taken(addresses, len(pointers)))
 
 
 def _empty_delayed(
