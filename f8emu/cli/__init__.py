@@ -5,6 +5,7 @@ needs them. The exit statuses are `frame.STATUSES`.
 """
 
 import importlib
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,7 @@ def main() -> None:
     except MissingExtraError as error:
         print(error, file=sys.stderr)
         sys.exit(BAD_USAGE)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was finished is reported
     app()
 
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 BAD_USAGE = 2
 INTERRUPTED = 130
-"""As a shell reports a process that Ctrl-C ended."""
+"""As a shell reports a process that Ctrl-C ended; so does SIGTERM, which stops a container."""
 STATUSES = (
     "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 bad usage, a missing package, a "
-    "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C."
+    "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C or SIGTERM."
 )
 _PIPE_WIDTH = 160
 """Of a table that goes to a file; a terminal's own width otherwise."""

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from f8emu.conformance.layer import LayerMode
+from f8emu.spec import F8Error
 
 if TYPE_CHECKING:
     from f8emu.conformance.golden import GoldenFile
@@ -37,7 +38,7 @@ _COLLECTED = (200_000, 20, 100)
 """Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage."""
 
 
-class WorkerEnded(RuntimeError):
+class WorkerEnded(F8Error, RuntimeError):
     """A process of the suite is gone before its answer."""
 
 

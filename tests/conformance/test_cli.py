@@ -265,6 +265,14 @@ def test_interrupted_runs_keep_their_finished_stages(
     assert invoke("verify", "planted") == (130, "", "interrupted\n")
 
 
+def test_sigterm_is_ctrl_c() -> None:
+    """It stops a container."""
+    stopped = "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+    code = f"\nfrom f8emu.conformance import subject\ndef stop(): {stopped}\nsubject.SUBJECTS['planted'] = stop{MAIN}"
+    found = python(code, "verify", "planted")
+    assert (found.returncode, found.stderr) == (130, "interrupted\n")
+
+
 def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any, **options: Any) -> Any:
         raise AssertionError("an invariant")

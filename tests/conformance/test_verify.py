@@ -1,5 +1,6 @@
 """The runner: who judges whom, what is not offered, what raises, and that nothing is no pass."""
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from f8emu.cli.frame import BAD_USAGE, guarded
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
 from f8emu.conformance.check import Case
 from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
@@ -248,6 +250,30 @@ def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path
     found = verify([load_subject("f8ref.numpy")], stages=["golden", "live"], golden=few, processes=2, keep=keep)
     assert found.is_interrupted and not found.is_equal
     assert [stage.stage for stage in found.subjects[0].stages] == ended and len(ended) == 1
+
+
+def test_a_worker_that_is_gone_is_told(
+    golden: GoldenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Linux ends what takes too much memory. The third part has no worker left."""
+    write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
+    few, start = read_golden(tmp_path / "few.safetensors"), subprocess.Popen
+    started: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **rest: started.append(start(*args, **rest)) or started[-1])
+
+    def keep(subject: str, result: StageResult) -> None:
+        for process in started:
+            process.kill()
+
+    def run() -> int:
+        names = ["golden", "live", "layers"]
+        verify([load_subject("f8ref.numpy")], stages=names, golden=few, processes=2, keep=keep)
+        return 0
+
+    assert guarded(run) == BAD_USAGE
+    told = capsys.readouterr().err
+    assert told.startswith("verify: a worker process ended while it ran") and told.count("\n") == 1
+    assert len(started) == 2
 
 
 def test_what_a_judge_gave_serves_the_very_same_subject_only(golden: GoldenFile, numpy_subject: Subject) -> None:
