@@ -20,7 +20,7 @@ from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.torch.gemm.engine import Engine, resolve_engine
 from f8emu.torch.gemm.planned import mm_split_k, scaled_mm_split_k
-from f8emu.torch.library import fake, has_dispatch_mode, is_watched, operator, signature_of
+from f8emu.torch.library import fake, has_dispatch_mode, operator, signature_of
 from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -31,11 +31,77 @@ _CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine]] = {}
 _MOST_CHECKED = 4096
 
 
+def _plain_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    engine: str,
+    granularity_a: str | None,
+    granularity_b: str | None,
+    split_k: int | None,
+    chip: str = HOPPER.name,
+) -> Tensor:
+    """`scaled_mm` in plain eager code: checked once per signature."""
+    operands = (signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias))
+    settings = (out_dtype, use_fast_accum, engine, granularity_a, granularity_b, split_k, chip)
+    known = _CHECKED.get((operands, settings))
+    if known is None:
+        known = _checked(a, b, scale_a, scale_b, bias, *settings)
+        if len(_CHECKED) >= _MOST_CHECKED:
+            _CHECKED.clear()  # one step, whatever other threads do
+        _CHECKED[operands, settings] = known
+    pair, found = known
+    if found is Engine.HARDWARE:
+        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
+    names = found.value, pair[0].value, pair[1].value
+    return run_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, split_k, chip)
+
+
+def _checked(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    engine: str,
+    granularity_a: str | None,
+    granularity_b: str | None,
+    split_k: int | None,
+    chip: str,
+) -> tuple[tuple[Granularity, Granularity], Engine]:
+    """The granularities and the engine of a `scaled_mm` that the hardware takes."""
+    pair = check_scaled_mm(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        split_k=split_k,
+        chip=CHIPS[chip],
+    )
+    found = resolve_engine("scaled_mm", a.device, engine, CHIPS[chip])
+    if found is Engine.HARDWARE:
+        _refuse_split_k("scaled_mm", split_k)
+    return pair, found
+
+
 @operator(
     schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, "
     "bool use_fast_accum, str engine, str? granularity_a, str? granularity_b, int? split_k, "
     f"str chip={_DEFAULT}) -> Tensor",
     opaque=False,
+    plain=_plain_scaled_mm,
 )
 def scaled_mm(
     a: Tensor,
@@ -52,41 +118,14 @@ def scaled_mm(
     chip: str = HOPPER.name,
 ) -> Tensor:
     """`f8emu.torch.scaled_mm`, its granularities as names."""
-    options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    # 1. Checks and choice of engine: once per signature. Not cached in a trace, whose sizes may be symbols.
-    signature = None
-    if not is_watched(a):
-        operands = (signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias))
-        settings = (out_dtype, use_fast_accum, engine, granularity_a, granularity_b, split_k, chip)
-        signature = operands, settings
-    known = None if signature is None else _CHECKED.get(signature)
-    if known is None:
-        pair = check_scaled_mm(
-            a,
-            b,
-            scale_a,
-            scale_b,
-            **options,
-            granularity_a=granularity_a,
-            granularity_b=granularity_b,
-            split_k=split_k,
-            chip=CHIPS[chip],
-        )
-        found = resolve_engine("scaled_mm", a.device, engine, CHIPS[chip])
-        if found is Engine.HARDWARE:
-            _refuse_split_k("scaled_mm", split_k)
-        known = pair, found
-        if signature is not None:
-            if len(_CHECKED) >= _MOST_CHECKED:
-                _CHECKED.clear()  # one step, whatever other threads do
-            _CHECKED[signature] = known
-    pair, found = known
-    # 2. The product.
-    if found is Engine.HARDWARE:
-        if not (pair[0].is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
-            return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options))
-    settings = (out_dtype, use_fast_accum, found.value, pair[0].value, pair[1].value, split_k, chip)
-    return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(a, b, scale_a, scale_b, bias, *settings))
+    operands = a, b, scale_a, scale_b
+    settings = out_dtype, use_fast_accum
+    pair, found = _checked(*operands, bias, *settings, engine, granularity_a, granularity_b, split_k, chip)
+    if found is Engine.HARDWARE and not (pair[0].is_blockwise or (has_dispatch_mode() and _tunes_gemms())):
+        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+        return seen_as_mm(a, b, out_dtype, lambda: hardware.scaled_mm(*operands, pair, **options))
+    rest = found.value, pair[0].value, pair[1].value, split_k, chip
+    return seen_as_mm(a, b, out_dtype, lambda: run_scaled_mm(*operands, bias, *settings, *rest))
 
 
 @operator(
