@@ -5,7 +5,6 @@ that traces, a dispatch mode (selective checkpointing, a flop counter), fake or 
 result would need a gradient is refused. A function that writes to an argument increments its version counter itself.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -36,20 +35,6 @@ def is_watched(x: Tensor) -> bool:
 def has_dispatch_mode() -> bool:
     """Whether a `TorchDispatchMode` is active: a user's, a checkpoint's, or that of a compiler that traces."""
     return _modes() > 0
-
-
-class _Calls(threading.local):
-    """How deep this thread is in calls of the dispatcher."""
-
-    depth = 0
-
-
-_calls = _Calls()
-
-
-def is_in_dispatcher() -> bool:
-    """Whether the dispatcher called the operator that runs, or one around it, as it does for compiled code."""
-    return _calls.depth > 0
 
 
 def signature_of(x: Any) -> Any:
@@ -166,10 +151,6 @@ def _without_gradient(name: str, function: Implementation) -> Implementation:
     @wraps(function)
     def call(*args: Any) -> Any:
         refuse_gradient(name, *args)
-        _calls.depth += 1
-        try:
-            return function(*args)
-        finally:
-            _calls.depth -= 1
+        return function(*args)
 
     return call

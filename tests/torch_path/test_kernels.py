@@ -20,7 +20,6 @@ from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import cast_columns, transpose_codes
-from f8emu.torch.fused.scalars import row_of_zeros
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
@@ -413,52 +412,6 @@ def test_more_than_2_to_the_31_elements(assert_same_bits) -> None:
         assert_same_bits(large[1][-small[1].shape[0] :], small[1])
         assert_same_bits(large[3][:, -small[3].shape[1] :], small[3])
         del large, small
-
-
-@NOT_INTERPRETED
-def test_scalars_of_a_row_are_tensors_of_their_own() -> None:
-    """One that is saved for a backward pass may not seem modified because another was written to."""
-    with torch.inference_mode():
-        one, *_, last = row_of_zeros(torch.device("cpu"))
-    assert not one.is_inference() and one.shape == (1, 1) and one.is_contiguous()
-    before = last._version
-    one.fill_(7)
-    assert last.item() == 0 and last._version == before
-    assert {x.data_ptr() % 16 for x in row_of_zeros(torch.device("cpu"))} == {one.data_ptr() % 16}
-
-
-@pytest.mark.gpu
-@NOT_INTERPRETED
-def test_scalars_of_graphs_lie_in_memory_of_their_own() -> None:
-    """Plain eager code cuts amaxes and scales from a row for each stream; what is captured or compiled does not."""
-    x = torch.randn(64, 48, device="cuda", dtype=torch.bfloat16)
-    expected = x.abs().max().float().item()
-
-    def storages(amax: Callable[[torch.Tensor], torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
-        found = [
-            y for _ in range(300) for y in (amax(x), *fused.cast_pair(x, E4M3FN.name, amax(x), None, *RULE[:2])[1:2])
-        ]
-        return found, {y.untyped_storage().data_ptr() for y in found}
-
-    found, rows = storages(fused.tensor_amax)
-    assert (
-        len(rows) < 10 and {y.item() for y in found[::2]} == {expected} and all(y.data_ptr() % 16 == 0 for y in found)
-    )
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        of_side, others = storages(fused.tensor_amax)
-    torch.cuda.synchronize()
-    assert not rows & others and {y.item() for y in of_side[::2]} == {expected}
-    assert len({torch.ops.f8emu.reduce_tensor(x).untyped_storage().data_ptr() for _ in range(4)} & rows) == 0
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        amax = fused.tensor_amax(x)
-    assert amax.untyped_storage().size() == 4
-    for factor in (1.0, 0.5):  # each replay clears the amax of the one before
-        x.mul_(factor)
-        graph.replay()
-        assert amax.item() == expected * factor
 
 
 @pytest.mark.gpu

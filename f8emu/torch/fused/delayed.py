@@ -22,7 +22,6 @@ from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import check_one_float, empty_codes, named_format, named_rule, new_floats
 from f8emu.torch.fused.operators import fake_with_hooks, kernels_for
-from f8emu.torch.fused.scalars import new_number
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import reciprocal
 
@@ -102,19 +101,18 @@ def cast_pair_delayed(
     Returns:
         (row_codes, col_codes, inv_scale, scale): the last two, each [1, 1], are those that were used.
     """
-    row, col = _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
+    out = _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
     rule = (power_of_two, amax_floor, margin)
     torch.autograd.graph.increment_version(amax)
     if (launch := kernels_for(x)) is not None:
-        used, scale = new_number(x), new_number(x)
         plan = launch.cast_pair_delayed(*x.shape, fmt, rows, cols, True, *rule)
-        plan(x.contiguous(), inv_scale, row, col, amax, scale, used)
-        return row, col, used, scale
+        plan(x.contiguous(), inv_scale, *out[:2], amax, out[3], out[2])
+        return out
     used = used_inv_scale(x, inv_scale, fmt, *rule)
     eager.raise_amax(amax, x)
     format = named_format("cast_pair_delayed", fmt)
-    row = eager.cast_by(x, format, used) if rows else row
-    col = eager.cast_by(x.t(), format, used) if cols else col
+    row = eager.cast_by(x, format, used) if rows else out[0]
+    col = eager.cast_by(x.t(), format, used) if cols else out[1]
     return row, col, used, reciprocal(used)
 
 
@@ -122,7 +120,7 @@ def cast_pair_delayed(
 def _(
     x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_empty_delayed(x, fmt, inv_scale, rows, cols, amax), new_floats(x, 1, 1), new_floats(x, 1, 1)
+    return _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
 
 
 def used_inv_scale(
@@ -303,7 +301,7 @@ def _table(device: torch.device, pointers: tuple[int, ...]) -> _Table:
 
 def _empty_delayed(
     x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Row and column codes, the arguments checked."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_one_float("cast_pair_delayed", "amax", amax, x)
-    return empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
+    row, col = empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
+    return row, col, new_floats(x, 1, 1), new_floats(x, 1, 1)

@@ -20,8 +20,8 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.device import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
+from f8emu.torch.fused.arguments import new_zeros
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
-from f8emu.torch.fused.scalars import new_zero
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -157,7 +157,7 @@ class DelayedPlan(Plan):
     def _chosen(self, x: Tensor, inv_scale: Tensor) -> Tensor:
         if is_known_set(inv_scale):
             return inv_scale
-        own = new_zero(x)
+        own = new_zeros(x, 1, 1)
         m, n = self.sizes[:2]
         tensor_amax(m * n)(x, own)
         return chosen_inv_scale(own, inv_scale, *self.rule)

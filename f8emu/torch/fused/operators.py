@@ -44,7 +44,6 @@ from f8emu.torch.fused.arguments import (
     new_floats,
     new_zeros,
 )
-from f8emu.torch.fused.scalars import new_number, new_zero
 from f8emu.torch.library import Implementation, Operator, fake, operator, signature_of
 from f8emu.torch.scale import require_margin
 from f8emu.torch.stand_in import seen_as_max
@@ -97,7 +96,7 @@ def reduce_tensor(x: Tensor) -> Tensor:
     require_values("tensor_amax", x)
     if (launch := kernels_for(x)) is None:
         return eager.tensor_amax(x)
-    amax = new_zero(x)
+    amax = new_zeros(x, 1, 1)
     launch.tensor_amax(x.numel())(x.contiguous(), amax)
     return amax
 
@@ -186,17 +185,9 @@ def amax_count(shape: Sequence[int]) -> int:
     return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 
 
-_PAIRS: dict[Any, tuple[Any, list[tuple[tuple[int, ...], torch.dtype]]]] = {}
-"""Signature of a `cast_pair` of contiguous tensors -> its plan, and shapes (absent: ()) and dtypes of its results."""
+_PAIRS: dict[Any, tuple[Any, list[tuple[torch.Size | None, torch.dtype]]]] = {}
+"""Signature of a `cast_pair` of contiguous tensors -> its plan, and shapes (None: absent) and dtypes of its results."""
 _MOST_PAIRS = 4096
-_ONE = (1, 1)
-"""The shape of a scale of a whole tensor; the object itself marks it in `_PAIRS`."""
-
-
-def _planned_result(y: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    if y.numel() == 0:
-        return (), y.dtype
-    return (_ONE if y.dtype is torch.float32 and y.numel() == 1 else tuple(y.shape)), y.dtype
 
 
 @operator()
@@ -217,8 +208,7 @@ def cast_pair(
     if known is not None:  # checked before, and planned
         plan, results = known
         codes, scale, col_codes, col_scale = [
-            absent(x, dtype) if not shape else new_number(x) if shape is _ONE else x.new_empty(shape, dtype=dtype)
-            for shape, dtype in results
+            absent(x, dtype) if shape is None else x.new_empty(shape, dtype=dtype) for shape, dtype in results
         ]
         row_source = x if row_amax is None else row_amax
         plan(x, row_source, codes, scale, x if col_amax is None else col_amax, col_codes, col_scale)
@@ -245,7 +235,7 @@ def cast_pair(
     if is_direct:
         if len(_PAIRS) >= _MOST_PAIRS:
             _PAIRS.clear()  # one step, whatever other threads do
-        _PAIRS[signature] = plan, [_planned_result(y) for y in out]
+        _PAIRS[signature] = plan, [(y.shape if y.numel() else None, y.dtype) for y in out]
     row_source, col_source = (x if source is None else source for source in sources)
     plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])
     return out
