@@ -27,7 +27,7 @@ SMALLEST_LAYERS: dict[Recipe, SmallestLayer] = {
     TENSORWISE: SmallestLayer(2048, 29360128),
     ROWWISE: SmallestLayer(2048, 29360128),
     ROWWISE_WITH_GW_HP: SmallestLayer(2048, 29360128),
-    DELAYED: SmallestLayer(4096, 33554432),
+    DELAYED: SmallestLayer(2048, 29360128),
     BLOCKWISE: SmallestLayer(2048, 29360128),
 }
 """Measured by `benchmarks.sizes`: one H200, 8,192 tokens, eager, forward and backward of one layer back to back."""
@@ -36,7 +36,7 @@ SMALLEST_LAYERS_IN_CUDA_GRAPHS: dict[Recipe, SmallestLayer] = {
     ROWWISE: SmallestLayer(1024, 8388608),
     ROWWISE_WITH_GW_HP: SmallestLayer(1024, 4194304),
     DELAYED: SmallestLayer(512, 4194304),
-    BLOCKWISE: SmallestLayer(1024, 8388608),
+    BLOCKWISE: SmallestLayer(2048, 8388608),
 }
 """The same in CUDA graphs, where host time does not count."""
 
