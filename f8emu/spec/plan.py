@@ -1,13 +1,14 @@
 """Into how many slices a library cuts K, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
 
 cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic of its version and of the chip [CHAIN-3]. What
-was recorded is looked up; for other shapes S is predicted: by a decision tree, beside 128x128 scales by a formula. The
-trees were fitted on shapes off the grid of the recording and on no block scales, so that all recorded rows test them.
-Everything is in `data/`, one file for a chip and library.
+was recorded is looked up; for other shapes S is predicted: by decision trees, beside 128x128 scales by a formula. The
+trees were fitted on what that heuristic says of other shapes, so that all recorded rows test them. Everything is in
+`data/`, one file for a chip and library.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -146,52 +147,91 @@ def _one_of(key: str, value: object, known: Sequence[str]) -> None:
         raise SpecError(f"{key} must be one of {', '.join(filter(None, known))}; got {value!r}")
 
 
+PLAIN_FEATURES = (
+    *("m", "n", "k", "m n", "power of two in m", "power of two in n", "power of two in k"),
+    *("slices by k", "slices"),
+)
+"""A power of two is the largest one, up to 128, that divides a size: so rows lie in memory. Slices by K are the most
+that [PLAN-2] leaves, slices the most that [PLAN-2] and [PLAN-4] leave."""
+Feature = str | tuple[int, int] | tuple[int, int, str, int]
+"""What a tree asks of a GEMM: one of `PLAIN_FEATURES`; (n, m): of how many tiles of n by m the output consists;
+(n, m, "at least", blocks): the fewest slices with so many tiles; (n, m, "at most", blocks): the most slices with no
+more tiles. Neither is above slices."""
+LEAF = 128
+
+
+class Tree(NamedTuple):
+    """A decision tree over integers, its nodes in preorder. The first branch is taken up to the limit."""
+
+    codes: bytes
+    """128 + S of a leaf, or the index of a feature."""
+    limits: bytes
+    """Of the nodes that are no leaves, three bytes each: first the lowest of all, then the middle, then the highest."""
+
+    def split_k(self, value: Callable[[int], int]) -> int:
+        """S, where `value` gives a feature by its index."""
+        codes, (limits, others) = self.codes, _limits_and_branches(self)
+        at = 0
+        while (code := codes[at]) < LEAF:
+            at = at + 1 if value(code) <= limits[at] else others[at]
+        return code - LEAF
+
+
+@cache
+def _limits_and_branches(tree: Tree) -> tuple[Sequence[int], Sequence[int]]:
+    """Of each node its limit, and where its second branch starts; 0 and 0 for a leaf."""
+    third = len(tree.limits) // 3
+    planes = (tree.limits[:third], tree.limits[third : 2 * third], tree.limits[2 * third :])
+    given = (low | middle << 8 | high << 16 for low, middle, high in zip(*planes, strict=True))
+    limits, others = (array("i", bytes(4 * len(tree.codes))) for _ in range(2))
+    waiting: list[int] = []
+    for at, code in enumerate(tree.codes):
+        if code < LEAF:
+            limits[at] = next(given)
+            waiting.append(at)
+        elif waiting:
+            others[waiting.pop()] = at + 1
+    return limits, others
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tree:
-    """A decision tree over integers, in preorder: feature, limit and two branches for an inner node, -S for a leaf.
+class Trees:
+    """S of most trees, or of the first of them if no two agree, and no more than [PLAN-2] and [PLAN-4] leave."""
 
-    The first branch is taken where the feature is at most the limit.
-    """
-
-    nodes: tuple[int, ...]
-    features: tuple[tuple[int, ...], ...]
-    """() is M, N, K, the largest S or M * N, by its index; (n, m) is the number of tiles of the output of n by m."""
+    trees: tuple[Tree, ...]
+    features: tuple[Feature, ...]
+    workspace_bytes: int
+    """[PLAN-4] The float32 results of all slices take less."""
     slice_bytes: int
     """That of the plan."""
-    workspace_bytes: int | None = None
-    """[PLAN-6] The float32 results of all slices take less; None: the tree alone says."""
-    _other: Mapping[int, int] = field(init=False, repr=False, compare=False)
-    """Where the second branch of a node starts."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_other", dict(_second_branches(self.nodes)))
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
-        most = _most_slices(gemm, self.slice_bytes)
-        plain = (gemm.m, gemm.n, gemm.k, most, gemm.m * gemm.n)
-        at = 0
-        while (index := self.nodes[at]) >= 0:
-            tile = self.features[index]
-            value = _tiles(gemm, tile) if tile else plain[index]
-            at = at + 2 if value <= self.nodes[at + 1] else self._other[at]
-        if self.workspace_bytes is not None:
-            most = min(most, _most_stored(gemm, self.workspace_bytes))
-        return min(-index, most)
+        by_k = _most_slices(gemm, self.slice_bytes)
+        slices = min(by_k, _most_stored(gemm, self.workspace_bytes))
+        if slices == 1:
+            return 1
+
+        sizes = (gemm.m, gemm.n, gemm.k)
+        plain = (*sizes, gemm.m * gemm.n, *map(_power_of_two, sizes), by_k, slices)
+        plain_features = dict(zip(PLAIN_FEATURES, plain, strict=True))
+
+        def value(index: int) -> int:
+            feature = self.features[index]
+            if isinstance(feature, str):
+                return plain_features[feature]
+            tiles = _tiles(gemm, feature[:2])
+            if len(feature) == 2:
+                return tiles
+            return min(slices, -(-feature[3] // tiles) if feature[2] == "at least" else feature[3] // tiles)
+
+        found = [tree.split_k(value) for tree in self.trees]
+        return min(max(found, key=found.count), slices)
 
 
-def _second_branches(nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(node, start of its second branch) of every inner node."""
-    waiting: list[int] = []
-    at = 0
-    while at < len(nodes):
-        if nodes[at] >= 0:
-            waiting.append(at)
-            at += 2
-            continue
-        at += 1
-        if waiting:
-            yield waiting.pop(), at
+def _power_of_two(size: int) -> int:
+    """The largest one, up to 128, that divides a size."""
+    return min(size & -size, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,9 +277,7 @@ class Plan:
     """The version of torch that called the library."""
     recorded: Mapping[tuple[str, int, int, int], int]
     """(table, M, N, K) -> S."""
-    rules: Mapping[str, Tree | Formula] = field(default_factory=dict[str, Tree | Formula])
-    unsplit_outputs: Mapping[str, int] = field(default_factory=dict[str, int])
-    """[PLAN-4] Table -> the number of outputs, M * N, at and above which no K up to `MAX_K` was split."""
+    rules: Mapping[str, Trees | Formula] = field(default_factory=dict[str, Trees | Formula])
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
@@ -263,7 +301,7 @@ class Plan:
         rule = self.rules.get(gemm.table)
         if rule is None:
             return _UNKNOWN
-        if gemm.m * gemm.n >= self.unsplit_outputs[gemm.table]:
+        if 8 * gemm.m * gemm.n >= rule.workspace_bytes:  # [PLAN-4]: two slices would not fit
             return Split(1, Source.PREDICTED)
         if gemm.m > MAX_M or gemm.n > MAX_N:
             return _UNKNOWN

@@ -1,11 +1,25 @@
 """Plans and lists of GEMMs as JSON, and back. The text is strict: an error names its place."""
 
+import base64
 import json
+import zlib
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, cast
 
 from f8emu.spec.errors import SpecError
-from f8emu.spec.plan import BLOCKWISE_GEMMS, Formula, Plan, PlannedGemm, Split, Tree
+from f8emu.spec.plan import (
+    BLOCKWISE_GEMMS,
+    LEAF,
+    PLAIN_FEATURES,
+    Feature,
+    Formula,
+    Plan,
+    PlannedGemm,
+    Split,
+    Tree,
+    Trees,
+)
 
 SCHEMA = 1
 _REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
@@ -71,10 +85,9 @@ def plan_from_json(text: str, name: str) -> Plan:
             torch=str(data.get("torch", "")),
             recorded=dict(_recorded(data["recorded"])),
             rules=dict(_rules(data)),
-            unsplit_outputs={name: int(rule["unsplit_outputs"]) for name, rule in data.get("rules", {}).items()},
             slice_bytes=data.get("slice_bytes"),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         if isinstance(error, SpecError):
             raise
         raise SpecError(
@@ -83,23 +96,44 @@ def plan_from_json(text: str, name: str) -> Plan:
         ) from None
 
 
-def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, Tree | Formula]]:
-    entries: list[Any] = data.get("features", [])
-    features = tuple(_integers(entry) if isinstance(entry, list) else () for entry in entries)
+def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, Trees | Formula]]:
+    features = tuple(_feature(entry) for entry in data.get("features", []))
     rules: dict[str, Any] = data.get("rules", {})
+    trees = {name: tuple(_tree(tree, len(features)) for tree in rule.get("trees", [])) for name, rule in rules.items()}
     for name, rule in rules.items():
-        slice_bytes = int(data["slice_bytes"])
-        if "nodes" in rule:
-            yield name, Tree(nodes=_integers(rule["nodes"]), features=features, slice_bytes=slice_bytes)
+        slice_bytes, workspace_bytes = _integers([data["slice_bytes"], rule["workspace_bytes"]])
+        if "tile" in rule:
+            n, m, blocks = _integers([*rule["tile"], rule["blocks"]])
+            yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
             continue
-        if "nodes_of" in rule:
-            nodes = _integers(rules[rule["nodes_of"]]["nodes"])
-            (stored,) = _integers([rule["workspace_bytes"]])
-            yield name, Tree(nodes=nodes, features=features, slice_bytes=slice_bytes, workspace_bytes=stored)
-            continue
-        n, m = _integers(rule["tile"])
-        blocks, workspace_bytes = _integers([rule["blocks"], rule["workspace_bytes"]])
-        yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
+        own = trees[rule.get("trees_of", name)]
+        if not own:
+            raise ValueError(f"{name} has no trees")
+        yield name, Trees(trees=own, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
+
+
+def _feature(entry: Any) -> Feature:
+    """A name, [n, m], or [n, m, "at least" or "at most", blocks]."""
+    feature = cast(Feature, entry if isinstance(entry, str) else tuple(entry))
+    if feature in PLAIN_FEATURES:
+        return feature
+    if isinstance(feature, str) or len(feature) not in (2, 4) or feature[2:3] not in ((), ("at least",), ("at most",)):
+        raise ValueError(f"unknown feature {entry!r}")
+    if min(_integers([*feature[:2], *feature[3:]])) < 1:
+        raise ValueError(f"a feature needs positive sizes; got {entry!r}")
+    return feature
+
+
+def _tree(texts: Mapping[str, str], features: int) -> Tree:
+    """Base64 of zlib of the bytes of a tree."""
+    codes, limits = (zlib.decompress(base64.b64decode(texts[name], validate=True)) for name in ("codes", "limits"))
+    # so many nodes are still to come: none at the end, and not before
+    to_come = list(accumulate((-1 if code >= LEAF else 1 for code in codes), initial=1))
+    is_whole = to_come.pop() == 0 and min(to_come, default=0) > 0
+    is_known = all(code < features or code > LEAF for code in codes)
+    if not (is_whole and is_known and len(limits) == 3 * (len(codes) // 2)):
+        raise ValueError("a tree whose nodes do not fit together")
+    return Tree(codes, limits)
 
 
 def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:

@@ -1,10 +1,12 @@
 """The plan of split K: the rule on shapes that took no part in fitting it, what was recorded, and the text around it.
 
-The trees were fitted on shapes off the grid of M 1 to 8192, N 256 to 28672, K 512 to 16384 on which the recording lies.
-Every recorded shape is therefore set aside: here the rule is asked without the record.
+The trees were fitted on what cuBLAS's heuristic says. All recorded shapes were set aside, and those of
+`split_k_set_aside.json`: here the rule is asked without the record.
 """
 
+import base64
 import json
+import zlib
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
@@ -57,8 +59,55 @@ def test_the_rule_is_right_on_shapes_that_were_set_aside(table: str) -> None:
             predicted = PLAN.predicted(asked)
             assert predicted.source is Source.PREDICTED
             right += predicted.split_k == s
-        # tt, a product that no linear layer has, was fitted on a third as many shapes
-        assert right / len(recorded) >= (0.98 if table == "bfloat16 tt" else 0.99), (kind, right, len(recorded))
+        assert len(recorded) - right == WRONG_OF_THE_RECORDED.get(table, 0), kind
+
+
+WRONG_OF_THE_RECORDED = {
+    "tensorwise float32": 1,
+    "bfloat16 tn": 16,
+    "bfloat16 nn": 2,
+    "bfloat16 nt": 6,
+    "bfloat16 tt": 12,
+}
+RIGHT_OF_THOSE_SET_ASIDE = {
+    "tensorwise float32": (600, 594),
+    "tensorwise bfloat16": (600, 596),
+    "tensorwise float16": (600, 591),
+    "tensorwise float8_e5m2 x float8_e4m3fn float32": (600, 596),
+    "tensorwise float8_e5m2 x float8_e4m3fn bfloat16": (600, 594),
+    "tensorwise float8_e5m2 x float8_e4m3fn float16": (600, 590),
+    "tensorwise float8_e4m3fn x float8_e5m2 float32": (600, 596),
+    "tensorwise float8_e4m3fn x float8_e5m2 bfloat16": (600, 591),
+    "tensorwise float8_e4m3fn x float8_e5m2 float16": (600, 596),
+    "bfloat16 tn": (600, 573),
+    "bfloat16 nn": (600, 572),
+    "bfloat16 nt": (369, 352),
+    "bfloat16 tt": (369, 353),
+}
+"""Table -> (shapes, right)."""
+
+
+def kind_of(table: str) -> dict[str, Any]:
+    words = table.split()
+    if words[0] == "bfloat16":
+        return {"gemm": "bfloat16", "layout": words[1], "out_dtype": "bfloat16"}
+    types = {"a_dtype": words[1], "b_dtype": words[3]} if "x" in words else {}
+    return {**TENSORWISE, **types, "out_dtype": words[-1]}
+
+
+def test_the_rule_is_as_right_as_measured_on_labels_that_were_set_aside() -> None:
+    """[PLAN-1] What cuBLAS's heuristic says of shapes of every kind, most of them split."""
+    data = json.loads((Path(__file__).parent / "split_k_set_aside.json").read_text())
+    assert (data["device"], data["library"]) == (CHIP, LIBRARY)
+    right: dict[str, list[bool]] = defaultdict(list)
+    for block in data["labels"]:
+        for m, n, k, *labels in block["rows"]:
+            for table, s in zip(block["tables"], labels, strict=True):
+                if s:
+                    asked = gemm(m, n, k, **kind_of(table))
+                    assert asked.table == table or m == 1
+                    right[table] += [PLAN.predicted(asked) == (s, Source.PREDICTED)]
+    assert {table: (len(found), sum(found)) for table, found in right.items()} == RIGHT_OF_THOSE_SET_ASIDE
 
 
 BLOCKWISE = ("blockwise_1x128_1x128", "blockwise_1x128_128x128", "blockwise_128x128_1x128")
@@ -79,7 +128,7 @@ def blockwise_rows(kind: str) -> dict[tuple[int, int, int], int]:
 
 @pytest.mark.parametrize(
     ("kind", "on_grid", "off_grid"),
-    [(BLOCKWISE[0], (398, 386), (482, 415)), (BLOCKWISE[1], (405, 398), (237, 236))],
+    [(BLOCKWISE[0], (398, 394), (482, 455)), (BLOCKWISE[1], (405, 398), (237, 236))],
 )
 def test_the_rules_of_block_scales(kind: str, on_grid: tuple[int, int], off_grid: tuple[int, int]) -> None:
     """[PLAN-6] (shapes, right). S is right if it cuts K into slices of the recorded length: only that shows in bits."""
@@ -106,7 +155,7 @@ def test_limits_beside_block_scales() -> None:
     """[PLAN-6] The float32 results of all slices take less than 1 MiB, as in 64 x 1024 x 14336, where 4 would take it.
 
     Beside 128x128 scales the slices of all tiles run at once: the 32 tiles of 8 x 4096 are 4 times in 132. No output
-    type differs. In 32 x 2048 x 20480 the tensorwise tree alone has 4 slices, which take 1 MiB.
+    type differs. In 32 x 2048 x 20480 four slices would take 1 MiB; tensorwise GEMMs have that limit too.
     """
     for out_dtype in ("float32", "bfloat16", "float16"):
         kinds = [{"gemm": kind, "out_dtype": out_dtype} for kind in BLOCKWISE]
@@ -118,7 +167,7 @@ def test_limits_beside_block_scales() -> None:
         assert PLAN.predicted(gemm(64, 2048, 14336, **kinds[0])) == (1, Source.PREDICTED)
         assert PLAN.predicted(gemm(65536, 4096, 14336, **kinds[0])) == (1, Source.PREDICTED)
         assert PLAN.predicted(gemm(65536, 4096, 65536, **kinds[0])) == (1, Source.UNKNOWN)
-    assert PLAN.predicted(gemm(32, 2048, 20480, **TENSORWISE, out_dtype="float32")) == (4, Source.PREDICTED)
+    assert PLAN.predicted(gemm(32, 2048, 20480, **TENSORWISE, out_dtype="float32")) == (3, Source.PREDICTED)
     assert split_k(gemm(16, 256, 8192, gemm=BLOCKWISE[2], out_dtype="float32")) == (3, Source.PREDICTED)
     with pytest.raises(SpecError, match="accumulation of a blockwise_1x128_1x128 GEMM must be one of promoted"):
         gemm(8, 256, 8192, gemm=BLOCKWISE[0], out_dtype="float32", accumulation="fast")
@@ -204,7 +253,7 @@ def test_limits_of_the_rule() -> None:
 
 def test_plan_files_are_read_back(tmp_path: Any) -> None:
     few = dict(list(PLAN.recorded.items())[:7])
-    plan = replace(PLAN, recorded=few, rules={}, unsplit_outputs={}, slice_bytes=None)
+    plan = replace(PLAN, recorded=few, rules={}, slice_bytes=None)
     assert plan_from_json(plan_to_json(plan), "few") == plan
     over = plan_from_json(plan_to_json(replace(plan, recorded={("bfloat16 tn", 8, 64, 8192): 9})), "one").over(PLAN)
     asked = gemm(8, 64, 8192, gemm="bfloat16", layout="tn", out_dtype="float32")
@@ -267,3 +316,57 @@ def test_bad_plan_files(change: dict[str, object]) -> None:
     assert plan_from_json(json.dumps(good), "IN").chip == "b"
     with pytest.raises(SpecError, match="IN: "):
         plan_from_json(json.dumps({**good, **change}), "IN")
+
+
+def coded(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+TREE = {"codes": coded(bytes([0, 129, 1, 130, 131])), "limits": coded(bytes([16, 32, 0, 1, 0, 0]))}
+"""M up to 16: 1; otherwise N up to 288: 2, above it 3."""
+RULED = {
+    **{"schema": 1, "library": "a", "chip": "b", "recorded": [], "slice_bytes": 2560, "features": ["m", [64, 8]]},
+    "rules": {"bfloat16 tn": {"workspace_bytes": 1 << 25, "trees": [TREE]}},
+}
+
+
+def test_a_tree_is_read_and_walked() -> None:
+    """Features are M and the number of tiles of 64x8, N by M; the limits are 16 and 32 + 256."""
+    plan = plan_from_json(json.dumps(RULED), "IN")
+    bfloat16 = {"gemm": "bfloat16", "layout": "tn", "out_dtype": "bfloat16"}
+    shapes = ((16, 64, 8192), (17, 64, 8192), (24, 64 * 96, 8192), (24, 64 * 97, 8192), (24, 64 * 97, 3840))
+    assert [plan.predicted(gemm(*shape, **bfloat16)).split_k for shape in shapes] == [1, 2, 2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {**TREE, "codes": coded(bytes([0, 129, 1, 130]))},
+        {**TREE, "codes": coded(bytes([129, 0, 129, 1, 130]))},
+        {**TREE, "codes": coded(bytes([0, 129, 2, 130, 131]))},
+        {**TREE, "codes": coded(bytes([0, 129, 1, 130, 128]))},
+        {**TREE, "codes": coded(b""), "limits": coded(b"")},
+        {**TREE, "limits": coded(bytes(5))},
+        {**TREE, "codes": TREE["codes"][:-4]},
+        {**TREE, "codes": TREE["codes"][:6] + "A" + TREE["codes"][7:]},
+        {**TREE, "codes": "?" + TREE["codes"]},
+        {"codes": TREE["codes"]},
+    ],
+)
+def test_damaged_trees_are_an_error(tree: dict[str, str]) -> None:
+    damaged = {**RULED, "rules": {"bfloat16 tn": {"workspace_bytes": 1 << 25, "trees": [tree]}}}
+    with pytest.raises(SpecError, match="IN: expected a plan file"):
+        plan_from_json(json.dumps(damaged), "IN")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"features": ["m", feature]} for feature in ("M", [64], [64, "8"], [0, 8], [64, 8, "at best", 88], 7)),
+        *({"rules": {"a": rule}} for rule in ({"trees": []}, {"workspace_bytes": 1}, {"workspace_bytes": "1"})),
+        {"rules": {"a": {"workspace_bytes": 1, "trees_of": "b"}}},
+    ],
+)
+def test_damaged_rules_are_an_error(change: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match="IN: expected a plan file"):
+        plan_from_json(json.dumps({**RULED, **change}), "IN")
