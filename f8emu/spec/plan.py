@@ -1,9 +1,9 @@
 """Into how many slices a library cuts K, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
 
 cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic of its version and of the chip [CHAIN-3]. What
-was recorded is looked up; for other shapes S is predicted: by decision trees, beside 128x128 scales by a formula. The
-trees were fitted on what that heuristic says of other shapes, so that all recorded rows test them. Everything is in
-`data/`, one file for a chip and library.
+was recorded is looked up; for other shapes S is predicted: by decision trees, beside 128x128 scales and with float32
+outputs by a formula. The trees were fitted on what that heuristic says of other shapes, so that all recorded rows test
+them. Everything is in `data/`, one file for a chip and library.
 """
 
 import warnings
@@ -116,11 +116,11 @@ class PlannedGemm:
         """The name of the recorded rows and of the rule that apply.
 
         [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM. A
-        single row is contiguous in both directions, and is then no transposed operand. [PLAN-6] With block scales the
-        output type makes none either.
+        single row is contiguous in both directions, and is then no transposed operand. [PLAN-6] Of block scales
+        float16 outputs were not asked: they are taken to be as float32.
         """
         if self.is_blockwise:
-            return self.gemm
+            return f"{self.gemm} bfloat16" if self.out_dtype == "bfloat16" else self.gemm
         if self.gemm != "bfloat16":
             pair = "" if self.a_dtype == self.b_dtype == E4M3FN.name else f" {self.a_dtype} x {self.b_dtype}"
             return f"{self.gemm}{pair} {self.out_dtype}"
