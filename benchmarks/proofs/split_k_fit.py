@@ -98,7 +98,7 @@ class Labels:
         return shapes[kept], split[kept]
 
     def set_aside(self, table: int) -> Mapping[str, np.ndarray]:
-        """Indices of the shapes of each set; EDGE has the groups in which S is not constant."""
+        """Indices of the shapes of each set."""
         known = self.split[table] > 0
         return {
             "random": np.flatnonzero((self.sets == RANDOM) & self.aside & known),

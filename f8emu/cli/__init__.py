@@ -7,6 +7,7 @@ needs them. The exit statuses are `frame.STATUSES`.
 import importlib
 import signal
 import sys
+import threading
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu import __version__
@@ -28,7 +29,8 @@ def main() -> None:
     except MissingExtraError as error:
         print(error, file=sys.stderr)
         sys.exit(BAD_USAGE)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was finished is reported
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was finished is reported
     app()
 
 

@@ -101,7 +101,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
         found += 1
         if is_shipped and guess.source is Source.PREDICTED:
             guesses.append(guess.split_k == result)
-        recorded[gemm.table, gemm.m, gemm.n, gemm.k] = result
+        recorded[gemm.table, gemm.rows, gemm.n, gemm.k] = result
     plan = replace(plan, recorded=recorded)
     path.write_text(plan_to_json(plan), encoding="utf-8")
     return PlanRecording(

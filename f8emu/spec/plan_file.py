@@ -21,7 +21,9 @@ from f8emu.spec.plan import (
     Trees,
 )
 
-SCHEMA = 1
+SCHEMA = 2
+_LONGEST = 1 << 22
+"""Bytes of a tree."""
 _REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
 _OPTIONAL = ("accumulation", "layout", "a_dtype", "b_dtype")
 
@@ -78,14 +80,17 @@ def plan_from_json(text: str, name: str) -> Plan:
     data = _parsed(text, name)
     try:
         if data["schema"] != SCHEMA:
-            raise SpecError(f"{name}: schema must be {SCHEMA}; got {data['schema']!r}; read it with a newer f8emu")
+            raise SpecError(
+                f"{name}: schema must be {SCHEMA}; got {data['schema']!r}; record it again, or read it with the f8emu "
+                "that wrote it"
+            )
         return Plan(
             library=str(data["library"]),
             chip=str(data["chip"]),
             torch=str(data.get("torch", "")),
             recorded=dict(_recorded(data["recorded"])),
             rules=dict(_rules(data)),
-            slice_bytes=data.get("slice_bytes"),
+            slice_bytes=None if data.get("slice_bytes") is None else _sizes([data["slice_bytes"]])[0],
         )
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         if isinstance(error, SpecError):
@@ -98,12 +103,14 @@ def plan_from_json(text: str, name: str) -> Plan:
 
 def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, Trees | Formula]]:
     features = tuple(_feature(entry) for entry in data.get("features", []))
+    if len(features) > LEAF:
+        raise ValueError(f"at most {LEAF} features; got {len(features)}")
     rules: dict[str, Any] = data.get("rules", {})
     trees = {name: tuple(_tree(tree, len(features)) for tree in rule.get("trees", [])) for name, rule in rules.items()}
     for name, rule in rules.items():
-        slice_bytes, workspace_bytes = _integers([data["slice_bytes"], rule["workspace_bytes"]])
+        slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
         if "tile" in rule:
-            n, m, blocks = _integers([*rule["tile"], rule["blocks"]])
+            n, m, blocks = _sizes([*rule["tile"], rule["blocks"]])
             yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
             continue
         own = trees[rule.get("trees_of", name)]
@@ -119,14 +126,13 @@ def _feature(entry: Any) -> Feature:
         return feature
     if isinstance(feature, str) or len(feature) not in (2, 4) or feature[2:3] not in ((), ("at least",), ("at most",)):
         raise ValueError(f"unknown feature {entry!r}")
-    if min(_integers([*feature[:2], *feature[3:]])) < 1:
-        raise ValueError(f"a feature needs positive sizes; got {entry!r}")
+    _sizes([*feature[:2], *feature[3:]])
     return feature
 
 
 def _tree(texts: Mapping[str, str], features: int) -> Tree:
     """Base64 of zlib of the bytes of a tree."""
-    codes, limits = (zlib.decompress(base64.b64decode(texts[name], validate=True)) for name in ("codes", "limits"))
+    codes, limits = (_unpacked(texts[name]) for name in ("codes", "limits"))
     # so many nodes are still to come: none at the end, and not before
     to_come = list(accumulate((-1 if code >= LEAF else 1 for code in codes), initial=1))
     is_whole = to_come.pop() == 0 and min(to_come, default=0) > 0
@@ -134,6 +140,15 @@ def _tree(texts: Mapping[str, str], features: int) -> Tree:
     if not (is_whole and is_known and len(limits) == 3 * (len(codes) // 2)):
         raise ValueError("a tree whose nodes do not fit together")
     return Tree(codes, limits)
+
+
+def _unpacked(text: str) -> bytes:
+    """A short text may stand for more bytes than there is memory."""
+    stream = zlib.decompressobj()
+    found = stream.decompress(base64.b64decode(text, validate=True), _LONGEST)
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"a tree that does not end, or has more than {_LONGEST} bytes")
+    return found
 
 
 def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
@@ -167,6 +182,13 @@ def _parsed(text: str, name: str) -> Any:
         raise SpecError(f"{name}: nested too deeply to be read as JSON; a list of flat objects is expected") from None
     except ValueError as error:
         raise SpecError(f"{name}: not JSON: {error}") from None
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    found = _integers(values)
+    if min(found) < 1:
+        raise ValueError(f"expected positive sizes; got {found}")
+    return found
 
 
 def _integers(values: Any) -> tuple[int, ...]:

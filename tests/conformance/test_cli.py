@@ -333,7 +333,7 @@ def test_plan_writes_the_objects_with_their_splits(tmp_path: Path) -> None:
     assert [{key: x[key] for key in shape} for x, shape in zip(found, SHAPES, strict=True)] == SHAPES
     status, table, _ = invoke("plan", "--shapes", str(shapes))
     assert status == 0 and all(word in table for word in ("recorded", "predicted", "unknown", "NVIDIA H200", "8256"))
-    head = {"schema": 1, "library": "cuBLAS 13.1.0.3", "chip": "NVIDIA H200"}
+    head = {"schema": 2, "library": "cuBLAS 13.1.0.3", "chip": "NVIDIA H200"}
     own.write_text(json.dumps({**head, "recorded": [{"tables": ["bfloat16 nn"], "rows": [[8, 512, 8256, 5]]}]}))
     assert invoke("plan", "--shapes", str(shapes), "--plan", str(own), "--json", str(out))[0] == 0
     found = json.loads(out.read_text())
