@@ -25,7 +25,8 @@ from f8emu.spec.plan import LAYOUTS, PlannedGemm, shipped_plan
 SEED = 20261123
 OUTPUTS = ("float32", "bfloat16", "float16")
 PAIRS = ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
-LARGEST_OUTPUT = {"tensorwise": 1 << 17, "bfloat16": 1 << 22}
+WORKSPACE_BYTES = {"tensorwise": 1 << 20, "bfloat16": 32 << 20}
+"""Torch's: [PLAN-4]."""
 SHORTEST_K = {"tensorwise": 5136, "bfloat16": 2576}
 CUDA = {"float32": 0, "float16": 2, "bfloat16": 14, E4M3FN.name: 28, E5M2.name: 29}
 """cudaDataType_t."""
@@ -33,14 +34,14 @@ COMPUTE_32F, SPLIT_K = 68, 2
 TRANS_A, TRANS_B, SCALE_A, SCALE_B, FAST, MODE_A, MODE_B = 3, 4, 17, 18, 25, 31, 32
 """cublasLtMatmulDescAttributes_t."""
 WORKSPACE = 1
-KINDS: dict[str, dict[str, Any]] = {
-    (f"tensorwise {a} x {b} {out}" if (a, b) != PAIRS[0] else f"tensorwise {out}"): {
-        **{"gemm": "tensorwise", "accumulation": "fast", "out_dtype": out},
-        **{"a_dtype": a.name, "b_dtype": b.name},
-    }
+_KINDS: list[dict[str, Any]] = [
+    {"gemm": "tensorwise", "accumulation": "fast", "out_dtype": out, "a_dtype": a.name, "b_dtype": b.name}
     for a, b in PAIRS
     for out in OUTPUTS
-} | {f"bfloat16 {layout}": {"gemm": "bfloat16", "layout": layout, "out_dtype": "bfloat16"} for layout in LAYOUTS}
+]
+_KINDS += [{"gemm": "bfloat16", "layout": layout, "out_dtype": "bfloat16"} for layout in LAYOUTS]
+KINDS = {PlannedGemm(m=8, n=16, k=16, **kind).table: kind for kind in _KINDS}
+"""Table -> what its GEMMs share."""
 
 
 class Question(NamedTuple):
@@ -62,11 +63,12 @@ def question(gemm: PlannedGemm) -> Question:
     attributes: list[tuple[int, Any]] = [(TRANS_A, c_int32(first)), (TRANS_B, c_int32(second))]
     if gemm.gemm == "bfloat16":
         types = (CUDA["bfloat16"], CUDA["bfloat16"], CUDA[gemm.out_dtype])
-        return Question(types, layouts, tuple(attributes), 32 << 20)
+        return Question(types, layouts, tuple(attributes), WORKSPACE_BYTES[gemm.gemm])
     # the scales' addresses are never read, but must be there
     attributes += [(SCALE_A, c_uint64(1 << 40)), (SCALE_B, c_uint64(1 << 41))]
     attributes += [(FAST, c_int8(gemm.accumulation == "fast")), (MODE_A, c_int32(0)), (MODE_B, c_int32(0))]
-    return Question((CUDA[gemm.b_dtype], CUDA[gemm.a_dtype], CUDA[gemm.out_dtype]), layouts, tuple(attributes), 1 << 20)
+    types = CUDA[gemm.b_dtype], CUDA[gemm.a_dtype], CUDA[gemm.out_dtype]
+    return Question(types, layouts, tuple(attributes), WORKSPACE_BYTES[gemm.gemm])
 
 
 class Library:
@@ -124,7 +126,7 @@ def random_gemms(kind: dict[str, Any], count: int) -> Iterator[PlannedGemm]:
     while count:
         m = max(step, round(8192 ** rng.random() / step) * step)
         n, k = (16 * round(least * (2048 / least) ** rng.random()) for least in (1, SHORTEST_K[gemm] / 16))
-        if m * n < LARGEST_OUTPUT[gemm]:
+        if 8 * m * n < WORKSPACE_BYTES[gemm]:
             count -= 1
             yield PlannedGemm(m=m, n=n, k=k, **kind)
 

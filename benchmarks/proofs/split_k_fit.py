@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from sklearn.tree import DecisionTreeClassifier  # pyright: ignore[reportMissingImports]
 
+from f8emu.spec.plan import PLAIN_FEATURES
+
 PLAN = Path(__file__).parents[2] / "f8emu/spec/data/h200_cublas_13_1_0_3_split_k.json"
 EDGE, RANDOM, REAL, ABOVE = 2, 3, 4, 7
 """Sets: groups of neighbours, log-uniform shapes, sizes as layers have them, more outputs than [PLAN-4] splits."""
@@ -38,10 +40,9 @@ TILES = (
 )
 FILLED = [(64, m) for m in (8, 16, 24, 32, 48, 64)] + [(128, m) for m in (8, 16, 32, 64)]
 FILLED += [(192, 8), (256, 8), (16, 64), (24, 64), (32, 64), (48, 64)]
-FEATURES: list[Any] = ["m", "n", "k", "m n", "power of two in m", "power of two in n", "power of two in k"]
-FEATURES += ["slices by k", "slices", *(list(tile) for tile in TILES)]
+FEATURES: list[Any] = [*PLAIN_FEATURES, *(list(tile) for tile in TILES)]
 FEATURES += [[*tile, "at least", 88] for tile in FILLED] + [[*tile, "at most", 132] for tile in FILLED]
-"""As `f8emu.spec.plan.Tree` reads them."""
+"""As `f8emu.spec.plan.Trees` reads them."""
 
 
 def held_out(m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray:

@@ -32,34 +32,23 @@ _MOST_CHECKED = 4096
 
 
 def _plain_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    engine: str,
-    granularity_a: str | None,
-    granularity_b: str | None,
-    split_k: int | None,
-    chip: str = HOPPER.name,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, *settings: Any
 ) -> Tensor:
     """`scaled_mm` in plain eager code: checked once per signature."""
-    operands = (signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias))
-    settings = (out_dtype, use_fast_accum, engine, granularity_a, granularity_b, split_k, chip)
-    known = _CHECKED.get((operands, settings))
+    signature = signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias)
+    known = _CHECKED.get((signature, settings))
     if known is None:
         known = _checked(a, b, scale_a, scale_b, bias, *settings)
         if len(_CHECKED) >= _MOST_CHECKED:
             _CHECKED.clear()  # one step, whatever other threads do
-        _CHECKED[operands, settings] = known
+        _CHECKED[signature, settings] = known
     pair, found = known
+    out_dtype, use_fast_accum, _, _, _, *rest = settings
     if found is Engine.HARDWARE:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
     names = found.value, pair[0].value, pair[1].value
-    return run_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, split_k, chip)
+    return run_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, *rest)
 
 
 def _checked(
@@ -74,7 +63,7 @@ def _checked(
     granularity_a: str | None,
     granularity_b: str | None,
     split_k: int | None,
-    chip: str,
+    chip: str = HOPPER.name,
 ) -> tuple[tuple[Granularity, Granularity], Engine]:
     """The granularities and the engine of a `scaled_mm` that the hardware takes."""
     pair = check_scaled_mm(
