@@ -1,14 +1,14 @@
 """Fits the trees of the plan of split K [PLAN-1..4] on what the library said, and scores them on shapes set aside.
 
-    python -m benchmarks.proofs.split_k_fit LABELS --json OUT     minutes; needs scikit-learn, f8emu does not
+    python -m benchmarks.proofs.split_k_fit LABELS --select ROUND     what to ask next: LABELS/shapes_{ROUND}.npz
+    python -m benchmarks.proofs.split_k_fit LABELS --json OUT         the trees, into the shipped plan file
 
-`LABELS` is a folder with, for f8 and b16, `{}_0.npz`, `{}_1.npz` (m, n16 = N / 16, k16 = K / 16, sets, labels by table)
-and `{}_bisect.npz` (table, m, n16, k16, label: pairs of shapes between which S changes, and what was asked on the way),
-and with meta.json: `tables` and `configs["lt"]`, whose entry label - 1 starts with S. A label of 0 was not asked. With
-block scales the outputs are bfloat16.
+Needs scikit-learn, f8emu does not; ten minutes. `LABELS` is the folder of `split_k_labels`: random shapes, and rounds
+of selected ones, on which two trees that were fitted on half of the labels each do not agree. There the library
+changes from one tile to another, and a label says more than one of a random shape.
 
-Set aside: `held_out`, one shape in 16 of every set; the sets EDGE and ABOVE as a whole; every recorded row. The rules
-go into the shipped plan file, whose recorded rows stay as they are.
+Set aside from every round: `held_out`, one shape in 16; every recorded row; the shapes of
+`tests/spec/split_k_set_aside.json`. The rules go into the shipped plan file, whose recorded rows stay as they are.
 """
 
 import argparse
@@ -17,20 +17,23 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sklearn.tree import DecisionTreeClassifier  # pyright: ignore[reportMissingImports]
 
-from f8emu.spec.plan import PLAIN_FEATURES
+from benchmarks.proofs.split_k_labels import CHUNK, GROUPS, LOG_UNIFORM, as_asked, drawn
+from f8emu.spec.plan import LEAF, PLAIN_FEATURES
+from f8emu.torch.gemm.cublaslt import WORKSPACE_BYTES
 
 PLAN = Path(__file__).parents[2] / "f8emu/spec/data/h200_cublas_13_1_0_3_split_k.json"
-EDGE, RANDOM, REAL, ABOVE = 2, 3, 4, 7
-"""Sets: groups of neighbours, log-uniform shapes, sizes as layers have them, more outputs than [PLAN-4] splits."""
-TREES = {"f8": 3, "b16": 1}
-ELEMENT_BYTES = {"f8": 1, "b16": 2}
-WORKSPACE_BYTES = {"f8": 1 << 20, "b16": 32 << 20}
+SET_ASIDE = Path(__file__).parents[2] / "tests/spec/split_k_set_aside.json"
+ELEMENT_BYTES = {"float8": 1, "bfloat16": 2}
+LIMITS = {"float8": WORKSPACE_BYTES["tensorwise"], "bfloat16": WORKSPACE_BYTES["bfloat16"]}
 TILES = (
     [(64, m) for m in (8, 16, 24, 32, 40, 48, 56, 64, 128, 256)]
     + [(128, m) for m in (8, 16, 24, 32, 48, 64, 128, 256)]
@@ -42,7 +45,7 @@ FILLED = [(64, m) for m in (8, 16, 24, 32, 48, 64)] + [(128, m) for m in (8, 16,
 FILLED += [(192, 8), (256, 8), (16, 64), (24, 64), (32, 64), (48, 64)]
 FEATURES: list[Any] = [*PLAIN_FEATURES, *(list(tile) for tile in TILES)]
 FEATURES += [[*tile, "at least", 88] for tile in FILLED] + [[*tile, "at most", 132] for tile in FILLED]
-"""As `f8emu.spec.plan.Trees` reads them."""
+"""As `f8emu.spec.plan.FittedTree` reads them."""
 
 
 def held_out(m: np.ndarray, n: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -63,7 +66,7 @@ def features(shapes: np.ndarray, family: str) -> tuple[np.ndarray, np.ndarray]:
     """FEATURES of every shape, and the largest S that [PLAN-2] and [PLAN-4] leave."""
     m, n, k = shapes.T
     by_k = np.maximum(1, (k * ELEMENT_BYTES[family] - 1) // 2560)
-    slices = np.minimum(by_k, np.maximum(1, (WORKSPACE_BYTES[family] - 1) // (4 * m * n)))
+    slices = np.minimum(by_k, np.maximum(1, (LIMITS[family] - 1) // (4 * m * n)))
     tiles = {(a, b): -(-n // a) * -(-m // b) for a, b in TILES}
     columns = [m, n, k, m * n, *(np.minimum(x & -x, 128) for x in (m, n, k)), by_k, slices, *tiles.values()]
     columns += [np.minimum(slices, -(-88 // tiles[tile])) for tile in FILLED]
@@ -71,51 +74,62 @@ def features(shapes: np.ndarray, family: str) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(columns, 1).astype(np.float32), slices
 
 
-def as_asked(shapes: np.ndarray, table: str) -> np.ndarray:
-    """1x128 scales of a need M a multiple of 4, to which rows are padded."""
-    return shapes + -shapes % (4, 1, 1) if table.startswith("blockwise_1x128") else shapes
-
-
 class Labels:
-    """What the library said about float8 or bfloat16 GEMMs."""
+    """What the library said of the shapes of one table."""
 
-    def __init__(self, folder: Path, family: str, configs: np.ndarray) -> None:
-        parts = [np.load(folder / f"{family}_{part}.npz") for part in (0, 1)]
-        bisect = np.load(folder / f"{family}_bisect.npz")
-        self.shapes = np.concatenate([_shapes(part) for part in parts])
-        self.sets = np.concatenate([part["sets"] for part in parts])
-        self.split = configs[np.concatenate([part["labels"] for part in parts], 1)]
-        self.aside = held_out(*self.shapes.T)
-        self.bisect = [(_shapes(bisect)[of], configs[bisect["label"]][of]) for of in _each(bisect["table"])]
-
-    def fitted_on(self, table: int, never: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Shapes and S, without all that is set aside."""
-        split = self.split[table]
-        wanted = (self.sets != EDGE) & (self.sets != ABOVE) & (split > 0)
-        shapes = np.concatenate([self.shapes[wanted], self.bisect[table][0]])
-        split = np.concatenate([split[wanted], self.bisect[table][1]])
-        edge = key(self.shapes[self.sets == EDGE])
-        kept = ~held_out(*shapes.T) & ~np.isin(key(shapes), np.concatenate([edge, never])) & (split > 0)
-        return shapes[kept], split[kept]
-
-    def set_aside(self, table: int) -> Mapping[str, np.ndarray]:
-        """Indices of the shapes of each set."""
-        known = self.split[table] > 0
-        return {
-            "random": np.flatnonzero((self.sets == RANDOM) & self.aside & known),
-            "real": np.flatnonzero((self.sets == REAL) & self.aside & known),
-            "edge": np.flatnonzero((self.sets == EDGE) & known),
+    def __init__(self, folder: Path, table: str) -> None:
+        group = next(group for group, tables in GROUPS.items() if table in tables)
+        split = np.load(folder / "random.npz")[table]
+        drawn_shapes = as_asked(np.concatenate([drawn(group, chunk) for chunk in range(len(split))]), table)
+        self.table, self.group, self.family = table, group, "bfloat16" if table.startswith("bfloat16") else "float8"
+        log_uniform = np.tile(np.arange(CHUNK) < LOG_UNIFORM, len(split))
+        split = split.ravel()
+        aside = held_out(*drawn_shapes.T) & (split > 0)
+        self.set_aside = {
+            name: (drawn_shapes[aside & of], split[aside & of])
+            for name, of in (("log-uniform", log_uniform), ("layers", ~log_uniform))
         }
+        shapes, found = [drawn_shapes], [split]
+        for asked in sorted(folder.glob("shapes_*.npz")):
+            rows, answers = np.load(asked), np.load(asked.with_name(asked.name.replace("shapes", "selected")))
+            if table in rows.files:
+                shapes.append(rows[table].astype(np.int64) * (1, 16, 16))
+                found.append(answers[table])
+        self.shapes, unique = np.unique(np.concatenate(shapes), axis=0, return_index=True)
+        self.split = np.concatenate(found)[unique]
+        kept = ~held_out(*self.shapes.T) & ~np.isin(key(self.shapes), _never()) & (self.split > 0)
+        self.shapes, self.split = self.shapes[kept], self.split[kept]
 
 
-def _shapes(data: Any) -> np.ndarray:
-    return np.stack(
-        [data["m"].astype(np.int64), data["n16"].astype(np.int64) * 16, data["k16"].astype(np.int64) * 16], 1
-    )
+def _never() -> np.ndarray:
+    """Keys of the recorded rows and of those that a test asks."""
+    recorded, tested = (json.loads(path.read_text()) for path in (PLAN, SET_ASIDE))
+    return key(np.array([row[:3] for block in (*recorded["recorded"], *tested["labels"]) for row in block["rows"]]))
 
 
-def _each(tables: np.ndarray) -> list[np.ndarray]:
-    return [np.flatnonzero(tables == table) for table in range(int(tables.max()) + 1)]
+def fit(shapes: np.ndarray, split: np.ndarray, family: str) -> DecisionTreeClassifier:
+    """A tree of every shape that may be split."""
+    x, slices = features(shapes, family)
+    return DecisionTreeClassifier(random_state=0).fit(x[slices > 1], split[slices > 1])
+
+
+def predicted(tree: DecisionTreeClassifier, shapes: np.ndarray, family: str) -> np.ndarray:
+    x, slices = features(shapes, family)
+    return np.minimum(tree.predict(x), slices)
+
+
+def select(labels: Labels, count: int, round_: int) -> np.ndarray:
+    """About `count` new shapes on which the trees of two halves of the labels differ, as rows (M, N / 16, K / 16)."""
+    order = np.random.default_rng(round_).permutation(len(labels.split))
+    trees = [fit(labels.shapes[half], labels.split[half], labels.family) for half in (order[::2], order[1::2])]
+    found, chunk = list[np.ndarray](), 1_000_000 * round_
+    while sum(map(len, found)) < count:
+        shapes = as_asked(drawn(labels.group, chunk, 10 * CHUNK), labels.table)
+        shapes = shapes[(shapes[:, 0] * shapes[:, 1] >= 4096) & ~held_out(*shapes.T)]
+        first, second = (predicted(tree, shapes, labels.family) for tree in trees)
+        found.append(shapes[first != second])
+        chunk += 1
+    return (np.unique(np.concatenate(found), axis=0) // (1, 16, 16)).astype(np.uint16)
 
 
 def packed(tree: DecisionTreeClassifier) -> dict[str, str]:
@@ -126,58 +140,56 @@ def packed(tree: DecisionTreeClassifier) -> dict[str, str]:
     while waiting:
         at = waiting.pop()
         if inner.children_left[at] < 0:
-            codes.append(128 + int(split[at]))
+            codes.append(LEAF + int(split[at]))
             continue
         codes.append(int(inner.feature[at]))
         limits.append(int(inner.threshold[at]))
         waiting += [inner.children_right[at], inner.children_left[at]]
-    planes = np.array(limits, "<u4").view(np.uint8).reshape(-1, 4).T[:3].tobytes()
+    of = np.array([code for code in codes if code < LEAF])
+    planes = np.array(limits, "<u4")[of.argsort(kind="stable")].view(np.uint8).reshape(-1, 4).T[:3].tobytes()
     texts = {"codes": bytes(codes), "limits": planes}
     return {name: base64.b64encode(zlib.compress(data, 9)).decode() for name, data in texts.items()}
 
 
-def fit(shapes: np.ndarray, split: np.ndarray, family: str) -> list[DecisionTreeClassifier]:
-    """One tree of all features, or several that look at four in ten of them at each node."""
-    x, slices = features(shapes, family)
-    count = TREES[family]
-    made = [DecisionTreeClassifier(random_state=seed, max_features=0.4 if count > 1 else None) for seed in range(count)]
-    return [tree.fit(x[slices > 1], split[slices > 1]) for tree in made]
+def _fitted(folder: Path, table: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rule of a table, and its scores: shapes, right, split, right of those."""
+    labels = Labels(folder, table)
+    tree = fit(labels.shapes, labels.split, labels.family)
+    score: dict[str, Any] = {"fitted on": len(labels.split), "nodes": int(tree.tree_.node_count)}
+    for name, (shapes, truth) in labels.set_aside.items():
+        right = predicted(tree, shapes, labels.family) == truth
+        score[name] = [int(x) for x in (len(truth), right.sum(), (truth > 1).sum(), right[truth > 1].sum())]
+    return {"workspace_bytes": LIMITS[labels.family], "tree": packed(tree)}, score
 
 
-def predicted(trees: list[DecisionTreeClassifier], shapes: np.ndarray, family: str) -> np.ndarray:
-    """S of most trees; of the first one if all differ."""
-    x, slices = features(shapes, family)
-    votes = np.stack([tree.predict(x) for tree in trees])
-    counts = (votes[:, None] == votes[None]).sum(1)
-    return np.minimum(votes[counts.argmax(0), np.arange(len(shapes))], slices)
+def _selected(folder: Path, table: str, round_: int, share: float) -> np.ndarray:
+    labels = Labels(folder, table)
+    return select(labels, int(share * len(labels.split)), round_)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("labels", type=Path)
-    parser.add_argument("--json", type=Path, required=True, help="the table of accuracies")
+    parser.add_argument("--select", type=int, metavar="ROUND")
+    parser.add_argument("--share", type=float, default=0.4, help="shapes to select, for each label there is")
+    parser.add_argument("--tables", nargs="+", help="to select for (default: all)")
+    parser.add_argument("--json", type=Path, help="the table of accuracies")
     arguments = parser.parse_args()
-    meta = json.loads((arguments.labels / "meta.json").read_text())
-    configs = np.array([0, *(config[0] for config in meta["configs"]["lt"])])
+    folder, tables = arguments.labels, [table for tables in GROUPS.values() for table in tables]
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        if arguments.select is not None:
+            tables = arguments.tables or tables
+            found = pool.map(_selected, repeat(folder), tables, repeat(arguments.select), repeat(arguments.share))
+            selected: dict[str, Any] = dict(zip(tables, found, strict=True))
+            np.savez_compressed(folder / f"shapes_{arguments.select}.npz", **selected)
+            return
+        fitted = dict(zip(tables, pool.map(_fitted, repeat(folder), tables), strict=True))
     plan = json.loads(PLAN.read_text())
-    never = key(np.array([row[:3] for block in plan["recorded"] for row in block["rows"]]))
-    rules: dict[str, Any] = {}
-    scores: dict[str, Any] = {}
-    for family, tables in meta["tables"].items():
-        labels = Labels(arguments.labels, family, configs)
-        for index, table in enumerate(tables):
-            rule = f"{table} bfloat16" if table.startswith("blockwise") else table
-            shapes, split = labels.fitted_on(index, never)
-            trees = fit(as_asked(shapes, table), split, family)
-            rules[rule] = {"workspace_bytes": WORKSPACE_BYTES[family], "trees": [packed(tree) for tree in trees]}
-            scores[rule] = {"fitted on": len(split)}
-            for name, of in labels.set_aside(index).items():
-                truth, found = labels.split[index][of], predicted(trees, as_asked(labels.shapes[of], table), family)
-                scores[rule][name] = [int(x) for x in (len(of), (found == truth).sum(), (truth > 1).sum())]
-                scores[rule][name] += [int(((found == truth) & (truth > 1)).sum())]
-            print(rule, scores[rule], flush=True)
-    rules |= {name: rule for name, rule in plan["rules"].items() if name not in rules}
-    arguments.json.write_text(json.dumps(scores, indent=1))
+    rules = {**plan["rules"], **{table: rule for table, (rule, _) in fitted.items()}}
+    scores = {table: score for table, (_, score) in fitted.items()}
+    print(json.dumps(scores, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(scores, indent=1))
     PLAN.write_text(_text({**plan, "features": FEATURES, "rules": rules}))
 
 

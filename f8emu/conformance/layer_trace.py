@@ -4,7 +4,7 @@
 as they enter a GEMM, its product, the output, the gradients that autograd leaves, and the state of delayed scaling.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,15 @@ States = Mapping[str, DelayedState]
 """Tensor -> state of delayed scaling."""
 
 
+SplitK = Callable[[PlannedGemm], int]
+"""S of a GEMM, as a library chooses it."""
+
+
+def planned(gemm: PlannedGemm) -> int:
+    """S by the shipped plan."""
+    return split_k(gemm).split_k
+
+
 class Step(NamedTuple):
     """One step of a case, each list by layer."""
 
@@ -45,7 +54,7 @@ class Step(NamedTuple):
     """After the update, where there was one."""
 
 
-def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
+def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Iterator[Step]:
     """What `linear`, and under delayed scaling the verbs of its state, make of every step."""
     delayed = case.recipe.delayed
     numbers = range(1, case.layers + 1)
@@ -59,7 +68,7 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
             traces = []
             for layer, state in zip(numbers, states, strict=True):
                 options: dict[str, Any] = {"delayed_state": state} if state else {}
-                if slices := planned_slices(case, layer):
+                if slices := planned_slices(case, layer, slices_of):
                     options["split_k"] = slices
                 tensors = case.linear_tensors(Place(step, turn, layer))
                 traces.append(verbs["linear"](case.recipe, **tensors, **options))
@@ -70,10 +79,10 @@ def steps(case: LayerCase, verbs: Verbs) -> Iterator[Step]:
         yield Step(turns, states if case.updates else None)
 
 
-def planned_slices(case: LayerCase, layer: int) -> dict[str, int]:
-    """GEMM -> S, for those whose K the plan cuts [PLAN-1]. A layer that trains is emulated with the same S.
+def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> dict[str, int]:
+    """GEMM -> S, for those whose K is cut [PLAN-1]. A layer that trains is emulated with the same S.
 
-    The plan is asked for the sizes that the library sees, zero-padding included.
+    `slices_of` is asked for the sizes that the library sees, zero-padding included.
     """
     found: dict[str, int] = {}
     for name, (m, n, k) in case.gemm_sizes(layer).items():
@@ -91,7 +100,7 @@ def planned_slices(case: LayerCase, layer: int) -> dict[str, int]:
             a_dtype=(gemm.a.format or E4M3FN).name,
             b_dtype=(gemm.b.format or E4M3FN).name,
         )
-        slices = split_k(asked).split_k
+        slices = slices_of(asked)
         if slices > 1:
             found[name] = slices
     return found
@@ -114,10 +123,10 @@ def _operand_trace(trace: LinearTrace, gemm: str, tensor: str) -> OperandTrace:
     return (getattr(trace, gemm).a, getattr(trace, gemm).b)[OPERANDS[gemm].index(tensor)]
 
 
-def trace_parts(case: LayerCase, verbs: Verbs) -> Parts:
+def trace_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
     """Part -> array, in the order of computation: `output.a.amax`, ..., `output.product`, `result`, ..."""
     parts: Parts = {}
-    for i, step in enumerate(steps(case, verbs), start=1):
+    for i, step in enumerate(steps(case, verbs, slices_of), start=1):
         for j, traces in enumerate(step.turns, start=1):
             for k, trace in enumerate(traces, start=1):
                 parts |= {case.part(Place(i, j, k), name): array for name, array in _of_trace(trace)}
@@ -149,7 +158,7 @@ def _of_states(case: LayerCase, step: int, states: list[States] | None) -> Parts
     }
 
 
-def layer_parts(case: LayerCase, verbs: Verbs) -> Parts:
+def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:
     """What a layer that trains must give, in the order of computation.
 
     Zero-padding is no part of `codes`, `scale` and `product`; `padding` counts what is not zero in that of the codes.
@@ -157,7 +166,7 @@ def layer_parts(case: LayerCase, verbs: Verbs) -> Parts:
     in which others are added shows.
     """
     parts: Parts = {}
-    for i, step in enumerate(steps(case, verbs), start=1):
+    for i, step in enumerate(steps(case, verbs, slices_of), start=1):
         grads: Parts = {}
         for j, traces in enumerate(step.turns, start=1):
             places = [Place(i, j, k) for k in range(1, case.layers + 1)]

@@ -33,7 +33,7 @@ from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.golden import GoldenFile
 from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_cases import layer_cases
-from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
+from f8emu.conformance.layer_trace import SplitK, describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
@@ -253,16 +253,17 @@ def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None)
         if (case.mode is LayerMode.TRACE) == (subject.train is None) and only in (None, case.mode):
             yield Case(
                 id=case.id,
-                run=partial(_run_layer, case),
+                run=partial(_run_layer, case, subject.slices_of),
                 describe=partial(describe_layer, case),
                 traits=layer_traits(case),
             )
 
 
-def _run_layer(case: LayerCase, subject: Subject) -> Parts:
+def _run_layer(case: LayerCase, slices_of: SplitK, subject: Subject) -> Parts:
+    """`slices_of` is that of the subject that is verified, its judge included."""
     if case.mode is LayerMode.TRACE:
-        return trace_parts(case, subject.verbs)
-    return layer_parts(case, subject.verbs) if subject.train is None else subject.train(case)
+        return trace_parts(case, subject.verbs, slices_of)
+    return layer_parts(case, subject.verbs, slices_of) if subject.train is None else subject.train(case)
 
 
 _VALUES = ("decode", "cast")

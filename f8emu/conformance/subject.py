@@ -24,6 +24,7 @@ from f8emu.conformance.kernels.isolation import isolated
 from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerCase
+from f8emu.conformance.layer_trace import SplitK, planned
 from f8emu.spec import HIGH_PRECISION, MissingExtraError, SpecError
 
 VERBS = (
@@ -62,6 +63,8 @@ class Subject:
     """True: cases may run side by side."""
     chooses_split_k: bool = False
     """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
+    slices_of: SplitK = planned
+    """S of the GEMMs of its layers: by the plan, or as the library of another GPU than the plan's chooses it."""
     question: Callable[[GemmCase], GemmCase] = lambda case: case
     """A generated GEMM as this subject can be asked it; its judge is asked the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
@@ -238,7 +241,8 @@ def _f8ref_jax() -> Subject:
 def _torch() -> Subject:
     call = "f8emu verify torch"
     framework = torch_arrays(call)
-    implementation, engine = (importlib.import_module(name) for name in ("f8emu.torch", "f8emu.torch.gemm.engine"))
+    names = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.torch.gemm.cublaslt")
+    implementation, engine, cublaslt = map(importlib.import_module, names)
     device = "cuda" if framework.on_gpu else "cpu"
     on_hardware = framework.on_gpu and engine.has_float8_hardware(framework.load(np.zeros(1, np.float32)).device)
     try:
@@ -256,6 +260,7 @@ def _torch() -> Subject:
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
+        slices_of=cublaslt.split_k if on_hardware and not cublaslt.is_planned() else planned,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from f8emu.spec.chip import Chip
@@ -170,7 +171,8 @@ class Tree(NamedTuple):
     codes: bytes
     """128 + S of a leaf, or the index of a feature."""
     limits: bytes
-    """Of the nodes that are no leaves, three bytes each: first the lowest of all, then the middle, then the highest."""
+    """Of the nodes that are no leaves, those of one feature after another, three bytes each: first the lowest of all,
+    then the middle, then the highest. In this order they compress best."""
 
     def split_k(self, value: Callable[[int], int]) -> int:
         """S, where `value` gives a feature by its index."""
@@ -186,12 +188,14 @@ def _limits_and_branches(tree: Tree) -> tuple[Sequence[int], Sequence[int]]:
     """Of each node its limit, and where its second branch starts; 0 and 0 for a leaf."""
     third = len(tree.limits) // 3
     planes = (tree.limits[:third], tree.limits[third : 2 * third], tree.limits[2 * third :])
-    given = (low | middle << 8 | high << 16 for low, middle, high in zip(*planes, strict=True))
+    given = array("i", (low | middle << 8 | high << 16 for low, middle, high in zip(*planes, strict=True)))
+    first = accumulate((tree.codes.count(feature) for feature in range(LEAF)), initial=0)
+    by_feature = [iter(given[start:end]) for start, end in pairwise(first)]
     limits, others = (array("i", bytes(4 * len(tree.codes))) for _ in range(2))
     waiting: list[int] = []
     for at, code in enumerate(tree.codes):
         if code < LEAF:
-            limits[at] = next(given)
+            limits[at] = next(by_feature[code])
             waiting.append(at)
         elif waiting:
             others[waiting.pop()] = at + 1
@@ -199,10 +203,10 @@ def _limits_and_branches(tree: Tree) -> tuple[Sequence[int], Sequence[int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trees:
-    """S of most trees, or of the first of them if no two agree, and no more than [PLAN-2] and [PLAN-4] leave."""
+class FittedTree:
+    """S of a tree, and no more than [PLAN-2] and [PLAN-4] leave."""
 
-    trees: tuple[Tree, ...]
+    tree: Tree
     features: tuple[Feature, ...]
     workspace_bytes: int
     """[PLAN-4] The float32 results of all slices take less."""
@@ -229,8 +233,7 @@ class Trees:
                 return tiles
             return min(slices, -(-feature[3] // tiles) if feature[2] == "at least" else feature[3] // tiles)
 
-        found = [tree.split_k(value) for tree in self.trees]
-        return min(max(found, key=found.count), slices)
+        return min(self.tree.split_k(value), slices)
 
 
 def _power_of_two(size: int) -> int:
@@ -281,7 +284,7 @@ class Plan:
     """The version of torch that called the library."""
     recorded: Mapping[tuple[str, int, int, int], int]
     """(table, M, N, K) -> S."""
-    rules: Mapping[str, Trees | Formula] = field(default_factory=dict[str, Trees | Formula])
+    rules: Mapping[str, FittedTree | Formula] = field(default_factory=dict[str, FittedTree | Formula])
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 

@@ -3,6 +3,7 @@
 import base64
 import json
 import zlib
+from array import array
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, cast
@@ -13,12 +14,12 @@ from f8emu.spec.plan import (
     LEAF,
     PLAIN_FEATURES,
     Feature,
+    FittedTree,
     Formula,
     Plan,
     PlannedGemm,
     Split,
     Tree,
-    Trees,
 )
 
 SCHEMA = 2
@@ -101,22 +102,20 @@ def plan_from_json(text: str, name: str) -> Plan:
         ) from None
 
 
-def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, Trees | Formula]]:
+def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, FittedTree | Formula]]:
     features = tuple(_feature(entry) for entry in data.get("features", []))
     if len(features) > LEAF:
         raise ValueError(f"at most {LEAF} features; got {len(features)}")
     rules: dict[str, Any] = data.get("rules", {})
-    trees = {name: tuple(_tree(tree, len(features)) for tree in rule.get("trees", [])) for name, rule in rules.items()}
+    trees = {name: _tree(rule["tree"], len(features)) for name, rule in rules.items() if "tree" in rule}
     for name, rule in rules.items():
         slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
         if "tile" in rule:
             n, m, blocks = _sizes([*rule["tile"], rule["blocks"]])
             yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
             continue
-        own = trees[rule.get("trees_of", name)]
-        if not own:
-            raise ValueError(f"{name} has no trees")
-        yield name, Trees(trees=own, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
+        tree = trees[rule.get("tree_of", name)]
+        yield name, FittedTree(tree=tree, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
 
 
 def _feature(entry: Any) -> Feature:
@@ -134,12 +133,16 @@ def _tree(texts: Mapping[str, str], features: int) -> Tree:
     """Base64 of zlib of the bytes of a tree."""
     codes, limits = (_unpacked(texts[name]) for name in ("codes", "limits"))
     # so many nodes are still to come: none at the end, and not before
-    to_come = list(accumulate((-1 if code >= LEAF else 1 for code in codes), initial=1))
+    to_come = list(accumulate(array("b", codes.translate(_MORE_TO_COME)), initial=1))
     is_whole = to_come.pop() == 0 and min(to_come, default=0) > 0
-    is_known = all(code < features or code > LEAF for code in codes)
+    is_known = not codes.translate(None, delete=bytes([*range(features), *range(LEAF + 1, 256)]))
     if not (is_whole and is_known and len(limits) == 3 * (len(codes) // 2)):
         raise ValueError("a tree whose nodes do not fit together")
     return Tree(codes, limits)
+
+
+_MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
+"""By code of a node, as a signed byte: an inner node has two more, of which it takes the place of one; a leaf none."""
 
 
 def _unpacked(text: str) -> bytes:

@@ -12,15 +12,16 @@ import pytest
 
 from f8emu.cli.frame import BAD_USAGE, guarded
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
-from f8emu.conformance.check import Case
+from f8emu.conformance.check import Case, answer, run_case
 from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
-from f8emu.conformance.layer import LayerMode
+from f8emu.conformance.layer import LayerCase, LayerMode
+from f8emu.conformance.layer_trace import planned_slices
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
 from f8emu.conformance.side_by_side import parts_of
 from f8emu.conformance.stages import STAGES
 from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.conformance.verify import StageResult, joined
-from f8emu.spec import E4M3FN, SpecError
+from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,23 @@ def test_sampled_gemm_inside_its_full_size() -> None:
 
     padding = replace(reference, name="padding", takes_any_size=False)
     assert np.array_equal(padding.gemm(small), reference.gemm(small))
+
+
+def test_layers_are_cut_as_the_library_of_the_subject_cuts_them(
+    monkeypatch: pytest.MonkeyPatch, golden: GoldenFile
+) -> None:
+    """A GPU that is not the plan's cuts otherwise: its judge is told how, and the plan would be wrong."""
+    pytest.importorskip("jax")
+    kind: dict[str, Any] = {"dtype": FLOAT32, "weight_dtype": FLOAT32}
+    case = LayerCase(recipe=TENSORWISE, mode=LayerMode.TRACE, shape=(8, 16, 6144), **kind)
+    assert planned_slices(case, 1) == {"output": 2}
+    monkeypatch.setattr(stages, "layer_cases", lambda full_size: [case])
+    library = load_subject("f8ref.jax")
+    other = replace(library, slices_of=lambda gemm: 1)
+    (planned,), (uncut,) = (list(STAGES["layers"].cases(subject, golden)) for subject in (library, other))
+    expected = answer(uncut, load_subject("f8ref.numpy"))
+    assert run_case(uncut, other, expected, 1).is_equal
+    assert run_case(planned, library, expected, 1).first_difference == "output.product"
 
 
 def test_what_stands_beside_a_sample_is_not_zero() -> None:
