@@ -1,6 +1,6 @@
 """The proof that the plan of split K says what cuBLAS's heuristic says: what it asks, and how it counts."""
 
-from benchmarks.proofs.split_k import KINDS, compare
+from benchmarks.proofs.split_k import KINDS, OUTPUTS, compare
 from f8emu.spec.plan import PlannedGemm, shipped_plan
 from f8emu.torch.gemm.cublaslt import question
 
@@ -24,5 +24,8 @@ def test_torch_asks_for_columns() -> None:
     kind = {"m": 32, "n": 48, "k": 64, "out_dtype": "float32"}
     asked = question(PlannedGemm(gemm="bfloat16", layout="nt", **kind))
     assert asked.layouts == ((48, 64, 48), (32, 64, 32), (48, 32, 48)) and asked.workspace_bytes == 1 << 25
+    assert [question(PlannedGemm(gemm="bfloat16", **{**kind, "out_dtype": out})).types for out in OUTPUTS] == [
+        *((14, 14, 0), (14, 14, 14), (2, 2, 2))
+    ]
     asked = question(PlannedGemm(gemm="tensorwise", accumulation="fast", **kind))
     assert asked.layouts == ((64, 48, 64), (64, 32, 64), (48, 32, 48)) and asked.workspace_bytes == 1 << 20

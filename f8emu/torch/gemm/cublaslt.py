@@ -48,7 +48,8 @@ def question(gemm: PlannedGemm) -> Question:
     layouts = ((k, n, k) if first else (n, k, n), (m, k, m) if second else (k, m, k), (n, m, n))
     attributes: list[tuple[int, Any]] = [(_TRANS_A, c_int32(first)), (_TRANS_B, c_int32(second))]
     if gemm.gemm == "bfloat16":
-        types = (_CUDA["bfloat16"], _CUDA["bfloat16"], _CUDA[gemm.out_dtype])
+        operand = _CUDA["float16" if gemm.out_dtype == "float16" else "bfloat16"]  # torch.mm writes no other float16
+        types = (operand, operand, _CUDA[gemm.out_dtype])
         return Question(types, layouts, tuple(attributes), WORKSPACE_BYTES[gemm.gemm])
     # the scales' addresses are never read, but must be there
     attributes += [(_SCALE_A, c_uint64(1 << 40)), (_SCALE_B, c_uint64(1 << 41))]
