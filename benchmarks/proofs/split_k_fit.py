@@ -3,9 +3,9 @@
     python -m benchmarks.proofs.split_k_fit LABELS --select ROUND     what to ask next: LABELS/shapes_{ROUND}.npz
     python -m benchmarks.proofs.split_k_fit LABELS --json OUT         the trees, into the shipped plan file
 
-Needs scikit-learn, f8emu does not; ten minutes. `LABELS` is the folder of `split_k_labels`: random shapes, and rounds
-of selected ones, on which two trees that were fitted on half of the labels each do not agree. There the library
-changes from one tile to another, and a label says more than one of a random shape.
+Needs scikit-learn, which f8emu does not, and torch; ten minutes. `LABELS` is the folder of `split_k_labels`: random
+shapes, and rounds of selected ones, on which two trees that were fitted on half of the labels each do not agree. There
+the library changes from one tile to another, and a label says more than one of a random shape.
 
 Set aside from every round: `held_out`, one shape in 16; every recorded row; the shapes of
 `tests/spec/split_k_set_aside.json`. The rules go into the shipped plan file, whose recorded rows stay as they are.
@@ -33,7 +33,7 @@ from f8emu.torch.gemm.cublaslt import WORKSPACE_BYTES
 PLAN = Path(__file__).parents[2] / "f8emu/spec/data/h200_cublas_13_1_0_3_split_k.json"
 SET_ASIDE = Path(__file__).parents[2] / "tests/spec/split_k_set_aside.json"
 ELEMENT_BYTES = {"float8": 1, "bfloat16": 2}
-LIMITS = {"float8": WORKSPACE_BYTES["tensorwise"], "bfloat16": WORKSPACE_BYTES["bfloat16"]}
+WORKSPACE = {"float8": WORKSPACE_BYTES["tensorwise"], "bfloat16": WORKSPACE_BYTES["bfloat16"]}
 TILES = (
     [(64, m) for m in (8, 16, 24, 32, 40, 48, 56, 64, 128, 256)]
     + [(128, m) for m in (8, 16, 24, 32, 48, 64, 128, 256)]
@@ -43,6 +43,8 @@ TILES = (
 )
 FILLED = [(64, m) for m in (8, 16, 24, 32, 48, 64)] + [(128, m) for m in (8, 16, 32, 64)]
 FILLED += [(192, 8), (256, 8), (16, 64), (24, 64), (32, 64), (48, 64)]
+MOST_CHUNKS = 1000
+"""That are drawn for one selection."""
 FEATURES: list[Any] = [*PLAIN_FEATURES, *(list(tile) for tile in TILES)]
 FEATURES += [[*tile, "at least", 88] for tile in FILLED] + [[*tile, "at most", 132] for tile in FILLED]
 """As `f8emu.spec.plan.FittedTree` reads them."""
@@ -66,7 +68,7 @@ def features(shapes: np.ndarray, family: str) -> tuple[np.ndarray, np.ndarray]:
     """FEATURES of every shape, and the largest S that [PLAN-2] and [PLAN-4] leave."""
     m, n, k = shapes.T
     by_k = np.maximum(1, (k * ELEMENT_BYTES[family] - 1) // 2560)
-    slices = np.minimum(by_k, np.maximum(1, (LIMITS[family] - 1) // (4 * m * n)))
+    slices = np.minimum(by_k, np.maximum(1, (WORKSPACE[family] - 1) // (4 * m * n)))
     tiles = {(a, b): -(-n // a) * -(-m // b) for a, b in TILES}
     columns = [m, n, k, m * n, *(np.minimum(x & -x, 128) for x in (m, n, k)), by_k, slices, *tiles.values()]
     columns += [np.minimum(slices, -(-88 // tiles[tile])) for tile in FILLED]
@@ -97,14 +99,15 @@ class Labels:
                 found.append(answers[table])
         self.shapes, unique = np.unique(np.concatenate(shapes), axis=0, return_index=True)
         self.split = np.concatenate(found)[unique]
-        kept = ~held_out(*self.shapes.T) & ~np.isin(key(self.shapes), _never()) & (self.split > 0)
+        kept = ~held_out(*self.shapes.T) & ~np.isin(key(self.shapes), _never(table)) & (self.split > 0)
         self.shapes, self.split = self.shapes[kept], self.split[kept]
 
 
-def _never() -> np.ndarray:
-    """Keys of the recorded rows and of those that a test asks."""
+def _never(table: str) -> np.ndarray:
+    """Keys of the recorded rows and of those that a test asks, as the library sees them."""
     recorded, tested = (json.loads(path.read_text()) for path in (PLAN, SET_ASIDE))
-    return key(np.array([row[:3] for block in (*recorded["recorded"], *tested["labels"]) for row in block["rows"]]))
+    rows = [row[:3] for block in (*recorded["recorded"], *tested["labels"]) for row in block["rows"]]
+    return key(as_asked(np.array(rows), table))
 
 
 def fit(shapes: np.ndarray, split: np.ndarray, family: str) -> DecisionTreeClassifier:
@@ -119,16 +122,20 @@ def predicted(tree: DecisionTreeClassifier, shapes: np.ndarray, family: str) -> 
 
 
 def select(labels: Labels, count: int, round_: int) -> np.ndarray:
-    """About `count` new shapes on which the trees of two halves of the labels differ, as rows (M, N / 16, K / 16)."""
+    """About `count` new shapes on which the trees of two halves of the labels differ, as rows (M, N / 16, K / 16).
+
+    Of fewer than 4,096 outputs the trees are right all the same, and such shapes are passed over.
+    """
     order = np.random.default_rng(round_).permutation(len(labels.split))
     trees = [fit(labels.shapes[half], labels.split[half], labels.family) for half in (order[::2], order[1::2])]
-    found, chunk = list[np.ndarray](), 1_000_000 * round_
-    while sum(map(len, found)) < count:
+    found = list[np.ndarray]()
+    for chunk in range(1_000_000 * round_, 1_000_000 * round_ + MOST_CHUNKS):
         shapes = as_asked(drawn(labels.group, chunk, 10 * CHUNK), labels.table)
         shapes = shapes[(shapes[:, 0] * shapes[:, 1] >= 4096) & ~held_out(*shapes.T)]
         first, second = (predicted(tree, shapes, labels.family) for tree in trees)
         found.append(shapes[first != second])
-        chunk += 1
+        if sum(map(len, found)) >= count:
+            break
     return (np.unique(np.concatenate(found), axis=0) // (1, 16, 16)).astype(np.uint16)
 
 
@@ -159,7 +166,7 @@ def _fitted(folder: Path, table: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, (shapes, truth) in labels.set_aside.items():
         right = predicted(tree, shapes, labels.family) == truth
         score[name] = [int(x) for x in (len(truth), right.sum(), (truth > 1).sum(), right[truth > 1].sum())]
-    return {"workspace_bytes": LIMITS[labels.family], "tree": packed(tree)}, score
+    return {"workspace_bytes": WORKSPACE[labels.family], "tree": packed(tree)}, score
 
 
 def _selected(folder: Path, table: str, round_: int, share: float) -> np.ndarray:
@@ -178,10 +185,12 @@ def main() -> None:
     folder, tables = arguments.labels, [table for tables in GROUPS.values() for table in tables]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         if arguments.select is not None:
+            if (path := folder / f"shapes_{arguments.select}.npz").exists():
+                parser.error(f"{path} exists, and its answers may too: select the next round")
             tables = arguments.tables or tables
             found = pool.map(_selected, repeat(folder), tables, repeat(arguments.select), repeat(arguments.share))
             selected: dict[str, Any] = dict(zip(tables, found, strict=True))
-            np.savez_compressed(folder / f"shapes_{arguments.select}.npz", **selected)
+            np.savez_compressed(path, **selected)
             return
         fitted = dict(zip(tables, pool.map(_fitted, repeat(folder), tables), strict=True))
     plan = json.loads(PLAN.read_text())

@@ -3,7 +3,7 @@
     python -m benchmarks.proofs.split_k_labels LABELS [--chunks 228 162 39]   on a GPU: random shapes of every table
     python -m benchmarks.proofs.split_k_labels LABELS --selected ROUND        on a GPU: shapes that split_k_fit selected
 
-A library's answer takes a core 0.2 ms, so the first takes four minutes of 16 cores. `LABELS` is a folder: `random.npz`
+A library's answer takes a core 0.2 ms, so the first takes five minutes of 16 cores. `LABELS` is a folder: `random.npz`
 has S by table, [chunk, shape], of the shapes that `drawn` gives; `selected_{ROUND}.npz` S of those of
 `shapes_{ROUND}.npz`, a row (M, N / 16, K / 16) each.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.proofs.split_k import KINDS, SEED, SHORTEST_K
 from f8emu.spec.plan import BLOCKWISE_GEMMS, MAX_K, MAX_M, MAX_N, PlannedGemm
-from f8emu.torch.gemm.cublaslt import WORKSPACE_BYTES, split_k
+from f8emu.torch.gemm.cublaslt import WORKSPACE_BYTES, asked_split_k
 
 CHUNK = 20_000
 """Shapes that are drawn at a time."""
@@ -81,7 +81,7 @@ def _answers(job: tuple[str, np.ndarray]) -> np.ndarray:
     """S of each shape, in a process of its own."""
     table, shapes = job
     asked = (PlannedGemm(m=m, n=n, k=k, **KINDS[table]) for m, n, k in as_asked(shapes, table).tolist())
-    return np.array([split_k(gemm) for gemm in asked], np.uint8)
+    return np.array([asked_split_k(gemm) for gemm in asked], np.uint8)
 
 
 def _random(pool: Any, chunks: list[int]) -> Iterator[tuple[str, np.ndarray]]:

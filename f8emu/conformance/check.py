@@ -1,6 +1,6 @@
 """One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -30,6 +30,8 @@ class Case:
     """The answer, where it was recorded on hardware; otherwise the judge is asked."""
     describe: DescribePart | None = None
     traits: Traits = field(default_factory=dict)
+    context: Hashable = None
+    """What the answer depends on besides the question; cases of one id and context share an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

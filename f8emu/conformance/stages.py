@@ -256,6 +256,7 @@ def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None)
                 run=partial(_run_layer, case, subject.slices_of),
                 describe=partial(describe_layer, case),
                 traits=layer_traits(case),
+                context=subject.slices_of,
             )
 
 

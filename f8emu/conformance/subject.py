@@ -25,7 +25,7 @@ from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSOR
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerCase
 from f8emu.conformance.layer_trace import SplitK, planned
-from f8emu.spec import HIGH_PRECISION, MissingExtraError, SpecError
+from f8emu.spec import HIGH_PRECISION, HOPPER, MissingExtraError, SpecError
 
 VERBS = (
     "decode",
@@ -64,7 +64,7 @@ class Subject:
     chooses_split_k: bool = False
     """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
-    """S of the GEMMs of its layers: by the plan, or as the library of another GPU than the plan's chooses it."""
+    """S of the GEMMs of its layers: by the plan, or on another Hopper GPU than the plan's as its library says."""
     question: Callable[[GemmCase], GemmCase] = lambda case: case
     """A generated GEMM as this subject can be asked it; its judge is asked the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
@@ -241,10 +241,12 @@ def _f8ref_jax() -> Subject:
 def _torch() -> Subject:
     call = "f8emu verify torch"
     framework = torch_arrays(call)
-    names = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.torch.gemm.cublaslt")
-    implementation, engine, cublaslt = map(importlib.import_module, names)
+    modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.torch.gemm.cublaslt")
+    implementation, engine, cublaslt = map(importlib.import_module, modules)
     device = "cuda" if framework.on_gpu else "cpu"
-    on_hardware = framework.on_gpu and engine.has_float8_hardware(framework.load(np.zeros(1, np.float32)).device)
+    at = framework.load(np.zeros(1, np.float32)).device
+    on_hardware = framework.on_gpu and engine.has_float8_hardware(at)
+    is_hopper = framework.on_gpu and engine.is_device_of(HOPPER, at)
     try:
         multiplies = engine.engine_of(device)
     except MissingExtraError:  # its casts run all the same
@@ -260,7 +262,7 @@ def _torch() -> Subject:
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
-        slices_of=cublaslt.split_k if on_hardware and not cublaslt.is_planned() else planned,
+        slices_of=cublaslt.split_k_on_this_gpu if is_hopper else planned,
     )
 
 

@@ -15,7 +15,6 @@ from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.golden import GoldenFile, shipped_golden
-from f8emu.conformance.layer_trace import SplitK
 from f8emu.conformance.side_by_side import Workers, parts_of, run_parts
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import SUBJECTS, NotOffered, Subject
@@ -223,7 +222,7 @@ class _Run:
         self.golden = golden
         self.errors = errors
         self.progress = progress
-        self.known: dict[tuple[str, str, str, SplitK], Parts | Exception] = {}
+        self.known: dict[tuple[str, str, str, object], Parts | Exception] = {}
         self.judges: dict[str, Subject] = {}
 
     def stage(self, stage: Stage, subject: Subject) -> StageResult:
@@ -240,7 +239,7 @@ class _Run:
             assert judge.name != subject.name, f"{subject.name} would judge itself"
             oracle = judge.engine
         assert len({case.id for case in cases}) == len(cases), f"{stage.name}: two cases of one name share an answer"
-        answers = self._answers(stage, cases, judge, subject)
+        answers = self._answers(stage, cases, judge, subject.name)
         self.progress.begin(subject.name, stage.title, len(cases))
         start = time.perf_counter()
 
@@ -254,18 +253,16 @@ class _Run:
 
     def _asked(self, stage: Stage, case: Case, subject: Subject) -> Case:
         """The case; what the very same subject gave for it, as the judge of another one, is not computed again."""
-        found = self.known.get((subject.name, stage.name, case.id, subject.slices_of))
+        found = self.known.get((subject.name, stage.name, case.id, case.context))
         if self.judges.get(subject.name) is not subject or found is None or isinstance(found, Exception):
             return case
         return replace(case, run=lambda _: found)
 
-    def _answers(
-        self, stage: Stage, cases: list[Case], judge: Subject | None, subject: Subject
-    ) -> list[Parts | Exception]:
+    def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
         """What is expected of each case; what a judge has answered for an earlier subject is not asked again."""
 
         def ask(case: Case) -> Parts | Exception:
-            key = (judge.name if judge else "", stage.name, case.id, subject.slices_of)
+            key = (judge.name if judge else "", stage.name, case.id, case.context)
             if key not in self.known:
                 self.known[key] = answer(case, judge)
             self.progress.advance()
@@ -274,7 +271,7 @@ class _Run:
         if judge is None:
             return [answer(case, None) for case in cases]
         self.judges[judge.name] = judge
-        self.progress.begin(subject.name, f"{stage.title}, asking {judge.name}", len(cases))
+        self.progress.begin(subject, f"{stage.title}, asking {judge.name}", len(cases))
         return _mapped(ask, cases, judge)
 
 

@@ -116,16 +116,19 @@ class PlannedGemm:
     def table(self) -> str:
         """The name of the recorded rows and of the rule that apply.
 
-        [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM. A
-        single row is contiguous in both directions, and is then no transposed operand.
+        [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM.
         """
         if self.is_blockwise:
             return self.gemm if self.out_dtype == "float32" else f"{self.gemm} {self.out_dtype}"
         if self.gemm != "bfloat16":
             pair = "" if self.a_dtype == self.b_dtype == E4M3FN.name else f" {self.a_dtype} x {self.b_dtype}"
             return f"{self.gemm}{pair} {self.out_dtype}"
-        layout = self.layout[0] + "n" if self.m == 1 else self.layout
-        return f"bfloat16 {layout}"
+        return f"bfloat16 {self.layout_asked}"
+
+    @property
+    def layout_asked(self) -> str:
+        """[PLAN-3] As the library sees it: a single row is contiguous in both directions, and no transposed operand."""
+        return self.layout[0] + "n" if self.m == 1 else self.layout
 
     @property
     def rows(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from f8emu.cli.frame import BAD_USAGE, guarded
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
-from f8emu.conformance.check import Case, answer, run_case
+from f8emu.conformance.check import Case
 from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
 from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_trace import planned_slices
@@ -175,21 +175,24 @@ def test_sampled_gemm_inside_its_full_size() -> None:
     assert np.array_equal(padding.gemm(small), reference.gemm(small))
 
 
+@pytest.mark.parametrize(("name", "mode"), [("f8ref.jax", LayerMode.TRACE), ("torch", LayerMode.EAGER)])
 def test_layers_are_cut_as_the_library_of_the_subject_cuts_them(
-    monkeypatch: pytest.MonkeyPatch, golden: GoldenFile
+    monkeypatch: pytest.MonkeyPatch, golden: GoldenFile, name: str, mode: LayerMode
 ) -> None:
-    """A GPU that is not the plan's cuts otherwise: its judge is told how, and the plan would be wrong."""
+    """The judge is told how, and shares no answer with a subject whose library cuts otherwise."""
     pytest.importorskip("jax")
-    kind: dict[str, Any] = {"dtype": FLOAT32, "weight_dtype": FLOAT32}
-    case = LayerCase(recipe=TENSORWISE, mode=LayerMode.TRACE, shape=(8, 16, 6144), **kind)
+    pytest.importorskip("torch")
+    subject = load_subject(name)
+    kind: dict[str, Any] = {"dtype": FLOAT32, "weight_dtype": FLOAT32, "with_bias": False}
+    case = LayerCase(recipe=TENSORWISE, mode=mode, shape=(8, 16, 6144), **kind)
     assert planned_slices(case, 1) == {"output": 2}
     monkeypatch.setattr(stages, "layer_cases", lambda full_size: [case])
-    library = load_subject("f8ref.jax")
-    other = replace(library, slices_of=lambda gemm: 1)
-    (planned,), (uncut,) = (list(STAGES["layers"].cases(subject, golden)) for subject in (library, other))
-    expected = answer(uncut, load_subject("f8ref.numpy"))
-    assert run_case(uncut, other, expected, 1).is_equal
-    assert run_case(planned, library, expected, 1).first_difference == "output.product"
+    uncut = replace(subject, name="uncut", slices_of=lambda gemm: 1)
+    result = verify([subject, uncut], stages=["layers"], golden=golden)
+    by_plan, otherwise = (found.stages[0] for found in result.subjects)
+    assert (by_plan.cases_total, by_plan.status) == (1, Status.EQUAL)
+    # a verb is told S as its judge is; the emulation of a layer that trains follows the plan
+    assert otherwise.first_differences == ({} if mode is LayerMode.TRACE else {"output.product": 1})
 
 
 def test_what_stands_beside_a_sample_is_not_zero() -> None:

@@ -73,7 +73,7 @@ RIGHT_OF_THOSE_SET_ASIDE = {
     "tensorwise float8_e4m3fn x float8_e5m2 float32": (600, 599),
     "tensorwise float8_e4m3fn x float8_e5m2 bfloat16": (600, 598),
     "tensorwise float8_e4m3fn x float8_e5m2 float16": (600, 597),
-    "blockwise_1x128_1x128 bfloat16": (600, 597),
+    "blockwise_1x128_1x128 bfloat16": (600, 596),
     "blockwise_1x128_128x128 bfloat16": (600, 600),
     "blockwise_128x128_1x128 bfloat16": (600, 599),
     "bfloat16 tn": (600, 589),

@@ -1,7 +1,7 @@
-"""S as the library of the GPU at hand chooses it [PLAN-1]: cuBLAS's own heuristic, asked as torch asks it.
+"""S as the library of the GPU at hand chooses it [PLAN-7]: cuBLAS's own heuristic, asked as torch asks it.
 
-`cublasLtMatmulAlgoGetHeuristic` gets the descriptors and the workspace of torch 2.11; no GEMM runs. So it tells S of
-any chip and version. On an NVIDIA H200 it agrees with every recorded row of tensorwise and bfloat16 GEMMs
+`cublasLtMatmulAlgoGetHeuristic` gets the descriptors and the workspace of torch 2.11 on a Hopper GPU; no GEMM runs. On
+an NVIDIA H200 it agrees with every recorded row of tensorwise and bfloat16 GEMMs
 (`benchmarks/results/split_k_asked-h200.json`).
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.spec.plan import BLOCKWISE_GEMMS, CHIP, LIBRARY, PlannedGemm
+from f8emu.spec.plan import BLOCKWISE_GEMMS, CHIP, LIBRARY, PlannedGemm, split_k
 
 _FLOAT8 = ("tensorwise", *BLOCKWISE_GEMMS)
 WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}
@@ -44,7 +44,7 @@ class Question(NamedTuple):
 def question(gemm: PlannedGemm) -> Question:
     """What torch asks for a GEMM."""
     m, n, k = gemm.rows, gemm.n, gemm.k
-    first, second = (letter == "t" for letter in gemm.layout)
+    first, second = (letter == "t" for letter in gemm.layout_asked)
     layouts = ((k, n, k) if first else (n, k, n), (m, k, m) if second else (k, m, k), (n, m, n))
     attributes: list[tuple[int, Any]] = [(_TRANS_A, c_int32(first)), (_TRANS_B, c_int32(second))]
     if gemm.gemm == "bfloat16":
@@ -98,8 +98,8 @@ class CublasLt:
         return slices.value
 
 
-def split_k(gemm: PlannedGemm) -> int:
-    """S of a GEMM on the GPU at hand; 1 of a rowwise one, which is never split.
+def asked_split_k(gemm: PlannedGemm) -> int:
+    """S of a GEMM, as the library says; 1 of a rowwise one, which is never split.
 
     Raises:
         UnsupportedError: torch has loaded no cublasLt, or the library has no answer.
@@ -107,8 +107,17 @@ def split_k(gemm: PlannedGemm) -> int:
     return 1 if gemm.gemm == "rowwise" else _library().split_k(question(gemm))
 
 
-def is_planned() -> bool:
-    """Whether the shipped plan is that of the GPU at hand and of its library."""
+def split_k_on_this_gpu(gemm: PlannedGemm) -> int:
+    """S of a GEMM: by the shipped plan if it is that of this GPU and library, otherwise as the library says.
+
+    Raises:
+        UnsupportedError: torch has loaded no cublasLt, or the library has no answer.
+    """
+    return split_k(gemm).split_k if _is_gpu_of_the_plan() else asked_split_k(gemm)
+
+
+@cache
+def _is_gpu_of_the_plan() -> bool:
     major, minor, patch = (int(part) for part in LIBRARY.split()[-1].split(".")[:3])
     return torch.cuda.get_device_name() == CHIP and _library().version == 10000 * major + 100 * minor + patch
 
