@@ -38,6 +38,11 @@ BLOCKWISE_ODD = (130, 37, 200)
 ONE_ROW = (1, 16, 32)
 FULL_SIZES = (ONE_ROW, (19, 32, 48), (21, 20, 37), (150, 144, 272), (256, 512, 384))
 """On hardware, in both modes: a single row, tails of tiles and of 128-blocks, several tiles."""
+LONG = ((16, 32, 8192), (16, 8192, 32), (8192, 32, 64))
+"""On hardware, in both modes: `output`, `grad_input` or `grad_weight` has a long sum and few outputs, and is cut
+[PLAN-1] but for rowwise float8."""
+TILES = (8, 1024, 16384)
+"""On hardware: `output` has many tiles, and how often it is cut depends on how fast the chip's memory is [PLAN-7]."""
 DISTRIBUTIONS = ("blocks", "normal", "outlier", "gradient", "specials", "cancellation", "subnormals")
 
 DELAYED_MOST_RECENT = replace(
@@ -168,3 +173,11 @@ def _full_size() -> Iterator[LayerCase]:
     for recipe, shape, weight_dtype in product(RECIPES.values(), FULL_SIZES, (BFLOAT16, FLOAT32)):
         for mode in (LayerMode.EAGER, LayerMode.COMPILED):
             yield _case(recipe, mode, shape=shape, weight_dtype=weight_dtype, distribution="blocks", steps=2)
+    # Products in float32 show every bit, and outliers how they were added.
+    for recipe, shape, mode in product(RECIPES.values(), LONG, (LayerMode.EAGER, LayerMode.COMPILED)):
+        yield _long(recipe, mode, shape, steps=2)
+    yield _long(TENSORWISE, LayerMode.EAGER, TILES, trained=())
+
+
+def _long(recipe: Recipe, mode: LayerMode, shape: tuple[int, int, int], **fields: Any) -> LayerCase:
+    return _case(recipe, mode, shape=shape, dtype=FLOAT32, weight_dtype=FLOAT32, distribution="outlier", **fields)

@@ -14,7 +14,7 @@ from f8emu.conformance.gemm import Mode
 from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
 from f8emu.conformance.layer import LayerMode, Place, place_of
 from f8emu.conformance.layer_cases import layer_cases
-from f8emu.conformance.layer_trace import describe_layer, layer_parts, trace_parts
+from f8emu.conformance.layer_trace import describe_layer, layer_parts, planned_slices, trace_parts
 from f8emu.spec import (
     E4M3FN,
     E5M2,
@@ -23,6 +23,7 @@ from f8emu.spec import (
     HIGH_PRECISION,
     HOPPER,
     RECIPES,
+    ROWWISE_WITH_GW_HP,
     Format,
     Granularity,
 )
@@ -120,6 +121,19 @@ def test_layers_meet_every_recipe_dtype_and_mode() -> None:
             assert {case.dtype for case in mine if case.mode is mode} == set(HIGH_PRECISION)
     traced = {case.name for case in table if case.mode is LayerMode.TRACE}
     assert traced < {case.name for case in table if case.mode is LayerMode.EAGER}
+
+
+def test_layers_with_long_sums_are_cut() -> None:
+    """All three GEMMs of a layer, by the plan; a judge that cut none would have other bits."""
+    table = [case for case in layer_cases(full_size=True) if case.mode is LayerMode.EAGER]
+    cut = {(case.recipe.name, gemm) for case in table for gemm in planned_slices(case, 1)}
+    by_one_scale = set(product(("tensorwise", "delayed", "blockwise"), ("output", "grad_input", "grad_weight")))
+    assert cut == by_one_scale | {("rowwise_with_gw_hp", "grad_weight")}
+    case = next(case for case in table if case.recipe == ROWWISE_WITH_GW_HP and planned_slices(case, 1))
+    verbs = load_subject("f8ref.numpy").verbs
+    parts, uncut = layer_parts(case, verbs), layer_parts(case, verbs, lambda gemm: 1)
+    part = case.part(Place(), "grad_weight.product")
+    assert parts[part].tobytes() != uncut[part].tobytes()
 
 
 def test_gemms_of_a_layer_are_told_apart_by_their_sizes() -> None:
