@@ -57,11 +57,12 @@ def compare(split_k: Callable[[PlannedGemm], int], count: int) -> dict[str, dict
             "recorded": [PlannedGemm(m=m, n=n, k=k, **kind) for m, n, k in recorded],
             "random": list(random_gemms(kind, count)),
         }
-        rows[table] = {}
-        agreeing = sum(split_k(gemm) == plan.split_k(gemm).split_k for gemm in sets["recorded"])
-        rows[table] |= {"recorded as the library says": agreeing}
+        said = {name: [split_k(gemm) for gemm in gemms] for name, gemms in sets.items()}
+        looked_up = [plan.split_k(gemm).split_k for gemm in sets["recorded"]]
+        agreeing = sum(a == b for a, b in zip(said["recorded"], looked_up, strict=True))
+        rows[table] = {"recorded as the library says": agreeing}
         for name, gemms in sets.items():
-            pairs = [(split_k(gemm), plan.predicted(gemm).split_k) for gemm in gemms]
+            pairs = [(s, plan.predicted(gemm).split_k) for s, gemm in zip(said[name], gemms, strict=True)]
             split = [pair for pair in pairs if pair[0] > 1]
             rows[table] |= {name: len(pairs), f"{name} right": sum(a == b for a, b in pairs)}
             rows[table] |= {f"{name} split": len(split), f"{name} split right": sum(a == b for a, b in split)}

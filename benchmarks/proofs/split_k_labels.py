@@ -73,14 +73,14 @@ def _some(sizes: Any, rng: np.random.Generator, gemm: str, step: int, count: int
 
 
 def as_asked(shapes: np.ndarray, table: str) -> np.ndarray:
-    """1x128 scales of a need M a multiple of 4, to which rows are padded."""
+    """As `PlannedGemm.rows`: 1x128 scales of a need M a multiple of 4, to which rows are padded."""
     return shapes + -shapes % (4, 1, 1) if table.startswith("blockwise_1x128") else shapes
 
 
 def _answers(job: tuple[str, np.ndarray]) -> np.ndarray:
     """S of each shape, in a process of its own."""
     table, shapes = job
-    asked = (PlannedGemm(m=m, n=n, k=k, **KINDS[table]) for m, n, k in as_asked(shapes, table).tolist())
+    asked = (PlannedGemm(m=m, n=n, k=k, **KINDS[table]) for m, n, k in shapes.tolist())
     return np.array([asked_split_k(gemm) for gemm in asked], np.uint8)
 
 

@@ -54,7 +54,7 @@ class Step(NamedTuple):
     """After the update, where there was one."""
 
 
-def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Iterator[Step]:
+def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK) -> Iterator[Step]:
     """What `linear`, and under delayed scaling the verbs of its state, make of every step."""
     delayed = case.recipe.delayed
     numbers = range(1, case.layers + 1)
@@ -82,15 +82,14 @@ def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Iterato
 def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> dict[str, int]:
     """GEMM -> S, for those whose K is cut [PLAN-1]. A layer that trains is emulated with the same S.
 
-    `slices_of` is asked for the sizes that the library sees, zero-padding included.
+    `slices_of` is asked for the sizes that the library sees, zero-padding included; that of rows it knows itself.
     """
     found: dict[str, int] = {}
     for name, (m, n, k) in case.gemm_sizes(layer).items():
         gemm = case.recipe.gemms[name]
         pair = None if gemm.is_high_precision else gemm.scaled_gemm_granularities
-        pads_rows = pair is not None and pair[0] is Granularity.BLOCKWISE_1X128
         asked = PlannedGemm(
-            m=-(-m // HOPPER.vector_multiple) * HOPPER.vector_multiple if pads_rows else m,
+            m=m,
             n=-(-n // HOPPER.size_multiple) * HOPPER.size_multiple,
             k=-(-k // HOPPER.size_multiple) * HOPPER.size_multiple,
             gemm="bfloat16" if pair is None else scaled_gemm_name(pair),

@@ -245,8 +245,7 @@ def _torch() -> Subject:
     implementation, engine, cublaslt = map(importlib.import_module, modules)
     device = "cuda" if framework.on_gpu else "cpu"
     at = framework.load(np.zeros(1, np.float32)).device
-    on_hardware = framework.on_gpu and engine.has_float8_hardware(at)
-    is_hopper = framework.on_gpu and engine.is_device_of(HOPPER, at)
+    on_hardware = engine.has_float8_hardware(at)
     try:
         multiplies = engine.engine_of(device)
     except MissingExtraError:  # its casts run all the same
@@ -262,7 +261,7 @@ def _torch() -> Subject:
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
-        slices_of=cublaslt.split_k_on_this_gpu if is_hopper else planned,
+        slices_of=cublaslt.split_k_on_this_gpu if engine.is_device_of(HOPPER, at) else planned,
     )
 
 

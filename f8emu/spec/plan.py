@@ -132,8 +132,9 @@ class PlannedGemm:
 
     @property
     def rows(self) -> int:
-        """M as the library sees it: beside 1x128 scales of `a` rows are padded to a multiple of 4."""
-        return self.m + -self.m % 4 if self.gemm.startswith("blockwise_1x128") else self.m
+        """M as the library sees it: beside 1x128 scales of `a` rows are padded."""
+        is_padded = self.gemm.startswith("blockwise_1x128")
+        return self.m + -self.m % HOPPER.vector_multiple if is_padded else self.m
 
     @property
     def is_aligned(self) -> bool:

@@ -57,9 +57,9 @@ def _scaled_mm(
 ) -> PlannedGemm:
     m, n, k = sizes
     return PlannedGemm(
-        m=_rounded_up(m, TARGET.vector_multiple if pair[0] is Granularity.BLOCKWISE_1X128 else 1),
-        n=_rounded_up(n, TARGET.size_multiple),
-        k=_rounded_up(k, TARGET.size_multiple),
+        m=m,
+        n=_rounded_up(n),
+        k=_rounded_up(k),
         gemm=scaled_gemm_name(pair),
         accumulation="fast" if use_fast_accum else "promoted",
         out_dtype=dtypes[0],
@@ -70,13 +70,12 @@ def _scaled_mm(
 
 def _mm(sizes: tuple[int, int, int], layout: str, out_dtype: str) -> PlannedGemm:
     m, n, k = sizes
-    n, k = _rounded_up(n, TARGET.size_multiple), _rounded_up(k, TARGET.size_multiple)
-    return PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=out_dtype)
+    return PlannedGemm(m=m, n=_rounded_up(n), k=_rounded_up(k), gemm="bfloat16", layout=layout, out_dtype=out_dtype)
 
 
-def _rounded_up(size: int, multiple: int) -> int:
-    """The size that the library sees: operands are zero-padded."""
-    return -(-size // multiple) * multiple
+def _rounded_up(size: int) -> int:
+    """N or K as the library sees it: operands are zero-padded. Of rows the plan knows that itself."""
+    return size + -size % TARGET.size_multiple
 
 
 def _said(gemm: PlannedGemm) -> int:

@@ -16,11 +16,13 @@ import torch
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.spec.plan import BLOCKWISE_GEMMS, CHIP, LIBRARY, PlannedGemm, split_k
+from f8emu.spec.scaling import Granularity
 
 _FLOAT8 = ("tensorwise", *BLOCKWISE_GEMMS)
 WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}
 """Torch's: [PLAN-4]."""
-_SCALE_MODES = {"128x128": 5, "1x128": 4, "tensorwise": 0}
+_TENSORWISE = (Granularity.TENSORWISE, Granularity.TENSORWISE)
+_SCALE_MODES = {Granularity.BLOCKWISE_128X128: 5, Granularity.BLOCKWISE_1X128: 4, Granularity.TENSORWISE: 0}
 """cublasLtMatmulMatrixScale_t."""
 _CUDA = {"float32": 0, "float16": 2, "bfloat16": 14, E4M3FN.name: 28, E5M2.name: 29}
 """cudaDataType_t."""
@@ -48,15 +50,15 @@ def question(gemm: PlannedGemm) -> Question:
     layouts = ((k, n, k) if first else (n, k, n), (m, k, m) if second else (k, m, k), (n, m, n))
     attributes: list[tuple[int, Any]] = [(_TRANS_A, c_int32(first)), (_TRANS_B, c_int32(second))]
     if gemm.gemm == "bfloat16":
-        operand = _CUDA["float16" if gemm.out_dtype == "float16" else "bfloat16"]  # torch.mm writes no other float16
-        types = (operand, operand, _CUDA[gemm.out_dtype])
-        return Question(types, layouts, tuple(attributes), WORKSPACE_BYTES[gemm.gemm])
-    # the scales' addresses are never read, but must be there
-    attributes += [(_SCALE_A, c_uint64(1 << 40)), (_SCALE_B, c_uint64(1 << 41))]
-    of_a, of_b = gemm.gemm.split("_")[1:] if gemm.is_blockwise else (gemm.gemm, gemm.gemm)
-    attributes += [(_FAST, c_int8(gemm.accumulation == "fast"))]
-    attributes += [(_MODE_A, c_int32(_SCALE_MODES[of_b])), (_MODE_B, c_int32(_SCALE_MODES[of_a]))]
-    types = _CUDA[gemm.b_dtype], _CUDA[gemm.a_dtype], _CUDA[gemm.out_dtype]
+        a = b = "float16" if gemm.out_dtype == "float16" else "bfloat16"  # torch.mm writes no other float16
+    else:
+        a, b = gemm.a_dtype, gemm.b_dtype
+        # the scales' addresses are never read, but must be there
+        attributes += [(_SCALE_A, c_uint64(1 << 40)), (_SCALE_B, c_uint64(1 << 41))]
+        of_a, of_b = BLOCKWISE_GEMMS.get(gemm.gemm, _TENSORWISE)
+        attributes += [(_FAST, c_int8(gemm.accumulation == "fast"))]
+        attributes += [(_MODE_A, c_int32(_SCALE_MODES[of_b])), (_MODE_B, c_int32(_SCALE_MODES[of_a]))]
+    types = _CUDA[b], _CUDA[a], _CUDA[gemm.out_dtype]
     return Question(types, layouts, tuple(attributes), WORKSPACE_BYTES[gemm.gemm])
 
 

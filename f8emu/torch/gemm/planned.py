@@ -9,7 +9,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, Split, is_planned, scaled_gemm_name, split_k
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
+from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 
 _SAID: set[str] = set()
 """Tables of which a missing plan was reported already."""
@@ -47,8 +47,7 @@ def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, c
         return Split(1, Source.RECORDED)
     pad_k, pad_n = -a.shape[1] % SIZE_MULTIPLE, -b.shape[0] % SIZE_MULTIPLE
     pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
-    pad_m = -a.shape[0] % VECTOR_MULTIPLE if pair is not None and pair[0] is Granularity.BLOCKWISE_1X128 else 0
-    padded_a, padded_b = _padded(a, pad_m, pad_k), _padded(b, pad_n, pad_k).t()
+    padded_a, padded_b = _padded(a, 0, pad_k), _padded(b, pad_n, pad_k).t()  # of rows the plan knows that itself
     if pair is None:
         return split_k(_mm(padded_a, padded_b, out_dtype))
     return split_k(_scaled_mm(padded_a, padded_b, pair, out_dtype=out_dtype, use_fast_accum=spec.use_fast_accum))
