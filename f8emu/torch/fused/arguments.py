@@ -12,6 +12,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, operand_format, require_values
+from f8emu.torch.launch_sequence import note_empty, note_zeros
 from f8emu.torch.library import is_watched
 
 CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
@@ -69,17 +70,17 @@ def block_granularity(square: bool) -> Granularity:
 
 def new_floats(x: Tensor, *shape: int) -> Tensor:
     """An uninitialised float32 tensor on the device of `x`, for scales or amaxes."""
-    return x.new_empty(shape, dtype=torch.float32)
+    return note_empty(x.new_empty(shape, dtype=torch.float32))
 
 
 def new_zeros(x: Tensor, *shape: int) -> Tensor:
     """A float32 tensor of zeros on the device of `x`, for amaxes that kernels update by a maximum."""
-    return x.new_zeros(shape, dtype=torch.float32)
+    return note_zeros(x.new_zeros(shape, dtype=torch.float32))
 
 
 def new_codes(x: Tensor, format: Format, *shape: int) -> Tensor:
     """An uninitialised tensor on the device of `x`, for codes."""
-    return x.new_empty(shape, dtype=CODES[format.name])
+    return note_empty(x.new_empty(shape, dtype=CODES[format.name]))
 
 
 # Cached: these lookups, made in every call, cost more than an allocation.

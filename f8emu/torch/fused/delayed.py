@@ -22,6 +22,7 @@ from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import check_one_float, empty_codes, named_format, named_rule, new_floats
 from f8emu.torch.fused.operators import fake_with_hooks, kernels_for
+from f8emu.torch.launch_sequence import note_call
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import reciprocal
 
@@ -105,6 +106,7 @@ def cast_pair_delayed(
     rule = (power_of_two, amax_floor, margin)
     torch.autograd.graph.increment_version(amax)
     if (launch := kernels_for(x)) is not None:
+        note_call(torch.autograd.graph.increment_version, (amax,))
         plan = launch.cast_pair_delayed(*x.shape, fmt, rows, cols, True, *rule)
         plan(x.contiguous(), inv_scale, *out[:2], amax, out[3], out[2])
         return out

@@ -22,6 +22,7 @@ from f8emu.torch.device import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
 from f8emu.torch.fused.arguments import new_zeros
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
+from f8emu.torch.launch_sequence import Launch, note_condition, note_launch
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -67,7 +68,7 @@ class Plan:
         self.warps = warps
         self.name = ""
         """The expression that makes this plan, in the names of this module; compiled code contains it."""
-        self._launches: dict[Any, _Launch] = {}
+        self._launches: dict[Any, Launch] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the device of the tensors, even if it is not torch's current device."""
@@ -106,9 +107,10 @@ class Plan:
         key = (index, *[x.dtype for x in tensors], *[pointer & 15 == 0 for pointer in pointers])
         launch = self._launches.get(key)
         if launch is None:
-            self._launches[key] = _launch_of(self._first_launch(tensors), self)
+            launch = self._launches[key] = _launch_of(self._first_launch(tensors), self)
         else:
             launch(index, pointers)
+        note_launch(launch, tensors)
 
     def _first_launch(self, tensors: tuple[Tensor, ...]) -> Any:
         return self.kernel[(self.programs,)](*tensors, *self.sizes, **self.constants, num_warps=self.warps)
@@ -155,7 +157,9 @@ class DelayedPlan(Plan):
         return call
 
     def _chosen(self, x: Tensor, inv_scale: Tensor) -> Tensor:
-        if is_known_set(inv_scale):
+        is_set = is_known_set(inv_scale)
+        note_condition(is_known_set, inv_scale, was=is_set)
+        if is_set:
             return inv_scale
         own = new_zeros(x, 1, 1)
         m, n = self.sizes[:2]
@@ -163,10 +167,7 @@ class DelayedPlan(Plan):
         return chosen_inv_scale(own, inv_scale, *self.rule)
 
 
-_Launch = Callable[[int, list[int]], None]
-
-
-def _launch_of(compiled: Any, plan: Plan) -> _Launch:
+def _launch_of(compiled: Any, plan: Plan) -> Launch:
     """A function that launches a compiled kernel on pointers: by torch's launcher for Inductor's kernels, or Triton's.
 
     Torch's launcher takes the kernel's arguments without its constants, with one letter per argument for its type. It

@@ -33,7 +33,6 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import (
-    absent,
     block_granularity,
     empty_blocks,
     empty_codes,
@@ -44,7 +43,8 @@ from f8emu.torch.fused.arguments import (
     new_floats,
     new_zeros,
 )
-from f8emu.torch.library import Implementation, Operator, fake, operator, signature_of
+from f8emu.torch.launch_sequence import repeatable
+from f8emu.torch.library import Implementation, Operator, fake, operator
 from f8emu.torch.scale import require_margin
 from f8emu.torch.stand_in import seen_as_max
 
@@ -185,12 +185,8 @@ def amax_count(shape: Sequence[int]) -> int:
     return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 
 
-_PAIRS: dict[Any, tuple[Any, list[tuple[torch.Size | None, torch.dtype]]]] = {}
-"""Signature of a `cast_pair` of contiguous tensors -> its plan, and shapes (None: absent) and dtypes of its results."""
-_MOST_PAIRS = 4096
-
-
 @operator()
+@repeatable
 def cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -203,16 +199,6 @@ def cast_pair(
         (row_codes, row_scale, col_codes, col_scale).
     """
     settings = (fmt, power_of_two, amax_floor)
-    signature = (signature_of(x), signature_of(row_amax), signature_of(col_amax), settings)
-    known = _PAIRS.get(signature)
-    if known is not None:  # checked before, and planned
-        plan, results = known
-        codes, scale, col_codes, col_scale = [
-            absent(x, dtype) if shape is None else x.new_empty(shape, dtype=dtype) for shape, dtype in results
-        ]
-        row_source = x if row_amax is None else row_amax
-        plan(x, row_source, codes, scale, x if col_amax is None else col_amax, col_codes, col_scale)
-        return codes, scale, col_codes, col_scale
     format, rule = named_rule("cast_pair", *settings)
     out = empty_pair(x, format, row_amax, col_amax)
     if (launch := kernels_for(x)) is None:
@@ -223,7 +209,6 @@ def cast_pair(
     sources = [None if amax is None else amax.contiguous() for amax in (row_amax, col_amax)]
     counts = [None if source is None else amax_count(source.shape) for source in sources]
     plan = launch.cast_pair(*x.shape, *settings, *counts)
-    is_direct = all(y is None or y.is_contiguous() for y in (x, row_amax, col_amax))
     if not power_of_two:  # a kernel before this one divides for the scales of vectors
         for i, count in enumerate(counts):
             if count == 0:
@@ -231,11 +216,6 @@ def cast_pair(
                 assert amax is not None, "a vector is there"
                 launch.scales(*settings, 0, amax.numel())(amax, inv_scale, out[2 * i + 1])
                 sources[i] = inv_scale
-                is_direct = False
-    if is_direct:
-        if len(_PAIRS) >= _MOST_PAIRS:
-            _PAIRS.clear()  # one step, whatever other threads do
-        _PAIRS[signature] = plan, [(y.shape if y.numel() else None, y.dtype) for y in out]
     row_source, col_source = (x if source is None else source for source in sources)
     plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])
     return out

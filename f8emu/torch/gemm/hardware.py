@@ -4,6 +4,8 @@ Operands have passed `f8emu.torch.gemm.checks`. Torch further requires alignment
 where a tensor does not have them, it is copied here.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
@@ -11,6 +13,7 @@ from torch.nn.functional import scaled_mm as functional_scaled_mm
 
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.device import require_hopper
+from f8emu.torch.launch_sequence import note_call
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
@@ -37,11 +40,12 @@ def scaled_mm(
     Raises:
         UnsupportedError: blockwise scales on a device that is not Hopper.
     """
+    operands = a, b, scale_a, scale_b
     is_traced = is_watched(a)
     a = _aligned(a, is_traced)
     b = _aligned_columns(b, is_traced)
     if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
-        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,
             _aligned_scale(scale_a, is_traced),
@@ -50,16 +54,25 @@ def scaled_mm(
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
         )
-    require_hopper("scaled_mm with blockwise scales", a.device)
-    return functional_scaled_mm(
-        a,
-        b,
-        block_scales(scale_a, granularities[0]),
-        _SCALING_TYPES[granularities[0]],
-        block_scales(scale_b.t(), granularities[1]),
-        _SCALING_TYPES[granularities[1]],
-        output_dtype=out_dtype,
-    )
+    else:
+        require_hopper("scaled_mm with blockwise scales", a.device)
+        product = functional_scaled_mm(
+            a,
+            b,
+            block_scales(scale_a, granularities[0]),
+            _SCALING_TYPES[granularities[0]],
+            block_scales(scale_b.t(), granularities[1]),
+            _SCALING_TYPES[granularities[1]],
+            output_dtype=out_dtype,
+        )
+    if not is_traced and bias is None:
+
+        def again(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+            options: Any = {"bias": None, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+            return scaled_mm(a, b, scale_a, scale_b, granularities, **options)
+
+        note_call(again, operands, product)
+    return product
 
 
 def scaled_grouped_mm(
@@ -96,11 +109,16 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     A matrix that is not aligned to 16 bytes is copied: the library would choose a kernel with other rules for it.
     Autocast is disabled, because it would convert the operands to its own dtype.
     """
+    operands = a, b
     a, b = _readable(a), _readable(b)
     with torch.autocast(a.device.type, enabled=False):
         if out_dtype is torch.bfloat16:
-            return torch.mm(a, b)
-        return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+            product = torch.mm(a, b)
+        else:
+            product = torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+    if not is_watched(a):
+        note_call(lambda *again: mm(*again, out_dtype=out_dtype), operands, product)
+    return product
 
 
 def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:

@@ -23,6 +23,7 @@ from f8emu.torch.dtypes import CHIP
 from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
+from f8emu.torch.launch_sequence import repeatable
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.gathered_weight import GatheredWeight, require_gathered
@@ -70,6 +71,7 @@ class InputOperands(NamedTuple):
     """The place in the autograd graph of an input that was gathered as float8."""
 
 
+@repeatable
 def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> InputOperands:
     """The operands of `output` and `grad_weight` that a layer casts from its input [M, K]."""
     recipe = plan.recipe
@@ -78,6 +80,26 @@ def cast_input(input: Tensor, plan: Plan, delayed: Delayed | None = None) -> Inp
     output, grad_weight = _cast_produced(input, recipe.output.a, cols, recipe, delayed, plan.recompute_casts, shards)
     assert output is not None, "it was requested"
     return InputOperands(output, grad_weight)
+
+
+@repeatable
+def cast_weight(weight: Tensor, recipe: Recipe, delayed: Delayed | None) -> tuple[Operand, ScaleSource]:
+    """The operand of `output` that a layer casts from its weight, and the source of the scales of the other."""
+    rows, cols = recipe.output.b, recipe.grad_input.b
+    if delayed is None:
+        return cast_rows_first(weight, rows, cols, recipe.scale_rule)
+    w, _, source = cast_delayed(weight, rows, None, delayed, recipe.scale_rule)
+    assert w is not None, "it was requested"
+    return w, source
+
+
+@repeatable
+def cast_and_multiply(
+    weight: Tensor, x: Operand, plan: Plan, delayed: Delayed | None, dtype: torch.dtype, tap: Tap | None
+) -> tuple[Tensor, ScaleSource]:
+    """`output` of dtype, by the operand of an input; and the source of the weight's other scales."""
+    w, source = cast_weight(weight, plan.recipe, delayed)
+    return _product(x, w, plan, dtype, tap), source
 
 
 def float8_matmul(
@@ -112,30 +134,31 @@ def float8_matmul(
                 show_tensor(tap.forward, "input", input)
             show_tensor(tap.forward, "weight", weight)
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
-        x = cast_input(input, plan, of_input) if shared is None else shared
-        rows, cols = recipe.output.b, recipe.grad_input.b
-        gathered = None
-        if isinstance(weight, GatheredWeight):
-            w, of_weight, source = weight.of_output(), None, ScaleSource()
-            gathered = weight.of_grad_input()
-        elif plan.layout is not None:
-            w, source = cast_sharded_weight(weight, rows, cols, recipe.scale_rule, of_weight, plan.layout.weight)
-        elif of_weight is None:
-            w, source = cast_rows_first(weight, rows, cols, recipe.scale_rule)
-        else:
-            w, _, source = cast_delayed(weight, rows, None, of_weight, recipe.scale_rule)
-            assert w is not None, "it was requested"
         # 2. The product: it goes into the autograd function as an argument, and `Output` is not needed. Not where it is
         #    recomputed: there everything is saved first, since activation checkpointing stops once all is saved again,
         #    so that the region's last product is not recomputed. Nor is it computed inside of the autograd function,
         #    where torch 2.11 would save it in a compiled checkpointed region.
-        product = None if is_recomputed else _product(x.output, w, plan, input.dtype, tap)
+        x = cast_input(input, plan, of_input) if shared is None else shared
+        gathered = w = product = None
+        if isinstance(weight, GatheredWeight):
+            w, of_weight, source = weight.of_output(), None, ScaleSource()
+            gathered = weight.of_grad_input()
+        elif plan.layout is not None:
+            rows, cols = recipe.output.b, recipe.grad_input.b
+            w, source = cast_sharded_weight(weight, rows, cols, recipe.scale_rule, of_weight, plan.layout.weight)
+        elif is_recomputed:
+            w, source = cast_weight(weight, recipe, of_weight)
+        else:
+            product, source = cast_and_multiply(weight, x.output, plan, of_weight, input.dtype, tap)
+        if w is not None and not is_recomputed:
+            product = _product(x.output, w, plan, input.dtype, tap)
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
     saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
     output = Float8Backward.apply(input, weight, *saved, plan, of_weight, of_grad_output, product, tap)
     # 3. The product where it is recomputed.
     if product is None:
+        assert w is not None, "there is an operand or its product"
         with torch.no_grad():
             product = _product(x.output, w, plan, input.dtype, tap)
         output = Output.apply(output, product)
@@ -199,43 +222,61 @@ class Float8Backward(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Cast grad_output and weight, multiply twice."""
         (grad_output,) = grads
-        kept, kept_scale, weight, w_amax, w_inv_scale, w_scale, gathered, gathered_scale = ctx.saved_tensors
-        recipe, engine = ctx.plan.recipe, ctx.plan.engine
-        tap: Tap | None = ctx.tap
+        states = ctx.of_weight, ctx.of_grad_output
+        d_input, d_weight = gradients(
+            grad_output, ctx.saved_tensors, ctx.plan, *states, ctx.dtype, ctx.needs_input_grad[0], ctx.tap
+        )
+        return d_input, None if d_weight is None else d_weight.to(ctx.weight_dtype), *(None,) * 12
+
+
+@repeatable
+def gradients(
+    grad_output: Tensor,
+    saved: tuple[Tensor | None, ...],
+    plan: Plan,
+    of_weight: Delayed | None,
+    of_grad_output: Delayed | None,
+    dtype: torch.dtype,
+    wants_input: bool,
+    tap: Tap | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`grad_input` and `grad_weight` of dtype, from what `Float8Backward` saved; None where not wanted."""
+    kept, kept_scale, weight, w_amax, w_inv_scale, w_scale, gathered, gathered_scale = saved
+    recipe, engine = plan.recipe, plan.engine
+    if tap is not None:
+        show_tensor(tap.backward, "grad_output", grad_output)
+    wants_weight = kept is not None
+    rows = recipe.grad_input.a if wants_input else None
+    cols = recipe.grad_weight.a if wants_weight else None
+    shards = None if plan.layout is None else plan.layout.grad_output
+    g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, of_grad_output, shards=shards)
+    d_input = d_weight = None
+    if g is not None:
+        cols = recipe.grad_input.b
+        if gathered is not None:
+            require_gathered(gathered)
+            w = Operand(transpose_codes(gathered, grad_output), gathered_scale)
+        elif of_weight is not None and w_scale is None:  # its first cast
+            assert weight is not None, "it was saved"
+            if plan.layout is not None:
+                of_weight = global_delayed(weight, cols, recipe.scale_rule, of_weight, plan.layout.weight)
+            _, w, _ = cast_delayed(weight, None, cols, of_weight, recipe.scale_rule)
+        else:
+            assert weight is not None, "it was saved"
+            given = None if w_inv_scale is None or w_scale is None else Scales(w_inv_scale, w_scale)
+            _, w = cast_both(weight, None, cols, ScaleSource(cols=w_amax, given=given), recipe.scale_rule)
+        assert w is not None, "it was requested"
+        d_input = gemm(g, w, recipe.grad_input, dtype, engine, recipe.chip)
         if tap is not None:
-            show_tensor(tap.backward, "grad_output", grad_output)
-        wants_input, wants_weight = ctx.needs_input_grad[0], kept is not None
-        rows = recipe.grad_input.a if wants_input else None
-        cols = recipe.grad_weight.a if wants_weight else None
-        layout: Layout | None = ctx.plan.layout
-        shards = None if layout is None else layout.grad_output
-        g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, ctx.of_grad_output, shards=shards)
-        d_input = d_weight = None
-        if g is not None:
-            cols = recipe.grad_input.b
-            if gathered is not None:
-                require_gathered(gathered)
-                w = Operand(transpose_codes(gathered, grad_output), gathered_scale)
-            elif ctx.of_weight is not None and w_scale is None:  # its first cast
-                of_weight = ctx.of_weight
-                if layout is not None:
-                    of_weight = global_delayed(weight, cols, recipe.scale_rule, of_weight, layout.weight)
-                _, w, _ = cast_delayed(weight, None, cols, of_weight, recipe.scale_rule)
-            else:
-                source = ScaleSource(cols=w_amax, given=None if w_scale is None else Scales(w_inv_scale, w_scale))
-                _, w = cast_both(weight, None, cols, source, recipe.scale_rule)
-            assert w is not None, "it was requested"
-            d_input = gemm(g, w, recipe.grad_input, ctx.dtype, engine, recipe.chip)
-            if tap is not None:
-                show_gemm(tap.backward, "grad_input", g, w, d_input)
-            g = w = None  # frees their memory for the other product
-        if g_transposed is not None:
-            kept_operand = Operand(kept, kept_scale)
-            d_weight = gemm(g_transposed, kept_operand, recipe.grad_weight, ctx.dtype, engine, recipe.chip)
-            if tap is not None:
-                show_gemm(tap.backward, "grad_weight", g_transposed, kept_operand, d_weight)
-            d_weight = d_weight.to(ctx.weight_dtype)
-        return d_input, d_weight, *(None,) * 12
+            show_gemm(tap.backward, "grad_input", g, w, d_input)
+        g = w = None  # frees their memory for the other product
+    if g_transposed is not None:
+        assert kept is not None, "the input's operand was saved"
+        kept_operand = Operand(kept, kept_scale)
+        d_weight = gemm(g_transposed, kept_operand, recipe.grad_weight, dtype, engine, recipe.chip)
+        if tap is not None:
+            show_gemm(tap.backward, "grad_weight", g_transposed, kept_operand, d_weight)
+    return d_input, d_weight
 
 
 def gemm(

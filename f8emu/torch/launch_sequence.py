@@ -1,0 +1,362 @@
+"""What a function allocates, launches and multiplies on a GPU: recorded once per signature, then repeated.
+
+The host's work for a small layer takes longer than its kernels, and in eager code most of it is the same in every step:
+checks, plans, scale rules. Only the pointers differ. A `repeatable` function is recorded while it runs: those who
+allocate, launch a plan or call a GEMM note it here. A later call with arguments of the same signature does what was
+noted, in that order, and nothing else.
+
+    arguments -> signature -> never seen: call the function
+                           -> seen once:  call the function and record it
+                           -> recorded:   allocate, launch, multiply, as recorded
+
+A recording knows a tensor by its memory: that of an argument, or of an allocation that was noted. If a kernel, a GEMM
+or the result has another tensor (a copy, a padded operand), the recording is dropped, and the function is called every
+time. Whatever else a repeatable function does to a tensor must be noted too.
+
+Exactness: the same kernels on the same operands, so the same bits.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from functools import wraps
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.recipe import Recipe
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.library import is_watched
+
+_ALIGNMENT = 16
+"""In bytes, of all arguments of a repeated call: kernels are compiled for it, and a GEMM copies what has less."""
+_MOST = 4096
+"""Signatures that a function keeps; then it begins anew."""
+_TENSORS = (Tensor, nn.Parameter)
+_VALUES = (type(None), bool, int, float, str, torch.dtype)
+_EMPTY: dict[str, Callable[..., Tensor]] = {
+    "cuda": torch._C._dynamo.guards._empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
+    "cpu": torch._C._dynamo.guards._empty_strided_cpu,  # pyright: ignore[reportAttributeAccessIssue]
+}
+"""What compiled code allocates with, on torch's current device: half the time of `Tensor.new_empty`."""
+
+Reader = Callable[[list[Any]], Any]
+"""Takes the tensors of a call and gives one of them, a view of one, or what the call returns."""
+Step = Callable[[list[Any], list[int], int], None]
+"""Does one step on the tensors of a call, their pointers, and the index of the device."""
+Launch = Callable[[int, list[int]], None]
+"""Launches a kernel on a device by its index, on the current stream, with pointers to tensors."""
+
+
+def repeatable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator: plain eager calls on a GPU are recorded and repeated.
+
+    Arguments are tensors, plain values, recipes, and tuples of them; results are None, tensors, and tuples of them. The
+    function itself runs where an argument is of another type, gradients are recorded, something watches, or a tensor is
+    empty, not aligned to 16 bytes or not on torch's current device.
+    """
+    known: dict[Any, _Known] = {}
+
+    @wraps(function)
+    def call(x: Tensor, *args: Any) -> Any:
+        if is_watched(x) or not has_float8_hardware(x.device) or torch.is_grad_enabled():
+            return function(x, *args)
+        tensors: list[Tensor] = []
+        recipes: list[Recipe] = []
+        key: list[Any] = []
+        if _recorded.by is not None or not _read((x, *args), tensors, recipes, key):
+            return function(x, *args)
+        index = x.get_device()
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        low = 0
+        for pointer in pointers:
+            low |= pointer or 1
+        if low % _ALIGNMENT or (index >= 0 and index != torch.cuda.current_device()):
+            return function(x, *args)
+        signature = tuple(key)
+        found = known.get(signature)
+        if found is None:
+            if len(known) >= _MOST:
+                known.clear()  # one step, whatever other threads do
+            known[signature] = _Known(recipes, None, is_recorded=False)
+        elif not found.is_recorded:
+            recording = Recording(tensors)
+            result = recording.run(function, (x, *args))
+            if not recording.is_postponed:
+                known[signature] = _Known(recipes, recording.sequence(result), is_recorded=True)
+            return result
+        elif found.sequence is not None and found.sequence.is_valid(tensors):
+            return found.sequence(tensors, pointers, index)
+        return function(x, *args)
+
+    return call
+
+
+class LaunchSequence:
+    """A recording, ready to be repeated."""
+
+    __slots__ = ("_conditions", "_result", "_spaces", "_steps")
+
+    def __init__(
+        self, steps: list[Step], conditions: list[tuple[Callable[[Tensor], bool], int]], result: Reader, spaces: int
+    ) -> None:
+        self._steps = steps
+        self._conditions = conditions
+        self._result = result
+        self._spaces: tuple[list[None], list[int]] = [None] * spaces, [0] * spaces
+
+    def is_valid(self, arguments: list[Tensor]) -> bool:
+        """Whether the conditions hold under which the function did what was recorded."""
+        return all([holds(arguments[i]) for holds, i in self._conditions])
+
+    def __call__(self, arguments: list[Tensor], pointers: list[int], index: int) -> Any:
+        """What the function returns."""
+        tensors = arguments + cast("list[Any]", self._spaces[0])
+        pointers += self._spaces[1]
+        for step in self._steps:
+            step(tensors, pointers, index)
+        return self._result(tensors)
+
+
+class _Known(NamedTuple):
+    """Of a signature, which has the identity of recipes."""
+
+    recipes: list[Recipe]
+    sequence: LaunchSequence | None
+    """None if there is none, or none yet."""
+    is_recorded: bool
+    """False where the signature was seen once: what comes only once is not worth a recording."""
+
+
+class _Unknown(Exception):
+    """A tensor that is neither an argument nor an allocation that was noted."""
+
+
+class _Recorded(threading.local):
+    """What this thread records."""
+
+    by: "Recording | None" = None
+
+
+_recorded = _Recorded()
+
+
+class Recording:
+    """A call that is being recorded. Its tensors live until it ends, so that none has the memory of another."""
+
+    def __init__(self, arguments: list[Tensor]) -> None:
+        self.is_postponed = not _are_apart(arguments)
+        """Whether this call may not stand for others of its signature, but another may."""
+        self._is_complete = True
+        self._arguments = len(arguments)
+        self._known: list[Tensor | None] = [*arguments, None]  # the last: in place of empty tensors
+        self._steps: list[tuple[Step, set[int]]] = []
+        self._conditions: list[tuple[Callable[[Tensor], bool], int]] = []
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call the function."""
+        _recorded.by = self
+        try:
+            return function(*args)
+        finally:
+            _recorded.by = None
+
+    def sequence(self, result: Any) -> LaunchSequence | None:
+        """The sequence of a call that gave `result`; None if it cannot be repeated."""
+        try:
+            used, reader = self._result(result)
+        except _Unknown:
+            return None
+        if not self._is_complete:
+            return None
+        last = {i: at for at, (_, of) in enumerate(self._steps) for i in of}
+        steps: list[Step] = []
+        for at, (step, of) in enumerate(self._steps):
+            steps.append(step)
+            steps += [_free(i) for i in of if last[i] == at and i > self._arguments and i not in used]
+        return LaunchSequence(steps, self._conditions, reader, len(self._known) - self._arguments)
+
+    def allocate(self, x: Tensor) -> None:
+        """`x` was allocated, without values."""
+        at, empty = len(self._known), _EMPTY[x.device.type]
+        shape, strides, dtype = tuple(x.shape), x.stride(), x.dtype
+        self._known.append(x)
+
+        def step(tensors: list[Any], pointers: list[int], _: int) -> None:
+            new = tensors[at] = empty(shape, strides, dtype)
+            pointers[at] = new.data_ptr()
+
+        self._steps.append((step, {at}))
+
+    def launch(self, launch: Launch, tensors: Iterable[Tensor]) -> None:
+        """A kernel was launched."""
+        places = self._places(tensors)
+        if places is None:
+            return
+        at = [i for i, _ in places]
+        offsets = [offset for _, offset in places]
+
+        def step(_: list[Any], pointers: list[int], index: int) -> None:
+            launch(index, [pointers[i] for i in at])
+
+        def step_with_offsets(_: list[Any], pointers: list[int], index: int) -> None:
+            launch(index, [pointers[i] + offset for i, offset in zip(at, offsets, strict=True)])
+
+        self._steps.append((step_with_offsets if any(offsets) else step, set(at)))
+
+    def call(self, function: Callable[..., Tensor | None], tensors: Iterable[Tensor], out: Tensor | None) -> None:
+        """A function of tensors was called; `out`, if it gave a new one."""
+        try:
+            found = [self._view(x) for x in tensors]
+        except _Unknown:
+            self._is_complete = False
+            return
+        at = self._arguments if out is None else len(self._known)
+        used, readers = {at, *(i for i, _ in found)}, [reader for _, reader in found]
+        if out is not None:
+            self._known.append(out)
+
+        def step(tensors: list[Any], pointers: list[int], _: int) -> None:
+            new = tensors[at] = function(*[read(tensors) for read in readers])
+            if new is not None:
+                pointers[at] = new.data_ptr()
+
+        self._steps.append((step, used))
+
+    def require(self, holds: Callable[[Tensor], bool], x: Tensor) -> None:
+        """What follows is done only if `holds(x)`, of an argument."""
+        at = next((i for i, known in enumerate(self._known[: self._arguments]) if known is x), None)
+        if at is None:
+            self._is_complete = False
+        else:
+            self._conditions.append((holds, at))
+
+    def _places(self, tensors: Iterable[Tensor]) -> list[tuple[int, int]] | None:
+        try:
+            return [self._place(x) for x in tensors]
+        except _Unknown:
+            self._is_complete = False
+            return None
+
+    def _place(self, x: Tensor) -> tuple[int, int]:
+        """The number of the known tensor in whose memory `x` lies, and how many bytes after its begin."""
+        if x.numel() == 0:
+            return self._arguments, 0
+        begin, end = _memory(x)
+        for i, known in enumerate(self._known):
+            if known is not None and known.dtype is x.dtype:
+                start, stop = _memory(known)
+                if start <= begin and end <= stop:
+                    return i, begin - start
+        raise _Unknown
+
+    def _view(self, x: Tensor) -> tuple[int, Reader]:
+        """The number of the known tensor in whose memory `x` lies, and what makes `x` of it."""
+        if x.numel() == 0:
+            return self._arguments, lambda _: x
+        i, offset = self._place(x)
+        known = self._known[i]
+        assert known is not None, "it has memory"
+        shape, strides, offset = tuple(x.shape), x.stride(), offset // x.element_size()
+        if offset == 0 and (shape, strides) == (tuple(known.shape), known.stride()):
+            return i, lambda tensors: tensors[i]
+        if offset == 0 and (shape, strides) == (tuple(known.shape)[::-1], known.stride()[::-1]) and len(shape) == 2:
+            return i, lambda tensors: tensors[i].t()
+
+        def view(tensors: list[Any]) -> Tensor:
+            base: Tensor = tensors[i]
+            return base.as_strided(shape, strides, base.storage_offset() + offset)
+
+        return i, view
+
+    def _result(self, result: Any) -> tuple[set[int], Reader]:
+        """The numbers of the tensors in a result, and what makes it of them."""
+        if isinstance(result, Tensor):
+            i, reader = self._view(result)
+            return {i}, reader
+        if not isinstance(result, tuple):
+            return set(), lambda _: result
+        parts = [self._result(part) for part in cast("tuple[Any, ...]", result)]
+        readers = [reader for _, reader in parts]
+        make: Callable[..., Any] = getattr(type(cast("Any", result)), "_make", tuple)
+        return {i for of, _ in parts for i in of}, lambda tensors: make([read(tensors) for read in readers])
+
+
+def note_empty(x: Tensor) -> Tensor:
+    """`x`, which was allocated without values."""
+    if (recording := _recorded.by) is not None:
+        recording.allocate(x)
+    return x
+
+
+def note_zeros(x: Tensor) -> Tensor:
+    """`x`, which was allocated and filled with zeros."""
+    if (recording := _recorded.by) is not None:
+        recording.allocate(x)
+        recording.call(_fill_with_zeros, (x,), None)
+    return x
+
+
+def note_launch(launch: Launch, tensors: Iterable[Tensor]) -> None:
+    """A kernel was launched."""
+    if (recording := _recorded.by) is not None:
+        recording.launch(launch, tensors)
+
+
+def note_call(function: Callable[..., Tensor | None], tensors: Iterable[Tensor], out: Tensor | None = None) -> None:
+    """`function(*tensors)` was called, which returned nothing or a new tensor `out`."""
+    if (recording := _recorded.by) is not None:
+        recording.call(function, tensors, out)
+
+
+def note_condition(holds: Callable[[Tensor], bool], x: Tensor, *, was: bool) -> None:
+    """What the function did next depends on `holds(x)`, which was so; only what it does if true is recorded."""
+    if (recording := _recorded.by) is not None:
+        recording.require(holds, x)
+        recording.is_postponed = recording.is_postponed or not was
+
+
+def _read(args: tuple[Any, ...], tensors: list[Tensor], recipes: list[Recipe], key: list[Any]) -> bool:
+    """Collect the tensors and recipes of `args`, and their signature; False if there are others than may be."""
+    for arg in args:
+        kind = type(arg)
+        if kind in _TENSORS:
+            tensors.append(arg)
+            key += arg.shape, arg.stride(), arg.dtype, arg.get_device()
+        elif kind in _VALUES:
+            key.append(arg)
+        elif kind is Recipe:
+            recipes.append(arg)
+            key.append(id(arg))
+        elif isinstance(arg, tuple):
+            key += kind, len(cast("tuple[Any, ...]", arg))
+            if not _read(cast("tuple[Any, ...]", arg), tensors, recipes, key):
+                return False
+        else:
+            return False
+    return True
+
+
+def _are_apart(tensors: list[Tensor]) -> bool:
+    """Whether no two tensors share memory, so that each is known by its own."""
+    places = sorted(_memory(x) for x in tensors)
+    return all(end <= begin for (_, end), (begin, _) in pairwise(places))
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of `x`, which is not empty, and of the one after its last."""
+    begin = x.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size()
+
+
+def _fill_with_zeros(x: Tensor) -> None:
+    x.zero_()
+
+
+def _free(at: int) -> Step:
+    def step(tensors: list[Any], _: list[int], __: int) -> None:
+        tensors[at] = None
+
+    return step
