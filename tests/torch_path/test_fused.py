@@ -70,6 +70,9 @@ def test_amaxes_equal_the_verbs(x, witness, assert_same_bits) -> None:
     rows, cols = fused.row_col_amax(x)
     assert_same_bits(rows, witness("amax", x, rowwise), nan_codes=True)
     assert_same_bits(cols, witness("amax", x.t(), rowwise), nan_codes=True)
+    vectors = Granularity.BLOCKWISE_1X128
+    for found, matrix in zip(fused.row_col_amax_of_tiles(x), (x, x.t()), strict=True):
+        assert_same_bits(found.squeeze(2), witness("amax", matrix, vectors).T, nan_codes=True)
 
 
 @pytest.mark.parametrize("margin", [0, 2])
@@ -100,8 +103,19 @@ def amaxes(size: int | None) -> torch.Tensor | None:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 def test_pairs_equal_the_verbs(fmt, rule, x, witness, assert_same_bits) -> None:
-    """By one amax and by one a row, on each side."""
+    """By one amax and by one a row, on each side; by several a row, the largest counts."""
     m, n = x.shape
+    if rule.power_of_two:
+        of_tiles = [torch.stack([amax * 0.5, amax, amax * 0]) for amax in map(amaxes, x.shape) if amax is not None]
+        for both in (of_tiles, (of_tiles[0], amaxes(1)), (None, of_tiles[1])):
+            wanted = (None if amax is None else amax[1] if amax.ndim == 3 else amax for amax in both)
+            for found, expected in zip(
+                fused.cast_pair(x, fmt.name, *both, *arguments(rule)),
+                fused.cast_pair(x, fmt.name, *wanted, *arguments(rule)),
+                strict=True,
+            ):
+                assert_same_bits(found, expected, nan_codes=True)
+                assert found.shape == expected.shape
     for rows, cols in ((1, 1), (m, n), (m, 1), (1, n), (1, None), (None, n)):
         both = amaxes(rows), amaxes(cols)
         found = fused.cast_pair(x, fmt.name, *both, *arguments(rule))
@@ -427,8 +441,13 @@ def bad_calls(device: str) -> dict[str, tuple[Callable[[], Any], type[Exception]
         "amaxes of rows": (
             lambda: fused.cast_pair(x, E4M3, None, x[:, :1], False, 1e-12),
             OperandError,
-            r"cast_pair: col_amax must be .* one element, of shape \[1, any number\] or \[6, 1\]; got torch.float32 of "
-            r"shape \[4, 1\]",
+            r"cast_pair: col_amax must be .* one element, of shape \[1, any number\], \[6, 1\] or, for powers of two, "
+            r"\[any number, 6, 1\]; got torch.float32 of shape \[4, 1\]",
+        ),
+        "amaxes of tiles": (
+            lambda: fused.cast_pair(x, E4M3, x[None, :, :1], None, False, 1e-12),
+            OperandError,
+            r"cast_pair: row_amax must be .* for powers of two, .*; got torch.float32 of shape \[1, 4, 1\]",
         ),
         "double amaxes of rows": (
             lambda: fused.cast_pair(x, E4M3, x[:, :1].double(), None, False, 1e-12),

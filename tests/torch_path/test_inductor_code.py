@@ -18,6 +18,7 @@ from torch import Tensor
 
 from f8emu.torch.fused import columns, delayed, inductor
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.arguments import amax_tiles
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Inductor needs Triton")
 FMT, RULE = "float8_e4m3fn", (False, 1e-12)
@@ -91,6 +92,11 @@ def everything(x: Tensor, weight: Tensor, inv_scale: Tensor, amax: Tensor) -> li
     for amaxes in ((of_all, of_all), (of_rows, of_cols), (of_rows, None)):
         found += [y for y in fused.cast_pair(x, FMT, *amaxes, *RULE) if y.numel()]
     found += fused.cast_pair(x, FMT, of_all, of_all, *RULE)[2:]
+    (m, n), (tiles_m, tiles_n) = x.shape, amax_tiles(*x.shape)
+    parts = fused.amaxes_of_tiles(x).split([tiles_n * m, tiles_m * n])
+    of_tiles = parts[0].view(tiles_n, m, 1), parts[1].view(tiles_m, n, 1)
+    for amaxes in (of_tiles, (of_tiles[0], None), (of_all, of_tiles[1])):
+        found += [y for y in fused.cast_pair(x, FMT, *amaxes, True, RULE[1]) if y.numel()]
     found += [*fused.cast_rows(x, FMT, *RULE), fused.row_amax(weight)]
     for square in (False, True):
         found += fused.cast_blocks(x, FMT, square, True, True, *RULE)

@@ -101,10 +101,12 @@ def settings(rule: ScaleRule) -> tuple[bool, float]:
 
 @ON_GPU
 def test_amaxes(x, kernels, assert_same_bits) -> None:
-    def from_amid_a_word(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return fused.row_col_amax(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape))
+    def from_amid_a_word(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+        return *fused.row_col_amax(x), *fused.row_col_amax_of_tiles(x)
 
-    for operator in (fused.tensor_amax, fused.row_amax, fused.row_col_amax, from_amid_a_word):
+    of_all = fused.tensor_amax, fused.row_amax, fused.row_col_amax, fused.row_col_amax_of_tiles
+    for operator in (*of_all, from_amid_a_word):
         for found, wanted in zip(kernels(operator, x), results(operator(x)), strict=True):
             assert_same_bits(found, wanted, nan_codes=True)
 
@@ -139,6 +141,10 @@ def test_pairs_by_their_own_amax(rule, fmt: Format, x, compare) -> None:
         one, of_rows = values.abs().max().reshape(1, 1), values.abs().amax(dim=1).reshape(1, -1)
         compare(fused.cast_pair, values, fmt.name, fused.tensor_amax(values), one, *settings(rule))
         compare(fused.cast_pair, values, fmt.name, of_rows, of_rows, *settings(rule))
+        if rule.power_of_two:
+            of_tiles = fused.row_col_amax_of_tiles(values)
+            for amaxes in (of_tiles, (of_tiles[0], None), (one, of_tiles[1])):
+                compare(fused.cast_pair, values, fmt.name, *amaxes, *settings(rule))
 
 
 @ON_GPU
@@ -399,6 +405,8 @@ def test_more_than_2_to_the_31_elements(assert_same_bits) -> None:
     row_amax, col_amax = fused.row_col_amax(x)
     assert_same_bits(row_amax[-300:], fused.row_amax(x[-300:]))
     assert col_amax[-1].item() == 1000.0
+    for found, wanted in zip(fused.row_col_amax_of_tiles(x), (row_amax, col_amax), strict=True):
+        assert_same_bits(found.amax(dim=0), wanted)
     for found, wanted in zip(
         fused.cast_rows(x, E4M3FN.name, True, 1e-12), fused.cast_rows(x[-300:], E4M3FN.name, True, 1e-12), strict=True
     ):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from f8emu.spec.recipe import RECIPES, ROWWISE, TENSORWISE, Recipe
-from f8emu.torch import Float8Linear, launch_sequence, sync_float8_amax_and_scale_history
+from f8emu.torch import launch_sequence
 from f8emu.torch.launch_sequence import note_call, note_condition, note_empty, note_launch, note_zeros, repeatable
 
 ON_GPU = pytest.mark.gpu

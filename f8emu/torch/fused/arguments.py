@@ -20,14 +20,14 @@ CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for fo
 
 
 def empty_pair(
-    x: Tensor, format: Format, row_amax: Tensor | None, col_amax: Tensor | None
+    x: Tensor, format: Format, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of the rows, then of the columns, of `cast_pair`; its arguments checked."""
     require_values("cast_pair", x, ndim=2)
     m, n = x.shape
     return (
-        *_empty_side("row_amax", x, format, row_amax, m, n),
-        *_empty_side("col_amax", x, format, col_amax, n, m),
+        *_empty_side("row_amax", x, format, row_amax, m, n, power_of_two),
+        *_empty_side("col_amax", x, format, col_amax, n, m, power_of_two),
     )
 
 
@@ -66,6 +66,15 @@ def empty_blocks(
 def block_granularity(square: bool) -> Granularity:
     """The granularity that `square` stands for."""
     return Granularity.BLOCKWISE_128X128 if square else Granularity.BLOCKWISE_1X128
+
+
+AMAX_TILE = 128
+"""Rows and columns of a tile of which `row_col_amax` finds the amaxes at once."""
+
+
+def amax_tiles(m: int, n: int) -> tuple[int, int]:
+    """How many tiles there are along the rows, and along the columns, of a matrix [m, n]."""
+    return -(-m // AMAX_TILE), -(-n // AMAX_TILE)
 
 
 def new_floats(x: Tensor, *shape: int) -> Tensor:
@@ -124,17 +133,24 @@ def _check_device(call: str, name: str, value: Tensor, x: Tensor) -> None:
         raise OperandError(f"{call}: {name} is on {value.device} and x on {x.device}; move one to the other's device")
 
 
-def _empty_side(name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int) -> tuple[Tensor, Tensor]:
+def _empty_side(
+    name: str, x: Tensor, format: Format, amax: Tensor | None, rows: int, k: int, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
         return absent(x, CODES[format.name]), absent(x, torch.float32)
-    is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
-    if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or tuple(amax.shape) == (rows, 1)):
+    is_of_tiles = power_of_two and amax.ndim == 3 and tuple(amax.shape[1:]) == (rows, 1)
+    is_of_all = not is_of_tiles and (amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0))
+    is_vector = is_of_tiles or tuple(amax.shape) == (rows, 1)
+    if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or is_vector):
         raise OperandError(
-            f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number] or "
-            f"[{rows}, 1]; got {amax.dtype} of shape {list(amax.shape)}; take it from tensor_amax() or row_col_amax() "
-            "of the same x"
+            f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number], "
+            f"[{rows}, 1] or, for powers of two, [any number, {rows}, 1]; got {amax.dtype} of shape "
+            f"{list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
         )
     _check_device("cast_pair", name, amax, x)
-    scale = new_floats(x, 1, 1) if is_of_all and amax.numel() != 1 else new_floats(x, *amax.shape)
+    if is_of_tiles:
+        scale = new_floats(x, rows, 1)
+    else:
+        scale = new_floats(x, 1, 1) if is_of_all and amax.numel() != 1 else new_floats(x, *amax.shape)
     return new_codes(x, format, rows, k), scale

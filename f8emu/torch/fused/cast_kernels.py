@@ -79,14 +79,25 @@ def _inv_scales_of_vector(
     scale,
     at,
     size,
+    tiles,
     is_first,
     QUOTIENT: tl.constexpr,
     FLOOR: tl.constexpr,
     AT_FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    TILED: tl.constexpr,
 ):
-    """The inv_scales at `at`; with POWER_OF_TWO, from the amaxes there, whose scales the first programs write."""
+    """The inv_scales at `at`; with POWER_OF_TWO, from the amaxes there, whose scales the first programs write.
+
+    With `TILED`, the amaxes are `tiles` vectors, of which the largest counts.
+    """
     values = tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)
+    if TILED:
+        bits = magnitudes(values)
+        for _ in range(1, tiles):
+            source += size
+            bits = tl.maximum(bits, magnitudes(tl.load(source + at, mask=at < size, other=0.0).to(tl.float32)))
+        values = bits.to(tl.float32, bitcast=True)
     if POWER_OF_TWO:
         values = inv_scale_of(values.to(tl.int32, bitcast=True), QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO)
         tl.store(scale + at, reciprocal(values, POWER_OF_TWO), mask=(at < size) & is_first)
@@ -117,6 +128,8 @@ def cast_pair_kernel(
     COLS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     COL_BLOCK: tl.constexpr,
+    ROW_TILED: tl.constexpr,
+    COL_TILED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -124,7 +137,8 @@ def cast_pair_kernel(
 
     A source is `count` amaxes, at most `BLOCK`, of which the largest counts, or (0) a vector of one value a row of
     codes: an amax where scales are powers of two, otherwise an inv_scale, since a division for each in every program
-    would take longer than another kernel before this one. The scales of amaxes are written too.
+    would take longer than another kernel before this one. The scales of amaxes are written too. With `TILED`, a source
+    is `count` vectors of amaxes.
     """
     if (ROWS and ROW_BLOCK == 0) or (COLS and COL_BLOCK == 0):
         tile = tl.program_id(0)  # the amaxes of rows and columns were found from the end
@@ -137,7 +151,17 @@ def cast_pair_kernel(
     if ROWS:
         if ROW_BLOCK == 0:
             row_inv = _inv_scales_of_vector(
-                row_source, row_scale, rows, M, tile_n == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+                row_source,
+                row_scale,
+                rows,
+                M,
+                row_count,
+                tile_n == 0,
+                QUOTIENT,
+                FLOOR,
+                AT_FLOOR,
+                POWER_OF_TWO,
+                ROW_TILED,
             )[:, None]
         else:
             row_inv = _inv_scale_of_all(
@@ -146,7 +170,17 @@ def cast_pair_kernel(
     if COLS:
         if COL_BLOCK == 0:
             col_inv = _inv_scales_of_vector(
-                col_source, col_scale, cols, N, tile_m == 0, QUOTIENT, FLOOR, AT_FLOOR, POWER_OF_TWO
+                col_source,
+                col_scale,
+                cols,
+                N,
+                col_count,
+                tile_m == 0,
+                QUOTIENT,
+                FLOOR,
+                AT_FLOOR,
+                POWER_OF_TWO,
+                COL_TILED,
             )[None, :]
         else:
             col_inv = _inv_scale_of_all(

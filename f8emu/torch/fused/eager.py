@@ -27,6 +27,12 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     return row_amax(x), row_amax(x.t())
 
 
+def amaxes_of_tiles(x: Tensor) -> Tensor:
+    """Those of the rows of every tile, [tiles, M], then those of its columns, [tiles, N], in one vector."""
+    sides = [amax(side, Granularity.BLOCKWISE_1X128).t().flatten() for side in (x, x.t())]
+    return torch.cat(sides)
+
+
 def scales(amax: Tensor, fmt: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
     """inv_scale and scale for each amax."""
     inv_scale, scale = scale_from_amax(amax, fmt, rule, margin=margin)
@@ -47,9 +53,14 @@ def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, 
 
 
 def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `x` by given amaxes: one, one a row, or [1, any number], of which the largest counts."""
+    """Codes and scales of `x` by given amaxes: one, one a row, [1, any number], or [any number, M, 1].
+
+    Of any number the largest counts.
+    """
     amax = amax.float()
-    if amax.ndim == 2 and amax.shape[0] == 1:
+    if amax.ndim == 3:
+        amax = row_amax(amax.squeeze(2).t())
+    elif amax.ndim == 2 and amax.shape[0] == 1:
         amax = row_amax(amax)
     found = scale_from_amax(amax, fmt, rule)
     return cast_by(x, fmt, found.inv_scale), found.scale

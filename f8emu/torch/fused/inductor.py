@@ -21,10 +21,16 @@ import torch
 
 from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.fused import columns, delayed, operators
-from f8emu.torch.fused.arguments import CODES, block_granularity
+from f8emu.torch.fused.arguments import CODES, amax_tiles, block_granularity
 
 _RECOMPUTABLE = (operators.recomputable_cast_pair,)
-_REDUCTIONS = (operators.reduce_tensor, operators.reduce_rows_and_cols, operators.row_amax, operators.scales)
+_REDUCTIONS = (
+    operators.reduce_tensor,
+    operators.reduce_rows_and_cols,
+    operators.reduce_tiles,
+    operators.row_amax,
+    operators.scales,
+)
 
 
 def install() -> None:
@@ -62,6 +68,7 @@ def _register_lowerings() -> None:
 
     for operator, lower in (
         (operators.reduce_rows_and_cols, _reduce_rows_and_cols),
+        (operators.reduce_tiles, _reduce_tiles),
         (operators.row_amax, _row_amax),
         (operators.cast_pair, _cast_pair),
         (operators.recomputable_cast_pair, _cast_pair),
@@ -97,15 +104,26 @@ def _lowering(overload: torch._ops.OpOverload, lower: Callable[..., Any]) -> Cal
 
 def _reduce_rows_and_cols(x: Any, sizes: list[int]) -> Any:
     from torch._inductor.lowering import lowerings
-    from torch._inductor.virtualized import V
 
     m, n = sizes
-    # Ahead of time there is no host code that could look where the tensor begins.
-    has_pairs = not V.graph.cpp_wrapper and _plans().has_pairs(x.get_dtype(), n, x.get_device())
     amaxes = lowerings[torch.ops.aten.full.default]([m + n], 0.0, dtype=torch.float32, device=x.get_device())
     amaxes.realize()
-    _launch(_plans().row_col_amax(m, n, has_pairs), x, amaxes)
+    _launch(_plans().row_col_amax(m, n, _has_pairs(x, n), False), x, amaxes)
     return amaxes
+
+
+def _reduce_tiles(x: Any, sizes: list[int]) -> Any:
+    (m, n), (tiles_m, tiles_n) = sizes, amax_tiles(*sizes)
+    amaxes = _empty(x, torch.float32, tiles_n * m + tiles_m * n, strides=(1,))
+    _launch(_plans().row_col_amax(m, n, _has_pairs(x, n), True), x, amaxes)
+    return amaxes
+
+
+def _has_pairs(x: Any, n: int) -> bool:
+    from torch._inductor.virtualized import V
+
+    # Ahead of time there is no host code that could look where the tensor begins.
+    return not V.graph.cpp_wrapper and _plans().has_pairs(x.get_dtype(), n, x.get_device())
 
 
 def _row_amax(x: Any, sizes: list[int]) -> Any:
@@ -130,7 +148,7 @@ def _cast_pair(
             counts.append(None)
             continue
         count = operators.amax_count([int(size) for size in amax.get_size()])
-        scale = _empty(x, torch.float32, 1 if count else rows, 1)
+        scale = _empty(x, torch.float32, 1 if count > 0 else rows, 1)
         if count == 0 and not power_of_two:
             inv_scale = _empty(x, torch.float32, rows, 1)
             _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, rows), amax, inv_scale, scale)

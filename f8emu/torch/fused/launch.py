@@ -20,7 +20,7 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.device import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
-from f8emu.torch.fused.arguments import new_zeros
+from f8emu.torch.fused.arguments import AMAX_TILE, amax_tiles, new_zeros
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
 from f8emu.torch.launch_sequence import Launch, note_condition, note_launch
 
@@ -29,7 +29,6 @@ AMAX_BLOCK = 16384
 AMAX_WARPS = 8
 ROW_AMAX_TILE = (4, 1024)
 ROW_AMAX_WARPS = 8
-ROW_COL_AMAX_TILE = (128, 128)
 ROW_COL_AMAX_WARPS = 4
 SCALES_BLOCK = 256
 SCALES_WARPS = 4
@@ -225,13 +224,16 @@ def row_amax(m: int, n: int) -> Plan:
 
 
 @planned
-def row_col_amax(m: int, n: int, has_pairs: bool) -> Plan:
-    """Tensors x [m, n], amaxes [m + n]: updated by those of the rows, then of the columns."""
-    bm, bn = ROW_COL_AMAX_TILE
-    tiles_n = blocks(n, bn)
-    plan = blocks(m, bm) * tiles_n, (m, n, tiles_n), {"BM": bm, "BN": bn}, ROW_COL_AMAX_WARPS
+def row_col_amax(m: int, n: int, has_pairs: bool, tiled: bool) -> Plan:
+    """Tensors x [m, n], amaxes [m + n]: updated by those of the rows, then of the columns.
+
+    With `tiled`, amaxes [tiles_n * m + tiles_m * n]: those of every tile.
+    """
+    tiles_m, tiles_n = amax_tiles(m, n)
+    constants = {"TILED": tiled, "BM": AMAX_TILE, "BN": AMAX_TILE}
+    plan = tiles_m * tiles_n, (m, n, tiles_n), constants, ROW_COL_AMAX_WARPS
     if has_pairs:
-        return PairsPlan(scale_kernels.row_col_amax_of_pairs_kernel, *plan, row_col_amax(m, n, False))
+        return PairsPlan(scale_kernels.row_col_amax_of_pairs_kernel, *plan, row_col_amax(m, n, False, tiled))
     return Plan(scale_kernels.row_col_amax_kernel, *plan)
 
 
@@ -254,7 +256,8 @@ def cast_pair(
     """Tensors x [m, n], row source, codes and scale, column source, codes and scale.
 
     `rows` and `cols`: how many amaxes of the tensor the source holds, of which the largest counts; 0 is a vector of one
-    value a row, an amax where scales are powers of two, otherwise an inv_scale; None leaves the operand out.
+    value a row, an amax where scales are powers of two, otherwise an inv_scale; less than 0, so many vectors of amaxes;
+    None leaves the operand out.
     """
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
@@ -263,12 +266,14 @@ def cast_pair(
         **codes_constants(fmt),
         "ROWS": rows is not None,
         "COLS": cols is not None,
-        "ROW_BLOCK": 1 << (rows - 1).bit_length() if rows else 0,
-        "COL_BLOCK": 1 << (cols - 1).bit_length() if cols else 0,
+        "ROW_BLOCK": 1 << (rows - 1).bit_length() if rows is not None and rows > 0 else 0,
+        "COL_BLOCK": 1 << (cols - 1).bit_length() if cols is not None and cols > 0 else 0,
+        "ROW_TILED": rows is not None and rows < 0,
+        "COL_TILED": cols is not None and cols < 0,
         "BM": bm,
         "BN": bn,
     }
-    sizes = (m, n, tiles_n, rows or 0, cols or 0)
+    sizes = (m, n, tiles_n, abs(rows or 0), abs(cols or 0))
     return Plan(cast_kernels.cast_pair_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
 
 

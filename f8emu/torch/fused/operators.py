@@ -33,6 +33,7 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import (
+    amax_tiles,
     block_granularity,
     empty_blocks,
     empty_codes,
@@ -143,7 +144,7 @@ def reduce_rows_and_cols(x: Tensor) -> Tensor:
     if (launch := kernels_for(x)) is None:
         return torch.cat(eager.row_col_amax(x)).flatten()
     amaxes = new_zeros(x, x.shape[0] + x.shape[1])
-    launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device))(x.contiguous(), amaxes)
+    launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device), False)(x.contiguous(), amaxes)
     return amaxes
 
 
@@ -157,6 +158,39 @@ def _(x: Tensor) -> Tensor:
 def row_col_amaxes(x: Tensor) -> Tensor:
     """Largest magnitudes of the rows of `x` [M, N], followed by those of its columns: [M + N]."""
     return seen_as_max(x, lambda: reduce_rows_and_cols(x))
+
+
+@operator()
+def reduce_tiles(x: Tensor) -> Tensor:
+    """The opaque operator behind `row_col_amax_of_tiles`."""
+    amaxes = _empty_tiles(x)
+    if (launch := kernels_for(x)) is None:
+        return eager.amaxes_of_tiles(x)
+    launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device), True)(x.contiguous(), amaxes)
+    return amaxes
+
+
+@fake_with_hooks(reduce_tiles)
+def _empty_tiles(x: Tensor) -> Tensor:
+    require_values("row_col_amax_of_tiles", x, ndim=2)
+    (m, n), (tiles_m, tiles_n) = x.shape, amax_tiles(*x.shape)
+    return new_floats(x, tiles_n * m + tiles_m * n)
+
+
+@operator(opaque=False, plain=reduce_tiles.function)
+def amaxes_of_tiles(x: Tensor) -> Tensor:
+    """As `row_col_amax_of_tiles`, one after the other."""
+    return seen_as_max(x, lambda: reduce_tiles(x))
+
+
+def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of the rows of `x` [M, N], [tiles, M, 1], and of its columns, [tiles, N, 1], tile by tile.
+
+    `row_col_amax` writes less; this needs no zeros to begin with.
+    """
+    amaxes, (m, n), (tiles_m, tiles_n) = amaxes_of_tiles(x), x.shape, amax_tiles(*x.shape)
+    end = tiles_n * m
+    return amaxes[:end].view(tiles_n, m, 1), amaxes[end:].view(tiles_m, n, 1)
 
 
 @operator()
@@ -181,7 +215,9 @@ def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
 
 
 def amax_count(shape: Sequence[int]) -> int:
-    """How many amaxes of a whole tensor there are; 0 for a vector of one a row."""
+    """How many amaxes of a whole tensor there are; 0 for a vector of one a row; less than 0 for so many vectors."""
+    if len(shape) == 3:
+        return -shape[0]
     return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 
 
@@ -192,15 +228,15 @@ def cast_pair(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by its own amaxes; None leaves an operand out.
 
-    An operand has one amax, one a row, or amaxes [1, any number] of which the largest is that of all, in any
-    high-precision dtype.
+    An operand has one amax, one a row, amaxes [1, any number] of which the largest is that of all, or amaxes
+    [any number, rows, 1] of which the largest is that of a row, for powers of two; in any high-precision dtype.
 
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
     """
     settings = (fmt, power_of_two, amax_floor)
     format, rule = named_rule("cast_pair", *settings)
-    out = empty_pair(x, format, row_amax, col_amax)
+    out = empty_pair(x, format, row_amax, col_amax, power_of_two)
     if (launch := kernels_for(x)) is None:
         return (
             *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax, rule)),
@@ -235,7 +271,7 @@ def _(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     format, _ = named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    return empty_pair(x, format, row_amax, col_amax)
+    return empty_pair(x, format, row_amax, col_amax, power_of_two)
 
 
 @operator()

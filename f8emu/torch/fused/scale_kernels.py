@@ -103,15 +103,39 @@ def from_the_end():
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
+@triton.jit
+def places_of(amaxes, tile_m, tile_n, tiles_n, M, N, TILED: tl.constexpr):
+    """Where the amaxes of a tile's rows and columns begin in those of the whole."""
+    if TILED:
+        of_cols = amaxes + tiles_n.to(tl.int64) * M
+        return amaxes + tile_n.to(tl.int64) * M, of_cols + tile_m.to(tl.int64) * N
+    else:
+        return amaxes, amaxes + M
+
+
+@triton.jit
+def give_amax(amax, bits, mask, TILED: tl.constexpr):
+    """Store the amax of a tile, or raise that of the whole."""
+    if TILED:
+        tl.store(amax, one_nan(bits).to(tl.float32, bitcast=True), mask=mask)
+    else:
+        raise_amax(amax, bits, mask)
+
+
 @triton.jit(do_not_specialize=["tiles_n"])
-def row_col_amax_kernel(x, amaxes, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
-    """`amaxes` [M + N] (initially zero) of the rows of `x` [M, N], then of its columns."""
+def row_col_amax_kernel(x, amaxes, M, N, tiles_n, TILED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """`amaxes` [M + N] (initially zero) of the rows of `x` [M, N], then of its columns.
+
+    With `TILED`, those of each tile: [tiles_n, M], then [tiles_m, N], without values before.
+    """
     tile = from_the_end()
-    rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
-    cols = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    tile_m, tile_n = tile // tiles_n, tile % tiles_n
+    rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+    cols = tile_n.to(tl.int64) * BN + tl.arange(0, BN)
+    of_rows, of_cols = places_of(amaxes, tile_m, tile_n, tiles_n, M, N, TILED)
     bits = magnitudes(load_tile(x, rows, cols, M, N))
-    raise_amax(amaxes + rows, tl.max(bits, 1), rows < M)
-    raise_amax(amaxes + M + cols, tl.max(bits, 0), cols < N)
+    give_amax(of_rows + rows, tl.max(bits, 1), rows < M, TILED)
+    give_amax(of_cols + cols, tl.max(bits, 0), cols < N, TILED)
 
 
 @triton.jit
@@ -128,7 +152,7 @@ def widened(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tiles_n"])
-def row_col_amax_of_pairs_kernel(x, amaxes, M, N, tiles_n, BM: tl.constexpr, BN: tl.constexpr):
+def row_col_amax_of_pairs_kernel(x, amaxes, M, N, tiles_n, TILED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """As `row_col_amax_kernel`, for 16-bit formats and even N: two neighbours of a row are one word.
 
     Magnitudes of a 16-bit format are ordered like their bit patterns too, and as float32 they stay so: the maximum is
@@ -137,15 +161,17 @@ def row_col_amax_of_pairs_kernel(x, amaxes, M, N, tiles_n, BM: tl.constexpr, BN:
     PAIRS: tl.constexpr = BN // 2
     DTYPE: tl.constexpr = x.dtype.element_ty
     tile = from_the_end()
-    rows = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
-    pairs = (tile % tiles_n).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    tile_m, tile_n = tile // tiles_n, tile % tiles_n
+    rows = tile_m.to(tl.int64) * BM + tl.arange(0, BM)
+    pairs = tile_n.to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    of_rows, of_cols = places_of(amaxes, tile_m, tile_n, tiles_n, M, N, TILED)
     inside = (rows[:, None] < M) & (pairs[None, :] < N // 2)
     words = x.to(tl.pointer_type(tl.int32), bitcast=True)
     bits = tl.load(words + rows[:, None] * (N // 2) + pairs[None, :], mask=inside, other=0) & 0x7FFF7FFF
     by_row, by_col = tl.reduce(bits, 1, larger_pair), tl.reduce(bits, 0, larger_pair)
-    raise_amax(amaxes + rows, widened(tl.maximum(by_row >> 16, by_row & 0xFFFF), DTYPE), rows < M)
-    raise_amax(amaxes + M + 2 * pairs, widened(by_col & 0xFFFF, DTYPE), pairs < N // 2)
-    raise_amax(amaxes + M + 2 * pairs + 1, widened(by_col >> 16, DTYPE), pairs < N // 2)
+    give_amax(of_rows + rows, widened(tl.maximum(by_row >> 16, by_row & 0xFFFF), DTYPE), rows < M, TILED)
+    give_amax(of_cols + 2 * pairs, widened(by_col & 0xFFFF, DTYPE), pairs < N // 2, TILED)
+    give_amax(of_cols + 2 * pairs + 1, widened(by_col >> 16, DTYPE), pairs < N // 2, TILED)
 
 
 @triton.jit

@@ -42,14 +42,15 @@ def scaled_mm(
     """
     operands = a, b, scale_a, scale_b
     is_traced = is_watched(a)
-    a = _aligned(a, is_traced)
-    b = _aligned_columns(b, is_traced)
+    if is_traced or not _are_plainly_aligned(a, b, scale_a, scale_b):
+        a, b = _aligned(a, is_traced), _aligned_columns(b, is_traced)
+        scale_a, scale_b = _aligned_scale(scale_a, is_traced), _aligned_scale(scale_b, is_traced)
     if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
         product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,
-            _aligned_scale(scale_a, is_traced),
-            _aligned_scale(scale_b, is_traced),
+            scale_a,
+            scale_b,
             bias=None if bias is None else bias.contiguous(),
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
@@ -139,6 +140,12 @@ def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:
     out = torch.empty_strided((padded, rows), (1, padded), dtype=scale.dtype, device=scale.device).zero_()
     out[:blocks].copy_(scale.t())
     return out
+
+
+def _are_plainly_aligned(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> bool:
+    """Whether none of the functions below would copy, told in a few calls."""
+    places = a.data_ptr() | b.data_ptr() | scale_a.data_ptr() | scale_b.data_ptr()
+    return (places | a.stride(0) | b.stride(1)) % _ALIGNMENT == 0 and a.shape[0] > 1 and b.shape[1] > 1
 
 
 def _aligned(x: Tensor, is_traced: bool) -> Tensor:

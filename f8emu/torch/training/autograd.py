@@ -347,7 +347,8 @@ def _cast_produced(
         operand, _ = cast_rows_first(x, rows, cols, rule)
         _, transposed = cast_both(x, None, cols, ScaleSource(), rule)
         return operand, transposed
-    return cast_both(x, rows, cols, find_source(x, rows, cols), rule, recompute=recompute)
+    source = find_source(x, rows, cols, tiled=rule.power_of_two)
+    return cast_both(x, rows, cols, source, rule, recompute=recompute)
 
 
 def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:

@@ -14,8 +14,10 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.arguments import amax_tiles
 from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import cast_pair_delayed
+from f8emu.torch.library import has_dispatch_mode
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192
@@ -24,6 +26,8 @@ _LONGEST_READ = 8192
 """Amaxes, by one program: they are in its registers."""
 _MOST_READ_AGAIN = 4 << 20
 """Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
+_MOST_TILES = 16
+"""Along either side, whose amaxes a program of a cast reads: not more than of the matrix itself."""
 _SHORT_ROWS = 4096
 """Elements: `python -m benchmarks.casts` has our kernel for the amaxes of rows before the compiler's up to here."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
@@ -45,9 +49,9 @@ class ScaleSource(NamedTuple):
     """
 
     rows: Tensor | None = None
-    """The amax of `x` [1, 1] or of each of its rows [M, 1]."""
+    """The amax of `x` [1, 1] or [1, any number], or of each of its rows [M, 1] or [tiles, M, 1]: see `cast_pair`."""
     cols: Tensor | None = None
-    """The amax of `x` [1, 1] or of each of its columns [N, 1]."""
+    """The amax of `x`, as in `rows`, or of each of its columns [N, 1] or [tiles, N, 1]."""
     given: Scales | None = None
     """The scales of both operands, each [1, 1], instead of amaxes: those of another cast of the same matrix."""
 
@@ -67,15 +71,19 @@ DelayedStates = tuple[Delayed | None, Delayed | None, Delayed | None]
 """Of input, weight and grad_output; None for a tensor with dynamic scales."""
 
 
-def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_stored: bool = False) -> ScaleSource:
+def find_source(
+    x: Tensor, rows: Cast | None, cols: Cast | None, *, is_stored: bool = False, tiled: bool = False
+) -> ScaleSource:
     """The amaxes of `x` for both operands, found in one pass.
 
     With `is_stored`, `x` is in memory, as a weight is: no compiler has to take its amax along where it is computed.
+    With `tiled`, amaxes of rows and columns may be those of tiles, [tiles, M, 1] and [tiles, N, 1].
     """
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
     if col_kind is Granularity.ROWWISE:
-        of_rows, of_cols = fused.row_col_amax(x)
+        is_small = tiled and x.numel() > 0 and max(amax_tiles(*x.shape)) <= _MOST_TILES
+        of_rows, of_cols = fused.row_col_amax_of_tiles(x) if is_small else fused.row_col_amax(x)
     elif row_kind is Granularity.ROWWISE:
         of_rows = fused.row_amax(x)
     if row_kind is Granularity.TENSORWISE or col_kind is Granularity.TENSORWISE:
@@ -84,7 +92,7 @@ def find_source(x: Tensor, rows: Cast | None, cols: Cast | None, *, is_stored: b
         elif torch.compiler.is_compiling() and x.numel() > 0:
             of_tensor = _amax_in_compiled_code(x, is_stored)
         else:
-            of_tensor = fused.tensor_amax(x)
+            of_tensor = _amax_in_eager_code(x)
     return ScaleSource(
         of_tensor if row_kind is Granularity.TENSORWISE else of_rows if row_kind is Granularity.ROWWISE else None,
         of_tensor if col_kind is Granularity.TENSORWISE else of_cols,
@@ -101,9 +109,20 @@ def _amax_in_compiled_code(x: Tensor, is_stored: bool) -> Tensor:
     """
     m, n = x.shape
     of_rows = fused.row_amax(x) if is_stored and n <= _SHORT_ROWS else x.abs().amax(dim=1)
-    if m <= _LONGEST_READ and m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN:
-        return of_rows.reshape(1, m)
-    return of_rows.max().reshape(1, 1)
+    return of_rows.reshape(1, m) if _is_read_again(m, n) else of_rows.max().reshape(1, 1)
+
+
+def _amax_in_eager_code(x: Tensor) -> Tensor:
+    """The amax of `x` [1, 1], or amaxes of which it is the largest [1, M], which no kernel has to set to zero first."""
+    m, n = x.shape
+    if 0 < n <= _SHORT_ROWS and m > 0 and _is_read_again(m, n) and not has_dispatch_mode():
+        return fused.row_amax(x).reshape(1, m)
+    return fused.tensor_amax(x)
+
+
+def _is_read_again(m: int, n: int) -> bool:
+    """Whether every program of a cast of [m, n] may read `m` amaxes."""
+    return m <= _LONGEST_READ and m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN
 
 
 def cast_both(
@@ -179,7 +198,7 @@ def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -
     """
     col_kind = _granularity(cols)
     if _granularity(rows) is not Granularity.ROWWISE or col_kind is Granularity.ROWWISE:
-        source = find_source(x, rows, cols, is_stored=True)
+        source = find_source(x, rows, cols, is_stored=True, tiled=rule.power_of_two)
         operand, _ = cast_both(x, rows, None, source, rule)
         assert operand is not None, "rows were requested"
         return operand, ScaleSource(cols=source.cols)
