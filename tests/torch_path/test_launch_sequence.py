@@ -1,38 +1,50 @@
 """Calls that are recorded once and repeated: the same bits as the functions, and the functions where they must run."""
 
 import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from f8emu.torch import launch_sequence
-from f8emu.torch.launch_sequence import note_call, note_condition, note_empty, note_launch, note_zeros, repeatable
-
-ON_GPU = pytest.mark.gpu
-HAS_GPU = torch.cuda.is_available()
+from f8emu.torch import (
+    convert_to_float8_training,
+    delayed_state_dict,
+    launch_sequence,
+    sync_float8_amax_and_scale_history,
+)
+from f8emu.torch.launch_sequence import (
+    LaunchSequence,
+    note_call,
+    note_condition,
+    note_empty,
+    note_launch,
+    note_zeros,
+    repeatable,
+)
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences on tensors of the CPU."""
+    """Tensors of the CPU are those of a GPU, whose kernels `launched` stands for."""
     monkeypatch.setattr(launch_sequence, "has_float8_hardware", lambda device: True)
 
 
-def copy(count: int) -> Callable[[int, list[int]], None]:
-    """A kernel: `count` bytes from its first pointer to its second."""
-    return lambda index, pointers: ctypes.memmove(pointers[1], pointers[0], count) and None
-
-
 def launched(count: int, x: Tensor, out: Tensor) -> None:
-    copy(count)(0, [x.data_ptr(), out.data_ptr()])
-    note_launch(copy(count), (x, out))
+    """A kernel that copies so many bytes."""
+
+    def launch(index: int, pointers: list[int]) -> None:
+        ctypes.memmove(pointers[1], pointers[0], count)
+
+    launch(0, [x.data_ptr(), out.data_ptr()])
+    note_launch(launch, (x, out))
 
 
 class Counted:
-    """A function as a repeatable one that counts how often it ran itself."""
+    """A function as a repeatable one, and how often it ran itself."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.runs = 0
@@ -41,8 +53,9 @@ class Counted:
             self.runs += 1
             return function(x, *args)
 
-        self.call = torch.no_grad()(repeatable(counted))
+        self.call = repeatable(counted)
 
+    @torch.no_grad()
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
 
@@ -52,26 +65,30 @@ def doubled(x: Tensor) -> Tensor:
 
 
 def halves(x: Tensor, scale: float) -> tuple[Tensor, tuple[Tensor, None, float]]:
-    """The first half of `x`, twice `x` transposed, and what is not a tensor."""
+    """The first half of `x`, twice that transposed, and what is not a tensor."""
     half = note_empty(x.new_empty(x.shape[0] // 2, x.shape[1]))
     launched(half.nbytes, x, half)
     whole = note_zeros(x.new_zeros(x.shape[0] * x.shape[1]))
     launched(half.nbytes, half, whole[half.numel() :])
     twice = doubled(whole)
     note_call(doubled, (whole,), twice)
+    assert not twice[: half.numel()].any()
     return half, (twice[half.numel() :].view(half.shape).t(), None, scale)
 
 
 def test_a_call_is_repeated_from_the_third_on(on_cpu) -> None:
     function = Counted(halves)
+    kept: list[Tensor] = []
     for turn in range(5):
         x = torch.randn(8, 16)
         half, (twice, nothing, scale) = function(x, 0.5)
         assert half.equal(x[:4]) and twice.equal(2 * x[:4].t()) and nothing is None and scale == 0.5
         assert twice.stride() == (1, 16)
         assert function.runs == min(turn + 1, 2)
-    assert halves(x, 0.5)[0].data_ptr() != half.data_ptr()
-    for other in (x.double(), torch.randn(4, 16), torch.randn(8, 32)[:, :16], x.t()):  # each another signature
+        kept.append(half)
+    assert len({half.data_ptr() for half in kept}) == 5
+    others = (x.double(), torch.randn(4, 16), torch.randn(8, 32)[:, :16], x.view(16, 8).t())
+    for other in others:  # each has another signature
         runs = function.runs
         function(other, 0.5)
         assert function.runs == runs + 1
@@ -80,7 +97,7 @@ def test_a_call_is_repeated_from_the_third_on(on_cpu) -> None:
 
 
 def test_what_is_not_known_is_never_repeated(on_cpu) -> None:
-    def copied(x: Tensor) -> Tensor:
+    def launched_on_a_copy(x: Tensor) -> Tensor:
         out = note_empty(torch.empty_like(x))
         launched(x.nbytes, x.clone(), out)
         return out
@@ -88,12 +105,13 @@ def test_what_is_not_known_is_never_repeated(on_cpu) -> None:
     def returned(x: Tensor) -> Tensor:
         return x.clone()
 
-    def called(x: Tensor) -> Tensor:
-        out = doubled(x.clone())
-        note_call(doubled, (x.clone(),), out)
+    def called_on_a_copy(x: Tensor) -> Tensor:
+        copy = x.clone()
+        out = doubled(copy)
+        note_call(doubled, (copy,), out)
         return out
 
-    for function, factor in ((copied, 1), (returned, 1), (called, 2)):
+    for function, factor in ((launched_on_a_copy, 1), (returned, 1), (called_on_a_copy, 2)):
         counted = Counted(function)
         for turn in range(4):
             x = torch.randn(8, 16)
@@ -124,19 +142,27 @@ def test_the_function_runs_where_it_must(on_cpu) -> None:
     x, wide = torch.randn(8, 16), torch.randn(8 * 16 + 1)
     for _ in range(3):
         function(x, 0.5)
-    runs = function.runs
-    for call in (
-        lambda: function(wide[1:].view(8, 16), 0.5),  # not aligned
-        lambda: function(torch.nn.Buffer(x), 0.5) if False else function.call.__wrapped__(x, 0.5),
-        lambda: function(torch.empty(0, 16), 0.5),
-    ):
+    assert function.runs == 2
+
+    def with_gradients() -> None:
+        function.call(x, 0.5)
+
+    def with_a_flop_counter() -> None:
+        with FlopCounterMode(display=False):
+            function(x, 0.5)
+
+    calls = {
+        "not aligned": lambda: function(wide[1:].view(8, 16), 0.5),
+        "empty": lambda: function(torch.empty(0, 16), 0.5),
+        "another object": lambda: function(x, torch.tensor(0.5).numpy()[()]),
+        "gradients are recorded": with_gradients,
+        "a mode watches": with_a_flop_counter,
+    }
+    for name, call in calls.items():
         runs = function.runs
-        call()
-        assert function.runs == runs + 1
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
-        runs = function.runs
-        function(x, 0.5)
-        assert function.runs == runs + 1
+        for _ in range(3):
+            call()
+        assert function.runs == runs + 3, name
 
 
 def test_arguments_that_share_memory_are_not_recorded(on_cpu) -> None:
@@ -149,37 +175,104 @@ def test_arguments_that_share_memory_are_not_recorded(on_cpu) -> None:
     x = torch.randn(8, 16)
     for _ in range(3):
         function(x, x)
-    for turn in range(3):
+    for _ in range(3):
         y = torch.randn(8, 16)
         assert function(x, y).equal(y)
-        assert function.runs == 3 + min(turn + 1, 1)
+    assert function.runs == 4
+
+
+def test_an_error_ends_the_recording(on_cpu) -> None:
+    is_broken = False
+
+    def breaks(x: Tensor) -> Tensor:
+        out = note_empty(torch.empty_like(x))
+        if is_broken:
+            raise ValueError
+        launched(x.nbytes, x, out)
+        return out
+
+    function = Counted(breaks)
+    x = torch.randn(8, 16)
+    function(x)
+    is_broken = True
+    with pytest.raises(ValueError):
+        function(x)
+    is_broken = False
+    for _ in range(3):
+        assert function(x).equal(x)
+    assert function.runs == 3
 
 
 def test_memory_is_free_after_its_last_use(on_cpu) -> None:
-    alive: list[Any] = []
+    before: list[Any] = []
+    are_alive: list[bool] = []
 
     def watched(x: Tensor) -> Tensor:
-        import weakref
-
-        alive.append(weakref.ref(x))
-        return x * 1
+        are_alive.extend(of() is not None for of in before[:-1])
+        before.append(weakref.ref(x))
+        return x + 1
 
     def chain(x: Tensor) -> Tensor:
-        first = note_empty(torch.empty_like(x))
-        launched(x.nbytes, x, first)
-        second = watched(first)
-        note_call(watched, (first,), second)
-        third = watched(second)
-        note_call(watched, (second,), third)
-        del first, second
-        assert True
-        return third
+        for _ in range(3):
+            y = watched(x)
+            note_call(watched, (x,), y)
+            x = y
+        return x
 
     function = Counted(chain)
-    for _ in range(2):
-        function(torch.randn(8, 16))
-    alive.clear()
     x = torch.randn(8, 16)
-    assert function(x).equal(x)
+    for _ in range(2):
+        function(x)
+    before.clear()
+    are_alive.clear()
+    assert function(x).equal(x + 1 + 1 + 1)
     assert function.runs == 2
-    assert [of() for of in alive] == [None, None]
+    assert are_alive == [True], "the argument when the third was called, and nothing else"
+    assert [of() is not None for of in before] == [True, False, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"])
+def test_repeated_layers_give_the_bits_of_those_that_are_not(name, monkeypatch, assert_same_bits) -> None:
+    """New values in every step; two layers with one input; sizes with and without tails, many tiles and few."""
+    calls = 0
+    repeat = LaunchSequence.__call__
+
+    def counted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return repeat(*args)
+
+    def trained(m: int, k: int, n: int, dtype: torch.dtype, is_autocast: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(k, n) for _ in range(2)]).cuda()
+        convert_to_float8_training(model if is_autocast else model.to(dtype), config=name, pad=True)
+        found: list[Tensor] = []
+        for step in range(6):
+            x = (torch.randn(2, m, k, device="cuda") * 2.0 ** (step - 3)).to(dtype).requires_grad_()
+            with torch.autocast("cuda", torch.bfloat16, is_autocast):
+                shared = x * 1
+                outputs = [layer(shared) for layer in model]
+            torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
+            found += [*outputs, x.grad, *(p.grad for p in model.parameters())]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.01)
+                    p.grad = None
+            if name == "delayed":
+                sync_float8_amax_and_scale_history(model)
+        return [*found, *delayed_state_dict(model).values()]
+
+    monkeypatch.setattr(LaunchSequence, "__call__", counted)
+    for sizes in ((512, 512, 512), (33, 100, 72), (64, 2048, 512), (1024, 256, 4096)):
+        for dtype, is_autocast in ((torch.bfloat16, False), (torch.float32, True), (torch.float32, False)):
+            if name == "blockwise" and not is_autocast and dtype is torch.float32:
+                continue
+            with monkeypatch.context() as context:
+                context.setattr(launch_sequence, "has_float8_hardware", lambda device: False)
+                expected = trained(*sizes, dtype, is_autocast)
+            assert calls == 0
+            for found, wanted in zip(trained(*sizes, dtype, is_autocast), expected, strict=True):
+                assert_same_bits(found.detach().cpu(), wanted.detach().cpu())
+            assert calls > 4
+            calls = 0
