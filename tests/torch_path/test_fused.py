@@ -444,6 +444,11 @@ def bad_calls(device: str) -> dict[str, tuple[Callable[[], Any], type[Exception]
             r"cast_pair: col_amax must be .* one element, of shape \[1, any number\], \[6, 1\] or, for powers of two, "
             r"\[any number, 6, 1\]; got torch.float32 of shape \[4, 1\]",
         ),
+        "amaxes of no tile": (
+            lambda: fused.cast_pair(x, E4M3, x.new_zeros(0, 4, 1), None, True, 1e-12),
+            OperandError,
+            r"cast_pair: row_amax must be .*; got torch.float32 of shape \[0, 4, 1\]",
+        ),
         "amaxes of tiles": (
             lambda: fused.cast_pair(x, E4M3, x[None, :, :1], None, False, 1e-12),
             OperandError,

@@ -131,6 +131,7 @@ def test_pairs(rule, fmt: Format, x, compare) -> None:
     for rows, cols in ((1, 1), (m, n), (m, 1), (1, n), (1, None), (None, n)):
         amaxes = [None if size is None else torch.linspace(40, 1600, size).reshape(size, 1) for size in (rows, cols)]
         compare(fused.cast_pair, x, fmt.name, *amaxes, *settings(rule))
+    compare(fused.cast_pair, x, fmt.name, *[torch.full((1, 1, 1), 300.0)] * 2, *settings(rule))
 
 
 @ON_GPU

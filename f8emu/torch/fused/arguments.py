@@ -139,9 +139,9 @@ def _empty_side(
     """Codes [rows, k] and scales of one operand of `cast_pair`, its amax checked."""
     if amax is None:
         return absent(x, CODES[format.name]), absent(x, torch.float32)
-    is_of_tiles = power_of_two and amax.ndim == 3 and tuple(amax.shape[1:]) == (rows, 1)
-    is_of_all = not is_of_tiles and (amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0))
+    is_of_tiles = power_of_two and amax.ndim == 3 and amax.shape[0] > 0 and tuple(amax.shape[1:]) == (rows, 1)
     is_vector = is_of_tiles or tuple(amax.shape) == (rows, 1)
+    is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
     if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or is_vector):
         raise OperandError(
             f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number], "
@@ -150,7 +150,8 @@ def _empty_side(
         )
     _check_device("cast_pair", name, amax, x)
     if is_of_tiles:
-        scale = new_floats(x, rows, 1)
+        shape = rows, 1
     else:
-        scale = new_floats(x, 1, 1) if is_of_all and amax.numel() != 1 else new_floats(x, *amax.shape)
+        shape = (1, 1) if is_of_all and (amax.numel() != 1 or amax.ndim == 3) else tuple(amax.shape)
+    scale = new_floats(x, *shape)
     return new_codes(x, format, rows, k), scale

@@ -22,7 +22,7 @@ from f8emu.torch.device import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
 from f8emu.torch.fused.arguments import AMAX_TILE, amax_tiles, new_zeros
 from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
-from f8emu.torch.launch_sequence import Launch, note_condition, note_launch
+from f8emu.torch.launch_sequence import Launch, note_condition, note_effect, note_launch
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
 AMAX_BLOCK = 16384
@@ -73,6 +73,7 @@ class Plan:
         """Launch on the device of the tensors, even if it is not torch's current device."""
         x = tensors[0]
         if not x.is_cuda:  # in Triton's interpreter
+            note_effect()
             self._first_launch(tensors)
             return
         index = x.get_device()
@@ -256,8 +257,8 @@ def cast_pair(
     """Tensors x [m, n], row source, codes and scale, column source, codes and scale.
 
     `rows` and `cols`: how many amaxes of the tensor the source holds, of which the largest counts; 0 is a vector of one
-    value a row, an amax where scales are powers of two, otherwise an inv_scale; less than 0, so many vectors of amaxes;
-    None leaves the operand out.
+    value a row, an amax where scales are powers of two, otherwise an inv_scale; -t are t vectors of amaxes; None leaves
+    the operand out.
     """
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)

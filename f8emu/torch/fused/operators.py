@@ -163,9 +163,10 @@ def row_col_amaxes(x: Tensor) -> Tensor:
 @operator()
 def reduce_tiles(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amax_of_tiles`."""
-    amaxes = _empty_tiles(x)
+    require_values("row_col_amax_of_tiles", x, ndim=2)
     if (launch := kernels_for(x)) is None:
         return eager.amaxes_of_tiles(x)
+    amaxes = _empty_tiles(x)
     launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device), True)(x.contiguous(), amaxes)
     return amaxes
 
@@ -179,14 +180,14 @@ def _empty_tiles(x: Tensor) -> Tensor:
 
 @operator(opaque=False, plain=reduce_tiles.function)
 def amaxes_of_tiles(x: Tensor) -> Tensor:
-    """As `row_col_amax_of_tiles`, one after the other."""
+    """Largest magnitudes of the rows of every tile of `x`, [tiles, M], then of its columns, [tiles, N]: one vector."""
     return seen_as_max(x, lambda: reduce_tiles(x))
 
 
 def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
     """Largest magnitudes of the rows of `x` [M, N], [tiles, M, 1], and of its columns, [tiles, N, 1], tile by tile.
 
-    `row_col_amax` writes less; this needs no zeros to begin with.
+    `row_col_amax` writes less, but into zeros, which another kernel has to write first.
     """
     amaxes, (m, n), (tiles_m, tiles_n) = amaxes_of_tiles(x), x.shape, amax_tiles(*x.shape)
     end = tiles_n * m
@@ -215,8 +216,8 @@ def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
 
 
 def amax_count(shape: Sequence[int]) -> int:
-    """How many amaxes of a whole tensor there are; 0 for a vector of one a row; less than 0 for so many vectors."""
-    if len(shape) == 3:
+    """How many amaxes of a whole tensor there are; 0 for a vector of one a row; -t for t such vectors."""
+    if len(shape) == 3 and math.prod(shape) > 1:
         return -shape[0]
     return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
 

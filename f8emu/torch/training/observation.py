@@ -26,6 +26,7 @@ from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.gemm.planned import layer_split_k
+from f8emu.torch.launch_sequence import note_effect
 from f8emu.torch.library import fake, operator
 from f8emu.torch.training.operands import Operand
 from f8emu.torch.training.torch_internals import is_in_backward_pass
@@ -255,6 +256,7 @@ def _(token: Tensor, *_: Any) -> None:
 
 def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
     """Who watches, and is called; the call is counted in the token."""
+    note_effect()
     torch.autograd.graph.increment_version(token)
     token[1] += 1
     # A backward pass that runs a forward pass repeats it: activation checkpointing.

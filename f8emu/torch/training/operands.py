@@ -27,7 +27,7 @@ _LONGEST_READ = 8192
 _MOST_READ_AGAIN = 4 << 20
 """Amaxes, by all programs of a cast: from the L2 cache, in about 2 us."""
 _MOST_TILES = 16
-"""Along either side, whose amaxes a program of a cast reads: not more than of the matrix itself."""
+"""Along either side: a program of a cast then reads fewer amaxes than elements."""
 _SHORT_ROWS = 4096
 """Elements: `python -m benchmarks.casts` has our kernel for the amaxes of rows before the compiler's up to here."""
 _BLOCKWISE = (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
