@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from f8emu.spec import TENSORS
 from f8emu.torch import (
     convert_to_float8_training,
     delayed_state_dict,
@@ -26,6 +27,7 @@ from f8emu.torch.launch_sequence import (
     note_zeros,
     repeatable,
 )
+from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
 
 
 @pytest.fixture
@@ -300,3 +302,38 @@ def test_repeated_layers_give_the_bits_of_those_that_are_not(name, monkeypatch, 
                 assert_same_bits(found.detach().cpu(), wanted.detach().cpu())
             assert calls > 4
             calls = 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
+def test_an_observer_is_called_in_every_step(name) -> None:
+    """Also of a layer that was recorded before, and beside one of the same sizes that nobody watches."""
+    seen: list[str] = []
+
+    class Seen:
+        def tensor(self, seen_tensor: TensorSeen) -> None:
+            seen.append(seen_tensor.tensor)
+
+        def gemm(self, seen_gemm: GemmSeen) -> None:
+            seen.append(seen_gemm.gemm)
+
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda().bfloat16()
+    convert_to_float8_training(model, config=name)
+
+    def step() -> list[str]:
+        seen.clear()
+        x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        model(x).sum().backward()
+        if name == "delayed":
+            sync_float8_amax_and_scale_history(model)
+        return [*seen]
+
+    for _ in range(5):
+        assert not step()
+    taken = observe(model, Seen(), {"1": model[1]})
+    watched = [step() for _ in range(5)]
+    taken.remove()
+    gemms = ["output", "grad_input", "grad_weight"]
+    assert sorted(watched[0]) == sorted([*TENSORS, *gemms])
+    assert all(found == watched[0] for found in watched)
+    assert not step()
