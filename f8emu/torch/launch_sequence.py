@@ -301,6 +301,11 @@ class Recording:
         return {i for of, _ in parts for i in of}, lambda tensors: make([read(tensors) for read in readers])
 
 
+def is_recording() -> bool:
+    """Whether this thread records a call."""
+    return _current.recording is not None
+
+
 def note_empty(x: Tensor) -> Tensor:
     """`x`, which was allocated without values."""
     if (recording := _current.recording) is not None:

@@ -80,7 +80,7 @@ def halves(x: Tensor, scale: float) -> tuple[Tensor, tuple[Tensor, None, float]]
 
 
 def test_a_call_is_repeated_from_the_third_on(on_cpu) -> None:
-    function = Counted(halves)
+    function, x, runs = Counted(halves), torch.randn(8, 16), 0
     kept: list[Tensor] = []
     for turn in range(5):
         x = torch.randn(8, 16)
@@ -194,9 +194,9 @@ def test_arguments_that_share_memory(on_cpu) -> None:
         launched(y.nbytes, y, out)
         return out
 
-    function = Counted(second)
+    function, x = Counted(second), torch.randn(8, 16)
     for _ in range(3):
-        x = torch.randn(8, 16)
+        x = x + 1
         assert function(x, x).equal(x)
     assert function.runs == 2
     for _ in range(3):
@@ -290,43 +290,46 @@ def test_repeated_layers_give_the_bits_of_those_that_are_not(name, monkeypatch, 
         return [*found, *delayed_state_dict(model).values()]
 
     monkeypatch.setattr(LaunchSequence, "__call__", counted)
-    for sizes in ((512, 512, 512), (33, 100, 72), (64, 2048, 512), (1024, 256, 4096)):
-        for dtype, is_autocast in ((torch.bfloat16, False), (torch.float32, True), (torch.float32, False)):
-            if name == "blockwise" and not is_autocast and dtype is torch.float32:
-                continue
-            with monkeypatch.context() as context:
-                context.setattr(launch_sequence, "has_float8_hardware", lambda device: False)
-                expected = trained(*sizes, dtype, is_autocast)
-            assert calls == 0
-            for found, wanted in zip(trained(*sizes, dtype, is_autocast), expected, strict=True):
-                assert_same_bits(found.detach().cpu(), wanted.detach().cpu())
-            assert calls > 4
-            calls = 0
+    cases = (
+        (512, 512, 512, torch.bfloat16, False),
+        (33, 100, 72, torch.bfloat16, False),
+        (64, 2048, 512, torch.float32, True),
+        (1024, 256, 4096, torch.bfloat16 if name == "blockwise" else torch.float32, False),
+    )
+    for case in cases:
+        with monkeypatch.context() as context:
+            context.setattr(launch_sequence, "has_float8_hardware", lambda device: False)
+            expected = trained(*case)
+        assert calls == 0
+        for found, wanted in zip(trained(*case), expected, strict=True):
+            assert_same_bits(found.detach().cpu(), wanted.detach().cpu())
+        assert calls > 4
+        calls = 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed"])
 def test_an_observer_is_called_in_every_step(name) -> None:
     """Also of a layer that was recorded before, and beside one of the same sizes that nobody watches."""
-    seen: list[str] = []
+    names: list[str] = []
 
     class Seen:
-        def tensor(self, seen_tensor: TensorSeen) -> None:
-            seen.append(seen_tensor.tensor)
+        def tensor(self, seen: TensorSeen) -> None:
+            names.append(seen.tensor)
 
-        def gemm(self, seen_gemm: GemmSeen) -> None:
-            seen.append(seen_gemm.gemm)
+        def gemm(self, seen: GemmSeen) -> None:
+            names.append(seen.gemm)
 
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda().bfloat16()
     convert_to_float8_training(model, config=name)
 
     def step() -> list[str]:
-        seen.clear()
+        names.clear()
         x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         model(x).sum().backward()
         if name == "delayed":
             sync_float8_amax_and_scale_history(model)
-        return [*seen]
+        return [*names]
 
     for _ in range(5):
         assert not step()

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_mm as functional_scaled_mm
 
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.device import require_hopper
-from f8emu.torch.launch_sequence import note_call
+from f8emu.torch.launch_sequence import is_recording, note_call
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
@@ -34,15 +34,19 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    is_aligned: bool = False,
 ) -> Tensor:
     """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales.
+
+    With `is_aligned` the tensors are known to be, and nothing watches.
 
     Raises:
         UnsupportedError: blockwise scales on a device that is not Hopper.
     """
     operands = a, b, scale_a, scale_b
-    is_traced = is_watched(a)
-    if is_traced or not _are_plainly_aligned(a, b, scale_a, scale_b):
+    is_traced = not is_aligned and is_watched(a)
+    is_aligned = is_aligned or (not is_traced and _are_plainly_aligned(*operands))
+    if not is_aligned:
         a, b = _aligned(a, is_traced), _aligned_columns(b, is_traced)
         scale_a, scale_b = _aligned_scale(scale_a, is_traced), _aligned_scale(scale_b, is_traced)
     if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
@@ -66,11 +70,11 @@ def scaled_mm(
             _SCALING_TYPES[granularities[1]],
             output_dtype=out_dtype,
         )
-    if not is_traced and bias is None:
+    if not is_traced and is_recording() and bias is None:
+        options: Any = {"bias": None, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
 
         def again(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-            options: Any = {"bias": None, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-            return scaled_mm(a, b, scale_a, scale_b, granularities, **options)
+            return scaled_mm(a, b, scale_a, scale_b, granularities, **options, is_aligned=is_aligned)
 
         note_call(again, operands, product)
     return product
@@ -117,7 +121,7 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
             product = torch.mm(a, b)
         else:
             product = torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
-    if not is_watched(a):
+    if not is_watched(a) and is_recording():
         note_call(lambda *again: mm(*again, out_dtype=out_dtype), operands, product)
     return product
 

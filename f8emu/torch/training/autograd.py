@@ -222,10 +222,8 @@ class Float8Backward(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Cast grad_output and weight, multiply twice."""
         (grad_output,) = grads
-        states = ctx.of_weight, ctx.of_grad_output
-        d_input, d_weight = gradients(
-            grad_output, ctx.saved_tensors, ctx.plan, *states, ctx.dtype, ctx.needs_input_grad[0], ctx.tap
-        )
+        saved, settings = ctx.saved_tensors, (ctx.dtype, ctx.needs_input_grad[0], ctx.tap)
+        d_input, d_weight = gradients(grad_output, saved, ctx.plan, ctx.of_weight, ctx.of_grad_output, *settings)
         return d_input, None if d_weight is None else d_weight.to(ctx.weight_dtype), *(None,) * 12
 
 
