@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+FLAGS = "--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"
+"""Devices; and LLVM optimizes nothing, which takes a third of the time: sharding is XLA's own work, before LLVM."""
 
 
 def test_sharded() -> None:
     """All cases, in one process: the number of virtual devices is set before JAX starts."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    flags = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS))
     path = os.pathsep.join(map(str, (ROOT, ROOT / "reference")))
     ran = subprocess.run(
         [sys.executable, "-m", "tests.jax_path.sharded"],
