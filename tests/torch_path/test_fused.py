@@ -253,9 +253,11 @@ def calls(x: torch.Tensor) -> dict[str, tuple[Any, tuple]]:
         "reduce_tensor": (fused.reduce_tensor, (x,)),
         "row_amax": (fused.row_amax, (x,)),
         "reduce_rows_and_cols": (fused.reduce_rows_and_cols, (x,)),
+        "reduce_tiles": (fused.reduce_tiles, (x,)),
         "scales": (fused.scales, (rows, E4M3, True, 1e-12, 1)),
         "cast_pair": (fused.cast_pair, (x, E4M3, rows, cols, True, 1e-12)),
         "cast_pair by one amax": (fused.cast_pair, (x, "float8_e5m2", rows[:1].bfloat16(), None, False, 1e-12)),
+        "cast_pair by tiles": (fused.cast_pair, (x, E4M3, torch.stack([rows, rows * 2]), cols[None], True, 1e-12)),
         "cast_pair_given": (fused.cast_pair_given, (x, E4M3, rows[:1], True, True)),
         "cast_pair_delayed": (
             delayed.cast_pair_delayed,

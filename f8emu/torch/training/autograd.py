@@ -134,11 +134,11 @@ def float8_matmul(
                 show_tensor(tap.forward, "input", input)
             show_tensor(tap.forward, "weight", weight)
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
+        x = cast_input(input, plan, of_input) if shared is None else shared
         # 2. The product: it goes into the autograd function as an argument, and `Output` is not needed. Not where it is
         #    recomputed: there everything is saved first, since activation checkpointing stops once all is saved again,
         #    so that the region's last product is not recomputed. Nor is it computed inside of the autograd function,
         #    where torch 2.11 would save it in a compiled checkpointed region.
-        x = cast_input(input, plan, of_input) if shared is None else shared
         gathered = w = product = None
         if isinstance(weight, GatheredWeight):
             w, of_weight, source = weight.of_output(), None, ScaleSource()
