@@ -65,7 +65,7 @@ def casts(x: Tensor) -> dict[str, Pair]:
         "row amaxes": Pair(lambda: (fused.row_amax(x),), lambda x: (eager.row_amax(x),)),
         "row and column amaxes": Pair(lambda: fused.row_col_amax(x), eager.row_col_amax),
         "row and column amaxes of tiles": Pair(
-            lambda: fused.row_col_amax_of_tiles(x), lambda x: (eager.amaxes_of_tiles(x),)
+            lambda: (fused.amaxes_of_tiles(x),), lambda x: (eager.amaxes_of_tiles(x),)
         ),
         "tensorwise, both ways": Pair(
             lambda: fused.cast_pair(x, _NAME, one, one, *_SETTINGS), lambda x: both(x, one, one)
