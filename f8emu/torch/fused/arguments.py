@@ -77,6 +77,12 @@ def amax_tiles(m: int, n: int) -> tuple[int, int]:
     return -(-m // AMAX_TILE), -(-n // AMAX_TILE)
 
 
+def tile_amaxes(m: int, n: int) -> tuple[int, int]:
+    """How many amaxes all tiles of a matrix [m, n] have together: of their rows, and of their columns."""
+    tiles_m, tiles_n = amax_tiles(m, n)
+    return tiles_n * m, tiles_m * n
+
+
 def new_floats(x: Tensor, *shape: int) -> Tensor:
     """An uninitialised float32 tensor on the device of `x`, for scales or amaxes."""
     return note_empty(x.new_empty(shape, dtype=torch.float32))
@@ -149,9 +155,8 @@ def _empty_side(
             f"{list(amax.shape)}; take it from tensor_amax() or row_col_amax() of the same x"
         )
     _check_device("cast_pair", name, amax, x)
-    if is_of_tiles:
+    if is_vector:
         shape = rows, 1
     else:
-        shape = (1, 1) if is_of_all and (amax.numel() != 1 or amax.ndim == 3) else tuple(amax.shape)
-    scale = new_floats(x, *shape)
-    return new_codes(x, format, rows, k), scale
+        shape = tuple(amax.shape) if amax.numel() == 1 and amax.ndim != 3 else (1, 1)
+    return new_codes(x, format, rows, k), new_floats(x, *shape)

@@ -21,7 +21,7 @@ import torch
 
 from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.fused import columns, delayed, operators
-from f8emu.torch.fused.arguments import CODES, amax_tiles, block_granularity
+from f8emu.torch.fused.arguments import CODES, block_granularity, tile_amaxes
 
 _RECOMPUTABLE = (operators.recomputable_cast_pair,)
 _REDUCTIONS = (
@@ -113,8 +113,8 @@ def _reduce_rows_and_cols(x: Any, sizes: list[int]) -> Any:
 
 
 def _reduce_tiles(x: Any, sizes: list[int]) -> Any:
-    (m, n), (tiles_m, tiles_n) = sizes, amax_tiles(*sizes)
-    amaxes = _empty(x, torch.float32, tiles_n * m + tiles_m * n, strides=(1,))
+    m, n = sizes
+    amaxes = _empty(x, torch.float32, sum(tile_amaxes(m, n)), strides=(1,))
     _launch(_plans().row_col_amax(m, n, _has_pairs(x, n), True), x, amaxes)
     return amaxes
 

@@ -43,6 +43,7 @@ from f8emu.torch.fused.arguments import (
     named_rule,
     new_floats,
     new_zeros,
+    tile_amaxes,
 )
 from f8emu.torch.launch_sequence import repeatable
 from f8emu.torch.library import Implementation, Operator, fake, operator
@@ -166,16 +167,15 @@ def reduce_tiles(x: Tensor) -> Tensor:
     require_values("row_col_amax_of_tiles", x, ndim=2)
     if (launch := kernels_for(x)) is None:
         return eager.amaxes_of_tiles(x)
-    amaxes = _empty_tiles(x)
+    amaxes = new_floats(x, sum(tile_amaxes(*x.shape)))
     launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device), True)(x.contiguous(), amaxes)
     return amaxes
 
 
 @fake_with_hooks(reduce_tiles)
-def _empty_tiles(x: Tensor) -> Tensor:
+def _(x: Tensor) -> Tensor:
     require_values("row_col_amax_of_tiles", x, ndim=2)
-    (m, n), (tiles_m, tiles_n) = x.shape, amax_tiles(*x.shape)
-    return new_floats(x, tiles_n * m + tiles_m * n)
+    return new_floats(x, sum(tile_amaxes(*x.shape)))
 
 
 @operator(opaque=False, plain=reduce_tiles.function)
@@ -190,7 +190,7 @@ def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
     `row_col_amax` writes less, but into zeros, which another kernel has to write first.
     """
     amaxes, (m, n), (tiles_m, tiles_n) = amaxes_of_tiles(x), x.shape, amax_tiles(*x.shape)
-    end = tiles_n * m
+    end, _ = tile_amaxes(m, n)
     return amaxes[:end].view(tiles_n, m, 1), amaxes[end:].view(tiles_m, n, 1)
 
 
