@@ -28,7 +28,7 @@ from f8emu.conformance.golden import GoldenFile, shipped_golden
 from f8emu.conformance.record import tracked
 from f8emu.spec import HOPPER
 from f8ref.numpy.accumulate import Operand
-from f8ref.numpy.codec import Unpacked
+from f8ref.numpy.codec import ABSENT
 
 scaled_mm_module = importlib.import_module("f8ref.numpy.scaled_mm")
 """As an attribute of `f8ref.numpy` the name is the verb."""
@@ -53,20 +53,11 @@ def _chip(**changes: Any) -> list[Patch]:
     return [(sys.modules[__name__], "_CHIP", replace(HOPPER, **changes))]
 
 
-def _floor_shift(x: np.ndarray, n: np.ndarray) -> np.ndarray:
-    return x << np.maximum(n, 0) >> np.clip(-n, 0, x.dtype.itemsize * 8 - 1)
-
-
 def _normalized_operand(x: Any, format: Any, model: Any) -> Operand:
-    """Subnormal operands with a hidden one, as if the multiplier normalised them."""
+    """Subnormal operands with the exponent of their first one, as if the multiplier normalised them."""
     whole = _operand(x, format, model)
-    significand, exponent, nonfinite = whole.numbers
-    magnitude = np.abs(significand)
-    lift = np.where(magnitude > 0, format.fraction_bits + 1 - np.frexp(magnitude.astype(np.float64))[1], 0)
-    lift = lift.astype(exponent.dtype)
-    return Operand(
-        Unpacked(significand << lift.astype(significand.dtype), exponent - lift, nonfinite), whole.fraction_bits
-    )
+    first_one = np.frexp(whole.values)[1] - 1
+    return whole._replace(exponents=np.where(whole.exponents == ABSENT, ABSENT, first_one))
 
 
 def _promoted_every(k: int) -> Callable[..., Any]:
@@ -95,7 +86,7 @@ ALTERATIONS: dict[str, tuple[str, Callable[[], list[Patch]]]] = {
     "steps of 64": ("ACC-1", lambda: _models(step_k=64)),
     "terms cut to 12 fraction bits": ("ACC-3", lambda: _models(aligned_fraction_bits=12)),
     "terms cut to 14 fraction bits": ("ACC-3", lambda: _models(aligned_fraction_bits=14)),
-    "terms cut toward minus infinity": ("ACC-3", lambda: [(accumulate_module, "times_power_of_two", _floor_shift)]),
+    "terms cut toward minus infinity": ("ACC-3", lambda: [(accumulate_module, "cut", np.floor)]),
     "results cut to 12 fraction bits": ("ACC-5", lambda: _models(result_fraction_bits=12)),
     "results cut to 14 fraction bits": ("ACC-5", lambda: _models(result_fraction_bits=14)),
     "fast accumulation promoted every 128": (

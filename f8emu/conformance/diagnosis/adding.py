@@ -1,18 +1,17 @@
 """How products are added under any `Rules`: chains, promotion, slices of K; no scale yet.
 
 A chain of cut tensor-core steps is f8ref.numpy's own. Other adders and roundings are written here.
-Operands are [K, rows], K first, as f8ref.numpy unpacks them.
+Operands are [K, rows], K first, as f8ref.numpy decodes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules
-from f8emu.conformance.distributions import codes_of
-from f8emu.spec import FLOAT32
-from f8ref.numpy.accumulate import Operand, chain, times_power_of_two
-from f8ref.numpy.codec import canonical_nan, unpack
+from f8emu.spec import FLOAT16
+from f8ref.numpy.accumulate import Operand, chain, exponents_of, power_of_two, to_last_place
+from f8ref.numpy.codec import canonical_nan
 
 
 def adding_rules(rules: Rules) -> tuple[object, ...]:
@@ -28,7 +27,7 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
         case Adder.TENSOR_CORE:
             sums = _rounded_chain(a, b, rules)
         case Adder.FLOAT32:
-            left, right = _values(a), _values(b)
+            left, right = _finite(a), _finite(b)
             lanes = np.zeros((rules.lanes, a.rows, b.rows), np.float32)
             for k in range(a.k):
                 lane = k % rules.lanes
@@ -36,7 +35,7 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
             sums = pairwise_sum(lanes)
         case Adder.EXACT:
             sums = _exact(a, b)
-    if a.numbers.nonfinite is None and b.numbers.nonfinite is None:
+    if np.isfinite(a.values).all() and np.isfinite(b.values).all():
         return sums
     ieee = np.einsum("km,kn->mn", _signs(a), _signs(b))
     return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
@@ -51,58 +50,52 @@ def pairwise_sum(lanes: np.ndarray) -> np.ndarray:
 
 def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """Tensor-core steps [ACC-1..5] whose terms or sums are rounded to nearest."""
-    model, fraction_bits = rules.model, a.fraction_bits + b.fraction_bits
-    accumulator = np.zeros((a.rows, b.rows), np.float32)
+    model, format = rules.model, rules.model.accumulator
+    terms, sums = _ROUNDED[rules.terms], _ROUNDED[rules.sums]
+    accumulator = np.zeros((a.rows, b.rows))
     for k in range(0, a.k, model.step_k):
-        step = slice(k, k + model.step_k)
-        one, other = a.part(k=step).numbers, b.part(k=step).numbers
-        start = unpack(codes_of(accumulator), FLOAT32, np.int64)
-        product = one.significand[:, :, None].astype(np.int64) * other.significand[:, None, :]
-        exponent = one.exponent[:, :, None].astype(np.int64) + other.exponent[:, None, :]
-        unit = np.maximum(exponent.max(axis=0), start.exponent) - model.aligned_fraction_bits
-        terms = _shifted(product, exponent - fraction_bits - unit, rules.terms)
-        first = _shifted(start.significand, start.exponent - FLOAT32.fraction_bits - unit, rules.terms)
-        total = terms.sum(axis=0) + first
-        length = np.frexp(np.abs(total).astype(np.float64))[1]
-        last_place = np.maximum(unit + length - 1, FLOAT32.min_exponent) - model.result_fraction_bits
-        kept = _shifted(total, unit - last_place, rules.sums)
-        accumulator = np.ldexp(kept.astype(np.float64), last_place).astype(np.float32)
-    return accumulator
+        one, other = (x.part(k=slice(k, k + model.step_k)) for x in (a, b))
+        product = _finite(one)[:, :, None] * _finite(other)[:, None, :]
+        exponent = (one.exponents[:, :, None] + other.exponents[:, None, :]).max(axis=0)
+        to_units = power_of_two(model.aligned_fraction_bits - np.maximum(exponent, exponents_of(accumulator, format)))
+        total = (terms(product * to_units).sum(axis=0) + terms(accumulator * to_units)) / to_units
+        to_places = to_last_place(total, model)
+        accumulator = sums(total * to_places) / to_places + 0.0
+    return accumulator.astype(np.float32)
 
 
-def _shifted(x: np.ndarray, n: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """`x * 2^n` in integers, cut or rounded."""
-    if rounding is Rounding.CUT:
-        return times_power_of_two(x, n)
-    down = np.clip(-n, 0, 62)
-    magnitude = np.abs(x) << np.maximum(n, 0)
-    half = np.where(down > 0, np.int64(1) << np.maximum(down - 1, 0), 0)
-    even = (magnitude >> down) & 1 if rounding is Rounding.NEAREST else 1
-    rounded = (magnitude + np.where(down > 0, half - 1 + even, 0)) >> down
-    return np.where(x < 0, -rounded, rounded)
+def _away(x: np.ndarray) -> np.ndarray:
+    return np.copysign(np.floor(np.abs(x) + 0.5), x)
 
 
-def _values(x: Operand) -> np.ndarray:
+_ROUNDED: dict[Rounding, Callable[[np.ndarray], np.ndarray]] = {
+    Rounding.CUT: np.trunc,
+    Rounding.NEAREST: np.rint,
+    Rounding.NEAREST_AWAY: _away,
+}
+"""To integers. Exact: numbers have at most 16 significant bits, or 24, and are below 2^52."""
+
+
+def _finite(x: Operand) -> np.ndarray:
     """[K, rows] float64, 0 for what is not finite."""
-    return np.ldexp(x.numbers.significand.astype(np.float64), x.numbers.exponent - x.fraction_bits)
+    return np.where(np.isfinite(x.values), x.values, 0)
 
 
 def _signs(x: Operand) -> np.ndarray:
     """Infinities and NaN as they are, finite numbers as their sign: their products do not overflow."""
-    significand, _, nonfinite = x.numbers
-    return (np.sign(significand) if nonfinite is None else nonfinite).astype(np.float32)
+    return np.where(np.isfinite(x.values), np.sign(x.values), x.values).astype(np.float32)
 
 
 def _exact(a: Operand, b: Operand) -> np.ndarray:
-    """The exact sum of float8 products, rounded once: Python's integers, in units of the smallest product."""
-    lowest = [int(np.where(x.numbers.significand == 0, 99, x.numbers.exponent).min(initial=99)) for x in (a, b)]
-    whole = [
-        np.where(x.numbers.significand == 0, 0, x.numbers.significand.astype(object) * 2 ** (
-            np.where(x.numbers.significand == 0, 0, x.numbers.exponent - low)).astype(object))
-        for x, low in zip((a, b), lowest, strict=True)
-    ]  # fmt: skip
-    unit = sum(lowest) - a.fraction_bits - b.fraction_bits
-    return _float32_of(whole[0].T @ whole[1], unit)
+    """The exact sum of float8 products, rounded once: Python's integers, in units below every bit of theirs."""
+    finest = [int(x.exponents[x.values != 0].min(initial=0)) - FLOAT16.fraction_bits for x in (a, b)]
+    whole = [_integers(np.ldexp(_finite(x), -unit)) for x, unit in zip((a, b), finest, strict=True)]
+    return _float32_of(whole[0].T @ whole[1], sum(finest))
+
+
+def _integers(x: np.ndarray) -> np.ndarray:
+    """Whole float64 numbers as Python's integers."""
+    return np.array([int(value) for value in x.flat], object).reshape(x.shape)
 
 
 def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The bits of a GEMM under any `Rules`, in numpy on the pieces of the oracle.
 
-Under the right rules it is the oracle again (tests/conformance/test_rules.py). What a chain of cut tensor-core steps
+Under the right rules it is the oracle again (tests/conformance/test_fit.py). What a chain of cut tensor-core steps
 gives is f8ref.numpy's own; other adders and roundings are written here.
 
 Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
@@ -21,7 +21,6 @@ from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, AccumulationModel, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, operand
 from f8ref.numpy.cast import convert
-from f8ref.numpy.codec import Unpacked
 from f8ref.numpy.float32 import fma
 
 _BLOCK_K = 128
@@ -157,7 +156,7 @@ def _spread(scale: np.ndarray, granularity: Granularity, rows: int) -> np.ndarra
 
 
 def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> tuple[Operand, Operand]:
-    """Both operands, K first, with the integers of f8ref.numpy."""
+    """Both operands, K first, as f8ref.numpy decodes them."""
     found = []
     for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
         codes = _flushed(array[picked], fmt, rules)
@@ -172,11 +171,9 @@ def _numbers_for_nan(x: np.ndarray, fmt: Format, model: AccumulationModel) -> Op
     if model.operand is not None:  # a format that has this number
         numbers = np.where(is_nan, np.where(negative, -480, 480), x.astype(np.float32))
         return operand(numbers.astype(dtype_of(model.operand)), model.operand, model)
-    unpacked = operand(x, fmt, model)
-    significand, exponent, _ = unpacked.numbers
-    sign = np.where(negative.T, -1, 1)
-    numbers = Unpacked(np.where(is_nan.T, 15 * sign, significand), np.where(is_nan.T, 8, exponent), None)
-    return Operand(numbers, unpacked.fraction_bits)
+    values, exponents, _ = operand(x, fmt, model)
+    numbers = np.where(negative.T, -480.0, 480.0)
+    return Operand(np.where(is_nan.T, numbers, values), np.where(is_nan.T, 8, exponents))
 
 
 def _reading(rules: Rules) -> tuple[bool, bool]:

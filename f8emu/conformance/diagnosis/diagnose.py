@@ -139,15 +139,17 @@ class _Search:
         name: str,
         hints: tuple[tuple[Alteration, ...], ...],
     ) -> None:
-        self.chip, self.memory, self.progress, self.name = chip, memory, progress, name
+        self.memory, self.progress, self.name = memory, progress, name
         self.hints = hints
         self.is_thorough = True
         self.found: list[tuple[Alteration, ...]] = []
-        self.asked = asked
         self.total = sum(one.size for one in asked)
+        right = [rules_of(chip, one.case) for one in asked]
+        self.right = tuple(dict.fromkeys(right))
+        self.asked = [(one, self.right.index(rules)) for one, rules in zip(asked, right, strict=True)]
         own = self._counted(())
         order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))
-        self.asked = [asked[i] for i in order]  # those that differ first, and of them the quick ones
+        self.asked = [self.asked[i] for i in order]  # those that differ first, and of them the quick ones
         self.own = _Tried(steps=(), equal=tuple(own.equal[i] for i in order))
 
     def run(self, kind: str) -> Diagnosis:
@@ -208,11 +210,11 @@ class _Search:
         return complete
 
     def _is_complete(self, rules: tuple[Rules, ...]) -> bool:
-        return all(self._equal(one, r) == one.size for one, r in zip(self.asked, rules, strict=True))
+        return all(self._equal(one, rules[kind]) == one.size for one, kind in self.asked)
 
     def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
         """Those that explain more than a base does, the best first."""
-        sizes = [one.size for one in self.asked]
+        sizes = [one.size for one, _ in self.asked]
         better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
         return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
 
@@ -220,7 +222,7 @@ class _Search:
         """Those that explain every bit, with one alteration more than a base has."""
         for steps, rules in self._more(bases, title):
             if self._is_complete(rules):
-                yield _Tried(steps=steps, equal=tuple(one.size for one in self.asked))
+                yield _Tried(steps=steps, equal=tuple(one.size for one, _ in self.asked))
 
     def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
         return [self._counted(steps) for steps, _ in self._more(bases, title)]
@@ -245,18 +247,15 @@ class _Search:
                     yield steps, rules
 
     def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
-        """The rules of every probe."""
-        found: list[Rules] = []
-        for one in self.asked:
-            rules = rules_of(self.chip, one.case)
-            for alteration in steps:
-                rules = alteration.change(rules)
-            found.append(rules)
-        return tuple(found)
+        """Those of `self.right`, altered."""
+        found = self.right
+        for alteration in steps:
+            found = tuple(map(alteration.change, found))
+        return found
 
     def _counted(self, steps: tuple[Alteration, ...]) -> _Tried:
         rules = self._rules(steps)
-        return _Tried(steps=steps, equal=tuple(self._equal(one, r) for one, r in zip(self.asked, rules, strict=True)))
+        return _Tried(steps=steps, equal=tuple(self._equal(one, rules[kind]) for one, kind in self.asked))
 
     def _equal(self, one: Asked, rules: Rules) -> int:
         return one.outputs_equal(rules, self.memory)

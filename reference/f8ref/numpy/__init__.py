@@ -1,4 +1,4 @@
-"""The oracle: every verb of f8emu in readable, vectorised numpy, by integer arithmetic on bit patterns."""
+"""The oracle: every verb of f8emu in readable, vectorised numpy; casts in integers, sums in float64 that is exact."""
 
 from f8ref.numpy.cast import cast as cast
 from f8ref.numpy.cast import decode as decode

@@ -1,6 +1,6 @@
 """Bit patterns and what they mean: dtypes, unpacking into integers, and the table of float32 values.
 
-Everything here is integer arithmetic on codes; ml_dtypes supplies dtypes and nothing else.
+Codes become numbers in integer arithmetic; ml_dtypes supplies dtypes and nothing else.
 """
 
 from functools import lru_cache
@@ -43,8 +43,9 @@ NAN = np.uint32(FLOAT32.nan_code).view(np.float32)
 """The one float32 NaN that the tensor core emits: 0x7fffffff [SPEC-1]."""
 INFINITY = np.float32(np.inf)
 
-ABSENT = -(1 << 12)
-"""Exponent of a number that takes no part: below every exponent that exists, also after adding two."""
+ABSENT = -400
+"""Exponent of a number that takes no part: plus another number's, below the exponent of every product and every
+accumulator; and twice it is still an exponent of float64."""
 
 
 class Unpacked(NamedTuple):
@@ -82,15 +83,15 @@ def typed(codes: Array, format: Format) -> Array:
     return codes.astype(_CODE_DTYPES[format.bits], copy=False).view(_DTYPES[format])
 
 
-def unpack(codes: Array, format: Format, word: type[np.signedinteger[Any]] = np.int32) -> Unpacked:
-    """Codes (unsigned integers) as integers of dtype `word` [OP-1].
+def unpack(codes: Array, format: Format) -> Unpacked:
+    """Codes (unsigned integers) as int32 [OP-1].
 
     Shapes: any; the results have the shape of `codes`.
     Exactness: exact; the one place of this package that says how a code becomes a number.
     """
     # 1. Fields.
-    sign = np.where(codes & format.sign_mask, word(-1), word(1))
-    magnitude = (codes & format.magnitude_mask).astype(word)
+    sign = np.where(codes & format.sign_mask, np.int32(-1), np.int32(1))
+    magnitude = (codes & format.magnitude_mask).astype(np.int32)
     fraction = magnitude & format.fraction_mask
     field = magnitude >> format.fraction_bits
 
@@ -110,10 +111,10 @@ def unpack(codes: Array, format: Format, word: type[np.signedinteger[Any]] = np.
         nonfinite = np.sign(significand).astype(np.float32)
         nonfinite[special] = NAN
         nonfinite[infinite] = sign[infinite] * INFINITY
-        significand = np.where(special, word(0), significand)
+        significand = np.where(special, np.int32(0), significand)
 
     # 4. Zero has no exponent.
-    return Unpacked(significand, np.where(significand == 0, word(ABSENT), exponent), nonfinite)
+    return Unpacked(significand, np.where(significand == 0, np.int32(ABSENT), exponent), nonfinite)
 
 
 @lru_cache
@@ -128,6 +129,14 @@ def decode_table(format: Format) -> NDArray[np.float32]:
         table = np.where(np.isfinite(nonfinite), table, nonfinite)
     table.flags.writeable = False
     return table
+
+
+@lru_cache
+def exponent_table(format: Format) -> NDArray[np.int32]:
+    """Code -> exponent, as the format writes it [OP-1], of a format of at most 16 bits; `ABSENT` of no number or 0."""
+    exponents: NDArray[np.int32] = unpack(np.arange(1 << format.bits, dtype=np.uint32), format).exponent
+    exponents.flags.writeable = False
+    return exponents
 
 
 def canonical_nan(x: NDArray[np.float32]) -> NDArray[np.float32]:
