@@ -148,7 +148,7 @@ def compare(
         for part in range(parts):
             model.set_requires_gradient_sync(part == parts - 1)
             model.set_reshard_after_backward(part == parts - 1 or not holds)
-            output = model(batch(step, rank, part).to(dtype))
+            output = model(batch(step, rank, part).to(dtype).requires_grad_())
             output.float().square().mean().backward()
             assert_same([output], [expected[part]], f"step {step}, output")
         trained = [x for x in reference.model.parameters() if x.requires_grad]
@@ -205,9 +205,15 @@ def from_meta(recipe: str) -> None:
     compare(recipe, sharded=model)
 
 
+def _sizes(backend: str | None) -> dict[str, int]:
+    """Blocks of one size where they are compiled, which takes seconds for each size."""
+    return {} if backend is None else {"hidden": 80}
+
+
 def checkpointed(recipe: str, backend: str | None, **options: Any) -> None:
     """The recomputed forward pass reads other codes than the backward pass around it."""
-    compare(recipe, sharded=shard(prepared(make(recipe, True), True, backend)), **options)
+    sizes = _sizes(backend)
+    compare(recipe, sharded=shard(prepared(make(recipe, True, **sizes), True, backend)), **options, **sizes)
 
 
 def skipped() -> None:
@@ -237,7 +243,7 @@ def recomputed_on_one_rank(backend: str | None) -> None:
         if (step, dist.get_rank()) == (1, 1):
             prepared(model, True, backend)
 
-    compare("rowwise", before=change)
+    compare("rowwise", before=change, **_sizes(backend))
 
 
 def unusual_weights(recipe: str) -> None:
@@ -269,7 +275,7 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
     found: list[int] = []
     count = 0
     for gather in (True, False):
-        model = prepared(make(recipe, gather, bias=False), checkpoints, backend)
+        model = prepared(make(recipe, gather, bias=False, **_sizes(backend)), checkpoints, backend)
         shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         for step in range(2):
             count = 0

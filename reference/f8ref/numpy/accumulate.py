@@ -1,10 +1,10 @@
 """The tensor core: one step, the chain of steps, promotion to float32, and split-K.
 
-All numbers are float64, and every operation is exact but those that a rule names: products of two operands have at most
-22 significant bits, the terms of a step count less than 2^33 units each, their sums less than 2^53, and the factors
-between numbers and units are powers of two, from 2^-280 to 2^830. An accumulator is a float32 number, also where the
-hardware keeps fewer significant bits of it. The numbers of a model are data, `f8emu.spec.AccumulationModel`; the rule ids
-are explained in `reference/NUMERICS.md`.
+All numbers are float64, and every operation is exact but those that a rule names: products of two operands have at
+most 22 significant bits, the terms of a step count less than 2^33 units each, their sums less than 2^53, and the
+factors between numbers and units are powers of two, from 2^-280 to 2^830. An accumulator is a float32 number, also
+where the hardware keeps fewer significant bits of it. The numbers of a model are data,
+`f8emu.spec.AccumulationModel`; the rule ids are explained in `reference/NUMERICS.md`.
 
 Shape suffixes: operands are [K, M] and [K, N] here, K first, so that a step reduces over the first dimension.
 """
