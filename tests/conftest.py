@@ -21,6 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # JAX reads this when it is first imported: broadcasting between ranks must be spelled out.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
+# XLA cuts a program in 32 parts, to compile them side by side: more work in all, where every core is busy already.
+_ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_PART}".strip()
+
 # The processes of a run compile many equal programs. JAX keeps each in a directory that they share, and that goes with
 # the run: no program is older than the run itself.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
