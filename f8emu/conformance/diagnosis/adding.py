@@ -65,6 +65,7 @@ def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
 
 
 def _away(x: np.ndarray) -> np.ndarray:
+    """To the nearest integers, ties away from zero."""
     return np.copysign(np.floor(np.abs(x) + 0.5), x)
 
 

@@ -145,7 +145,7 @@ class _Search:
         self.found: list[tuple[Alteration, ...]] = []
         self.total = sum(one.size for one in asked)
         right = [rules_of(chip, one.case) for one in asked]
-        self.right = tuple(dict.fromkeys(right))
+        self.right = tuple(dict.fromkeys(right))  # few: most probes are of one kind
         self.asked = [(one, self.right.index(rules)) for one, rules in zip(asked, right, strict=True)]
         own = self._counted(())
         order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))

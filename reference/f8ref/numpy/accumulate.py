@@ -1,7 +1,7 @@
 """The tensor core: one step, the chain of steps, promotion to float32, and split-K.
 
 All numbers are float64, and every operation is exact but those that a rule names: products of two operands have at
-most 22 significant bits, the terms of a step count less than 2^33 units each, their sums less than 2^53, and the
+most 22 significant bits, the sums of a step are whole numbers of units and below 2^53 (`operand` asserts it), and the
 factors between numbers and units are powers of two, from 2^-280 to 2^830. An accumulator is a float32 number, also
 where the hardware keeps fewer significant bits of it. The numbers of a model are data,
 `f8emu.spec.AccumulationModel`; the rule ids are explained in `reference/NUMERICS.md`.
@@ -50,6 +50,9 @@ def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
 
     Where the model says so, it is converted [CHIP-1], and K put in an order and padded to whole ones [CHIP-2].
     """
+    # A term is below 2^(fraction bits + 2) units, and step_k of them and the accumulator are added.
+    fraction_bits = max(model.aligned_fraction_bits, model.floored.fraction_bits if model.floored else 0)
+    assert fraction_bits + 2 + model.step_k.bit_length() <= 53, model
     if model.operand is not None:
         assert model.operand == FLOAT16, model
         x, format = decode_table(format)[codes_of(x, format)].astype(np.float16), model.operand
