@@ -5,7 +5,9 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -48,6 +50,21 @@ def only_this_module_is_searched_for_garbage() -> None:
     """Modules of torch and JAX and the programs that JAX keeps are millions of objects, seconds of every collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def assert_layers_equal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Sequence[Any]], None]:
+    """The stage of layers with these cases alone: every code, scale, product and gradient of the subject."""
+    from f8emu.conformance import load_subject, stages, verify
+    from f8emu.conformance.report import mismatch_lines
+
+    def check(subject: str, cases: Sequence[Any]) -> None:
+        monkeypatch.setattr(stages, "layer_cases", lambda full_size: cases)
+        result = verify([load_subject(subject)], stages=["layers"])
+        assert result.is_equal, list(mismatch_lines(result, 5))
+        assert result.subjects[0].stages[0].cases_total == len(cases)
+
+    return check
 
 
 def pytest_report_header() -> str:

@@ -13,7 +13,7 @@ FLAGS = (
     "--xla_llvm_disable_expensive_passes=true",
     "--xla_cpu_use_fusion_emitters=false",
 )
-"""Devices; and machine code in the shortest time, half of the default's: sharding is XLA's own work, before that."""
+"""Devices; and machine code in the shortest time: sharding is XLA's own work, before that."""
 
 
 def test_sharded() -> None:

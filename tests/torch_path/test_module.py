@@ -95,7 +95,9 @@ def oracle(to_numpy: Any) -> Any:
     return trace
 
 
-@pytest.mark.parametrize("name, backend", [*((name, "aot_eager") for name in RECIPES), ("tensorwise", "inductor")])
+@pytest.mark.parametrize(
+    "name, backend", [*((name, "aot_eager") for name in RECIPES), ("tensorwise", "inductor"), ("rowwise", "inductor")]
+)
 def test_compiled_gives_the_same_bits(name: str, backend: str, assert_same_bits: Any) -> None:
     """In one graph; the input is computed in it, so that its amax can be found there."""
 

@@ -512,7 +512,7 @@ CASES_OF_2: dict[str, Callable[[], None]] = {
     "gathered input, first dimension": functools.partial(sequence_parallel_input, "rowwise", 0),
     **{f"scattered output, {recipe}": functools.partial(sequence_parallel_output, recipe) for recipe in GATHERED},
     "scattered output, a bias": functools.partial(sequence_parallel_output, "tensorwise", 0, True),
-    **{f"compiled, {recipe}": functools.partial(compiled, recipe) for recipe in ("rowwise", "delayed")},
+    **{f"compiled, {recipe}": functools.partial(compiled, recipe) for recipe in GATHERED},
     "a scale of one rank": scale_of_one_rank_is_caught,
     "NaN on one rank": functools.partial(nan_on_one_rank, float("nan")),
     "infinity on one rank": functools.partial(nan_on_one_rank, float("inf")),

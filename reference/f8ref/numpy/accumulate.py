@@ -109,8 +109,12 @@ def _meeting(a: Operand, b: Operand, of_a: Array, of_b: Array) -> tuple[Array, A
 
 def exponents_of(accumulator: Float64, format: Format) -> Exponents:
     """[ACC-2] Of a subnormal its format's smallest, of zero `ABSENT`; of what is not finite any."""
-    exponents = np.maximum(np.frexp(accumulator)[1] - 1, format.min_exponent)
-    return np.where(accumulator == 0, ABSENT, exponents)
+    return np.where(accumulator == 0, ABSENT, _limited_exponents(accumulator, format))
+
+
+def _limited_exponents(x: Float64, format: Format) -> Exponents:
+    """Those of the numbers, but not below the format's smallest."""
+    return np.maximum(np.frexp(x)[1] - 1, format.min_exponent)
 
 
 def _floored_dot(
@@ -222,8 +226,7 @@ def _normalized(total: Float64, model: AccumulationModel) -> Float64:
 
 def to_last_place(total: Float64, model: AccumulationModel) -> Float64:
     """The factor from numbers to multiples of the last place that a result of this size keeps [ACC-5]."""
-    exponent = np.maximum(np.frexp(total)[1] - 1, model.accumulator.min_exponent)
-    return power_of_two(model.result_fraction_bits - exponent)
+    return power_of_two(model.result_fraction_bits - _limited_exponents(total, model.accumulator))
 
 
 def _sum(total: NDArray[np.float32], partial: NDArray[np.float32], format: Format) -> NDArray[np.float32]:

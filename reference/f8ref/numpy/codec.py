@@ -1,10 +1,10 @@
-"""Bit patterns and what they mean: dtypes, unpacking into integers, and the table of float32 values.
+"""Bit patterns and what they mean: dtypes, and the tables of values and exponents.
 
 Codes become numbers in integer arithmetic; ml_dtypes supplies dtypes and nothing else.
 """
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -48,17 +48,6 @@ ABSENT = -400
 accumulator; and twice it is still an exponent of float64."""
 
 
-class Unpacked(NamedTuple):
-    """Numbers as integers, `significand * 2^(exponent - fraction_bits)` [OP-1]; all of one shape."""
-
-    significand: Array
-    """Signed, with the hidden bit; 0 for zero and for what is not finite."""
-    exponent: Array
-    """Of the format; a subnormal keeps the raw minimum. ABSENT where the significand is 0."""
-    nonfinite: Array | None
-    """Float32: infinities and NaN as they are, finite numbers as their sign (-1, 0, 1); None if all are finite."""
-
-
 def typed_array(x: ArrayLike, allowed: tuple[Format, ...], call: str) -> tuple[Array, Format]:
     """`x` as an array, and its format.
 
@@ -83,60 +72,48 @@ def typed(codes: Array, format: Format) -> Array:
     return codes.astype(_CODE_DTYPES[format.bits], copy=False).view(_DTYPES[format])
 
 
-def unpack(codes: Array, format: Format) -> Unpacked:
-    """Codes (unsigned integers) as int32 [OP-1].
+@lru_cache
+def _decoded(format: Format) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Value and exponent of every code, of a format of at most 16 bits [OP-1].
 
-    Shapes: any; the results have the shape of `codes`.
     Exactness: exact; the one place of this package that says how a code becomes a number.
     """
+    codes = np.arange(1 << format.bits, dtype=np.uint32)
+
     # 1. Fields.
-    sign = np.where(codes & format.sign_mask, np.int32(-1), np.int32(1))
     magnitude = (codes & format.magnitude_mask).astype(np.int32)
     fraction = magnitude & format.fraction_mask
     field = magnitude >> format.fraction_bits
 
-    # 2. A subnormal has the exponent of field 1 and no hidden bit: it is not normalised.
-    hidden = (field > 0) | (not format.has_subnormals)
-    significand = np.where(hidden, fraction + (1 << format.fraction_bits), fraction) * sign
-    exponent = np.maximum(field - format.bias, format.min_exponent)
-
-    # 3. Infinity and NaN leave the integers and go beside them.
-    nonfinite = None
+    # 2. What is no number.
+    is_infinite = magnitude == format.infinity_code
     if format.specials is Specials.NAN_NEGATIVE_ZERO:
-        special = codes == format.nan_code
+        is_nan = codes == format.nan_code
     else:
-        special = magnitude > format.max_code
-    if special.any():
-        infinite = magnitude == format.infinity_code
-        nonfinite = np.sign(significand).astype(np.float32)
-        nonfinite[special] = NAN
-        nonfinite[infinite] = sign[infinite] * INFINITY
-        significand = np.where(special, np.int32(0), significand)
+        is_nan = (magnitude > format.max_code) & ~is_infinite
 
-    # 4. Zero has no exponent.
-    return Unpacked(significand, np.where(significand == 0, np.int32(ABSENT), exponent), nonfinite)
+    # 3. A subnormal has the exponent of field 1 and no hidden bit: it is not normalised. Zero has no exponent.
+    hidden = (field > 0) | (not format.has_subnormals)
+    significand = np.where(hidden, fraction + (1 << format.fraction_bits), fraction)
+    exponents = np.maximum(field - format.bias, format.min_exponent)
+    exponents = np.where((significand == 0) | is_infinite | is_nan, np.int32(ABSENT), exponents)
+
+    # 4. Exact: at most 11 significant bits, and every format here lies within float32 with its subnormals.
+    values = np.ldexp(significand.astype(np.float32), exponents - format.fraction_bits)
+    values = np.where(is_infinite, INFINITY, values)
+    values = np.where(is_nan, NAN, np.where(codes & format.sign_mask, -values, values))
+    values.flags.writeable = exponents.flags.writeable = False
+    return values, exponents
 
 
-@lru_cache
 def decode_table(format: Format) -> NDArray[np.float32]:
     """Code -> float32, of a format of at most 16 bits."""
-    codes = np.arange(1 << format.bits, dtype=np.uint32)
-    significand, exponent, nonfinite = unpack(codes, format)
-    # Exact: at most 11 significant bits, and every format here lies within float32 with its subnormals.
-    table = np.ldexp(significand.astype(np.float32), exponent - format.fraction_bits)
-    table = np.where(codes & format.sign_mask, -np.abs(table), table)
-    if nonfinite is not None:
-        table = np.where(np.isfinite(nonfinite), table, nonfinite)
-    table.flags.writeable = False
-    return table
+    return _decoded(format)[0]
 
 
-@lru_cache
 def exponent_table(format: Format) -> NDArray[np.int32]:
     """Code -> exponent, as the format writes it [OP-1], of a format of at most 16 bits; `ABSENT` of no number or 0."""
-    exponents: NDArray[np.int32] = unpack(np.arange(1 << format.bits, dtype=np.uint32), format).exponent
-    exponents.flags.writeable = False
-    return exponents
+    return _decoded(format)[1]
 
 
 def canonical_nan(x: NDArray[np.float32]) -> NDArray[np.float32]:
