@@ -2,15 +2,17 @@
 
 All numbers are float64, and every operation is exact but those that a rule names: products of two operands have at
 most 22 significant bits, the sums of a step are whole numbers of units and below 2^53 (`operand` asserts it), and the
-factors between numbers and units are powers of two, from 2^-280 to 2^830. An accumulator is a float32 number, also
-where the hardware keeps fewer significant bits of it. The numbers of a model are data,
+factors between numbers and units are powers of two, from 2^-280 to 2^830. Operands and products are float32 where all
+this is as exact in it (`are_exact_in_float32`). An accumulator is a float32 number, also where the hardware keeps
+fewer significant bits of it. The numbers of a model are data,
 `f8emu.spec.AccumulationModel`; the rule ids are explained in `reference/NUMERICS.md`.
 
 Shape suffixes: operands are [K, M] and [K, N] here, K first, so that a step reduces over the first dimension.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +20,19 @@ from numpy.typing import NDArray
 from f8emu.spec import FLOAT16, FLOAT32, AccumulationModel, FlooredSum, Format, Rounding
 from f8ref.numpy.codec import ABSENT, INFINITY, Array, codes_of, decode_table, exponent_table
 
+TILE = 2048
+"""Outputs computed at a time: the terms of their step, 32 times as many, stay in cache."""
 Float64 = NDArray[np.float64]
-Exponents = NDArray[np.int32]
+Exponents = NDArray[np.integer[Any]]
 
 
 class Operand(NamedTuple):
-    """An operand of a GEMM, decoded, K first."""
+    """An operand of a GEMM, decoded, K first.
 
-    values: Float64
+    Chains that do not depend on each other may stand side by side: [K of one, chains, rows] (`side_by_side`).
+    """
+
+    values: Float64 | NDArray[np.float32]
     """Of shape [K, rows]; infinities and NaN as they are."""
     exponents: Exponents
     """As the format writes them [OP-1]: those of subnormals are not normalised; `ABSENT` takes no part."""
@@ -38,11 +45,19 @@ class Operand(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return self.values.shape[1]
+        return self.values.shape[-1]
 
     def part(self, k: slice = slice(None), rows: slice = slice(None)) -> "Operand":
         """Some of K and some of the rows; no copy."""
-        return self._replace(values=self.values[k, rows], exponents=self.exponents[k, rows])
+        return Operand(self.values[k, ..., rows], self.exponents[k, ..., rows], self.is_paired)
+
+    def chains(self, k: slice, length: int) -> "Operand":
+        """Some of K, whole times `length`, as chains of that length side by side; no copy."""
+        values, exponents = self.values[k], self.exponents[k]
+        shape = (len(values) // length, length, *values.shape[1:])
+        return Operand(
+            values.reshape(shape).swapaxes(0, 1), exponents.reshape(shape).swapaxes(0, 1), self.is_paired
+        )  # fmt: skip
 
 
 def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
@@ -60,7 +75,21 @@ def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
         x = np.pad(x, ((0, 0), (0, -x.shape[1] % len(model.order))))
         x = x.reshape(len(x), -1, len(model.order))[:, :, list(model.order)].reshape(len(x), -1)
     codes = np.ascontiguousarray(codes_of(x, format).T)
-    return Operand(decode_table(format)[codes].astype(np.float64), exponent_table(format)[codes])
+    values = decode_table(format)[codes]
+    return Operand(
+        values if are_exact_in_float32(format, model) else values.astype(np.float64), exponent_table(format)[codes]
+    )
+
+
+def are_exact_in_float32(format: Format, model: AccumulationModel) -> bool:
+    """Whether products of this format and another such, and the sum of a step of them in units, are exact in float32.
+
+    Five bits of exponent: products have at most 22 significant bits and lie from 2^-48 to 2^32, and so do factors that
+    make units of them. The sum is a whole number below 2^24.
+    """
+    is_small = format.exponent_bits <= FLOAT16.exponent_bits
+    sum_bits = model.aligned_fraction_bits + 2 + model.step_k.bit_length()
+    return is_small and model.floored is None and sum_bits <= FLOAT32.fraction_bits + 1
 
 
 def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: AccumulationModel) -> Float64:
@@ -81,7 +110,7 @@ def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: Accumu
         e_max = np.maximum(exponent.max(axis=0), start_exponent)
         to_units = power_of_two(model.aligned_fraction_bits - e_max)
         # [ACC-3] Every term is cut toward zero to a multiple of one unit. [ACC-4] The cut terms are added exactly.
-        product *= to_units
+        product *= to_units if product.dtype == np.float64 else _in_float32(to_units)
         total = (cut(product).sum(axis=0) + cut(accumulator * to_units)) / to_units
     else:
         dot, e_max = _floored_dot(product, exponent, model, model.floored)
@@ -92,7 +121,12 @@ def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: Accumu
     return _normalized(total, model)
 
 
-def cut(x: Float64) -> Float64:
+def _in_float32(to_units: Float64) -> NDArray[np.float32]:
+    """Factors of float32 products; beyond 2^127 they meet nothing but zeros."""
+    return np.minimum(to_units, 2.0**FLOAT32.max_exponent).astype(np.float32)
+
+
+def cut(x: Any) -> Any:
     """The integers next to x toward zero; x is overwritten."""
     return np.trunc(x, out=x)
 
@@ -104,7 +138,7 @@ def power_of_two(n: Exponents) -> Float64:
 
 def _meeting(a: Operand, b: Operand, of_a: Array, of_b: Array) -> tuple[Array, Array]:
     """Something of each operand, [K, rows], so that what meets is multiplied elementwise."""
-    return (of_a, of_b) if a.is_paired and b.is_paired else (of_a[:, :, None], of_b[:, None, :])
+    return (of_a, of_b) if a.is_paired and b.is_paired else (of_a[..., :, None], of_b[..., None, :])
 
 
 def exponents_of(accumulator: Float64, format: Format) -> Exponents:
@@ -157,10 +191,9 @@ def chain(
 ) -> NDArray[np.float32]:
     """Steps from `start`, or zero, over all of K, each on the accumulator of the one before [ACC-1], [CHAIN-1].
 
-    Shapes: `a` [K, M], `b` [K, N]; `start` and the result [M, N].
+    Shapes: `a` [K, M], `b` [K, N]; `start` and the result [M, N]. Side by side `a` [K, chains, M], ...
     """
-    shape = a.rows if a.is_paired else (a.rows, b.rows)
-    accumulator = np.zeros(shape) if start is None else start.astype(np.float64)
+    accumulator = np.zeros(_outputs_shape(a, b)) if start is None else start.astype(np.float64)
     for k in range(0, a.k, model.step_k):
         # A tail shorter than a step needs no padding: zeros take no part in [ACC-2] and add nothing.
         step = slice(k, k + model.step_k)
@@ -168,15 +201,29 @@ def chain(
     return accumulator.astype(np.float32)  # exact: at most 24 significant bits, in range
 
 
+def _outputs_shape(a: Operand, b: Operand) -> tuple[int, ...]:
+    return a.values.shape[1:] if a.is_paired else (*a.values.shape[1:], b.rows)
+
+
+def side_by_side(a: Operand, b: Operand, length: int) -> Iterator[tuple[Operand, Operand]]:
+    """Chains of `length` along K, in order, as many side by side as fill a tile; a shorter one at the end by itself."""
+    width = max(TILE // max(prod(_outputs_shape(a, b)), 1), 1) * length
+    whole = a.k - a.k % length
+    for k in range(0, whole, width):
+        part = slice(k, min(k + width, whole))
+        yield a.chains(part, length), b.chains(part, length)
+    if whole < a.k:
+        part = slice(whole, a.k)
+        yield a.chains(part, a.k - whole), b.chains(part, a.k - whole)
+
+
 def partials(a: Operand, b: Operand, model: AccumulationModel) -> Iterator[NDArray[np.float32]]:
     """The chains, in order of K, that a total takes up: one every `promote_k` [CHAIN-2], or a single one.
 
     Shapes: `a` [K, M], `b` [K, N]; each is [M, N].
     """
-    length = model.promote_k or max(a.k, 1)
-    for k in range(0, a.k, length):
-        part = slice(k, k + length)
-        yield chain(a.part(k=part), b.part(k=part), model)
+    for chains in side_by_side(a, b, model.promote_k or max(a.k, 1)):
+        yield from chain(*chains, model)
 
 
 def accumulate(a: Operand, b: Operand, model: AccumulationModel, split_k: int = 1) -> NDArray[np.float32]:

@@ -73,7 +73,7 @@ def typed(codes: Array, format: Format) -> Array:
 
 
 @lru_cache
-def _decoded(format: Format) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+def _decoded(format: Format) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
     """Value and exponent of every code, of a format of at most 16 bits [OP-1].
 
     Exactness: exact; the one place of this package that says how a code becomes a number.
@@ -102,6 +102,7 @@ def _decoded(format: Format) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
     values = np.ldexp(significand.astype(np.float32), exponents - format.fraction_bits)
     values = np.where(is_infinite, INFINITY, values)
     values = np.where(is_nan, NAN, np.where(codes & format.sign_mask, -values, values))
+    exponents = exponents.astype(np.int16)
     values.flags.writeable = exponents.flags.writeable = False
     return values, exponents
 
@@ -111,7 +112,7 @@ def decode_table(format: Format) -> NDArray[np.float32]:
     return _decoded(format)[0]
 
 
-def exponent_table(format: Format) -> NDArray[np.int32]:
+def exponent_table(format: Format) -> NDArray[np.int16]:
     """Code -> exponent, as the format writes it [OP-1], of a format of at most 16 bits; `ABSENT` of no number or 0."""
     return _decoded(format)[1]
 

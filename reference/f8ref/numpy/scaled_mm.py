@@ -23,13 +23,11 @@ from f8emu.spec import (
     granularity_by_name,
     output_format,
 )
-from f8ref.numpy.accumulate import Operand, accumulate, chain, operand
+from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, operand, side_by_side
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import Array, as_float32, typed_array
 from f8ref.numpy.float32 import fma
 
-_TILE = 2048
-"""Outputs computed at a time: the terms of their step, 32 times as many, stay in cache."""
 _TILE_N = 256
 _BLOCK_K = 128
 """K that shares one scale in both blockwise granularities."""
@@ -207,11 +205,11 @@ def _blockwise(
     length = max(-(-a.k // (split_k * multiple)), 1) * multiple
 
     def slice_total(rows: slice, columns: slice, start: int) -> NDArray[np.float32]:
-        total = np.zeros((a.part(rows=rows).rows, b.part(rows=columns).rows), np.float32)
-        for k in range(start, min(start + length, a.k), _BLOCK_K):
-            block = k // _BLOCK_K
-            part = slice(k, k + _BLOCK_K)
-            partial = chain(a.part(k=part, rows=rows), b.part(k=part, rows=columns), model)
+        part = slice(start, start + length)
+        left, right = a.part(k=part, rows=rows), b.part(k=part, rows=columns)
+        total = np.zeros((left.rows, right.rows), np.float32)
+        partials = (partial for chains in side_by_side(left, right, _BLOCK_K) for partial in chain(*chains, model))
+        for block, partial in enumerate(partials, start // _BLOCK_K):
             factor_a, factor_b = scale_a_MB[rows, block, None], scale_b_BN[block, None, columns]
             if both_vectors:
                 total = fma(partial * factor_a, factor_b, total)
@@ -239,7 +237,7 @@ def _tiled(m: int, n: int, tile: Callable[[slice, slice], NDArray[np.float32]]) 
     """[M, N] put together from `tile(rows, columns)`; outputs do not depend on each other."""
     result = np.empty((m, n), np.float32)
     width = min(n, _TILE_N) or 1
-    height = _TILE // width
+    height = TILE // width
     for i in range(0, m, height):
         for j in range(0, n, width):
             rows, columns = slice(i, i + height), slice(j, j + width)
