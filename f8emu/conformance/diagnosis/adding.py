@@ -1,22 +1,37 @@
 """How products are added under any `Rules`: chains, promotion, slices of K; no scale yet.
 
 A chain of cut tensor-core steps is f8ref.numpy's own. Other adders and roundings are written here.
-Operands are [K, rows], K first, as f8ref.numpy decodes them.
+Operands are [K, rows], K first, as f8ref.numpy decodes them; or, several chains side by side, [K, chains, rows].
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules
-from f8emu.spec import FLOAT16
-from f8ref.numpy.accumulate import Operand, chain, exponents_of, power_of_two, to_last_place
+from f8emu.spec import FLOAT16, AccumulationModel
+from f8ref.numpy.accumulate import Operand, chain, exponents_of, power_of_two, side_by_side, to_last_place
 from f8ref.numpy.codec import canonical_nan
 
+_PRODUCTS = 1 << 17
+"""Made at a time."""
 
-def adding_rules(rules: Rules) -> tuple[object, ...]:
-    """The rules that the accumulators of a GEMM depend on, beside the split of K."""
-    return rules.adder, rules.model, rules.lanes, rules.terms, rules.sums
+
+def adding_rules(rules: Rules, k: int, split_k: int) -> tuple[object, ...]:
+    """The rules that the accumulators of so much of K depend on: equal ones give the same bits."""
+    return rules.adder, _lengths(rules.model, k, split_k), rules.lanes, rules.terms, rules.sums
+
+
+@lru_cache(maxsize=1 << 14)
+def _lengths(model: AccumulationModel, k: int, split_k: int) -> tuple[AccumulationModel, int | None]:
+    """The model, and the length of a slice of K. What is as long as all that it cuts is None, as if it were not."""
+    k += -k % len(model.order or (0,))
+    length = _slice_length(k, split_k, model.split_k_multiple)
+    is_promoted = model.promote_k is not None and model.promote_k < min(length, k)
+    cut = replace(model, promote_k=model.promote_k if is_promoted else None, split_k_multiple=1)
+    return cut, length if length < k else None
 
 
 def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
@@ -27,18 +42,32 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
         case Adder.TENSOR_CORE:
             sums = _rounded_chain(a, b, rules)
         case Adder.FLOAT32:
-            left, right = _finite(a), _finite(b)
-            lanes = np.zeros((rules.lanes, a.rows, b.rows), np.float32)
-            for k in range(a.k):
-                lane = k % rules.lanes
-                lanes[lane] = lanes[lane] + (left[k, :, None] * right[k]).astype(np.float32)  # products are exact
+            lanes = np.zeros((rules.lanes, *a.values.shape[1:], b.rows), np.float32)
+            for turns in products_in_lanes(_finite(a), _finite(b), rules.lanes):  # exact in float32
+                turns = turns.astype(np.float32)
+                turns[0] += lanes
+                lanes = np.add.accumulate(turns)[-1]
             sums = pairwise_sum(lanes)
         case Adder.EXACT:
             sums = _exact(a, b)
     if np.isfinite(a.values).all() and np.isfinite(b.values).all():
         return sums
-    ieee = np.einsum("km,kn->mn", _signs(a), _signs(b))
+    ieee = np.einsum("k...m,k...n->...mn", _signs(a), _signs(b))
     return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
+
+
+def products_in_lanes(a: np.ndarray, b: np.ndarray, lanes: int) -> Iterator[np.ndarray]:
+    """The products of operands [K, .., M] and [K, .., N] in the order of K: [turns, lanes, .., M, N] at a time.
+
+    The last turn is filled up with zeros.
+    """
+    turns = max(_PRODUCTS // (lanes * max(a[0].size * b.shape[-1], 1)), 1)
+    for k in range(0, len(a), turns * lanes):
+        part = slice(k, k + turns * lanes)
+        products = a[part, ..., :, None] * b[part, ..., None, :]
+        if missing := -len(products) % lanes:
+            products = np.concatenate([products, np.zeros((missing, *products.shape[1:]))])
+        yield products.reshape(-1, lanes, *products.shape[1:])
 
 
 def pairwise_sum(lanes: np.ndarray) -> np.ndarray:
@@ -52,11 +81,11 @@ def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """Tensor-core steps [ACC-1..5] whose terms or sums are rounded to nearest."""
     model, format = rules.model, rules.model.accumulator
     terms, sums = _ROUNDED[rules.terms], _ROUNDED[rules.sums]
-    accumulator = np.zeros((a.rows, b.rows))
+    accumulator = np.zeros((*a.values.shape[1:], b.rows))
     for k in range(0, a.k, model.step_k):
         one, other = (x.part(k=slice(k, k + model.step_k)) for x in (a, b))
-        product = _finite(one)[:, :, None] * _finite(other)[:, None, :]
-        exponent = (one.exponents[:, :, None] + other.exponents[:, None, :]).max(axis=0)
+        product = _finite(one)[..., :, None] * _finite(other)[..., None, :]
+        exponent = (one.exponents[..., :, None] + other.exponents[..., None, :]).max(axis=0)
         to_units = power_of_two(model.aligned_fraction_bits - np.maximum(exponent, exponents_of(accumulator, format)))
         total = (terms(product * to_units).sum(axis=0) + terms(accumulator * to_units)) / to_units
         to_places = to_last_place(total, model)
@@ -79,7 +108,7 @@ _ROUNDED: dict[Rounding, Callable[[np.ndarray], np.ndarray]] = {
 
 def _finite(x: Operand) -> np.ndarray:
     """[K, rows] float64, 0 for what is not finite."""
-    return np.where(np.isfinite(x.values), x.values, 0)
+    return np.where(np.isfinite(x.values), x.values, 0).astype(np.float64)
 
 
 def _signs(x: Operand) -> np.ndarray:
@@ -91,7 +120,8 @@ def _exact(a: Operand, b: Operand) -> np.ndarray:
     """The exact sum of float8 products, rounded once: Python's integers, in units below every bit of theirs."""
     finest = [int(x.exponents[x.values != 0].min(initial=0)) - FLOAT16.fraction_bits for x in (a, b)]
     whole = [_integers(np.ldexp(_finite(x), -unit)) for x, unit in zip((a, b), finest, strict=True)]
-    return _float32_of(whole[0].T @ whole[1], sum(finest))
+    left, right = (np.moveaxis(x, 0, -2) for x in whole)
+    return _float32_of(left.swapaxes(-1, -2) @ right, sum(finest))
 
 
 def _integers(x: np.ndarray) -> np.ndarray:
@@ -122,15 +152,18 @@ def sliced(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
 
 def promoted(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """The float32 total of the chains of one slice [CHAIN-1], [CHAIN-2], [M, N]."""
-    length = rules.model.promote_k or max(a.k, 1)
-    total = np.zeros((a.rows, b.rows), np.float32)
-    for k in range(0, a.k, length):
-        part = slice(k, k + length)
-        total = total + _chain(a.part(k=part), b.part(k=part), rules)
+    total = np.zeros((*a.values.shape[1:], b.rows), np.float32)
+    for chains in side_by_side(a, b, rules.model.promote_k or max(a.k, 1)):
+        for partial in _chain(*chains, rules):
+            total = total + partial
     return total
 
 
 def slices(k: int, split_k: int, multiple: int) -> Iterator[slice]:
     """The slices of K [CHAIN-3]: one length, a multiple; the last is shorter."""
-    length = max(-(-k // (split_k * multiple)) * multiple, multiple)
+    length = _slice_length(k, split_k, multiple)
     return (slice(start, min(start + length, k)) for start in range(0, k, length))
+
+
+def _slice_length(k: int, split_k: int, multiple: int) -> int:
+    return max(-(-k // (split_k * multiple)) * multiple, multiple)

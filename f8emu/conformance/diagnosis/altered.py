@@ -6,45 +6,66 @@ gives is f8ref.numpy's own; other adders and roundings are written here.
 Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.adding import adding_rules, pairwise_sum, promoted, sliced, slices
+from f8emu.conformance.diagnosis.adding import (
+    adding_rules,
+    pairwise_sum,
+    products_in_lanes,
+    promoted,
+    sliced,
+    slices,
+)
 from f8emu.conformance.diagnosis.output_rounding import rounded_output
 from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misreading, Rules, ScaleOrder
 from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, AccumulationModel, Format, Granularity, format_by_name
-from f8ref.numpy.accumulate import Operand, operand
+from f8ref.numpy.accumulate import Operand, are_exact_in_float32, operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.float32 import fma
+from f8ref.numpy.float32 import fma, rounded_sum
 
+_T = TypeVar("_T")
 _BLOCK_K = 128
 Part = tuple[np.ndarray, np.ndarray]
 """Rows and columns of an output."""
 
 
 class Memory:
-    """Accumulators that were computed before: hypotheses about an epilogue share them."""
+    """What was computed before: hypotheses about an epilogue share accumulators, and many have the same output.
+
+    Arrays of the same bits are one, whichever probe or rule they come from; other objects are themselves alone.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[np.ndarray, np.ndarray, Any]] = {}
+        self._known: dict[Hashable, Any] = {}
+        self._numbers: dict[int, tuple[object, int]] = {}
+        self._contents: dict[Hashable, int] = {}
 
-    def get(self, a: np.ndarray, b: np.ndarray, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` gives for these two arrays, which are kept so that their identity stays theirs."""
-        full = (id(a), id(b), key)
+    def get(self, of: tuple[object, ...], key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` gives for these objects. They are kept, and so is what it gives: nobody may write to either."""
+        full = (*map(self._number, of), key)
         if full not in self._known:
-            self._known[full] = (a, b, make())
-        return self._known[full][2]
+            self._known[full] = make()
+        return self._known[full]
+
+    def _number(self, x: object) -> int:
+        found = self._numbers.get(id(x))
+        if found is None:
+            content = (x.dtype, x.shape, x.tobytes()) if isinstance(x, np.ndarray) else id(x)
+            found = x, self._contents.setdefault(content, len(self._contents))
+            self._numbers[id(x)] = found
+        return found[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Read:
-    """The arguments of a GEMM as a kernel reads them, scales spread over rows and columns."""
+    """The arguments of a GEMM as a kernel reads them, scales spread over rows and columns; of a part its own."""
 
     a_MK: np.ndarray
     b_NK: np.ndarray
@@ -52,46 +73,59 @@ class _Read:
     format_b: Format
     scale_a_MB: np.ndarray
     scale_b_BN: np.ndarray
+    bias: np.ndarray | None
+    """[N] float32."""
 
 
 def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:
-    """The output of a GEMM under `rules`, [M, N], or of it the rows and columns `at`.
+    """The output of a GEMM under `rules`, [M, N], or of it the rows and columns `at`; not to be written to.
 
     Exactness: under the right rules every bit of f8ref.numpy; NaN is all ones.
     """
     if case.mode is Mode.GROUPED_ROWWISE:
         return np.concatenate([compute(group, rules, memory=memory) for group in _groups(case)])
     memory = memory or Memory()
-    m, n = case.output_shape
-    rows, columns = at or (np.arange(m), np.arange(n))
-    is_transposed = Misreading.OUTPUT_TRANSPOSED in rules.misreads and m == n
-    if is_transposed:
-        rows, columns = columns, rows
-    place = (rows.tobytes(), columns.tobytes())
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
-        read = _read(case, rules)
-        bias = None if case.bias is None or rules.bias is BiasRule.IGNORED else case.bias.astype(np.float32)[columns]
-        scale_a, scale_b = read.scale_a_MB[rows], read.scale_b_BN[:, columns]
-        if rules.scales.is_before_dot:
-            scales = read.scale_a_MB.tobytes(), read.scale_b_BN.tobytes()
-            key = (place, *_scaling_before(rules), *scales, read.format_a, read.format_b)
-            result = memory.get(read.a_MK, read.b_NK, key, lambda: _scaled_before(read, rules, rows, columns))
-        elif case.mode is Mode.BLOCKWISE:
-            key = (place, "blocks", adding_rules(rules), _reading(rules), read.format_a, read.format_b)
-            partials = memory.get(read.a_MK, read.b_NK, key, lambda: list(_partials(read, rules, rows, columns)))
-            result = _blocks(partials, scale_a, scale_b, rules, read.a_MK.shape[1])
-        else:
-            key = (place, rules.split_k, adding_rules(rules), _reading(rules), read.format_a, read.format_b)
-            result = memory.get(read.a_MK, read.b_NK, key, lambda: _accumulated(read, rules, rows, columns))
-            if case.mode is not Mode.BF16:
-                return _transposed(_epilogue(result, scale_a, scale_b, bias, rules, case.out_dtype), is_transposed)
+        read = memory.get((case, at), rules.misreads, lambda: _read(case, rules.misreads, at))
+        acc = _before_epilogue(case, read, rules, memory)
+        key = (rules.scales, rules.bias, rules.output, rules.output_through, rules.saturates, rules.flushes_results)
+        slicing = (rules.split_k, rules.model.split_k_multiple) if case.mode is Mode.BLOCKWISE else ()
+        return memory.get((read, acc), (*key, *slicing), lambda: _output(case, read, acc, rules))
+
+
+def _is_transposed(case: GemmCase, wrong: frozenset[Misreading]) -> bool:
+    m, n = case.output_shape
+    return Misreading.OUTPUT_TRANSPOSED in wrong and m == n
+
+
+def _before_epilogue(case: GemmCase, read: _Read, rules: Rules, memory: Memory) -> np.ndarray:
+    """What the adder gives: accumulators [M, N], with block scales those of each block [B, M, N]."""
+    operands, k = (read.a_MK, read.b_NK), case.k
+    reading = (*_reading(rules), read.format_a, read.format_b)
+    if rules.scales.is_before_dot:
+        key = (*_scaling_before(rules), *reading)
+        of = (*operands, read.scale_a_MB, read.scale_b_BN)
+        return memory.get(of, key, lambda: _scaled_before(read, rules))
+    if case.mode is Mode.BLOCKWISE:
+        key = ("blocks", *adding_rules(rules, _BLOCK_K, 1), *reading)
+        return memory.get(operands, key, lambda: _partials(*_operands(read, rules, memory), rules))
+    key = (*adding_rules(rules, k, rules.split_k), *reading)
+    return memory.get(operands, key, lambda: sliced(*_operands(read, rules, memory), rules))
+
+
+def _output(case: GemmCase, read: _Read, acc: np.ndarray, rules: Rules) -> np.ndarray:
+    """Scales, bias and the output type, on what the adder gave."""
+    scales = read.scale_a_MB, read.scale_b_BN
+    bias = None if rules.bias is BiasRule.IGNORED else read.bias
+    is_scaled = rules.scales.is_before_dot or case.mode is Mode.BF16
+    if is_scaled or case.mode is Mode.BLOCKWISE:
+        result = acc if is_scaled else _blocks(acc, *scales, rules, case.k)
         if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
             result = result + bias
-        return _transposed(rounded_output(result, rules, case.out_dtype), is_transposed)
-
-
-def _transposed(output: np.ndarray, is_transposed: bool) -> np.ndarray:
-    return output.T if is_transposed else output
+        output = rounded_output(result, rules, case.out_dtype)
+    else:
+        output = _epilogue(acc, *scales, bias, rules, case.out_dtype)
+    return output.T if _is_transposed(case, rules.misreads) else output
 
 
 def _groups(case: GemmCase) -> Iterator[GemmCase]:
@@ -114,8 +148,10 @@ def _groups(case: GemmCase) -> Iterator[GemmCase]:
 # 1 What is read
 
 
-def _read(case: GemmCase, rules: Rules) -> _Read:
-    wrong = rules.misreads
+def _read(case: GemmCase, wrong: frozenset[Misreading], at: Part | None) -> _Read:
+    rows, columns = at or (slice(None), slice(None))
+    if _is_transposed(case, wrong):
+        rows, columns = columns, rows
     a, b, scale_a, scale_b = case.a, case.b, case.scale_a, case.scale_b
     m, n = len(a), len(b)
     if scale_a is None or scale_b is None:
@@ -139,8 +175,14 @@ def _read(case: GemmCase, rules: Rules) -> _Read:
     if Misreading.FORMATS_SWAPPED in wrong:
         format_a, format_b = format_b, format_a
     return _Read(
-        a_MK=a, b_NK=b, format_a=format_a, format_b=format_b, scale_a_MB=factor_a, scale_b_BN=factor_b
-    )  # fmt: skip
+        a_MK=a[rows],
+        b_NK=b[columns],
+        format_a=format_a,
+        format_b=format_b,
+        scale_a_MB=factor_a[rows],
+        scale_b_BN=factor_b[:, columns],
+        bias=None if case.bias is None else case.bias.astype(np.float32)[columns],
+    )
 
 
 def _other_order(scale: np.ndarray) -> np.ndarray:
@@ -155,14 +197,21 @@ def _spread(scale: np.ndarray, granularity: Granularity, rows: int) -> np.ndarra
     return np.broadcast_to(scale.reshape(1, 1), (rows, 1)) if scale.size == 1 else scale
 
 
-def _operands(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> tuple[Operand, Operand]:
+def _operands(read: _Read, rules: Rules, memory: Memory) -> tuple[Operand, Operand]:
     """Both operands, K first, as f8ref.numpy decodes them."""
-    found = []
-    for array, fmt, picked in ((read.a_MK, read.format_a, rows), (read.b_NK, read.format_b, columns)):
-        codes = _flushed(array[picked], fmt, rules)
-        is_misread = Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN
-        found.append((_numbers_for_nan if is_misread else operand)(codes.view(dtype_of(fmt)), fmt, rules.model))
-    return found[0], found[1]
+
+    def decoded(array: np.ndarray, fmt: Format) -> Operand:
+        model = rules.model
+        key = (fmt, *_reading(rules), model.operand, model.order, are_exact_in_float32(fmt, model))
+        return memory.get((array,), key, lambda: _operand(array, fmt, rules))
+
+    return decoded(read.a_MK, read.format_a), decoded(read.b_NK, read.format_b)
+
+
+def _operand(array: np.ndarray, fmt: Format, rules: Rules) -> Operand:
+    codes = _flushed(array, fmt, rules).view(dtype_of(fmt))
+    is_misread = Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN
+    return (_numbers_for_nan if is_misread else operand)(codes, fmt, rules.model)
 
 
 def _numbers_for_nan(x: np.ndarray, fmt: Format, model: AccumulationModel) -> Operand:
@@ -190,15 +239,7 @@ def _flushed(array: np.ndarray, fmt: Format, rules: Rules) -> np.ndarray:
     return np.where(is_subnormal, codes & fmt.sign_mask, codes).astype(codes.dtype)
 
 
-# 2 Accumulators
-
-
-def _accumulated(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Chains, promotion [CHAIN-2] and the split of K [CHAIN-3], before any scale."""
-    return sliced(*_operands(read, rules, rows, columns), rules)
-
-
-# 3 Scales, bias, output
+# 2 Scales, bias, output
 
 
 def _epilogue(
@@ -226,17 +267,17 @@ def _epilogue(
     return rounded_output(result, rules, out)
 
 
-def _partials(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
-    """The accumulator of each block of K [EPI-5]."""
-    a, b = _operands(read, rules, rows, columns)
-    for k in range(0, a.k, _BLOCK_K):
-        part = slice(k, k + _BLOCK_K)
-        yield promoted(a.part(k=part), b.part(k=part), rules)
+def _partials(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+    """The accumulator of each block of K [EPI-5], [B, M, N]."""
+    return np.concatenate(
+        [
+            np.zeros((0, a.rows, b.rows), np.float32),
+            *(promoted(*blocks, rules) for blocks in side_by_side(a, b, _BLOCK_K)),
+        ]
+    )
 
 
-def _blocks(
-    partials: list[np.ndarray], scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int
-) -> np.ndarray:
+def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int) -> np.ndarray:
     """The float32 total of the scaled blocks, slice by slice."""
     multiple = rules.model.split_k_multiple if rules.split_k > 1 else _BLOCK_K
     result: np.ndarray | None = None
@@ -263,33 +304,33 @@ def _scaling_before(rules: Rules) -> tuple[object, ...]:
     return (*numbers, rules.adder, rules.lanes, *rounded)
 
 
-def _scaled_before(read: _Read, rules: Rules, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+def _scaled_before(read: _Read, rules: Rules) -> np.ndarray:
     """Operands decoded and scaled first, then multiplied as float32 numbers, or rounded to bfloat16 and multiplied."""
     k = read.a_MK.shape[1]
     scaled = []
-    for array, fmt, scale, picked in (
-        (read.a_MK, read.format_a, read.scale_a_MB, rows),
-        (read.b_NK, read.format_b, read.scale_b_BN.T, columns),
+    for array, fmt, factors in (
+        (read.a_MK, read.format_a, read.scale_a_MB),
+        (read.b_NK, read.format_b, read.scale_b_BN.T),
     ):
-        values = _flushed(array[picked], fmt, rules).view(dtype_of(fmt)).astype(np.float32)
-        factors = scale[picked]
+        values = _flushed(array, fmt, rules).view(dtype_of(fmt)).astype(np.float32)
         scaled.append(values * (factors if factors.shape[1] == 1 else factors.repeat(_BLOCK_K, axis=1)[:, :k]))
     if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
         bf16 = HOPPER.bfloat16
         inner = replace(rules, model=replace(bf16, promote_k=rules.model.promote_k))
         a, b = (operand(convert(x, BFLOAT16), BFLOAT16, inner.model) for x in scaled)
         return sliced(a, b, inner)
-    left, right = scaled
+    left_KM, right_KN = (x.T.astype(np.float64) for x in scaled)
     if rules.adder is Adder.EXACT:
-        return (left.astype(np.float64) @ right.T.astype(np.float64)).astype(np.float32)
-    result = np.zeros((len(left), len(right)), np.float32)
+        return (left_KM.T @ right_KN).astype(np.float32)
+    result = np.zeros((left_KM.shape[1], right_KN.shape[1]), np.float32)
     for outer in slices(k, rules.split_k, rules.model.split_k_multiple):
         total = np.zeros_like(result)
         for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
+            part = slice(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop))
             lanes = np.zeros((rules.lanes, *result.shape), np.float32)
-            for i in range(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop)):
-                lane = (i - start) % rules.lanes
-                lanes[lane] = fma(left[:, i, None], right[:, i], lanes[lane])
+            for turns in products_in_lanes(left_KM[part], right_KN[part], rules.lanes):
+                for turn in turns:
+                    lanes = rounded_sum(turn, lanes)
             total = total + pairwise_sum(lanes)
         result = result + total
     return result

@@ -35,9 +35,14 @@ class Asked:
 
     def outputs_equal(self, rules: Rules, memory: Memory | None = None) -> int:
         """How many outputs are those of the rules, bit for bit."""
+        memory = memory or Memory()
         given = compute(self.case, rules, at=self.at, memory=memory)
-        with np.errstate(invalid="ignore"):  # a kernel may give a signalling NaN
-            return self.size - int(np.count_nonzero(different(self.observed, given)))
+
+        def count() -> int:
+            with np.errstate(invalid="ignore"):  # a kernel may give a signalling NaN
+                return self.size - int(np.count_nonzero(different(self.observed, given)))
+
+        return memory.get((self.observed, given), "equal", count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
