@@ -11,9 +11,9 @@ float8 on Hopper, with `e` the largest exponent of a step:
 On Hopper nothing here rounds to nearest but the float32 additions of [CHAIN-2] and [CHAIN-3].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from f8emu.spec.chip import AccumulationModel, FlooredSum, Rounding
@@ -23,6 +23,7 @@ from f8ref.exact.cast import decode, encode, float32, round_to
 from f8ref.exact.number import (
     NAN,
     ZERO,
+    Kind,
     Number,
     add,
     exponent_of,
@@ -47,11 +48,21 @@ def raw_exponent(code: int, format: Format) -> int:
     return max(field, 1) - format.bias
 
 
-@lru_cache(maxsize=1 << 17)  # holds the 65,536 products of two float8 formats
 def product(a: int, b: int, a_format: Format, b_format: Format) -> Product:
     """[OP-2] The exact product of two codes, with the exponent `exp_a + exp_b`, not normalised."""
     number = multiply(decode(a, a_format), decode(b, b_format))
     return Product(number, raw_exponent(a, a_format) + raw_exponent(b, b_format))
+
+
+@cache
+def _known_products(a_format: Format, b_format: Format) -> Callable[[int, int], Product]:
+    """`product` of codes of two formats."""
+
+    @lru_cache(maxsize=1 << 17)  # holds the 65,536 products of two float8 formats
+    def known(a: int, b: int) -> Product:
+        return product(a, b, a_format, b_format)
+
+    return known
 
 
 def products_of(
@@ -62,11 +73,11 @@ def products_of(
     [CHIP-1] Where the model converts its operands, they are codes of that format. [CHIP-2] Where it has an order of its
     own, zeros pad K to whole orders: they take no part in anything.
     """
-    into_a, into_b = model.operand or a_format, model.operand or b_format
-    found = [
-        product(_converted(code_a, a_format, into_a), _converted(code_b, b_format, into_b), into_a, into_b)
-        for code_a, code_b in zip(a, b, strict=True)
-    ]
+    if model.operand is not None:
+        a, b = _converted(a, a_format, model.operand), _converted(b, b_format, model.operand)
+        a_format = b_format = model.operand
+    known = _known_products(a_format, b_format)
+    found = [known(code_a, code_b) for code_a, code_b in zip(a, b, strict=True)]
     if not model.order:
         return found
     length = len(model.order)
@@ -74,8 +85,8 @@ def products_of(
     return [found[start + k] for start in range(0, len(found), length) for k in model.order]
 
 
-def _converted(code: int, format: Format, into: Format) -> int:
-    return code if into == format else encode(decode(code, format), into)
+def _converted(codes: Sequence[int], format: Format, into: Format) -> Sequence[int]:
+    return codes if into == format else [encode(decode(code, format), into) for code in codes]
 
 
 def tensor_core_step(accumulator: Number, products: Sequence[Product], model: AccumulationModel) -> Number:
@@ -159,12 +170,14 @@ def _cut(number: Number, unit: Fraction) -> int:
 
 def _special_sum(terms: Sequence[Number]) -> Number | None:
     """[SPEC-1] NaN if a term is (inf * 0 is) or infinities have both signs; else infinity; None without specials."""
+    if all(term.kind is Kind.FINITE for term in terms):
+        return None
     if any(term.is_nan for term in terms):
         return NAN
     signs = {term.negative for term in terms if term.is_infinite}
     if len(signs) == 2:
         return NAN
-    return infinity(signs.pop()) if signs else None
+    return infinity(signs.pop())
 
 
 def chain(products: Sequence[Product], model: AccumulationModel, start: Number = ZERO) -> Number:
