@@ -153,16 +153,17 @@ def chain(knobs: Knobs, a: Number, b: Number) -> Number:
     (value_a, exp_a), (value_b, exp_b) = unpacked(knobs, a), unpacked(knobs, b)
     acc = np.zeros((a.shape[0], b.shape[1]))
     finite_a, finite_b = np.nan_to_num(value_a, posinf=0, neginf=0), np.nan_to_num(value_b, posinf=0, neginf=0)
+    exp_a, exp_b = np.where(finite_a == 0, -400, exp_a), np.where(finite_b == 0, -400, exp_b)
     for start in range(0, a.shape[1], 1 if knobs.in_float32 else knobs.step):
         if knobs.in_float32:
             acc = (acc + finite_a[:, start, None] * finite_b[start]).astype(np.float32).astype(np.float64)
             continue
         k = slice(start, start + knobs.step)
-        products = finite_a[:, k, None] * finite_b[None, k]
-        exponents = np.where(products == 0, -999, exp_a[:, k, None] + exp_b[None, k])
-        e_max = np.maximum(exponents.max(axis=1), np.where(acc == 0, -999, np.frexp(acc)[1] - 1))
-        unit = np.ldexp(1.0, np.maximum(e_max, -900) - knobs.term_bits)
-        total = (knobs.to_integer(products / unit[:, None]).sum(axis=1) + knobs.to_integer(acc / unit)) * unit
+        products = finite_a.T[k, :, None] * finite_b[k, None]
+        exponents = exp_a.T[k, :, None] + exp_b[k, None]
+        e_max = np.maximum(exponents.max(axis=0), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
+        units = np.ldexp(1.0, knobs.term_bits - e_max)
+        total = (knobs.to_integer(products * units).sum(axis=0) + knobs.to_integer(acc * units)) / units
         last = np.ldexp(1.0, np.frexp(total)[1] - 1 - knobs.sum_bits)
         acc = knobs.to_integer(total / last) * last + 0.0
     ieee = value_a @ value_b

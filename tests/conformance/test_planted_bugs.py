@@ -142,14 +142,15 @@ def accumulate(rules: Rules, a: np.ndarray, b: np.ndarray, *, fast: bool, split_
 
 def chain(rules: Rules, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     (value_a, exp_a), (value_b, exp_b) = operand(rules, a), operand(rules, b)
+    exp_a, exp_b = np.where(value_a == 0, -400, exp_a), np.where(value_b == 0, -400, exp_b)
     acc = np.zeros((a.shape[0], b.shape[0]))
     for start in range(0, a.shape[1], 32):
         k = slice(start, start + 32)
-        products = value_a[:, None, k] * value_b[None, :, k]
-        exponents = np.where(products == 0, -999, exp_a[:, None, k] + exp_b[None, :, k])
-        e_max = np.maximum(exponents.max(axis=-1), np.where(acc == 0, -999, np.frexp(acc)[1] - 1))
-        unit = np.ldexp(1.0, np.maximum(e_max, -900) - rules.bits)
-        total = (rules.cut(products / unit[..., None]).sum(axis=-1) + rules.cut(acc / unit)) * unit
+        products = value_a.T[k, :, None] * value_b.T[k, None, :]
+        exponents = exp_a.T[k, :, None] + exp_b.T[k, None, :]
+        e_max = np.maximum(exponents.max(axis=0), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
+        units = np.ldexp(1.0, rules.bits - e_max)
+        total = (rules.cut(products * units).sum(axis=0) + rules.cut(acc * units)) / units
         last = np.ldexp(1.0, np.frexp(total)[1] - 1 - rules.bits)
         acc = rules.cut(total / last) * last + 0.0
     return acc.astype(np.float32)

@@ -7,7 +7,9 @@ reader but this one.
 import json
 import random
 import re
+import struct
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from f8emu.spec import FLOAT32, Granularity, format_by_name
 from f8ref.exact import cast, group_of_row, mm_dot, scaled_dot
 
 GOLDEN = Path(f8emu.__file__).parent / "conformance" / "data" / "h200_golden.safetensors"
-ITEM_BYTES = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4}
+UNSIGNED = {"U8": "B", "BF16": "H", "F16": "H", "F32": "I", "I32": "I"}
+"""The bit patterns of a type as `struct` names them: 1, 2 or 4 bytes."""
 
 
 @cache
@@ -39,24 +42,26 @@ class Codes:
         data, start, header = golden()
         entry = header[case["tensors"][role]]
         self.shape: list[int] = entry["shape"]
-        self._item = ITEM_BYTES[entry["dtype"]]
+        self._code = UNSIGNED[entry["dtype"]]
         first, last = entry["data_offsets"]
         self._bytes = memoryview(data)[start + first : start + last]
 
     def __getitem__(self, index: tuple[int, ...]) -> int:
+        return self._from(index, 1)[0]
+
+    def row(self, *index: int) -> list[int]:
+        return self._from((*index, 0), self.shape[-1])
+
+    def flat(self) -> list[int]:
+        return self._from((0,) * len(self.shape), prod(self.shape))
+
+    def _from(self, index: tuple[int, ...], count: int) -> list[int]:
+        """So many codes from `index` on."""
         flat = 0
         for size, i in zip(self.shape, index, strict=True):
             assert 0 <= i < size
             flat = flat * size + i
-        return int.from_bytes(self._bytes[flat * self._item : (flat + 1) * self._item], "little")
-
-    def row(self, *index: int) -> list[int]:
-        return [self[(*index, k)] for k in range(self.shape[-1])]
-
-    def flat(self) -> list[int]:
-        return [
-            int.from_bytes(self._bytes[i : i + self._item], "little") for i in range(0, len(self._bytes), self._item)
-        ]
+        return list(struct.unpack_from(f"<{count}{self._code}", self._bytes, flat * struct.calcsize(f"<{self._code}")))
 
 
 def split_k(case: dict[str, Any]) -> int:
