@@ -1,9 +1,10 @@
 """One step of the tensor core, and its operands: the arithmetic of NUMERICS 2 and 5 on one tile of the product.
 
-float8 [ACC-1..5] runs in float32 and int32 with every operation exact: a product of two codes has at most 8 significant
-bits and a raw exponent of -20..23 (E5M2 x E4M3, the widest pair), the accumulator has 14 bits and, being a multiple of
-2^(-20 - 13) at any time, no exponent below -33. Nothing is rounded, subnormal or infinite on the way, so neither
-flushing, contraction nor reassociation can change a bit, and a conversion to int32 is the cut toward zero.
+float8 [ACC-1..5] runs in float32 with every operation exact: a product of two codes has at most 8 significant bits and
+a raw exponent of -20..23 (E5M2 x E4M3, the widest pair), the accumulator has 14 bits and, being a multiple of
+2^(-20 - 13) at any time, no exponent below -33, and the sum of a step is a whole number below 2^24. Nothing finite is
+rounded or overflows on the way, and what is subnormal is cut to zero, so neither flushing, contraction nor
+reassociation can change a bit. Infinities and NaN are carried as IEEE 754 does [SPEC-1].
 
 bfloat16 [BF16-1] aligns to 25 bits in the exponent range of float32. Its terms are products of integer significands
 times a power of two made from exponent differences; its accumulator is a bit pattern, handled as integers.
@@ -32,10 +33,11 @@ _NOT_FINITE, _NAN, _NEGATIVE = 1 << 14, 1 << 13, 1 << 15
 
 
 class Operand(NamedTuple):
-    """A block of codes, taken apart; what is not finite counts as zero here, see `special_terms`."""
+    """A block of codes, taken apart."""
 
     value: jax.Array
-    """Float32: the value of a float8 code; the signed integer significand of an `integer_operand`."""
+    """Float32: the value of a float8 code; the signed integer significand of an `integer_operand`, in which what is not
+    finite counts as zero, see `special_terms`."""
     exponent: jax.Array
     """Raw exponent [OP-1], a subnormal's being the smallest; int8 for float8, int16 for an `integer_operand`."""
 
@@ -60,6 +62,8 @@ def float8_operand(x: jax.Array) -> Operand:
     exponent = ((x >> _FRACTION_BITS + 1) & 0x7F).astype(jnp.int32) - _EXPONENT_OFFSET
     last_place = exponent + (FLOAT32.bias - _FRACTION_BITS) << FLOAT32.fraction_bits
     magnitude = (x & 0xF).astype(jnp.float32) * _float32(last_place)
+    special = jnp.where(x & _NAN != 0, jnp.float32(jnp.nan), jnp.float32(jnp.inf))
+    magnitude = jnp.where(x & _NOT_FINITE != 0, special, magnitude)
     return Operand(jnp.where(x >= _NEGATIVE, -magnitude, magnitude), exponent.astype(jnp.int8))
 
 
@@ -90,16 +94,16 @@ def float8_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b:
     product_exponent = _largest_exponent(a, b).astype(jnp.int32)
     e_max = jnp.maximum(product_exponent, -60) + FLOAT32.bias << fraction
     e_max = jnp.maximum(e_max, _int32_bits(accumulator) & softfloat.INFINITY)
-    # 2. [ACC-3] In units of 2^(e_max - 13) a term is below 2^15, so int32 holds any sum.
+    # 2. [ACC-3] In units of 2^(e_max - 13) a term is below 2^15; the integer next to it toward zero is what is left.
     unit = e_max - (aligned << fraction)
     to_units, from_units = _float32((2 * FLOAT32.bias << fraction) - unit), _float32(unit)
-    # 3. [ACC-4]
-    total = (accumulator * to_units).astype(jnp.int32)
+    # 3. [ACC-4] Added exactly; what is not finite as IEEE 754 does [SPEC-1].
+    total = _cut(accumulator * to_units)
     for a_k, b_k in _outer_pairs(a.value, b.value):
-        total = total + ((a_k * b_k) * to_units).astype(jnp.int32)
-    # 4. [ACC-5] Fewer than 24 bits: float32 holds the sum, and clearing fraction bits is the cut toward zero.
+        total = total + _cut_product(a_k, b_k, to_units)
+    # 4. [ACC-5] Clearing fraction bits is the cut toward zero. A sum of zeros is +0.
     dropped = (1 << fraction - model.result_fraction_bits) - 1
-    return _float32(_int32_bits(total.astype(jnp.float32)) & ~dropped) * from_units
+    return jnp.where(total == 0, 0, _float32(_int32_bits(total) & ~dropped) * from_units)
 
 
 def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, b: Operand) -> jax.Array:
@@ -140,19 +144,11 @@ def bfloat16_step(model: AccumulationModel, accumulator: jax.Array, a: Operand, 
 def special_terms(a: jax.Array, b: jax.Array) -> jax.Array:
     """What the terms that are not finite make of each sum: NaN, +-inf, or a finite number [SPEC-1].
 
-    IEEE arithmetic says the rule by itself once every finite value is replaced by its sign.
+    IEEE arithmetic says the rule by itself, in any order, once every finite value is replaced by its sign.
 
-    Shapes: float32 a [TM, K], b [K, TN], as `sign_values` gives them -> [TM, TN] float32; K a multiple of 8.
+    Shapes: float32 a [TM, K], b [K, TN], as `sign_values` gives them -> [TM, TN] float32.
     """
-
-    def eight(i: jax.Array, total: jax.Array) -> jax.Array:
-        a_8 = lax.dynamic_slice_in_dim(a, i * 8, 8, 1)
-        b_8 = lax.dynamic_slice_in_dim(b, i * 8, 8, 0)
-        for a_k, b_k in _outer_pairs(a_8, b_8):
-            total = total + a_k * b_k
-        return total
-
-    return lax.fori_loop(0, a.shape[1] // 8, eight, jnp.zeros((a.shape[0], b.shape[1]), jnp.float32))
+    return lax.dot(a, b, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
 
 
 def sign_values(code: jax.Array, format: Format) -> jax.Array:
@@ -161,19 +157,6 @@ def sign_values(code: jax.Array, format: Format) -> jax.Array:
     magnitude = bits & softfloat.INFINITY
     one = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)
     return softfloat.from_bits(jnp.where(magnitude == softfloat.INFINITY, bits, one))
-
-
-def unpacked_sign_values(x: jax.Array) -> jax.Array:
-    """`sign_values` of unpacked float8 codes."""
-    x = x.astype(jnp.uint32)
-    special = jnp.where(x & _NAN != 0, jnp.uint32(softfloat.NAN), jnp.uint32(softfloat.INFINITY))
-    finite = jnp.where(x & 0xF != 0, jnp.uint32(softfloat.ONE), jnp.uint32(0))
-    return softfloat.from_bits(jnp.where(unpacked_is_finite(x), finite, special) | (x & _NEGATIVE) << 16)
-
-
-def unpacked_is_finite(x: jax.Array) -> jax.Array:
-    """Whether each unpacked float8 code is a finite number."""
-    return x & _NOT_FINITE == 0
 
 
 def _largest_exponent(a: Operand, b: Operand) -> jax.Array:
@@ -200,6 +183,18 @@ def _hidden_bit(code: jax.Array, format: Format) -> jax.Array:
     """[OP-1] The leading bit that a normal code has and a subnormal one has not."""
     is_normal = (code & format.magnitude_mask) > format.fraction_mask
     return is_normal.astype(jnp.uint32) << format.fraction_bits
+
+
+@functools.partial(jax.jit, inline=True)
+def _cut_product(a: jax.Array, b: jax.Array, to_units: jax.Array) -> jax.Array:
+    """[ACC-3] `a * b` in units."""
+    return _cut((a * b) * to_units)
+
+
+def _cut(x: jax.Array) -> jax.Array:
+    """The integer next to x toward zero, with its sign; what is not finite as it is."""
+    magnitude = _int32_bits(lax.floor(lax.abs(x)))
+    return _float32(magnitude | (_int32_bits(x) & -0x80000000))
 
 
 def _int32_bits(x: jax.Array) -> jax.Array:

@@ -26,8 +26,6 @@ from f8ref.jax.accumulate import (
     sign_values,
     special_terms,
     unpacked_float8,
-    unpacked_is_finite,
-    unpacked_sign_values,
 )
 from f8ref.jax.codec import codes, is_finite, narrow_codes
 from f8ref.jax.general import general_step, rounded_sum
@@ -146,10 +144,9 @@ def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Arr
     Shapes: operands a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
     """
     zero = _zero(chain, a, b)
-    is_float8 = chain.step is Step.FLOAT8
-    # A float8 partial is 0 or of 2^-33 to 2^60, and so is every total: XLA's own float32 addition has nothing to flush.
-    add = jnp.add if is_float8 else functools.partial(rounded_sum, chain.model)
-    block_sum = _block_sum(chain, a, b)
+    # What is finite of float8 is 0 or of 2^-33 to 2^60: XLA's own float32 addition has nothing to flush.
+    add = jnp.add if chain.step is Step.FLOAT8 else functools.partial(rounded_sum, chain.model)
+    blocks_sum, block_sum = _blocks_sum(chain, a, b), _block_sum(chain, a, b)
 
     def either(i: jax.Array, total: jax.Array) -> jax.Array:
         partial = block_sum(i, jnp.where(span.is_promoted, zero, total))
@@ -159,7 +156,7 @@ def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Arr
         if chain.serves_both:
             return lax.fori_loop(first, end, either, zero)
         if chain.model.promote_k is None:  # [CHAIN-1]
-            return lax.fori_loop(first, end, block_sum, zero)
+            return blocks_sum(first, end, zero)
         return lax.fori_loop(first, end, lambda i, total: add(total, block_sum(i, zero)), zero)  # [CHAIN-2]
 
     if chain.split_k == 1:
@@ -170,7 +167,7 @@ def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Arr
             return add(total, one_slice(*_slice(span, s)))
 
         total = lax.fori_loop(0, _slices(span), add_slice, zero)
-    return _with_specials(chain, a, b, softfloat.bits(total) if is_float8 else total)
+    return _with_specials(chain, a, b, total)
 
 
 def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
@@ -209,9 +206,7 @@ def blockwise_sum(
 
     def one_block(i: jax.Array, total: jax.Array) -> jax.Array:
         a_i, b_i = _block(chain, a, i, 1), _block(chain, b, i, 0)
-        partial = block_sum(i, zero)
-        partial = softfloat.bits(partial) if chain.step is Step.FLOAT8 else partial
-        return promote(i, _with_specials(chain, a_i, b_i, partial), total)
+        return promote(i, _with_specials(chain, a_i, b_i, block_sum(i, zero)), total)
 
     def one_slice(first: Index, end: Index) -> jax.Array:
         return lax.fori_loop(first, end, one_block, jnp.zeros(zero.shape, jnp.uint32))
@@ -245,22 +240,34 @@ def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, i * chain.block_k, chain.block_k, axis)
 
 
+def _blocks_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[Index, Index, jax.Array], jax.Array]:
+    """(first block, that after the last, accumulator) -> the accumulator after all their steps [CHAIN-1]."""
+    if chain.step is Step.FLOAT8:
+        steps, one_step = chain.block_k // chain.model.step_k, _step_along_k(chain, a, b)
+        return lambda first, end, accumulator: lax.fori_loop(first * steps, end * steps, one_step, accumulator)
+    block_sum = _block_sum(chain, a, b)
+    return lambda first, end, accumulator: lax.fori_loop(first, end, block_sum, accumulator)
+
+
+def _step_along_k(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[Index, jax.Array], jax.Array]:
+    """(index of the step along K, accumulator) -> the accumulator after it."""
+    step_k = chain.model.step_k
+
+    def one_step(i: Index, accumulator: jax.Array) -> jax.Array:
+        a_s = float8_operand(lax.dynamic_slice_in_dim(a, i * step_k, step_k, 1))
+        b_s = float8_operand(lax.dynamic_slice_in_dim(b, i * step_k, step_k, 0))
+        return float8_step(chain.model, accumulator, a_s, b_s)
+
+    return one_step
+
+
 def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """(block index, accumulator) -> the accumulator after all steps of the block."""
     step_k = chain.model.step_k
     steps = chain.block_k // step_k
     if chain.step is Step.FLOAT8:
-
-        def float8_block_sum(i: jax.Array, accumulator: jax.Array) -> jax.Array:
-            def body(step: jax.Array, accumulator: jax.Array) -> jax.Array:
-                k_0 = i * chain.block_k + step * step_k
-                a_s = float8_operand(lax.dynamic_slice_in_dim(a, k_0, step_k, 1))
-                b_s = float8_operand(lax.dynamic_slice_in_dim(b, k_0, step_k, 0))
-                return float8_step(chain.model, accumulator, a_s, b_s)
-
-            return lax.fori_loop(0, steps, body, accumulator)
-
-        return float8_block_sum
+        step_at = _step_along_k(chain, a, b)
+        return lambda i, accumulator: lax.fori_loop(0, steps, lambda s, acc: step_at(i * steps + s, acc), accumulator)
 
     fraction_bits = chain.a_format.fraction_bits + chain.b_format.fraction_bits
 
@@ -285,20 +292,17 @@ def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array,
 
 
 def _with_specials(chain: Chain, a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-    """[SPEC-1] The totals, with NaN and infinities where the operands ask for them."""
-
-    def finite(x: jax.Array, format: Format) -> jax.Array:
-        return unpacked_is_finite(x) if chain.step is Step.FLOAT8 else is_finite(x, format)
-
-    def signs(x: jax.Array, format: Format) -> jax.Array:
-        is_float8 = chain.step is Step.FLOAT8
-        return unpacked_sign_values(x) if is_float8 else sign_values(x.astype(jnp.uint32), format)
+    """[SPEC-1] The totals as bit patterns, with NaN and infinities where the operands ask for them."""
+    if chain.step is Step.FLOAT8:  # the steps carried them
+        found = softfloat.bits(total)
+        return jnp.where(found & 0x7FFFFFFF > softfloat.INFINITY, jnp.uint32(softfloat.NAN), found)
 
     def replaced(a: jax.Array, b: jax.Array, total: jax.Array) -> jax.Array:
-        special = softfloat.bits(special_terms(signs(a, chain.a_format), signs(b, chain.b_format)))
+        signs = sign_values(a.astype(jnp.uint32), chain.a_format), sign_values(b.astype(jnp.uint32), chain.b_format)
+        special = softfloat.bits(special_terms(*signs))
         magnitude = special & 0x7FFFFFFF
         special = jnp.where(magnitude > softfloat.INFINITY, jnp.uint32(softfloat.NAN), special)
         return jnp.where(magnitude >= softfloat.INFINITY, special, total)
 
-    is_plain = jnp.all(finite(a, chain.a_format)) & jnp.all(finite(b, chain.b_format))
+    is_plain = jnp.all(is_finite(a, chain.a_format)) & jnp.all(is_finite(b, chain.b_format))
     return lax.cond(is_plain, lambda a, b, total: total, replaced, a, b, total)
