@@ -37,10 +37,27 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     """`convert`, and Triton's language is patched once for the functions of a module, not at each call of one.
 
     The kernel's own patches are enough for those that it calls; half of all the work was to find nothing left to patch.
+    What Triton makes anew in each operation is made once: numpy's type of each of its types, and types of blocks.
     """
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
     import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
     patched = set[str]()
+    get_np_dtype, with_element_ty = interpreter._get_np_dtype, tl.block_type.with_element_ty
+    dtypes = dict[str, Any]()
+    blocks = dict[tuple[str, Any], Any]()
+
+    def dtype_of(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = get_np_dtype(type)
+        return dtypes[name]
+
+    def block_of(block: Any, scalar: Any) -> Any:
+        key = (scalar.name, block.shape)
+        if key not in blocks:
+            blocks[key] = with_element_ty(block, scalar)
+        return blocks[key]
 
     def call(function: Any, *args: Any, **options: Any) -> Any:
         if function.fn.__module__ not in patched:
@@ -49,6 +66,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
         return function.rewrite()(*args, **options)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", dtype_of)
+    monkeypatch.setattr(tl.block_type, "with_element_ty", block_of)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
