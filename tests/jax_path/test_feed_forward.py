@@ -194,7 +194,7 @@ def test_kernels_equal_plain(name: str) -> None:
     in_kernel = functools.partial(function, gated.rounded_in_kernel)
     how: dict[str, Any] = {"launch": SMALL, "interpret": True}
     # Of operands with factors and without.
-    powers = [jnp.exp2(jnp.arange(n) % 5 - 2.0) for n in xs[0].shape]
+    powers = [jnp.asarray(np.exp2(np.arange(n) % 5 - 2.0).astype(np.float32)) for n in xs[0].shape]
     products = [kernels.Product(xs[0]), *(kernels.Product(x, powers[0][:, None], powers[1][None, :]) for x in xs[1:])]
     # 1. Codes, and amaxes of what was cast.
     count = len(computed.values_of(function, products))

@@ -29,7 +29,7 @@ WEIGHT_LAST = (((1,), (0,)), ((), ()))
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.array(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.array(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def same(a: Any, b: Any) -> None:
