@@ -7,11 +7,16 @@ maximum over the casts since the last update, `UNCALLED` where there was none: a
 No operator waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
 it some casts later; until then the amax of a tensor is found in every cast, and used or not on the device.
 
+Every cast tells the owner of its inv_scale that it runs, in eager and in compiled code: that is how updates know when a
+pass begins and ends (`Owner`).
+
 Exactness: the states of `f8ref.numpy.update_delayed_state`; the codes and scales of `operators`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,7 +36,7 @@ UNSET = 0.0
 UNCALLED = -1.0
 """An amax without a cast since the last update; others are at least 0, or NaN."""
 COUNTS = ("zero", "uncalled", "not_finite")
-"""The rows of a layer's counts: updates whose amax was zero, without a cast, infinite or NaN."""
+"""The rows of a layer's counts: updates whose amax was zero, without a cast of this tensor alone, infinite or NaN."""
 
 INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
 AMAXES = "amax_input", "amax_weight", "amax_grad_output"
@@ -39,6 +44,7 @@ STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)
 """Names of a layer's tensors, in the order in which the update takes them."""
 
 _IS_SET = "_f8emu_is_set"
+_OWNER = "_f8emu_owner"
 _TABLES = 64
 """Tables that are kept, one for each model that is trained."""
 
@@ -69,6 +75,43 @@ def is_known_set(inv_scale: Tensor) -> bool:
         elif copy.arrival.query():
             mark_set(inv_scale, copy.value.item() > UNSET)
     return getattr(inv_scale, _IS_SET, False)
+
+
+class Owner(Protocol):
+    """Who updates the states of some layers."""
+
+    def begin_pass(self, is_cuda: bool) -> None:
+        """An input or a weight of a pass is about to be cast, by a state on a GPU if `is_cuda`."""
+
+    def note_gradient(self) -> None:
+        """A gradient is about to be cast."""
+
+
+owners: "WeakValueDictionary[int, Owner]" = WeakValueDictionary()
+"""Number -> owner. An inv_scale carries the number, since a copy or a pickle of a tensor takes its attributes along."""
+
+
+def mark_owner(inv_scales: Sequence[Tensor], number: int) -> None:
+    """Make the owner of that number the one of the inv_scales of input, weight and grad_output."""
+    for inv_scale, is_gradient in zip(inv_scales, (False, False, True), strict=True):
+        setattr(inv_scale, _OWNER, (number, is_gradient))
+
+
+def is_owned_by(inv_scale: Tensor, number: int) -> bool:
+    """Whether the owner of `inv_scale` has that number."""
+    return getattr(inv_scale, _OWNER, (0, False))[0] == number
+
+
+def tell_owner(inv_scale: Tensor) -> None:
+    """Tell the owner of `inv_scale` of a cast by it."""
+    number, is_gradient = getattr(inv_scale, _OWNER, (0, False))
+    owner = owners.get(number)
+    if owner is None:
+        return
+    if is_gradient:
+        owner.note_gradient()
+    else:
+        owner.begin_pass(inv_scale.is_cuda)
 
 
 class _Copy(NamedTuple):
@@ -104,8 +147,10 @@ def cast_pair_delayed(
     """
     out = _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
     rule = (power_of_two, amax_floor, margin)
+    tell_owner(inv_scale)
     torch.autograd.graph.increment_version(amax)
     if (launch := kernels_for(x)) is not None:
+        note_call(tell_owner, (inv_scale,))
         note_call(torch.autograd.graph.increment_version, (amax,))
         plan = launch.cast_pair_delayed(*x.shape, fmt, rows, cols, True, *rule)
         plan(x.contiguous(), inv_scale, *out[:2], amax, out[3], out[2])
@@ -143,6 +188,19 @@ def chosen_inv_scale(
     return torch.where(inv_scale > UNSET, inv_scale, own)
 
 
+@operator(mutates_args={"amax"})
+def note_cast(amax: Tensor, inv_scale: Tensor) -> None:
+    """Tell the owner of `inv_scale` of a cast that reads another tensor in its place."""
+    tell_owner(inv_scale)
+    torch.autograd.graph.increment_version(amax)
+    note_call(tell_owner, (inv_scale,))
+
+
+@fake(note_cast)
+def _(amax: Tensor, inv_scale: Tensor) -> None:
+    return None
+
+
 @operator(mutates_args={"states"})
 def take_amaxes(states: list[Tensor]) -> Tensor:
     """The amaxes of `states` (`update_delayed`) as integers, in one tensor [3 * L]; each becomes `UNCALLED`.
@@ -173,7 +231,7 @@ def update_delayed(
     margin: int,
     is_most_recent: bool,
 ) -> None:
-    """The update of all layers; nothing changes if no layer was called.
+    """The update of all layers; nothing changes of a tensor that was not cast.
 
     Shapes:
         states: `STATE` of each of L layers: [3, H], [3, 3] int64, and [1, 1]; report [L, 3] int32, taken [3 * L].
@@ -230,12 +288,13 @@ def _update(
     inv_scales = _of_tensors(states, INV_SCALES[0])
     amax = taken.view(torch.float32).view(-1, 3)
     is_called = taken.view(-1, 3) >= 0
-    is_step = is_called.any()
+    is_step = is_called.any(dim=1, keepdim=True)
     is_usable = amax.isfinite() & (amax > 0)
-    # 1. Shift the histories by one.
+    # 1. Shift the histories of tensors that were cast by one.
     newest = torch.where(is_usable, amax, torch.zeros_like(amax))
     old = torch.stack(histories)
     history = torch.cat([newest.unsqueeze(2), old[:, :, :-1]], dim=2)
+    history = torch.where(is_called.unsqueeze(2), history, old)
     reference = newest if is_most_recent else history.amax(dim=2)
     # 2. The inv_scales of the next step; a tensor without a usable amax keeps its own.
     rule = ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
@@ -245,14 +304,14 @@ def _update(
     # 3. What was not usable.
     kinds = torch.stack([amax == 0, ~is_called, is_called & ~amax.isfinite()], dim=1)
     is_cast = torch.tensor([bool(fmt) for fmt in names], device=taken.device)
-    count = torch.stack(counts) + (kinds & is_cast & is_step)
+    count = torch.stack(counts) + (kinds & is_cast & is_step.unsqueeze(1))
     # 4. Write back.
     for buffer, new in zip(histories, history.unbind(), strict=True):
-        buffer.copy_(torch.where(is_step, new, buffer))
+        buffer.copy_(new)
     for buffer, new in zip(counts, count.unbind(), strict=True):
         buffer.copy_(new)
     for buffer, new in zip(inv_scales, inv_scale.flatten().unbind(), strict=True):
-        buffer.copy_(torch.where(is_step, new, buffer))
+        buffer.copy_(new)
     report.copy_(count[:, 2], non_blocking=True)
 
 

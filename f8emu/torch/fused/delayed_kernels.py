@@ -31,7 +31,6 @@ def update_delayed_kernel(
     taken,
     table,
     report,
-    layers,
     length,
     QUOTIENT_0: tl.constexpr,
     QUOTIENT_1: tl.constexpr,
@@ -45,32 +44,27 @@ def update_delayed_kernel(
     FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     MOST_RECENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """`delayed.update_delayed` of one tensor of one layer."""
     item = tl.program_id(0)
     tensor = item % 3
     state = table + item // 3 * 8
-    # 1. Whether any layer was called.
-    best = tl.full((BLOCK,), -1, tl.int32)
-    for i in range(0, BLOCKS):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(taken + at, mask=at < 3 * layers, other=-1))
-    is_step = tl.max(best, 0) >= 0
+    # 1. Whether any tensor of the layer was cast.
+    three = taken + (item - tensor)
+    is_step = (tl.load(three) >= 0) | (tl.load(three + 1) >= 0) | (tl.load(three + 2) >= 0)
     # 2. This amax.
     bits = tl.load(taken + item)
     is_finite = bits < 0x7F800000
     is_usable = (bits > 0) & is_finite
     newest = tl.where(is_usable, bits, 0)
-    # 3. Shift the history by one.
+    # 3. Shift the history by one, of a tensor that was cast.
     history = tl.load(state).to(tl.pointer_type(tl.int32)) + tensor * length
     at = tl.arange(0, BLOCK_H)
     old = tl.load(history + at - 1, mask=(at > 0) & (at < length), other=0)
     new = tl.where(at == 0, newest, old)
     tl.debug_barrier()  # every thread has read before one writes
-    tl.store(history + at, new, mask=(at < length) & is_step)
+    tl.store(history + at, new, mask=(at < length) & (bits >= 0))
     reference = newest if MOST_RECENT else tl.max(new, 0)
     # 4. The inv_scale of the next step.
     inv = inv_scale_of(reference, QUOTIENT_0, FLOOR, AT_FLOOR_0, POWER_OF_TWO)

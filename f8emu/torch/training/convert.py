@@ -17,7 +17,7 @@ from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, sharded_layers
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
-from f8emu.torch.training.delayed import ConvertedModel
+from f8emu.torch.training.delayed_update import UpdateGroup
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
@@ -95,8 +95,8 @@ def convert_to_float8_training(
         _check_device(recipe, device, engine)
     if float8_primary_weights:
         _check_primary(recipe, module, layers, report, enable_fsdp_float8_all_gather)
-    new: dict[int, nn.Linear] = {}
-    model = ConvertedModel()
+    new: dict[int, Float8Linear] = {}
+    group = UpdateGroup()
     for fqn, layer in chosen.items():
         if id(layer) not in new:
             # By the class that defines it: a subclass may have a from_float of its own.
@@ -104,8 +104,9 @@ def convert_to_float8_training(
             new[id(layer)] = from_float(
                 float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
             )
-            if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
-                delayed.notes.name, delayed.notes.model = fqn, model
+            if (delayed := new[id(layer)].delayed) is not None:
+                delayed.notes.name = fqn
+                new[id(layer)].update_with(group)
     if float8_primary_weights:
         hold_as_float8(list(new.values()))
     if enable_fsdp_float8_all_gather:

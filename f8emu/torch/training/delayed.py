@@ -1,7 +1,7 @@
 """The state of delayed scaling of one layer.
 
 Between two updates each tensor keeps the maximum of the amaxes of all its casts (gradient accumulation). The update
-(`delayed_update`) shifts the histories and sets the scales of the next step, as `f8emu.spec.DelayedScaling` says.
+(`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
 """
 
 import itertools
@@ -13,7 +13,17 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
-from f8emu.torch.fused.delayed import AMAXES, COUNTS, INV_SCALES, STATE, UNCALLED, UNSET, mark_set
+from f8emu.torch.fused.delayed import (
+    AMAXES,
+    COUNTS,
+    INV_SCALES,
+    STATE,
+    UNCALLED,
+    UNSET,
+    is_owned_by,
+    mark_owner,
+    mark_set,
+)
 from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import own_buffers, to_list
 
@@ -21,11 +31,7 @@ _numbers = itertools.count()
 
 
 class DelayedScalingError(F8Error, RuntimeError):
-    """Weights changed without an update of their scales, or the ranks of a group have different layers."""
-
-
-class ConvertedModel:
-    """The identity of a model, shared by the layers that one call converted; a copied model has its own."""
+    """The ranks of a process group have different layers with delayed scaling."""
 
 
 class HostNotes:
@@ -36,11 +42,8 @@ class HostNotes:
         """The layer's name in its model; empty if it is not known."""
         self.number = next(_numbers)
         """In the order of creation, which all ranks share; a copy gets its own."""
-        self.model = ConvertedModel()
         self.group: Any = None
         """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
-        self.has_updated = False
-        """Whether an update ran since the last backward pass that `WeightWatch` has seen."""
         self.is_weight_cast = False
         """Whether FSDP2 gathered the weight as float8 since the last update."""
         self.has_weight_scale = False
@@ -89,6 +92,8 @@ class DelayedBuffers(nn.Module):
         self.recipe = recipe
         self.formats = _formats(recipe)
         self.notes = HostNotes()
+        self.owner = 0
+        """The number of the group that updates the state (`delayed_update.UpdateGroup`)."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "amax_history": ((3, recipe.delayed.history_length), torch.float32),
             "counts": ((len(COUNTS), 3), torch.int64),
@@ -113,15 +118,30 @@ class DelayedBuffers(nn.Module):
         self.notes.are_set = (False, False, False)
 
     def follow(self, device: torch.device) -> None:
-        """Move to `device` if the state is elsewhere; one that had no memory is that before the first step."""
+        """Move to `device` if the state is elsewhere; one that had no memory is that before the first step.
+
+        Inv_scales that were replaced tell the same owner of their casts.
+        """
         if self.amax_input.device != device:
             self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
+        if not all([is_owned_by(inv_scale, self.owner) for inv_scale in self.inv_scales]):
+            self.belong_to(self.owner)
 
-    def of_tensors(self) -> DelayedStates:
-        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales."""
+    def belong_to(self, owner: int) -> None:
+        """Tell the owner of that number of every cast from now on."""
+        self.owner = owner
+        mark_owner(self.inv_scales, owner)
+
+    def of_tensors(self, *, is_noted: bool = True) -> DelayedStates:
+        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
+
+        Without `is_noted` no cast counts for the next update.
+        """
         assert self.recipe.delayed is not None, "as in __init__"
         margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
         (x, w, g), (of_x, of_w, of_g) = self.inv_scales, self.amaxes
+        if not is_noted:
+            of_x, of_w, of_g = of_x.clone(), of_w.clone(), of_g.clone()
         return (
             Delayed(x, of_x, margin) if "input" in tensors else None,
             Delayed(w, of_w, margin) if "weight" in tensors else None,
@@ -223,6 +243,7 @@ class DelayedBuffers(nn.Module):
             self._buffers[name] = moved.view(buffer.dtype) if viewed is not buffer else moved
         if is_lost:
             self.reset()
+        self.belong_to(self.owner)
         return self
 
 

@@ -1,13 +1,19 @@
-"""The update of delayed scaling: all layers of a model at once, without a read on the host.
+"""The update of delayed scaling: when it runs, and what it does to all layers of a model at once.
 
+The end of every backward pass updates the scales of the models that took part in it. The first cast of a gradient asks
+autograd for a call at that end. Where autograd makes none (compiled autograd, a pass that raised an error), the next
+pass begins with the update. A CUDA graph, whose replays run no host code, has an update at the begin of each captured
+forward pass: it changes nothing where nothing was cast.
+
+An update waits for no value of the device:
 1. The amaxes of all layers move into one tensor, and are marked as not called.
 2. One all-reduce takes the maximum over ranks, as integers, so that infinity and NaN count as the largest.
-3. Histories, inv_scales and counts of all layers are updated in one launch. If no layer was called, nothing changes, so
-   a second update in a step does nothing.
-4. Weights that are kept as float8 are cast again, by their new scales.
-5. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
+3. Histories, inv_scales and counts of all tensors that were cast are updated in one launch.
+4. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
 """
 
+import itertools
+import threading
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -19,14 +25,104 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from f8emu.spec.scaling import AmaxHistoryReduction
-from f8emu.torch.fused.delayed import take_amaxes, update_delayed
+from f8emu.torch.fused.delayed import owners, take_amaxes, update_delayed
 from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
 from f8emu.torch.training.delayed_report import Report, report_of
-from f8emu.torch.training.float8_weight import Float8Weight
-from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
+from f8emu.torch.training.torch_internals import (
+    backward_pass,
+    call_at_end_of_backward,
+    is_dtensor,
+    is_in_backward_pass,
+    own_buffers,
+    own_parameters,
+    to_list,
+)
 
 if TYPE_CHECKING:
     from f8emu.torch.training.float8_linear import Float8Linear
+
+
+class UpdateGroup:
+    """Layers that are updated together: those that one call converted. A copy of a model has a group of its own.
+
+    An `Owner` of their inv_scales.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        owners[self.number] = self
+        self.layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+        self.is_pending = False
+        """Whether a gradient was cast since the last update."""
+        self.is_captured = False
+        """Whether the CUDA graph that is captured has an update already."""
+        self._pass = -1
+        """The backward pass at whose end the group is updated."""
+
+    def add(self, layer: "Float8Linear") -> None:
+        """Update the layer with the others."""
+        assert layer.delayed is not None, "only such a layer has a state"
+        self.layers.add(layer)
+        layer.delayed.belong_to(self.number)
+
+    def begin_pass(self, is_cuda: bool) -> None:
+        """Update before the first cast of a forward pass, if no backward pass could do it."""
+        if is_in_backward_pass():  # what checkpointing computes again has the scales of the first time
+            return
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            if not self.is_captured:
+                self.is_captured = True
+                _update_groups([self])
+        else:
+            self.is_captured = False
+            if self.is_pending:
+                _update_groups([self])
+
+    def note_gradient(self) -> None:
+        """Update at the end of the backward pass that runs now."""
+        self.is_pending, self.is_captured = True, False
+        number = backward_pass()
+        if number in (-1, self._pass):
+            return
+        self._pass = number
+        with _lock:
+            known = _passes.get(number)
+            if known is None:
+                known = _passes[number] = _BackwardPass()
+                call_at_end_of_backward(known.end)
+        known.groups.append(self)
+
+    def __deepcopy__(self, memo: Any) -> "UpdateGroup":
+        return UpdateGroup()
+
+    def __reduce__(self) -> Any:
+        return UpdateGroup, ()
+
+
+class _BackwardPass:
+    """The groups that a backward pass updates at its end; autograd alone keeps it."""
+
+    def __init__(self) -> None:
+        self.groups: list[UpdateGroup] = []
+
+    def end(self) -> None:
+        _update_groups(self.groups)
+
+
+_passes: "weakref.WeakValueDictionary[int, _BackwardPass]" = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+
+
+def _update_groups(groups: Sequence[UpdateGroup]) -> None:
+    for group in groups:
+        group.is_pending = False
+    layers = [layer for group in groups for layer in group.layers]
+    update_states(sorted(layers, key=_number))  # ranks share this order
+
+
+def _number(layer: "Float8Linear") -> int:
+    return -1 if layer.delayed is None else layer.delayed.notes.number
 
 
 class ReductionGroup:
@@ -52,7 +148,6 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
     is_compiling = torch.compiler.is_compiling()
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
     sharded: list[DelayedBuffers] = []
-    masters: list[Float8Weight] = []
     for layer, groups in zip(layers, _groups_of(layers), strict=True):
         buffers = layer.delayed
         assert buffers is not None, "only such a layer has a state"
@@ -61,13 +156,11 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
             found = alike[key] = []
         found.append(buffers)
         notes = buffers.notes
-        notes.has_updated, notes.is_loaded = True, False
+        notes.is_loaded = False
         if notes.is_weight_cast:
             notes.has_weight_scale = True
         if notes.is_sharded:
             sharded.append(buffers)
-        if isinstance(weight := own_parameters(layer).get("weight"), Float8Weight):
-            masters.append(weight)
     together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
     for (device, groups, _), found in alike.items():
         together.setdefault((device, groups), []).append(found)
@@ -89,8 +182,6 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
     if not is_compiling:  # compiled code does not ask
         for buffers in sharded:
             buffers.are_set()
-    for weight in masters:
-        weight.refill()
     for report, found in reports:  # last: a warning may be an error
         report.tell(found)
 

@@ -33,7 +33,8 @@ class Float8FeedForward(nn.Module):
     - in dtypes other than bfloat16,
     - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
     - if the layers differ in recipe or engine,
-    - if, of the input and the three weights, only the weight of w2 requires a gradient.
+    - if, of the input and the three weights, only the weight of w2 requires a gradient; under delayed scaling wherever
+      no gradient flows back through w1 or w3.
 
     Parameters and state dict are those of the three layers, under the names in `names`.
 
@@ -150,6 +151,8 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
     if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
         return False
     has_gradient = [tensor.requires_grad for tensor in (input, w1.weight, w3.weight)]
+    if w1.recipe.delayed is not None:  # a layer that no gradient flows back through scales by its own amaxes
+        return torch.is_grad_enabled() and (has_gradient[0] or all(has_gradient[1:]))
     return any(has_gradient) or not (w2.weight.requires_grad and torch.is_grad_enabled())
 
 

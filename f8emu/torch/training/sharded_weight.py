@@ -144,7 +144,7 @@ class ShardedWeight(Tensor):
             state.shard = Shard.of(mesh, outer_size, module, x)
         shard = state.shard
         delayed = delayed_state(module, x.device)
-        if delayed is not None:
+        if delayed is not None and module.training:  # an evaluated model has scales of its own amaxes
             codes, scale = _cast_delayed(x, delayed, recipe, shard, module.delayed.notes)
             return (shard.padded(codes),), _Gathered(shard.n, scale, scale)
         scales = state.of_forward if is_backward else state.precomputed

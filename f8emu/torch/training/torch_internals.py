@@ -147,9 +147,30 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns."""
 
 
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]
+"""The number of the backward pass that autograd runs on this thread; -1 if none."""
+
+
 def is_in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    return backward_pass() != -1
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have autograd call `function` at the end of the backward pass that runs on this thread, if no error ends it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_in_autograd_function() -> bool:
+    """Whether the forward of an autograd function calls: reentrant checkpointing, which computes it again later."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def keeping_version(x: Tensor) -> Any:
