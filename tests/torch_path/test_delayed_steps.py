@@ -448,7 +448,7 @@ def test_a_call_of_ones_own_changes_nothing() -> None:
 
 
 def test_steps_that_a_grad_scaler_skips() -> None:
-    """The gradient of one bias is infinite; those before it are not: an infinity is saturated, and no scale follows it."""
+    """The gradient of one bias is infinite; no scale follows it, and the gradients before it are saturated."""
     model = make()
     optimizer = AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)

@@ -282,7 +282,7 @@ def captured(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_captured_step_gives_the_bits_of_the_eager_one(name, assert_same_bits) -> None:
-    """Replayed with new data; the state of delayed scaling is updated between replays, outside of the graph."""
+    """Replayed with new data; the state of delayed scaling is updated in the graph."""
     torch.manual_seed(0)
     eager = FeedForward(256, 384).to("cuda", torch.bfloat16)
     f8.convert_to_float8_training(eager, config=RECIPES[name], engine="hardware")

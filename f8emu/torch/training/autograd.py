@@ -21,6 +21,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import CHIP
 from f8emu.torch.fused.columns import transpose_codes
+from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.launch_sequence import repeatable
@@ -37,6 +38,7 @@ from f8emu.torch.training.operands import (
     cast_delayed,
     cast_rows_first,
     find_source,
+    format_name,
 )
 from f8emu.torch.training.sharding import (
     Layout,
@@ -131,8 +133,8 @@ def float8_matmul(
     with torch.no_grad():
         if tap is not None:
             if plan.layout is None or plan.layout.input.gather is None:  # else the layer shows what it gathers
-                show_tensor(tap.forward, "input", input)
-            show_tensor(tap.forward, "weight", weight)
+                show_tensor(tap.forward, "input", input, is_delayed=delayed is not None)
+            show_tensor(tap.forward, "weight", weight, is_delayed=delayed is not None)
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
         x = cast_input(input, plan, of_input) if shared is None else shared
         # 2. The product: it goes into the autograd function as an argument, and `Output` is not needed. Not where it is
@@ -242,12 +244,15 @@ def gradients(
     kept, kept_scale, weight, w_amax, w_inv_scale, w_scale, gathered, gathered_scale = saved
     recipe, engine = plan.recipe, plan.engine
     if tap is not None:
-        show_tensor(tap.backward, "grad_output", grad_output)
+        show_tensor(tap.backward, "grad_output", grad_output, is_delayed=True)
     wants_weight = kept is not None
     rows = recipe.grad_input.a if wants_input else None
     cols = recipe.grad_weight.a if wants_weight else None
     shards = None if plan.layout is None else plan.layout.grad_output
-    g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, of_grad_output, shards=shards)
+    delayed = None if recipe.delayed_scaling_of("grad_output") is None else of_grad_output
+    if of_grad_output is not None and (delayed is None or format_name(rows, cols) is None):
+        note_cast(of_grad_output.amax, of_grad_output.inv_scale)  # no cast of the gradient does
+    g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, delayed, shards=shards)
     d_input = d_weight = None
     if g is not None:
         cols = recipe.grad_input.b

@@ -135,6 +135,8 @@ class DelayedBuffers(nn.Module):
     def of_tensors(self, *, is_noted: bool = True) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
 
+        That of grad_output is never None: by it an update learns of a backward pass.
+
         Without `is_noted` no cast counts for the next update.
         """
         assert self.recipe.delayed is not None, "as in __init__"
@@ -145,7 +147,7 @@ class DelayedBuffers(nn.Module):
         return (
             Delayed(x, of_x, margin) if "input" in tensors else None,
             Delayed(w, of_w, margin) if "weight" in tensors else None,
-            Delayed(g, of_g, margin) if "grad_output" in tensors else None,
+            Delayed(g, of_g, margin),
         )
 
     @property

@@ -226,8 +226,8 @@ def _show_forward(
         if i == 1:
             observe_gated(tap.forward, "hidden", gate, up, None)
         else:
-            show_tensor(tap.forward, "input", x)
-        show_tensor(tap.forward, "weight", weights[i])
+            show_tensor(tap.forward, "input", x, is_delayed=True)
+        show_tensor(tap.forward, "weight", weights[i], is_delayed=True)
 
 
 def _show_backward(
@@ -236,7 +236,7 @@ def _show_backward(
     """Show grad_output of the three layers."""
     of_w1, of_w2, of_w3 = taps
     if of_w2 is not None:
-        show_tensor(of_w2.backward, "grad_output", grad_output)
+        show_tensor(of_w2.backward, "grad_output", grad_output, is_delayed=True)
     if of_w1 is not None:
         observe_gated(of_w1.backward, "grad_gate", gate, up, grad_hidden)
     if of_w3 is not None:

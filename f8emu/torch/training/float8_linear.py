@@ -170,7 +170,8 @@ class Float8Linear(Linear):
                 traced.keep(input, dtype, plan, shared)
         if shared is not None and shared.gathered is not None:
             if self.tap is not None:
-                show_tensor(self.tap.forward, "input", x.detach())  # this rank's: what replaces it has no values
+                # This rank's: what replaces it has no values.
+                show_tensor(self.tap.forward, "input", x.detach(), is_delayed=delayed is not None)
             x = shared.gathered
         if isinstance(weight, Float8Weight):
             weight.note_call(delayed)
