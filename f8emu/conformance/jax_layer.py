@@ -142,9 +142,7 @@ class _Run:
 
     def _accumulated(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
         """The sums of the gradients of two passes."""
-        return {
-            name: [x + y for x, y in zip(a[name], b[name], strict=True)] for name in self.parameters if name in a
-        }
+        return {name: [x + y for x, y in zip(a[name], b[name], strict=True)] for name in self.parameters if name in a}
 
     def _update(self, step: int, amaxes: Sequence[Any]) -> Parts:
         """The states of the next pass."""

@@ -126,18 +126,6 @@ def test_no_report_is_made_while_a_graph_is_captured(reports, monkeypatch: pytes
     assert told(model) == ["input of 1"]
 
 
-def test_old_reports_are_freed_when_no_kernel_writes_to_them(reports, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append((device, len(reports))))
-    monkeypatch.setattr(delayed_report, "_MOST_REPORTS", 3)
-    model = make()
-    assert told(model, 0) == ["input of 0"]
-    for layer in buffers_of(model):
-        assert report_of([layer], CUDA) is not None
-    assert waits == [(CUDA, 3)] and len(reports) == 1, "the one of a CPU needs no wait"
-    assert told(model, 0) == [], "told before"
-
-
 def test_the_tensors_of_a_state_keep_the_order_in_which_the_update_takes_them() -> None:
     buffers = DelayedBuffers(DELAYED, "meta")
     buffers.follow(torch.device("cpu"))

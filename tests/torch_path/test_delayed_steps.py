@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.func import functional_call
 from torch.nn.functional import linear
 from torch.nn.utils import parametrizations, prune
@@ -366,7 +367,7 @@ def test_compiled_autograd_updates_at_the_begin_of_the_next_pass() -> None:
     model, twin = make(), by_calls_alone(make())
     for step in range(STEPS):
         loss_of(twin, step).backward()
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        with compiled_autograd._enable(torch.compile(backend="aot_eager")):
             loss_of(model, step).backward()
         assert_same(model, twin)
         sync(twin)

@@ -96,7 +96,8 @@ def test_bits_are_those_of_a_layer_whose_weight_is_the_master(name: str, compile
         models = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in models]
     first = [x.view(torch.uint8).clone() for x in codes(ours)]
     for number in range(STEPS):
-        outputs = [step(*pair, number, parts=1 if name == "delayed" else 2) for pair in zip(models, (mine, other), strict=True)]
+        parts = 1 if name == "delayed" else 2
+        outputs = [step(*pair, number, parts=parts) for pair in zip(models, (mine, other), strict=True)]
         assert_same_bits(*outputs)
         for schedule in schedules:
             schedule.step()

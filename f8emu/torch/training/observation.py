@@ -57,7 +57,7 @@ class TensorSeen(NamedTuple):
     value: Tensor
     """[rows, columns] in high precision; under tensor parallelism that of this rank."""
     recipe: Recipe
-    is_delayed: bool
+    is_delayed: bool = False
     """Whether it is cast by the state of delayed scaling, if the recipe has one for it, and not by its own amax."""
 
 
