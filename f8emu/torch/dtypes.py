@@ -63,11 +63,16 @@ def output_dtype(call: str, out_dtype: Format | str | torch.dtype) -> torch.dtyp
 
 
 def require_tensor(call: str, name: str, value: Any) -> None:
-    """Raise OperandError unless `value` is a tensor."""
+    """Raise OperandError unless `value` is a tensor, and UnsupportedError where torch.jit.trace records."""
     if not isinstance(value, torch.Tensor):
         raise OperandError(
             f"{call}: {name} must be a torch.Tensor; got {type(value).__name__}; "
             "convert arrays of other libraries first, JAX's with f8emu.interop.to_torch"
+        )
+    if torch._C._get_tracing_state():
+        raise UnsupportedError(
+            f"{call}: torch.jit.trace is not supported, since it records no views as another dtype; trace with "
+            "torch.export.export or torch.compile"
         )
 
 

@@ -37,6 +37,19 @@ def has_dispatch_mode() -> bool:
     return _modes() > 0
 
 
+def is_known(condition: bool) -> bool:
+    """Whether a condition on sizes holds; of symbolic sizes, whether it holds for all that they stand for.
+
+    A compiler that traces `if condition` compiles again, or refuses to export, where another size decides otherwise. So
+    a choice between two ways to the same bits asks here, and its second way must suit every size.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # with sympy: the compiler has it loaded
+
+    return statically_known_true(condition)
+
+
 def signature_of(x: Any) -> Any:
     """All that a check looks at in an argument: of a tensor, everything but its elements and where they lie."""
     return (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x

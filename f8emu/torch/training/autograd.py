@@ -10,6 +10,7 @@ Both casts of the input are made in the forward pass, both casts of `grad_output
 one reading. The weight is cast before each of its two GEMMs: no float8 copy of it lives in between.
 """
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.launch_sequence import repeatable
-from f8emu.torch.library import differentiable_once
+from f8emu.torch.library import differentiable_once, is_known
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.gathered_weight import GatheredWeight, require_gathered
 from f8emu.torch.training.observation import Tap, show_gemm, show_tensor
@@ -129,8 +130,12 @@ def float8_matmul(
     """
     recipe = plan.recipe
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
-    is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
-    with torch.no_grad():
+    is_compiling = torch.compiler.is_compiling()
+    is_exported = is_compiling and torch.compiler.is_exporting()
+    if is_exported:  # a forward pass alone; by detached tensors, since torch's decompositions lose modes of gradients
+        input, weight = input.detach(), weight.detach()
+    is_recomputed = not is_exported and (is_compiling or checkpointed_region() is not None)
+    with nullcontext() if is_exported else torch.no_grad():
         if tap is not None:
             if plan.layout is None or plan.layout.input.gather is None:  # else the layer shows what it gathers
                 show_tensor(tap.forward, "input", input, is_delayed=delayed is not None)
@@ -154,6 +159,8 @@ def float8_matmul(
             product, source = cast_and_multiply(weight, x.output, plan, of_weight, input.dtype, tap)
         if w is not None and not is_recomputed:
             product = _product(x.output, w, plan, input.dtype, tap)
+    if is_exported and product is not None:
+        return product
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
     saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
@@ -304,13 +311,13 @@ def gemm(
     n = b.codes.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
-    pad_k, pad_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
+    pad_k, pad_n = _to_multiple(k, SIZE_MULTIPLE), _to_multiple(n, SIZE_MULTIPLE)
     if spec.a.format is None:
         padded_a, padded_b = _padded(a.codes, 0, pad_k), _padded(b.codes, pad_n, pad_k)
         product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, split_k, chip)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
-    pad_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    pad_m = _to_multiple(m, VECTOR_MULTIPLE) if granularity_a is Granularity.BLOCKWISE_1X128 else 0
     padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
     product = gemm_operators.scaled_mm(
         padded_a,
@@ -362,9 +369,14 @@ def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:
     return a, b
 
 
+def _to_multiple(size: int, multiple: int) -> int:
+    """What `size` lacks of a multiple; not `-size % multiple`: of this sum a compiler knows that it is one."""
+    return -(-size // multiple) * multiple - size
+
+
 def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
     """The codes, zero-padded by `rows` rows and `cols` columns."""
-    if not rows and not cols:
+    if is_known(rows + cols == 0):
         return codes
     if codes.dtype is torch.bfloat16:
         return pad(codes, (0, cols, 0, rows))
@@ -376,7 +388,7 @@ def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
     assert operand.scale is not None, "a float8 operand has a scale"
     scale = scale_of_rows(operand.scale, operand.codes, granularity)
     has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)
-    return pad(scale, (0, 0, 0, rows)) if rows and has_own else scale
+    return pad(scale, (0, 0, 0, rows)) if has_own and not is_known(rows == 0) else scale
 
 
 def _first_of(product: Tensor, m: int, n: int) -> Tensor:
@@ -384,7 +396,14 @@ def _first_of(product: Tensor, m: int, n: int) -> Tensor:
 
     Not a view of the first rows: compiled on CUDA (torch 2.11), a gradient that was such a view came out as zeros.
     """
-    return product if product.shape == (m, n) else product[:m, :n].clone(memory_format=torch.contiguous_format)
+    rows, columns = product.shape
+    if is_known(rows == m) and is_known(columns == n):
+        return product
+    if is_known(rows >= m) and is_known(columns >= n):
+        return product[:m, :n].clone(memory_format=torch.contiguous_format)
+    # Of a symbolic M a slice would add the guard that the product is no shorter.
+    chosen = (torch.arange(size, device=product.device) for size in (m, n))
+    return product.index_select(0, next(chosen)).index_select(1, next(chosen))
 
 
 def checkpointed_region() -> Any:

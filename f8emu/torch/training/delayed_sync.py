@@ -112,10 +112,6 @@ class DelayedScalingState:
         load_delayed_state_dict(self.model, state_dict)
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Names in the place of a module that was wrapped; `torch.distributed.checkpoint` leaves them out too."""
-
-
 def _key(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
@@ -126,7 +122,7 @@ def _layers(model: nn.Module) -> list[Float8Linear]:
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, DelayedBuffers]]:
-    """(name of the layer, its state), each state once. The names do not depend on what is compiled or checkpointed."""
+    """(name of the layer, its state), each state once. The names do not depend on what wraps them."""
     for name, module in named_modules(model):
         if isinstance(module, Float8Linear) and module.delayed is not None:
-            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), module.delayed
+            yield name, module.delayed

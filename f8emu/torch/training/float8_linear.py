@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from f8emu.torch.training.torch_internals import (
     own_parameters,
 )
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
-from f8emu.torch.training.transforms import require_no_transform
+from f8emu.torch.training.transforms import refuse_torchscript, require_no_transform
 
 _METADATA_KEY = "f8emu_delayed"
 """The key of a layer's state of delayed scaling in the metadata of a state dict."""
@@ -127,7 +127,7 @@ class Float8Linear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight^T + bias` under the recipe."""
-        require_no_transform("Float8Linear")
+        require_no_transform("Float8Linear", self, input)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
@@ -148,7 +148,7 @@ class Float8Linear(Linear):
             x = x.unsqueeze(0)
         elif x.ndim != 2:
             x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
-        keeps_input = torch.is_grad_enabled() and weight.requires_grad
+        keeps_input = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_exporting()
         layout = None if parts is None else parts.layout
         plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
         shared = None
@@ -181,6 +181,10 @@ class Float8Linear(Linear):
         if parts is not None:
             return parts.as_dtensor(output.reshape(*parts.lead, output.shape[1]))
         return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, for every module in the one that it is given."""
+        refuse_torchscript("Float8Linear")
 
     def extra_repr(self) -> str:
         """As `nn.Linear`, with recipe and engine."""
