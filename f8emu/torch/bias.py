@@ -20,11 +20,11 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
     compiled, where grad_output has the same strides: a compiler makes one contiguous that enters a graph. Where the sum
     rounds, they are those of the device's kernel, as nn.Linear's are.
     """
+    if not torch.compiler.is_compiling():
+        return output + (bias if bias.dtype is output.dtype else _Rounded.apply(bias, output.dtype))
     if torch.compiler.is_exporting():  # a forward pass alone
         return output + rounded(bias.detach(), output.dtype)
-    if torch.compiler.is_compiling():  # it would add rows in an order of its own
-        return output + _Spread.apply(bias, output.shape[0], output.dtype)
-    return output + (bias if bias.dtype is output.dtype else _Rounded.apply(bias, output.dtype))
+    return output + _Spread.apply(bias, output.shape[0], output.dtype)  # else it sums rows in an order of its own
 
 
 @operator()

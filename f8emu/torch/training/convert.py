@@ -118,9 +118,12 @@ def convert_to_float8_training(
     module = replace_modules(module, new)
     _log.info("convert_to_float8_training: %s", report)
     if not chosen:
+        left = [entry for entry in report.entries if entry.reason]
         already = len(report.names(Outcome.ALREADY))
         found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
-        warnings.warn(f"convert_to_float8_training: nothing to convert; {found}; {report}", UserWarning, stacklevel=2)
+        why = f"; {left[0].fqn or 'the module'}: {left[0].reason}" if left else ""
+        told = f"nothing to convert; {found}; {report.summary}{why}; plan_conversion(model) gives the report"
+        warnings.warn(f"convert_to_float8_training: {told}", UserWarning, stacklevel=2)
     return module
 
 
