@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from f8emu.torch.library import fake, operator
+from f8emu.torch.library import fake, is_exporting, operator
 
 
 def add_bias(output: Tensor, bias: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return output + (bias if bias.dtype is output.dtype else _Rounded.apply(bias, output.dtype))
-    if torch.compiler.is_exporting():  # a forward pass alone
+    if is_exporting():  # a forward pass alone
         return output + rounded(bias.detach(), output.dtype)
     return output + _Spread.apply(bias, output.shape[0], output.dtype)  # else it sums rows in an order of its own
 

@@ -5,6 +5,7 @@ that traces, a dispatch mode (selective checkpointing, a flop counter), fake or 
 result would need a gradient is refused. A function that writes to an argument increments its version counter itself.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -48,6 +49,26 @@ def is_known(condition: bool) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # with sympy: the compiler has it loaded
 
     return statically_known_true(condition)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces the call: a forward pass alone, in which nothing is saved for a backward pass.
+
+    Not `torch.compiler.is_exporting()`, which in torch 2.11 is true of everything that torch.compile traces.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    if torch.compiler._is_exporting_flag:  # pyright: ignore[reportPrivateUsage]
+        return True
+    dynamo: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return dynamo is not None and bool(dynamo.InstructionTranslator.current_tx().export)
+    except AttributeError:  # Dynamo does not trace
+        return False
+
+
+# torch.compiler.assume_constant_result, without the import of the compiler.
+setattr(is_exporting, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def signature_of(x: Any) -> Any:

@@ -42,10 +42,9 @@ def converted(recipe: str, dtype: torch.dtype = torch.float32, *, seed: int = 0)
 
 
 def stepped(recipe: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """`converted`, after a step: delayed scaling has scales that are not those of the next input."""
+    """`converted`, after a pass: delayed scaling has scales that are not those of the next input."""
     model = converted(recipe, dtype)
     model(draw(16, 144, seed=1)).sum().backward()
-    f8.sync_float8_amax_and_scale_history(model)
     return model
 
 
@@ -69,7 +68,7 @@ def test_exported_programs_serve_every_size(recipe: str, strict: bool, trained: 
             expected = model(x)
             assert all(torch.equal(program(x), expected) for program in programs), x.shape
     recorded = programs[:3] if trained else []
-    assert all(torch.equal(program(x), model(x)) for program in recorded for x in inputs[:1]), "with gradients recorded"
+    assert all(torch.equal(program(x), expected) for program in recorded), "with gradients recorded"
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])  # whose casts and GEMMs look most at sizes
@@ -84,7 +83,6 @@ def test_compiled_layers_of_symbolic_sizes_are_compiled_once(recipe: str) -> Non
         output.backward(grad)
         assert x.grad is not None
         found = [output.detach(), x.grad, *(layer.weight.grad for layer in (model[0], model[2]))]
-        f8.sync_float8_amax_and_scale_history(model)
         return found
 
     for i, sizes in enumerate(((2, 4), (3, 5), (3, 43), (50, 41))):

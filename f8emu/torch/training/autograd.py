@@ -26,7 +26,7 @@ from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.launch_sequence import repeatable
-from f8emu.torch.library import differentiable_once, is_known
+from f8emu.torch.library import differentiable_once, is_exporting, is_known
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.gathered_weight import GatheredWeight, require_gathered
 from f8emu.torch.training.observation import Tap, show_gemm, show_tensor
@@ -131,7 +131,7 @@ def float8_matmul(
     recipe = plan.recipe
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
     is_compiling = torch.compiler.is_compiling()
-    is_exported = is_compiling and torch.compiler.is_exporting()
+    is_exported = is_exporting()
     if is_exported:  # a forward pass alone; by detached tensors, since torch's decompositions lose modes of gradients
         input, weight = input.detach(), weight.detach()
     is_recomputed = not is_exported and (is_compiling or checkpointed_region() is not None)

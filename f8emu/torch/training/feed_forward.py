@@ -16,6 +16,7 @@ from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
+from f8emu.torch.library import is_exporting
 from f8emu.torch.training.feed_forward_autograd import Layers, float8_feed_forward
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.torch_internals import bias_of, copied_attributes, has_hooks
@@ -119,7 +120,7 @@ class Float8FeedForward(nn.Module):
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
-        if torch.compiler.is_exporting() or not _can_fuse(input, dtype, w1, w2, w3):
+        if is_exporting() or not _can_fuse(input, dtype, w1, w2, w3):
             return w2(silu(w1(input)) * w3(input))
         if input.ndim == 0 or input.shape[-1] != w1.in_features:
             raise OperandError(

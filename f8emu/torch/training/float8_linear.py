@@ -12,6 +12,7 @@ from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import CHIP, require_values
 from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.library import is_exporting
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
 from f8emu.torch.training.delayed_update import UpdateGroup
@@ -148,7 +149,7 @@ class Float8Linear(Linear):
             x = x.unsqueeze(0)
         elif x.ndim != 2:
             x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
-        keeps_input = torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_exporting()
+        keeps_input = torch.is_grad_enabled() and weight.requires_grad and not is_exporting()
         layout = None if parts is None else parts.layout
         plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
         shared = None
@@ -207,7 +208,8 @@ class Float8Linear(Linear):
             return None
         is_traced = torch.compiler.is_compiling()
         is_repeated = False
-        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)):
+        flows = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if not flows or is_exporting():
             is_repeated = not is_traced and not torch.is_grad_enabled() and is_in_autograd_function()
             if not is_repeated:
                 return None

@@ -16,9 +16,8 @@ from f8emu.spec.trace import Scales
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import amax_tiles
 from f8emu.torch.fused.columns import cast_columns
-from f8emu.torch.fused.delayed import UNSET, cast_pair_delayed
+from f8emu.torch.fused.delayed import cast_pair_delayed
 from f8emu.torch.library import has_dispatch_mode, is_known
-from f8emu.torch.scale import reciprocal
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192
@@ -184,11 +183,6 @@ def cast_delayed(
     name = format_name(rows, cols)
     if name is None:
         return row_operand, col_operand, ScaleSource()
-    if torch.compiler.is_exporting():  # a forward pass alone, which keeps no amax for an update
-        own, _ = fused.scales(fused.tensor_amax(x), name, rule.power_of_two, rule.amax_floor, state.margin)
-        used = torch.where(state.inv_scale > UNSET, state.inv_scale, own)
-        given = ScaleSource(given=Scales(used, reciprocal(used)))
-        return *cast_both(x, rows, cols, given, rule), given
     settings = (state.amax, rule.power_of_two, rule.amax_floor, state.margin)
     row_codes, col_codes, inv_scale, scale = cast_pair_delayed(x, name, state.inv_scale, *wanted, *settings)
     row_operand = Operand(row_codes, scale) if wanted[0] else row_operand
