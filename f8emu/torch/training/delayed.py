@@ -4,7 +4,6 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 (`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -28,8 +27,6 @@ from f8emu.torch.fused.delayed import (
 from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import own_buffers, to_list
 
-_numbers = itertools.count()
-
 
 class DelayedScalingError(F8Error, RuntimeError):
     """The ranks of a process group have different layers with delayed scaling."""
@@ -41,24 +38,18 @@ class HostNotes:
     def __init__(self) -> None:
         self.name = ""
         """The layer's name in its model; empty if it is not known."""
-        self.number = next(_numbers)
-        """In the order of creation, which all ranks share; a copy gets its own."""
         self.group: Any = None
         """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
         self.is_sharded = False
         """Whether the weight was distributed by tensor parallelism, so that `are_set` is asked."""
         self.are_set: tuple[bool, bool, bool] = (False, False, False)
         """Which inv_scales are known to be set, of TENSORS, on all ranks alike; True for one with dynamic scales."""
-        self.reported: set[int] = set()
+        self.reported: set[str] = set()
         """The tensors whose first infinity or NaN was reported."""
         self.is_loaded = False
         """Whether the state was loaded apart from the weights, and neither a call nor an update has used it since."""
         self.has_own_entry = False
         """Whether checkpoints hold the state separately (`DelayedScalingState`), so that no state dict needs it."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.number = next(_numbers)
 
 
 class DelayedBuffers(nn.Module):

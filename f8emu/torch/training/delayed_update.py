@@ -50,7 +50,8 @@ class UpdateGroup:
     def __init__(self) -> None:
         self.number = next(_numbers)
         owners[self.number] = self
-        self.layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+        self.layers: weakref.WeakValueDictionary[int, Float8Linear] = weakref.WeakValueDictionary()
+        """In the order in which they were added, which all ranks share."""
         self.is_pending = False
         """Whether a gradient was cast since the last update."""
         self.is_captured = False
@@ -61,7 +62,7 @@ class UpdateGroup:
     def add(self, layer: "Float8Linear") -> None:
         """Update the layer with the others."""
         assert layer.delayed is not None, "only such a layer has a state"
-        self.layers.add(layer)
+        self.layers[id(layer)] = layer
         layer.delayed.belong_to(self.number)
 
     def begin_pass(self, is_cuda: bool) -> None:
@@ -101,11 +102,14 @@ class _Groups(list[UpdateGroup]):
     """Groups that are updated at once."""
 
     def update(self) -> None:
-        """Update their layers in the order of creation, which all ranks share."""
+        """Update their layers, in an order which all ranks share."""
         for group in self:
             group.is_pending = False
-        layers = [(layer.delayed, layer) for group in self for layer in group.layers if layer.delayed is not None]
-        update_states([layer for _, layer in sorted(layers, key=lambda pair: pair[0].notes.number)])
+        update_states([layer for group in sorted(self, key=_number) for layer in group.layers.values()])
+
+
+def _number(group: UpdateGroup) -> int:
+    return group.number
 
 
 _passes: "weakref.WeakValueDictionary[int, _Groups]" = weakref.WeakValueDictionary()
