@@ -16,12 +16,11 @@ from f8emu.torch.fused.delayed import (
     AMAXES,
     COUNTS,
     INV_SCALES,
+    OWNER,
     STATE,
     UNCALLED,
     UNSET,
     is_known_set,
-    is_owned_by,
-    mark_owner,
     mark_set,
 )
 from f8emu.torch.training.operands import Delayed, DelayedStates
@@ -103,13 +102,14 @@ class DelayedBuffers(nn.Module):
         """Move to `device`, without memory as before the first step; tensors that were replaced keep their owner."""
         if self.amax_input.device != device:
             self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
-        if not all([is_owned_by(inv_scale, self.owner) for inv_scale in self.inv_scales]):
+        if None in [getattr(inv_scale, OWNER, None) for inv_scale in self.inv_scales]:
             self.belong_to(self.owner)
 
     def belong_to(self, owner: int) -> None:
         """Tell the owner of that number of every cast from now on."""
         self.owner = owner
-        mark_owner(self.inv_scales, owner)
+        for inv_scale, tensor in zip(self.inv_scales, TENSORS, strict=True):
+            setattr(inv_scale, OWNER, (owner, tensor == "grad_output"))
 
     def of_tensors(self, *, is_noted: bool = True) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
