@@ -202,22 +202,6 @@ def dcp_resumes(directory: Path) -> None:
     assert_same(state_of(resumed), state_of(model))
 
 
-def compiled_update() -> None:
-    """The explicit call, all-reduce included, is one graph."""
-    model, eager = make(), make()
-    update = torch.compile(functools.partial(sync, model), backend="aot_eager", fullgraph=True)
-    torch._dynamo.utils.counters.clear()
-    for step in range(STEPS):
-        for one in (model, eager):
-            one(batch(step)).float().square().mean().backward()
-        update()
-        sync(eager)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert_same(state_of(model), state_of(eager))
-    ours, others = of_ranks(model)
-    assert_same(ours, others)
-
-
 def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     """On each rank an inner optimizer holds a part of the parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what is deprecated, when it is imported
@@ -232,7 +216,6 @@ CASES: dict[str, Callable[[], None]] = {
     "ddp, compiled": functools.partial(ddp, True),
     "a layer that one rank does not call": a_layer_that_one_rank_does_not_call,
     "no group": no_group,
-    "compiled update": compiled_update,
     "fsdp2": functools.partial(steps_follow, shard, AdamW),
     "fsdp2, foreach": functools.partial(steps_follow, shard, functools.partial(SGD, foreach=True)),
     "fsdp1": functools.partial(steps_follow, functools.partial(shard_flat, use_orig_params=False), AdamW),

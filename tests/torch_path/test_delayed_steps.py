@@ -51,6 +51,7 @@ class NoUpdates:
 
     def __init__(self) -> None:
         self.layers: dict[int, nn.Module] = {}
+        self.ranks = None
 
     def add(self, layer: Any) -> None:
         layer.delayed.belong_to(0)  # nobody is told of its casts

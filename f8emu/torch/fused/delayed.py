@@ -26,22 +26,20 @@ from f8emu.torch.launch_sequence import note_call
 from f8emu.torch.library import fake, operator
 from f8emu.torch.scale import reciprocal
 
-UNSET = 0.0
-"""An inv_scale before the first usable amax; others are positive."""
-UNCALLED = -1.0
-"""An amax without a cast since the last update; others are at least 0, or NaN."""
-COUNTS = ("zero", "uncalled", "not_finite")
-"""The rows of a layer's counts: updates whose amax was zero, without a cast of this tensor alone, infinite or NaN."""
+UNSET = 0.0  # an inv_scale before the first usable amax; others are positive
+UNCALLED = -1.0  # an amax without a cast since the last update; others are at least 0, or NaN
+COUNTS = (
+    "zero",
+    "uncalled",
+    "not_finite",
+)  # rows: updates whose amax was zero, of this tensor alone missing, inf or NaN
 
 INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
 AMAXES = "amax_input", "amax_weight", "amax_grad_output"
-STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)
-"""Names of a layer's tensors, in the order in which the update takes them."""
+STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)  # a layer's tensors, in the order in which updates take them
 
 _IS_SET = "_f8emu_is_set"
-OWNER = "_f8emu_owner"
-"""Attribute of an inv_scale: the number of its owner, which a copy or a pickle takes along, and whether its tensor is a
-gradient."""
+OWNER = "_f8emu_owner"  # of an inv_scale: the number of its owner, and whether the tensor is a gradient
 owners: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
 """Number -> who updates the states of some layers (`training.delayed_update.UpdateGroup`)."""
 
@@ -171,7 +169,7 @@ def update_delayed(
     if (launch := kernels_for(states[0])) is not None:
         rule = (power_of_two, amax_floor, margin, is_most_recent)
         plan = launch.update_delayed(len(states) // len(STATE), states[0].shape[1], fmts, *rule)
-        plan(taken, _addresses_of(states, report), report)
+        plan(taken, _addresses(taken.device, tuple(map(Tensor.data_ptr, states))), report)
         return
     # The tensors below are [L, 3] or [L, 3, H].
     histories, counts, inv_scales = states[:: len(STATE)], states[1 :: len(STATE)], _of_tensors(states, INV_SCALES[0])
@@ -209,20 +207,7 @@ def _of_tensors(states: list[Tensor], first: str) -> list[Tensor]:
     return [x for i in range(at, len(states), len(STATE)) for x in states[i : i + 3]]
 
 
-def _addresses_of(states: list[Tensor], report: Tensor) -> Tensor:
-    """The addresses of the states on their device, int64, made once for the same ones.
-
-    While a CUDA graph is captured they are kept for good, and the report too: the graph uses both.
-    """
-    addresses = _addresses(states[0].device, tuple(map(Tensor.data_ptr, states)))
-    if addresses.is_cuda and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append((addresses, None if report.is_cuda else report))
-    return addresses
-
-
-_CAPTURED: list[tuple[Tensor, Tensor | None]] = []
-
-
-@lru_cache(maxsize=64)  # one for each model that is trained
+@lru_cache(maxsize=4096)  # models; what a CUDA graph reads has to stay
 def _addresses(device: torch.device, pointers: tuple[int, ...]) -> Tensor:
+    """The addresses of states on their device, int64."""
     return torch.tensor(pointers, dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -35,41 +35,29 @@ class HostNotes:
     """What the host knows of one layer. Not a module, because attributes of modules are slow."""
 
     def __init__(self) -> None:
-        self.name = ""
-        """The layer's name in its model; empty if it is not known."""
-        self.group: Any = None
-        """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
-        self.is_sharded = False
-        """Whether the weight was distributed by tensor parallelism, so that `are_set` is asked."""
-        self.are_set: tuple[bool, bool, bool] = (False, False, False)
-        """Which inv_scales are known to be set, of TENSORS, on all ranks alike; True for one with dynamic scales."""
-        self.reported: set[str] = set()
-        """The tensors whose first infinity or NaN was reported."""
-        self.is_loaded = False
-        """Whether the state was loaded apart from the weights, and neither a call nor an update has used it since."""
-        self.has_own_entry = False
-        """Whether checkpoints hold the state separately (`DelayedScalingState`), so that no state dict needs it."""
+        self.name = ""  # the layer's in its model; empty if it is not known
+        self.is_sharded = False  # whether tensor parallelism distributed the weight, so that `are_set` is asked
+        self.are_set: tuple[bool, bool, bool] = (False, False, False)  # see `DelayedBuffers.are_set`
+        self.reported: set[str] = set()  # the tensors whose first infinity or NaN was reported
+        self.is_loaded = False  # whether the state was loaded apart from the weights, and not used since
+        self.has_own_entry = False  # whether checkpoints hold it separately (`DelayedScalingState`)
 
 
 class DelayedBuffers(nn.Module):
     """The state of one layer.
 
-    It is a module, so that compilers know its tensors as static, but no submodule of its layer: neither DDP's broadcast
-    of buffers nor an average of weights may reach it, since scales of different ranks or steps have no average. Its
-    tensors follow the layer from device to device and stay float32 when the layer's dtype changes. They are no entries
-    of the state dict: the layer writes them into its metadata, so that the keys stay those of `nn.Linear`.
+    A module, so that compilers know its tensors as static, but no submodule of its layer: neither DDP's broadcast of
+    buffers nor an average of weights may reach it. Its tensors follow the layer from device to device and stay float32.
+    They are in the metadata of the layer's state dict, so that the keys stay those of `nn.Linear`.
     """
 
-    amax_history: Tensor
-    """[3, history_length], of TENSORS."""
-    counts: Tensor
-    """[3, 3] int64: the updates whose amax was not usable; a row for each of `COUNTS`, a column for each tensor."""
+    amax_history: Tensor  # [3, history_length], of TENSORS
+    counts: Tensor  # [3, 3] int64: updates whose amax was not usable, a row for each of `COUNTS`, a column a tensor
+    # [1, 1] each: separate tensors, since a cast updates one and compiled code reads them apart.
     inv_scale_input: Tensor
-    """[1, 1], as all that follow: separate tensors, since a cast updates one and compiled code reads them apart."""
     inv_scale_weight: Tensor
     inv_scale_grad_output: Tensor
-    amax_input: Tensor
-    """The maximum since the last update."""
+    amax_input: Tensor  # the maximum since the last update
     amax_weight: Tensor
     amax_grad_output: Tensor
 
@@ -136,19 +124,16 @@ class DelayedBuffers(nn.Module):
         return tuple([own_buffers(self)[name] for name in INV_SCALES])
 
     @property
-    def initialized(self) -> Tensor:
-        """[3] bool, of TENSORS."""
+    def initialized(self) -> Tensor:  # [3] bool, of TENSORS
         return self.state()["initialized"]
 
     @property
-    def inv_scale(self) -> Tensor:
-        """[3], of TENSORS; 1 where it is not initialized."""
+    def inv_scale(self) -> Tensor:  # [3], of TENSORS; 1 where it is not initialized
         return self.state()["inv_scale"]
 
     def _begin_anew(self, is_set: Sequence[bool]) -> None:
         """Forget what was known of the old values; `is_set` of TENSORS are known to be set."""
-        for inv_scale, known in zip(self.inv_scales, is_set, strict=True):
-            mark_set(inv_scale, known)
+        _mark(self.inv_scales, is_set)
         self.notes.reported = set()
         self.notes.are_set = (False, False, False)
 
@@ -211,12 +196,16 @@ class DelayedBuffers(nn.Module):
             if not moved.is_meta:
                 is_lost = is_lost or buffer.is_meta or not torch.equal(viewed, moved.to(viewed.device))
             self._buffers[name] = moved.view(buffer.dtype) if viewed is not buffer else moved
-        for inv_scale, is_set in zip(self.inv_scales, known, strict=True):
-            mark_set(inv_scale, is_set)
+        _mark(self.inv_scales, known)
         if is_lost:
             self.reset()
         self.belong_to(self.owner)
         return self
+
+
+def _mark(inv_scales: Sequence[Tensor], is_set: Sequence[bool]) -> None:
+    for inv_scale, known in zip(inv_scales, is_set, strict=True):
+        mark_set(inv_scale, known)
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

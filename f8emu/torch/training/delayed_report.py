@@ -1,8 +1,7 @@
 """What the device tells the host of delayed scaling: which inv_scales are set, and which amaxes were infinite or NaN.
 
-The layers of one update share a report in memory of the host, which the kernel of a GPU writes to directly: no copy, no
-event. Each of its numbers is written at once and only grows, so it may be read at any time. An update reads what has
-arrived, without waiting; what arrives later is read at a later update.
+The layers of one update share a report in memory of the host, which the kernel of a GPU writes to directly. Each of its
+numbers is written at once and only grows, so an update reads what has arrived, without waiting.
 """
 
 import warnings
@@ -22,11 +21,9 @@ class Report:
     def __init__(self, layers: Sequence[DelayedBuffers], is_pinned: bool) -> None:
         with torch.inference_mode(False):  # also updates outside of it write to this
             numbers = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        self.numbers = numbers
-        """[L, 3], as `fused.delayed.update_delayed` writes them."""
+        self.numbers = numbers  # [L, 3], as `fused.delayed.update_delayed` writes them
         self._seen: list[list[int]] = []
-        self._reported = [buffers.notes.reported for buffers in layers]
-        """Kept, because a report is found by their identity."""
+        self._reported = [buffers.notes.reported for buffers in layers]  # kept: a report is found by their identity
 
     def read(self, layers: Sequence[DelayedBuffers]) -> None:
         """Note what has arrived since the last call; warn of each tensor's first infinity, by the name of its layer."""
@@ -50,15 +47,12 @@ class Report:
             )
 
 
+# Never freed: torch does not know of the kernels that write to them, and would reuse the memory.
 _reports: dict[tuple[torch.device, tuple[int, ...]], Report] = {}
-"""Never freed: torch does not know of the kernels that write to them, and would reuse the memory."""
 
 
 def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report | None:
-    """The report of these layers, whose state is on `device`.
-
-    None if it were to be allocated while a CUDA graph is captured, which may not be.
-    """
+    """The report of these layers on a device; None if a CUDA graph is captured, while which none may be allocated."""
     key = device, tuple([id(buffers.notes.reported) for buffers in layers])
     if key not in _reports:
         is_cuda = device.type == "cuda"

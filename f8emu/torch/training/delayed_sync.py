@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError
 from f8emu.torch.training.delayed import DelayedBuffers
-from f8emu.torch.training.delayed_update import ReductionGroup, update_states
+from f8emu.torch.training.delayed_update import UpdateGroup, update_states
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.float8_weight import refill
 from f8emu.torch.training.torch_internals import modules_of, named_modules
@@ -18,23 +18,16 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
     """Update the state of delayed scaling in all layers of `model` that were called since their last update.
 
     No training loop needs a call: the end of every backward pass is an update. After one, and in compiled code, it does
-    nothing. It is of use where passes are replayed as CUDA graphs, before the state is saved or evaluated: an update is
-    then at the begin of each replayed forward pass.
+    nothing. It is of use before a state is saved whose passes are replayed as CUDA graphs: those update as they begin.
 
-    An amax that is zero or not finite leaves the scale unchanged. Such updates are counted in the layer's
-    `delayed.counts`; the first infinity or NaN of every layer is reported by its name.
-
-    With a process group, amaxes are the maximum over its ranks, in one all-reduce for all layers: over the group of
+    An amax that is zero or not finite leaves the scale unchanged, and is counted in the layer's `delayed.counts`. With
+    a process group, amaxes are the maximum over its ranks, in one all-reduce for all layers: over the group of
     `set_amax_reduction_group`, else over the mesh of DTensor weights, else over all ranks. All of them must call this.
 
     Exactness: every state is that of `f8ref.numpy.update_delayed_state`.
 
-    Args:
-        model: the converted model; nothing happens where no layer has delayed scaling.
-        fp8_layers: its float8 layers; None searches `model` for them.
-
     Raises:
-        DelayedScalingError: ranks of a group with different numbers of layers.
+        DelayedScalingError: ranks of a group with different layers.
     """
     if torch.compiler.is_compiling():
         return
@@ -44,24 +37,19 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
 
 
 def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
-    """Choose the ranks over which the amaxes of delayed scaling are reduced.
+    """Choose the ranks over which the amaxes of delayed scaling are reduced: those of a process group.
 
-    Args:
-        model: the converted model.
-        group: a process group, whose ranks see different parts of the same batch; False for none; None for the default:
-            the mesh over which a layer's weight is a DTensor, otherwise all ranks.
+    False chooses none; None the default, the mesh over which a layer's weight is a DTensor, otherwise all ranks. The
+    layers of `model` are updated together from now on, apart from others that were converted with them.
     """
+    chosen = UpdateGroup(group)
     for layer in _layers(model):
         if layer.delayed is not None:
-            layer.delayed.notes.group = None if group is None else ReductionGroup(group)
+            layer.update_with(chosen)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state of delayed scaling of all layers, for checkpoint formats that drop the metadata of a state dict.
-
-    Returns:
-        "layer.field" -> a copy of that buffer.
-    """
+    """A copy of the state of all layers, "layer.field" -> tensor, for checkpoints that drop a state dict's metadata."""
     return {
         _key(fqn, name): value.detach().clone()
         for fqn, buffers in _states(model)
@@ -92,10 +80,9 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 class DelayedScalingState:
-    """The state of delayed scaling of a model, as an object with `state_dict` and `load_state_dict`.
+    """The state of delayed scaling of a model, for checkpoints that take objects with `state_dict`, `load_state_dict`.
 
-    For checkpoints that take such objects: `torch.distributed.checkpoint` (a `Stateful`), accelerate
-    (`accelerator.register_for_checkpointing(DelayedScalingState(model))`), torchtitan, Lightning Fabric.
+    Such are torch.distributed.checkpoint, accelerate's `register_for_checkpointing`, torchtitan and Lightning Fabric.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -41,17 +41,15 @@ class UpdateGroup:
     Their casts tell it that they run (`fused.delayed.tell_owner`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Any = None) -> None:
+        self.ranks = ranks  # a process group over which amaxes are reduced; False for none; None chooses
         self.number = next(_numbers)
         owners[self.number] = self
+        # In the order in which they were added, which all ranks share.
         self.layers: weakref.WeakValueDictionary[int, Float8Linear] = weakref.WeakValueDictionary()
-        """In the order in which they were added, which all ranks share."""
-        self.is_pending = False
-        """Whether a gradient was cast since the last update."""
-        self.is_captured = False
-        """Whether the CUDA graph that is captured has an update already."""
-        self._pass = -1
-        """The backward pass at whose end the group is updated."""
+        self.is_pending = False  # whether a gradient was cast since the last update
+        self.is_captured = False  # whether the CUDA graph that is captured has an update already
+        self._pass = -1  # the backward pass at whose end the group is updated
 
     def add(self, layer: "Float8Linear") -> None:
         """Update the layer with the others."""
@@ -86,7 +84,7 @@ class UpdateGroup:
             groups.append(self)
 
     def __deepcopy__(self, memo: Any) -> "UpdateGroup":
-        return UpdateGroup()
+        return UpdateGroup(self.ranks)
 
     def __reduce__(self) -> Any:
         return UpdateGroup, ()
@@ -107,19 +105,6 @@ _passes: "weakref.WeakValueDictionary[int, _Groups]" = weakref.WeakValueDictiona
 """Number of a backward pass -> the groups that it updates at its end; autograd alone keeps them."""
 _lock = threading.Lock()
 _numbers = itertools.count(1)
-
-
-class ReductionGroup:
-    """A process group that stays what it is when its model is copied; a pickle forgets it."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def __deepcopy__(self, memo: Any) -> "ReductionGroup":
-        return self
-
-    def __reduce__(self) -> Any:
-        return ReductionGroup, (None,)
 
 
 @torch.no_grad()
@@ -172,10 +157,9 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     mesh, of_mesh = None, ()
     for layer in layers:
-        assert layer.delayed is not None, "as above"
-        chosen = layer.delayed.notes.group
-        if chosen is not None and chosen.group is not None:
-            found.append(() if chosen.group is False else (chosen.group,))
+        assert layer.update_group is not None, "it has a state"
+        if (chosen := layer.update_group.ranks) is not None:
+            found.append(() if chosen is False else (chosen,))
         elif is_distributed and is_dtensor(weight := _weight_of(layer)):
             its: Any = getattr(weight, "device_mesh")  # noqa: B009
             if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
