@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from f8emu.spec import F8Error, SpecError
+from f8emu.untrusted import printable, read_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DIFFERENT = 1
 BAD_USAGE = 2
+_LARGEST_TEXT = 1 << 28
+"""Bytes of a list of shapes."""
 INTERRUPTED = 130
 """As a shell reports a process that Ctrl-C ended; so does SIGTERM, which stops a container."""
 STATUSES = (
@@ -31,7 +34,7 @@ def guarded(command: Callable[..., int], *args: object) -> int:
     try:
         return command(*args)
     except (F8Error, OSError) as error:
-        print(error, file=sys.stderr)
+        print("\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
         return BAD_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -61,13 +64,13 @@ def status_of(found: Outcome) -> int:
 
 def say(line: str) -> None:
     """Print a line of which parts are from a file: what a terminal would obey is escaped."""
-    print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
+    print(printable(line))
 
 
 def text_of(command: str, path: Path) -> str:
     """A text file, or a SpecError that names the command."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, _LARGEST_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
 

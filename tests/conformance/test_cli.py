@@ -359,6 +359,21 @@ def test_plan_and_record_plans_tell_bad_input(tmp_path: Path) -> None:
     assert "--seed and --verify go with a golden file" in invoke("record", "x", "--plans", "y", "--verify")[2]
 
 
+@pytest.mark.parametrize("place", ["pipe", "/dev/zero", "folder", "huge"])
+def test_what_is_no_file_is_refused_at_once(place: str, tmp_path: Path) -> None:
+    """Nobody waits for a pipe, and no memory is filled."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(2**40)  # sparse: no disk is filled
+    path = tmp_path / place
+    commands = [("verify", "--golden"), ("verify", "--recordings"), ("plan", "--shapes"), ("inspect",)]
+    commands += [("record", "x", "--plans"), ("diff", str(path)), ("replay",)]
+    for command in commands:
+        status, out, error = invoke(*command, str(path))
+        assert (status, out) == (2, "") and str(path) in error and "Traceback" not in error, command
+
+
 def test_plan_loads_no_framework(tmp_path: Path) -> None:
     shapes = tmp_path / "in.json"
     shapes.write_text(json.dumps(SHAPES))
