@@ -2,12 +2,13 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from f8emu.cli.frame import Report, console, opened, status_of
+from f8emu.cli.frame import Report, console, opened, say, status_of
+from f8emu.untrusted import printable
 
 if TYPE_CHECKING:
     from f8emu.conformance.diagnosis.report import Diagnoses
@@ -53,13 +54,13 @@ def conclude(
     errors: int,
     not_run: Mapping[str, str],
     diagnoses: "Diagnoses | None" = None,
+    options: Sequence[str] | None = None,
 ) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
-    A failure of one, of the tables or of a file, does not keep the others from being there.
+    Every output is written, even if another one fails. `options` are those that a case depends on; None where no case
+    can be run alone.
     """
-    from f8emu.conformance import report
-
     found: Diagnoses = diagnoses or {}
     seconds = time.perf_counter() - start
     facts: dict[str, Any] = {
@@ -72,25 +73,32 @@ def conclude(
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
         afterwards.callback(_write_html, result, outputs.html, facts)
         afterwards.callback(_write_json, result, outputs.json, facts)
-        _print(result, errors, found)
-        for reason in not_run.values():
-            print(f"not run: {reason}")
-        print(f"{report.verdict(result)}; {source}; {seconds:.1f} s")
+        _print(result, facts, source, options)
     return status_of(result)
 
 
-def _print(result: "Result", errors: int, diagnoses: "Diagnoses") -> None:
+def _print(result: "Result", facts: Mapping[str, Any], source: str, options: Sequence[str] | None) -> None:
+    """The verdict, why, an output of each case, what ran, and what can be pasted."""
     from f8emu.conformance import report
     from f8emu.conformance.breakdown.tables import breakdown_tables
     from f8emu.conformance.diagnosis.report import diagnosis_lines
 
+    say(f"{report.verdict(result)}; {source}; {facts['seconds']:.1f} s")
+    for line in (*diagnosis_lines(facts["diagnoses"]), *report.mismatch_lines(result, facts["errors"])):
+        say(line)
     screen = console()
     for subject in result.subjects:
-        screen.print(report.table(subject))
+        for line in report.subject_lines(subject):
+            say(line)
         for part in breakdown_tables(subject):
-            screen.print(part, markup=False)
-    for line in (*report.mismatch_lines(result, errors), *diagnosis_lines(diagnoses)):
-        print(line)
+            if isinstance(part, str):
+                say(part)
+            else:
+                screen.print(part, markup=False)
+    for reason in facts["not_run"].values():
+        say(f"not run: {reason}")
+    for line in () if options is None else report.paste_lines(result, options):
+        print(printable(line))
 
 
 def _write_json(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,7 @@ def _fit(
     from f8emu.conformance.diagnosis.batch_invariance import MS
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
+    from f8emu.conformance.first_contact import first_contact
     from f8emu.conformance.subject import load_subject
 
     start = time.perf_counter()
@@ -70,7 +72,10 @@ def _fit(
     if ":" in kernel:
         find_modules_here()
     with opened("fit", json_file) as out:
-        subject = load_subject(kernel, arrays=arrays, timeout=timeout)
+        load = partial(load_subject, kernel, timeout=timeout)
+        subject = load(arrays=arrays)
+        if ":" in kernel:
+            first_contact(subject, arrays, lambda other: load(arrays=other))
         chosen = [known[name] for name in kinds] or KINDS
         with report.progress_bar() as progress:
             found = fit(subject, kinds=chosen, ms=ms or MS, progress=progress)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +27,8 @@ STATUSES = (
     "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 bad usage, a missing package, a "
     "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C or SIGTERM."
 )
-_PIPE_WIDTH = 160
-"""Of a table that goes to a file; a terminal's own width otherwise."""
+_NARROWEST = 20
+"""Columns: words are broken beyond."""
 
 
 def guarded(command: Callable[..., int], *args: object) -> int:
@@ -63,8 +65,15 @@ def status_of(found: Outcome) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line of which parts are from a file: what a terminal would obey is escaped."""
-    print(printable(line))
+    """Print a line of which parts are from a file, wrapped: what a terminal would obey is escaped."""
+    indent = line[: len(line) - len(line.lstrip())]
+    more = {"subsequent_indent": f"{indent}    ", "break_on_hyphens": False, "replace_whitespace": False}
+    print("\n".join(textwrap.wrap(printable(line), width(), **more)))
+
+
+def width() -> int:
+    """Columns of a line: `COLUMNS`, the terminal's, or 80 where there is none."""
+    return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
 def text_of(command: str, path: Path) -> str:
@@ -121,4 +130,4 @@ def console() -> "Console":
     """Where tables go."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    return Console(width=width())

@@ -1,8 +1,7 @@
 """One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,6 +28,8 @@ class Case:
     recorded: Parts | None = None
     """The answer, where it was recorded on hardware; otherwise the judge is asked."""
     describe: DescribePart | None = None
+    snippet: Callable[[Mismatch], str] | None = None
+    """A program that computes one output of it, of a case that is a GEMM."""
     traits: Traits = field(default_factory=dict)
     context: Hashable = None
     """What the answer depends on besides the question; cases of one id and context share an answer."""
@@ -46,8 +47,8 @@ class Outcome:
     """Why the subject cannot run this case; such a case counts neither as equal nor as different."""
     first_difference: str = ""
     """The first part that differs."""
-    mismatches: list[Mismatch] = field(default_factory=list)
-    """The first ones, as many as were asked for."""
+    mismatch: Mismatch | None = None
+    """The first output that differs, or what happened."""
     traits: Traits = field(default_factory=dict)
     ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
     """dtype -> how far off its outputs are that differ, of all parts; empty of a case that is equal."""
@@ -66,7 +67,7 @@ def answer(case: Case, judge: Subject | None) -> Parts | Exception:
         return error
 
 
-def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int) -> Outcome:
+def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcome:
     """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
         return _failed(case, {}, f"the oracle raised {_text(answers)}")
@@ -80,7 +81,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
     total = sum(array.size for array in answers.values())
     wrong = 0
     first: str | None = None
-    found: list[Mismatch] = []
+    found: Mismatch | None = None
     place: DifferenceMap | None = None
     ulps: dict[str, UlpHistogram] = {}
     for part, expected in answers.items():
@@ -96,9 +97,11 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
         if first is None and (fault or histogram.total):  # what follows a difference follows from it
             first = part
             if fault or array is None:
-                found = [Mismatch(case=case.id, part=part, error=fault)]
+                found = Mismatch(case=case.id, part=part, error=fault)
             else:
-                found = list(islice(mismatches(case.id, part, array, expected, _describe(case, part)), kept))
+                found = next(mismatches(case.id, part, array, expected, _describe(case, part)))
+                found = replace(found, outputs=expected.size, differing=histogram.total)
+                found = replace(found, snippet=case.snippet(found) if case.snippet else "")
                 place = difference_map(case.id, part, array, expected)
     return Outcome(
         case=case.id,
@@ -106,7 +109,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
         outputs_total=total,
         outputs_equal=total - wrong,
         first_difference=first or "",
-        mismatches=found,
+        mismatch=found,
         traits=case.traits,
         ulps=ulps,
         place=place,
@@ -126,7 +129,7 @@ def _failed(case: Case, answers: Parts, error: str) -> Outcome:
     return Outcome(
         case=case.id,
         outputs_total=sum(array.size for array in answers.values()),
-        mismatches=[Mismatch(case=case.id, error=error)],
+        mismatch=Mismatch(case=case.id, error=error),
         traits=case.traits,
         ulps=ulps,
     )

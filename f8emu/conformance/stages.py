@@ -35,6 +35,7 @@ from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import SplitK, describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.snippet import torch_snippet
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
@@ -194,6 +195,7 @@ def _gemm_case(gemm: GemmCase, name: str, traits: Traits, recorded: np.ndarray |
         run=lambda subject: {"": subject.gemm(gemm)},
         recorded=None if recorded is None else {"": recorded},
         describe=lambda part, index: describe_gemm(gemm, index),
+        snippet=partial(torch_snippet, gemm),
         traits=traits,
     )
 

@@ -5,6 +5,7 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,13 +20,14 @@ from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
 from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_run
 from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.faults import KernelFault
 from f8emu.conformance.kernels.imported import attribute
 from f8emu.conformance.kernels.isolation import isolated
 from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerCase
 from f8emu.conformance.layer_trace import SplitK, planned
-from f8emu.spec import HIGH_PRECISION, HOPPER, MissingExtraError, SpecError
+from f8emu.spec import HIGH_PRECISION, HOPPER, F8Error, MissingExtraError, SpecError
 
 VERBS = (
     "decode",
@@ -118,7 +120,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
     if ":" not in name and name not in KERNELS:
         raise SpecError(
             f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}, known kernels are "
-            f"{', '.join(KERNELS)}, and package.module:attribute for a kernel of your own"
+            f"{', '.join(KERNELS)}, and package.module:function or path/to/file.py:function for a kernel of your own"
         )
     if timeout is not None:
         return isolated_subject(name, arrays, timeout)
@@ -161,19 +163,22 @@ def load_kernel(path: str) -> Kernel:
             raise AttributeError(f"{path} is not callable, and no Kernel")
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(
-            f"f8emu verify {path}: expected package.module:function, or a Kernel there, of an importable module; "
+            f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
             f"{error}. Run it where the module can be imported, or set PYTHONPATH"
         ) from None
+    except KernelFault as fault:
+        raise SpecError(f"f8emu verify {path}: {fault}") from None
+    except F8Error:
+        raise
+    except Exception as error:  # the module's own
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}:{place.lineno}"
+        raise SpecError(f"f8emu verify {path}: its import raised {type(error).__name__}: {error} ({where})") from None
     return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
 
 
 def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
-    """A function called as `torch._scaled_mm` is.
-
-    `function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum)`: a [M, K] row-major, b [K, N] column-major;
-    scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. M is any number, N and K are multiples of
-    16. `NotImplementedError` means "not offered".
-    """
+    """A function called as `torch._scaled_mm` is, by `contract.CONTRACT`."""
     return Kernel(
         name=name,
         function=function,

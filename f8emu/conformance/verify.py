@@ -56,7 +56,9 @@ class StageResult:
     reason: str = ""
     """Why it, or the first such case, was not offered."""
     mismatches: list[Mismatch] = field(default_factory=list)
-    """The first ones, of all cases."""
+    """One of each of the first cases that differ."""
+    example: Mismatch | None = None
+    """Of all cases that differ, the one with the shortest program of its own."""
     first_differences: dict[str, int] = field(default_factory=dict)
     """Of cases with parts: which part was the first that differed, and how often."""
     tallies: Tallies = field(default_factory=dict)
@@ -244,7 +246,7 @@ class _Run:
         start = time.perf_counter()
 
         def run(index: int) -> Outcome:
-            outcome = run_case(self._asked(stage, cases[index], subject), subject, answers[index], self.errors)
+            outcome = run_case(self._asked(stage, cases[index], subject), subject, answers[index])
             self.progress.advance()
             return outcome
 
@@ -291,6 +293,7 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         if outcome.first_difference:
             differences[outcome.first_difference] = differences.get(outcome.first_difference, 0) + 1
     dtypes = dict.fromkeys(dtype for outcome in ran for dtype in outcome.ulps)
+    found = [outcome.mismatch for outcome in ran if outcome.mismatch is not None]
     return StageResult(
         stage=stage.name,
         title=stage.title,
@@ -302,7 +305,8 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         outputs_equal=sum(outcome.outputs_equal for outcome in ran),
         seconds=seconds,
         reason=next((outcome.not_offered for outcome in outcomes if outcome.not_offered), ""),
-        mismatches=[mismatch for outcome in ran for mismatch in outcome.mismatches][:errors],
+        mismatches=found[:errors],
+        example=_example(found),
         first_differences=differences,
         tallies=tallied(ran),
         ulps={dtype: merged(outcome.ulps[dtype] for outcome in ran if dtype in outcome.ulps) for dtype in dtypes},
@@ -333,11 +337,16 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
         seconds=sum(result.seconds for result in results),
         reason=next((result.reason for result in results if result.reason), ""),
         mismatches=[mismatch for result in results for mismatch in result.mismatches][:errors],
+        example=_example([result.example for result in results if result.example is not None]),
         first_differences=first_differences,
         tallies=tallies,
         ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},
         places=places[:_WORST],
     )
+
+
+def _example(mismatches: Sequence[Mismatch]) -> Mismatch | None:
+    return min((one for one in mismatches if one.snippet), key=lambda one: len(one.snippet), default=None)
 
 
 def _worst(outcomes: Sequence[Outcome]) -> list[DifferenceMap]:

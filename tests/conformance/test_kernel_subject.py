@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance.kernels.contract import CONTRACT
 from f8emu.spec import SpecError
 
 KERNELS = '''
@@ -48,6 +49,25 @@ def crashes(*args, **options):
 def wrong_accumulation(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     product = (a.astype(np.float32) @ b.astype(np.float32)) * scale_a * scale_b
     return (product if bias is None else product + bias.astype(np.float32)).astype(out_dtype)
+
+def no_bias(a, b, scale_a, scale_b, *, bias, **options):
+    if bias is not None:
+        raise RuntimeError("a bug of one kind")
+    return right(a, b, scale_a, scale_b, bias=bias, **options)
+
+def two(a, b):
+    return a
+
+def gives_a_list(*args, **options):
+    return right(*args, **options).tolist()
+
+def by_jax(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    import jax.numpy as jnp
+    return (jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32)) * scale_a * scale_b).astype(out_dtype)
+
+from f8emu.conformance import Arg, Kernel, TENSORWISE_SCALARS
+TWO = Kernel(name="own_kernels:TWO", function=two, scales=TENSORWISE_SCALARS, keywords={"bias": Arg.BIAS},
+             arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B))
 
 constant = 3
 '''
@@ -131,23 +151,44 @@ def test_not_implemented_is_not_offered(kernels: Any, few: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "arrays", "text"),
     [
-        ("wrong_dtype", "gave float64[64, 96], expected bfloat16[64, 96]"),
-        ("too_large", "raised TypeError: gave an output of shape [192, 160], expected [64, 96]"),
-        ("crashes", "raised RuntimeError: illegal memory access"),
-        ("wrong_accumulation", "  expected: 0x"),
+        ("wrong_dtype", "numpy", "gave float64[16, 48], expected float32[16, 48]; what a kernel is given"),
+        ("too_large", "numpy", "TypeError: gave an output of shape [144, 112], expected [16, 48]; what"),
+        ("crashes", "numpy", "RuntimeError: illegal memory access; what"),
+        ("right", "torch", "it works with arrays of numpy: add --arrays numpy"),
+        ("two", "numpy", "found two(a, b): too many positional arguments; what"),
+        ("TWO", "numpy", "can be called with (a, b, scale_a, scale_b, bias=...); found two(a, b): too many"),
+        ("by_jax", "torch", "it works with arrays of jax: add --arrays jax"),
+        ("gives_a_list", "numpy", "TypeError: gave list, expected an array of numpy; what"),
     ],
 )
-def test_wrong_kernels(name: str, text: str, kernels: Any, few: Path, tmp_path: Path) -> None:
-    status, stages, output = run(
-        few, tmp_path / "o", f"own_kernels:{name}", "--arrays", "numpy", "--stage", "golden", "--errors", "3"
-    )
-    assert status == 1
-    assert stages["golden"]["status"] == "different"
-    assert text in output
-    assert len(stages["golden"]["mismatches"]) == 3
-    assert "the first 3:" in output
+@pytest.mark.parametrize("command", ["verify", "fit"])
+def test_first_contact(command: str, name: str, arrays: str, text: str, kernels: Any) -> None:
+    """What cannot be called at all is one line and bad usage, before the suite runs; what to do is in it."""
+    for framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+    ran = CliRunner().invoke(cli.build_app(), [command, f"own_kernels:{name}", "--arrays", arrays])
+    assert (ran.exit_code, ran.stdout) == (2, ""), ran.output
+    assert text in ran.stderr and ran.stderr.startswith("f8emu verify own_kernels:"), ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert ("f8emu verify --contract" in ran.stderr) != ("add --arrays" in ran.stderr)
+
+
+def test_the_contract_is_shown() -> None:
+    ran = CliRunner().invoke(cli.build_app(), ["verify", "--contract"])
+    assert (ran.exit_code, ran.stdout) == (0, CONTRACT)
+    assert max(map(len, CONTRACT.splitlines())) <= 80
+
+
+def test_one_wrong_kind_is_no_first_contact(kernels: Any, few: Path, tmp_path: Path) -> None:
+    """A kernel that can be called is verified, whatever it raises in other cases."""
+    words = ("--arrays", "numpy", "--stage", "golden", "--errors", "3")
+    for name, text in (("wrong_accumulation", "expected: 0x"), ("no_bias", "raised RuntimeError: a bug of one kind")):
+        status, stages, output = run(few, tmp_path / "o", f"own_kernels:{name}", *words)
+        assert status == 1 and stages["golden"]["status"] == "different"
+        assert text in " ".join(output.split())
+        assert 0 < len(stages["golden"]["mismatches"]) <= 3
 
 
 def test_torch_on_a_cpu_is_not_the_hardware(few: Path, tmp_path: Path) -> None:

@@ -38,7 +38,11 @@ class LeftUnwritten(KernelFault):
 
 
 class ProcessEnded(KernelFault):
-    """The process of an isolated kernel crashed or exited."""
+    """A kernel ended its process, or would have: a crash, an exit."""
+
+
+class Forked(KernelFault):
+    """A kernel split the process in two, of which each would go on with the suite."""
 
 
 class TimedOut(KernelFault):
