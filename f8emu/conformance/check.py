@@ -1,7 +1,7 @@
 """One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -30,6 +30,8 @@ class Case:
     """The answer, where it was recorded on hardware; otherwise the judge is asked."""
     describe: DescribePart | None = None
     traits: Traits = field(default_factory=dict)
+    own_split: Callable[[Parts, Parts], int] | None = None
+    """(given, expected) -> the S that explains what differs, of a subject that picks it; 0 where there is none."""
     context: Hashable = None
     """What the answer depends on besides the question; cases of one id and context share an answer."""
 
@@ -40,6 +42,8 @@ class Outcome:
 
     case: str
     is_equal: bool = False
+    own_split: int = 0
+    """The S that the subject picked, where another one was expected, and under which every bit is right."""
     outputs_total: int = 0
     outputs_equal: int = 0
     not_offered: str = ""
@@ -53,6 +57,14 @@ class Outcome:
     """dtype -> how far off its outputs are that differ, of all parts; empty of a case that is equal."""
     place: DifferenceMap | None = None
     """Where the first part that differs does so."""
+
+    @property
+    def is_different(self) -> bool:
+        return not self.is_equal and not self.own_split
+
+    def excused(self) -> "Outcome":
+        """The outcome under the subject's own S: counted neither as equal nor as different."""
+        return replace(self, outputs_equal=0, first_difference="", mismatches=[], ulps={}, place=None)
 
 
 def answer(case: Case, judge: Subject | None) -> Parts | Exception:
@@ -103,6 +115,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
     return Outcome(
         case=case.id,
         is_equal=first is None,
+        own_split=case.own_split(given, answers) if case.own_split and place is not None else 0,
         outputs_total=total,
         outputs_equal=total - wrong,
         first_difference=first or "",

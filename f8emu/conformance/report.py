@@ -39,7 +39,7 @@ def table(subject: SubjectResult) -> "Table":
 def _row(stage: StageResult) -> tuple[str, ...]:
     if stage.status is Status.NOT_OFFERED:
         return stage.title, "-", "-", "-", "-", f"{stage.status.value}: {stage.reason}"
-    status = stage.status.value
+    status = stage.status.value + own_splits(stage)
     if stage.cases_not_offered:
         status += f"; {stage.cases_not_offered} not offered: {stage.reason}"
     if stage.first_differences:
@@ -55,14 +55,23 @@ def _row(stage: StageResult) -> tuple[str, ...]:
     )
 
 
+def own_splits(stage: StageResult) -> str:
+    """`; 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`; empty where there is none."""
+    if not stage.own_splits:
+        return ""
+    cases = sum(tally.cases for tally in stage.own_splits.values())
+    counts = ", ".join(f"S = {slices}: {tally.cases}" for slices, tally in stage.own_splits.items())
+    return f"; {cases} equal under an S of its own [CHAIN-3] ({counts})"
+
+
 def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
     """One line a mismatch, `errors` of each subject at the most, and how many outputs differ in all."""
     for subject in result.subjects:
         found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
         if not found:
             continue
-        wrong = sum(stage.outputs_total - stage.outputs_equal for stage in subject.stages)
-        cases = sum(stage.cases_total - stage.cases_equal for stage in subject.stages)
+        wrong = sum(stage.outputs_differing for stage in subject.stages)
+        cases = sum(stage.cases_differing for stage in subject.stages)
         yield f"{subject.name}: {cases} cases differ, {wrong} outputs; the first {min(errors, len(found))}:"
         for mismatch in found[:errors]:
             yield mismatch.line()
@@ -75,7 +84,10 @@ def verdict(result: Result) -> str:
     if not result.has_difference and result.is_interrupted:
         return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
     if result.is_equal:
-        return f"equal: every bit of {outputs} outputs in {cases} cases"
+        splits = [tally for subject in result.subjects for s in subject.stages for tally in s.own_splits.values()]
+        own = f", and {sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
+        cases -= sum(tally.cases for tally in splits)
+        return f"equal: every bit of {outputs} outputs in {cases} cases{own if splits else ''}"
     failed = []
     for subject in result.subjects:
         stages = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
@@ -133,6 +145,7 @@ def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
         "cases_total": stage.cases_total,
         "cases_equal": stage.cases_equal,
         "cases_not_offered": stage.cases_not_offered,
+        "own_splits": {str(slices): tally.cases for slices, tally in stage.own_splits.items()},
         "outputs_total": stage.outputs_total,
         "outputs_equal": stage.outputs_equal,
         "seconds": round(stage.seconds, 3),
