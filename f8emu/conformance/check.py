@@ -9,6 +9,7 @@ import numpy as np
 from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
+from f8emu.conformance.own_split import Split
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError
 
@@ -30,8 +31,8 @@ class Case:
     """The answer, where it was recorded on hardware; otherwise the judge is asked."""
     describe: DescribePart | None = None
     traits: Traits = field(default_factory=dict)
-    own_split: Callable[[Parts, Parts], int] | None = None
-    """(given, expected) -> the S that explains what differs, of a subject that picks it; 0 where there is none."""
+    own_split: Callable[[Parts, Parts], Split | None] | None = None
+    """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
     context: Hashable = None
     """What the answer depends on besides the question; cases of one id and context share an answer."""
 
@@ -42,7 +43,7 @@ class Outcome:
 
     case: str
     is_equal: bool = False
-    own_split: int = 0
+    own_split: Split | None = None
     """The S that the subject picked, where another one was expected, and under which every bit is right."""
     outputs_total: int = 0
     outputs_equal: int = 0
@@ -60,7 +61,7 @@ class Outcome:
 
     @property
     def is_different(self) -> bool:
-        return not self.is_equal and not self.own_split
+        return not self.is_equal and self.own_split is None
 
     def excused(self) -> "Outcome":
         """The outcome under the subject's own S: counted neither as equal nor as different."""
@@ -115,7 +116,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
     return Outcome(
         case=case.id,
         is_equal=first is None,
-        own_split=case.own_split(given, answers) if case.own_split and place is not None else 0,
+        own_split=case.own_split(given, answers) if case.own_split and place is not None else None,
         outputs_total=total,
         outputs_equal=total - wrong,
         first_difference=first or "",

@@ -47,18 +47,24 @@ ALL_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 48, 144),),
     Family.ROWS: ((300, 16, 48), (8209, 16, 32)),
     Family.COLUMNS: ((5, 416, 48), (3, 8208, 32)),
-    Family.TILES: ((300, 416, 48),),
+    Family.TILES: ((300, 416, 48), (130, 144, 528)),
     Family.K: ((16, 16, 16), (16, 16, 528), (16, 16, 8240)),
 }
 """Shapes that every combination meets."""
-ROWS = (2, 3, 7, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 192, 255, 256, 257, 511, 513, 700, 1025, 2049, 4099, 16400)
-COLUMNS = (1, 7, 17, 32, 33, 64, 65, 96, 128, 129, 144, 192, 256, 257, 272, 417, 512, 528, 1040, 2064, 4112, 16400)
+ROWS = (
+    *range(2, 18), 24, 31, 33, 40, 48, 63, 64, 65, 80, 100, 127, 128, 129, 160, 192, 224, 255, 256, 257, 384, 511, 512,
+    513, 700, 768, 1000, 1024, 1025, 1536, 2048, 2049, 3000, 4096, 4099, 8192, 16400,
+)  # fmt: skip
+COLUMNS = (
+    1, 7, 17, 31, 32, 33, 63, 64, 65, 80, 96, 112, 127, 128, 129, 144, 160, 192, 224, 255, 256, 257, 272, 320, 384, 417,
+    512, 513, 528, 640, 768, 1024, 1040, 1536, 2048, 2064, 4096, 4112, 8192, 16400,
+)  # fmt: skip
 LENGTHS = (
     1, 7, 17, 32, 33, 48, 64, 80, 96, 112, 128, 144, 160, 192, 240, 256, 272, 320, 384, 400, 512, 640, 768, 1024, 1040,
     1536, 2048, 2064, 3072, 4096, 4208, 6144, 8192, 12288, 16384, 16400, 32768,
 )  # fmt: skip
 SOME_MEET: dict[Family, tuple[Shape, ...]] = {
-    Family.ROW: ((1, 1, 16), (1, 16, 4112), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
+    Family.ROW: ((1, 1, 16), (1, 16, 8240), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
     Family.ROWS: (*((m, 48 if i % 2 else 16, 48) for i, m in enumerate(ROWS)), (65553, 16, 16), (1040, 16, 1040)),
     Family.COLUMNS: (*((33 if i % 2 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040)),
     Family.TILES: (
@@ -108,27 +114,37 @@ def value_cases() -> Iterator[GemmCase]:
     """Scales and biases of every kind: every one with every combination."""
     for number, (combination, values) in enumerate(product(DENSE, SCALES)):
         if combination.granularities[0] is Granularity.TENSORWISE:
-            case = _drawn(Family.SCALES, number, combination, VALUE_SHAPES[combination.formats], zeros=True)
+            shape = VALUE_SHAPES[combination.formats]
+            case = _drawn(Family.SCALES, number, combination, shape, zeros=True, with_bias=False)
             one, other = (np.full((1, 1), value, np.float32) for value in values)
             yield replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=one, scale_b=other)
-    for number, (combination, out_dtype) in enumerate(product(DENSE, HIGH_PRECISION)):
+    for combination in DENSE:
+        yield from _values_in(combination, VALUE_SHAPES[combination.formats])
+
+
+def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
+    """Scales of rows and columns, and biases, of every kind in one GEMM of each output type."""
+    m, n, _ = shape
+    words = (
+        f"{'fast' if combination.use_fast_accum else 'promoted'} {combination.formats[0]} x {combination.formats[1]}"
+    )
+    for turn, out_dtype in enumerate(HIGH_PRECISION):
         if combination.granularities[0] is Granularity.ROWWISE:
-            shape = VALUE_SHAPES[combination.formats]
-            case = _drawn(Family.SCALES, number, combination, shape, out_dtype=out_dtype, zeros=True)
-            scale_a, scale_b = (np.resize(np.array(VECTOR_SCALES, np.float32), size) for size in shape[:2])
-            yield replace(case, scale_a=scale_a[:, None], scale_b=np.roll(scale_b, number % 16)[None])
-    for number, (combination, out_dtype, sign) in enumerate(product(DENSE, (BFLOAT16, FLOAT16), (1, -1))):
-        case = _drawn(
-            Family.BIAS, number, combination, VALUE_SHAPES[combination.formats], out_dtype=out_dtype, zeros=True
-        )
+            name = f"{m} {words} {out_dtype}"
+            case = _drawn(Family.SCALES, name, combination, shape, out_dtype=out_dtype, zeros=True, with_bias=False)
+            values = np.array(VECTOR_SCALES, np.float32)
+            scale_a, scale_b = np.resize(values, m), np.resize(np.roll(values, turn), n)
+            yield replace(case, scale_a=scale_a[:, None], scale_b=scale_b[None])
+    for out_dtype, sign in product((BFLOAT16, FLOAT16), (1, -1)):
+        name = f"{m} {words} {out_dtype} {sign}"
+        case = _drawn(Family.BIAS, name, combination, shape, out_dtype=out_dtype, zeros=True)
         assert case.scale_a is not None
         least = 2.0 ** (out_dtype.min_exponent - out_dtype.fraction_bits)
         values = np.array([*BIASES, 3 * least, -least, out_dtype.max, -out_dtype.max], np.float32)
         # Where the scaled sum is a zero, of the sign of the scale, or as small as they, -0 and subnormals show.
-        factor = np.where(np.arange(case.scale_a.size) % 2 == 0, sign, sign * 1e-9).astype(np.float32)[:, None]
-        scale_a = case.scale_a * (factor if case.scale_a.size > 1 else np.float32(sign))
-        bias = np.resize(values, case.output_shape[1]).astype(dtype_of(out_dtype))
-        yield replace(case, bias=bias, scale_a=scale_a)
+        factors = np.where(np.arange(len(case.scale_a)) % 2 == 0, sign, sign * 1e-9).astype(np.float32)
+        bias = np.resize(values, n).astype(dtype_of(out_dtype))
+        yield replace(case, bias=bias, scale_a=case.scale_a * factors[:, None])
 
 
 # Families for kernels alone
@@ -141,11 +157,15 @@ def size_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     pairs = dict.fromkeys(one.granularities for one in dense)
     groups = [[one for one in dense if one.granularities == pair] for pair in pairs]
     for family in ALL_MEET:
-        plan = [*product(ALL_MEET[family], dense), *product(BLOCK_SHAPES[family], blocks)]
+        types = HIGH_PRECISION if family in (Family.ROW, Family.TILES) else (None,)
+        plan = [
+            *product(ALL_MEET[family], dense, types),
+            *product(BLOCK_SHAPES[family], blocks, (None,)),
+        ]
         for turn, shape in enumerate(SOME_MEET[family]):
-            plan += [(shape, group[(turn + 3 * i) % len(group)]) for i, group in enumerate(groups)]
-        for number, (shape, combination) in enumerate(plan):
-            yield _drawn(family, number, combination, shape)
+            plan += [(shape, group[(turn + 3 * i) % len(group)], None) for i, group in enumerate(groups)]
+        for number, (shape, combination, out_dtype) in enumerate(plan):
+            yield _drawn(family, number, combination, shape, out_dtype=out_dtype)
 
 
 def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
@@ -158,6 +178,10 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
             codes_of(operand)[:] = 0
             codes_of(operand)[:, (0, -1)[number % 2]] = r.permutation(256)
         yield case
+        zeros = _drawn(Family.EVERY_CODE, f"{number} zeros", combination, (80, 144, k), out_dtype=BFLOAT16)
+        codes_of(zeros.a if number % 2 else zeros.b)[:] = 0x80
+        assert zeros.scale_a is not None
+        yield replace(zeros, scale_a=-zeros.scale_a if number % 3 else zeros.scale_a)
     corners = list(product((0, -1), repeat=2))
     by_formats = {one.formats: [c for c in combinations if c.formats == one.formats] for one in combinations}
     for formats, ones in by_formats.items():
@@ -179,19 +203,27 @@ OFFSETS = (16, 32, 64, 128)
 def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_b: bool) -> Iterator[GemmCase]:
     """Rows that are apart, in the operands that may be so, and operands that begin between boundaries."""
     combinations = tuple(combinations)
-    table = product(((48, 80, 144), (144, 272, 144)), combinations, PADDINGS)
+    table = product(((48, 80, 144), (144, 272, 48)), combinations, PADDINGS)
     for number, (shape, combination, (padding_a, padding_b)) in enumerate(table):
         placement = Placement(padding_a=padding_a * padded_a, padding_b=padding_b * padded_b)
         if placement != Placement():
             yield _drawn(Family.STRIDES, number, combination, shape, placement=placement)
     placements = [Placement(**{f"offset_{side}": n for side in sides}) for n in OFFSETS for sides in ("a", "b", "ab")]
-    for number, (combination, placement) in enumerate(zip(cycle(combinations), placements, strict=False)):
-        yield _drawn(Family.ALIGNMENT, number, combination, (48, 80, 144), placement=placement)
+    for number, (placement, combination) in enumerate(product(placements, combinations)):
+        shape = (144, 272, 48) if number % 5 == 0 else (48, 80, 144)
+        yield _drawn(Family.ALIGNMENT, number, combination, shape, placement=placement)
+
+
+def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
+    """Values of scales and of the bias beyond the first tiles."""
+    for combination in combinations:
+        if not combination.granularities[0].is_blockwise:
+            yield from _values_in(combination, (160, 272, 48))
 
 
 def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
-    """A GEMM, another one, and the first again: other codes, other scales, another bias, another size."""
-    for number, (combination, kind) in enumerate(product(combinations, range(3))):
+    """A GEMM, others, and the first again: other codes, other scales and another bias, another size, and many."""
+    for number, (combination, kind) in enumerate(product(combinations, range(4))):
         with_bias = not combination.granularities[0].is_blockwise
         out_dtype = (BFLOAT16, FLOAT16)[number % 2]
         case, other, larger = (
@@ -199,7 +231,7 @@ def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
             for word, shape in (("", (16, 48, 144)), (" other", (16, 48, 144)), (" larger", (80, 64, 272)))
         )
         scaled = replace(case, id=f"{case.id} scaled", scale_a=other.scale_a, scale_b=other.scale_b, bias=other.bias)
-        yield replace(case, between=(other, scaled, larger)[kind])
+        yield replace(case, between=((other,), (scaled,), (larger,), 3 * (other, scaled, larger))[kind])
 
 
 def _drawn(
@@ -210,20 +242,26 @@ def _drawn(
     *,
     out_dtype: Format | None = None,
     zeros: bool = False,
-    with_bias: bool = False,
+    with_bias: bool | None = None,
     placement: Placement | None = None,
 ) -> GemmCase:
-    """A GEMM of a family. With `zeros` rows of a are +0 and -0: their accumulators are +0."""
+    """A GEMM of a family, of any output type and with a bias or without it where neither is asked for.
+
+    With `zeros` rows of a are +0 and -0: their accumulators are +0.
+    """
     pair, formats, fast = combination
     name = f"{family.value} {number} {pair[0].value}" + ("" if pair[0] is pair[1] else f" x {pair[1].value}")
+    r = rng(name)
+    out_dtype = out_dtype or HIGH_PRECISION[r.integers(3)]
+    has_any = out_dtype != FLOAT32 and not pair[0].is_blockwise  # the library has no bias otherwise
     case = scaled_case(
         name,
         pair,
         formats,
         shape,
         "bits",
-        with_bias=with_bias,
-        out_dtype=out_dtype or HIGH_PRECISION[rng(name).integers(3)],
+        with_bias=has_any and bool(r.integers(2)) if with_bias is None else with_bias,
+        out_dtype=out_dtype,
         use_fast_accum=fast,
     )
     if zeros:

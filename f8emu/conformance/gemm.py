@@ -119,8 +119,8 @@ class GemmCase:
     family: Family = Family.CODES
     placement: Placement | None = None
     """Where operands have to lie, for a subject that is called with memory of its own."""
-    between: "GemmCase | None" = None
-    """A GEMM that runs next, and then this one again: the three outputs are looked at after the last call."""
+    between: "tuple[GemmCase, ...]" = ()
+    """GEMMs that run next, and then this one again: all outputs are looked at after the last call."""
 
     @property
     def k(self) -> int:
@@ -134,6 +134,12 @@ class GemmCase:
     def verb(self) -> str:
         """The verb that computes it."""
         return {Mode.BF16: "mm", Mode.GROUPED_ROWWISE: "scaled_grouped_mm"}.get(self.mode, "scaled_mm")
+
+    @property
+    def in_turn(self) -> "dict[str, GemmCase]":
+        """Name of a part -> the GEMM whose output it is, in the order of the calls."""
+        turns = (self, *self.between, self) if self.between else ()
+        return {f"call {number}": one for number, one in enumerate(turns, 1)} or {"": self}
 
     def call(self, *, is_placed: bool = False) -> Call:
         """The call that computes it; `is_placed`: of a verb that takes `placement`."""

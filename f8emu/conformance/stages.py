@@ -35,8 +35,8 @@ from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import SplitK, describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
-from f8emu.conformance.own_split import OwnSplit
-from f8emu.conformance.subject import BETWEEN, NotOffered, Subject
+from f8emu.conformance.own_split import OwnSplit, Split
+from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
 
@@ -199,15 +199,14 @@ def _own_split(subject: Subject) -> OwnSplit | None:
 def _gemm_case(
     gemm: GemmCase, name: str, traits: Traits, own_split: OwnSplit | None, recorded: np.ndarray | None = None
 ) -> Case:
-    def asked_in(part: str) -> GemmCase:
-        return gemm.between if part == BETWEEN and gemm.between is not None else gemm
+    turns = gemm.in_turn
 
-    def explained(given: Parts, expected: Parts) -> int:
-        found = 0
+    def explained(given: Parts, expected: Parts) -> Split | None:
+        found: Split | None = None
         for part, right in expected.items():
             if own_split is not None and different(given[part], right).any():
-                found = own_split(asked_in(part), given[part], right)
-                if not found:
+                found = own_split(turns[part], given[part], right)
+                if found is None:
                     break
         return found
 
@@ -216,7 +215,7 @@ def _gemm_case(
         run=lambda subject: subject.outputs(gemm),
         recorded=None if recorded is None else {"": recorded},
         own_split=explained,
-        describe=lambda part, index: describe_gemm(asked_in(part), index),
+        describe=lambda part, index: describe_gemm(turns[part], index),
         traits=traits,
     )
 

@@ -50,9 +50,6 @@ VERBS = (
 )
 """What an implementation of f8emu offers."""
 
-BETWEEN = "call between"
-"""The part of a case of three calls in turn that is another GEMM's."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
@@ -91,17 +88,15 @@ class Subject:
         return self.takes_any_size or is_aligned(case)
 
     def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
-        """The outputs of a GEMM by name: one, or those of three calls in turn, all looked at after the last.
+        """The outputs of a GEMM by name: one, or those of several calls in turn, all looked at after the last.
 
         Raises:
             NotOffered: the subject has no such GEMM.
         """
-        if case.between is None:
-            return {"": self.gemm(case)}
-        calls = {"first call": case, BETWEEN: case.between, "call again": case}
-        if not self.is_kernel:
-            return {name: self.gemm(one) for name, one in calls.items()}
-        return dict(zip(calls, self.verbs["in_turn"]([one.call() for one in calls.values()]), strict=True))
+        turns = case.in_turn
+        if not (self.is_kernel and case.between):
+            return {name: self.gemm(one) for name, one in turns.items()}
+        return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
 
     def gemm(self, case: GemmCase) -> np.ndarray:
         """The output of a GEMM; of a sampled one the sampled outputs.

@@ -15,6 +15,7 @@ from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.golden import GoldenFile, shipped_golden
+from f8emu.conformance.own_split import are_excused
 from f8emu.conformance.side_by_side import Workers, parts_of, run_parts
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import SUBJECTS, NotOffered, Subject
@@ -259,10 +260,12 @@ class _Run:
             return outcome
 
         outcomes = _mapped(run, range(len(cases)), subject)
-        if not any(outcome.is_different for outcome in outcomes if not outcome.not_offered):
+        splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
+        is_wrong = any(outcome.is_different and not outcome.not_offered for outcome in outcomes)
+        if splits and not is_wrong and are_excused(splits):
             outcomes = [outcome.excused() if outcome.own_split else outcome for outcome in outcomes]
-        else:
-            outcomes = [replace(outcome, own_split=0) for outcome in outcomes]  # nothing excuses a wrong kernel
+        elif splits:
+            outcomes = [replace(outcome, own_split=None) for outcome in outcomes]
         return _result(stage, oracle, outcomes, time.perf_counter() - start, self.errors)
 
     def _asked(self, stage: Stage, case: Case, subject: Subject) -> Case:
@@ -309,7 +312,8 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
     for outcome in ran:
         if outcome.own_split:
             one = Tally(cases=1, outputs=outcome.outputs_total)
-            own_splits[outcome.own_split] = own_splits.get(outcome.own_split, Tally()) + one
+            slices = outcome.own_split.slices
+            own_splits[slices] = own_splits.get(slices, Tally()) + one
     return StageResult(
         stage=stage.name,
         title=stage.title,

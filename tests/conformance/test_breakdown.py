@@ -17,7 +17,7 @@ from f8emu.conformance.breakdown.tables import breakdown_tables
 from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
 from f8emu.conformance.check import Case, answer, run_case
 from f8emu.conformance.compare import different
-from f8emu.conformance.verify import Result
+from f8emu.conformance.verify import Result, SubjectResult
 
 NOBODY = Subject(name="nobody", engine="none", verbs={})
 

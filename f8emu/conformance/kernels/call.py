@@ -42,8 +42,8 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if kernel.has_inverse_scales and case.scale_a is not None and case.scale_b is not None:
         case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
         changes = [*changes, "scales powers of two"]
-    if case.between is not None:
-        case = replace(case, between=question(kernel, case.between))
+    if case.between:
+        case = replace(case, between=tuple(question(kernel, one) for one in case.between))
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
 
 

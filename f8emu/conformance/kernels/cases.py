@@ -16,9 +16,9 @@ from f8emu.conformance.drawn_gemm import scaled_case
 from f8emu.conformance.families import (
     BLOCKS,
     DENSE,
-    HUGE,
     VECTOR_SCALES,
     code_cases,
+    large_value_cases,
     memory_cases,
     size_cases,
     turn_cases,
@@ -66,6 +66,7 @@ def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     ]
     yield from size_cases(combinations)
     yield from code_cases(combinations)
+    yield from large_value_cases(combinations)
     yield from turn_cases(combinations)
     if kernel.arrays != "jax":  # where an array of JAX lies is JAX's choice
         yield from memory_cases(combinations, padded_a=kernel.a.takes_padding, padded_b=kernel.b.takes_padding)
@@ -95,10 +96,9 @@ def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:
         name = f"{Family.SCALES.value} {number} {pair[0].value} x {pair[1].value} {value:.3g}"
         case = scaled_case(name, pair, formats, (144, 144, 272), "normal", family=Family.SCALES)
         assert case.scale_a is not None and case.scale_b is not None
-        scales = case.scale_a.copy(), case.scale_b.copy()
-        scales[0][-1, 0] = scales[1][-1, -1] = value
-        scales[0][0, 1] = 1 / HUGE if abs(value) == HUGE else 2.0**100 if abs(value) < 1e-30 else scales[0][0, 1]
-        yield replace(case, scale_a=scales[0], scale_b=scales[1])
+        scale_a, scale_b = case.scale_a.copy(), case.scale_b.copy()
+        scale_a[-1], scale_b[:, -1] = value, value
+        yield replace(case, scale_a=scale_a, scale_b=scale_b)
 
 
 def _grouped(kernel: Kernel) -> Iterator[GemmCase]:
@@ -118,7 +118,8 @@ def _grouped(kernel: Kernel) -> Iterator[GemmCase]:
             name = f"{Family.SCALES.value} of groups {number}"
             scaled = replace(case, id=name, scale_a=scale_a, scale_b=scale_b, family=Family.SCALES)
             yield scaled
-            yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=scaled, family=Family.TURNS)
+            turned = replace(case, id=f"{case.id} turned", scale_a=case.scale_a[::-1].copy())
+            yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=(turned,), family=Family.TURNS)
 
 
 def _grouped_case(number: int, ends: tuple[int, ...], distribution: str, use_fast_accum: bool) -> GemmCase:
