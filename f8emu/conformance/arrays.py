@@ -29,6 +29,8 @@ class Framework:
     load: Callable[[np.ndarray], Any]
     """Copies where it must: the framework never writes into the suite's arrays. Keeps which dimension is contiguous."""
     store: Callable[[Any], np.ndarray]
+    address: Callable[[Any], int]
+    """Of the first element of an array that can be written to."""
     array_type: type
     dtype: Callable[[Format], Any]
     """The framework's own dtype of a format."""
@@ -43,6 +45,7 @@ def numpy_arrays() -> Framework:
         on_gpu=False,
         load=lambda array: array,
         store=np.asarray,
+        address=lambda array: array.ctypes.data,
         array_type=np.ndarray,
         dtype=lambda fmt: np.dtype(getattr(ml_dtypes, fmt.name, fmt.name)),
     )
@@ -78,6 +81,7 @@ def jax_arrays(call: str) -> Framework:
         on_gpu=device.platform == "gpu",
         load=load,
         store=np.asarray,
+        address=lambda array: array.unsafe_buffer_pointer(),
         array_type=jax.Array,
         dtype=lambda fmt: getattr(jax.numpy, fmt.name),
     )
@@ -124,6 +128,7 @@ def torch_arrays(call: str) -> Framework:
         on_gpu=on_gpu,
         load=load,
         store=store,
+        address=lambda tensor: tensor.data_ptr(),
         array_type=torch.Tensor,
         dtype=lambda fmt: getattr(torch, fmt.name),
     )

@@ -8,6 +8,7 @@ import numpy as np
 from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
+from f8emu.conformance.own_split import Split
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError
 
@@ -31,6 +32,8 @@ class Case:
     snippet: Callable[[Mismatch], str] | None = None
     """A program that computes one output of it, of a case that is a GEMM."""
     traits: Traits = field(default_factory=dict)
+    own_split: Callable[[Parts, Parts], Split | None] | None = None
+    """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
     context: Hashable = None
     """What the answer depends on besides the question; cases of one id and context share an answer."""
 
@@ -41,6 +44,8 @@ class Outcome:
 
     case: str
     is_equal: bool = False
+    own_split: Split | None = None
+    """The S that the subject picked, where another one was expected, and under which every bit is right."""
     outputs_total: int = 0
     outputs_equal: int = 0
     not_offered: str = ""
@@ -54,6 +59,14 @@ class Outcome:
     """dtype -> how far off its outputs are that differ, of all parts; empty of a case that is equal."""
     place: DifferenceMap | None = None
     """Where the first part that differs does so."""
+
+    @property
+    def is_different(self) -> bool:
+        return not self.is_equal and self.own_split is None
+
+    def excused(self) -> "Outcome":
+        """The outcome under the subject's own S: counted neither as equal nor as different."""
+        return replace(self, outputs_equal=0, first_difference="", mismatch=None, ulps={}, place=None)
 
 
 def answer(case: Case, judge: Subject | None) -> Parts | Exception:
@@ -106,6 +119,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
     return Outcome(
         case=case.id,
         is_equal=first is None,
+        own_split=case.own_split(given, answers) if case.own_split and place is not None else None,
         outputs_total=total,
         outputs_equal=total - wrong,
         first_difference=first or "",

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from f8emu.conformance.container import LARGEST_FILE, REMEDY, decode_container, write_container
-from f8emu.conformance.gemm import GemmCase, Mode, Sample
+from f8emu.conformance.gemm import Family, GemmCase, Mode, Sample
 from f8emu.conformance.layouts import load_scales, slices_of_k, store_scales
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, Format, GoldenFileError, Granularity
 from f8emu.untrusted import read_regular
@@ -223,6 +223,7 @@ class _Reader:
             use_fast_accum=fast,
             split_k=split_k,
             sample=sample,
+            family=Family.RECORDED,
         )
         out = self.tensor("out", out_dtype, (m, n))
         return GoldenCase(name=self.get("name", str, mode.value), gemm=gemm, out=out, kernels=kernels)

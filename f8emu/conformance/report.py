@@ -43,7 +43,17 @@ def subject_lines(subject: SubjectResult) -> Iterator[str]:
 
 def _counts(stage: StageResult) -> str:
     cases = f"{stage.cases_equal}/{stage.cases_total} cases"
-    return f"{stage.title} {cases}, {stage.outputs_equal}/{stage.outputs_total} outputs, {stage.seconds:.1f} s"
+    outputs = f"{stage.outputs_equal}/{stage.outputs_total} outputs"
+    return f"{stage.title} {cases}, {outputs}, {stage.seconds:.1f} s{own_splits(stage)}"
+
+
+def own_splits(stage: StageResult) -> str:
+    """`, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`; empty where there is none."""
+    if not stage.own_splits:
+        return ""
+    cases = sum(tally.cases for tally in stage.own_splits.values())
+    counts = ", ".join(f"S = {slices}: {tally.cases}" for slices, tally in stage.own_splits.items())
+    return f", {cases} equal under an S of its own [CHAIN-3] ({counts})"
 
 
 def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
@@ -52,8 +62,8 @@ def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
         found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
         if not found:
             continue
-        wrong = sum(stage.outputs_total - stage.outputs_equal for stage in subject.stages)
-        cases = sum(stage.cases_total - stage.cases_equal for stage in subject.stages)
+        wrong = sum(stage.outputs_differing for stage in subject.stages)
+        cases = sum(stage.cases_differing for stage in subject.stages)
         shown = min(errors, len(found))
         yield f"{subject.name}: {cases} cases differ, {wrong} outputs; one of each of the first {shown}:"
         for mismatch in found[:errors]:
@@ -88,7 +98,10 @@ def verdict(result: Result) -> str:
     if not result.has_difference and result.is_interrupted:
         return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
     if result.is_equal:
-        return f"equal: every bit of {outputs} outputs in {cases} cases"
+        splits = [tally for subject in result.subjects for s in subject.stages for tally in s.own_splits.values()]
+        own = f", and {sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
+        cases -= sum(tally.cases for tally in splits)
+        return f"equal: every bit of {outputs} outputs in {cases} cases{own if splits else ''}"
     failed = []
     for subject in result.subjects:
         stages = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
@@ -146,6 +159,7 @@ def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
         "cases_total": stage.cases_total,
         "cases_equal": stage.cases_equal,
         "cases_not_offered": stage.cases_not_offered,
+        "own_splits": {str(slices): tally.cases for slices, tally in stage.own_splits.items()},
         "outputs_total": stage.outputs_total,
         "outputs_equal": stage.outputs_equal,
         "seconds": round(stage.seconds, 3),

@@ -23,7 +23,14 @@ from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.faults import KernelFault
 from f8emu.conformance.kernels.imported import attribute
 from f8emu.conformance.kernels.isolation import isolated
-from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
+from f8emu.conformance.kernels.kernel import (
+    PADDED_K_BY_ROWS,
+    PADDED_ROWS_BY_K,
+    ROWWISE_MATRICES,
+    TENSORWISE_SCALARS,
+    Arg,
+    Kernel,
+)
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerCase
 from f8emu.conformance.layer_trace import SplitK, planned
@@ -63,6 +70,8 @@ class Subject:
     """True: a sampled GEMM is run at its full size, on which the library's choice of kernel depends."""
     is_thread_safe: bool = False
     """True: cases may run side by side."""
+    is_kernel: bool = False
+    """True: its operands lie where a case says; its verbs take `placement`, and `in_turn` is one of them."""
     chooses_split_k: bool = False
     """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
@@ -80,6 +89,17 @@ class Subject:
             return False
         return self.takes_any_size or is_aligned(case)
 
+    def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
+        """The outputs of a GEMM by name: one, or those of several calls in turn, all looked at after the last.
+
+        Raises:
+            NotOffered: the subject has no such GEMM.
+        """
+        turns = case.in_turn
+        if not (self.is_kernel and case.between):
+            return {name: self.gemm(one) for name, one in turns.items()}
+        return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
+
     def gemm(self, case: GemmCase) -> np.ndarray:
         """The output of a GEMM; of a sampled one the sampled outputs.
 
@@ -89,7 +109,7 @@ class Subject:
         if case.verb not in self.verbs:
             raise NotOffered(f"{self.name} has no {case.verb}")
         if case.sample is None:
-            return case.run(self.verbs)
+            return case.run(self.verbs, is_placed=self.is_kernel)
         if self.runs_full_size:
             output = case.embedded(case.sample).run(self.verbs)
             return output[np.ix_(case.sample.rows, case.sample.cols)]
@@ -142,6 +162,7 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
         engine="; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)]),
         verbs=kernel_verbs(kernel, framework),
         runs_full_size=framework.on_gpu,
+        is_kernel=True,
         chooses_split_k=True,
         question=partial(question, kernel),
         more_gemms=partial(kernel_cases, kernel),
@@ -185,7 +206,8 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
         arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
         keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
         scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
-        b=K_BY_ROWS,
+        a=PADDED_ROWS_BY_K,
+        b=PADDED_K_BY_ROWS,
         out_dtypes=HIGH_PRECISION,
         multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
     )
@@ -213,6 +235,7 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
         engine=about.engine,
         verbs={verb: partial(kernel.run, verb) for verb in about.verbs},
         runs_full_size=about.runs_full_size,
+        is_kernel=True,
         chooses_split_k=True,
         question=partial(question, about.kernel),
         more_gemms=partial(kernel_cases, about.kernel),

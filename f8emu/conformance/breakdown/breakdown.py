@@ -61,9 +61,9 @@ def tallied(outcomes: "Iterable[Outcome]") -> dict[str, dict[str, Tally]]:
     for outcome in outcomes:
         one = Tally(
             cases=1,
-            cases_differing=int(not outcome.is_equal),
+            cases_differing=int(outcome.is_different),
             outputs=outcome.outputs_total,
-            outputs_differing=outcome.outputs_total - outcome.outputs_equal,
+            outputs_differing=outcome.outputs_total - outcome.outputs_equal if outcome.is_different else 0,
         )
         for trait, value in outcome.traits.items():
             values = found.setdefault(trait, {})
@@ -126,9 +126,9 @@ def _joined(stages: "Sequence[StageResult]") -> Breakdown:
     for stage in stages:
         whole += Tally(
             cases=stage.cases_total,
-            cases_differing=stage.cases_total - stage.cases_equal,
+            cases_differing=stage.cases_differing,
             outputs=stage.outputs_total,
-            outputs_differing=stage.outputs_total - stage.outputs_equal,
+            outputs_differing=stage.outputs_differing,
         )
         for trait, values in stage.tallies.items():
             known = tallies.setdefault(trait, {})

@@ -24,6 +24,7 @@ def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
         "tail of K": _tail(gemm.k),
         "slices of K": str(gemm.split_k),
         "inputs": inputs or gemm.distribution or "other",
+        "family": gemm.family.value,
     }
 
 

@@ -56,11 +56,13 @@ def to_html(
 def _lead(result: Result) -> str:
     stages = [stage for subject in result.subjects for stage in subject.stages]
     cases, outputs = (sum(getattr(stage, name) for stage in stages) for name in ("cases_total", "outputs_total"))
-    equal_cases, equal = (sum(getattr(stage, name) for stage in stages) for name in ("cases_equal", "outputs_equal"))
+    differing_cases, differing = (
+        sum(getattr(stage, name) for stage in stages) for name in ("cases_differing", "outputs_differing")
+    )
     words = f"{outputs:,} outputs of {cases:,} cases were compared bit by bit, without tolerance"
-    if outputs == equal and cases == equal_cases:
+    if not differing and not differing_cases:
         return f"{words}: all are equal." if outputs else f"{words}."
-    return f"{words}: {outputs - equal:,} outputs in {cases - equal_cases:,} cases differ."
+    return f"{words}: {differing:,} outputs in {differing_cases:,} cases differ."
 
 
 def _overview(result: Result) -> Section:
