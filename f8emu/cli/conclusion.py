@@ -71,7 +71,7 @@ def conclude(
         "diagnoses": found,
     }
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
-        afterwards.callback(_write_html, result, outputs.html, facts)
+        afterwards.callback(_write_html, result, outputs.html, {**facts, "options": options})
         afterwards.callback(_write_json, result, outputs.json, facts)
         _print(result, facts, source, options)
     return status_of(result)

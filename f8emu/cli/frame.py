@@ -24,8 +24,9 @@ _LARGEST_TEXT = 1 << 28
 INTERRUPTED = 130
 """As a shell reports a process that Ctrl-C ended; so does SIGTERM, which stops a container."""
 STATUSES = (
-    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 bad usage, a missing package, a "
-    "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C or SIGTERM."
+    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 not verified, as nothing ran or "
+    "something is missing, bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu "
+    "itself; 130 interrupted by Ctrl-C or SIGTERM."
 )
 _NARROWEST = 20
 """Columns: words are broken beyond."""
