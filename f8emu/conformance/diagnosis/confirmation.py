@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.altered import Part
 from f8emu.conformance.diagnosis.asked import NoAnswer, ask_one
 from f8emu.conformance.diagnosis.probe import Kind
+from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.distributions import rng
 from f8emu.conformance.gemm import GemmCase

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from f8emu.conformance.diagnosis.altered import Memory
+from f8emu.conformance.breakdown.contrast import Contrast
 from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
-from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations
+from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations, from_there_on
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
+from f8emu.conformance.diagnosis.remainder import first_wrong, what_is_left
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress
@@ -30,6 +32,8 @@ class Explanation:
     sentence: str
     outputs_equal: int
     outputs_total: int
+    left: Contrast | None = None
+    """What the outputs have in common that it does not give; None where all are given, or nothing parts them."""
 
     @property
     def is_complete(self) -> bool:
@@ -64,6 +68,14 @@ class Diagnosis:
     def alternatives(self) -> tuple[Explanation, ...]:
         """What else explains every bit: the probes do not tell these apart."""
         return tuple(one for one in self.tried if one.is_complete and one != self.best)
+
+    @property
+    def is_nearly_explained(self) -> bool:
+        """Nine of ten outputs that differ are explained, and nine of ten of all."""
+        if self.best is None or not self.best.alterations or self.best.is_complete:
+            return False
+        unexplained = self.best.outputs_total - self.best.outputs_equal
+        return 10 * unexplained <= self.outputs_total - self.outputs_equal and self.best.share >= 0.9
 
     @property
     def is_right(self) -> bool:
@@ -151,6 +163,7 @@ class _Search:
         order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))
         self.asked = [self.asked[i] for i in order]  # those that differ first, and of them the quick ones
         self.own = _Tried(steps=(), equal=tuple(own.equal[i] for i in order))
+        self.alterations = alterations()
 
     def run(self, kind: str) -> Diagnosis:
         tried = [] if self.own.outputs_equal == self.total else self._searched()
@@ -180,10 +193,15 @@ class _Search:
                 best = more
         if best is self.own and ranked and ranked[0].outputs_equal > best.outputs_equal:
             best = next(one for one in ranked if len(one.steps) == 1)
-        return _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
+        found = _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
+        return replace(found, left=what_is_left(self._ruled(best.steps), self.memory))
 
     def _searched(self) -> list[_Tried]:
         complete = list(self._complete([self.own], "one alteration"))
+        if not complete:
+            self.alterations = tuple(from_there_on(first_wrong(self._ruled(()), self.memory)))
+            complete = list(self._complete([self.own], "from a row or column on"))
+            self.alterations = (*alterations(), *self.alterations)
         if complete:
             return complete
         hinted = [self._counted(steps) for steps in self.hints]
@@ -192,7 +210,7 @@ class _Search:
             return [self._reduced(explained[0])]
         counted = self._counted_level([self.own], "one alteration, counted")
         singles = self._better(counted, self.own)
-        complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=_plainness)
+        complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=self._plainness)
         if complete or not self.is_thorough:
             return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
@@ -230,11 +248,11 @@ class _Search:
     def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
         """Every base with every alteration that alters something, each set of rules once."""
         if self.progress is not None:
-            self.progress.begin(self.name, title, len(bases) * len(alterations()))
+            self.progress.begin(self.name, title, len(bases) * len(self.alterations))
         seen = {self._rules(base.steps) for base in bases}
         for base in bases:
             base_rules = self._rules(base.steps)
-            for alteration in alterations():
+            for alteration in self.alterations:
                 if self.progress is not None:
                     self.progress.advance()
                 if base.steps and alteration.is_of_chip:
@@ -245,6 +263,15 @@ class _Search:
                 if rules not in seen and not is_odd:
                     seen.add(rules)
                     yield steps, rules
+
+    def _plainness(self, tried: _Tried) -> int:
+        """Of explanations that are complete the plainer is the one that needs no late alteration."""
+        return max(self.alterations.index(step) for step in tried.steps)
+
+    def _ruled(self, steps: tuple[Alteration, ...]) -> list[tuple[Asked, Rules]]:
+        """Every probe with its rules, altered."""
+        rules = self._rules(steps)
+        return [(one, rules[kind]) for one, kind in self.asked]
 
     def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
         """Those of `self.right`, altered."""
@@ -271,11 +298,6 @@ def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
     return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
 
 
-def _plainness(tried: _Tried) -> int:
-    """Of explanations that are complete the plainer is the one that needs no late alteration."""
-    return max(alterations().index(step) for step in tried.steps)
-
-
 def _explanation(tried: _Tried, total: int) -> Explanation:
     return Explanation(
         alterations=tuple(step.name for step in tried.steps),
@@ -288,7 +310,7 @@ def _explanation(tried: _Tried, total: int) -> Explanation:
 def _unexplained(own: _Tried, total: int) -> Explanation:
     return Explanation(
         alterations=(),
-        sentence="none of the alterations that the suite knows explains more than the chip's own rules",
+        sentence="no alteration that the suite knows explains more",
         outputs_equal=sum(own.equal),
         outputs_total=total,
     )

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
-from f8emu.conformance.diagnosis.altered import Memory
 from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
 from f8emu.conformance.diagnosis.batch_invariance import MS, RowsAtM, rows_at
 from f8emu.conformance.diagnosis.confirmation import confirmed
 from f8emu.conformance.diagnosis.hypotheses import alterations
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.subject import NotOffered, Subject

@@ -1,10 +1,22 @@
 """The alterations that the suite knows: each a name, a sentence, and a function from rules to rules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 
-from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misreading, Rounding, Rules, ScaleOrder
+from f8emu.conformance.diagnosis.rules import (
+    Adder,
+    BiasRule,
+    Misplaced,
+    Misreading,
+    Places,
+    Reading,
+    Rounding,
+    Rules,
+    ScaleOrder,
+    Taken,
+)
 from f8emu.spec import BLACKWELL_MMA, CHIPS, AccumulationModel
 
 
@@ -20,11 +32,6 @@ class Alteration:
     is_of_chip: bool = False
     """All of the accumulation of a chip, or of an instruction: no other alteration of the adding has an effect."""
 
-    def apply(self, rules: Rules) -> Rules | None:
-        """The altered rules; None where nothing is altered."""
-        altered = self.change(rules)
-        return None if altered == rules else altered
-
 
 PROMOTIONS = (32, 64, 128, 256, 512)
 STEPS = (4, 8, 16, 32, 64, 128)
@@ -32,6 +39,12 @@ FRACTION_BITS = tuple(range(12, 26))
 SUM_BITS = (23, *range(12, 20))
 """A sum of 32 terms of 14 bits has no more than 20: from 19 on the step is exact, and all of these are one."""
 SPLITS = (2, 3, 4, 8)
+SPLIT_ABOVE = 512
+"""Where a kernel begins to split is not measured: between the short probes and the long ones."""
+BLOCKS = (256, 384, 512)
+"""Of K, in libraries of CPUs: MKL's sgemm has 384 at most."""
+TAILS = (32, 64, 128, 256, 512)
+TILES = (16, 32, 64, 128, 256)
 _FLOAT32_BITS = 23
 _BLOCK_K = 128
 
@@ -39,7 +52,18 @@ _BLOCK_K = 128
 @cache
 def alterations() -> tuple[Alteration, ...]:
     """All of them; the simpler of two that explain the same comes first."""
-    return (*_chaining(), *_epilogue(), *_misreadings(), *_splits(), *_adding())
+    return (*_chaining(), *_epilogue(), *_misreadings(), *_misplacements(), *_splits(), *_adding())
+
+
+def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
+    """What a kernel may do from a row or a column on, the first that was seen to be wrong."""
+    for places, start in starts.items():
+        taken = (
+            *((Taken.NOWHERE, 0), (Taken.SHIFTED, start), (Taken.REPEATED, start)),
+            *((Taken.ONE, 0), (Taken.ONE, start - 1), (Taken.SHIFTED, 1), (Taken.SHIFTED, -1)),
+        )
+        for of in (places, Places.SCALES_A if places is Places.ROWS else Places.SCALES_B):
+            yield from (_misplaced(Misplaced(of=of, taken=one, size=size, start=start)) for one, size in taken)
 
 
 def _chaining() -> Iterator[Alteration]:
@@ -65,6 +89,14 @@ def _chaining() -> Iterator[Alteration]:
             sentence=f"adds in float32, {lanes} sums taking turns along K, which are added up pairwise at its end",
             change=lambda rules, lanes=lanes: _model(replace(rules, adder=Adder.FLOAT32, lanes=lanes), promote_k=None),
         )
+    for length in BLOCKS:
+        yield Alteration(
+            name=f"float32 accumulation in blocks of {length}",
+            sentence=f"adds in float32, and adds up the sums of every {length} of K",
+            change=lambda rules, length=length: (
+                rules if rules.scales.is_fused else _model(replace(rules, adder=Adder.FLOAT32), promote_k=length)
+            ),
+        )
     yield Alteration(
         name="exact accumulation",
         sentence="adds all products exactly, or in a wider format than float32, and rounds once",
@@ -79,13 +111,19 @@ def _splits() -> Iterator[Alteration]:
             sentence=f"cuts K into {slices} slices, each from zero, and adds their float32 results [CHAIN-3]",
             change=lambda rules, slices=slices: replace(rules, split_k=slices),
         )
+    for slices in SPLITS:
+        yield Alteration(
+            name=f"split-K {slices} of a long K",
+            sentence=f"cuts a K above {SPLIT_ABOVE} into {slices} slices, and adds their float32 results",
+            change=lambda rules, slices=slices: replace(rules, split_k=slices, split_above=SPLIT_ABOVE),
+        )
 
 
 def _epilogue() -> Iterator[Alteration]:
     for order in ScaleOrder:
         if order is ScaleOrder.NONE:
             continue
-        adder = {"adder": Adder.FLOAT32} if order is ScaleOrder.BEFORE_DOT else {}
+        adder = {"adder": Adder.FLOAT32} if order in (ScaleOrder.BEFORE_DOT, ScaleOrder.EACH_PRODUCT) else {}
         yield Alteration(
             name=_SCALE_NAMES.get(order, f"scales as {order.value}"),
             sentence=f"multiplies the scales in another place: {order.value}",
@@ -138,6 +176,7 @@ def _epilogue() -> Iterator[Alteration]:
 _SCALE_NAMES = {
     ScaleOrder.BEFORE_DOT: "scales before the dot, in float32",
     ScaleOrder.BEFORE_DOT_BFLOAT16: "scales before the dot, in bfloat16",
+    ScaleOrder.EACH_PRODUCT: "scales on each product, in float32",
     ScaleOrder.AFTER_OUTPUT: "scales after the output type",
 }
 _BIAS_NAMES = {
@@ -157,7 +196,6 @@ def _misreadings() -> Iterator[Alteration]:
         Misreading.SCALES_IGNORED: "scales ignored",
         Misreading.OPERANDS_SWAPPED: "operands swapped",
         Misreading.OUTPUT_TRANSPOSED: "output transposed",
-        Misreading.FORMATS_SWAPPED: "formats swapped",
         Misreading.NAN_AS_NUMBER: "NaN codes as numbers",
     }
     for misreading, name in names.items():
@@ -166,6 +204,43 @@ def _misreadings() -> Iterator[Alteration]:
             sentence=f"takes its arguments for something else: {misreading.value}",
             change=lambda rules, misreading=misreading: replace(rules, misreads=rules.misreads | {misreading}),
         )
+    for reading, sides in product((Reading.E4M3, Reading.E5M2, Reading.OTHER, Reading.FNUZ), ("a", "b", "a and b")):
+        reads = tuple(reading if side in sides.split() else Reading.OWN for side in "ab")
+        is_swap = reads == (Reading.OTHER, Reading.OTHER)
+        yield Alteration(
+            name="formats swapped" if is_swap else f"codes of {sides} read as {_READ_AS[reading]}",
+            sentence=f"takes the codes of {sides} for those of another format: {reading.value}",
+            change=lambda rules, reads=reads: replace(rules, reads=reads),
+        )
+    for multiple in TAILS:
+        yield Alteration(
+            name=f"tail of K beyond a multiple of {multiple} dropped",
+            sentence=f"rounds K down to a multiple of {multiple}, and leaves out the products beyond",
+            change=lambda rules, multiple=multiple: replace(rules, k_multiple=multiple),
+        )
+
+
+_READ_AS = {Reading.E4M3: "E4M3", Reading.E5M2: "E5M2", Reading.OTHER: "the other's", Reading.FNUZ: "FNUZ"}
+
+
+def _misplacements() -> Iterator[Alteration]:
+    neighbours = [(taken, size) for size in (1, -1) for taken in (Taken.SHIFTED, Taken.ROLLED)]
+    tiles = [(Taken.SHIFTED, 1), (Taken.SHIFTED, -1), (Taken.SWAPPED, 1), (Taken.REPEATED, 1), (Taken.FIRST_OF_TILE, 1)]
+    for of in (Places.SCALES_A, Places.SCALES_B, Places.BLOCKS_A, Places.BLOCKS_B):
+        has_tiles = of in (Places.SCALES_A, Places.SCALES_B)
+        for taken, size in (*neighbours, *((taken, s * tile) for tile in TILES for taken, s in tiles if has_tiles)):
+            yield _misplaced(Misplaced(of=of, taken=taken, size=size))
+
+
+def _misplaced(one: Misplaced) -> Alteration:
+    what = "writes outputs" if one.of.is_output else "takes scales"
+    return Alteration(
+        name=one.words,
+        sentence=f"{what} that belong elsewhere, or none: {one.words}",
+        change=lambda rules: replace(
+            rules, misplaced=(*(other for other in rules.misplaced if other.of is not one.of), one)
+        ),
+    )
 
 
 def _adding() -> Iterator[Alteration]:
@@ -259,8 +334,8 @@ def _model(rules: Rules, **numbers: int | None) -> Rules:
 def _scaled(altered: Rules, rules: Rules) -> Rules:
     """Scaled operands have no promotion of a tensor core unless asked for; a fused total belongs to block scales."""
     is_blockwise = rules.scales.is_fused
+    if altered.scales in (ScaleOrder.AFTER_OUTPUT, ScaleOrder.EACH_PRODUCT) and is_blockwise:
+        return rules
     if altered.scales.is_before_dot:
         return replace(altered, model=replace(altered.model, promote_k=None))
-    if altered.scales is ScaleOrder.AFTER_OUTPUT and is_blockwise:
-        return rules
     return altered if altered.scales.is_fused <= is_blockwise else rules

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from f8emu.conformance.breakdown.breakdown import percent
 from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose, failed
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.subject import Subject
@@ -42,45 +43,67 @@ def diagnosed(
 
 
 def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
-    """What each kind of GEMM does instead, one paragraph a subject."""
+    """What the kinds of GEMM do instead, one paragraph a subject; kinds that do the same are one line."""
     for name, kinds in diagnoses.items():
         yield f"{name}, diagnosed on small GEMMs:"
-        unexplained: dict[tuple[str, ...], list[Diagnosis]] = {}
-        for kind in kinds:
-            if kind.best is None or kind.best.is_complete:
-                yield from _kind_lines(kind)
-            else:
-                unexplained.setdefault(kind.best.alterations, []).append(kind)
-        for alike in unexplained.values():
-            yield from _unexplained_lines(alike)
+        alike: dict[object, list[Diagnosis]] = {}
+        for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
+            found = kind.best
+            others = tuple(one.alterations for one in kind.alternatives)
+            left = None if found is None or found.left is None else found.left.names
+            key = kind.error, found and (found.alterations, found.is_complete, kind.is_nearly_explained, others, left)
+            alike.setdefault(key, []).append(kind)
+        for same in alike.values():
+            yield from _lines_of(same)
         yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
         if kinds and all(kind.is_right for kind in kinds):
             yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
 
-def _kind_lines(kind: Diagnosis) -> Iterator[str]:
-    if kind.error:
-        yield f"  {kind.kind}: not diagnosed: {kind.error}"
+def _lines_of(alike: Sequence[Diagnosis]) -> Iterator[str]:
+    """Kinds of which the same is known, in three lines at most."""
+    kinds, first = ", ".join(kind.kind for kind in alike), alike[0]
+    if first.error:
+        yield f"  {kinds}: not diagnosed: {first.error}"
         return
-    if kind.best is None:
-        yield f"  {kind.kind}: follows the chip's rules, {_shares(kind.outputs_equal, kind.outputs_total)}"
+    total = sum(kind.outputs_total for kind in alike)
+    best = first.best
+    if best is None:
+        yield f"  {kinds}: {'follow' if len(alike) > 1 else 'follows'} the chip's rules, {_shares(total, total)}"
         return
-    equal = _shares(kind.best.outputs_equal, kind.best.outputs_total)
-    yield f"  {kind.kind}: explained: {_names(kind.best.alterations)}, {equal}: {kind.best.sentence}"
-    if kind.alternatives:
-        others = ", or ".join(_names(one.alterations) for one in kind.alternatives)
-        yield f"    the same bits on every probe: {others}"
+    equal = sum(kind.best.outputs_equal for kind in alike if kind.best is not None)
+    names, shares = _names(best.alterations), _shares(equal, total)
+    if best.is_complete:
+        yield f"  {kinds}: explained: {names}, {shares}: {best.sentence}"
+        if first.alternatives:
+            others = ", or ".join(_names(one.alterations) for one in first.alternatives)
+            yield f"    the same bits on every probe: {others}"
+        return
+    if not best.alterations:
+        said = f"NOT EXPLAINED, {shares} under the chip's rules{_left(alike, 'differs')}; {best.sentence}"
+    elif first.is_nearly_explained:
+        near = f"nearly explained, {percent(equal / total)}: {names}{_left(alike, 'is left')}"
+        said = f"{near}; {shares}: {best.sentence}"
+    else:
+        said = f"NOT EXPLAINED, best: {names}, {shares}: {best.sentence}{_left(alike, 'is left')}"
+    yield f"  {kinds}: {said}"
+    for other in first.tried[:3]:
+        if other.alterations != best.alterations and other.outputs_equal > first.outputs_equal:
+            whose = f" ({first.kind})" if len(alike) > 1 else ""
+            shares = _shares(other.outputs_equal, other.outputs_total)
+            yield f"    also tried: {_names(other.alterations)}, {shares}{whose}"
 
 
-def _unexplained_lines(alike: Sequence[Diagnosis]) -> Iterator[str]:
-    """Kinds whose best hypothesis is the same, in three lines at most."""
-    bests = [kind.best for kind in alike if kind.best is not None]
-    equal = _shares(sum(one.outputs_equal for one in bests), sum(one.outputs_total for one in bests))
-    kinds = ", ".join(kind.kind for kind in alike)
-    yield f"  {kinds}: NOT EXPLAINED, best: {_names(bests[0].alterations)}, {equal}: {bests[0].sentence}"
-    for other in [one for one in alike[0].tried if one != alike[0].best][:2]:
-        whose = f" ({alike[0].kind})" if len(alike) > 1 else ""
-        yield f"    also tried: {_names(other.alterations)}, {_shares(other.outputs_equal, other.outputs_total)}{whose}"
+def _left(alike: Sequence[Diagnosis], verb: str) -> str:
+    """What the outputs have in common that are not explained; the same trait in all of these kinds."""
+    left = [kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None]
+    if not left:
+        return ""
+    inside, outside = (
+        percent(sum(differ for differ, _ in side) / sum(total for _, total in side))
+        for side in ([one.inside for one in left], [one.outside for one in left])
+    )
+    return f"; what {verb} has {left[0].name} ({inside} of the outputs there differ, {outside} of all others)"
 
 
 def _names(alterations: Sequence[str]) -> str:
@@ -114,6 +137,9 @@ def _explanation_json(one: Explanation) -> dict[str, Any]:
         "sentence": one.sentence,
         "outputs_equal": one.outputs_equal,
         "outputs_total": one.outputs_total,
+        "left": None
+        if one.left is None
+        else {"has": one.left.name, "there": one.left.inside, "elsewhere": one.left.outside},
     }
 
 
