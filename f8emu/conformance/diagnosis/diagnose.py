@@ -63,6 +63,8 @@ class Diagnosis:
     """How many probes the subject failed on, and how on the first: the rest is diagnosed."""
     error: str = ""
     """What the subject failed with where no probe is left that tells anything; then nothing is diagnosed."""
+    engine: str = ""
+    """What computed."""
 
     @property
     def alternatives(self) -> tuple[Explanation, ...]:
@@ -116,7 +118,7 @@ def diagnose(
                 one = failed(kind.name, f"no probe that is left differs; {one.left_out}")
             found.append(one)
             hints |= {tuple(step.name for step in steps): steps for steps in search.found if len(steps) > 1}
-    return tuple(found)
+    return tuple(replace(one, engine=subject.engine) for one in found)
 
 
 def failed(kind: str, error: str) -> Diagnosis:

@@ -8,6 +8,7 @@ from f8emu.conformance.breakdown.breakdown import percent
 from f8emu.conformance.breakdown.contrast import Contrast
 from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose, failed
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
+from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress, Result, Status
 from f8emu.environment import devices, versions
@@ -46,7 +47,8 @@ def diagnosed(
 def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
     """What the kinds of GEMM do instead, one paragraph a subject; kinds that do the same are one line."""
     for name, kinds in diagnoses.items():
-        yield f"{name}, diagnosed on small GEMMs:"
+        is_interpreted = any(INTERPRETED in kind.engine for kind in kinds)
+        yield f"{name}, diagnosed on small GEMMs{f' {INTERPRETED}' if is_interpreted else ''}:"
         alike: dict[object, list[Diagnosis]] = {}
         for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
             found = kind.best
@@ -199,10 +201,11 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
 
 def fit_verdict(fit: Fit) -> str:
     """The last line: what is true of all that was asked."""
+    where = f" {INTERPRETED}" if INTERPRETED in fit.engine else ""
     if not fit.kinds:
         why = f": {fit.reason}" if fit.reason else ""
         return f"{fit.subject}: {'INTERRUPTED, ' if fit.is_interrupted else ''}nothing to fit: no GEMM is offered{why}"
-    said = [f"{sum(kind.is_confirmed for kind in fit.kinds)} of {len(fit.kinds)} kinds of GEMM confirmed"]
+    said = [f"{sum(kind.is_confirmed for kind in fit.kinds)} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
     for what, kinds in (
         ("not confirmed", [kind.kind for kind in fit.kinds if not kind.is_confirmed and not kind.missed]),
         ("MISS THE RULES at another size", [_missed(kind) for kind in fit.kinds if kind.missed]),
