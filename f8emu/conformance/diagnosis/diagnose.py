@@ -183,7 +183,7 @@ class _Search:
         )
 
     def _best(self, ranked: list[_Tried]) -> Explanation | None:
-        """The first that is complete; otherwise one more alteration must halve what is unexplained."""
+        """The first that is complete; otherwise each alteration must halve what is unexplained: less is coincidence."""
         if self.own.outputs_equal == self.total:
             return None
         if ranked and ranked[0].outputs_equal == self.total:
@@ -193,8 +193,6 @@ class _Search:
             more = next((one for one in ranked if len(one.steps) == count), None)
             if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
                 best = more
-        if best is self.own and ranked and ranked[0].outputs_equal > best.outputs_equal:
-            best = next(one for one in ranked if len(one.steps) == 1)
         found = _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
         return replace(found, left=what_is_left(self._ruled(best.steps), self.memory))
 
@@ -312,7 +310,7 @@ def _explanation(tried: _Tried, total: int) -> Explanation:
 def _unexplained(own: _Tried, total: int) -> Explanation:
     return Explanation(
         alterations=(),
-        sentence="no alteration that the suite knows explains more",
+        sentence="no alteration that the suite knows explains half of it",
         outputs_equal=sum(own.equal),
         outputs_total=total,
     )

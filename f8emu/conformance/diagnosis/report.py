@@ -57,15 +57,16 @@ def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
             key = kind.error, found and (found.alterations, found.is_complete, kind.is_nearly_explained, others, left)
             alike.setdefault(key, []).append(kind)
         for same in alike.values():
-            yield from _lines_of(same)
+            every = len(same) == len(kinds) > 1
+            yield from _lines_of(same, f"all {len(same)} kinds of GEMM" if every else ", ".join(k.kind for k in same))
         yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
         if kinds and all(kind.is_right for kind in kinds):
             yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
 
-def _lines_of(alike: Sequence[Diagnosis]) -> Iterator[str]:
+def _lines_of(alike: Sequence[Diagnosis], kinds: str) -> Iterator[str]:
     """Kinds of which the same is known, in three lines at most."""
-    kinds, first = ", ".join(kind.kind for kind in alike), alike[0]
+    first = alike[0]
     if first.error:
         yield f"  {kinds}: not diagnosed: {first.error}"
         return
@@ -90,8 +91,9 @@ def _lines_of(alike: Sequence[Diagnosis]) -> Iterator[str]:
     else:
         said = f"NOT EXPLAINED, best: {names}, {shares}: {best.sentence}{_left(alike, 'is left')}"
     yield f"  {kinds}: {said}"
+    differ = first.outputs_total - first.outputs_equal
     for other in first.tried[:3]:
-        if other.alterations != best.alterations and other.outputs_equal > first.outputs_equal:
+        if other.alterations != best.alterations and 10 * (other.outputs_equal - first.outputs_equal) >= differ:
             whose = f" ({first.kind})" if len(alike) > 1 else ""
             shares = _shares(other.outputs_equal, other.outputs_total)
             yield f"    also tried: {_names(other.alterations)}, {shares}{whose}"
