@@ -331,7 +331,7 @@ def test_verify_diagnoses_what_differs(kernels: Path) -> None:
     options = ("--arrays", "numpy", "--golden", str(few), "--stage", "golden", "--json", str(out))
     status, text = invoke("verify", "fit_kernels:exact", *options)
     assert status == 1
-    assert "tensorwise fast, tensorwise promoted: explained: exact accumulation" in text
+    assert "all 2 kinds of GEMM: explained: exact accumulation" in text
     kinds = json.loads(out.read_text())["subjects"][0]["diagnosis"]
     assert {kind["kind"]: kind["best"]["alterations"] for kind in kinds} == {
         "tensorwise fast": ["exact accumulation"],
