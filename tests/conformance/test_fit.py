@@ -25,11 +25,11 @@ from f8emu.conformance.diagnosis import fit as fitting
 from f8emu.conformance.diagnosis import report as telling
 from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.confirmation import Confirmation
-from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_lines, fit_verdict
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
+from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.conformance.verify import Result, StageResult, SubjectResult

@@ -21,7 +21,6 @@ from f8emu.conformance.diagnosis.adding import (
     slices,
 )
 from f8emu.conformance.diagnosis.memory import Memory
-from f8emu.conformance.diagnosis.output_rounding import rounded_output
 from f8emu.conformance.diagnosis.reading import (
     BLOCK_K,
     Part,
@@ -33,10 +32,10 @@ from f8emu.conformance.diagnosis.reading import (
     read_arguments,
     reading_of,
 )
-from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misplaced, Places, Rules, ScaleOrder
-from f8emu.conformance.distributions import dtype_of
+from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misplaced, Places, Rounding, Rules, ScaleOrder
+from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity
+from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, operand, side_by_side
 from f8ref.numpy.cast import convert
 from f8ref.numpy.float32 import fma, rounded_sum
@@ -103,7 +102,7 @@ def _output(case: GemmCase, read: Read, acc: np.ndarray, rules: Rules) -> np.nda
         result = acc if is_scaled else _blocks(acc, *scales, rules, case.k)
         if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
             result = result + bias
-        output = rounded_output(result, rules, case.out_dtype)
+        output = _rounded_output(result, rules, case.out_dtype)
     else:
         output = _epilogue(acc, *scales, bias, rules, case.out_dtype)
     return output.T if is_transposed(case, rules.misreads) else output
@@ -137,7 +136,7 @@ def _epilogue(
         acc, bias = acc + bias, None
     match rules.scales:
         case ScaleOrder.AFTER_OUTPUT:
-            value, factor = rounded_output(acc, rules, out).astype(np.float32), scale_a * scale_b
+            value, factor = _rounded_output(acc, rules, out).astype(np.float32), scale_a * scale_b
         case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
             value, factor = acc * scale_b, scale_a
         case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
@@ -145,13 +144,43 @@ def _epilogue(
         case _:
             value, factor = acc, scale_a * scale_b
     if bias is not None and rules.bias is BiasRule.FUSED:
-        return rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
+        return _rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
     result = value * factor
     if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
-        result = rounded_output(result, rules, out).astype(np.float32) + bias
+        result = _rounded_output(result, rules, out).astype(np.float32) + bias
     elif bias is not None:
         result = result + bias
-    return rounded_output(result, rules, out)
+    return _rounded_output(result, rules, out)
+
+
+def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
+    """[EPI-4] and its alterations."""
+    if rules.flushes_results:
+        is_tiny = (np.abs(x) < np.float32(2.0**FLOAT32.min_exponent)) & (x != 0)
+        x = np.where(is_tiny, np.copysign(np.float32(0), x), x)
+    if rules.output_through:
+        x = convert(x, format_by_name(rules.output_through)).astype(np.float32)
+    result = convert(x, out)
+    is_other = out.bits == 16 if rules.output is not Rounding.CUT_BFLOAT16 else out == BFLOAT16
+    if rules.output is not Rounding.NEAREST and is_other:
+        result = _rounded_otherwise(x, result, rules.output)
+    if rules.saturates:
+        largest = np.array(out.max_code, f"u{out.bits // 8}").view(dtype_of(out))
+        limit = np.where(np.signbit(x), -largest.astype(np.float32), largest.astype(np.float32)).astype(dtype_of(out))
+        result = np.where(np.isinf(result.astype(np.float32)) & np.isfinite(x), limit, result)
+    return result
+
+
+def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """The neighbour toward zero, or of a tie the one away from it."""
+    codes, values = codes_of(nearest).copy(), nearest.astype(np.float64)
+    magnitude, rounded = np.abs(x.astype(np.float64)), np.abs(values)
+    if rounding is not Rounding.NEAREST_AWAY:
+        codes[np.isfinite(x) & (rounded > magnitude)] -= 1
+        return codes.view(nearest.dtype)
+    above = (codes + 1).view(nearest.dtype).astype(np.float64)
+    codes[np.isfinite(x) & np.isfinite(values) & (magnitude * 2 == rounded + np.abs(above))] += 1
+    return codes.view(nearest.dtype)
 
 
 def _partials(a: Operand, b: Operand, rules: Rules) -> np.ndarray:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from f8emu.conformance.breakdown.breakdown import percent
 from f8emu.conformance.breakdown.contrast import Contrast
-from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose, failed
+from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
+from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, failed
 from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress, Result, Status
