@@ -22,6 +22,7 @@ from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_
 from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.faults import KernelFault
 from f8emu.conformance.kernels.imported import attribute
+from f8emu.conformance.kernels.interpreter import INTERPRETED, is_interpreted
 from f8emu.conformance.kernels.isolation import isolated
 from f8emu.conformance.kernels.kernel import (
     PADDED_K_BY_ROWS,
@@ -157,10 +158,12 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
     engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
     told = {"predicted": kernel.predicted, "seen": kernel.seen}
+    verbs = kernel_verbs(kernel, framework)
+    engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
     return Subject(
         name=kernel.name,
         engine="; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)]),
-        verbs=kernel_verbs(kernel, framework),
+        verbs=verbs,
         runs_full_size=framework.on_gpu,
         is_kernel=True,
         chooses_split_k=True,

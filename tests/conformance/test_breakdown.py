@@ -12,6 +12,7 @@ from rich.console import Console
 
 from f8emu.conformance import Subject, load_subject, report, shipped_golden, verify
 from f8emu.conformance.breakdown.breakdown import Tally, breakdowns, percent
+from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.difference_map import MAX_CELLS, difference_map
 from f8emu.conformance.breakdown.tables import breakdown_tables
 from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
@@ -171,7 +172,8 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
     )
     assert found.whole == whole and whole.cases_differing > 20
     assert list(found.tallies) == [
-        "accumulation", "scales", "operands", "output", "bias", "K", "tail of K", "slices of K", "inputs", "family",
+        "accumulation", "scales", "operands", "output", "bias", "M", "N", "K", "tail of K", "slices of K", "inputs",
+        "family",
     ]  # fmt: skip
     for values in found.tallies.values():
         assert sum(values.values(), Tally()) == whole
@@ -182,12 +184,40 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
     assert found.ulps["float16"].apart["NaN for number"] > 0
 
 
-def test_sentence_of_what_never_differs(planted: Result) -> None:
+def test_sentence_of_a_contrast(planted: Result) -> None:
     (subject,) = planted.subjects
     stage = next(stage for stage in subject.stages if stage.stage == "golden")
     (found,) = breakdowns([stage])
-    (sentence,) = [s for s in found.sentences() if s.startswith("By accumulation")]
-    assert sentence == "By accumulation: fast is equal in all 8 cases; what differs has promoted"
+    (sentence,) = found.sentences()
+    assert sentence == ("Of the cases with accumulation: promoted, 100 % (8 of 8) differ; of all others 0 % (0 of 8)")
+
+
+@pytest.mark.parametrize(
+    ("counts", "names"),
+    [
+        # what the findings saw: 93 % here, 0.3 % there
+        ({"tail of K": {"none": (1, 300), "a part of a step": (93, 100)}}, [("tail of K: a part of a step",)]),
+        # all that differ have it, and so have many that do not
+        ({"bias": {"with": (9, 200), "without": (0, 200)}}, []),
+        # one coincidence
+        ({"inputs": {"specials": (1, 1), "bits": (0, 400)}}, []),
+        ({"M": {"1 to 16": (0, 9), "17 to 64": (1, 90), "65 and more": (50, 50)}}, [("M above 64",)]),
+        # the sharper of two
+        (
+            {"output": {"float32": (60, 100), "bfloat16": (0, 60)}, "M": {"1 to 16": (0, 60), "17 to 64": (60, 60)}},
+            [("M above 16",)],
+        ),
+        # confounded: nothing tells which it is
+        (
+            {"M": {"1 to 16": (0, 60), "17 to 64": (60, 60)}, "N": {"1 to 16": (0, 60), "17 to 64": (60, 60)}},
+            [("M above 16", "N above 16")],
+        ),
+        ({"operands": {"a": (9, 9), "b": (0, 9), "c": (9, 9), "d": (0, 9)}}, [("operands: a or c",)]),
+    ],
+    ids=["a tail", "no contrast", "a coincidence", "a range", "the sharper", "confounded", "two values"],
+)
+def test_contrasts(counts: dict[str, dict[str, tuple[int, int]]], names: list[tuple[str, ...]]) -> None:
+    assert [one.names for one in contrasts(counts)] == names
 
 
 def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:

@@ -4,17 +4,20 @@ The planted kernels are a tensor core of float64 numbers written for this file, 
 `altered` computes them. Third parties at the end, which nobody here wrote: torch's own CPU `_scaled_mm`, XLA's CPU dot.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from f8emu.conformance.diagnosis.altered import Memory, compute
+from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.hypotheses import alterations
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.diagnosis.report import diagnosis_lines
@@ -45,6 +48,7 @@ class Knobs:
     promote: int | None = 128
     promote_fast: int | None = None
     slices: int = 1
+    slices_above: int = 0
     order: str = ""
     bias: str = "added"
     through: Any = None
@@ -54,6 +58,13 @@ class Knobs:
     swap_scales: bool = False
     swap_operands: bool = False
     invert_scales: bool = False
+    tail: int = 1
+    read_a: Any = None
+    read_b: Any = None
+    scale_a_of: Callable[[Number], Number] = lambda m: m
+    scale_b_of: Callable[[Number], Number] = lambda n: n
+    block_a_of: Callable[[Number], Number] = lambda g: g
+    spoil: Callable[[Number], None] = lambda out: None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -74,6 +85,14 @@ def kernel(
 ) -> Number:
     if out_dtype.name not in knobs.dtypes:
         raise NotOffered(f"no {out_dtype.name}")
+    whole = a.shape[1] // knobs.tail * knobs.tail
+    a, b = a[:, :whole], b[:whole]
+    a = a if knobs.read_a is None else a.view(knobs.read_a)
+    b = b if knobs.read_b is None else np.ascontiguousarray(b).view(knobs.read_b)
+    if granularity_a is not Granularity.TENSORWISE:
+        places = (np.arange(n) for n in scale_a.shape)
+        scale_a = scale_a[knobs.scale_a_of(next(places))][:, knobs.block_a_of(next(places))]
+        scale_b = scale_b[:, knobs.scale_b_of(np.arange(scale_b.shape[1]))]
     if knobs.swap_operands:
         a, b = b.T, a.T
     if knobs.swap_scales and scale_a.shape == scale_b.T.shape:
@@ -89,7 +108,7 @@ def kernel(
             k = slice(128 * block, 128 * block + 128)
             p = chain(knobs, a[:, k], b[k]).astype(np.float32)
             total = block_total(order, p, scale_a[rows, block][:, None], scale_b[block, columns][None], total)
-        return total.astype(dtype_of(out_dtype))
+        return spoilt(knobs, total.astype(dtype_of(out_dtype)))
     if knobs.order == "before the dot":
         left, right = a.astype(np.float32) * scale_a, b.astype(np.float32) * scale_b
         acc = np.zeros((a.shape[0], b.shape[1]), np.float32)
@@ -117,6 +136,11 @@ def kernel(
     if knobs.cut_output and out_dtype.bits == 16:
         codes = codes_of(output)
         codes -= (np.abs(output.astype(np.float64)) > np.abs(result)) & np.isfinite(result)
+    return spoilt(knobs, output)
+
+
+def spoilt(knobs: Knobs, output: Number) -> Number:
+    knobs.spoil(output)
     return output
 
 
@@ -135,7 +159,7 @@ def block_total(order: str, p: Number, sa: Number, sb: Number, total: Number) ->
 
 def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Number:
     k = a.shape[1]
-    length = -(-k // (knobs.slices * 128)) * 128
+    length = max(-(-k // ((knobs.slices if k > knobs.slices_above else 1) * 128)) * 128, 128)
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for start in range(0, k, length):
         stop = min(start + length, k)
@@ -193,6 +217,7 @@ def subject(**knobs: Any) -> Subject:
 
 
 PROMOTED, FAST = "rowwise promoted", "rowwise fast"
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 VECTORS, SQUARE = "blockwise_1x128 x blockwise_1x128", "blockwise_1x128 x blockwise_128x128"
 FLOAT16 = {"as_float16": True, "step": 16, "term_bits": 25, "sum_bits": 23}
 TRITON = {**FLOAT16, "by_turns": True}
@@ -232,16 +257,38 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("products of float16, promotion every 128",): (PROMOTED, TRITON),
     ("products of float16, no promotion", "square"): (SQUARE, TRITON),
     ("products of float16 in the order of K, no promotion",): (FAST, FLOAT16),
+    ("split-K 3 of a long K",): (FAST, {"slices_above": 1000, "slices": 3}),
+    **{(f"tail of K beyond a multiple of {k} dropped",): (FAST, {"tail": k}) for k in (32, 64, 256)},
+    ("tail of K beyond a multiple of 128 dropped",): (VECTORS, {"tail": 128}),
+    ("codes of a and b read as E4M3",): (PROMOTED, {"read_a": E4M3, "read_b": E4M3}),
+    ("codes of a read as E4M3",): ("tensorwise fast", {"read_a": E4M3}),
+    ("codes of b read as E5M2",): (FAST, {"read_b": E5M2}),
+    ("codes of b read as FNUZ",): (SQUARE, {"read_b": ml_dtypes.float8_e4m3fnuz}),
+    ("scale_a of row m - 1",): (FAST, {"scale_a_of": lambda m: np.maximum(m - 1, 0)}),
+    ("scale_b of column n + 1 round about",): (FAST, {"scale_b_of": lambda n: np.roll(n, -1)}),
+    ("scale_a of row m xor 64",): (PROMOTED, {"scale_a_of": lambda m: np.where(m ^ 64 < len(m), m ^ 64, m)}),
+    ("scale_b of column n mod 128",): (VECTORS, {"scale_b_of": lambda n: n % 128}),
+    ("scale_a of row m - 128, for m >= 128",): (FAST, {"scale_a_of": lambda m: np.where(m < 128, m, m - 128)}),
+    ("scale_a of row 0, for m >= 128",): (VECTORS, {"scale_a_of": lambda m: np.where(m < 128, m, 0)}),
+    ("scale_a of block g - 1",): (SQUARE, {"block_a_of": lambda g: np.maximum(g - 1, 0)}),
+    ("output of row m is zero, for m >= 64",): (FAST, {"spoil": lambda out: out[64:].fill(0)}),
+    ("output of row m is zero, for m >= 200",): ("tensorwise fast", {"spoil": lambda out: out[200:].fill(0)}),
+    ("output of column n mod 128, for n >= 128",): (
+        FAST,
+        {"spoil": lambda out: np.copyto(out[:, 128:], out[:, np.arange(128, out.shape[1]) % 128])},
+    ),
 }
 """Name that must be found -> the kind of GEMM that shows it, and the fault."""
 SAME_BITS: dict[tuple[str, ...], set[tuple[str, ...]]] = {
     ("sums of 23 fraction bits",): {("sums of 18 fraction bits",), ("sums of 19 fraction bits",)},
     ("output cut toward zero",): {("output cut toward zero in bfloat16",)},
+    ("split-K 3",): {("split-K 3 of a long K",)},  # of short ones the second slice begins where a promotion does
 }
 """What has the same bits, and is named beside it."""
 
 
 LARGE = ("promotion", "no promotion", "split-K", "scales swapped", "scales inverted", "operands")
+LARGE += ("tail", "codes", "scale_", "output of")
 """Faults that show through any type; of all others bfloat16 hides the most."""
 
 
@@ -377,6 +424,29 @@ def test_what_nobody_knows_is_not_explained() -> None:
     assert found.tried and all(not one.is_complete for one in found.tried)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        # float32 in blocks that nobody has: one probe has a sum long and inexact enough to show it
+        (
+            {"in_float32": True, "promote_fast": 1000},
+            r"nearly explained, 99\.\d %: float32 accumulation.*; what is left has K above 240 \(\d\.\d % of the "
+            r"outputs there differ, 0 % of all others\)",
+        ),
+        (
+            {"spoil": lambda out: np.multiply(out[128:], 2, out=out[128:], casting="unsafe")},
+            r"NOT EXPLAINED, \d+/\d+ outputs equal under the chip's rules; what differs has row above 127 \(100 % of "
+            r"the outputs there differ, 0 % of all others\)",
+        ),
+    ],
+    ids=["blocks of 1000", "rows doubled"],
+)
+def test_the_headline_says_what_is_left(knobs: dict[str, Any], said: str) -> None:
+    found = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    headline = list(diagnosis_lines({"x": found}))[1]
+    assert re.match(f"  {FAST}: {said}", headline), headline
+
+
 @pytest.mark.parametrize("name", ["the planted kernels without a fault", "f8ref.numpy"])
 def test_right_kernels_are_not_accused(name: str) -> None:
     right = load_subject(name) if name == "f8ref.numpy" else subject()
@@ -453,8 +523,14 @@ def test_crashes_and_hangs_in_a_row_end_a_kind(error: Exception) -> None:
 SAME_KERNEL = (
     {"operands swapped", "output transposed"},  # tensorwise there is no scale of a row
     {f"sums of {bits} fraction bits" for bits in (23, 18, 19)},  # no sum of a step has more bits
+    {f"scale_b of column n {what}" for what in ("- 256", *(f"mod {tile}" for tile in (16, 32, 64, 128)))},  # of squares
+    *({f"split-K {n}", f"split-K {n} of a long K"} for n in (2, 3, 4, 8)),  # short K is not split into multiples of 512
 )
 """Alterations with another name and the same bits, beside those of chips."""
+SAME_IN_BFLOAT16 = (
+    {"output cut toward zero", "output cut toward zero in bfloat16"},
+    {"scales before the dot, in float32", "scales on each product, in float32"},
+)
 
 
 @pytest.mark.parametrize(
@@ -490,24 +566,26 @@ def test_probes_part_the_alterations(name: str, narrow: bool) -> None:
         for x in (compute(c, rules_of(HOPPER, c), at=at, memory=memory) for c, at in cases)
     )
     silent = groups.pop(right, set())
-    meaningless = MEANINGLESS[name] | ({"output through bfloat16"} if narrow else set())
-    assert silent <= meaningless, silent - meaningless
-    allowed = [*SAME_KERNEL, *([{"output cut toward zero", "output cut toward zero in bfloat16"}] if narrow else [])]
+    meaningless = (*MEANINGLESS[name], *(["output through bfloat16"] if narrow else []))
+    assert all(one.startswith(meaningless) for one in silent), [x for x in silent if not x.startswith(meaningless)]
+    allowed = [*SAME_KERNEL, *(SAME_IN_BFLOAT16 if narrow else [])]
     together = [names for names in groups.values() if len(names) > 1]
     assert all(any(names <= known for known in allowed) for names in together), together
 
 
-BIAS = {"bias by FMA", "bias before the scales", "bias after the output type", "bias ignored"}
-BLOCKS = {"block scales transposed", "first block's scales everywhere"}
-MEANINGLESS: dict[str, set[str]] = {
-    "tensorwise fast": {*BIAS, *BLOCKS, "scales swapped"},
-    SQUARE: {
-        *BIAS,
-        *(f"promotion every {k}" for k in (128, 256, 512)),
-        *("scales swapped", "formats swapped"),  # other formats than E4M3 have no block scales
-    },
-    VECTORS: {*BIAS, *(f"promotion every {k}" for k in (128, 256, 512)), "formats swapped"},
-    "rowwise fast": {*BIAS, *BLOCKS},
+BIAS = ("bias by FMA", "bias before the scales", "bias after the output type", "bias ignored")
+BLOCKS = ("block scales transposed", "first block's scales everywhere", "scale_a of block", "scale_b of block")
+ONE_FORMAT = (
+    "codes of a and b read as E4M3",
+    *(f"codes of {x} read as {y}" for x in "ab" for y in ("E4M3", "the other's")),
+)
+IN_BLOCKS = (*BIAS, *(f"promotion every {k}" for k in (128, 256, 512)), *ONE_FORMAT, "formats swapped")
+MEANINGLESS: dict[str, tuple[str, ...]] = {
+    "tensorwise fast": (*BIAS, *BLOCKS, "scales swapped", "scale_a of row", "scale_b of column"),
+    # a square of 128 columns has one scale
+    SQUARE: (*IN_BLOCKS, "scales swapped", *(f"scale_b of column n {what}" for what in ("xor", "- n mod"))),
+    VECTORS: IN_BLOCKS,
+    "rowwise fast": (*BIAS, *BLOCKS),
 }
 """What such a GEMM has nothing of."""
 
@@ -517,8 +595,8 @@ def test_torch_on_a_cpu_scales_first_and_adds_in_float32() -> None:
     if torch.cuda.is_available():
         pytest.skip("here it is the hardware")
     (found,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast with bias"]])
-    assert found.best is not None and found.best.alterations == ("scales before the dot, in float32",), found
-    assert found.best.share > 0.9  # the order of its sums is that of oneDNN's kernel for this CPU
+    assert found.best is not None and found.best.alterations[0].startswith("scales "), found
+    assert found.best.is_complete or found.is_nearly_explained, found  # oneDNN has a kernel for each CPU
 
 
 def test_xla_on_a_cpu_adds_in_float32() -> None:

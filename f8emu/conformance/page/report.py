@@ -26,7 +26,7 @@ from f8emu.conformance.verify import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:
-    from f8emu.conformance.diagnosis.diagnose import Diagnosis
+    from f8emu.conformance.diagnosis.search import Diagnosis
 
 COMMAND = "f8emu verify"
 _MAPS = 6
