@@ -45,6 +45,8 @@ def stages_with(
         names += [printable(case.id) for case in cases]
         if any(map(is_wanted, cases)):
             chosen.append(only(stage))
+        if set(patterns) <= set(names):  # what follows need not be drawn
+            break
     if not chosen:
         near = [name for name in names if any(pattern in name for pattern in patterns)]
         near += [match for pattern in patterns for match in get_close_matches(pattern, names, 1, 0.3)]

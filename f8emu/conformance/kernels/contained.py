@@ -4,6 +4,7 @@ What Python cannot see, `os._exit` and crashes, needs a process of its own: `iso
 """
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -50,6 +51,7 @@ def contained(what: str, function: Callable[..., _T]) -> Callable[..., _T]:
     def call(*args: object, **keywords: object) -> _T:
         thread = threading.get_ident()
         is_outermost = thread not in _CALLS.running
+        streams = sys.stdout, sys.stderr
         _CALLS.running.add(thread)
         try:
             with np.errstate():  # what it sets is its own
@@ -62,6 +64,7 @@ def contained(what: str, function: Callable[..., _T]) -> Callable[..., _T]:
                 "Exception"
             ) from None
         finally:
+            sys.stdout, sys.stderr = streams  # or the verdict is printed nowhere
             if is_outermost:
                 _CALLS.running.discard(thread)
         if thread in _CALLS.forked:
