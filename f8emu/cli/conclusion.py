@@ -54,12 +54,12 @@ def conclude(
     errors: int,
     not_run: Mapping[str, str],
     diagnoses: "Diagnoses | None" = None,
-    options: Sequence[str] | None = None,
+    asked: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
-    Every output is written, even if another one fails. `options` are those that a case depends on; None where no case
-    can be run alone.
+    Every output is written, even if another one fails. `asked` is that of `report.paste_lines`; None where no
+    case can be run alone.
     """
     found: Diagnoses = diagnoses or {}
     seconds = time.perf_counter() - start
@@ -71,13 +71,13 @@ def conclude(
         "diagnoses": found,
     }
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
-        afterwards.callback(_write_html, result, outputs.html, {**facts, "options": options})
+        afterwards.callback(_write_html, result, outputs.html, {**facts, "asked": asked or {}})
         afterwards.callback(_write_json, result, outputs.json, facts)
-        _print(result, facts, source, options)
+        _print(result, facts, source, asked or {})
     return status_of(result)
 
 
-def _print(result: "Result", facts: Mapping[str, Any], source: str, options: Sequence[str] | None) -> None:
+def _print(result: "Result", facts: Mapping[str, Any], source: str, asked: Mapping[str, Sequence[str]]) -> None:
     """The verdict, why, an output of each case, what ran, and what can be pasted."""
     from f8emu.conformance import report
     from f8emu.conformance.breakdown.tables import breakdown_tables
@@ -97,7 +97,7 @@ def _print(result: "Result", facts: Mapping[str, Any], source: str, options: Seq
                 screen.print(part, markup=False)
     for reason in facts["not_run"].values():
         say(f"not run: {reason}")
-    for line in () if options is None else report.paste_lines(result, options):
+    for line in report.paste_lines(result, asked):
         print(printable(line))
 
 

@@ -13,6 +13,8 @@ from f8emu.cli.frame import STATUSES, find_modules_here, guarded, say
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import typer
 
     from f8emu.conformance.subject import Subject
@@ -165,7 +167,8 @@ def _verify(
         if is_whole and jobs is None and (os.cpu_count() or 1) > 1:
             # They import torch and JAX while this process does.
             workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
-        subjects, not_run = _load(names, arrays, timeout)
+        loaded, not_run = _load(names, arrays, timeout)
+        subjects = list(loaded.values())
         only = stages_with(chosen.cases, named, subjects, recorded) if chosen.cases else None
         processes = jobs or (_processes(subjects) if is_whole else 1)
         if workers and processes == 1:
@@ -191,15 +194,20 @@ def _verify(
             errors=errors,
             not_run=not_run,
             diagnoses=diagnoses,
-            options=_options(golden, arrays, timeout),
+            asked=_asked(loaded, golden, arrays, timeout),
         )
 
 
-def _options(golden: Path | None, arrays: str, timeout: float | None) -> list[str]:
-    """What of the command a case depends on."""
-    found = [] if golden is None else ["--golden", str(golden)]
-    found += [] if arrays == Arrays.TORCH.value else ["--arrays", arrays]
-    return found if timeout is None else [*found, "--timeout", f"{timeout:g}"]
+def _asked(
+    subjects: "Mapping[str, Subject]", golden: Path | None, arrays: str, timeout: float | None
+) -> dict[str, list[str]]:
+    """Name of a subject -> the words that name it on the command line, and what its cases depend on."""
+    from f8emu.conformance.subject import SUBJECTS
+
+    shared = [] if golden is None else ["--golden", str(golden)]
+    own = [] if arrays == Arrays.TORCH.value else ["--arrays", arrays]
+    own += [] if timeout is None else ["--timeout", f"{timeout:g}"]
+    return {one.name: [name, *shared, *([] if name in SUBJECTS else own)] for name, one in subjects.items()}
 
 
 def _processes(subjects: "list[Subject]") -> int:
@@ -208,8 +216,8 @@ def _processes(subjects: "list[Subject]") -> int:
     return min(2, os.cpu_count() or 1) if is_on_cpu else 1
 
 
-def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[Subject], dict[str, str]]":
-    """The subjects in the order of `names`; and, of the default ones, why those that are missing cannot run."""
+def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
+    """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
     from f8emu.conformance.first_contact import first_contact
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
@@ -232,4 +240,4 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[S
             if names:
                 raise
             not_run[name] = str(error)
-    return [loaded[name] for name in chosen if name in loaded], not_run
+    return {name: loaded[name] for name in chosen if name in loaded}, not_run

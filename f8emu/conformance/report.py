@@ -70,19 +70,19 @@ def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
             yield mismatch.line()
 
 
-def paste_lines(result: Result, options: Sequence[str]) -> Iterator[str]:
+def paste_lines(result: Result, asked: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """What a reader pastes: for each subject that differs the command that runs one case again, and its program.
 
-    `options` are those of the command that a case depends on.
+    `asked` are the words of the command that name a subject, and the options that its cases depend on.
     """
     for subject in result.subjects:
         examples = [stage.example for stage in subject.stages if stage.example is not None]
         found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
         one = min(examples, key=lambda example: len(example.snippet), default=found[0] if found else None)
-        if one is None:
+        if one is None or subject.name not in asked:
             continue
         yield "To run one case again:"
-        yield f"f8emu {shlex.join(['verify', subject.name, *options])} --case {shlex.quote(printable(one.case))}"
+        yield f"f8emu verify {shlex.join([*asked[subject.name], '--case', printable(one.case)])}"
         if one.snippet:
             yield f"Its output {list(one.index)} in plain torch, from a row of a and a column of b, 16 times."
             yield "A kernel whose bits depend on the place of an output may be right here."

@@ -65,6 +65,11 @@ def silences(*args, **options):
     sys.stdout = sys.stderr = None
     return float32(*args, **options)
 
+from f8emu.conformance import Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
+DECLARED = Kernel(name="another name", function=float32, scales=TENSORWISE_SCALARS, b=K_BY_ROWS, arrays="numpy",
+                  arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
+                  keywords={"bias": None, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": False})
+
 class Group:
     @staticmethod
     def inner(*args, **options):
@@ -220,6 +225,8 @@ def test_one_case_again(folder: Path) -> None:
     (stage,) = json.loads(Path("out.json").read_text())["subjects"][0]["stages"]
     assert (stage["stage"], stage["cases_total"]) == ("golden", 1)
     assert stage["mismatches"][0]["case"] == shlex.split(line)[-1] and line in again
+    status, out, _ = invoke("verify", "deep/numpy.py:DECLARED", "f8ref.numpy", *FEW)
+    assert status == 1 and "f8emu verify deep/numpy.py:DECLARED --golden few --arrays numpy --case '0" in out, out
     stages = ("verify", "f8ref.numpy", "--golden", "few", "--stage", "golden", "--stage", "formats")
     status, out, _ = invoke(*stages, "--case", "0[04]*", "--case", "04*", "--case", "decode float8_*")
     assert status == 0 and "recorded GEMMs 1/1 cases" in out and "formats and casts 5/5 cases" in out, out

@@ -46,9 +46,9 @@ def to_html(
     errors: int = 8,
     not_run: Mapping[str, str] = {},
     diagnoses: "Mapping[str, Sequence[Diagnosis]] | None" = None,
-    options: Sequence[str] | None = None,
+    asked: Mapping[str, Sequence[str]] = {},
 ) -> str:
-    """The whole run as one file; `diagnoses` are those of a subject, by its name, `options` as of `paste_lines`.
+    """The whole run as one file; `diagnoses` are those of a subject, by its name, `asked` is that of `paste_lines`.
 
     Raises:
         MissingExtraError: plotly is not installed.
@@ -56,7 +56,7 @@ def to_html(
     sections = [_diagnosis(name, found) for name, found in (diagnoses or {}).items() if found]
     sections += [_overview(result)] if len(result.subjects) > 1 else []
     sections += [_subject(subject, errors) for subject in result.subjects]
-    if pasted := list(paste_lines(result, options or ())) if options is not None else []:
+    if pasted := list(paste_lines(result, asked)):
         sections.append(Section(title="One case again", blocks=[Code(lines=pasted)]))
     sections.append(_machine(result, command, seconds, not_run))
     tone: Tone = "good" if result.is_equal else "bad" if result.has_difference else "warn"
