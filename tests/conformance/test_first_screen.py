@@ -65,8 +65,9 @@ def silences(*args, **options):
     sys.stdout = sys.stderr = None
     return float32(*args, **options)
 
-from f8emu.conformance import Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
+from f8emu.conformance import Accumulation, Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
 DECLARED = Kernel(name="another name", function=float32, scales=TENSORWISE_SCALARS, b=K_BY_ROWS, arrays="numpy",
+                  accumulation=Accumulation.FAST,
                   arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
                   keywords={"bias": None, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": False})
 
