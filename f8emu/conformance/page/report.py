@@ -216,7 +216,7 @@ def _breakdown(breakdown: Breakdown) -> Section:
     )
     points = list(breakdown.sentences())
     blocks: list[Block] = [Text(points=points)] if points else []
-    blocks += [table] if rows else []
+    blocks += [Details(summary="What the cases that differ have in common", blocks=[table])] if rows else []
     if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
         blocks.append(ulp_plot(breakdown))
     else:
