@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,12 +84,11 @@ def _print(result: "Result", facts: Mapping[str, Any], source: str, asked: Mappi
     from f8emu.conformance.diagnosis.report import diagnosis_lines
 
     say(f"{report.verdict(result)}; {source}; {facts['seconds']:.1f} s")
-    for line in (*diagnosis_lines(facts["diagnoses"]), *report.mismatch_lines(result, facts["errors"])):
-        say(line)
+    for part in (diagnosis_lines(facts["diagnoses"]), report.mismatch_lines(result, facts["errors"])):
+        _paragraph(part)
     screen = console()
     for subject in result.subjects:
-        for line in report.subject_lines(subject):
-            say(line)
+        _paragraph(report.subject_lines(subject))
         for part in breakdown_tables(subject):
             if isinstance(part, str):
                 say(part)
@@ -97,8 +96,16 @@ def _print(result: "Result", facts: Mapping[str, Any], source: str, asked: Mappi
                 screen.print(part, markup=False)
     for reason in facts["not_run"].values():
         say(f"not run: {reason}")
-    for line in report.paste_lines(result, asked):
-        print(printable(line))
+    for i, line in enumerate(report.paste_lines(result, asked)):
+        print("\n" * (i == 0) + printable(line))
+
+
+def _paragraph(lines: Iterable[str]) -> None:
+    """The lines after an empty one; nothing of none."""
+    for i, line in enumerate(lines):
+        if i == 0:
+            print()
+        say(line)
 
 
 def _write_json(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:

@@ -46,8 +46,8 @@ def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject])
     works = next((other for other in FRAMEWORKS if other != arrays and _works(subject, other, load)), "")
     remedy = f"it works with arrays of {works}: add --arrays {works}" if works else REMEDY
     raise SpecError(
-        f"f8emu verify {subject.name}: expected an output of a first call with arrays of {arrays}; each of "
-        f"{found.tried} kinds of GEMM failed, the first: {found.error}; {remedy}"
+        f"f8emu verify {subject.name}: expected an output of a first call ({subject.engine}); each of {found.tried} "
+        f"kinds of GEMM failed, the first: {found.error}; {remedy}"
     )
 
 

@@ -37,7 +37,11 @@ def subject_lines(subject: SubjectResult) -> Iterator[str]:
             reasons.setdefault(stage.reason, []).append(stage.title + cases)
         if stage.oracle:
             judges.setdefault(stage.oracle, []).append(stage.title)
-    yield from (f"  not offered: {', '.join(titles)}: {reason}" for reason, titles in reasons.items())
+    if reasons:
+        found = (
+            f"{', '.join(titles)}: {reason.removeprefix(subject.name).strip()}" for reason, titles in reasons.items()
+        )
+        yield f"  not offered: {'; '.join(found)}"
     yield from (f"  judge of {', '.join(titles)}: {judge}" for judge, titles in judges.items())
 
 
