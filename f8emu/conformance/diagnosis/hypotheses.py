@@ -45,7 +45,7 @@ SPLIT_ABOVE = 512
 BLOCKS = (256, 384, 512)
 """Of K, in libraries of CPUs: MKL's sgemm has 384 at most."""
 TAILS = (32, 64, 128, 256, 512)
-TILES = (16, 32, 64, 128, 256)
+TILES = (32, 64, 128)
 _FLOAT32_BITS = 23
 _BLOCK_K = 128
 

@@ -19,7 +19,6 @@ from f8emu.conformance.diagnosis.probe import (
     MANY,
     MIDDLE_K,
     SHORT_K,
-    TAIL_K,
     Kind,
     Probe,
     codes_of_values,
@@ -82,7 +81,6 @@ def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "long, one binade": taken_back(*(codes_of_values(x) for x in same)),
         "many magnitudes": _many_magnitudes(),
         "specials": drawn("specials", MIDDLE_K),
-        "tail of K": drawn("bits", TAIL_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
         "mixed formats, b E5M2": drawn("bits", MIDDLE_K, (E4M3FN, E5M2)),
     }
@@ -146,7 +144,7 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     operands = _operands()
     drawn = _scales(kind.pair[0])
     adding = ["one step", "one step of one sign", "one chain", "middle", "every code", "long", "long, one binade"]
-    for name in (*adding, "specials", "tail of K", "mixed formats", "mixed formats, b E5M2"):
+    for name in (*adding, "specials", "mixed formats", "mixed formats, b E5M2"):
         yield probe(name, operands[name])
     for fmt in narrow:
         yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
