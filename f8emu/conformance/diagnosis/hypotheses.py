@@ -45,6 +45,7 @@ SPLIT_ABOVE = 512
 BLOCKS = (256, 384, 512)
 """Of K, in libraries of CPUs: MKL's sgemm has 384 at most."""
 TAILS = (32, 64, 128, 256, 512)
+LAST = (16, 32, 64, 128)
 TILES = (32, 64, 128)
 _FLOAT32_BITS = 23
 _BLOCK_K = 128
@@ -209,6 +210,8 @@ def _misreadings() -> Iterator[Alteration]:
     for multiple in TAILS:
         sentence = f"rounds K down to a multiple of {multiple}, and leaves out the products beyond"
         yield _row(f"tail of K beyond a multiple of {multiple} dropped", sentence, k_multiple=multiple)
+    for less in LAST:
+        yield _row(f"last {less} of K dropped", f"ends {less} of K too early", k_less=less)
 
 
 def _misplacements() -> Iterator[Alteration]:

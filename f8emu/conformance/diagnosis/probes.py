@@ -155,6 +155,8 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     for fmt in narrow:
         for number, (integers, scales) in enumerate(_straddling(kind.pair[0], fmt)):
             yield probe(f"scales beside a tie {number}", known(integers), scales, out_dtypes=(fmt,))
+    one_row = operands["middle"][0][:1], operands["middle"][1]
+    yield probe("one row", one_row, (drawn[0][:1], drawn[1]))
     many, of_many = _many(), _scales(kind.pair[0], MANY)
     yield probe("many rows", (many[0], many[1][:SIZE]), (of_many[0], _ONE), at=(np.arange(MANY), _FEW))
     yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_many[1]), at=(_FEW, np.arange(MANY)))

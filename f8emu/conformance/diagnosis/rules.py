@@ -192,8 +192,9 @@ class Rules:
     misreads: frozenset[Misreading] = frozenset()
     reads: tuple[Reading, Reading] = (Reading.OWN, Reading.OWN)
     """The formats of a and b."""
+    k_less: int = 0
     k_multiple: int = 1
-    """K is rounded down to a multiple of this: products beyond take no part."""
+    """So much less of K, rounded down to a multiple, takes part."""
     misplaced: tuple[Misplaced, ...] = ()
     """At most one of each `Places`."""
 
@@ -229,6 +230,7 @@ class Rules:
             for name, reading in zip("ab", self.reads, strict=True)
             if reading is not Reading.OWN
         ]
+        said += [f"the last {self.k_less} of K are left out"] * (self.k_less > 0)
         said += [f"K is rounded down to a multiple of {self.k_multiple}"] * (self.k_multiple > 1)
         said += [one.words for one in self.misplaced]
         return tuple(said)
