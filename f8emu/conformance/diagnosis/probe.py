@@ -101,6 +101,12 @@ def tie_of_a_step(fmt: Format, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return codes_of_values(a), codes_of_values(b)
 
 
+def alternating(x: np.ndarray) -> np.ndarray:
+    """Every second number with the other sign, the first one too."""
+    signs = np.where(np.arange(x.size) % 2 == 0, -1, 1).astype(x.dtype)
+    return x * signs.reshape(x.shape)
+
+
 def taken_back(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first half of K, and the same products with the other sign in another order: an exact sum of zero."""
     k = a.shape[1] // 2

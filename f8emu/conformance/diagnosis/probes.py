@@ -21,6 +21,7 @@ from f8emu.conformance.diagnosis.probe import (
     SHORT_K,
     Kind,
     Probe,
+    alternating,
     codes_of_values,
     known,
     taken_back,
@@ -158,8 +159,10 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     one_row = operands["middle"][0][:1], operands["middle"][1]
     yield probe("one row", one_row, (drawn[0][:1], drawn[1]))
     many, of_many = _many(), _scales(kind.pair[0], MANY)
-    yield probe("many rows", (many[0], many[1][:SIZE]), (of_many[0], _ONE), at=(np.arange(MANY), _FEW))
-    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_many[1]), at=(_FEW, np.arange(MANY)))
+    of_rows, of_columns = (alternating(scale) for scale in of_many)
+    biases = draw("normal", (1, MANY), FLOAT32, "probe many")[0] * np.float32(4096)
+    yield probe("many rows", (many[0], many[1][:SIZE]), (of_rows, _ONE), at=(np.arange(MANY), _FEW))
+    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(_FEW, np.arange(MANY)))
     yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
     yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
     yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
