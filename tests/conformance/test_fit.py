@@ -56,6 +56,8 @@ planted = _planted()
 def _small_random_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted kernels are slow, and 16 rows and columns of each are looked at, however large it is."""
     monkeypatch.setattr(confirmation, "_SIZE", 16)
+    for name, k in (("_K", 2048), ("_MIDDLE_K", 256), ("_LONG_K", 2176)):
+        monkeypatch.setattr(sizes, name, k)
 
 
 def test_the_right_rules_are_the_oracle() -> None:
@@ -122,7 +124,7 @@ def test_rows_that_depend_on_m() -> None:
     assert found.is_batch_invariant is False
     assert {one.name: (one.is_same, one.split_k) for one in found.sizes} == {
         "M = 64": (True, 1), "M = 17": (True, 1), "M = 16": (False, 4), "M = 1": (False, 4),
-        "N = 288": (True, 3), "K = 8320": (True, 4),
+        "N = 288": (True, 2), "K = 2176": (True, 4),
     }  # fmt: skip
     assert not found.missed, "another split of K is told apart from what is wrong"
 
@@ -151,7 +153,7 @@ def rules_for(kind: str) -> Rules:
         (lambda a, out: out[250:].fill(0), ["M = 256"]),
         (lambda a, out: out[:1].fill(0) if len(a) == 1 else None, ["M = 1"]),
         (lambda a, out: out[:, 128:].fill(0), ["N = 288"]),
-        (lambda a, out: out[:, :1].fill(0) if a.shape[1] > 8000 else None, ["K = 8320"]),
+        (lambda a, out: out[:, :1].fill(0) if a.shape[1] > 2048 else None, ["K = 2176"]),
     ],
     ids=["right", "rows from 128", "the last tile of rows", "one row", "columns from 128", "a long K"],
 )
@@ -228,7 +230,7 @@ def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
     """Measured without them, and told."""
-    subject, _ = planted.failing(lambda _, k: k == 144, RuntimeError("compilation failed"), promote=64)
+    subject, _ = planted.failing(lambda _, k: k == 240, RuntimeError("compilation failed"), promote=64)
     (found,) = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(16,)).kinds
     assert found.is_confirmed and found.rules is not None and found.rules.model.promote_k == 64
     assert "probes failed, first: " in found.left_out

@@ -5,7 +5,7 @@ from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.layer import LayerCase
 
 _K_BOUNDS = (128, 512, 2048)
-_ROW_BOUNDS = (16, 64, 128, 256)
+_ROW_BOUNDS = (1, 16, 64, 128, 256)
 """Sizes are counted in ranges: few enough to read."""
 _STEP, _PROMOTION = 32, 128
 """[ACC-1] [CHAIN-2] What a K that is no multiple leaves a tail of."""
@@ -47,7 +47,7 @@ def _range_of(size: int, bounds: tuple[int, ...]) -> str:
     first = 1
     for last in bounds:
         if size <= last:
-            return f"{first} to {last}"
+            return f"{first} to {last}" if first < last else str(last)
         first = last + 1
     return f"{first} and more"
 

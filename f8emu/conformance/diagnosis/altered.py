@@ -51,8 +51,8 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
     memory = memory or Memory()
     if rules.split_above:
         rules = replace(rules, split_k=rules.split_k if case.k > rules.split_above else 1, split_above=0)
-    if rules.k_multiple > 1:
-        whole, k = case, case.k // rules.k_multiple * rules.k_multiple
+    if rules.k_multiple > 1 or rules.k_less:
+        whole, k = case, max(case.k - rules.k_less, 0) // rules.k_multiple * rules.k_multiple
         case = memory.get((whole,), ("K", k), lambda: replace(whole, a=whole.a[:, :k], b=whole.b[:, :k]))
     outputs = next((one for one in rules.misplaced if one.of.is_output), None)
     if outputs is not None:

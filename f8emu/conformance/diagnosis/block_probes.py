@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.probe import MANY, Probe, known, taken_back, tie_of_a_step
+from f8emu.conformance.diagnosis.probe import MANY, Probe, alternating, known, taken_back, tie_of_a_step
 from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.distributions import draw_codes, rng
 from f8emu.conformance.gemm import GemmCase, Mode
@@ -109,7 +109,7 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     many = MANY if takes_any_size else 3 * _SQUARE
     long_side, short_side = known(4099 + 17 * np.arange(many))
     few = np.arange(0, 8, 7)
-    of_many = [s[:, :1].copy() for s in scales(_TAIL_K, rows=(many, many))]
+    of_many = [alternating(s[:, :1].copy()) for s in scales(_TAIL_K, rows=(many, many))]
     yield probe(
         "many rows", long_side, short_side[:m], of_many[0], scales(128, rows=(m, m))[1], at=(np.arange(many), few)
     )

@@ -45,7 +45,8 @@ SPLIT_ABOVE = 512
 BLOCKS = (256, 384, 512)
 """Of K, in libraries of CPUs: MKL's sgemm has 384 at most."""
 TAILS = (32, 64, 128, 256, 512)
-TILES = (16, 32, 64, 128, 256)
+LAST = (32, 64, 128)
+TILES = (64, 128)
 _FLOAT32_BITS = 23
 _BLOCK_K = 128
 
@@ -63,7 +64,7 @@ def from_there_on(starts: Mapping[Places, int]) -> Iterator[Alteration]:
             *((Taken.NOWHERE, 0), (Taken.SHIFTED, start), (Taken.REPEATED, start)),
             *((Taken.ONE, 0), (Taken.ONE, start - 1), (Taken.SHIFTED, 1), (Taken.SHIFTED, -1)),
         )
-        for of in (places, Places.SCALES_A if places is Places.ROWS else Places.SCALES_B):
+        for of in (places, *((Places.SCALES_A,) if places is Places.ROWS else (Places.SCALES_B, Places.BIAS))):
             yield from (_misplaced(Misplaced(of=of, taken=one, size=size, start=start)) for one, size in taken)
 
 
@@ -95,12 +96,8 @@ def _chaining() -> Iterator[Alteration]:
     for length in PROMOTIONS:
         sentence = f"adds the tensor core's accumulator to a float32 total every {length} of K"
         yield _row(f"promotion every {length}", sentence, model={"promote_k": length})
-    yield _row(
-        "float32 accumulation",
-        "adds every product in float32; no tensor core cuts bits",
-        model=one_chain,
-        adder=Adder.FLOAT32,
-    )
+    sentence = "adds every product in float32; no tensor core cuts bits"
+    yield _row("float32 accumulation", sentence, model=one_chain, adder=Adder.FLOAT32)
     for lanes in (2, 4, 8, 16, 32):
         sentence = f"adds in float32, {lanes} sums taking turns along K, which are added up pairwise at its end"
         name = f"float32 accumulation in {lanes} lanes"
@@ -149,11 +146,8 @@ def _epilogue() -> Iterator[Alteration]:
     yield _row("output ties away from zero", "rounds ties of the output away from zero", output=Rounding.NEAREST_AWAY)
     for fmt in ("bfloat16", "float16"):
         yield _row(f"output through {fmt}", f"rounds the result to {fmt} before the output type", output_through=fmt)
-    yield _row(
-        "output saturates",
-        "gives the largest number of the output type where the hardware gives infinity",
-        saturates=True,
-    )
+    sentence = "gives the largest number of the output type where the hardware gives infinity"
+    yield _row("output saturates", sentence, saturates=True)
     yield _row("subnormal operands flushed", "takes subnormal float8 codes for zero", flushes_operands=True)
     sentence = "turns float32 results below the smallest normal number into zero"
     yield _row("subnormal results flushed", sentence, flushes_results=True)
@@ -177,6 +171,7 @@ _MISREADING_NAMES = {
     Misreading.SCALES_TRANSPOSED: "block scales transposed",
     Misreading.SCALES_FIRST_BLOCK: "first block's scales everywhere",
     Misreading.SCALES_IGNORED: "scales ignored",
+    Misreading.SCALES_UNSIGNED: "sign of scales dropped",
     Misreading.OPERANDS_SWAPPED: "operands swapped",
     Misreading.OUTPUT_TRANSPOSED: "output transposed",
     Misreading.NAN_AS_NUMBER: "NaN codes as numbers",
@@ -209,35 +204,38 @@ def _misreadings() -> Iterator[Alteration]:
     for multiple in TAILS:
         sentence = f"rounds K down to a multiple of {multiple}, and leaves out the products beyond"
         yield _row(f"tail of K beyond a multiple of {multiple} dropped", sentence, k_multiple=multiple)
+    for less in LAST:
+        yield _row(f"last {less} of K dropped", f"ends {less} of K too early", k_less=less)
 
 
 def _misplacements() -> Iterator[Alteration]:
     neighbours = [(taken, size) for size in (1, -1) for taken in (Taken.SHIFTED, Taken.ROLLED)]
-    tiles = [(Taken.SHIFTED, 1), (Taken.SHIFTED, -1), (Taken.SWAPPED, 1), (Taken.REPEATED, 1), (Taken.FIRST_OF_TILE, 1)]
-    for of in (Places.SCALES_A, Places.SCALES_B, Places.BLOCKS_A, Places.BLOCKS_B):
-        has_tiles = of in (Places.SCALES_A, Places.SCALES_B)
-        for taken, size in (*neighbours, *((taken, s * tile) for tile in TILES for taken, s in tiles if has_tiles)):
-            yield _misplaced(Misplaced(of=of, taken=taken, size=size))
+    kept = (Taken.SWAPPED, Taken.REPEATED, Taken.FIRST_OF_TILE)
+    tiles = [(taken, s * tile) for tile in TILES for taken, s in (*neighbours, *((taken, 1) for taken in kept))]
+    for of in (Places.SCALES_A, Places.SCALES_B):
+        yield from (_misplaced(Misplaced(of=of, taken=taken, size=size)) for taken, size in (*neighbours, *tiles))
+    for sides in ((Places.BLOCKS_A, Places.BLOCKS_B), (Places.BLOCKS_A,), (Places.BLOCKS_B,), (Places.BIAS,)):
+        for taken, size in neighbours:
+            yield _misplaced(*(Misplaced(of=of, taken=taken, size=size) for of in sides))
 
 
-def _misplaced(one: Misplaced) -> Alteration:
-    what = "writes outputs" if one.of.is_output else "takes scales"
+def _misplaced(*together: Misplaced) -> Alteration:
+    words = " and ".join(one.words for one in together)
+    of = {one.of for one in together}
+    what = "writes outputs" if together[0].of.is_output else "takes biases" if Places.BIAS in of else "takes scales"
     return Alteration(
-        name=one.words,
-        sentence=f"{what} that belong elsewhere, or none: {one.words}",
+        name=words,
+        sentence=f"{what} that belong elsewhere, or none: {words}",
         change=lambda rules: replace(
-            rules, misplaced=(*(other for other in rules.misplaced if other.of is not one.of), one)
+            rules, misplaced=(*(other for other in rules.misplaced if other.of not in of), *together)
         ),
     )
 
 
 def _adding() -> Iterator[Alteration]:
     for size in STEPS:
-        yield _row(
-            f"steps of {size}",
-            f"adds {size} products in one step of the tensor core [ACC-1]",
-            model={"step_k": size},
-        )
+        sentence = f"adds {size} products in one step of the tensor core [ACC-1]"
+        yield _row(f"steps of {size}", sentence, model={"step_k": size})
     for bits in FRACTION_BITS:
         yield _row(
             f"{bits} fraction bits",

@@ -19,9 +19,9 @@ from f8emu.conformance.diagnosis.probe import (
     MANY,
     MIDDLE_K,
     SHORT_K,
-    TAIL_K,
     Kind,
     Probe,
+    alternating,
     codes_of_values,
     known,
     taken_back,
@@ -82,7 +82,6 @@ def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "long, one binade": taken_back(*(codes_of_values(x) for x in same)),
         "many magnitudes": _many_magnitudes(),
         "specials": drawn("specials", MIDDLE_K),
-        "tail of K": drawn("bits", TAIL_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
         "mixed formats, b E5M2": drawn("bits", MIDDLE_K, (E4M3FN, E5M2)),
     }
@@ -146,7 +145,7 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     operands = _operands()
     drawn = _scales(kind.pair[0])
     adding = ["one step", "one step of one sign", "one chain", "middle", "every code", "long", "long, one binade"]
-    for name in (*adding, "specials", "tail of K", "mixed formats", "mixed formats, b E5M2"):
+    for name in (*adding, "specials", "mixed formats", "mixed formats, b E5M2"):
         yield probe(name, operands[name])
     for fmt in narrow:
         yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
@@ -157,9 +156,13 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     for fmt in narrow:
         for number, (integers, scales) in enumerate(_straddling(kind.pair[0], fmt)):
             yield probe(f"scales beside a tie {number}", known(integers), scales, out_dtypes=(fmt,))
+    one_row = operands["middle"][0][:1], operands["middle"][1]
+    yield probe("one row", one_row, (drawn[0][:1], drawn[1]))
     many, of_many = _many(), _scales(kind.pair[0], MANY)
-    yield probe("many rows", (many[0], many[1][:SIZE]), (of_many[0], _ONE), at=(np.arange(MANY), _FEW))
-    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_many[1]), at=(_FEW, np.arange(MANY)))
+    of_rows, of_columns = (alternating(scale) for scale in of_many)
+    biases = draw("normal", (1, MANY), FLOAT32, "probe many")[0] * np.float32(4096)
+    yield probe("many rows", (many[0], many[1][:SIZE]), (of_rows, _ONE), at=(np.arange(MANY), _FEW))
+    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(_FEW, np.arange(MANY)))
     yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
     yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
     yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))

@@ -63,10 +63,16 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Read:
             factor_a, factor_b = factor_a[:, :1].repeat(factor_a.shape[1], 1), factor_b[:1].repeat(len(factor_b), 0)
         if Misreading.SCALES_INVERTED in wrong:
             factor_a, factor_b = np.float32(1) / factor_a, np.float32(1) / factor_b
+        if Misreading.SCALES_UNSIGNED in wrong:
+            factor_a, factor_b = np.abs(factor_a), np.abs(factor_b)
         if Misreading.SCALES_IGNORED in wrong:
             factor_a, factor_b = np.ones_like(factor_a), np.ones_like(factor_b)
         for misplaced in rules.misplaced:
             factor_a, factor_b = _misplaced_scales(factor_a, factor_b, misplaced)
+    bias = None if case.bias is None else case.bias.astype(np.float32)
+    for misplaced in rules.misplaced:
+        if bias is not None and misplaced.of is Places.BIAS:
+            bias = _taken(bias[None], misplaced, 1, nowhere=0)[0]
     format_a, format_b = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
     if Misreading.OPERANDS_SWAPPED in wrong and a.shape == b.shape:
         a, b, format_a, format_b = b, a, format_b, format_a
@@ -81,7 +87,7 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Read:
         format_b=format_b,
         scale_a_MB=factor_a[rows],
         scale_b_BN=factor_b[:, columns],
-        bias=None if case.bias is None else case.bias.astype(np.float32)[columns],
+        bias=None if bias is None else bias[columns],
     )
 
 
@@ -102,7 +108,7 @@ def _format_read(reading: Reading, own: Format, other: Format) -> Format:
 def _misplaced_scales(
     factor_a: np.ndarray, factor_b: np.ndarray, misplaced: Misplaced
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [M, B] and [B, N], those of one of them in other places; outputs are not meant."""
+    """Scales [M, B] and [B, N], those of one of them in other places; nothing else is meant."""
     match misplaced.of:
         case Places.SCALES_A:
             return _taken(factor_a, misplaced, 0), factor_b
@@ -116,10 +122,10 @@ def _misplaced_scales(
             return factor_a, factor_b
 
 
-def _taken(factors: np.ndarray, misplaced: Misplaced, axis: int) -> np.ndarray:
+def _taken(factors: np.ndarray, misplaced: Misplaced, axis: int, nowhere: int = 1) -> np.ndarray:
     taken = places_taken(misplaced, factors.shape[axis])
     is_nowhere = np.expand_dims(taken < 0, 1 - axis)
-    return np.where(is_nowhere, np.float32(1), np.take(factors, taken, axis))
+    return np.where(is_nowhere, np.float32(nowhere), np.take(factors, taken, axis))
 
 
 def _other_order(scale: np.ndarray) -> np.ndarray:

@@ -28,8 +28,10 @@ def first_wrong(asked: Sequence[tuple[Asked, Rules]], memory: Memory) -> dict[Pl
     return found
 
 
-def what_is_left(asked: Sequence[tuple[Asked, Rules]], memory: Memory) -> Contrast | None:
-    """The sharpest trait that nearly all outputs have which the rules do not give; None where no trait parts them."""
+def what_is_left(asked: Sequence[tuple[Asked, Rules]], memory: Memory, high: float = 0.0) -> Contrast | None:
+    """The sharpest trait that nearly all outputs have which the rules do not give, if a share of `high` with it differ;
+    None where no trait parts them.
+    """
     counts: dict[str, dict[str, tuple[int, int]]] = {}
     for one, rules in asked:
         wrong = one.differing(rules, memory)
@@ -41,7 +43,7 @@ def what_is_left(asked: Sequence[tuple[Asked, Rules]], memory: Memory) -> Contra
                 _add(counts, name, str(place), differ, wrong.shape[1 - axis])
     names = counts.pop("probe")
     for traits in (counts, {"probe": names}):  # a size tells more than the name of a probe
-        found = contrasts(traits, high=0.0, coverage=_COVERAGE)
+        found = contrasts(traits, high=high, coverage=_COVERAGE)
         if found:
             return found[0]
     return None

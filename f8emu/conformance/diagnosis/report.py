@@ -61,7 +61,9 @@ def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
             every = len(same) == len(kinds) > 1
             yield from _lines_of(same, f"all {len(same)} kinds of GEMM" if every else ", ".join(k.kind for k in same))
         yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
-        if kinds and all(kind.is_right for kind in kinds):
+        if not kinds:
+            yield "  no GEMM that is probed is offered: nothing is known of what differs"
+        elif all(kind.is_right for kind in kinds):
             yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
 

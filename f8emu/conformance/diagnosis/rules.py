@@ -74,6 +74,7 @@ class Misreading(Enum):
     SCALES_TRANSPOSED = "block scales read in the other memory order"
     SCALES_FIRST_BLOCK = "the scales of the first block of K used for all of K"
     SCALES_IGNORED = "scales not used"
+    SCALES_UNSIGNED = "the sign of a scale dropped"
     OPERANDS_SWAPPED = "a and b exchanged, scales in place"
     OUTPUT_TRANSPOSED = "the output written transposed"
     NAN_AS_NUMBER = "NaN codes of float8_e4m3fn taken for 480"
@@ -90,7 +91,7 @@ class Reading(Enum):
 
 
 class Taken(Enum):
-    """Which place stands for place i of n, in terms of a size s; -1 is nowhere: a scale of one, an output of zero."""
+    """Which place stands for place i of n, in terms of a size s. Nowhere is a scale of one, or an output of zero."""
 
     SHIFTED = "i - s, at the ends the last one"
     ROLLED = "i - s, at the ends round about"
@@ -108,6 +109,7 @@ class Places(Enum):
     SCALES_B = "scale_b of column"
     BLOCKS_A = "scale_a of block"
     BLOCKS_B = "scale_b of block"
+    BIAS = "bias of column"
     ROWS = "output of row"
     COLUMNS = "output of column"
 
@@ -121,6 +123,7 @@ _INDEX = {
     Places.SCALES_B: "n",
     Places.BLOCKS_A: "g",
     Places.BLOCKS_B: "g",
+    Places.BIAS: "n",
     Places.ROWS: "m",
     Places.COLUMNS: "n",
 }
@@ -128,7 +131,7 @@ _INDEX = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misplaced:
-    """Scales or outputs that stand in the place of others."""
+    """Scales, biases or outputs that stand in the place of others."""
 
     of: Places
     taken: Taken
@@ -142,7 +145,7 @@ class Misplaced:
         i = _INDEX[self.of]
         where = f", for {i} >= {self.start}" if self.start else ""
         if self.taken is Taken.NOWHERE:
-            return f"{self.of.value} {i} is {'zero' if self.of.is_output else 'one'}{where}"
+            return f"{self.of.value} {i} is {'zero' if self.of.is_output or self.of is Places.BIAS else 'one'}{where}"
         match self.taken:
             case Taken.SHIFTED | Taken.ROLLED:
                 taken = f"{i} {'-' if self.size > 0 else '+'} {abs(self.size)}"
@@ -192,8 +195,9 @@ class Rules:
     misreads: frozenset[Misreading] = frozenset()
     reads: tuple[Reading, Reading] = (Reading.OWN, Reading.OWN)
     """The formats of a and b."""
+    k_less: int = 0
     k_multiple: int = 1
-    """K is rounded down to a multiple of this: products beyond take no part."""
+    """So much less of K, rounded down to a multiple, takes part."""
     misplaced: tuple[Misplaced, ...] = ()
     """At most one of each `Places`."""
 
@@ -229,6 +233,7 @@ class Rules:
             for name, reading in zip("ab", self.reads, strict=True)
             if reading is not Reading.OWN
         ]
+        said += [f"the last {self.k_less} of K are left out"] * (self.k_less > 0)
         said += [f"K is rounded down to a multiple of {self.k_multiple}"] * (self.k_multiple > 1)
         said += [one.words for one in self.misplaced]
         return tuple(said)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from f8emu.conformance.breakdown.contrast import Contrast
+from f8emu.conformance.breakdown.contrast import HIGH, Contrast
 from f8emu.conformance.diagnosis.asked import Asked
 from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations, from_there_on
 from f8emu.conformance.diagnosis.memory import Memory
@@ -153,7 +153,8 @@ class Search:
             if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
                 best = more
         found = _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
-        return replace(found, left=what_is_left(self._ruled(best.steps), self.memory))
+        high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
+        return replace(found, left=what_is_left(self._ruled(best.steps), self.memory, high))
 
     def _searched(self) -> list[_Tried]:
         complete = list(self._complete([self.own], "one alteration"))
