@@ -7,7 +7,7 @@ captured in a CUDA graph. Host time is a clock around steps that nothing waits f
 is what the host needs; at dim 2048 the launch queue may fill, and the host then waits for the GPU. Step time is between
 two events. Subjects take turns, a few steps each; the figure is the median over rounds.
 
-Delayed scaling's update is part of the step; `no sync` are the figures without it. A CUDA graph has no update in it.
+Delayed scaling's update is part of the step, in a CUDA graph too.
 Exit status 1 if f8emu fails, gives a number that is not finite, or compiled layers differ from eager ones.
 """
 
@@ -90,14 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_host(entries: Sequence[dict[str, Any]], layers: int) -> None:
-    """Adds the milliseconds of host time that one layer costs more than bfloat16's, with and without the sync."""
+    """Adds the milliseconds of host time that one layer costs more than bfloat16's."""
     plain = next((e["enqueue_ms"] for e in entries if e["subject"] == BASELINE and "enqueue_ms" in e), None)
     if plain is None:
         return
     for entry in entries:
-        for suffix in ("", "_sync_outside"):
-            if f"enqueue_ms{suffix}" in entry:
-                entry[f"host_ms_added_a_layer{suffix}"] = (entry[f"enqueue_ms{suffix}"] - plain) / layers
+        if "enqueue_ms" in entry:
+            entry["host_ms_added_a_layer"] = (entry["enqueue_ms"] - plain) / layers
 
 
 def _equality(subjects: Sequence[str], size: Size, device: torch.device) -> list[dict[str, Any]]:
@@ -122,10 +121,8 @@ def _draw(workload: Workload, mode: str, entries: Sequence[dict[str, Any]]) -> N
         "subject",
         "host ms",
         "added a layer",
-        "no sync",
         "step ms",
         "times bf16",
-        "no sync",
         "floor ms",
         "peak MiB",
     )
@@ -139,10 +136,8 @@ def _draw(workload: Workload, mode: str, entries: Sequence[dict[str, Any]]) -> N
                 e["subject"],
                 f"{e['enqueue_ms']:.3f}",
                 figure(e, "host_ms_added_a_layer", ".3f"),
-                figure(e, "host_ms_added_a_layer_sync_outside", ".3f"),
                 f"{e['ms']:.3f}",
                 figure(e, "speed", ".3f"),
-                figure(e, "speed_sync_outside", ".3f"),
                 f"{e['floor_ms']:.3f}",
                 f"{e['peak_bytes'] / 2**20:.0f}" if e.get("peak_bytes") else "-",
             ]

@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from benchmarks.kernels import draw_kernels, kernels
 from benchmarks.measure import forget
 from benchmarks.report import draw, facts, figure, package_version, say, write_json
-from benchmarks.subjects import BASELINE, MODES, SUBJECTS, AbsentError, compile_options, converted, is_delayed
+from benchmarks.subjects import BASELINE, MODES, SUBJECTS, AbsentError, compile_options, converted
 from benchmarks.timing import back_to_back, median, synchronize
-from f8emu.torch import sync_float8_amax_and_scale_history
 
 WARMUP = 4
 """Steps before the first figure; their losses are recorded."""
@@ -63,11 +62,9 @@ class Training:
     """int64 [batch, length], input and labels."""
 
     def step(self) -> Tensor:
-        """Forward, backward, the update of delayed scales, the optimizer; the loss before it."""
+        """Forward, backward, the optimizer; the loss before it."""
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
         loss.backward()
-        if is_delayed(self.subject):
-            sync_float8_amax_and_scale_history(self.model)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()

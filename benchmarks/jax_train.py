@@ -35,7 +35,7 @@ from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.jax.hosts.flax_linen import Float8DotGeneral
 from f8emu.spec import RECIPES
-from f8emu.torch import convert_to_float8_training, sync_float8_amax_and_scale_history
+from f8emu.torch import convert_to_float8_training
 
 SIZE: dict[str, Any] = {"layers": 2, "dim": 128, "hidden": 256, "heads": 2, "length": 64}
 ROWS = 4
@@ -189,7 +189,6 @@ def train_torch(name: str, seed: int, corpus: Corpus, arguments: argparse.Namesp
     model = SameTransformer(**SIZE)
     if name != BF16:
         convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=lambda module, fqn: fqn != HEAD)
-    is_delayed = name != BF16 and RECIPES[name].delayed is not None
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
     def one(tokens: torch.Tensor, learning_rate: float) -> torch.Tensor:
@@ -199,8 +198,6 @@ def train_torch(name: str, seed: int, corpus: Corpus, arguments: argparse.Namesp
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(tokens)
         loss.backward()
-        if is_delayed:
-            sync_float8_amax_and_scale_history(model)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.detach()

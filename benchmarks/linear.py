@@ -137,7 +137,6 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: 
         "ms",
         "min - max",
         "speed",
-        "sync outside",
         "floor ms",
         "of floor",
         "peak MB",
@@ -153,14 +152,12 @@ def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: 
             continue
         peak, kept = (f"{e[key] / 1e6:.0f}" if e.get(key) else "-" for key in ("peak_bytes", "kept_bytes"))
         span = f"{e['ms_min']:.3f} - {e['ms_max']:.3f}"
-        outside = figure(e, "speed_sync_outside", ".3f")
         rows.append(
             [
                 label,
                 f"{e['ms']:.3f}",
                 span,
                 figure(e, "speed", ".3f"),
-                outside,
                 figure(e, "floor_ms", ".3f"),
                 figure(e, "fraction_of_floor", ".1%"),
                 peak,

@@ -10,7 +10,7 @@ import torch
 from benchmarks.kernels import kernels
 from benchmarks.report import say
 from benchmarks.subjects import BASELINE, AbsentError, Subject, make_subject, recipe_of
-from benchmarks.timing import Timed, back_to_back, captured, excluding, kept_bytes, median, peak_bytes
+from benchmarks.timing import back_to_back, captured, kept_bytes, median, peak_bytes
 from benchmarks.workloads import Floor, Workload
 
 WARMUP = 5
@@ -31,7 +31,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One entry for each (subject, mode): figures, or why there are none.
 
-    With `is_graph` the step is a CUDA graph of the forward and backward pass, without the sync of delayed scales.
+    With `is_graph` the step is a CUDA graph.
     Subjects in `profiled` have their kernels listed.
     """
     model = workload.build().to(device, torch.bfloat16)
@@ -47,7 +47,7 @@ def measure(
             for _ in range(WARMUP):
                 subject.step()
             subject.free()
-            step = captured(subject.pass_) if is_graph else subject.step
+            step = captured(subject.step) if is_graph else subject.step
         except AbsentError as error:
             entry["absent"] = str(error)
         except Exception as error:  # one subject that fails costs its row, not the run
@@ -59,7 +59,6 @@ def measure(
     before = _graphs_compiled()
     times: dict[str, list[float]] = {subject.label: [] for subject, _, _ in ready}
     enqueue: dict[str, list[float]] = {label: [] for label in times}
-    outside: dict[str, list[Timed]] = {label: [] for label in times}
     # A full collection walks through the compiled code of all subjects, in the turn of one.
     gc.collect()
     gc.freeze()
@@ -68,17 +67,12 @@ def measure(
             timed = back_to_back(step, steps, device)
             times[subject.label].append(timed.ms)
             enqueue[subject.label].append(timed.enqueue_ms)
-            if subject.is_delayed and not is_graph:
-                outside[subject.label].append(excluding(subject.pass_, subject.sync, steps, device))
             if not is_graph:
                 subject.free()
     gc.unfreeze()
     for subject, entry, step in ready:
         of = times[subject.label]
         entry |= {"ms": median(of), "ms_min": min(of), "ms_max": max(of), "enqueue_ms": median(enqueue[subject.label])}
-        if outside[subject.label]:
-            entry["ms_sync_outside"] = median([timed.ms for timed in outside[subject.label]])
-            entry["enqueue_ms_sync_outside"] = median([timed.enqueue_ms for timed in outside[subject.label]])
         if not is_graph:
             entry["peak_bytes"] = peak_bytes(subject.step, device)
             subject.free()
@@ -114,8 +108,6 @@ def _add_ratios(entries: list[dict[str, Any]]) -> None:
         if "ms" not in entry or not same:
             continue
         entry["speed"] = same[0]["ms"] / entry["ms"]
-        if "ms_sync_outside" in entry:
-            entry["speed_sync_outside"] = same[0]["ms"] / entry["ms_sync_outside"]
         if entry.get("peak_bytes"):
             entry["memory"] = entry["peak_bytes"] / same[0]["peak_bytes"]
         if entry.get("kept_bytes"):

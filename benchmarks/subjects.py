@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.checkpointing import checkpointed
 from f8emu.spec import RECIPES, Recipe
-from f8emu.torch import convert_to_float8_training, sync_float8_amax_and_scale_history
+from f8emu.torch import convert_to_float8_training
 
 BASELINE = "bf16"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -38,12 +38,6 @@ def torchao_float8() -> Any:
 def recipe_of(subject: str) -> Recipe | None:
     """None is bfloat16."""
     return None if subject == BASELINE else RECIPES[subject.partition("/")[2]]
-
-
-def is_delayed(subject: str) -> bool:
-    """Whether its scales are updated once a step."""
-    recipe = recipe_of(subject)
-    return recipe is not None and recipe.delayed is not None
 
 
 def converted(
@@ -93,16 +87,10 @@ class Subject:
     model: nn.Module
     x: Tensor
     grad_output: Tensor
-    optimizer: torch.optim.Optimizer
-    """It holds the weights, as in training: a delayed layer that none steps looks itself whether its weight changed."""
 
     @property
     def label(self) -> str:
         return f"{self.name} {self.mode}"
-
-    @property
-    def is_delayed(self) -> bool:
-        return is_delayed(self.name)
 
     def free(self) -> None:
         """Drops the gradients."""
@@ -123,8 +111,8 @@ class Subject:
         found = (self.x.grad, *(p.grad for p in self.model.parameters()))
         return [grad for grad in found if grad is not None]
 
-    def pass_(self) -> None:
-        """Forward and backward, into fresh gradients."""
+    def step(self) -> None:
+        """What training does a step, without the optimizer: forward and backward, into fresh gradients."""
         self.free()
         self.forward().backward(self.grad_output)
 
@@ -134,16 +122,6 @@ class Subject:
         output = self.forward()
         output.backward(self.grad_output)
         return [output.detach(), *self.gradients]
-
-    def sync(self) -> None:
-        """The update of delayed scales, once a step; nothing for other recipes."""
-        if self.is_delayed:
-            sync_float8_amax_and_scale_history(self.model)
-
-    def step(self) -> None:
-        """What training does a step, without the optimizer."""
-        self.pass_()
-        self.sync()
 
 
 def make_subject(
@@ -158,6 +136,4 @@ def make_subject(
     whole = checkpointed(name, own, checkpointing)
     call = compiled(name, whole) if mode == "compiled" else whole
     own_x = x.clone().requires_grad_()
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
-    optimizer.step()
-    return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output, optimizer=optimizer)
+    return Subject(name=name, mode=mode, call=call, model=own, x=own_x, grad_output=grad_output)

@@ -44,27 +44,6 @@ def back_to_back(step: Step, steps: int, device: torch.device) -> Timed:
     return Timed(ms, ms)
 
 
-def excluding(step: Step, between: Step, steps: int, device: torch.device) -> Timed:
-    """As `back_to_back`, where `between` runs after every step and is not counted; nothing waits for either."""
-    step()
-    between()
-    enqueue = 0.0
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    for _ in range(steps):
-        if device.type == "cuda":
-            events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            events[-1][0].record()
-        start = time.perf_counter()
-        step()
-        enqueue += 1e3 * (time.perf_counter() - start)
-        if device.type == "cuda":
-            events[-1][1].record()
-        between()
-    synchronize(device)
-    total = sum(begin.elapsed_time(end) for begin, end in events) if events else enqueue
-    return Timed(total / steps, enqueue / steps)
-
-
 def alone(call: Step, device: torch.device) -> float:
     """Median milliseconds of one call, with a cold cache: `triton.testing.do_bench`; on a CPU the better of two."""
     if device.type == "cuda":

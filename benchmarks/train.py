@@ -27,7 +27,7 @@ from benchmarks.corpus import Corpus, read_corpus
 from benchmarks.models import Llama
 from benchmarks.report import draw, facts, say, write_json
 from f8emu.spec import RECIPES
-from f8emu.torch import convert_to_float8_training, sync_float8_amax_and_scale_history
+from f8emu.torch import convert_to_float8_training
 
 BF16 = "bf16"
 LAST = 20
@@ -53,7 +53,6 @@ def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -
         left = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear and fqn != HEAD]
         assert not left, f"{name}: {', '.join(left)} not converted; its loss would be bfloat16's"
     model.to(device)
-    is_delayed = name != BF16 and RECIPES[name].delayed is not None
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(seed)
     losses: list[torch.Tensor] = []
@@ -66,8 +65,6 @@ def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = model(tokens)
         loss.backward()
-        if is_delayed:
-            sync_float8_amax_and_scale_history(model)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.detach())

@@ -23,6 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # JAX reads this when it is first imported: broadcasting between ranks must be spelled out.
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
+# JAX takes three quarters of a GPU's memory when it starts, and pytest has a process for every core.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # XLA cuts a program in 32 parts, to compile them side by side: more work in all, where every core is busy already.
 _ONE_PART = "--xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_ONE_PART}".strip()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TIMEOUT = 120.0
 """Seconds for one GEMM of an isolated kernel: some compile it first."""
 ISOLATE = "Run kernels in a process of their own: a crash or a hang fails one case."
+JOBS = "Processes. By default one for each core where a subject is on a GPU, 2 for a whole run on a CPU, otherwise 1."
 SECONDS = f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."
 
 
@@ -88,7 +89,7 @@ def add_to(app: "typer.Typer") -> None:
         ] = False,
         jobs: Annotated[
             int | None,
-            typer.Option(min=1, help="Processes. By default 2 for a whole run where there are cores, otherwise 1."),
+            typer.Option(min=1, help=JOBS),
         ] = None,
         diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ does instead.")] = True,
     ) -> None:
@@ -153,7 +154,7 @@ def _verify(
     from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.report import progress_bar
-    from f8emu.conformance.side_by_side import Workers, parts_of
+    from f8emu.conformance.side_by_side import Workers, parts_of, processes_for
     from f8emu.conformance.stages import STAGES
     from f8emu.conformance.subject import SUBJECTS
     from f8emu.conformance.verify import stages_by_name, verify
@@ -170,8 +171,8 @@ def _verify(
         loaded, not_run = _load(names, arrays, timeout)
         subjects = list(loaded.values())
         only = stages_with(chosen.cases, named, subjects, recorded) if chosen.cases else None
-        processes = jobs or (_processes(subjects) if is_whole else 1)
-        if workers and processes == 1:
+        processes = jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
+        if workers and processes != 2:
             workers.close()
             workers = None
         with progress_bar() as progress:
@@ -208,12 +209,6 @@ def _asked(
     own = [] if arrays == Arrays.TORCH.value else ["--arrays", arrays]
     own += [] if timeout is None else ["--timeout", f"{timeout:g}"]
     return {one.name: [name, *shared, *([] if name in SUBJECTS else own)] for name, one in subjects.items()}
-
-
-def _processes(subjects: "list[Subject]") -> int:
-    """2 where there are two cores and no GPU, whose memory two processes would fight for."""
-    is_on_cpu = all(subject.is_thread_safe or subject.name == "f8ref.numpy" for subject in subjects)
-    return min(2, os.cpu_count() or 1) if is_on_cpu else 1
 
 
 def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":

@@ -79,6 +79,8 @@ class _Run:
                 for turn in range(1, case.passes + 1):
                     of_pass, found = self._pass(step, turn, executed)
                     parts |= of_pass
+                    if case.updates:
+                        parts |= self._update(step, found["states"])
                     grads = found if grads is None else self._accumulated(grads, found)
                 for i, number in enumerate(self.numbers):
                     for name in self.parameters:
@@ -86,9 +88,6 @@ class _Run:
                             grad = np.asarray(grads[name][i])
                             part = case.part(Place(step, layer=number), f"{name}.grad", of="step")
                             parts[part] = grad.T if name == "weight" and self.is_jitted else grad
-                if case.updates:
-                    assert grads is not None, "there was a pass"
-                    parts |= self._update(step, grads["states"])
         return parts
 
     def _pass(self, step: int, turn: int, executed: list[Executed]) -> tuple[Parts, dict[str, Any]]:
@@ -142,17 +141,11 @@ class _Run:
         return parts, grads
 
     def _accumulated(self, a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-        """The gradients of two passes: sums, and the maximum of amaxes."""
-        found: dict[str, Any] = {}
-        for name in self.parameters:
-            if name in a:
-                found[name] = [x + y for x, y in zip(a[name], b[name], strict=True)]
-        pairs = zip(a["states"], b["states"], strict=True)
-        found["states"] = [None if x is None else self.f8.linear_delayed_maximum(x, y) for x, y in pairs]
-        return found
+        """The sums of the gradients of two passes."""
+        return {name: [x + y for x, y in zip(a[name], b[name], strict=True)] for name in self.parameters if name in a}
 
     def _update(self, step: int, amaxes: Sequence[Any]) -> Parts:
-        """The states of the next step."""
+        """The states of the next pass."""
         case, parts = self.case, Parts()
         delayed = case.recipe.delayed
         assert delayed is not None, "it has updates"

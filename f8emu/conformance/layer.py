@@ -100,7 +100,7 @@ class LayerCase:
 
     @property
     def updates(self) -> bool:
-        """Whether a step ends with an update of delayed scaling."""
+        """Whether every pass ends with an update of delayed scaling."""
         return self.recipe.delayed is not None and bool(self.trained)
 
     def sizes(self, layer: int) -> tuple[int, int, int]:

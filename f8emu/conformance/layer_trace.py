@@ -51,7 +51,7 @@ class Step(NamedTuple):
     turns: list[list[LinearTrace]]
     """The passes."""
     states: list[States] | None
-    """After the update, where there was one."""
+    """After the last update, where there was one."""
 
 
 def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK) -> Iterator[Step]:
@@ -73,9 +73,8 @@ def steps(case: LayerCase, verbs: Verbs, slices_of: SplitK) -> Iterator[Step]:
                 tensors = case.linear_tensors(Place(step, turn, layer))
                 traces.append(verbs["linear"](case.recipe, **tensors, **options))
             turns.append(traces)
-        if case.updates:
-            of_layers = zip(*turns, strict=True)
-            states = [_updated(case, verbs, s, traces) for s, traces in zip(states, of_layers, strict=True)]
+            if case.updates:  # at the end of every backward pass
+                states = [_updated(case, verbs, s, trace) for s, trace in zip(states, traces, strict=True)]
         yield Step(turns, states if case.updates else None)
 
 
@@ -105,14 +104,13 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
     return found
 
 
-def _updated(case: LayerCase, verbs: Verbs, states: States, traces: tuple[LinearTrace, ...]) -> States:
-    """The states of the next step: of each tensor the largest amax of the passes counts."""
+def _updated(case: LayerCase, verbs: Verbs, states: States, trace: LinearTrace) -> States:
+    """The states after a pass."""
     recipe = case.recipe
     found: dict[str, DelayedState] = {}
     for tensor, state in states.items():
         gemm, _, cast = next(found for found in recipe.casts(tensor) if found[2].format is not None)
-        amaxes = [np.asarray(_operand_trace(trace, gemm, tensor).amax) for trace in traces]
-        amax = np.maximum.reduce(amaxes)
+        amax = np.asarray(_operand_trace(trace, gemm, tensor).amax)
         found[tensor] = verbs["update_delayed_state"](state, amax, cast.format, recipe.scale_rule, recipe.delayed)
     return found
 

@@ -16,14 +16,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from f8emu.conformance.layer import LayerMode
+from f8emu.conformance.subject import SUBJECTS
 from f8emu.spec import F8Error
 
 if TYPE_CHECKING:
     from f8emu.conformance.golden import GoldenFile
+    from f8emu.conformance.subject import Subject
     from f8emu.conformance.verify import Progress, StageResult
 
 
@@ -38,6 +41,20 @@ _COLLECTED = (200_000, 20, 100)
 """Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage."""
 
 
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Of libraries in each of many workers, where a user has set nothing else."""
+
+_ON_ONE_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""JAX otherwise takes three quarters of a GPU's memory for the first of several processes."""
+
+_OF_A_WORKER = 4 << 30
+"""Bytes of a GPU's memory: the contexts of torch and JAX, and the tensors of a case."""
+
+_MOST_PROCESSES = 16
+_LONG = ("golden", "gemms", "live")
+"""Stages of which every process has a share; of layers, a case of which takes seconds, they have several."""
+
+
 class WorkerEnded(F8Error, RuntimeError):
     """A process of the suite is gone before its answer."""
 
@@ -49,16 +66,44 @@ class Part(NamedTuple):
     subjects: tuple[str, ...]
     mode: LayerMode | None = None
     """The mode whose layers run, where the stage is those alone; None is every case."""
+    share: tuple[int, int] | None = None
+    """Which of how many shares of the cases; None is every case."""
 
 
-def parts_of(stages: Sequence[str], subjects: Sequence[str]) -> list[Part]:
+def processes_for(subjects: "Sequence[Subject]", is_whole: bool) -> int:
+    """How many processes run the suite for these subjects sooner than one, without filling the memory of a GPU.
+
+    On a GPU the suite has layers of full size, on which compilers and the oracle, on the host, spend minutes. On a CPU
+    a whole run (`is_whole`) takes two: its parts are cut for that.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if any(subject.name not in SUBJECTS for subject in subjects) or cores == 1:
+        return 1
+    if all(subject.is_thread_safe or subject.name == "f8ref.numpy" for subject in subjects):
+        return 2 if is_whole else 1
+    torch: Any = sys.modules.get("torch")
+    free = torch.cuda.mem_get_info()[0] if torch is not None and torch.cuda.is_available() else _OF_A_WORKER
+    found = min(cores, _MOST_PROCESSES, free // _OF_A_WORKER)
+    return found if found > 2 else 1
+
+
+def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int = 2) -> list[Part]:
     """A run in parts, short ones last; together they ask everything once.
+
+    For more than two processes, parts are shares of the cases of a stage; those of layers, which take longest, come
+    first, and are more than there are processes, so that none waits for long. For two, they are the following.
 
     Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each, of f8emu.jax
     two: its jitted layers share no program with others, while eager ones find the GEMMs of other stages compiled.
     Those of torch wait for compilers in turn, and are the longest part. Formats and scales are so short that every
     subject is a part.
     """
+    if processes > 2:
+        counts = dict.fromkeys(stages, 1) | {stage: processes for stage in _LONG if stage in stages}
+        if "layers" in stages:
+            counts["layers"] = 4 * processes + 1  # odd: cases alternate between eager and compiled
+        order = sorted(stages, key=lambda stage: -counts[stage])
+        return [Part((s,), tuple(subjects), share=(i, counts[s])) for s in order for i in range(counts[s])]
     left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
     multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
     values = tuple(stage for stage in left if stage not in multiplied)
@@ -80,7 +125,9 @@ class Workers:
         early = [part.subjects for part in first[:processes]] + [()] * (processes - len(first))
         with ExitStack() as stack:
             programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
-            self.connections = [_started(stack, programs, names) for names in early]
+            environment = _INDUCTOR | _ON_ONE_GPU | (_ONE_THREAD if processes > 2 else {}) | dict(os.environ)
+            environment |= {"JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL}
+            self.connections = [_started(stack, environment, names) for names in early]
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Workers":
@@ -116,7 +163,7 @@ def run_parts(
         if waiting:
             workers[connection] = waiting.pop(0)
             with suppress(OSError):  # a worker that is gone is met when it is listened to
-                connection.send((*workers[connection], str(golden.path), errors))
+                connection.send((workers[connection], str(golden.path), errors))
         else:
             workers.pop(connection, None)
 
@@ -147,11 +194,8 @@ def run_parts(
                     raise rest[0]
 
 
-def _started(stack: ExitStack, programs: str, early: tuple[str, ...]) -> Connection:
-    """A worker, which is ended with the stack; JAX keeps its compiled programs in the directory `programs`.
-
-    It imports the modules of the subjects `early` at once.
-    """
+def _started(stack: ExitStack, environment: dict[str, str], early: tuple[str, ...]) -> Connection:
+    """A worker, which is ended with the stack. It imports the modules of the subjects `early` at once."""
     ours, theirs = socket.socketpair()
     program = f"from f8emu.conformance.side_by_side import serve; serve({theirs.fileno()}, {early!r})"
     path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
@@ -159,7 +203,7 @@ def _started(stack: ExitStack, programs: str, early: tuple[str, ...]) -> Connect
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
-        env={**_INDUCTOR, **os.environ, "JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL, "PYTHONPATH": path},
+        env=environment | {"PYTHONPATH": path},
         start_new_session=True,
     )
     theirs.close()
@@ -199,7 +243,7 @@ class _Told:
 def serve(descriptor: int, early: tuple[str, ...] = ()) -> None:
     """The worker's side: imports the modules of the subjects `early`, then runs parts until the parent is gone."""
     from f8emu.conformance.golden import read_golden
-    from f8emu.conformance.stages import layers_of
+    from f8emu.conformance.stages import STAGES, layers_of, share_of
     from f8emu.conformance.subject import load_subject
     from f8emu.conformance.verify import verify
 
@@ -207,19 +251,19 @@ def serve(descriptor: int, early: tuple[str, ...] = ()) -> None:
     for name in early:
         with suppress(ImportError):  # the parent tells what is missing
             importlib.import_module("f8emu.torch" if name == "torch" else name)
+    read = cache(read_golden)
     try:
         while True:
-            stages, names, mode, golden, errors = told.connection.recv()
-            recorded = read_golden(golden)
+            (stages, names, mode, share), golden, errors = told.connection.recv()
+            chosen = [STAGES[stage] if mode is None else layers_of(mode) for stage in stages]
             subjects = {name: load_subject(name) for name in sorted(names, key=lambda name: name != "torch")}
             gc.freeze()
             gc.set_threshold(*_COLLECTED)
             try:
                 verify(
                     [subjects[name] for name in names],
-                    stages=stages,
-                    only=None if mode is None else [layers_of(mode)],
-                    golden=recorded,
+                    only=chosen if share is None else [share_of(stage, *share) for stage in chosen],
+                    golden=read(golden),
                     errors=errors,
                     progress=told,
                     keep=lambda subject, result: told.send("stage", subject, result),

@@ -6,7 +6,7 @@ A stage is a list of cases and who judges them. `Stage.cases` leaves out what is
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -267,6 +267,11 @@ def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None
 def layers_of(mode: LayerMode) -> Stage:
     """The stage with the layers of one mode only."""
     return replace(STAGES["layers"], cases=partial(_layers, only=mode))
+
+
+def share_of(stage: Stage, index: int, count: int) -> Stage:
+    """The stage with one of `count` shares of its cases."""
+    return replace(stage, cases=lambda subject, golden: islice(stage.cases(subject, golden), index, None, count))
 
 
 def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None) -> Iterator[Case]:

@@ -69,7 +69,7 @@ class _Run:
 
     def parts(self) -> Parts:
         """All steps."""
-        from f8emu.torch import delayed_state_dict, sync_float8_amax_and_scale_history
+        from f8emu.torch import delayed_state_dict
 
         case, parts = self.case, Parts()
         with _tapped(case.mode, self._store) as executed:
@@ -83,7 +83,6 @@ class _Run:
                             part = case.part(Place(step, layer=number), f"{name}.grad", of="step")
                             parts[part] = self._store(parameter.grad)
                 if case.updates:
-                    sync_float8_amax_and_scale_history(self.model)
                     for number, layer in zip(self.numbers, self.layers, strict=True):
                         state = delayed_state_dict(layer)
                         delayed = case.recipe.delayed

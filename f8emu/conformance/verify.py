@@ -198,7 +198,7 @@ def verify(
 
     try:
         if processes > 1:
-            parts = parts_of([stage.name for stage in chosen], [subject.name for subject in subjects])
+            parts = parts_of([stage.name for stage in chosen], [subject.name for subject in subjects], processes)
             shares: dict[tuple[str, str], list[StageResult]] = {}
 
             def shared(subject: str, result: StageResult) -> None:

@@ -61,7 +61,7 @@ def float8_states_from_delayed_state_dict(
         if not (values["amax"] == _UNCALLED).all():
             raise OperandError(
                 f"{call}: layer {layer!r} has seen amaxes since its last update, {values['amax'].tolist()}, which "
-                "would be lost; step the optimizer, or call sync_float8_amax_and_scale_history(model), first"
+                "would be lost; finish the backward pass, or call sync_float8_amax_and_scale_history(model), first"
             )
         of_tensors = (_state(values, i) if t in recipe.delayed_tensors else None for i, t in enumerate(TENSORS))
         states[_layer(call, layer, rules, to="flax")] = Float8State(*of_tensors)

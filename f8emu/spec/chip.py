@@ -123,6 +123,10 @@ class Chip:
     instructions: tuple[Instruction, ...] = ()
     """Single instructions, for `mma`; where two fit, the first."""
 
+    def __repr__(self) -> str:
+        """The name alone: the fields of a profile are screens of every signature that has one as a default."""
+        return f"Chip({self.name!r}, ...)"
+
     def __str__(self) -> str:
         """The name; that of a profile from the literature says so."""
         return self.name if self.evidence is not Evidence.LITERATURE else f"{self.name} ({self.evidence.value})"

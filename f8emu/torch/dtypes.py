@@ -63,11 +63,18 @@ def output_dtype(call: str, out_dtype: Format | str | torch.dtype) -> torch.dtyp
 
 
 def require_tensor(call: str, name: str, value: Any) -> None:
-    """Raise OperandError unless `value` is a tensor."""
+    """Raise OperandError unless `value` is a tensor, and UnsupportedError where torch.jit.trace records."""
     if not isinstance(value, torch.Tensor):
+        is_number = isinstance(value, int | float)
+        remedy = "convert arrays of other libraries first, JAX's with f8emu.interop.to_torch"
         raise OperandError(
-            f"{call}: {name} must be a torch.Tensor; got {type(value).__name__}; "
-            "convert arrays of other libraries first, JAX's with f8emu.interop.to_torch"
+            f"{call}: {name} must be a torch.Tensor; got {value if is_number else type(value).__name__}; "
+            + (f"pass torch.tensor({float(value)})" if is_number else remedy)
+        )
+    if torch._C._get_tracing_state():
+        raise UnsupportedError(
+            f"{call}: torch.jit.trace is not supported, since it records no views as another dtype; trace with "
+            "torch.export.export or torch.compile"
         )
 
 

@@ -5,6 +5,7 @@ that traces, a dispatch mode (selective checkpointing, a flop counter), fake or 
 result would need a gradient is refused. A function that writes to an argument increments its version counter itself.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -35,6 +36,39 @@ def is_watched(x: Tensor) -> bool:
 def has_dispatch_mode() -> bool:
     """Whether a `TorchDispatchMode` is active: a user's, a checkpoint's, or that of a compiler that traces."""
     return _modes() > 0
+
+
+def is_known(condition: bool) -> bool:
+    """Whether a condition on sizes holds; of symbolic sizes, whether it holds for all that they stand for.
+
+    A compiler that traces `if condition` compiles again, or refuses to export, where another size decides otherwise. So
+    a choice between two ways to the same bits asks here, and its second way must suit every size.
+    """
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # with sympy: the compiler has it loaded
+
+    return statically_known_true(condition)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces the call: a forward pass alone, in which nothing is saved for a backward pass.
+
+    Not `torch.compiler.is_exporting()`, which in torch 2.11 is true of everything that torch.compile traces.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    if torch.compiler._is_exporting_flag:  # pyright: ignore[reportPrivateUsage]
+        return True
+    dynamo: Any = sys.modules.get("torch._dynamo.symbolic_convert")
+    try:
+        return dynamo is not None and bool(dynamo.InstructionTranslator.current_tx().export)
+    except AttributeError:  # Dynamo does not trace
+        return False
+
+
+# torch.compiler.assume_constant_result, without the import of the compiler.
+setattr(is_exporting, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 def signature_of(x: Any) -> Any:

@@ -12,6 +12,7 @@ from f8emu.spec.formats import Format
 from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name
 from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
+from f8emu.torch.library import is_known
 
 _FLOAT32_NAN = 0x7FFFFFFF
 """The one NaN that f8emu emits [SPEC-1]."""
@@ -139,6 +140,6 @@ def canonical_nan(values: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int, k: int) -> Tensor:
-    if x.shape[0] == rows and x.shape[1] == k:
+    if is_known(x.shape[0] == rows) and is_known(x.shape[1] == k):
         return x.contiguous()
     return torch.nn.functional.pad(x, (0, k - x.shape[1], 0, rows - x.shape[0]))

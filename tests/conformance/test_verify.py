@@ -1,10 +1,13 @@
 """The runner: who judges whom, what is not offered, what raises, and that nothing is no pass."""
 
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
 from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_trace import planned_slices
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
-from f8emu.conformance.side_by_side import parts_of
+from f8emu.conformance.side_by_side import parts_of, processes_for
 from f8emu.conformance.stages import STAGES
 from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.conformance.verify import StageResult, joined
@@ -233,11 +236,61 @@ def test_processes_ask_the_same(golden: GoldenFile, tmp_path: Path) -> None:
     write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
     few = read_golden(tmp_path / "few.safetensors")
     subjects, chosen = [load_subject("f8ref.numpy")], ["golden", "live"]
-    one, two = (verify(subjects, stages=chosen, golden=few, processes=count).subjects[0] for count in (1, 2))
-    assert [replace(stage, seconds=0) for stage in two.stages] == [replace(stage, seconds=0) for stage in one.stages]
-    assert two.stages[0].status is Status.EQUAL and two.stages[0].cases_total == 2
+    one, *others = (verify(subjects, stages=chosen, golden=few, processes=n).subjects[0].stages for n in (1, 2, 3))
+    for several in others:
+        assert [replace(stage, seconds=0) for stage in several] == [replace(stage, seconds=0) for stage in one]
+        assert several[0].status is Status.EQUAL and several[0].cases_total == 2
     with pytest.raises(SpecError, match="renamed; use 1 process"):
         verify([renamed(subjects[0])], processes=2, golden=few)
+
+
+@pytest.mark.parametrize("processes", [3, 16])
+def test_many_processes_share_every_stage(processes: int, golden: GoldenFile, numpy_subject: Subject) -> None:
+    """No case twice, none lost; what takes long, compiled layers of full size, is dealt out evenly."""
+    parts = parts_of(list(stages.STAGES), ["torch", "f8ref.numpy"], processes)
+    assert all(part.subjects == ("torch", "f8ref.numpy") and part.mode is None for part in parts)
+    assert parts[0].stages == ("layers",), "the longest first"
+    # as on a GPU, where layers train at full size
+    subject = replace(numpy_subject, train=lambda case: {}, runs_full_size=True)
+    for name, stage in stages.STAGES.items():
+        if name == "live":  # its inputs take a second to draw
+            stage = replace(stage, cases=lambda *_: (Case(id=f"live {i}", run=lambda _: {}) for i in range(96)))
+        shares = [part.share for part in parts if part.stages == (name,)]
+        found = [
+            [case.id for case in stages.share_of(stage, *share).cases(subject, golden)] for share in shares if share
+        ]
+        assert len(found) == len(shares)
+        assert sorted(chain.from_iterable(found)) == sorted(case.id for case in stage.cases(subject, golden))
+        if name == "layers":
+            compiled = [sum(case.endswith("compiled") for case in share) for share in found]
+            assert len(found) > 4 * processes and max(map(len, found)) - min(map(len, found)) <= 1
+            assert max(compiled) - min(compiled) <= 3 and max(compiled) <= 2 + sum(compiled) // len(found)
+
+
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch, numpy_subject: Subject) -> None:
+    on_cpu, on_gpu = (replace(numpy_subject, name="torch", is_thread_safe=flag) for flag in (True, False))
+
+    class Cuda:
+        is_available = staticmethod(lambda: True)
+        mem_get_info = staticmethod(lambda: (free, 80 << 30))
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=Cuda))
+    table = (
+        (16, 78, on_gpu, False, 16),
+        (16, 30, on_gpu, False, 7),  # 4 GiB each
+        (16, 8, on_gpu, True, 1),
+        (64, 139, on_gpu, True, 16),
+        (2, 78, on_gpu, True, 1),
+        (2, 78, on_cpu, True, 2),
+        (2, 78, on_cpu, False, 1),
+        (16, 78, on_cpu, False, 1),
+        (1, 78, on_cpu, True, 1),
+        (16, 78, renamed(on_gpu), False, 1),  # workers load subjects by name
+    )
+    for cores, gigabytes, subject, is_whole, expected in table:
+        free = gigabytes << 30
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+        assert processes_for([subject, numpy_subject], is_whole) == expected, (cores, gigabytes, is_whole)
 
 
 def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:

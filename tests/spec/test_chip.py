@@ -135,6 +135,10 @@ def test_a_profile_says_what_it_stands_on() -> None:
     assert refusal is not None and refusal.startswith("CDNA3 (unverified) multiplies float8_e4m3fnuz x")
 
 
+def test_a_profile_is_named_in_signatures() -> None:
+    assert repr(HOPPER) == "Chip('Hopper', ...)"
+
+
 def test_instructions_of_the_public_recordings() -> None:
     """NUMERICS 11: steps, aligned bits, result bits, what is added when."""
     model = CHIPS["Ada"].instruction("test", (E5M2, E5M2), FLOAT32).model

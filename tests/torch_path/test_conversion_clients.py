@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -412,6 +413,51 @@ def test_transforms_of_torch_func_are_refused_in_one_sentence() -> None:
     block = f8.Float8FeedForward(32, 32, recipe="delayed")
     with pytest.raises(UnsupportedError, match=r"Float8FeedForward: torch.func's transforms"):
         torch.func.vmap(block)(x.view(2, 8, 32))
+
+
+def test_forward_mode_gradients_are_refused_in_one_sentence() -> None:
+    model, x = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def call(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, (x,))
+
+    said = (
+        r"Float8Linear: forward-mode AD .* is not supported .*; got an input or a parameter with a tangent; .*dequant"
+    )
+    with forward_ad.dual_level():
+        assert torch.equal(call(x, weights), model(x)), "no tangent, no derivative"
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(UnsupportedError, match=said):
+            call(dual, weights)
+        for name, weight in weights.items():
+            with pytest.raises(UnsupportedError, match=said):
+                call(x, {**weights, name: forward_ad.make_dual(weight, weight)})
+        with pytest.raises(UnsupportedError, match=said.replace("Linear", "FeedForward")):
+            f8.Float8FeedForward(32, 32, recipe="delayed")(dual)
+    with pytest.raises(UnsupportedError, match=said):
+        torch.autograd.functional.jacobian(model, x, vectorize=True, strategy="forward-mode")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_is_refused_in_one_sentence() -> None:
+    class Codes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return f8.quantize(x, torch.ones(1, 1), "float8_e4m3fn")
+
+    layer, x = f8.convert_to_float8_training(nn.Linear(32, 32), config="delayed"), torch.randn(16, 32)
+    for model in (layer, nn.Sequential(nn.ReLU(), layer), f8.Float8FeedForward(32, 32)):
+        said = (
+            r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"
+        )
+        with pytest.raises(UnsupportedError, match=said):
+            torch.jit.trace(model, x)
+        with pytest.raises(UnsupportedError, match=said):
+            torch.jit.script(model)
+    with pytest.raises(UnsupportedError, match=r"^quantize: torch.jit.trace is not supported, .* torch.export.export"):
+        torch.jit.trace(Codes(), x)
+    back = f8.dequantize_float8_training(nn.Sequential(layer))
+    assert torch.equal(torch.jit.script(back)(x), back(x)), "the way out"
 
 
 # Low-rank adapters

@@ -167,6 +167,12 @@ def test_a_second_conversion() -> None:
 def test_nothing_to_convert_is_said() -> None:
     with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: no linear layer"):
         f8.convert_to_float8_training(nn.ReLU())
+    said = r"see the report; .*: 1 filter, 4 type; 0: its weight is torch.float64; .*model.float\(\)[^\n]*$"
+    with pytest.warns(UserWarning, match=said):
+        f8.convert_to_float8_training(
+            nn.Sequential(*(nn.Linear(32, 32, dtype=torch.float64) for _ in range(4)), nn.Linear(32, 32)),
+            module_filter_fn=lambda layer, fqn: fqn != "4",
+        )
     with pytest.warns(UserWarning, match="1 filter"):
         f8.convert_to_float8_training(nn.Linear(32, 32), module_filter_fn=lambda layer, fqn: False)
 

@@ -34,17 +34,19 @@ def buffers_of(model: nn.Sequential) -> list[DelayedBuffers]:
 
 
 def call(model: nn.Sequential, infinite: int | None = None) -> None:
-    """Every layer by itself, so that an infinity stays in one."""
+    """One pass, in which every layer has an input of its own, so that an infinity stays in one."""
+    losses: list[Tensor] = []
     for i, layer in enumerate(model):
         x = torch.full((4, 16), float("inf") if i == infinite else 1.0, dtype=torch.bfloat16)
-        layer(x).nan_to_num(posinf=1.0, neginf=1.0).sum().backward()
+        losses.append(layer(x).nan_to_num(posinf=1.0, neginf=1.0).sum())
+    torch.stack(losses).sum().backward()
 
 
-def told(update: Callable[[], object]) -> list[str]:
-    """The layers and tensors that the update names."""
+def told(model: nn.Sequential, infinite: int | None = None) -> list[str]:
+    """The layers and tensors that the update at the end of a pass names."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        update()
+        call(model, infinite)
     texts = [str(warning.message) for warning in seen]
     assert all("the amax was infinite or NaN of: " in text for text in texts)
     return [name for text in texts for name in text.partition("NaN of: ")[2].partition(";")[0].split(", ")]
@@ -81,8 +83,7 @@ def test_each_infinity_is_told_once_by_name_at_a_later_update(late) -> None:
     model = make()
     names: list[list[str]] = []
     for infinite in (None, 1, None, 1, 2, None, 2, None):
-        call(model, infinite)
-        names.append(told(lambda: sync(model)))
+        names.append(told(model, infinite))
     assert names == [[], [], ["input of 1"], [], [], ["input of 2"], [], []]
     assert [buffers.counts[2].tolist() for buffers in buffers_of(model)] == [[0, 0, 0], [2, 0, 0], [2, 0, 0]]
 
@@ -91,14 +92,12 @@ def test_a_state_that_is_loaded_begins_a_new_report(late) -> None:
     """What the device still writes for the old state is not told of the new one, which tells its own infinities."""
     model = make()
     call(model)
-    sync(model)
     saved = f8.delayed_state_dict(model)
     names: list[list[str]] = []
     for step, infinite in enumerate((0, None, 0, None)):
         if step in (1, 2):
             f8.load_delayed_state_dict(model, saved)
-        call(model, infinite)
-        names.append(told(lambda: sync(model)))
+        names.append(told(model, infinite))
     assert names == [[], [], [], ["input of 0"]]
 
 
@@ -123,24 +122,8 @@ def test_no_report_is_made_while_a_graph_is_captured(reports, monkeypatch: pytes
     # Such an update counts, and leaves it to a later one to tell.
     with monkeypatch.context() as patch:
         patch.setattr(delayed_update, "report_of", lambda layers, device: None)
-        call(model, 1)
-        assert told(lambda: sync(model)) == []
-    call(model)
-    assert told(lambda: sync(model)) == ["input of 1"]
-
-
-def test_old_reports_are_freed_when_no_kernel_writes_to_them(reports, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[tuple[torch.device, int]] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waits.append((device, len(reports))))
-    monkeypatch.setattr(delayed_report, "_MOST_REPORTS", 3)
-    model = make()
-    call(model, 0)
-    assert told(lambda: sync(model)) == ["input of 0"]
-    for layer in buffers_of(model):
-        assert report_of([layer], CUDA) is not None
-    assert waits == [(CUDA, 3)] and len(reports) == 1, "the one of a CPU needs no wait"
-    call(model, 0)
-    assert told(lambda: sync(model)) == [], "told before"
+        assert told(model, 1) == []
+    assert told(model) == ["input of 1"]
 
 
 def test_the_tensors_of_a_state_keep_the_order_in_which_the_update_takes_them() -> None:
@@ -154,7 +137,6 @@ def test_a_warning_that_is_an_error_comes_after_the_update() -> None:
     """Of all layers, also those of another recipe, whose update is another."""
     other = dataclasses.replace(DELAYED, scale_rule=ScaleRule(power_of_two=True))
     model = nn.Sequential(make()[0], make(other)[0])
-    call(model, 0)
     with pytest.raises(RuntimeWarning, match="infinite or NaN"):
-        sync(model)
+        call(model, 0)
     assert [buffers.amax_history[1, 0].item() > 0 for buffers in buffers_of(model)] == [True, True]

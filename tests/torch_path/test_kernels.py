@@ -204,7 +204,7 @@ def test_a_state_that_is_not_set_is_left_to_the_amax(x, compare) -> None:
 @ON_GPU
 @pytest.mark.parametrize("is_most_recent", [False, True])
 def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
-    """400 layers, more than a block of the kernel; states that are set or not, and amaxes of every kind."""
+    """Many layers; states that are set or not, and amaxes of every kind."""
     generator = torch.Generator().manual_seed(1)
     layers, length = 40 if INTERPRETED else 400, 5
     kinds = torch.tensor([delayed.UNCALLED, 0.0, 1e-45, 1e-3, 2.5, 3e38, float("inf"), float("nan")])
@@ -214,8 +214,8 @@ def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
     counts = torch.randint(0, 3, (layers, 3, 3), generator=generator)
     rule = ("float8_e4m3fn,,float8_e5m2", False, 1e-12, 1, is_most_recent)
 
-    def run(call: Any, *, is_idle: bool, is_reduced: bool) -> list[torch.Tensor]:
-        """Over ranks the amaxes are taken first; the report is where the host reads it."""
+    def run(call: Any, *, is_idle: bool) -> list[torch.Tensor]:
+        """The report is where the host reads it."""
         device = "cpu" if call is None else DEVICE
         own = torch.full_like(amaxes, delayed.UNCALLED) if is_idle else amaxes
         parts = [own, histories, inv_scales, counts]
@@ -228,17 +228,16 @@ def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
         report = torch.full((layers, 3), -1, dtype=torch.int32, pin_memory=device == "cuda")
 
         def update() -> tuple[torch.Tensor, ...]:
-            taken = delayed.take_amaxes(states) if is_reduced else None
-            delayed.update_delayed(states, report, taken, *rule)
+            delayed.update_delayed(states, report, delayed.amaxes_of(states), *rule)
             if device == "cuda":
                 torch.cuda.synchronize()
-            return (report,) if taken is None else (report, taken)
+            return (report,)
 
         outcome = update() if call is None else call(update)
         return [*outcome, *(torch.stack(part).cpu() for part in lists)]
 
-    for is_idle, is_reduced in product((False, True), repeat=2):
-        found, wanted = (run(call, is_idle=is_idle, is_reduced=is_reduced) for call in (kernels, None))
+    for is_idle in (False, True):
+        found, wanted = (run(call, is_idle=is_idle) for call in (kernels, None))
         assert not is_idle or (torch.equal(wanted[-3], histories) and torch.equal(wanted[-1], counts))
         for ours, theirs in zip(found, wanted, strict=True):
             integers = ours.dtype is not torch.float32

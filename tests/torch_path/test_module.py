@@ -99,7 +99,11 @@ def oracle(to_numpy: Any) -> Any:
     "name, backend", [*((name, "aot_eager") for name in RECIPES), ("tensorwise", "inductor"), ("rowwise", "inductor")]
 )
 def test_compiled_gives_the_same_bits(name: str, backend: str, assert_same_bits: Any) -> None:
-    """In one graph; the input is computed in it, so that its amax can be found there."""
+    """In one graph; the input is computed in it, so that its amax can be found there.
+
+    In float32 a sum of many rows shows the order in which they were added: the gradients of the biases.
+    """
+    dtype = F32 if name == "rowwise" else BF16
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -111,10 +115,12 @@ def test_compiled_gives_the_same_bits(name: str, backend: str, assert_same_bits:
             return self.two(-self.one(2 * x))  # exact, whatever is fused
 
     block = Block()
-    x, grad_output = draw(3, 7, 48, seed=3, dtype=BF16), draw(3, 7, 40, seed=4, dtype=BF16)
-    compiled = torch.compile(copy.deepcopy(block), backend=backend, fullgraph=True)
+    x, grad_output = draw(3, 37, 48, seed=3, dtype=dtype), draw(3, 37, 40, seed=4, dtype=dtype)
+    compiled: Any = torch.compile(copy.deepcopy(block), backend=backend, fullgraph=True)
     for ours, theirs in zip(passes(compiled, x, grad_output), passes(block, x, grad_output), strict=True):
         assert_same_bits(ours, theirs)
+    for ours, theirs in zip(compiled.parameters(), block.parameters(), strict=True):
+        assert_same_bits(ours.grad, theirs.grad)
 
 
 def test_the_amax_in_compiled_code_is_that_of_the_rounded_values(assert_same_bits: Any) -> None:
@@ -414,13 +420,14 @@ def test_an_empty_batch(name: str) -> None:
     assert layer.weight.grad is not None and not layer.weight.grad.any()
 
 
+@pytest.mark.filterwarnings("ignore:.*under delayed scaling the amax was infinite or NaN:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 0.0])
 @pytest.mark.parametrize("name", RECIPES)
 def test_specials_are_propagated_as_the_oracle_does(
     name: str, value: float, oracle: Any, assert_same_bits: Any
 ) -> None:
-    layer = layer_of(RECIPES[name], 16, 32, BF16)
     for special in ("x", "grad_output", "all"):
+        layer = layer_of(RECIPES[name], 16, 32, BF16)
         tensors = {"x": draw(16, 32, seed=3, dtype=BF16), "grad_output": draw(16, 16, seed=4, dtype=BF16)}
         for key in tensors if special == "all" else (special,):
             tensors[key][3 if special != "all" else slice(None)] = value

@@ -1,21 +1,25 @@
-"""Casts under delayed scaling, and the update of its state, as torch.library operators.
+"""Casts under delayed scaling, and the update of its state.
 
 Between two updates a tensor has an `inv_scale` [1, 1] and an `amax` [1, 1], both float32 on its device. `inv_scale` is
 `UNSET` until an update found a usable amax; until then a cast scales by its own amax (`DelayedScaling`). `amax` is the
 maximum over the casts since the last update, `UNCALLED` where there was none: as an integer smaller than all others.
 
-No operator waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
-it some casts later; until then the amax of a tensor is found in every cast, and used or not on the device.
+Nothing here waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
+it from a later update; until then the amax of a tensor is found in every cast, and used or not on the device.
+
+Every cast tells the owner of its inv_scale that it runs, in eager and in compiled code: that is how updates know when a
+pass begins and ends (`Owner`).
 
 Exactness: the states of `f8ref.numpy.update_delayed_state`; the codes and scales of `operators`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from f8emu.spec.formats import E4M3FN, Format
 from f8emu.spec.scaling import ScaleRule
@@ -31,7 +35,7 @@ UNSET = 0.0
 UNCALLED = -1.0
 """An amax without a cast since the last update; others are at least 0, or NaN."""
 COUNTS = ("zero", "uncalled", "not_finite")
-"""The rows of a layer's counts: updates whose amax was zero, without a cast, infinite or NaN."""
+"""The rows of a layer's counts: updates whose amax was zero, without a cast of this tensor alone, infinite or NaN."""
 
 INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
 AMAXES = "amax_input", "amax_weight", "amax_grad_output"
@@ -39,46 +43,64 @@ STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)
 """Names of a layer's tensors, in the order in which the update takes them."""
 
 _IS_SET = "_f8emu_is_set"
-_TABLES = 64
-"""Tables that are kept, one for each model that is trained."""
+_OWNER = "_f8emu_owner"
 
 
 def mark_set(inv_scale: Tensor, is_set: bool) -> None:
     """Note on the host whether `inv_scale` is known to be set."""
     setattr(inv_scale, _IS_SET, is_set)
-    _arriving.pop(inv_scale, None)
 
 
 def is_known_set(inv_scale: Tensor) -> bool:
-    """Whether `inv_scale` is known to be set; a tensor of which nothing is known may be either.
-
-    The host learns it from a copy that it does not wait for: a call starts the copy, a later one reads it.
-    """
-    if getattr(inv_scale, _IS_SET, False):
-        return True
-    if not inv_scale.is_cuda:
-        mark_set(inv_scale, not inv_scale.is_meta and inv_scale.item() > UNSET)
-    elif not torch.cuda.is_current_stream_capturing():
-        copy = _arriving.get(inv_scale)
-        if copy is None:
-            value = torch.empty(1, 1, device="cpu", pin_memory=True)
-            value.copy_(inv_scale, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            _arriving[inv_scale] = _Copy(event, value)
-        elif copy.arrival.query():
-            mark_set(inv_scale, copy.value.item() > UNSET)
+    """Whether `inv_scale` is known to be set; a tensor of which nothing is known may be either."""
     return getattr(inv_scale, _IS_SET, False)
 
 
-class _Copy(NamedTuple):
-    """The value of an inv_scale on its way to the host."""
+class Owner(Protocol):
+    """Who updates the states of some layers: is told before an input or a weight is cast, and before a gradient."""
 
-    arrival: Any
-    value: Tensor
+    def begin_pass(self, is_cuda: bool) -> None: ...
+    def note_gradient(self) -> None: ...
 
 
-_arriving: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+owners: "WeakValueDictionary[int, Owner]" = WeakValueDictionary()
+"""Number -> owner. An inv_scale carries the number, since a copy or a pickle of a tensor takes its attributes along."""
+
+
+def mark_owner(inv_scales: Sequence[Tensor], number: int) -> None:
+    """Make the owner of that number the one of the inv_scales of input, weight and grad_output."""
+    for inv_scale, is_gradient in zip(inv_scales, (False, False, True), strict=True):
+        setattr(inv_scale, _OWNER, (number, is_gradient))
+
+
+def is_owned_by(inv_scale: Tensor, number: int) -> bool:
+    """Whether the owner of `inv_scale` has that number."""
+    return getattr(inv_scale, _OWNER, (0, False))[0] == number
+
+
+def tell_owner(inv_scale: Tensor) -> None:
+    """Tell the owner of `inv_scale` of a cast by it."""
+    number, is_gradient = getattr(inv_scale, _OWNER, (0, False))
+    owner = owners.get(number)
+    if owner is None:
+        return
+    if is_gradient:
+        owner.note_gradient()
+    else:
+        owner.begin_pass(inv_scale.is_cuda)
+
+
+@operator(mutates_args={"amax"})
+def note_cast(amax: Tensor, inv_scale: Tensor) -> None:
+    """Tell the owner of `inv_scale` of a cast that reads another tensor in its place."""
+    tell_owner(inv_scale)
+    torch.autograd.graph.increment_version(amax)
+    note_call(tell_owner, (inv_scale,))
+
+
+@fake(note_cast)
+def _(amax: Tensor, inv_scale: Tensor) -> None:
+    return None
 
 
 @operator(mutates_args={"amax"})
@@ -104,13 +126,18 @@ def cast_pair_delayed(
     """
     out = _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
     rule = (power_of_two, amax_floor, margin)
+    tell_owner(inv_scale)
     torch.autograd.graph.increment_version(amax)
     if (launch := kernels_for(x)) is not None:
+        note_call(tell_owner, (inv_scale,))
         note_call(torch.autograd.graph.increment_version, (amax,))
         plan = launch.cast_pair_delayed(*x.shape, fmt, rows, cols, True, *rule)
         plan(x.contiguous(), inv_scale, *out[:2], amax, out[3], out[2])
         return out
-    used = used_inv_scale(x, inv_scale, fmt, *rule)
+    if is_known_set(inv_scale):
+        used = inv_scale.clone()
+    else:
+        used = chosen_inv_scale(eager.tensor_amax(x), inv_scale, fmt, *rule)
     eager.raise_amax(amax, x)
     format = named_format("cast_pair_delayed", fmt)
     row = eager.cast_by(x, format, used) if rows else out[0]
@@ -125,13 +152,12 @@ def _(
     return _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
 
 
-def used_inv_scale(
-    x: Tensor, inv_scale: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int
-) -> Tensor:
-    """The inv_scale of a cast of `x`, [1, 1]: the state's, or that of its own amax while the state's is not set."""
-    if is_known_set(inv_scale):
-        return inv_scale.clone()
-    return chosen_inv_scale(eager.tensor_amax(x), inv_scale, fmt, power_of_two, amax_floor, margin)
+def _empty_delayed(
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_one_float("cast_pair_delayed", "amax", amax, x)
+    row, col = empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
+    return row, col, new_floats(x, 1, 1), new_floats(x, 1, 1)
 
 
 def chosen_inv_scale(
@@ -143,79 +169,15 @@ def chosen_inv_scale(
     return torch.where(inv_scale > UNSET, inv_scale, own)
 
 
-@operator(mutates_args={"states"})
-def take_amaxes(states: list[Tensor]) -> Tensor:
-    """The amaxes of `states` (`update_delayed`) as integers, in one tensor [3 * L]; each becomes `UNCALLED`.
+def amaxes_of(states: list[Tensor]) -> Tensor:
+    """The amaxes of `states` (`update_delayed`), one tensor [3 * L] of integers.
 
-    The order of these integers is that of the amaxes: `UNCALLED`, the finite ones, infinity, NaN.
+    Their order is that of the amaxes: `UNCALLED`, the finite ones, infinity, NaN.
     """
-    torch.autograd.graph.increment_version(states)
-    if (launch := kernels_for(states[0])) is None:
-        return _take(states)
-    taken = _new_taken(states[0], len(states))
-    launch.take_amaxes(taken.numel(), UNCALLED)(taken, _table_of(states).addresses)
-    return taken
+    return torch.cat(_of_tensors(states, AMAXES[0])).flatten().view(torch.int32)
 
 
-@fake(take_amaxes)
-def _(states: list[Tensor]) -> Tensor:
-    return _new_taken(states[0], len(states))
-
-
-@operator(mutates_args={"states", "report"})
 def update_delayed(
-    states: list[Tensor],
-    report: Tensor,
-    taken: Tensor | None,
-    fmts: str,
-    power_of_two: bool,
-    amax_floor: float,
-    margin: int,
-    is_most_recent: bool,
-) -> None:
-    """The update of all layers; nothing changes if no layer was called.
-
-    Shapes:
-        states: `STATE` of each of L layers: [3, H], [3, 3] int64, and [1, 1]; report [L, 3] int32, taken [3 * L].
-
-    Args:
-        states: histories are newest first; of the counts see `COUNTS`, a column for each tensor.
-        report: becomes the number of amaxes so far that were not finite. On the device, or in pinned memory of the
-            host, which is written to whenever the device gets there.
-        taken: what `take_amaxes` returned, the maximum over all ranks; None takes them.
-        fmts: the formats of the three tensors, with commas; "" for one without delayed scales, not counted.
-        power_of_two: of the scale rule.
-        amax_floor: of the scale rule.
-        margin: of delayed scaling.
-        is_most_recent: whether the newest amax counts, and not the largest of the history.
-    """
-    torch.autograd.graph.increment_version((*states, report))
-    rule = (power_of_two, amax_floor, margin, is_most_recent)
-    if (launch := kernels_for(states[0])) is None:
-        _update(states, report, _take(states) if taken is None else taken, fmts, *rule)
-        return
-    layers, table = len(states) // len(STATE), _table_of(states, report)
-    if taken is None:
-        taken = table.taken
-        launch.take_amaxes(taken.numel(), UNCALLED)(taken, table.addresses)
-    launch.update_delayed(layers, states[0].shape[1], fmts, *rule)(taken, table.addresses, report)
-
-
-@fake(update_delayed)
-def _(*_: Any) -> None:
-    return None
-
-
-def _take(states: list[Tensor]) -> Tensor:
-    """`take_amaxes` in plain torch."""
-    amaxes = _of_tensors(states, AMAXES[0])
-    taken = torch.cat(amaxes).flatten().view(torch.int32)
-    for amax in amaxes:
-        amax.fill_(UNCALLED)
-    return taken
-
-
-def _update(
     states: list[Tensor],
     report: Tensor,
     taken: Tensor,
@@ -225,19 +187,32 @@ def _update(
     margin: int,
     is_most_recent: bool,
 ) -> None:
-    """`update_delayed` in plain torch; the tensors below are [L, 3] or [L, 3, H]."""
-    histories, counts = states[:: len(STATE)], states[1 :: len(STATE)]
-    inv_scales = _of_tensors(states, INV_SCALES[0])
-    amax = taken.view(torch.float32).view(-1, 3)
-    is_called = taken.view(-1, 3) >= 0
-    is_step = is_called.any()
+    """The update of all layers by the amaxes that were `taken`; nothing changes of a tensor that was not cast.
+
+    `report` becomes twice the number of amaxes so far that were not finite, plus one if the inv_scale is set. It is on
+    the device, or in pinned memory of the host, which is written to whenever the device gets there.
+
+    Shapes:
+        states: `STATE` of each of L layers: [3, H] newest first, [3, 3] int64 (`COUNTS` by tensor), six of [1, 1].
+        report [L, 3] int32; taken [3 * L], of `amaxes_of`, the maximum over all ranks.
+        fmts: three names with commas, "" for a tensor without delayed scales.
+    """
+    if (launch := kernels_for(states[0])) is not None:
+        rule = (power_of_two, amax_floor, margin, is_most_recent)
+        plan = launch.update_delayed(len(states) // len(STATE), states[0].shape[1], fmts, *rule)
+        plan(taken, _addresses_of(states, report), report)
+        return
+    # The tensors below are [L, 3] or [L, 3, H].
+    histories, counts, inv_scales = states[:: len(STATE)], states[1 :: len(STATE)], _of_tensors(states, INV_SCALES[0])
+    amax, is_called = taken.view(torch.float32).view(-1, 3), taken.view(-1, 3) >= 0
     is_usable = amax.isfinite() & (amax > 0)
-    # 1. Shift the histories by one.
+    # 1. Shift the histories of tensors that were cast by one.
     newest = torch.where(is_usable, amax, torch.zeros_like(amax))
     old = torch.stack(histories)
     history = torch.cat([newest.unsqueeze(2), old[:, :, :-1]], dim=2)
+    history = torch.where(is_called.unsqueeze(2), history, old)
     reference = newest if is_most_recent else history.amax(dim=2)
-    # 2. The inv_scales of the next step; a tensor without a usable amax keeps its own.
+    # 2. The inv_scales of the next pass; a tensor without a usable amax keeps its own.
     rule = ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
     names = fmts.split(",")
     columns = [eager.scales(reference[:, i : i + 1], _format(fmt), rule, margin)[0] for i, fmt in enumerate(names)]
@@ -245,15 +220,15 @@ def _update(
     # 3. What was not usable.
     kinds = torch.stack([amax == 0, ~is_called, is_called & ~amax.isfinite()], dim=1)
     is_cast = torch.tensor([bool(fmt) for fmt in names], device=taken.device)
-    count = torch.stack(counts) + (kinds & is_cast & is_step)
+    count = torch.stack(counts) + (kinds & is_cast & is_called.any(dim=1)[:, None, None])
     # 4. Write back.
-    for buffer, new in zip(histories, history.unbind(), strict=True):
-        buffer.copy_(torch.where(is_step, new, buffer))
-    for buffer, new in zip(counts, count.unbind(), strict=True):
-        buffer.copy_(new)
-    for buffer, new in zip(inv_scales, inv_scale.flatten().unbind(), strict=True):
-        buffer.copy_(torch.where(is_step, new, buffer))
-    report.copy_(count[:, 2], non_blocking=True)
+    uncalled = torch.full_like(amax, UNCALLED).flatten()
+    amaxes = _of_tensors(states, AMAXES[0])
+    three = ((histories, history), (counts, count), (inv_scales, inv_scale.flatten()), (amaxes, uncalled))
+    for buffers, new in three:
+        for buffer, value in zip(buffers, new.unbind(), strict=True):
+            buffer.copy_(value)
+    report.copy_(2 * count[:, 2] + (inv_scale > UNSET), non_blocking=True)
 
 
 def _of_tensors(states: list[Tensor], first: str) -> list[Tensor]:
@@ -266,44 +241,20 @@ def _format(fmt: str) -> Format:
     return named_format("update_delayed", fmt) if fmt else E4M3FN
 
 
-def _new_taken(like: Tensor, tensors: int) -> Tensor:
-    """Space for the amaxes of layers that have so many tensors, on the device of `like`."""
-    return like.new_empty(tensors // len(STATE) * len(AMAXES), dtype=torch.int32)
+def _addresses_of(states: list[Tensor], report: Tensor) -> Tensor:
+    """The addresses of the states on their device, int64, made once for the same ones.
 
-
-class _Table(NamedTuple):
-    """What the kernels of an update need besides the states."""
-
-    addresses: Tensor
-    """Of the states' elements, int64."""
-    taken: Tensor
-    """Space for the amaxes: two updates at once would be wrong anyway."""
-
-
-def _table_of(states: list[Tensor], report: Tensor | None = None) -> _Table:
-    """The table of these states on their device, made once for the same addresses.
-
-    While a CUDA graph is captured it is kept for good, with a report on the host: the graph uses both.
+    While a CUDA graph is captured they are kept for good, and the report too: the graph uses both.
     """
-    device = states[0].device
-    table = _table(device, tuple(map(Tensor.data_ptr, states)))
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _CAPTURED.append((table, None if report is None or report.is_cuda else report))
-    return table
+    addresses = _addresses(states[0].device, tuple(map(Tensor.data_ptr, states)))
+    if addresses.is_cuda and torch.cuda.is_current_stream_capturing():
+        _CAPTURED.append((addresses, None if report.is_cuda else report))
+    return addresses
 
 
-_CAPTURED: list[tuple[_Table, Tensor | None]] = []
+_CAPTURED: list[tuple[Tensor, Tensor | None]] = []
 
 
-@lru_cache(maxsize=_TABLES)
-def _table(device: torch.device, pointers: tuple[int, ...]) -> _Table:
-    addresses = torch.tensor(pointers, dtype=torch.int64, device=device)
-    return _Table(addresses, _new_taken(addresses, len(pointers)))
-
-
-def _empty_delayed(
-    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_one_float("cast_pair_delayed", "amax", amax, x)
-    row, col = empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
-    return row, col, new_floats(x, 1, 1), new_floats(x, 1, 1)
+@lru_cache(maxsize=64)  # one for each model that is trained
+def _addresses(device: torch.device, pointers: tuple[int, ...]) -> Tensor:
+    return torch.tensor(pointers, dtype=torch.int64, device=device)

@@ -1,10 +1,9 @@
-"""Triton kernels of the update of delayed scaling: all layers of a model at once, through tables of addresses.
+"""The Triton kernel of the update of delayed scaling: all layers of a model at once, through a table of addresses.
 
 A layer's state is several small tensors, each allocated on its own, since compiled code may not take views of one
-storage that it writes to. A table holds their addresses, so that the number of launches does not grow with the layers:
-of each layer those of its history [3, length], its counts [3, 3], three inv_scales and three amaxes (`delayed.STATE`).
+storage that it writes to. The table has eight addresses a layer, those of `delayed.STATE`.
 
-Exactness: the bits of `delayed._update`, for the reasons in `scale_kernels`.
+Exactness: the bits of `delayed.update_delayed` in plain torch, for the reasons in `scale_kernels`.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
@@ -16,22 +15,10 @@ from f8emu.torch.fused.scale_kernels import inv_scale_of
 
 
 @triton.jit
-def take_amaxes_kernel(taken, table, count, UNCALLED: tl.constexpr, BLOCK: tl.constexpr):
-    """Move the `count` amaxes to `taken`, as integers; each becomes `UNCALLED`."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    amax = tl.load(table + at // 3 * 8 + 5 + at % 3, mask=inside, other=0).to(tl.pointer_type(tl.float32))
-    found = tl.load(amax, mask=inside, other=0.0)
-    tl.store(taken + at, found.to(tl.int32, bitcast=True), mask=inside)
-    tl.store(amax, tl.zeros_like(found) + UNCALLED, mask=inside)
-
-
-@triton.jit
 def update_delayed_kernel(
     taken,
     table,
     report,
-    layers,
     length,
     QUOTIENT_0: tl.constexpr,
     QUOTIENT_1: tl.constexpr,
@@ -45,34 +32,30 @@ def update_delayed_kernel(
     FLOOR: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     MOST_RECENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    UNCALLED: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     """`delayed.update_delayed` of one tensor of one layer."""
     item = tl.program_id(0)
     tensor = item % 3
     state = table + item // 3 * 8
-    # 1. Whether any layer was called.
-    best = tl.full((BLOCK,), -1, tl.int32)
-    for i in range(0, BLOCKS):
-        at = i * BLOCK + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(taken + at, mask=at < 3 * layers, other=-1))
-    is_step = tl.max(best, 0) >= 0
+    # 1. Whether any tensor of the layer was cast.
+    three = taken + (item - tensor)
+    is_step = (tl.load(three) >= 0) | (tl.load(three + 1) >= 0) | (tl.load(three + 2) >= 0)
     # 2. This amax.
     bits = tl.load(taken + item)
     is_finite = bits < 0x7F800000
     is_usable = (bits > 0) & is_finite
     newest = tl.where(is_usable, bits, 0)
-    # 3. Shift the history by one.
+    # 3. Shift the history by one, of a tensor that was cast.
     history = tl.load(state).to(tl.pointer_type(tl.int32)) + tensor * length
     at = tl.arange(0, BLOCK_H)
     old = tl.load(history + at - 1, mask=(at > 0) & (at < length), other=0)
     new = tl.where(at == 0, newest, old)
     tl.debug_barrier()  # every thread has read before one writes
-    tl.store(history + at, new, mask=(at < length) & is_step)
+    tl.store(history + at, new, mask=(at < length) & (bits >= 0))
     reference = newest if MOST_RECENT else tl.max(new, 0)
-    # 4. The inv_scale of the next step.
+    # 4. The inv_scale and the amax of the next pass.
     inv = inv_scale_of(reference, QUOTIENT_0, FLOOR, AT_FLOOR_0, POWER_OF_TWO)
     inv_1 = inv_scale_of(reference, QUOTIENT_1, FLOOR, AT_FLOOR_1, POWER_OF_TWO)
     inv_2 = inv_scale_of(reference, QUOTIENT_2, FLOOR, AT_FLOOR_2, POWER_OF_TWO)
@@ -80,6 +63,8 @@ def update_delayed_kernel(
     inv_scale = tl.load(state + 2 + tensor).to(tl.pointer_type(tl.float32))
     inv = tl.where(is_usable, inv, tl.load(inv_scale))
     tl.store(inv_scale, inv)
+    amax = tl.load(state + 5 + tensor).to(tl.pointer_type(tl.float32))
+    tl.store(amax, tl.zeros_like(inv) + UNCALLED)
     # 5. The counts of amaxes that were not usable.
     counts = tl.load(state + 1).to(tl.pointer_type(tl.int64)) + tensor
     is_cast = tl.where(tensor == 0, IS_CAST_0, tl.where(tensor == 1, IS_CAST_1, IS_CAST_2)) & is_step
@@ -87,4 +72,4 @@ def update_delayed_kernel(
     tl.store(counts, tl.load(counts) + ((bits == 0) & is_cast).to(tl.int64))
     tl.store(counts + 3, tl.load(counts + 3) + ((bits < 0) & is_cast).to(tl.int64))
     tl.store(counts + 6, not_finite)
-    tl.store(report + item, not_finite.to(tl.int32))
+    tl.store(report + item, 2 * not_finite.to(tl.int32) + (inv > 0).to(tl.int32))

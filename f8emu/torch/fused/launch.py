@@ -21,7 +21,7 @@ from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.device import compares_pairs
 from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
 from f8emu.torch.fused.arguments import AMAX_TILE, amax_tiles, new_zeros
-from f8emu.torch.fused.delayed import chosen_inv_scale, is_known_set
+from f8emu.torch.fused.delayed import UNCALLED, chosen_inv_scale, is_known_set, tell_owner
 from f8emu.torch.launch_sequence import Launch, note_condition, note_effect, note_launch
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
@@ -149,6 +149,7 @@ class DelayedPlan(Plan):
         plain = super().bound(index, *dtypes)
 
         def call(*tensors: Tensor) -> None:
+            tell_owner(tensors[1])
             if is_known_set(tensors[1]):
                 plain(*tensors)
             else:
@@ -307,14 +308,6 @@ def _given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool) -> tupl
 
 
 @planned
-def take_amaxes(count: int, uncalled: float) -> Plan:
-    """Tensors taken, table of addresses: the `count` amaxes are moved to `taken`, as integers."""
-    kernel, sizes = delayed_kernels.take_amaxes_kernel, (count,)
-    constants = {"UNCALLED": uncalled, "BLOCK": SCALES_BLOCK}
-    return Plan(kernel, blocks(count, SCALES_BLOCK), sizes, constants, SCALES_WARPS)
-
-
-@planned
 def update_delayed(
     layers: int,
     length: int,
@@ -334,11 +327,10 @@ def update_delayed(
         "FLOOR": rules[0]["FLOOR"],
         "POWER_OF_TWO": power_of_two,
         "MOST_RECENT": is_most_recent,
-        "BLOCK": SCALES_BLOCK,
-        "BLOCKS": blocks(3 * layers, SCALES_BLOCK),
+        "UNCALLED": UNCALLED,
         "BLOCK_H": 1 << (length - 1).bit_length(),
     }
-    return Plan(delayed_kernels.update_delayed_kernel, 3 * layers, (layers, length), constants, 1)
+    return Plan(delayed_kernels.update_delayed_kernel, 3 * layers, (length,), constants, 1)
 
 
 @planned

@@ -30,7 +30,7 @@ from f8emu.spec.formats import Format
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import operators
 from f8emu.torch.fused.arguments import check_one_float, empty_blocks, named_format, named_rule, new_codes, new_floats
-from f8emu.torch.fused.delayed import cast_pair_delayed, is_known_set
+from f8emu.torch.fused.delayed import cast_pair_delayed, is_known_set, tell_owner
 from f8emu.torch.library import fake, operator
 
 _Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -60,6 +60,7 @@ def hidden_delayed(
         rule = (power_of_two, amax_floor, margin)
         codes, _, used, scale = cast_pair_delayed(silu(gate) * up, fmt, inv_scale, True, False, amax, *rule)
         return codes, used, scale
+    tell_owner(inv_scale)
     torch.autograd.graph.increment_version(amax)
     codes, *used = out
     launch.hidden_given(*gate.shape, fmt)(gate.contiguous(), up.contiguous(), inv_scale, codes, amax, *used)
@@ -152,6 +153,8 @@ def gradients_delayed(
         if hidden_cols:
             codes[4] = operators.cast_pair_given(activated * up, hidden_fmt, hidden_inv_scale, False, True)[1]
         return _seven([*codes, *scales])
+    tell_owner(gate_inv_scale)
+    tell_owner(up_inv_scale)
     torch.autograd.graph.increment_version((gate_amax, up_amax))
     tensors = (grad_hidden.contiguous(), gate.contiguous(), up.contiguous())
     plan = launch.gradients_given(*gate.shape, fmt, hidden_fmt, *wanted)

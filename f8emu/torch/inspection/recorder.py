@@ -141,7 +141,9 @@ class Recorder:
 
     def _delayed(self, seen: TensorSeen) -> Delayed | None:
         buffers = self._layers[seen.layer].delayed
-        return None if buffers is None else buffers.of_tensors()[TENSORS.index(seen.tensor)]
+        if buffers is None or not seen.is_delayed or seen.recipe.delayed_scaling_of(seen.tensor) is None:
+            return None
+        return buffers.of_tensors()[TENSORS.index(seen.tensor)]
 
     def _record(self, seen: GemmSeen, operand: str, tensor: str, **more: Any) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ Both casts of the input are made in the forward pass, both casts of `grad_output
 one reading. The weight is cast before each of its two GEMMs: no float8 copy of it lives in between.
 """
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import CHIP
 from f8emu.torch.fused.columns import transpose_codes
+from f8emu.torch.fused.delayed import note_cast
 from f8emu.torch.gemm import operators as gemm_operators
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.launch_sequence import repeatable
-from f8emu.torch.library import differentiable_once
+from f8emu.torch.library import differentiable_once, is_exporting, is_known
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.training.gathered_weight import GatheredWeight, require_gathered
 from f8emu.torch.training.observation import Tap, show_gemm, show_tensor
@@ -37,6 +39,7 @@ from f8emu.torch.training.operands import (
     cast_delayed,
     cast_rows_first,
     find_source,
+    format_name,
 )
 from f8emu.torch.training.sharding import (
     Layout,
@@ -127,12 +130,16 @@ def float8_matmul(
     """
     recipe = plan.recipe
     of_input, of_weight, of_grad_output = (None, None, None) if delayed is None else delayed
-    is_recomputed = torch.compiler.is_compiling() or checkpointed_region() is not None
-    with torch.no_grad():
+    is_compiling = torch.compiler.is_compiling()
+    is_exported = is_exporting()
+    if is_exported:  # a forward pass alone; by detached tensors, since torch's decompositions lose modes of gradients
+        input, weight = input.detach(), weight.detach()
+    is_recomputed = not is_exported and (is_compiling or checkpointed_region() is not None)
+    with nullcontext() if is_exported else torch.no_grad():
         if tap is not None:
             if plan.layout is None or plan.layout.input.gather is None:  # else the layer shows what it gathers
-                show_tensor(tap.forward, "input", input)
-            show_tensor(tap.forward, "weight", weight)
+                show_tensor(tap.forward, "input", input, is_delayed=delayed is not None)
+            show_tensor(tap.forward, "weight", weight, is_delayed=delayed is not None)
         # 1. The operands of `output`, and what the backward pass needs for `grad_weight` and `grad_input`.
         x = cast_input(input, plan, of_input) if shared is None else shared
         # 2. The product: it goes into the autograd function as an argument, and `Output` is not needed. Not where it is
@@ -152,6 +159,8 @@ def float8_matmul(
             product, source = cast_and_multiply(weight, x.output, plan, of_weight, input.dtype, tap)
         if w is not None and not is_recomputed:
             product = _product(x.output, w, plan, input.dtype, tap)
+    if is_exported and product is not None:
+        return product
     kept, kept_scale = (None, None) if x.grad_weight is None else x.grad_weight
     given = (None, None) if source.given is None else source.given
     saved = (kept, kept_scale, source.cols, *given, *((None, None) if gathered is None else gathered))
@@ -242,12 +251,15 @@ def gradients(
     kept, kept_scale, weight, w_amax, w_inv_scale, w_scale, gathered, gathered_scale = saved
     recipe, engine = plan.recipe, plan.engine
     if tap is not None:
-        show_tensor(tap.backward, "grad_output", grad_output)
+        show_tensor(tap.backward, "grad_output", grad_output, is_delayed=True)
     wants_weight = kept is not None
     rows = recipe.grad_input.a if wants_input else None
     cols = recipe.grad_weight.a if wants_weight else None
     shards = None if plan.layout is None else plan.layout.grad_output
-    g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, of_grad_output, shards=shards)
+    delayed = None if recipe.delayed_scaling_of("grad_output") is None else of_grad_output
+    if of_grad_output is not None and (delayed is None or format_name(rows, cols) is None):
+        note_cast(of_grad_output.amax, of_grad_output.inv_scale)  # no cast of the gradient does
+    g, g_transposed = _cast_produced(grad_output, rows, cols, recipe, delayed, shards=shards)
     d_input = d_weight = None
     if g is not None:
         cols = recipe.grad_input.b
@@ -299,13 +311,13 @@ def gemm(
     n = b.codes.shape[0]
     if m == 0 or n == 0 or k == 0:
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
-    pad_k, pad_n = -k % SIZE_MULTIPLE, -n % SIZE_MULTIPLE
+    pad_k, pad_n = _to_multiple(k, SIZE_MULTIPLE), _to_multiple(n, SIZE_MULTIPLE)
     if spec.a.format is None:
         padded_a, padded_b = _padded(a.codes, 0, pad_k), _padded(b.codes, pad_n, pad_k)
         product = gemm_operators.mm(padded_a, padded_b.t(), dtype, engine, split_k, chip)
         return _first_of(product, m, n)
     granularity_a, granularity_b = _granularities(spec)
-    pad_m = -m % VECTOR_MULTIPLE if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    pad_m = _to_multiple(m, VECTOR_MULTIPLE) if granularity_a is Granularity.BLOCKWISE_1X128 else 0
     padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
     product = gemm_operators.scaled_mm(
         padded_a,
@@ -357,9 +369,14 @@ def _granularities(spec: Gemm) -> tuple[Granularity, Granularity]:
     return a, b
 
 
+def _to_multiple(size: int, multiple: int) -> int:
+    """What `size` lacks of a multiple; not `-size % multiple`: of this sum a compiler knows that it is one."""
+    return -(-size // multiple) * multiple - size
+
+
 def _padded(codes: Tensor, rows: int, cols: int) -> Tensor:
     """The codes, zero-padded by `rows` rows and `cols` columns."""
-    if not rows and not cols:
+    if is_known(rows + cols == 0):
         return codes
     if codes.dtype is torch.bfloat16:
         return pad(codes, (0, cols, 0, rows))
@@ -371,7 +388,7 @@ def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
     assert operand.scale is not None, "a float8 operand has a scale"
     scale = scale_of_rows(operand.scale, operand.codes, granularity)
     has_own = granularity in (Granularity.ROWWISE, Granularity.BLOCKWISE_1X128)
-    return pad(scale, (0, 0, 0, rows)) if rows and has_own else scale
+    return pad(scale, (0, 0, 0, rows)) if has_own and not is_known(rows == 0) else scale
 
 
 def _first_of(product: Tensor, m: int, n: int) -> Tensor:
@@ -379,7 +396,14 @@ def _first_of(product: Tensor, m: int, n: int) -> Tensor:
 
     Not a view of the first rows: compiled on CUDA (torch 2.11), a gradient that was such a view came out as zeros.
     """
-    return product if product.shape == (m, n) else product[:m, :n].clone(memory_format=torch.contiguous_format)
+    rows, columns = product.shape
+    if is_known(rows == m) and is_known(columns == n):
+        return product
+    if is_known(rows >= m) and is_known(columns >= n):
+        return product[:m, :n].clone(memory_format=torch.contiguous_format)
+    # Of a symbolic M a slice would add the guard that the product is no shorter.
+    chosen = (torch.arange(size, device=product.device) for size in (m, n))
+    return product.index_select(0, next(chosen)).index_select(1, next(chosen))
 
 
 def checkpointed_region() -> Any:

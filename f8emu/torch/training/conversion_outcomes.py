@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
@@ -100,6 +101,8 @@ def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) 
         return f"the forward of {kind.__name__} does not call super().forward()"
     if "forward" in layer.__dict__:
         return "its forward was replaced"
+    if weight.dtype is torch.float64:
+        return "its weight is torch.float64; convert the model first, with model.float() or model.bfloat16()"
     return "" if weight.dtype in HIGH_PRECISION_DTYPES else f"its weight is {weight.dtype}"
 
 

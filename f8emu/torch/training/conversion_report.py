@@ -68,11 +68,16 @@ class ConversionReport:
         """The layers with that outcome."""
         return tuple(entry.fqn for entry in self.entries if entry.outcome is outcome)
 
-    def __str__(self) -> str:
+    @property
+    def summary(self) -> str:
+        """One line: the recipe, and how many layers have each outcome."""
         counts = ((outcome, len(self.names(outcome))) for outcome in Outcome)
-        summary = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
+        found = ", ".join(f"{count} {outcome.value}" for outcome, count in counts if count)
+        return f"recipe {self.recipe.label}: {found or 'no linear layer'}"
+
+    def __str__(self) -> str:
         share = f"float8 GEMMs multiply {self.share:.1%} of {self.parameters} parameters"
-        lines = [f"recipe {self.recipe.label}: {summary or 'no linear layer'}; {share}"]
+        lines = [f"{self.summary}; {share}"]
         lines += _rows([(e.fqn, e.shape, _because(e.outcome.value, e.reason)) for e in self.entries])
         if self.others:
             lines += ["not looked at:", *_rows([(other.fqn, other.shape, other.reason) for other in self.others])]

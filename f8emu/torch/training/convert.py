@@ -5,7 +5,7 @@ A layer that cannot be converted is reported here, at conversion, and not in the
 
 import logging
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.training.conversion_outcomes import linear_layers, report_of, sharded_layers
 from f8emu.torch.training.conversion_report import ConversionReport, Outcome
-from f8emu.torch.training.delayed import ConvertedModel
+from f8emu.torch.training.delayed_update import UpdateGroup
 from f8emu.torch.training.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.linear_subclass import float8_subclass, float_layer, linear_class
@@ -25,6 +25,7 @@ from f8emu.torch.training.primary_weights import hold_as_float8, release, requir
 from f8emu.torch.training.replacement import watch_replacements
 from f8emu.torch.training.sharded_weight import gather_as_float8, require_gatherable_weights
 from f8emu.torch.training.small_layers import ModuleFilter
+from f8emu.torch.training.torch_internals import replace_modules
 from f8emu.torch.training.torchao_config import RecipeLike
 
 _log = logging.getLogger("f8emu")
@@ -44,14 +45,16 @@ def convert_to_float8_training(
 ) -> nn.Module:
     """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
 
-    Shared modules and parameters stay shared. The report is logged at INFO on the logger "f8emu". A module that reads
+    Shared modules and parameters stay shared. A linear layer that holds others, as adapters of its own, keeps them, and
+    they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads
     its layers' weights directly, as torch's nn.TransformerEncoderLayer does in evaluation, still computes with them in
     high precision: the report has a note. Another library that replaces the new layers causes a warning.
 
     Args:
-        module: the model, or a single linear layer, whose converted copy is returned.
+        module: the model, or a single linear layer, whose converted copy is returned, with the layers in it converted
+            in place.
         config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it.
-        module_filter_fn: (layer, its name) -> whether to convert it; None converts all.
+        module_filter_fn: (layer, its name before the model was wrapped) -> whether to convert it; None converts all.
         engine: as for `scaled_mm`; "hardware" is checked at once if the model is on an accelerator, otherwise at the
             first call, so that a model can be converted before it moves.
         pad: also convert layers whose sizes are not multiples of 16: their GEMMs are zero-padded; results are
@@ -95,8 +98,8 @@ def convert_to_float8_training(
         _check_device(recipe, device, engine)
     if float8_primary_weights:
         _check_primary(recipe, module, layers, report, enable_fsdp_float8_all_gather)
-    new: dict[int, nn.Linear] = {}
-    model = ConvertedModel()
+    new: dict[int, Float8Linear] = {}
+    group = UpdateGroup()
     for fqn, layer in chosen.items():
         if id(layer) not in new:
             # By the class that defines it: a subclass may have a from_float of its own.
@@ -104,19 +107,23 @@ def convert_to_float8_training(
             new[id(layer)] = from_float(
                 float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
             )
-            if (delayed := new[id(layer)].__dict__["delayed"]) is not None:
-                delayed.notes.name, delayed.notes.model = fqn, model
+            if (delayed := new[id(layer)].delayed) is not None:
+                delayed.notes.name = fqn
+                new[id(layer)].update_with(group)
     if float8_primary_weights:
         hold_as_float8(list(new.values()))
     if enable_fsdp_float8_all_gather:
         gather_as_float8([*new.values(), *(layers[fqn] for fqn in report.names(Outcome.ALREADY))])
     watch_replacements()
-    module = _replaced(module, chosen, new)
+    module = replace_modules(module, new)
     _log.info("convert_to_float8_training: %s", report)
     if not chosen:
+        left = [entry for entry in report.entries if entry.reason]
         already = len(report.names(Outcome.ALREADY))
         found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
-        warnings.warn(f"convert_to_float8_training: nothing to convert; {found}; {report}", UserWarning, stacklevel=2)
+        why = f"; {left[0].fqn or 'the module'}: {left[0].reason}" if left else ""
+        told = f"nothing to convert; {found}; {report.summary}{why}; plan_conversion(model) gives the report"
+        warnings.warn(f"convert_to_float8_training: {told}", UserWarning, stacklevel=2)
     return module
 
 
@@ -169,7 +176,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
         if id(layer) not in new:
             new[id(layer)] = float_layer(layer, cls)
             release(new[id(layer)], released)
-    return _replaced(module, layers, new)
+    return replace_modules(module, new)
 
 
 def swap_linear_with_float8_linear(
@@ -196,16 +203,6 @@ def swap_linear_with_float8_linear(
         enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
         float8_primary_weights=float8_primary_weights,
     )
-
-
-def _replaced(module: nn.Module, old: Mapping[str, nn.Linear], new: Mapping[int, nn.Linear]) -> nn.Module:
-    """The module with `new[id(layer)]` in the place of each layer."""
-    for fqn, layer in old.items():
-        if not fqn:
-            return new[id(layer)]
-        parent, _, name = fqn.rpartition(".")
-        module.get_submodule(parent).register_module(name, new[id(layer)])
-    return module
 
 
 def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:

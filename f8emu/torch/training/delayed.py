@@ -1,7 +1,7 @@
 """The state of delayed scaling of one layer.
 
 Between two updates each tensor keeps the maximum of the amaxes of all its casts (gradient accumulation). The update
-(`delayed_update`) shifts the histories and sets the scales of the next step, as `f8emu.spec.DelayedScaling` says.
+(`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
 """
 
 import itertools
@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 from f8emu.spec.errors import F8Error, OperandError
 from f8emu.spec.recipe import TENSORS, Recipe
-from f8emu.torch.fused.delayed import AMAXES, COUNTS, INV_SCALES, STATE, UNCALLED, UNSET, mark_set
+from f8emu.torch.fused.delayed import (
+    AMAXES,
+    COUNTS,
+    INV_SCALES,
+    STATE,
+    UNCALLED,
+    UNSET,
+    is_known_set,
+    is_owned_by,
+    mark_owner,
+    mark_set,
+)
 from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import own_buffers, to_list
 
@@ -21,11 +32,7 @@ _numbers = itertools.count()
 
 
 class DelayedScalingError(F8Error, RuntimeError):
-    """Weights changed without an update of their scales, or the ranks of a group have different layers."""
-
-
-class ConvertedModel:
-    """The identity of a model, shared by the layers that one call converted; a copied model has its own."""
+    """The ranks of a process group have different layers with delayed scaling."""
 
 
 class HostNotes:
@@ -36,15 +43,8 @@ class HostNotes:
         """The layer's name in its model; empty if it is not known."""
         self.number = next(_numbers)
         """In the order of creation, which all ranks share; a copy gets its own."""
-        self.model = ConvertedModel()
         self.group: Any = None
         """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
-        self.has_updated = False
-        """Whether an update ran since the last backward pass that `WeightWatch` has seen."""
-        self.is_weight_cast = False
-        """Whether FSDP2 gathered the weight as float8 since the last update."""
-        self.has_weight_scale = False
-        """Whether all ranks know an inv_scale of the weight: an update ran after such a cast."""
         self.is_sharded = False
         """Whether the weight was distributed by tensor parallelism, so that `are_set` is asked."""
         self.are_set: tuple[bool, bool, bool] = (False, False, False)
@@ -89,14 +89,13 @@ class DelayedBuffers(nn.Module):
         self.recipe = recipe
         self.formats = _formats(recipe)
         self.notes = HostNotes()
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "amax_history": ((3, recipe.delayed.history_length), torch.float32),
-            "counts": ((len(COUNTS), 3), torch.int64),
-            **{f"{name}_{tensor}": ((1, 1), torch.float32) for name in ("inv_scale", "amax") for tensor in TENSORS},
-        }
+        self.owner = 0
+        """The number of the group that updates the state (`delayed_update.UpdateGroup`)."""
+        shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(COUNTS), 3)}
         for name in STATE:  # in this order
-            shape, dtype = shapes[name]
-            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device), persistent=False)
+            dtype = torch.int64 if name == "counts" else torch.float32
+            buffer = torch.empty(shapes.get(name, (1, 1)), dtype=dtype, device=device)
+            self.register_buffer(name, buffer, persistent=False)
         self.reset()
 
     def reset(self) -> None:
@@ -107,40 +106,43 @@ class DelayedBuffers(nn.Module):
             for inv_scale, amax in zip(self.inv_scales, self.amaxes, strict=True):
                 inv_scale.fill_(UNSET)
                 amax.fill_(UNCALLED)
-        self._mark((False, False, False))
-        self.notes.reported = set()
-        self.notes.is_weight_cast = self.notes.has_weight_scale = False
-        self.notes.are_set = (False, False, False)
+        self._begin_anew((False, False, False))
 
     def follow(self, device: torch.device) -> None:
-        """Move to `device` if the state is elsewhere; one that had no memory is that before the first step."""
+        """Move to `device`, without memory as before the first step; tensors that were replaced keep their owner."""
         if self.amax_input.device != device:
             self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
+        if not all([is_owned_by(inv_scale, self.owner) for inv_scale in self.inv_scales]):
+            self.belong_to(self.owner)
 
-    def of_tensors(self) -> DelayedStates:
-        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales."""
+    def belong_to(self, owner: int) -> None:
+        """Tell the owner of that number of every cast from now on."""
+        self.owner = owner
+        mark_owner(self.inv_scales, owner)
+
+    def of_tensors(self, *, is_noted: bool = True) -> DelayedStates:
+        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
+
+        That of grad_output is never None: by it an update learns of a backward pass. Without `is_noted` no cast counts
+        for the next update.
+        """
         assert self.recipe.delayed is not None, "as in __init__"
         margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
-        (x, w, g), (of_x, of_w, of_g) = self.inv_scales, self.amaxes
-        return (
-            Delayed(x, of_x, margin) if "input" in tensors else None,
-            Delayed(w, of_w, margin) if "weight" in tensors else None,
-            Delayed(g, of_g, margin) if "grad_output" in tensors else None,
-        )
+        amaxes = self.amaxes if is_noted else [amax.clone() for amax in self.amaxes]
+        x, w, g = [Delayed(inv_scale, amax, margin) for inv_scale, amax in zip(self.inv_scales, amaxes, strict=True)]
+        return x if "input" in tensors else None, w if "weight" in tensors else None, g
+
+    # By `own_buffers`: `nn.Module.__getattr__` takes longer than all else that the host does here.
 
     @property
-    def amaxes(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The amaxes, which the casts update."""
-        return self._three(*AMAXES)
+    def amaxes(self) -> tuple[Tensor, ...]:
+        """The amaxes of TENSORS, which the casts update."""
+        return tuple([own_buffers(self)[name] for name in AMAXES])
 
     @property
-    def inv_scales(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The inv_scales of the current step; `UNSET` before the first."""
-        return self._three(*INV_SCALES)
-
-    def _three(self, first: str, second: str, third: str) -> tuple[Tensor, Tensor, Tensor]:
-        buffers = own_buffers(self)  # `nn.Module.__getattr__` takes longer than all else that the host does here
-        return buffers[first], buffers[second], buffers[third]
+    def inv_scales(self) -> tuple[Tensor, ...]:
+        """The inv_scales of TENSORS; `UNSET` before the first update."""
+        return tuple([own_buffers(self)[name] for name in INV_SCALES])
 
     @property
     def initialized(self) -> Tensor:
@@ -152,10 +154,12 @@ class DelayedBuffers(nn.Module):
         """[3], of TENSORS; 1 where it is not initialized."""
         return self.state()["inv_scale"]
 
-    def _mark(self, is_set: Sequence[bool]) -> None:
-        """Note which inv_scales, of TENSORS, the host knows to be set."""
+    def _begin_anew(self, is_set: Sequence[bool]) -> None:
+        """Forget what was known of the old values; `is_set` of TENSORS are known to be set."""
         for inv_scale, known in zip(self.inv_scales, is_set, strict=True):
             mark_set(inv_scale, known)
+        self.notes.reported = set()
+        self.notes.are_set = (False, False, False)
 
     def are_set(self) -> tuple[bool, bool, bool]:
         """Which inv_scales of TENSORS are set, alike on all ranks of a layer; eager code waits for those that were not.
@@ -164,9 +168,8 @@ class DelayedBuffers(nn.Module):
         """
         if not torch.compiler.is_compiling() and False in self.notes.are_set and not self.amax_input.is_meta:
             if not (self.amax_input.is_cuda and torch.cuda.is_current_stream_capturing()):
-                found = to_list(torch.cat(self.inv_scales).flatten())
-                states = self.of_tensors()
-                x, w, g = (state is None or value > UNSET for state, value in zip(states, found, strict=True))
+                found = zip(TENSORS, to_list(torch.cat(self.inv_scales).flatten()), strict=True)
+                x, w, g = [value > UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in found]
                 self.notes.are_set = x, w, g
         return self.notes.are_set
 
@@ -200,15 +203,11 @@ class DelayedBuffers(nn.Module):
             for i in range(3):
                 self.inv_scales[i].copy_(inv_scale[i])
                 self.amaxes[i].copy_(state["amax"][i])
-        self.notes.is_weight_cast = self.notes.has_weight_scale = False
-        self.notes.are_set = (False, False, False)
-        if not initialized.is_meta:
-            self._mark(to_list(initialized))
-        self.notes.reported = set()
+        self._begin_anew((False, False, False) if initialized.is_meta else to_list(initialized))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device, never to another dtype; reset if the values were not copied (`to_empty`)."""
-        is_lost = False
+        is_lost, known = False, [is_known_set(inv_scale) for inv_scale in self.inv_scales]
         for name, buffer in self._buffers.items():
             assert buffer is not None, "all are there"
             # As integers: `Module.to(dtype)` converts floating-point buffers only.
@@ -221,8 +220,11 @@ class DelayedBuffers(nn.Module):
             if not moved.is_meta:
                 is_lost = is_lost or buffer.is_meta or not torch.equal(viewed, moved.to(viewed.device))
             self._buffers[name] = moved.view(buffer.dtype) if viewed is not buffer else moved
+        for inv_scale, is_set in zip(self.inv_scales, known, strict=True):
+            mark_set(inv_scale, is_set)
         if is_lost:
             self.reset()
+        self.belong_to(self.owner)
         return self
 
 
@@ -241,9 +243,8 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _formats(recipe: Recipe) -> str:
     """The names of the three tensors' float8 formats, with commas; empty for one without delayed scales."""
-    found: list[str] = []
-    for tensor in TENSORS:
-        is_delayed = recipe.delayed_scaling_of(tensor) is not None
-        formats = {cast.format for _, _, cast in recipe.casts(tensor) if is_delayed} - {None}
-        found.append("".join(format.name for format in formats if format is not None))
-    return ",".join(found)
+    names = {
+        tensor: {cast.format.name for _, _, cast in recipe.casts(tensor) if cast.format is not None}
+        for tensor in recipe.delayed_tensors
+    }
+    return ",".join("".join(names.get(tensor, ())) for tensor in TENSORS)

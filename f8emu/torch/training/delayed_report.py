@@ -1,8 +1,8 @@
-"""What the host tells of amaxes that were infinite or NaN: each tensor's first, by the name of its layer.
+"""What the device tells the host of delayed scaling: which inv_scales are set, and which amaxes were infinite or NaN.
 
-The layers of one update share a report on the host, which the kernel of a GPU writes to directly: no copy, no event.
-Its counts only grow, and each is written at once, so they may be read at any time. An update tells what has arrived,
-without waiting; what arrives later is told at a later update.
+The layers of one update share a report in memory of the host, which the kernel of a GPU writes to directly: no copy, no
+event. Each of its numbers is written at once and only grows, so it may be read at any time. An update reads what has
+arrived, without waiting; what arrives later is read at a later update.
 """
 
 import warnings
@@ -11,37 +11,37 @@ from collections.abc import Sequence
 import torch
 
 from f8emu.spec.recipe import TENSORS
+from f8emu.torch.fused.delayed import mark_set
 from f8emu.torch.training.delayed import DelayedBuffers
 
 
 class Report:
     """Of layers that are updated together. One that is reset or loaded begins a new report."""
 
-    __slots__ = ("_bytes", "_reported", "_seen", "not_finite")
-
     def __init__(self, layers: Sequence[DelayedBuffers], is_pinned: bool) -> None:
         with torch.inference_mode(False):  # also updates outside of it write to this
-            not_finite = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
-        self.not_finite = not_finite
-        """[L, 3]: how many amaxes were infinite or NaN so far."""
-        self._bytes = not_finite.numpy().data.cast("B")
+            numbers = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.numbers = numbers
+        """[L, 3], as `fused.delayed.update_delayed` writes them."""
+        self._bytes = numbers.numpy().data.cast("B")
         self._seen = bytes(self._bytes)
         self._reported = [buffers.notes.reported for buffers in layers]
         """Kept, because a report is found by their identity."""
 
-    def tell(self, layers: Sequence[DelayedBuffers]) -> None:
-        """Warn of what has arrived since the last call."""
+    def read(self, layers: Sequence[DelayedBuffers]) -> None:
+        """Note what has arrived since the last call; warn of each tensor's first infinity, by the name of its layer."""
         seen = bytes(self._bytes)
         if seen == self._seen:
             return
         self._seen = seen
         names: list[str] = []
-        for i, count in enumerate(memoryview(seen).cast("i")):
-            layer, tensor = divmod(i, len(TENSORS))
-            notes = layers[layer].notes
-            if count and tensor not in notes.reported:
-                notes.reported.add(tensor)
-                names.append(f"{TENSORS[tensor]} of {notes.name or 'a layer without a name'}")
+        for i, number in enumerate(memoryview(seen).cast("i")):
+            layer, tensor = layers[i // len(TENSORS)], i % len(TENSORS)
+            if number & 1:
+                mark_set(layer.inv_scales[tensor], True)
+            if number > 1 and tensor not in layer.notes.reported:
+                layer.notes.reported.add(tensor)
+                names.append(f"{TENSORS[tensor]} of {layer.notes.name or 'a layer without a name'}")
         if names:
             warnings.warn(
                 f"f8emu.torch: under delayed scaling the amax was infinite or NaN of: {', '.join(names)}; the scale "
@@ -52,8 +52,7 @@ class Report:
 
 
 _reports: dict[tuple[torch.device, tuple[int, ...]], Report] = {}
-_MOST_REPORTS = 1024
-"""An optimizer for each layer makes as many."""
+"""Never freed: torch does not know of the kernels that write to them, and would reuse the memory."""
 
 
 def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report | None:
@@ -62,19 +61,9 @@ def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report 
     None if it were to be allocated while a CUDA graph is captured, which may not be.
     """
     key = device, tuple([id(buffers.notes.reported) for buffers in layers])
-    report = _reports.get(key)
-    if report is None:
+    if key not in _reports:
         is_cuda = device.type == "cuda"
         if is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        if len(_reports) >= _MOST_REPORTS:
-            _forget()
-        report = _reports[key] = Report(layers, is_cuda)
-    return report
-
-
-def _forget() -> None:
-    """Free all reports, when no kernel writes to them any more: torch does not know of it, and reuses the memory."""
-    for device in {device for device, _ in _reports if device.type == "cuda"}:
-        torch.cuda.synchronize(device)
-    _reports.clear()
+        _reports[key] = Report(layers, is_cuda)
+    return _reports[key]

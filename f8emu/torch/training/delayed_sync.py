@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from f8emu.spec.errors import OperandError
@@ -14,10 +15,11 @@ from f8emu.torch.training.torch_internals import modules_of, named_modules
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
-    """Update the state of delayed scaling in all layers of `model`, once a step, after the backward pass.
+    """Update the state of delayed scaling in all layers of `model` that were called since their last update.
 
-    Optimizers of torch.optim do this in every step, for the layers whose weights they hold. A call is needed only if
-    something else changes the weights. A second update in a step changes nothing.
+    No training loop needs a call: the end of every backward pass is an update. After one, and in compiled code, it does
+    nothing. It is of use where passes are replayed as CUDA graphs, before the state is saved or evaluated: an update is
+    then at the begin of each replayed forward pass.
 
     An amax that is zero or not finite leaves the scale unchanged. Such updates are counted in the layer's
     `delayed.counts`; the first infinity or NaN of every layer is reported by its name.
@@ -34,6 +36,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
     Raises:
         DelayedScalingError: ranks of a group with different numbers of layers.
     """
+    if torch.compiler.is_compiling():
+        return
     layers = _layers(model) if fp8_layers is None else [layer for x in fp8_layers for layer in _layers(x)]
     if layers := [layer for layer in layers if layer.delayed is not None]:
         update_states(layers)
@@ -108,10 +112,6 @@ class DelayedScalingState:
         load_delayed_state_dict(self.model, state_dict)
 
 
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
-"""Names in the place of a module that was wrapped; `torch.distributed.checkpoint` leaves them out too."""
-
-
 def _key(fqn: str, name: str) -> str:
     return f"{fqn}.{name}" if fqn else name
 
@@ -122,7 +122,7 @@ def _layers(model: nn.Module) -> list[Float8Linear]:
 
 
 def _states(model: nn.Module) -> Iterator[tuple[str, DelayedBuffers]]:
-    """(name of the layer, its state), each state once. The names do not depend on what is compiled or checkpointed."""
+    """(name of the layer, its state), each state once. The names do not depend on what wraps them."""
     for name, module in named_modules(model):
         if isinstance(module, Float8Linear) and module.delayed is not None:
-            yield ".".join(part for part in name.split(".") if part not in _WRAPPERS), module.delayed
+            yield name, module.delayed

@@ -1,17 +1,22 @@
-"""The update of delayed scaling: all layers of a model at once, without a read on the host.
+"""The update of delayed scaling: when it runs, and what it does to all layers of a model at once.
 
+The end of every backward pass updates the scales of the models that took part in it. The first cast of a gradient asks
+autograd for a call at that end. Where autograd makes none (compiled autograd, a pass that raised an error), the next
+pass begins with the update. A CUDA graph, whose replays run no host code, has an update at the begin of each captured
+forward pass: it changes nothing where nothing was cast.
+
+An update waits for no value of the device:
 1. The amaxes of all layers move into one tensor, and are marked as not called.
 2. One all-reduce takes the maximum over ranks, as integers, so that infinity and NaN count as the largest.
-3. Histories, inv_scales and counts of all layers are updated in one launch. If no layer was called, nothing changes, so
-   a second update in a step does nothing.
-4. Weights that are kept as float8 are cast again, by their new scales.
-5. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
+3. Histories, inv_scales and counts of all tensors that were cast are updated in one launch.
+4. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
 """
 
+import itertools
+import threading
 import weakref
 import zlib
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +24,94 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from f8emu.spec.scaling import AmaxHistoryReduction
-from f8emu.torch.fused.delayed import take_amaxes, update_delayed
+from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
 from f8emu.torch.training.delayed import DelayedBuffers, DelayedScalingError
 from f8emu.torch.training.delayed_report import Report, report_of
-from f8emu.torch.training.float8_weight import Float8Weight
-from f8emu.torch.training.torch_internals import is_dtensor, own_buffers, own_parameters, to_list
+from f8emu.torch.training.torch_internals import (
+    backward_pass,
+    call_at_end_of_backward,
+    is_dtensor,
+    is_in_backward_pass,
+    own_buffers,
+    own_parameters,
+    to_list,
+)
 
 if TYPE_CHECKING:
     from f8emu.torch.training.float8_linear import Float8Linear
+
+
+class UpdateGroup:
+    """Layers that are updated together: those that one call converted. A copy of a model has a group of its own.
+
+    An `Owner` of their inv_scales.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        owners[self.number] = self
+        self.layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+        self.is_pending = False
+        """Whether a gradient was cast since the last update."""
+        self.is_captured = False
+        """Whether the CUDA graph that is captured has an update already."""
+        self._pass = -1
+        """The backward pass at whose end the group is updated."""
+
+    def add(self, layer: "Float8Linear") -> None:
+        """Update the layer with the others."""
+        assert layer.delayed is not None, "only such a layer has a state"
+        self.layers.add(layer)
+        layer.delayed.belong_to(self.number)
+
+    def begin_pass(self, is_cuda: bool) -> None:
+        """Update before the first cast of a forward pass, if no backward pass could do it."""
+        if is_in_backward_pass():  # what checkpointing computes again has the scales of the first time
+            return
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            if not self.is_captured:
+                self.is_captured = True
+                _Groups([self]).update()
+        else:
+            self.is_captured = False
+            if self.is_pending:
+                _Groups([self]).update()
+
+    def note_gradient(self) -> None:
+        """Update at the end of the backward pass that runs now."""
+        self.is_pending, self.is_captured = True, False
+        number = backward_pass()
+        if number not in (-1, self._pass):
+            self._pass = number
+            with _lock:  # several GPUs have a thread each
+                groups = _passes.get(number)
+                if groups is None:
+                    groups = _passes[number] = _Groups()
+                    call_at_end_of_backward(groups.update)
+            groups.append(self)
+
+    def __deepcopy__(self, memo: Any) -> "UpdateGroup":
+        return UpdateGroup()
+
+    def __reduce__(self) -> Any:
+        return UpdateGroup, ()
+
+
+class _Groups(list[UpdateGroup]):
+    """Groups that are updated at once."""
+
+    def update(self) -> None:
+        """Update their layers in the order of creation, which all ranks share."""
+        for group in self:
+            group.is_pending = False
+        layers = [(layer.delayed, layer) for group in self for layer in group.layers if layer.delayed is not None]
+        update_states([layer for _, layer in sorted(layers, key=lambda pair: pair[0].notes.number)])
+
+
+_passes: "weakref.WeakValueDictionary[int, _Groups]" = weakref.WeakValueDictionary()
+"""Number of a backward pass -> the groups that it updates at its end; autograd alone keeps them."""
+_lock = threading.Lock()
+_numbers = itertools.count(1)
 
 
 class ReductionGroup:
@@ -46,86 +131,44 @@ class ReductionGroup:
 def update_states(layers: Sequence["Float8Linear"]) -> None:
     """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers.
 
-    Everything is looked up anew in every step, also which tensors there are and which groups share them: to make sure
-    that nothing has changed since the last one takes as long.
+    Tensors and process groups are looked up anew: to make sure that nothing has changed takes as long.
     """
-    is_compiling = torch.compiler.is_compiling()
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
-    sharded: list[DelayedBuffers] = []
-    masters: list[Float8Weight] = []
     for layer, groups in zip(layers, _groups_of(layers), strict=True):
         buffers = layer.delayed
         assert buffers is not None, "only such a layer has a state"
         key = own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe)
-        if (found := alike.get(key)) is None:
-            found = alike[key] = []
-        found.append(buffers)
-        notes = buffers.notes
-        notes.has_updated, notes.is_loaded = True, False
-        if notes.is_weight_cast:
-            notes.has_weight_scale = True
-        if notes.is_sharded:
-            sharded.append(buffers)
-        if isinstance(weight := own_parameters(layer).get("weight"), Float8Weight):
-            masters.append(weight)
-    together: dict[tuple[Any, ...], list[list[DelayedBuffers]]] = {}
-    for (device, groups, _), found in alike.items():
-        together.setdefault((device, groups), []).append(found)
+        alike.setdefault(key, []).append(buffers)
+        buffers.notes.is_loaded = False
     reports: list[tuple[Report, list[DelayedBuffers]]] = []
-    for (device, groups), of_recipes in together.items():
-        taken = _reduced([*chain(*of_recipes)], groups) if groups else None
-        begin = 0
-        for found in of_recipes:
-            end = begin + 3 * len(found)
-            own = None if taken is None else taken[begin:end]
-            begin = end
-            report = None if is_compiling else report_of(found, device)
-            if report is None:
-                nobody_reads = torch.empty(len(found), 3, dtype=torch.int32, device=device)
-                _update(found, nobody_reads, own)
-            else:
-                _update(found, report.not_finite, own)
-                reports.append((report, found))
-    if not is_compiling:  # compiled code does not ask
-        for buffers in sharded:
-            buffers.are_set()
-    for weight in masters:
-        weight.refill()
+    for (device, groups, _), found in alike.items():
+        states = [x for buffers in found for x in own_buffers(buffers).values()]  # in the order of STATE
+        taken = amaxes_of(states)
+        for group in groups:
+            _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
+            _reduce_max(taken, group)
+        numbers = taken.new_empty(len(found), 3)  # which nobody reads
+        if (report := report_of(found, device)) is not None:
+            reports.append((report, found))
+            numbers = report.numbers
+        recipe = found[0].recipe
+        delayed, rule = recipe.delayed, recipe.scale_rule
+        assert delayed is not None, "only such a recipe has a state"
+        update_delayed(
+            states,
+            numbers,
+            taken,
+            found[0].formats,
+            rule.power_of_two,
+            rule.amax_floor,
+            delayed.margin,
+            delayed.reduction is AmaxHistoryReduction.MOST_RECENT,
+        )
+    for layer in layers:
+        if layer.delayed is not None and layer.delayed.notes.is_sharded:
+            layer.delayed.are_set()
     for report, found in reports:  # last: a warning may be an error
-        report.tell(found)
-
-
-def _reduced(found: list[DelayedBuffers], groups: tuple[Any, ...]) -> Tensor:
-    """The amaxes, maximum over the ranks of the groups; taken from the layers."""
-    taken = take_amaxes(_states(found))
-    for group in groups:
-        if not torch.compiler.is_compiling():
-            _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, taken.device)
-        _reduce_max(taken, group)
-    return taken
-
-
-def _update(found: list[DelayedBuffers], report: Tensor, taken: Tensor | None) -> None:
-    recipe = found[0].recipe
-    delayed, rule = recipe.delayed, recipe.scale_rule
-    assert delayed is not None, "only such a recipe has a state"
-    update_delayed(
-        _states(found),
-        report,
-        taken,
-        found[0].formats,
-        rule.power_of_two,
-        rule.amax_floor,
-        delayed.margin,
-        delayed.reduction is AmaxHistoryReduction.MOST_RECENT,
-    )
-
-
-def _states(found: list[DelayedBuffers]) -> list[Tensor]:
-    states: list[Tensor] = []
-    for buffers in found:
-        states += own_buffers(buffers).values()  # in the order of STATE
-    return states
+        report.read(found)
 
 
 def _reduce_max(x: Tensor, group: Any) -> None:
@@ -140,8 +183,7 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
     is_distributed = dist.is_available() and dist.is_initialized()
     world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
     found: list[tuple[Any, ...]] = []
-    mesh: Any = None
-    of_mesh: tuple[Any, ...] = ()
+    mesh, of_mesh = None, ()
     for layer in layers:
         assert layer.delayed is not None, "as above"
         chosen = layer.delayed.notes.group
@@ -150,8 +192,8 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
         elif is_distributed and is_dtensor(weight := weight_of(layer)):
             its: Any = getattr(weight, "device_mesh")  # noqa: B009
             if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
-                mesh, groups = its, [group for i, group in enumerate(its.get_all_groups()) if its.size(i) > 1]
-                of_mesh = tuple(groups)
+                mesh = its
+                of_mesh = tuple([group for i, group in enumerate(its.get_all_groups()) if its.size(i) > 1])
             found.append(of_mesh)
         else:
             found.append(world)

@@ -5,7 +5,7 @@
 Here: the module, and what it takes for the block to be fused. `feed_forward_autograd` computes the fused block.
 """
 
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
+from f8emu.torch.library import is_exporting
 from f8emu.torch.training.feed_forward_autograd import Layers, float8_feed_forward
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.torch_internals import bias_of, copied_attributes, has_hooks
-from f8emu.torch.training.transforms import require_no_transform
+from f8emu.torch.training.transforms import refuse_torchscript, require_no_transform
 
 LLAMA_NAMES = ("w1", "w2", "w3")
 """The layers of Llama's and torchtitan's block. Hugging Face calls them gate_proj, down_proj, up_proj."""
@@ -33,7 +34,8 @@ class Float8FeedForward(nn.Module):
     - in dtypes other than bfloat16,
     - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
     - if the layers differ in recipe or engine,
-    - if, of the input and the three weights, only the weight of w2 requires a gradient.
+    - if, of the input and the three weights, only the weight of w2 requires a gradient; under delayed scaling wherever
+      no gradient flows back through w1 or w3.
 
     Parameters and state dict are those of the three layers, under the names in `names`.
 
@@ -107,14 +109,18 @@ class Float8FeedForward(nn.Module):
             block._modules[name] = layer
         return block
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, for every module in the one that it is given."""
+        refuse_torchscript("Float8FeedForward")
+
     def forward(self, input: Tensor) -> Tensor:
         """`w2(silu(w1(input)) * w3(input))` under the recipe."""
-        require_no_transform("Float8FeedForward")
+        require_no_transform("Float8FeedForward", self, input)
         w1, w2, w3 = (getattr(self, name) for name in self.names)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
-        if not _can_fuse(input, dtype, w1, w2, w3):
+        if is_exporting() or not _can_fuse(input, dtype, w1, w2, w3):
             return w2(silu(w1(input)) * w3(input))
         if input.ndim == 0 or input.shape[-1] != w1.in_features:
             raise OperandError(
@@ -150,6 +156,8 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
     if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
         return False
     has_gradient = [tensor.requires_grad for tensor in (input, w1.weight, w3.weight)]
+    if w1.recipe.delayed is not None:  # a layer that no gradient flows back through scales by its own amaxes
+        return torch.is_grad_enabled() and (has_gradient[0] or all(has_gradient[1:]))
     return any(has_gradient) or not (w2.weight.requires_grad and torch.is_grad_enabled())
 
 

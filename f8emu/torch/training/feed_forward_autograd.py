@@ -47,7 +47,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     """The fused block on [M, dim]; `x1` and `x3` have the same values."""
     recipe, engine, dtype = layers.w1.recipe, layers.w1.engine, x1.dtype
     w1, w2, w3 = (layer.weight for layer in layers)
-    of_inputs, of_weights, of_gradients = _states(layers, x1.device)
+    of_inputs, of_weights, of_gradients = _states(layers, x1)
     keep1, _, keep3 = (torch.is_grad_enabled() and layer.weight.requires_grad for layer in layers)
     taps = (layers.w1.tap, layers.w2.tap, layers.w3.tap)
     settings = _Settings(recipe, engine, dtype, of_gradients, taps)
@@ -226,8 +226,8 @@ def _show_forward(
         if i == 1:
             observe_gated(tap.forward, "hidden", gate, up, None)
         else:
-            show_tensor(tap.forward, "input", x)
-        show_tensor(tap.forward, "weight", weights[i])
+            show_tensor(tap.forward, "input", x, is_delayed=True)
+        show_tensor(tap.forward, "weight", weights[i], is_delayed=True)
 
 
 def _show_backward(
@@ -236,16 +236,19 @@ def _show_backward(
     """Show grad_output of the three layers."""
     of_w1, of_w2, of_w3 = taps
     if of_w2 is not None:
-        show_tensor(of_w2.backward, "grad_output", grad_output)
+        show_tensor(of_w2.backward, "grad_output", grad_output, is_delayed=True)
     if of_w1 is not None:
         observe_gated(of_w1.backward, "grad_gate", gate, up, grad_hidden)
     if of_w3 is not None:
         observe_gated(of_w3.backward, "grad_up", gate, up, grad_hidden)
 
 
-def _states(layers: Layers, device: torch.device) -> tuple[tuple[Delayed | None, ...], ...]:
+def _states(layers: Layers, input: Tensor) -> tuple[tuple[Delayed | None, ...], ...]:
     """Three tuples over w1, w2, w3: the states of their inputs, of their weights, of their grad_output."""
-    found = [layer.delayed_states(device) or (None, None, None) for layer in layers]
+    w1, w2, w3 = layers
+    # A gradient flows back through w2 wherever one flows back through w1.
+    found = [layer.delayed_states(input, source.weight) for layer, source in ((w1, w1), (w2, w1), (w3, w3))]
+    found = [states or (None, None, None) for states in found]
     return tuple(tuple(of[i] for of in found) for i in range(3))
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,26 @@ from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import CHIP, require_values
 from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.library import is_exporting
 from f8emu.torch.training.autograd import Plan, cast_input, float8_matmul
 from f8emu.torch.training.delayed import DelayedBuffers, stacked
-from f8emu.torch.training.delayed_update import weight_of
+from f8emu.torch.training.delayed_update import UpdateGroup
 from f8emu.torch.training.float8_weight import Float8Weight, refill, written_over
 from f8emu.torch.training.observation import Tap, show_tensor
 from f8emu.torch.training.operands import DelayedStates
 from f8emu.torch.training.placements import local_call
 from f8emu.torch.training.sharding import Gathered
 from f8emu.torch.training.shared_input import TracedInput, find_operands, keep_operands
-from f8emu.torch.training.step_hooks import WeightWatch, follow_steps
-from f8emu.torch.training.torch_internals import Linear, bias_of, copied_attributes, is_dtensor, own_parameters
+from f8emu.torch.training.torch_internals import (
+    Linear,
+    bias_of,
+    copied_attributes,
+    is_dtensor,
+    is_in_autograd_function,
+    own_parameters,
+)
 from f8emu.torch.training.torchao_config import RecipeLike, recipe_of_torchao
-from f8emu.torch.training.transforms import require_no_transform
+from f8emu.torch.training.transforms import refuse_torchscript, require_no_transform
 
 _METADATA_KEY = "f8emu_delayed"
 """The key of a layer's state of delayed scaling in the metadata of a state dict."""
@@ -54,7 +61,8 @@ class Float8Linear(Linear):
     engine: str
     recompute_casts: bool
     delayed: DelayedBuffers | None
-    weight_watch: WeightWatch
+    update_group: UpdateGroup | None
+    """The layers whose scales are updated with this one's; None under dynamic scaling."""
     reduce_to: Sequence[Any] | None = None
     """Under tensor parallelism, the placements to which the layer brings a sum over ranks (`Float8RowwiseParallel`)."""
     traced_input: TracedInput | None = None
@@ -116,12 +124,11 @@ class Float8Linear(Linear):
         self.recompute_casts = recompute_casts
         state = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)
         self.__dict__["delayed"] = state  # no submodule: see DelayedBuffers
-        self.weight_watch = WeightWatch()
-        self._follow_steps()
+        self.update_with(None if state is None else UpdateGroup())
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight^T + bias` under the recipe."""
-        require_no_transform("Float8Linear")
+        require_no_transform("Float8Linear", self, input)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
         dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
@@ -131,9 +138,9 @@ class Float8Linear(Linear):
                 f"{list(input.shape)}"
             )
         x, weight, bias, parts = input, self.weight, bias_of(self), None
-        delayed = self.delayed_states(x.device)
+        delayed = self.delayed_states(x, weight)
         if is_dtensor(input) or is_dtensor(weight):
-            is_set = (True, True, True) if self.delayed is None else self.delayed.are_set()
+            is_set = (True, True, True) if self.delayed is None or delayed is None else self.delayed.are_set()
             parts = local_call("Float8Linear", input, weight, bias, self.recipe, self.reduce_to, is_set)
             x, weight, bias = parts.input, parts.weight, parts.bias
         x = x.to(dtype)
@@ -142,7 +149,7 @@ class Float8Linear(Linear):
             x = x.unsqueeze(0)
         elif x.ndim != 2:
             x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
-        keeps_input = torch.is_grad_enabled() and weight.requires_grad
+        keeps_input = torch.is_grad_enabled() and weight.requires_grad and not is_exporting()
         layout = None if parts is None else parts.layout
         plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
         shared = None
@@ -164,7 +171,8 @@ class Float8Linear(Linear):
                 traced.keep(input, dtype, plan, shared)
         if shared is not None and shared.gathered is not None:
             if self.tap is not None:
-                show_tensor(self.tap.forward, "input", x.detach())  # this rank's: what replaces it has no values
+                # This rank's: what replaces it has no values.
+                show_tensor(self.tap.forward, "input", x.detach(), is_delayed=delayed is not None)
             x = shared.gathered
         if isinstance(weight, Float8Weight):
             weight.note_call(delayed)
@@ -174,6 +182,10 @@ class Float8Linear(Linear):
         if parts is not None:
             return parts.as_dtensor(output.reshape(*parts.lead, output.shape[1]))
         return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, for every module in the one that it is given."""
+        refuse_torchscript("Float8Linear")
 
     def extra_repr(self) -> str:
         """As `nn.Linear`, with recipe and engine."""
@@ -187,48 +199,50 @@ class Float8Linear(Linear):
             delayed.reset()
             refill(self.weight)
 
-    def delayed_states(self, device: torch.device) -> DelayedStates | None:
-        """What the casts of a call with an input on `device` read and update; None under dynamic scaling.
+    def delayed_states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
+        """What the casts of a call read and update; None where tensors are scaled by their own amaxes.
 
-        Eager code prepares the call: the state is where the input is, and the weight watched.
+        Under delayed scaling these are the passes that no gradient flows back through: they change no state.
         """
         if self.delayed is None:
             return None
-        if not torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        is_repeated = False
+        flows = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+        if not flows or is_exporting():
+            is_repeated = not is_traced and not torch.is_grad_enabled() and is_in_autograd_function()
+            if not is_repeated:
+                return None
+        if not is_traced:
             self.delayed.notes.is_loaded = False
-            self.delayed.follow(device)  # `fully_shard` moves parameters only
-            weight = weight_of(self)
-            if weight is not None:
-                self.weight_watch.watch(self, weight)  # it may be another one, or have been frozen until now
-        return self.delayed.of_tensors()
+            self.delayed.follow(input.device)  # `fully_shard` moves parameters only
+            assert self.update_group is not None, "it has a state"
+            self.update_group.begin_pass(input.is_cuda)
+        return self.delayed.of_tensors(is_noted=not is_repeated)
+
+    def update_with(self, group: UpdateGroup | None) -> None:
+        """Update the scales together with those of the other layers of `group`."""
+        if (old := self.__dict__.get("update_group")) is not None:
+            old.layers.discard(self)
+        self.update_group = group
+        if group is not None:
+            group.add(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module`; a new weight is watched too."""
+        """As `nn.Module`."""
         super().register_parameter(name, param)
-        if name == "weight":
-            if is_dtensor(param) and self.delayed is not None:
-                self.delayed.notes.is_sharded = True
-            self._follow_steps()
-
-    def _follow_steps(self) -> None:
-        if self.__dict__.get("delayed") is None:
-            return
-        follow_steps(self)
-        weight = weight_of(self)
-        if weight is not None:
-            self.weight_watch.watch(self, weight)
+        if name == "weight" and is_dtensor(param) and (delayed := self.__dict__.get("delayed")) is not None:
+            delayed.notes.is_sharded = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.weight_watch.forget()  # torch swaps parameters that are no plain tensors, if no weak reference is there
         super()._apply(fn, recurse)
         if self.delayed is not None:
             self.delayed._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
-            self._follow_steps()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._follow_steps()
+        self.update_with(self.update_group)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -255,7 +269,6 @@ class Float8Linear(Linear):
         )
         if isinstance(held, Float8Weight) and self.weight is not held:
             written_over(self, held)
-        self._follow_steps()  # load_state_dict(assign=True) replaces the parameter
         if self.delayed is None:
             return
         if self.delayed.inv_scale.device != self.weight.device:  # the new parameter may be on another device

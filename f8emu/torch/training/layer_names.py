@@ -6,11 +6,7 @@ from torch import nn
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.torch_internals import named_modules, own_modules
-
-_COMPILED = "_orig_mod"
-_WRAPPERS = (_COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Parts of a name that say how a layer is run, not which one it is."""
+from f8emu.torch.training.torch_internals import named_modules
 
 
 def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Linear]:
@@ -42,13 +38,4 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
 
 def all_float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
     """Name, as `float8_layers` has it -> layer."""
-    inner: nn.Module | None = model
-    while inner is not None:
-        model, inner = inner, own_modules(inner).get(_COMPILED)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = own_modules(model).get("module")
-    return {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): module
-        for name, module in named_modules(model)
-        if isinstance(module, Float8Linear)
-    }
+    return {name: module for name, module in named_modules(model) if isinstance(module, Float8Linear)}

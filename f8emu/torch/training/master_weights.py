@@ -17,7 +17,7 @@ class MasterWeights(Optimizer):
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
     It holds a float32 master of every float8 weight, steps it with the gradient of the layer, and casts it into the
-    codes of the layer after the step; under delayed scaling after the update of the scales, which belongs to the step.
+    codes of the layer after the step, and at no other time: passes that accumulate gradients multiply the same codes.
     Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and state dict
     are those of `optimizer_class` over the parameters of the model.
 
@@ -71,7 +71,7 @@ class MasterWeights(Optimizer):
         try:
             loss = self.inner.step(None if closure is None else self._with_casts(closure))
         finally:
-            self._cast(of_delayed=False)
+            self._cast()
             for weight in self._weights():
                 weight.master.grad = None
         self._share_state()
@@ -91,7 +91,7 @@ class MasterWeights(Optimizer):
         def evaluate() -> Any:
             nonlocal calls
             if calls:
-                self._cast(of_delayed=True)
+                self._cast()
             calls += 1
             with torch.enable_grad():
                 loss = closure()
@@ -112,10 +112,10 @@ class MasterWeights(Optimizer):
                     inner["params"][i] = weight.take_master()  # it may have been frozen until now
                 weight.master.grad = None if weight.grad is None else weight.grad.to(weight.master)
 
-    def _cast(self, *, of_delayed: bool) -> None:
-        """Cast the masters that were stepped; at the end of a step the update of delayed scaling does it."""
+    def _cast(self) -> None:
+        """Cast the masters that were stepped."""
         for weight in self._weights():
-            if weight.master.grad is not None and (weight.master_amax is None or of_delayed):
+            if weight.master.grad is not None:
                 weight.refill()
 
     def _share_state(self) -> None:

@@ -57,6 +57,8 @@ class TensorSeen(NamedTuple):
     value: Tensor
     """[rows, columns] in high precision; under tensor parallelism that of this rank."""
     recipe: Recipe
+    is_delayed: bool = False
+    """Whether it is cast by the state of delayed scaling, if the recipe has one for it, and not by its own amax."""
 
 
 class GemmSeen(NamedTuple):
@@ -166,10 +168,10 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
     return Observation(observer, numbers)
 
 
-def show_tensor(token: Tensor, tensor: str, value: Tensor) -> None:
+def show_tensor(token: Tensor, tensor: str, value: Tensor, *, is_delayed: bool) -> None:
     """Show a matrix; nothing of a weight that exists only as float8 codes."""
     if type(value) in (Tensor, nn.Parameter):
-        observe_tensor(token, tensor, value)
+        observe_tensor(token, tensor, value, is_delayed)
 
 
 def show_gemm(token: Tensor, gemm: str, a: Operand, b: Operand, product: Tensor) -> None:
@@ -183,11 +185,11 @@ def show_gemm(token: Tensor, gemm: str, a: Operand, b: Operand, product: Tensor)
 
 
 @operator(mutates_args={"token"})
-def observe_tensor(token: Tensor, tensor: str, value: Tensor) -> None:
+def observe_tensor(token: Tensor, tensor: str, value: Tensor, is_delayed: bool) -> None:
     """Call the observers of the layer to which `token` belongs."""
     watched = _at(token, tensor != "grad_output", value)
     if watched is not None:
-        _show(watched, tensor, value)
+        _show(watched, tensor, value, is_delayed)
 
 
 @operator(mutates_args={"token"})
@@ -240,7 +242,7 @@ def observe_gemm(
 
 
 @fake(observe_tensor)
-def _(token: Tensor, tensor: str, value: Tensor) -> None:
+def _(token: Tensor, *_: Any) -> None:
     return None
 
 
@@ -265,10 +267,10 @@ def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
     return _watched.get(int(token[0]))
 
 
-def _show(watched: _Watched, tensor: str, value: Tensor) -> None:
+def _show(watched: _Watched, tensor: str, value: Tensor, is_delayed: bool = True) -> None:
     layer = watched.layer()
     if layer is None:  # the graph of a layer that is gone
         return
-    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe)
+    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe, is_delayed)
     for observer in tuple(watched.observers):
         observer.tensor(seen)

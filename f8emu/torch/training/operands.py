@@ -17,7 +17,7 @@ from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import amax_tiles
 from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.fused.delayed import cast_pair_delayed
-from f8emu.torch.library import has_dispatch_mode
+from f8emu.torch.library import has_dispatch_mode, is_known
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192
@@ -82,7 +82,7 @@ def find_source(
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     of_tensor = of_rows = of_cols = None
     if col_kind is Granularity.ROWWISE:
-        is_small = tiled and x.numel() > 0 and max(amax_tiles(*x.shape)) <= _MOST_TILES
+        is_small = tiled and x.numel() > 0 and all(is_known(tiles <= _MOST_TILES) for tiles in amax_tiles(*x.shape))
         of_rows, of_cols = fused.row_col_amax_of_tiles(x) if is_small else fused.row_col_amax(x)
     elif row_kind is Granularity.ROWWISE:
         of_rows = fused.row_amax(x)
@@ -122,7 +122,7 @@ def _amax_in_eager_code(x: Tensor) -> Tensor:
 
 def _is_read_again(m: int, n: int) -> bool:
     """Whether every program of a cast of [m, n] may read `m` amaxes."""
-    return m <= _LONGEST_READ and m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN
+    return is_known(m <= _LONGEST_READ) and is_known(m * (m * n // _ELEMENTS_OF_A_PROGRAM) <= _MOST_READ_AGAIN)
 
 
 def cast_both(

@@ -8,6 +8,7 @@ from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.training.float8_weight import Float8Weight
 from f8emu.torch.training.operands import format_name
+from f8emu.torch.training.torch_internals import named_modules, own_parameters
 
 
 def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
@@ -39,13 +40,14 @@ def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mappin
                 f"{call}: with float8_primary_weights=True a weight has one scale; under recipe {recipe.label!r} "
                 f"{first} and {fqn} share a weight and have a scale each; leave one out with module_filter_fn"
             )
-    ours = {f"{fqn}.weight" if fqn else "weight" for fqn in layers}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in owner and name not in ours:
-            raise UnsupportedError(
-                f"{call}: with float8_primary_weights=True only float8 layers can read a weight; got that of "
-                f"{owner[id(parameter)][0]}, which is {name} too; leave the layer out with module_filter_fn"
-            )
+    ours = set(map(id, layers.values()))
+    for fqn, part in named_modules(module):
+        for name, parameter in own_parameters(part).items():
+            if id(parameter) in owner and (id(part) not in ours or name != "weight"):
+                raise UnsupportedError(
+                    f"{call}: with float8_primary_weights=True only float8 layers can read a weight; got that of "
+                    f"{owner[id(parameter)][0]}, which is {fqn}.{name} too; leave the layer out with module_filter_fn"
+                )
 
 
 def hold_as_float8(layers: Iterable[nn.Linear]) -> None:

@@ -144,8 +144,8 @@ class ShardedWeight(Tensor):
             state.shard = Shard.of(mesh, outer_size, module, x)
         shard = state.shard
         delayed = delayed_state(module, x.device)
-        if delayed is not None:
-            codes, scale = _cast_delayed(x, delayed, recipe, shard, module.delayed.notes)
+        if delayed is not None and module.training:  # an evaluated model has scales of its own amaxes
+            codes, scale = _cast_delayed(x, delayed, recipe, shard, is_set=module.delayed.are_set()[1])
             return (shard.padded(codes),), _Gathered(shard.n, scale, scale)
         scales = state.of_forward if is_backward else state.precomputed
         if scales is None:
@@ -250,19 +250,17 @@ def _codes_of_columns(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightSca
     return shard.padded(codes)
 
 
-def _cast_delayed(x: Tensor, delayed: Delayed, recipe: Recipe, shard: Shard, notes: Any) -> tuple[Tensor, Tensor]:
+def _cast_delayed(x: Tensor, delayed: Delayed, recipe: Recipe, shard: Shard, *, is_set: bool) -> tuple[Tensor, Tensor]:
     """Codes of this rank's rows and their scale: that of earlier steps, before the first update that of the whole."""
     rule, fmt = recipe.scale_rule, format_of(recipe)
     settings = (rule.power_of_two, rule.amax_floor, delayed.margin)
     inv_scale = delayed.inv_scale
-    # All ranks must agree on whether to reduce, so no value of the device decides.
-    if not notes.has_weight_scale:
+    if not is_set:  # on all ranks, which have the same inv_scale
         amax = fused.tensor_amax(x)
         for group in (shard.group, *(group for group, _ in shard.others)):
             reduce_max(amax, group)
         inv_scale = chosen_inv_scale(amax, inv_scale, fmt, *settings)
         mark_set(inv_scale, True)
-    notes.is_weight_cast = True
     codes, _, _, scale = cast_pair_delayed(x, fmt, inv_scale, True, False, delayed.amax, *settings)
     return codes, scale
 

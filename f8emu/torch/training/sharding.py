@@ -19,7 +19,7 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import transpose_codes
-from f8emu.torch.fused.delayed import UNSET
+from f8emu.torch.fused.delayed import UNSET, note_cast
 from f8emu.torch.training.operands import (
     Delayed,
     Operand,
@@ -248,6 +248,7 @@ def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delay
     every = (*shards.rows, *shards.cols)
     if shards.is_set or name is None or not every:
         return delayed
+    note_cast(delayed.amax, delayed.inv_scale)
     amax = reduce_amax(fused.tensor_amax(x), every)
     own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)
     return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, own))

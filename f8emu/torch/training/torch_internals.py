@@ -5,7 +5,7 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -94,9 +94,40 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+_COMPILED = "_orig_mod"
+_WRAPPED = (_COMPILED, "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module")
+"""Where torch.compile, activation checkpointing and offloading, FSDP1 and Lightning Fabric hold what they wrap."""
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.parallel.DataParallel)
+"""They hold it as `module`, a name that others use too."""
+
+
 def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """`module.named_modules()`."""
-    return module.named_modules(remove_duplicate=remove_duplicate)
+    """`module.named_modules()`, by the names that the model had before parts of it, or all, were wrapped."""
+    return _named_modules(module, "", set() if remove_duplicate else None)
+
+
+def _named_modules(module: nn.Module, name: str, seen: set[nn.Module] | None) -> Iterator[tuple[str, nn.Module]]:
+    if seen is not None:
+        if module in seen:
+            return
+        seen.add(module)
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            is_wrapped = key in _WRAPPED or (key == "module" and isinstance(module, _PARALLEL))
+            yield from _named_modules(child, name if is_wrapped else f"{name}.{key}" if name else key, seen)
+
+
+def replace_modules(module: nn.Module, new: Mapping[int, nn.Module]) -> nn.Module:
+    """The module with `new[id(part)]` in the place of each part, also of parts that hold others; changed in place."""
+    kept = [part for part in modules_of(module) if id(part) not in new]
+    for holder in (*kept, *new.values()):
+        for name, part in [*holder._modules.items()]:
+            if id(part) in new:
+                holder.register_module(name, new[id(part)])
+                if name == _COMPILED:
+                    cast("Any", holder)._initialize()  # torch.compile has stored the old part's forward
+    return new.get(id(module), module)
 
 
 def bias_of(layer: nn.Linear) -> nn.Parameter | None:
@@ -147,9 +178,30 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor: the results of its operators are what `__torch_dispatch__` returns."""
 
 
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]
+"""The number of the backward pass that autograd runs on this thread; -1 if none."""
+
+
 def is_in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+    return backward_pass() != -1
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> None:
+    """Have autograd call `function` at the end of the backward pass that runs on this thread, if no error ends it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_in_autograd_function() -> bool:
+    """Whether the forward of an autograd function calls: reentrant checkpointing, which computes it again later."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def keeping_version(x: Tensor) -> Any:
