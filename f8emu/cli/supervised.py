@@ -50,8 +50,8 @@ def run_supervised(command: Callable[[], None]) -> None:
         sys.exit(told[0])
     fate = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
     print(
-        f"NOT VERIFIED: the process {fate} before the verdict: a kernel, what it imports, or want of memory ended it. With --isolate "
-        "the case is named"
+        f"NOT VERIFIED: the process {fate} before the verdict: a kernel, what it imports, or want of memory ended it. "
+        "With --isolate the case is named"
     )
     sys.exit(BAD_USAGE)
 
