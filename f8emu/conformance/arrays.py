@@ -110,8 +110,11 @@ def torch_arrays(call: str) -> Framework:
         codes = np.array(array, order="C")  # may be read-only, which torch does not know
         if array.dtype.kind not in "biu":
             codes = codes.view(integers[array.dtype.itemsize][0])  # from_numpy knows no ml_dtypes
-        # copy: into memory of torch's own, which is aligned for whoever shares it next
-        return torch.from_numpy(codes).to(device, copy=True).view(dtype)
+        # Into memory of torch's own, which is aligned for whoever shares it next; numpy copies in this thread, where
+        # torch would wait for a second one.
+        memory = torch.empty_like(torch.from_numpy(codes))
+        memory.numpy()[...] = codes
+        return memory.to(device).view(dtype)
 
     def store(tensor: "torch.Tensor") -> np.ndarray:
         tensor = tensor.detach().cpu().contiguous()

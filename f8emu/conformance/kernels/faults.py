@@ -13,7 +13,7 @@ from f8emu.conformance.arrays import Framework
 from f8emu.conformance.compare import bits, hexadecimal
 
 _GUARD_ROWS = 128
-"""A kernel that forgets a mask reads or writes the rest of its tile, 128 rows or columns of it at the most."""
+"""A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most."""
 _GUARD_BYTES = 4096
 """At least."""
 _ALIGNMENT = 256
@@ -78,12 +78,12 @@ class Guarded:
         columns = lying.shape[-1] if lying.ndim > 1 else 1
         pitch, itemsize = columns + padding, lying.dtype.itemsize
         rows = lying.size // columns if columns else 0
-        guard = max(_GUARD_ROWS * pitch, _GUARD_BYTES // itemsize)
-        boundary = _ALIGNMENT // itemsize
-        codes = np.full(2 * (guard + boundary) + rows * pitch, self._poison, bits(lying).dtype)
+        least, boundary = _GUARD_BYTES // itemsize, _ALIGNMENT // itemsize
+        before, behind = max(pitch, least), max(_GUARD_ROWS * pitch, least)
+        codes = np.full(before + 2 * boundary + rows * pitch + behind, self._poison, bits(lying).dtype)
         self._memory = framework.load(codes.view(contents.dtype))
         # 2 Where it begins is known once the framework has its memory.
-        begin = guard + (-(framework.address(self._memory) // itemsize + guard)) % boundary + offset // itemsize
+        begin = before + (-(framework.address(self._memory) // itemsize + before)) % boundary + offset // itemsize
         # A dimension of one element has no order of its own, and kernels check strides: so the order is made here.
         shape = (*lying.shape[:-1], pitch) if padding else lying.shape
         block = self._memory[begin : begin + rows * pitch].reshape(shape)
