@@ -190,12 +190,13 @@ def chain(knobs: Knobs, a: Number, b: Number) -> Number:
         if knobs.in_float32:
             acc = (acc + finite_a[:, start, None] * finite_b[start]).astype(np.float32).astype(np.float64)
             continue
-        k = slice(start, start + knobs.step)
-        if knobs.sum_bits <= knobs.term_bits and not (finite_a.T[k].any() and finite_b[k].any()):
+        step = np.arange(start, min(start + knobs.step, a.shape[1]))
+        k = step[finite_a[:, step].any(axis=0) & finite_b[step].any(axis=1)]  # zeros add nothing
+        if not k.size and knobs.sum_bits <= knobs.term_bits:
             continue  # what was cut once loses nothing more
         products = finite_a.T[k, :, None] * finite_b[k, None]
         exponents = exp_a.T[k, :, None] + exp_b[k, None]
-        e_max = np.maximum(exponents.max(axis=0), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
+        e_max = np.maximum(exponents.max(axis=0, initial=-800), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
         units = np.ldexp(1.0, knobs.term_bits - e_max)
         total = (knobs.to_integer(products * units).sum(axis=0) + knobs.to_integer(acc * units)) / units
         last = np.ldexp(1.0, np.frexp(total)[1] - 1 - knobs.sum_bits)

@@ -168,14 +168,14 @@ class Search:
         explained = [one for one in hinted if one.outputs_equal == self.total]
         if explained:
             return [self._reduced(explained[0])]
-        counted = self._counted_level([self.own], "one alteration, counted")
+        counted = self._counted_level(self.own, "one alteration, counted")
         singles = self._better(counted, self.own)
         complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=self._plainness)
         if complete or not self.is_thorough:
             return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
-            pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
+            pairs = self._better(self._counted_level(singles[0], "two alterations, counted"), singles[0])
             complete = list(islice(self._complete(pairs[:_THIRD], "three alterations"), 1))
         return [*map(self._reduced, complete), *hinted, *counted, *pairs]
 
@@ -202,8 +202,14 @@ class Search:
             if self._is_complete(rules):
                 yield _Tried(steps=steps, equal=tuple(one.size for one, _ in self.asked))
 
-    def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
-        return [self._counted(steps) for steps, _ in self._more(bases, title)]
+    def _counted_level(self, base: _Tried, title: str) -> list[_Tried]:
+        """With one alteration more than a base has, those that give more outputs of a probe that the base misses."""
+        missed = [(*asked, equal) for asked, equal in zip(self.asked, base.equal, strict=True) if equal < asked[0].size]
+        return [
+            self._counted(steps)
+            for steps, rules in self._more([base], title)
+            if any(self._equal(one, rules[kind]) > equal for one, kind, equal in missed)
+        ]
 
     def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
         """Every base with every alteration that alters something, each set of rules once."""
