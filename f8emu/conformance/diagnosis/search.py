@@ -142,7 +142,9 @@ class Search:
         )
 
     def _best(self, ranked: list[_Tried]) -> Explanation | None:
-        """The first that is complete; otherwise each alteration must halve what is unexplained: less is coincidence."""
+        """The first that is complete; otherwise each alteration must halve the outputs, or the probes, that are not
+        explained: less is coincidence.
+        """
         if self.own.outputs_equal == self.total:
             return None
         if ranked and ranked[0].outputs_equal == self.total:
@@ -150,11 +152,18 @@ class Search:
         best = self.own
         for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), None)
-            if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
+            if more is not None and any(
+                2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True)
+            ):
                 best = more
         found = _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
         return replace(found, left=what_is_left(self._ruled(best.steps), self.memory, high))
+
+    def _missed(self, tried: _Tried) -> tuple[int, int]:
+        """Outputs and probes that are not explained."""
+        probes = sum(equal < one.size for (one, _), equal in zip(self.asked, tried.equal, strict=True))
+        return self.total - tried.outputs_equal, probes
 
     def _searched(self) -> list[_Tried]:
         complete = list(self._complete([self.own], "one alteration"))
