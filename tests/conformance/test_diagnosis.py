@@ -6,7 +6,7 @@ The planted kernels are a tensor core of float64 numbers written for this file, 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
+from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.subject import NotOffered, Subject, kernel_subject, load_subject
 from f8emu.spec import BFLOAT16, CHIPS, HIGH_PRECISION, HOPPER, Format, Granularity, format_by_name
@@ -190,12 +191,13 @@ def chain(knobs: Knobs, a: Number, b: Number) -> Number:
         if knobs.in_float32:
             acc = (acc + finite_a[:, start, None] * finite_b[start]).astype(np.float32).astype(np.float64)
             continue
-        k = slice(start, start + knobs.step)
-        if knobs.sum_bits <= knobs.term_bits and not (finite_a.T[k].any() and finite_b[k].any()):
+        step = np.arange(start, min(start + knobs.step, a.shape[1]))
+        k = step[finite_a[:, step].any(axis=0) & finite_b[step].any(axis=1)]  # zeros add nothing
+        if not k.size and knobs.sum_bits <= knobs.term_bits:
             continue  # what was cut once loses nothing more
         products = finite_a.T[k, :, None] * finite_b[k, None]
         exponents = exp_a.T[k, :, None] + exp_b[k, None]
-        e_max = np.maximum(exponents.max(axis=0), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
+        e_max = np.maximum(exponents.max(axis=0, initial=-800), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
         units = np.ldexp(1.0, knobs.term_bits - e_max)
         total = (knobs.to_integer(products * units).sum(axis=0) + knobs.to_integer(acc * units)) / units
         last = np.ldexp(1.0, np.frexp(total)[1] - 1 - knobs.sum_bits)
@@ -514,12 +516,23 @@ def test_a_right_framework_is_not_accused_of_one_kind() -> None:
     assert found.is_right and found.cases > 20, found
 
 
-def test_a_kernel_that_fails_is_no_diagnosis() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("illegal memory access"), SystemExit("illegal memory access")])
+def test_a_kernel_that_fails_is_no_diagnosis(error: BaseException) -> None:
     def broken(*args: Any, **options: Any) -> Number:
-        raise RuntimeError("illegal memory access")
+        raise error
 
     (found,) = diagnose(Subject(name="x", engine="x", verbs={"scaled_mm": broken}), kinds=[BY_NAME[FAST]])
     assert "illegal memory access" in found.error and found.best is None and not found.is_right
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    """No GEMM that is probed is offered; and an interpreter tells nothing of a GPU."""
+    assert diagnose(Subject(name="x", engine="x", verbs={})) == ()
+    assert list(diagnosis_lines({"x": ()}))[1:] == [
+        "  no GEMM that is probed is offered: nothing is known of what differs"
+    ]
+    (found,) = diagnose(replace(subject(), engine=f"x, {INTERPRETED}"), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert next(diagnosis_lines({"x": (found,)})) == f"x, diagnosed on small GEMMs {INTERPRETED}:"
 
 
 def failing(fails: Callable[[int, int], bool], error: Exception, **knobs: Any) -> tuple[Subject, list[int]]:

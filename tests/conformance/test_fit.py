@@ -31,9 +31,10 @@ from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_l
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
 from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.conformance.verify import Result, StageResult, SubjectResult
-from f8emu.spec import HOPPER
+from f8emu.spec import HOPPER, OperandError
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 FAST, PROMOTED, SQUARE = "rowwise fast", "rowwise promoted", "blockwise_1x128 x blockwise_128x128"
@@ -167,6 +168,17 @@ def test_sizes_at_which_rules_do_not_hold(
     assert whole.is_confirmed == (not missed)
     verdict = fit_verdict(Fit(subject="x", engine="y", kinds=[whole]))
     assert ("1 of 1" in verdict) == (not missed) and all(name in verdict for name in missed), verdict
+    assert INTERPRETED in fit_verdict(Fit(subject="x", engine=f"y, {INTERPRETED}", kinds=[whole]))
+
+
+def test_a_size_that_our_own_library_refuses_is_no_failure() -> None:
+    def refuses(*args: Any, **options: Any) -> np.ndarray:
+        raise OperandError("M must be a multiple of 4")
+
+    for takes_any_size in (False, True):
+        subject = Subject(name="x", engine="x", verbs={"scaled_mm": refuses}, takes_any_size=takes_any_size)
+        found = list(sizes.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
+        assert all("multiple of 4" in one.reason and one.has_failed == takes_any_size for one in found), found
 
 
 def test_random_gemms_ask_formats_outputs_and_twice() -> None:

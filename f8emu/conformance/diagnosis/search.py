@@ -142,7 +142,9 @@ class Search:
         )
 
     def _best(self, ranked: list[_Tried]) -> Explanation | None:
-        """The first that is complete; otherwise each alteration must halve what is unexplained: less is coincidence."""
+        """The first that is complete; otherwise each alteration must halve the outputs, or the probes, that are not
+        explained: less is coincidence.
+        """
         if self.own.outputs_equal == self.total:
             return None
         if ranked and ranked[0].outputs_equal == self.total:
@@ -150,11 +152,18 @@ class Search:
         best = self.own
         for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), None)
-            if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
+            if more is not None and any(
+                2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True)
+            ):
                 best = more
         found = _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
         return replace(found, left=what_is_left(self._ruled(best.steps), self.memory, high))
+
+    def _missed(self, tried: _Tried) -> tuple[int, int]:
+        """Outputs and probes that are not explained."""
+        probes = sum(equal < one.size for (one, _), equal in zip(self.asked, tried.equal, strict=True))
+        return self.total - tried.outputs_equal, probes
 
     def _searched(self) -> list[_Tried]:
         complete = list(self._complete([self.own], "one alteration"))
@@ -168,14 +177,14 @@ class Search:
         explained = [one for one in hinted if one.outputs_equal == self.total]
         if explained:
             return [self._reduced(explained[0])]
-        counted = self._counted_level([self.own], "one alteration, counted")
+        counted = self._counted_level(self.own, "one alteration, counted")
         singles = self._better(counted, self.own)
         complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=self._plainness)
         if complete or not self.is_thorough:
             return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
-            pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
+            pairs = self._better(self._counted_level(singles[0], "two alterations, counted"), singles[0])
             complete = list(islice(self._complete(pairs[:_THIRD], "three alterations"), 1))
         return [*map(self._reduced, complete), *hinted, *counted, *pairs]
 
@@ -202,8 +211,14 @@ class Search:
             if self._is_complete(rules):
                 yield _Tried(steps=steps, equal=tuple(one.size for one, _ in self.asked))
 
-    def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
-        return [self._counted(steps) for steps, _ in self._more(bases, title)]
+    def _counted_level(self, base: _Tried, title: str) -> list[_Tried]:
+        """With one alteration more than a base has, those that give more outputs of a probe that the base misses."""
+        missed = [(*asked, equal) for asked, equal in zip(self.asked, base.equal, strict=True) if equal < asked[0].size]
+        return [
+            self._counted(steps)
+            for steps, rules in self._more([base], title)
+            if any(self._equal(one, rules[kind]) > equal for one, kind, equal in missed)
+        ]
 
     def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
         """Every base with every alteration that alters something, each set of rules once."""
