@@ -79,7 +79,7 @@ class Subject:
             logits = self.model(tokens[:, :-1])
             loss: Any = cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
             loss.backward()
-        self.optimizer.step()  # under a delayed recipe also the next scales
+        self.optimizer.step()
         self.optimizer.zero_grad()
         self.launched.append(loss.detach())
 

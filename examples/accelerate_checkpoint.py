@@ -1,4 +1,4 @@
-"""accelerate: delayed scaling follows the prepared optimizer; one line keeps its state in `save_state`.
+"""accelerate: delayed scaling needs nothing; one line keeps its state in `save_state`.
 
     python examples/accelerate_checkpoint.py
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: delayed scaling follows its steps; a callback keeps its state in the checkpoints.
+"""Hugging Face's Trainer: delayed scaling needs nothing; a callback keeps its state in the checkpoints.
 
     python examples/huggingface_trainer.py
 

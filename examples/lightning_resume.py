@@ -1,4 +1,4 @@
-"""Lightning: delayed scaling follows its optimizers, and its checkpoints keep the state; there is nothing to add.
+"""Lightning: delayed scaling needs nothing, and its checkpoints keep the state.
 
     python examples/lightning_resume.py
 

@@ -25,7 +25,7 @@ def main() -> None:
     for _ in range(20):
         loss = nn.functional.mse_loss(model(x), target)
         loss.backward()
-        optimizer.step()  # the scales of the frozen layers follow it
+        optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     print(model)

@@ -26,7 +26,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         model(torch.randn(64, 64)).square().mean().backward()
-        optimizer.step()  # also the scales of the next step
+        optimizer.step()
         optimizer.zero_grad()
 
     with tempfile.TemporaryDirectory() as folder:

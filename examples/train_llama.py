@@ -235,7 +235,7 @@ def train(options: argparse.Namespace, mesh: DeviceMesh) -> None:
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         norm: Any = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()  # under a delayed recipe also the next scales
+        optimizer.step()
         if options.precompute:
             f8.precompute_float8_dynamic_scale_for_fsdp(model)
         optimizer.zero_grad()

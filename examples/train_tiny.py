@@ -36,7 +36,7 @@ def train(recipe: str | None, device: str = "cpu") -> list[float]:
     for _ in range(STEPS):
         loss = nn.functional.cross_entropy(model(x), labels)
         loss.backward()
-        optimizer.step()  # under "delayed" also the next scales, from the amaxes that were seen
+        optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses

@@ -128,8 +128,9 @@ class DelayedScaling:
     (float32, 1 at the start) and `initialized` (false at the start).
 
     - A cast uses the state's `inv_scale`; while `initialized` is false it uses that of its own amax, margin included.
-    - Between two updates the amax of all casts is kept as their maximum (gradient accumulation).
-    - `update(state, amax)`, once a step: the history moves by one and its oldest entry drops out; the new entry is
+    - Between two updates the amax of all casts is kept as their maximum.
+    - `update(state, amax)`, of every tensor that was cast: `f8emu.torch` updates at the end of every backward pass, in
+      JAX the caller does. The history moves by one and its oldest entry drops out; the new entry is
       `amax`, or 0 where amax is 0 or not finite. If amax is positive and finite, `reference` is the history's
       maximum (`max`) or newest entry (`most_recent`), `inv_scale` becomes
       `float32(format.max * 2^-margin / max(reference, amax_floor))` (cut to a power of two where the

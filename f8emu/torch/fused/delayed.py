@@ -7,21 +7,17 @@ maximum over the casts since the last update, `UNCALLED` where there was none: a
 Nothing here waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
 it from a later update; until then the amax of a tensor is found in every cast, and used or not on the device.
 
-Every cast tells the owner of its inv_scale that it runs, in eager and in compiled code: that is how updates know when a
-pass begins and ends (`Owner`).
-
 Exactness: the states of `f8ref.numpy.update_delayed_state`; the codes and scales of `operators`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from f8emu.spec.formats import E4M3FN, Format
+from f8emu.spec.formats import E4M3FN
 from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import check_one_float, empty_codes, named_format, named_rule, new_floats
@@ -43,7 +39,11 @@ STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)
 """Names of a layer's tensors, in the order in which the update takes them."""
 
 _IS_SET = "_f8emu_is_set"
-_OWNER = "_f8emu_owner"
+OWNER = "_f8emu_owner"
+"""Attribute of an inv_scale: the number of its owner, which a copy or a pickle takes along, and whether its tensor is a
+gradient."""
+owners: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
+"""Number -> who updates the states of some layers (`training.delayed_update.UpdateGroup`)."""
 
 
 def mark_set(inv_scale: Tensor, is_set: bool) -> None:
@@ -56,38 +56,15 @@ def is_known_set(inv_scale: Tensor) -> bool:
     return getattr(inv_scale, _IS_SET, False)
 
 
-class Owner(Protocol):
-    """Who updates the states of some layers: is told before an input or a weight is cast, and before a gradient."""
-
-    def begin_pass(self, is_cuda: bool) -> None: ...
-    def note_gradient(self) -> None: ...
-
-
-owners: "WeakValueDictionary[int, Owner]" = WeakValueDictionary()
-"""Number -> owner. An inv_scale carries the number, since a copy or a pickle of a tensor takes its attributes along."""
-
-
-def mark_owner(inv_scales: Sequence[Tensor], number: int) -> None:
-    """Make the owner of that number the one of the inv_scales of input, weight and grad_output."""
-    for inv_scale, is_gradient in zip(inv_scales, (False, False, True), strict=True):
-        setattr(inv_scale, _OWNER, (number, is_gradient))
-
-
-def is_owned_by(inv_scale: Tensor, number: int) -> bool:
-    """Whether the owner of `inv_scale` has that number."""
-    return getattr(inv_scale, _OWNER, (0, False))[0] == number
-
-
 def tell_owner(inv_scale: Tensor) -> None:
-    """Tell the owner of `inv_scale` of a cast by it."""
-    number, is_gradient = getattr(inv_scale, _OWNER, (0, False))
+    """Tell the owner of `inv_scale` of a cast by it: that is how updates know when a pass begins and ends.
+
+    Every cast does, in eager and in compiled code.
+    """
+    number, is_gradient = getattr(inv_scale, OWNER, (0, False))
     owner = owners.get(number)
-    if owner is None:
-        return
-    if is_gradient:
-        owner.note_gradient()
-    else:
-        owner.begin_pass(inv_scale.is_cuda)
+    if owner is not None:
+        owner.note_gradient() if is_gradient else owner.begin_pass(inv_scale.is_cuda)
 
 
 @operator(mutates_args={"amax"})
@@ -146,14 +123,8 @@ def cast_pair_delayed(
 
 
 @fake_with_hooks(cast_pair_delayed)
-def _(
-    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
-
-
 def _empty_delayed(
-    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_one_float("cast_pair_delayed", "amax", amax, x)
     row, col = empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
@@ -215,7 +186,8 @@ def update_delayed(
     # 2. The inv_scales of the next pass; a tensor without a usable amax keeps its own.
     rule = ScaleRule(power_of_two=power_of_two, amax_floor=amax_floor)
     names = fmts.split(",")
-    columns = [eager.scales(reference[:, i : i + 1], _format(fmt), rule, margin)[0] for i, fmt in enumerate(names)]
+    formats = [named_format("update_delayed", fmt or E4M3FN.name) for fmt in names]
+    columns = [eager.scales(reference[:, i : i + 1], fmt, rule, margin)[0] for i, fmt in enumerate(formats)]
     inv_scale = torch.where(is_usable, torch.cat(columns, dim=1), torch.cat(inv_scales).view(-1, 3))
     # 3. What was not usable.
     kinds = torch.stack([amax == 0, ~is_called, is_called & ~amax.isfinite()], dim=1)
@@ -235,10 +207,6 @@ def _of_tensors(states: list[Tensor], first: str) -> list[Tensor]:
     """Of all layers, the three of `STATE` that begin with `first`."""
     at = STATE.index(first)
     return [x for i in range(at, len(states), len(STATE)) for x in states[i : i + 3]]
-
-
-def _format(fmt: str) -> Format:
-    return named_format("update_delayed", fmt) if fmt else E4M3FN
 
 
 def _addresses_of(states: list[Tensor], report: Tensor) -> Tensor:

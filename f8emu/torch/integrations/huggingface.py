@@ -1,8 +1,7 @@
 """Hugging Face's Trainer: the state of delayed scaling in its checkpoints.
 
-The steps of its optimizers are followed without a word. Its checkpoints are safetensors files, which hold no state of
-delayed scaling. So a callback writes it into the checkpoint's `trainer_state.json`, the one file of a checkpoint that
-is read from whatever path a run is resumed.
+Its checkpoints are safetensors files, which hold no state of delayed scaling. So a callback writes it into the
+checkpoint's `trainer_state.json`, the one file of a checkpoint that is read from whatever path a run is resumed.
 """
 
 import base64

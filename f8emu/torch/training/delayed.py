@@ -4,7 +4,6 @@ Between two updates each tensor keeps the maximum of the amaxes of all its casts
 (`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -17,18 +16,15 @@ from f8emu.torch.fused.delayed import (
     AMAXES,
     COUNTS,
     INV_SCALES,
+    OWNER,
     STATE,
     UNCALLED,
     UNSET,
     is_known_set,
-    is_owned_by,
-    mark_owner,
     mark_set,
 )
 from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import own_buffers, to_list
-
-_numbers = itertools.count()
 
 
 class DelayedScalingError(F8Error, RuntimeError):
@@ -41,24 +37,18 @@ class HostNotes:
     def __init__(self) -> None:
         self.name = ""
         """The layer's name in its model; empty if it is not known."""
-        self.number = next(_numbers)
-        """In the order of creation, which all ranks share; a copy gets its own."""
         self.group: Any = None
         """The process group over which amaxes are reduced; None chooses (`delayed_update`)."""
         self.is_sharded = False
         """Whether the weight was distributed by tensor parallelism, so that `are_set` is asked."""
         self.are_set: tuple[bool, bool, bool] = (False, False, False)
         """Which inv_scales are known to be set, of TENSORS, on all ranks alike; True for one with dynamic scales."""
-        self.reported: set[int] = set()
+        self.reported: set[str] = set()
         """The tensors whose first infinity or NaN was reported."""
         self.is_loaded = False
         """Whether the state was loaded apart from the weights, and neither a call nor an update has used it since."""
         self.has_own_entry = False
         """Whether checkpoints hold the state separately (`DelayedScalingState`), so that no state dict needs it."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.number = next(_numbers)
 
 
 class DelayedBuffers(nn.Module):
@@ -112,13 +102,14 @@ class DelayedBuffers(nn.Module):
         """Move to `device`, without memory as before the first step; tensors that were replaced keep their owner."""
         if self.amax_input.device != device:
             self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
-        if not all([is_owned_by(inv_scale, self.owner) for inv_scale in self.inv_scales]):
+        if None in [getattr(inv_scale, OWNER, None) for inv_scale in self.inv_scales]:
             self.belong_to(self.owner)
 
     def belong_to(self, owner: int) -> None:
         """Tell the owner of that number of every cast from now on."""
         self.owner = owner
-        mark_owner(self.inv_scales, owner)
+        for inv_scale, tensor in zip(self.inv_scales, TENSORS, strict=True):
+            setattr(inv_scale, OWNER, (owner, tensor == "grad_output"))
 
     def of_tensors(self, *, is_noted: bool = True) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.

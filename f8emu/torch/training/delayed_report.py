@@ -13,6 +13,7 @@ import torch
 from f8emu.spec.recipe import TENSORS
 from f8emu.torch.fused.delayed import mark_set
 from f8emu.torch.training.delayed import DelayedBuffers
+from f8emu.torch.training.torch_internals import to_list
 
 
 class Report:
@@ -23,25 +24,23 @@ class Report:
             numbers = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
         self.numbers = numbers
         """[L, 3], as `fused.delayed.update_delayed` writes them."""
-        self._bytes = numbers.numpy().data.cast("B")
-        self._seen = bytes(self._bytes)
+        self._seen: list[list[int]] = []
         self._reported = [buffers.notes.reported for buffers in layers]
         """Kept, because a report is found by their identity."""
 
     def read(self, layers: Sequence[DelayedBuffers]) -> None:
         """Note what has arrived since the last call; warn of each tensor's first infinity, by the name of its layer."""
-        seen = bytes(self._bytes)
+        seen: list[list[int]] = to_list(self.numbers)
         if seen == self._seen:
             return
-        self._seen = seen
-        names: list[str] = []
-        for i, number in enumerate(memoryview(seen).cast("i")):
-            layer, tensor = layers[i // len(TENSORS)], i % len(TENSORS)
-            if number & 1:
-                mark_set(layer.inv_scales[tensor], True)
-            if number > 1 and tensor not in layer.notes.reported:
-                layer.notes.reported.add(tensor)
-                names.append(f"{TENSORS[tensor]} of {layer.notes.name or 'a layer without a name'}")
+        self._seen, names = seen, list[str]()
+        for layer, numbers in zip(layers, seen, strict=True):
+            for tensor, inv_scale, number in zip(TENSORS, layer.inv_scales, numbers, strict=True):
+                if number & 1:
+                    mark_set(inv_scale, True)
+                if number > 1 and tensor not in layer.notes.reported:
+                    layer.notes.reported.add(tensor)
+                    names.append(f"{tensor} of {layer.notes.name or 'a layer without a name'}")
         if names:
             warnings.warn(
                 f"f8emu.torch: under delayed scaling the amax was infinite or NaN of: {', '.join(names)}; the scale "

@@ -3,13 +3,7 @@
 The end of every backward pass updates the scales of the models that took part in it. The first cast of a gradient asks
 autograd for a call at that end. Where autograd makes none (compiled autograd, a pass that raised an error), the next
 pass begins with the update. A CUDA graph, whose replays run no host code, has an update at the begin of each captured
-forward pass: it changes nothing where nothing was cast.
-
-An update waits for no value of the device:
-1. The amaxes of all layers move into one tensor, and are marked as not called.
-2. One all-reduce takes the maximum over ranks, as integers, so that infinity and NaN count as the largest.
-3. Histories, inv_scales and counts of all tensors that were cast are updated in one launch.
-4. Infinite amaxes, as far as the host knows of them by now, are told (`delayed_report`).
+forward pass: it changes nothing where nothing was cast. An update waits for no value of the device.
 """
 
 import itertools
@@ -44,13 +38,14 @@ if TYPE_CHECKING:
 class UpdateGroup:
     """Layers that are updated together: those that one call converted. A copy of a model has a group of its own.
 
-    An `Owner` of their inv_scales.
+    Their casts tell it that they run (`fused.delayed.tell_owner`).
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         owners[self.number] = self
-        self.layers: weakref.WeakSet[Float8Linear] = weakref.WeakSet()
+        self.layers: weakref.WeakValueDictionary[int, Float8Linear] = weakref.WeakValueDictionary()
+        """In the order in which they were added, which all ranks share."""
         self.is_pending = False
         """Whether a gradient was cast since the last update."""
         self.is_captured = False
@@ -61,7 +56,7 @@ class UpdateGroup:
     def add(self, layer: "Float8Linear") -> None:
         """Update the layer with the others."""
         assert layer.delayed is not None, "only such a layer has a state"
-        self.layers.add(layer)
+        self.layers[id(layer)] = layer
         layer.delayed.belong_to(self.number)
 
     def begin_pass(self, is_cuda: bool) -> None:
@@ -101,11 +96,11 @@ class _Groups(list[UpdateGroup]):
     """Groups that are updated at once."""
 
     def update(self) -> None:
-        """Update their layers in the order of creation, which all ranks share."""
+        """Update their layers, in an order which all ranks share."""
         for group in self:
             group.is_pending = False
-        layers = [(layer.delayed, layer) for group in self for layer in group.layers if layer.delayed is not None]
-        update_states([layer for _, layer in sorted(layers, key=lambda pair: pair[0].notes.number)])
+        groups = {group.number: group for group in self}
+        update_states([layer for number in sorted(groups) for layer in groups[number].layers.values()])
 
 
 _passes: "weakref.WeakValueDictionary[int, _Groups]" = weakref.WeakValueDictionary()
@@ -151,19 +146,11 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
         if (report := report_of(found, device)) is not None:
             reports.append((report, found))
             numbers = report.numbers
-        recipe = found[0].recipe
-        delayed, rule = recipe.delayed, recipe.scale_rule
+        delayed, rule = found[0].recipe.delayed, found[0].recipe.scale_rule
         assert delayed is not None, "only such a recipe has a state"
-        update_delayed(
-            states,
-            numbers,
-            taken,
-            found[0].formats,
-            rule.power_of_two,
-            rule.amax_floor,
-            delayed.margin,
-            delayed.reduction is AmaxHistoryReduction.MOST_RECENT,
-        )
+        is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
+        settings = (rule.power_of_two, rule.amax_floor, delayed.margin, is_most_recent)
+        update_delayed(states, numbers, taken, found[0].formats, *settings)
     for layer in layers:
         if layer.delayed is not None and layer.delayed.notes.is_sharded:
             layer.delayed.are_set()
@@ -189,7 +176,7 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
         chosen = layer.delayed.notes.group
         if chosen is not None and chosen.group is not None:
             found.append(() if chosen.group is False else (chosen.group,))
-        elif is_distributed and is_dtensor(weight := weight_of(layer)):
+        elif is_distributed and is_dtensor(weight := _weight_of(layer)):
             its: Any = getattr(weight, "device_mesh")  # noqa: B009
             if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
                 mesh = its
@@ -200,15 +187,11 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
     return found
 
 
-def weight_of(layer: "Float8Linear") -> nn.Parameter | None:
-    """The weight, or the first parameter that it is computed from: pruned, or with weight norm.
-
-    None if there is none: FSDP1 holds the parameters.
-    """
+def _weight_of(layer: "Float8Linear") -> nn.Parameter | None:
+    """The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters."""
+    others = (parameter for name, parameter in layer.named_parameters() if name != "bias")
     own = own_parameters(layer).get("weight")
-    if own is not None:
-        return own
-    return next((parameter for name, parameter in layer.named_parameters() if name != "bias"), None)
+    return next(others, None) if own is None else own
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()

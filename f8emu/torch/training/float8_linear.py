@@ -223,7 +223,7 @@ class Float8Linear(Linear):
     def update_with(self, group: UpdateGroup | None) -> None:
         """Update the scales together with those of the other layers of `group`."""
         if (old := self.__dict__.get("update_group")) is not None:
-            old.layers.discard(self)
+            old.layers.pop(id(self), None)
         self.update_group = group
         if group is not None:
             group.add(self)

@@ -40,7 +40,7 @@ def convert(model: nn.Module, options: Options, *, subclasses: Collection[type[n
 
 
 def precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
-    """The scales of gathered weights, after an optimizer step. Delayed scales were updated in the step itself."""
+    """The scales of gathered weights, after an optimizer step. Delayed ones are updated by backward passes."""
     if options.enable_fsdp_float8_all_gather and options.precompute_float8_dynamic_scale_for_fsdp:
         for part in model_parts:
             precompute_float8_dynamic_scale_for_fsdp(part)
