@@ -1,13 +1,11 @@
 """Check your own kernel: write it in the shape of `torch._scaled_mm` and name it to `f8emu verify`.
 
-    cd examples
-    f8emu verify own_kernel:scaled_mm --arrays numpy     # equal: Hopper's accumulation, in numpy
-    f8emu verify own_kernel:float32_mm --arrays numpy    # NOT EQUAL: the tensor core does not add in float32
-    f8emu verify own_kernel:BLOCKWISE                    # equal: another call, declared as a Kernel
+    f8emu verify --contract                                       # what a kernel is given and returns
+    f8emu verify examples/own_kernel.py:scaled_mm --arrays numpy  # equal: Hopper's accumulation, in numpy
+    f8emu verify examples/own_kernel.py:float32_mm --arrays numpy # NOT EQUAL: tensor cores do not add in float32
+    f8emu verify examples/own_kernel.py:BLOCKWISE                 # equal: another call, declared as a Kernel
 
-`--arrays torch` (the default) and `--arrays jax` give the kernel tensors of those, on the GPU where there is one.
-`NotImplementedError` means that the kernel does not offer a case. The rules in brackets: reference/NUMERICS.md.
-A kernel that crashes or hangs: `--isolate`, `--timeout SECONDS`.
+The rules in brackets: reference/NUMERICS.md.
 """
 
 import ml_dtypes

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from f8emu import __version__
 from f8emu.cli import diff, doctor, fit, inspect, plan, recipes, record, replay, verify
 from f8emu.cli.frame import BAD_USAGE, STATUSES
+from f8emu.cli.supervised import run_supervised
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = (verify, fit, inspect, replay, diff, recipes, doctor, record, plan)
 """In the order of the help."""
+_WITH_KERNELS = (["verify"], ["fit"])
+"""Commands that run code of others, which may end the process."""
 
 
 def main() -> None:
@@ -27,10 +30,15 @@ def main() -> None:
     try:
         app = build_app()
     except MissingExtraError as error:
+        if sys.argv[1:] == ["--version"]:
+            print(f"f8emu {__version__}")
+            sys.exit(0)
         print(error, file=sys.stderr)
         sys.exit(BAD_USAGE)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was finished is reported
+    if sys.argv[1:2] in _WITH_KERNELS:
+        run_supervised(app)
     app()
 
 

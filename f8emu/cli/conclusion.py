@@ -2,12 +2,13 @@
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from f8emu.cli.frame import Report, console, opened, status_of
+from f8emu.cli.frame import Report, console, opened, say, status_of
+from f8emu.untrusted import printable
 
 if TYPE_CHECKING:
     from f8emu.conformance.diagnosis.report import Diagnoses
@@ -53,13 +54,13 @@ def conclude(
     errors: int,
     not_run: Mapping[str, str],
     diagnoses: "Diagnoses | None" = None,
+    asked: Mapping[str, Sequence[str]] | None = None,
 ) -> int:
     """The exit status, after everything was printed and written; `source` names the recording.
 
-    A failure of one, of the tables or of a file, does not keep the others from being there.
+    Every output is written, even if another one fails. `asked` is that of `report.paste_lines`; None where no
+    case can be run alone.
     """
-    from f8emu.conformance import report
-
     found: Diagnoses = diagnoses or {}
     seconds = time.perf_counter() - start
     facts: dict[str, Any] = {
@@ -70,27 +71,41 @@ def conclude(
         "diagnoses": found,
     }
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
-        afterwards.callback(_write_html, result, outputs.html, facts)
+        afterwards.callback(_write_html, result, outputs.html, {**facts, "asked": asked or {}})
         afterwards.callback(_write_json, result, outputs.json, facts)
-        _print(result, errors, found)
-        for reason in not_run.values():
-            print(f"not run: {reason}")
-        print(f"{report.verdict(result)}; {source}; {seconds:.1f} s")
+        _print(result, facts, source, asked or {})
     return status_of(result)
 
 
-def _print(result: "Result", errors: int, diagnoses: "Diagnoses") -> None:
+def _print(result: "Result", facts: Mapping[str, Any], source: str, asked: Mapping[str, Sequence[str]]) -> None:
+    """The verdict, why, an output of each case, what ran, and what can be pasted."""
     from f8emu.conformance import report
     from f8emu.conformance.breakdown.tables import breakdown_tables
     from f8emu.conformance.diagnosis.report import diagnosis_lines
 
+    say(f"{report.verdict(result)}; {source}; {facts['seconds']:.1f} s")
+    for part in (diagnosis_lines(facts["diagnoses"]), report.mismatch_lines(result, facts["errors"])):
+        _paragraph(part)
     screen = console()
     for subject in result.subjects:
-        screen.print(report.table(subject))
+        _paragraph(report.subject_lines(subject))
         for part in breakdown_tables(subject):
-            screen.print(part, markup=False)
-    for line in (*report.mismatch_lines(result, errors), *diagnosis_lines(diagnoses)):
-        print(line)
+            if isinstance(part, str):
+                say(part)
+            else:
+                screen.print(part, markup=False)
+    for reason in facts["not_run"].values():
+        say(f"not run: {reason}")
+    for i, line in enumerate(report.paste_lines(result, asked)):
+        print("\n" * (i == 0) + printable(line))
+
+
+def _paragraph(lines: Iterable[str]) -> None:
+    """The lines after an empty one; nothing of none."""
+    for i, line in enumerate(lines):
+        if i == 0:
+            print()
+        say(line)
 
 
 def _write_json(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,13 +25,15 @@ _KINDS = (
     "blockwise_128x128 x blockwise_1x128",
 )
 """The names of `diagnosis.probe.KINDS`, which the help names without loading it."""
+MISSED = 3
+_STATUSES = f"{STATUSES} {MISSED}: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
 
 
 def add_to(app: "typer.Typer") -> None:
     """Add the command."""
     import typer
 
-    @app.command(epilog=STATUSES)
+    @app.command(epilog=_STATUSES)
     def fit(
         kernel: Annotated[str, typer.Argument(help="A subject of `f8emu verify`: package.module:function, torch, ...")],
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write what was found.")] = None,
@@ -43,10 +46,11 @@ def add_to(app: "typer.Typer") -> None:
         isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
     ) -> None:
-        """Measure which rules a kernel follows when nobody knows, confirm them by bits, and whether M changes them.
+        """Measure which rules a kernel follows when nobody knows, and confirm them by bits: also at other sizes.
 
-        Ctrl-C ends it; what was found is reported. A row that depends on M, or rules that are not confirmed, is a
-        difference.
+        Ctrl-C ends it; what was found is reported. Rules that are not confirmed, a row whose bits depend on M, and a
+        kernel that contradicts itself are a difference; a size at which confirmed rules do not hold has a status of
+        its own.
         """
         seconds = TIMEOUT if isolate and timeout is None else timeout
         raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], seconds))
@@ -57,9 +61,10 @@ def _fit(
 ) -> int:
     from f8emu.conformance import report
     from f8emu.conformance.diagnosis import report as diagnosis_report
-    from f8emu.conformance.diagnosis.batch_invariance import MS
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
+    from f8emu.conformance.diagnosis.sizes import MS
+    from f8emu.conformance.first_contact import first_contact
     from f8emu.conformance.subject import load_subject
 
     start = time.perf_counter()
@@ -70,7 +75,10 @@ def _fit(
     if ":" in kernel:
         find_modules_here()
     with opened("fit", json_file) as out:
-        subject = load_subject(kernel, arrays=arrays, timeout=timeout)
+        load = partial(load_subject, kernel, timeout=timeout)
+        subject = load(arrays=arrays)
+        if ":" in kernel:
+            first_contact(subject, arrays, lambda other: load(arrays=other))
         chosen = [known[name] for name in kinds] or KINDS
         with report.progress_bar() as progress:
             found = fit(subject, kinds=chosen, ms=ms or MS, progress=progress)
@@ -90,5 +98,7 @@ def _fit(
         return INTERRUPTED
     if not found.kinds:
         return BAD_USAGE
+    if found.misses:
+        return MISSED
     varies = any(one.is_batch_invariant is False for one in found.kinds)
     return 0 if found.is_confirmed and not varies else DIFFERENT

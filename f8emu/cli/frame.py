@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,20 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from f8emu.spec import F8Error, SpecError
+from f8emu.untrusted import printable, read_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DIFFERENT = 1
 BAD_USAGE = 2
+_LARGEST_TEXT = 1 << 28
+"""Bytes of a list of shapes."""
 INTERRUPTED = 130
 """As a shell reports a process that Ctrl-C ended; so does SIGTERM, which stops a container."""
 STATUSES = (
-    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 bad usage, a missing package, a "
-    "file that cannot be read or written, or a failure of f8emu itself; 130 interrupted by Ctrl-C or SIGTERM."
+    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 not verified, as nothing ran or "
+    "something is missing, bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu "
+    "itself; 130 interrupted by Ctrl-C or SIGTERM."
 )
-_PIPE_WIDTH = 160
-"""Of a table that goes to a file; a terminal's own width otherwise."""
+_NARROWEST = 20
+"""Columns: words are broken beyond."""
 
 
 def guarded(command: Callable[..., int], *args: object) -> int:
@@ -31,7 +37,7 @@ def guarded(command: Callable[..., int], *args: object) -> int:
     try:
         return command(*args)
     except (F8Error, OSError) as error:
-        print(error, file=sys.stderr)
+        print("\n".join(map(printable, str(error).splitlines())), file=sys.stderr)
         return BAD_USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -60,14 +66,21 @@ def status_of(found: Outcome) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line of which parts are from a file: what a terminal would obey is escaped."""
-    print("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
+    """Print a line of which parts are from a file, wrapped: what a terminal would obey is escaped."""
+    indent = line[: len(line) - len(line.lstrip())]
+    more = {"subsequent_indent": f"{indent}    ", "break_on_hyphens": False, "replace_whitespace": False}
+    print("\n".join(textwrap.wrap(printable(line), width(), **more)))
+
+
+def width() -> int:
+    """Columns of a line: `COLUMNS`, the terminal's, or 80 where there is none."""
+    return max(shutil.get_terminal_size().columns, _NARROWEST)
 
 
 def text_of(command: str, path: Path) -> str:
     """A text file, or a SpecError that names the command."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, _LARGEST_TEXT).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{command}: cannot read {path}: {error}; give the path of a JSON file") from None
 
@@ -118,4 +131,4 @@ def console() -> "Console":
     """Where tables go."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    return Console(width=width())

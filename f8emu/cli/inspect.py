@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from f8emu.cli.frame import console, guarded, opened
+from f8emu.untrusted import printable
 
 if TYPE_CHECKING:
     import typer
@@ -59,8 +60,7 @@ def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Pa
             from f8emu.conformance.page.inspection import to_html
 
             page.write(to_html(run, worst, by, log))
-    if out is None and page is None:
-        _print(run, worst, by, log)
+    _print(run, worst, by, log)
     return 0
 
 
@@ -71,11 +71,11 @@ def _print(run: "Run", worst: "list[Place]", by: str, log: Path) -> None:
     terminal = console()
     for event in run.events[:_MOST_EVENTS]:
         place = f"{event.get('layer')} {event.get('gemm')} {event.get('operand')} ({event.get('tensor')})"
-        line = _printable(f"step {event.get('step')}: {event.get('event')} in {place}")
+        line = printable(f"step {event.get('step')}: {event.get('event')} in {place}")
         terminal.print(line, markup=False, highlight=False)
     if len(run.events) > _MOST_EVENTS:
         terminal.print(f"and {len(run.events) - _MOST_EVENTS} more events")
-    table = Table(title=f"{log.name}: the worst places by {by}, each value the worst of its steps")
+    table = Table(title=escape(printable(f"{log.name}: the worst places by {by}, each value the worst of its steps")))
     for name in ("layer", "GEMM", "operand", "cast"):
         table.add_column(name)
     measures = _COLUMNS if by in _COLUMNS else (*_COLUMNS, by)
@@ -85,17 +85,12 @@ def _print(run: "Run", worst: "list[Place]", by: str, log: Path) -> None:
         cells = [_shown(name, place.worst(name)) for name in measures]
         steps = str(len(set(place.steps)))
         names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
-        table.add_row(*(escape(_printable(name)) for name in names), *cells, steps)
+        table.add_row(*(escape(printable(name)) for name in names), *cells, steps)
     terminal.print(table)
     if not worst:
         terminal.print(f"no record has {by}; name it in the statistics of the inspection, or sort by another")
     for fault in run.faults():
         terminal.print(fault)
-
-
-def _printable(text: str) -> str:
-    """A text of a file, without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from f8emu.cli.conclusion import Files, conclude, opened_files
+from f8emu.cli.frame import say
 from f8emu.spec import Evidence, MissingExtraError, SpecError
 
 
@@ -26,11 +27,12 @@ def verify_recordings(names: Sequence[str], path: Path, chips: Sequence[str], fi
                 not_run[name] = str(error)
         with progress_bar() as progress:
             result = replay(subjects, file, errors=errors, progress=progress)
+        source = f"{file.path.name} {file.sha256[:12]}"
+        status = conclude(result, outputs, source=source, start=start, errors=errors, not_run=not_run)
         for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
             evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
-            print(f"{name}: profile {chip}{evidence}")
-        source = f"{file.path.name} {file.sha256[:12]}"
-        return conclude(result, outputs, source=source, start=start, errors=errors, not_run=not_run)
+            say(f"{name}: profile {chip}{evidence}")
+        return status
 
 
 def _named(chip: str) -> tuple[str, str]:

@@ -4,14 +4,17 @@ import os
 import time
 from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from f8emu.cli.conclusion import Files, conclude, opened_files
-from f8emu.cli.frame import STATUSES, console, find_modules_here, guarded
+from f8emu.cli.frame import STATUSES, find_modules_here, guarded, say
 from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import typer
 
     from f8emu.conformance.subject import Subject
@@ -43,8 +46,8 @@ def add_to(app: "typer.Typer") -> None:
             typer.Argument(
                 metavar="[SUBJECT]...",
                 help="f8ref.numpy, f8ref.jax, torch, f8emu.jax; a known kernel, as fbgemm.rowwise (--kernels lists "
-                "them); or package.module:attribute, a Kernel or a function that is called as torch._scaled_mm is. By "
-                "default those of the four whose packages are installed.",
+                "them); or path/to/file.py:function or package.module:function, a Kernel or a function that is called "
+                "as torch._scaled_mm is (--contract). By default those of the four whose packages are installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -56,7 +59,11 @@ def add_to(app: "typer.Typer") -> None:
         stage: Annotated[
             list[str] | None, typer.Option(help="Run this stage only; may be repeated. All by default.")
         ] = None,
-        errors: Annotated[int, typer.Option(min=0, help="Mismatches to print for each subject.")] = 20,
+        case: Annotated[
+            list[str] | None,
+            typer.Option(metavar="ID", help="Run this case only, * is any text; may be repeated. No diagnosis."),
+        ] = None,
+        errors: Annotated[int, typer.Option(min=0, help="Cases that differ to print for each subject.")] = 8,
         arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
         recordings: Annotated[
             Path | None,
@@ -77,6 +84,9 @@ def add_to(app: "typer.Typer") -> None:
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
+        contract: Annotated[
+            bool, typer.Option("--contract", help="Show what an own kernel is given and returns, and exit.")
+        ] = False,
         jobs: Annotated[
             int | None,
             typer.Option(min=1, help=JOBS),
@@ -87,34 +97,45 @@ def add_to(app: "typer.Typer") -> None:
 
         Ctrl-C ends the run; the stages that were finished are reported.
         """
-        if kernels:
-            raise typer.Exit(guarded(_list_kernels))
+        if kernels or contract:
+            raise typer.Exit(guarded(_list_kernels if kernels else _show_contract))
         files = Files(json_file, html_file)
         if recordings is not None or chip:
             from f8emu.cli.recordings import verify_recordings
 
-            if recordings is None or golden is not None or stage or isolate or timeout is not None:
+            if recordings is None or golden is not None or stage or case or isolate or timeout is not None:
                 raise typer.BadParameter(
-                    "--chip goes with --recordings, and neither with --golden, --stage, --isolate or --timeout"
+                    "--chip goes with --recordings, and neither with --golden, --stage, --case, --isolate or --timeout"
                 )
             raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
         seconds = TIMEOUT if isolate and timeout is None else timeout
-        options = subjects or [], golden, files, stage or [], errors, arrays.value, seconds, diagnose, jobs
+        chosen = _Chosen(stage or [], case or [])
+        options = subjects or [], golden, files, chosen, errors, arrays.value, seconds, diagnose, jobs
         raise typer.Exit(guarded(_verify, *options))
 
 
-def _list_kernels() -> int:
-    from rich.table import Table
-    from rich.text import Text
+class _Chosen(NamedTuple):
+    """What of the suite runs; all of it where there are no names."""
 
+    stages: list[str]
+    cases: list[str]
+
+
+def _list_kernels() -> int:
     from f8emu.conformance.kernels.known import KERNELS
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("kernel", "predicted", "seen", "how to get it"):
-        table.add_column(name, no_wrap=name == "kernel")
     for kernel in KERNELS.values():
-        table.add_row(*map(Text, (kernel.name, kernel.predicted, kernel.seen, kernel.install)))
-    console().print(table)
+        print(kernel.name)
+        for name, text in (("predicted", kernel.predicted), ("seen", kernel.seen), ("to get it", kernel.install)):
+            if text:
+                say(f"  {name}: {text}")
+    return 0
+
+
+def _show_contract() -> int:
+    from f8emu.conformance.kernels.contract import CONTRACT
+
+    print(CONTRACT, end="")
     return 0
 
 
@@ -122,13 +143,14 @@ def _verify(
     names: list[str],
     golden: Path | None,
     files: Files,
-    stages: list[str],
+    chosen: _Chosen,
     errors: int,
     arrays: str,
     timeout: float | None,
     diagnose: bool,
     jobs: int | None,
 ) -> int:
+    from f8emu.conformance.chosen import stages_with
     from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.golden import read_golden, shipped_golden
     from f8emu.conformance.report import progress_bar
@@ -138,29 +160,33 @@ def _verify(
     from f8emu.conformance.verify import stages_by_name, verify
 
     start = time.perf_counter()
-    stages_by_name(stages)  # a misspelt name is told before anything is loaded
+    named = stages_by_name(chosen.stages)  # a misspelt name is told before anything is loaded
+    is_whole = not (names or chosen.stages or chosen.cases)
     with opened_files(files) as outputs, ExitStack() as stack:
         recorded = shipped_golden() if golden is None else read_golden(golden)
         workers = None
-        if not names and not stages and jobs is None and (os.cpu_count() or 1) > 1:
+        if is_whole and jobs is None and (os.cpu_count() or 1) > 1:
             # They import torch and JAX while this process does.
             workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
-        subjects, not_run = _load(names, arrays, timeout)
-        processes = jobs or processes_for(subjects, is_whole=not names and not stages)
+        loaded, not_run = _load(names, arrays, timeout)
+        subjects = list(loaded.values())
+        only = stages_with(chosen.cases, named, subjects, recorded) if chosen.cases else None
+        processes = jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
         if workers and processes != 2:
             workers.close()
             workers = None
         with progress_bar() as progress:
             result = verify(
                 subjects,
-                stages=stages,
+                stages=chosen.stages,
+                only=only,
                 golden=recorded,
                 errors=errors,
                 progress=progress,
                 processes=processes,
                 workers=workers,
             )
-            result, diagnoses = diagnosed(result, subjects if diagnose else [], progress)
+            result, diagnoses = diagnosed(result, subjects if diagnose and only is None else [], progress)
         return conclude(
             result,
             outputs,
@@ -169,11 +195,25 @@ def _verify(
             errors=errors,
             not_run=not_run,
             diagnoses=diagnoses,
+            asked=_asked(loaded, golden, arrays, timeout),
         )
 
 
-def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[Subject], dict[str, str]]":
-    """The subjects in the order of `names`; and, of the default ones, why those that are missing cannot run."""
+def _asked(
+    subjects: "Mapping[str, Subject]", golden: Path | None, arrays: str, timeout: float | None
+) -> dict[str, list[str]]:
+    """Name of a subject -> the words that name it on the command line, and what its cases depend on."""
+    from f8emu.conformance.subject import SUBJECTS
+
+    shared = [] if golden is None else ["--golden", str(golden)]
+    own = [] if arrays == Arrays.TORCH.value else ["--arrays", arrays]
+    own += [] if timeout is None else ["--timeout", f"{timeout:g}"]
+    return {one.name: [name, *shared, *([] if name in SUBJECTS else own)] for name, one in subjects.items()}
+
+
+def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
+    """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
+    from f8emu.conformance.first_contact import first_contact
     from f8emu.conformance.subject import SUBJECTS, load_subject
 
     if any(":" in name for name in names):
@@ -187,9 +227,12 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[list[S
         try:
             # beside kernels the others run as ever; without any, a timeout is refused
             seconds = None if has_kernels and name in SUBJECTS else timeout
-            loaded[name] = load_subject(name, arrays=arrays, timeout=seconds)
+            load = partial(load_subject, name, timeout=seconds)
+            loaded[name] = load(arrays=arrays)
+            if ":" in name:
+                first_contact(loaded[name], arrays, lambda other, load=load: load(arrays=other))
         except MissingExtraError as error:
             if names:
                 raise
             not_run[name] = str(error)
-    return [loaded[name] for name in chosen if name in loaded], not_run
+    return {name: loaded[name] for name in chosen if name in loaded}, not_run

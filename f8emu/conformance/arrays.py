@@ -29,6 +29,8 @@ class Framework:
     load: Callable[[np.ndarray], Any]
     """Copies where it must: the framework never writes into the suite's arrays. Keeps which dimension is contiguous."""
     store: Callable[[Any], np.ndarray]
+    address: Callable[[Any], int]
+    """Of the first element of an array that can be written to."""
     array_type: type
     dtype: Callable[[Format], Any]
     """The framework's own dtype of a format."""
@@ -43,6 +45,7 @@ def numpy_arrays() -> Framework:
         on_gpu=False,
         load=lambda array: array,
         store=np.asarray,
+        address=lambda array: array.ctypes.data,
         array_type=np.ndarray,
         dtype=lambda fmt: np.dtype(getattr(ml_dtypes, fmt.name, fmt.name)),
     )
@@ -78,6 +81,7 @@ def jax_arrays(call: str) -> Framework:
         on_gpu=device.platform == "gpu",
         load=load,
         store=np.asarray,
+        address=lambda array: array.unsafe_buffer_pointer(),
         array_type=jax.Array,
         dtype=lambda fmt: getattr(jax.numpy, fmt.name),
     )
@@ -106,8 +110,11 @@ def torch_arrays(call: str) -> Framework:
         codes = np.array(array, order="C")  # may be read-only, which torch does not know
         if array.dtype.kind not in "biu":
             codes = codes.view(integers[array.dtype.itemsize][0])  # from_numpy knows no ml_dtypes
-        # copy: into memory of torch's own, which is aligned for whoever shares it next
-        return torch.from_numpy(codes).to(device, copy=True).view(dtype)
+        # Into memory of torch's own, which is aligned for whoever shares it next; numpy copies in this thread, where
+        # torch would wait for a second one.
+        memory = torch.empty_like(torch.from_numpy(codes))
+        memory.numpy()[...] = codes
+        return memory.to(device).view(dtype)
 
     def store(tensor: "torch.Tensor") -> np.ndarray:
         tensor = tensor.detach().cpu().contiguous()
@@ -124,6 +131,7 @@ def torch_arrays(call: str) -> Framework:
         on_gpu=on_gpu,
         load=load,
         store=store,
+        address=lambda tensor: tensor.data_ptr(),
         array_type=torch.Tensor,
         dtype=lambda fmt: getattr(torch, fmt.name),
     )

@@ -11,8 +11,8 @@ from itertools import product
 import numpy as np
 
 from f8emu.conformance.distributions import draw, dtype_of, rng
-from f8emu.conformance.gemm import GemmCase, Sample
-from f8emu.conformance.gemm_cases import scaled_case
+from f8emu.conformance.drawn_gemm import scaled_case
+from f8emu.conformance.gemm import Family, GemmCase, Sample
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
@@ -194,6 +194,7 @@ def live_cases() -> Iterator[GemmCase]:
                 out_dtype=BFLOAT16,
                 use_fast_accum=fast,
                 sample=sample,
+                family=Family.LAYERS,
             )
 
 

@@ -1,14 +1,14 @@
 """One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
+from f8emu.conformance.own_split import Split
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError
 
@@ -29,7 +29,11 @@ class Case:
     recorded: Parts | None = None
     """The answer, where it was recorded on hardware; otherwise the judge is asked."""
     describe: DescribePart | None = None
+    snippet: Callable[[Mismatch], str] | None = None
+    """A program that computes one output of it, of a case that is a GEMM."""
     traits: Traits = field(default_factory=dict)
+    own_split: Callable[[Parts, Parts], Split | None] | None = None
+    """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
     context: Hashable = None
     """What the answer depends on besides the question; cases of one id and context share an answer."""
 
@@ -40,19 +44,29 @@ class Outcome:
 
     case: str
     is_equal: bool = False
+    own_split: Split | None = None
+    """The S that the subject picked, where another one was expected, and under which every bit is right."""
     outputs_total: int = 0
     outputs_equal: int = 0
     not_offered: str = ""
     """Why the subject cannot run this case; such a case counts neither as equal nor as different."""
     first_difference: str = ""
     """The first part that differs."""
-    mismatches: list[Mismatch] = field(default_factory=list)
-    """The first ones, as many as were asked for."""
+    mismatch: Mismatch | None = None
+    """The first output that differs, or what happened."""
     traits: Traits = field(default_factory=dict)
     ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
     """dtype -> how far off its outputs are that differ, of all parts; empty of a case that is equal."""
     place: DifferenceMap | None = None
     """Where the first part that differs does so."""
+
+    @property
+    def is_different(self) -> bool:
+        return not self.is_equal and self.own_split is None
+
+    def excused(self) -> "Outcome":
+        """The outcome under the subject's own S: counted neither as equal nor as different."""
+        return replace(self, outputs_equal=0, first_difference="", mismatch=None, ulps={}, place=None)
 
 
 def answer(case: Case, judge: Subject | None) -> Parts | Exception:
@@ -66,7 +80,7 @@ def answer(case: Case, judge: Subject | None) -> Parts | Exception:
         return error
 
 
-def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int) -> Outcome:
+def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcome:
     """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
         return _failed(case, {}, f"the oracle raised {_text(answers)}")
@@ -80,7 +94,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
     total = sum(array.size for array in answers.values())
     wrong = 0
     first: str | None = None
-    found: list[Mismatch] = []
+    found: Mismatch | None = None
     place: DifferenceMap | None = None
     ulps: dict[str, UlpHistogram] = {}
     for part, expected in answers.items():
@@ -96,17 +110,20 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception, kept: int
         if first is None and (fault or histogram.total):  # what follows a difference follows from it
             first = part
             if fault or array is None:
-                found = [Mismatch(case=case.id, part=part, error=fault)]
+                found = Mismatch(case=case.id, part=part, error=fault)
             else:
-                found = list(islice(mismatches(case.id, part, array, expected, _describe(case, part)), kept))
+                found = next(mismatches(case.id, part, array, expected, _describe(case, part)))
+                found = replace(found, outputs=expected.size, differing=histogram.total)
+                found = replace(found, snippet=case.snippet(found) if case.snippet else "")
                 place = difference_map(case.id, part, array, expected)
     return Outcome(
         case=case.id,
         is_equal=first is None,
+        own_split=case.own_split(given, answers) if case.own_split and place is not None else None,
         outputs_total=total,
         outputs_equal=total - wrong,
         first_difference=first or "",
-        mismatches=found,
+        mismatch=found,
         traits=case.traits,
         ulps=ulps,
         place=place,
@@ -126,7 +143,7 @@ def _failed(case: Case, answers: Parts, error: str) -> Outcome:
     return Outcome(
         case=case.id,
         outputs_total=sum(array.size for array in answers.values()),
-        mismatches=[Mismatch(case=case.id, error=error)],
+        mismatch=Mismatch(case=case.id, error=error),
         traits=case.traits,
         ulps=ulps,
     )

@@ -25,14 +25,22 @@ class Mismatch:
     expected: str = ""
     error: str = ""
     """For a case that failed as a whole: what happened."""
+    outputs: int = 0
+    """Of the part; 0 where they were not counted."""
+    differing: int = 0
+    """So many of them differ."""
+    snippet: str = ""
+    """A program in plain torch that computes this output alone; empty where there is none."""
 
     def line(self) -> str:
-        """`<case> [index] <inputs> => <observed>  expected: <expected>`, after TestFloat."""
+        """`<case> [index] <inputs> => <observed>  expected: <expected>; <differing> of <outputs> differ`."""
         head = f"{self.case}: {self.part}" if self.part else self.case
         if self.error:
             return f"{head} => {self.error}"
         place = f" [{', '.join(map(str, self.index))}]" if self.index else ""
-        return f"{head}{place}{' ' + self.inputs if self.inputs else ''} => {self.observed}  expected: {self.expected}"
+        share = f"; {self.differing} of {self.outputs} differ" if self.outputs else ""
+        inputs = f" {self.inputs}" if self.inputs else ""
+        return f"{head}{place}{inputs} => {self.observed}  expected: {self.expected}{share}"
 
 
 def shape_fault(observed: object, expected: np.ndarray) -> str:

@@ -31,6 +31,10 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
 """As the format's own limit."""
+_MOST_DIMENSIONS = 64
+"""As numpy's own limit."""
+LARGEST_FILE = 1 << 30
+"""Bytes of a file of recordings: what is larger is not one of them."""
 
 
 class _Source(NamedTuple):
@@ -100,21 +104,28 @@ def write_container(path: Path, tensors: Mapping[str, np.ndarray], metadata: Map
 
 def _tensor(name: str, entry: object, data: memoryview, source: _Source) -> np.ndarray:
     match entry:
-        case {"dtype": str(dtype_name), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(dtype_name), "shape": [*shape], "data_offsets": [begin, end]} if _are_sizes([begin, end]):
             pass
         case _:
             raise _fault(source, f"dtype, shape and data_offsets of tensor {name!r}", repr(entry)[:80])
     dtype = _DTYPES.get(dtype_name)
     if dtype is None:
-        raise _fault(source, f"tensor {name!r} of a dtype among {', '.join(_DTYPES)}", dtype_name)
-    if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise _fault(source, f"tensor {name!r} with a shape of sizes", repr(shape))
+        raise _fault(source, f"tensor {name!r} of a dtype among {', '.join(_DTYPES)}", dtype_name[:80])
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS:
+        raise _fault(source, f"tensor {name!r} with a shape of sizes", repr(shape)[:80])
     size = math.prod(shape) * dtype.itemsize
-    if not 0 <= begin <= end <= len(data):
+    if not begin <= end <= len(data):
         raise _fault(source, f"tensor {name!r} at bytes {begin} to {end}", f"{len(data)} bytes of data: cut short")
     if end - begin != size:
         raise _fault(source, f"{size} bytes for tensor {name!r} {dtype_name}{shape}", f"{end - begin} bytes")
-    return np.frombuffer(data[begin:end], dtype=dtype).reshape(shape)
+    try:
+        return np.frombuffer(data[begin:end], dtype=dtype).reshape(shape)
+    except (ValueError, OverflowError):  # without elements it may be said to have sizes that no array can have
+        raise _fault(source, f"tensor {name!r} with a shape that an array can have", repr(shape)[:80]) from None
+
+
+def _are_sizes(found: list[object]) -> bool:
+    return all(type(n) is int and n >= 0 for n in found)
 
 
 def _fault(source: _Source, expected: str, observed: str) -> GoldenFileError:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,28 @@ class Mode(Enum):
     BF16 = "bf16"
 
 
+class Family(Enum):
+    """What a generated GEMM is there to show, in the words of a report."""
+
+    CODES = "distributions of codes"
+    SLICES = "slices of K"
+    ROW = "one row"
+    ROWS = "numbers of rows"
+    COLUMNS = "numbers of columns"
+    TILES = "tiles of rows and columns"
+    K = "lengths of K"
+    EVERY_CODE = "every product of two codes"
+    SCALES = "values of scales"
+    BIAS = "values of the bias"
+    STRIDES = "padded strides"
+    ALIGNMENT = "alignment of pointers"
+    TURNS = "calls in turn"
+    GROUPS = "sizes of groups"
+    PROBES = "probes of the diagnosis"
+    LAYERS = "layers of models"
+    RECORDED = "recorded"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """Which rows and columns of a full-size GEMM a case holds."""
@@ -35,6 +57,37 @@ class Sample:
     n: int
     rows: tuple[int, ...]
     cols: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the operands of a GEMM lie in memory. An implementation that copies its operands need not be told."""
+
+    padding_a: int = 0
+    """Elements from the end of a row to the begin of the next: the stride of a row is K and these."""
+    padding_b: int = 0
+    offset_a: int = 0
+    """Bytes from a boundary of 256 to the first element."""
+    offset_b: int = 0
+
+    @property
+    def text(self) -> str:
+        """`a's rows 16 elements apart, b 64 bytes from a boundary`."""
+        paddings, offsets = {"a": self.padding_a, "b": self.padding_b}, {"a": self.offset_a, "b": self.offset_b}
+        words = [f"{name}'s rows {n} elements apart" for name, n in paddings.items() if n]
+        return ", ".join(words + [f"{name} {n} bytes from a boundary" for name, n in offsets.items() if n])
+
+
+class Call(NamedTuple):
+    """A call of a verb."""
+
+    verb: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self, verbs: Verbs) -> Any:
+        """What the verb gives."""
+        return verbs[self.verb](*self.arguments, **self.options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,6 +116,11 @@ class GemmCase:
     sample: Sample | None = None
     distribution: str = ""
     """Of the operands, where they were drawn."""
+    family: Family = Family.CODES
+    placement: Placement | None = None
+    """Where operands have to lie, for a subject that is called with memory of its own."""
+    between: "tuple[GemmCase, ...]" = ()
+    """GEMMs that run next, and then this one again: all outputs are looked at after the last call."""
 
     @property
     def k(self) -> int:
@@ -77,34 +135,50 @@ class GemmCase:
         """The verb that computes it."""
         return {Mode.BF16: "mm", Mode.GROUPED_ROWWISE: "scaled_grouped_mm"}.get(self.mode, "scaled_mm")
 
-    def run(self, verbs: Verbs) -> np.ndarray:
-        """The output that `verbs` gives, [M, N]."""
+    @property
+    def in_turn(self) -> "dict[str, GemmCase]":
+        """Name of a part -> the GEMM whose output it is, in the order of the calls."""
+        turns = (self, *self.between, self) if self.between else ()
+        return {f"call {number}": one for number, one in enumerate(turns, 1)} or {"": self}
+
+    def call(self, *, is_placed: bool = False) -> Call:
+        """The call that computes it; `is_placed`: of a verb that takes `placement`."""
+        options: dict[str, Any] = {"out_dtype": self.out_dtype}
         match self.mode:
             case Mode.BF16:
-                return verbs[self.verb](self.a, self.b.T, out_dtype=self.out_dtype, split_k=self.split_k)
+                return Call(self.verb, (self.a, self.b.T), {**options, "split_k": self.split_k})
             case Mode.GROUPED_ROWWISE:
-                return verbs[self.verb](
-                    self.a,
-                    self.b.swapaxes(1, 2),
-                    self.scale_a,
-                    self.scale_b,
-                    self.offs,
-                    out_dtype=self.out_dtype,
-                    use_fast_accum=self.use_fast_accum,
-                )
+                arguments = self.a, self.b.swapaxes(1, 2), self.scale_a, self.scale_b, self.offs
+                return Call(self.verb, arguments, {**options, "use_fast_accum": self.use_fast_accum})
             case Mode.TENSORWISE | Mode.ROWWISE | Mode.BLOCKWISE:
-                return verbs[self.verb](
-                    self.a,
-                    self.b.T,
-                    self.scale_a,
-                    self.scale_b,
-                    granularity_a=self.granularity_a,
-                    granularity_b=self.granularity_b,
-                    bias=self.bias,
-                    out_dtype=self.out_dtype,
-                    use_fast_accum=self.use_fast_accum,
-                    split_k=self.split_k,
-                )
+                options |= {
+                    "granularity_a": self.granularity_a,
+                    "granularity_b": self.granularity_b,
+                    "bias": self.bias,
+                    "use_fast_accum": self.use_fast_accum,
+                    "split_k": self.split_k,
+                }
+                if is_placed and self.placement is not None:
+                    options["placement"] = self.placement
+                return Call(self.verb, (self.a, self.b.T, self.scale_a, self.scale_b), options)
+
+    def run(self, verbs: Verbs, *, is_placed: bool = False) -> np.ndarray:
+        """The output that `verbs` gives, [M, N]."""
+        return self.call(is_placed=is_placed).run(verbs)
+
+    def part(self, rows: np.ndarray, cols: np.ndarray) -> "GemmCase":
+        """The GEMM of some of its rows and columns, which gives the same outputs; tensorwise or rowwise scales."""
+        assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE) and self.scale_a is not None and self.scale_b is not None
+        is_rowwise = self.mode is Mode.ROWWISE
+        return replace(
+            self,
+            a=self.a[rows],
+            b=self.b[cols],
+            scale_a=self.scale_a[rows] if is_rowwise else self.scale_a,
+            scale_b=self.scale_b[:, cols] if is_rowwise else self.scale_b,
+            bias=None if self.bias is None else self.bias[cols],
+            sample=None,
+        )
 
     def embedded(self, sample: Sample) -> "GemmCase":
         """This GEMM inside a larger one: its rows and columns at the places of `sample`, arbitrary codes elsewhere.

@@ -7,7 +7,9 @@ from itertools import product
 import numpy as np
 
 from f8emu.conformance.distributions import draw, draw_codes, rng
-from f8emu.conformance.gemm import GemmCase, Mode, Sample
+from f8emu.conformance.drawn_gemm import scaled_case
+from f8emu.conformance.families import VALUE_SHAPES, value_cases
+from f8emu.conformance.gemm import Family, GemmCase, Mode
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
@@ -22,9 +24,8 @@ CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "s
 BF16_DISTRIBUTIONS = ("normal", "gradient", "blocks", "cancellation", "outlier", "specials")
 
 GEMM_SHAPES: dict[tuple[Format, Format], tuple[tuple[int, int, int], ...]] = {
-    HOPPER.format_pairs[0]: ((16, 48, 544), (5, 7, 401)),
-    HOPPER.format_pairs[1]: ((48, 16, 176),),
-    HOPPER.format_pairs[2]: ((16, 32, 80),),
+    formats: (shape, (5, 7, 401)) if formats == HOPPER.format_pairs[0] else (shape,)
+    for formats, shape in VALUE_SHAPES.items()
 }
 """M, N, K: tails of a step (32), of a promotion (128), of everything. Few: to a compiler each is a program."""
 BLOCKWISE_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 384), (131, 37, 330))
@@ -46,48 +47,11 @@ def is_aligned(case: GemmCase) -> bool:
 
 @cache
 def gemm_cases() -> tuple[GemmCase, ...]:
-    """Generated GEMMs: every distribution with every pair of formats, both chainings, all modes, biases and outputs."""
-    return (*_dense(), *_blockwise(), *_split(), *_grouped(), *_bf16())
+    """Generated GEMMs: every distribution with every pair of formats, both chainings, all modes, biases and outputs.
 
-
-def _scale(granularity: Granularity, rows: int, k: int, *key: object) -> np.ndarray:
-    """Scales of any significand, another one in every group."""
-    shape = granularity.scale_shape(rows, k)
-    r = rng("scale", granularity.value, rows, k, *key)
-    return (r.uniform(1, 2, shape) * np.exp2(r.integers(-9, 5, shape).astype(float))).astype(np.float32)
-
-
-def scaled_case(
-    name: str,
-    pair: tuple[Granularity, Granularity],
-    formats: tuple[Format, Format],
-    shape: tuple[int, int, int],
-    distribution: str,
-    *,
-    with_bias: bool = False,
-    out_dtype: Format = FLOAT32,
-    use_fast_accum: bool = False,
-    split_k: int = 1,
-    sample: Sample | None = None,
-) -> GemmCase:
-    """A scaled GEMM with drawn codes and scales."""
-    m, n, k = shape
-    return GemmCase(
-        id=name,
-        mode=Mode.BLOCKWISE if pair[0].is_blockwise else Mode(pair[0].value),
-        a=draw_codes(distribution, (m, k), formats[0], name + "a"),
-        b=draw_codes(distribution, (n, k), formats[1], name + "b"),
-        scale_a=_scale(pair[0], m, k, name, "a"),
-        scale_b=_scale(pair[1], n, k, name, "b").T,
-        granularity_a=pair[0],
-        granularity_b=pair[1],
-        bias=draw("normal", (1, n), out_dtype, name)[0] if with_bias else None,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        split_k=split_k,
-        sample=sample,
-        distribution=distribution,
-    )
+    And those families that are not for kernels alone: values of scales and of the bias.
+    """
+    return (*_dense(), *_blockwise(), *_split(), *_grouped(), *_bf16(), *value_cases())
 
 
 def _dense() -> Iterator[GemmCase]:
@@ -121,12 +85,20 @@ def _split() -> Iterator[GemmCase]:
     for slices, k, fast in SPLITS:
         name = f"split-K {slices} of {k} {'fast' if fast else 'promoted'}"
         yield scaled_case(
-            name, pair, HOPPER.format_pairs[0], (16, 16, k), "normal", use_fast_accum=fast, split_k=slices
+            name,
+            pair,
+            HOPPER.format_pairs[0],
+            (16, 16, k),
+            "normal",
+            use_fast_accum=fast,
+            split_k=slices,
+            family=Family.SLICES,
         )
     pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
     for pair, (slices, k) in zip(pairs, BLOCKWISE_SPLITS, strict=True):
         name = f"split-K {slices} of {k} {pair[0].value} x {pair[1].value}"
-        yield scaled_case(name, pair, HOPPER.block_scaled_format_pairs[0], (16, 16, k), "normal", split_k=slices)
+        formats, shape = HOPPER.block_scaled_format_pairs[0], (16, 16, k)
+        yield scaled_case(name, pair, formats, shape, "normal", split_k=slices, family=Family.SLICES)
 
 
 def _grouped() -> Iterator[GemmCase]:
@@ -144,6 +116,7 @@ def _grouped() -> Iterator[GemmCase]:
             offs=np.array([16, 16, 48, 64], np.int32),
             use_fast_accum=fast,
             distribution="normal",
+            family=Family.GROUPS,
         )
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from f8emu.conformance.container import REMEDY, decode_container, write_container
-from f8emu.conformance.gemm import GemmCase, Mode, Sample
+from f8emu.conformance.container import LARGEST_FILE, REMEDY, decode_container, write_container
+from f8emu.conformance.gemm import Family, GemmCase, Mode, Sample
 from f8emu.conformance.layouts import load_scales, slices_of_k, store_scales
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, Format, GoldenFileError, Granularity
+from f8emu.untrusted import read_regular
 
 SHIPPED = "h200_golden.safetensors"
 
@@ -70,7 +71,7 @@ def read_golden(path: str | Path) -> GoldenFile:
     """
     path = Path(path)
     try:
-        blob = path.read_bytes()
+        blob = read_regular(path, LARGEST_FILE)
     except OSError as error:
         raise GoldenFileError(f"read_golden: cannot read {path}: {error.strerror}; {REMEDY}") from None
     tensors, metadata = decode_container(blob, str(path))
@@ -165,8 +166,8 @@ class _Reader:
     def tensor(self, role: str, dtype: object, *shapes: tuple[int | None, ...]) -> np.ndarray:
         """The tensor of a role, of one of `shapes` (None is any size); stored codes get their type."""
         key = self.roles.get(role)
-        if key not in self.tensors:
-            raise self.fault(f"a tensor for {role!r}", "no such role" if key is None else f"no tensor {key!r}")
+        if not isinstance(key, str) or key not in self.tensors:
+            raise self.fault(f"a tensor for {role!r}", "no such role" if key is None else f"no tensor {key!r:.80}")
         array, dtype = self.tensors[key], np.dtype(dtype)  # type: ignore[call-overload]
         stored = np.dtype(np.uint8) if dtype.itemsize == 1 else dtype
         if array.dtype != stored:
@@ -222,6 +223,7 @@ class _Reader:
             use_fast_accum=fast,
             split_k=split_k,
             sample=sample,
+            family=Family.RECORDED,
         )
         out = self.tensor("out", out_dtype, (m, n))
         return GoldenCase(name=self.get("name", str, mode.value), gemm=gemm, out=out, kernels=kernels)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from f8emu.spec import SpecError
+from f8emu.untrusted import open_regular
 
 SCHEMA = 1
 """The newest that this reader knows."""
@@ -120,7 +121,7 @@ class _Broken(Enum):
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | _Broken]]:
     """(number, object) of each line."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             number = 0
             while line := file.readline(_LONGEST):
                 number += 1

@@ -10,7 +10,6 @@ low halves if bits are zero that are zero in these, and most are nowhere near th
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,11 +21,10 @@ import numpy as np
 from f8emu.conformance.arrays import jax_arrays, travelling
 from f8emu.conformance.check import Case, Parts
 from f8emu.conformance.compare import abbreviated, hexadecimal
-from f8emu.conformance.container import decode_container
+from f8emu.conformance.container import LARGEST_FILE, decode_container
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.golden import GoldenFile
 from f8emu.conformance.oracle import exact_subject
-from f8emu.conformance.regular_file import open_regular
 from f8emu.conformance.stages import Stage
 from f8emu.conformance.subject import Subject, load_subject
 from f8emu.conformance.verify import Progress, Result, verify
@@ -47,6 +45,7 @@ from f8emu.spec import (
     GoldenFileError,
     SpecError,
 )
+from f8emu.untrusted import read_regular
 
 FORMATS_IN_FILES: dict[str, Format] = {
     "E4M3": E4M3FN,
@@ -60,7 +59,6 @@ PROFILES: dict[str, Chip] = {"H100": HOPPER, "H200": HOPPER, "L40S": ADA, "B200"
 SUBJECTS = ("f8ref.numpy", "f8ref.jax", "f8ref.exact")
 EXACT_CASES = 100
 """So many of each recording are put to f8ref.exact, which computes one scalar at a time."""
-LARGEST_FILE = 1 << 30
 LONGEST_K = 4096
 _CALL = "read_recordings"
 _REMEDY = "give a file in the layout of f8emu.conformance.instructions"
@@ -152,11 +150,7 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
     path = Path(path)
     profiles = PROFILES | {name: _profile(name, profile) for name, profile in (chips or {}).items()}
     try:
-        with open_regular(path) as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size > LARGEST_FILE:
-                raise _fault(path, f"a file of at most {LARGEST_FILE} bytes", f"{size}")
-            blob = opened.read(LARGEST_FILE)
+        blob = read_regular(path, LARGEST_FILE)
     except OSError as error:
         raise GoldenFileError(f"{_CALL}: cannot read {path}: {error.strerror}; {_REMEDY}") from None
     tensors, metadata = decode_container(blob, str(path), call=_CALL, remedy=_REMEDY)

@@ -1,81 +1,111 @@
-"""What a run found, for people and for programs: a table, a line for every mismatch, JSON.
+"""What a run found, for people and for programs: a verdict, lines, what can be pasted, JSON.
 
-rich draws the table and the progress bar; it is imported where it is used, because the suite runs without it.
+rich draws the progress bar; it is imported where it is used, because the suite runs without it.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from f8emu.conformance.breakdown.tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from f8emu.untrusted import printable
 
 SCHEMA = 1
 """Version of the JSON layout."""
-_STYLES = {Status.EQUAL: "green", Status.DIFFERENT: "bold red", Status.EMPTY: "bold red", Status.NOT_OFFERED: "dim"}
 
 
-def table(subject: SubjectResult) -> "Table":
-    """One row a stage: what ran, what was equal, who judged, how long it took."""
-    from rich.table import Table
-    from rich.text import Text
-
-    # Text, not str: rich would take the [jax] of a remedy for markup
-    title = Text(f"{subject.name}   engine: {subject.engine}", style="bold")
-    drawn = Table(title=title, title_justify="left")
-    for name in ("stage", "cases equal", "outputs equal", "oracle", "seconds", "status"):
-        drawn.add_column(name, justify="right" if name in ("cases equal", "outputs equal", "seconds") else "left")
+def subject_lines(subject: SubjectResult) -> Iterator[str]:
+    """What ran: the stages that differ one by one, those that are equal in one sentence, and who judged."""
+    yield f"{subject.name}   engine: {subject.engine}"
+    equal = [_counts(stage) for stage in subject.stages if stage.status is Status.EQUAL]
+    if equal:
+        yield f"  equal: {'; '.join(equal)}"
     for stage in subject.stages:
-        drawn.add_row(*map(Text, _row(stage)), style=_STYLES[stage.status])
-    return drawn
+        if stage.status in (Status.DIFFERENT, Status.EMPTY):
+            parts = ", ".join(f"{part} ({count})" for part, count in stage.first_differences.items() if part)
+            yield f"  {stage.status.value}: {_counts(stage)}{f'; first in {parts}' if parts else ''}"
+    reasons: dict[str, list[str]] = {}
+    judges: dict[str, list[str]] = {}
+    for stage in subject.stages:
+        if stage.reason:
+            cases = f" ({stage.cases_not_offered} cases)" if stage.cases_total else ""
+            reasons.setdefault(stage.reason, []).append(stage.title + cases)
+        if stage.oracle:
+            judges.setdefault(stage.oracle, []).append(stage.title)
+    if reasons:
+        found = (
+            f"{', '.join(titles)}: {reason.removeprefix(subject.name).strip()}" for reason, titles in reasons.items()
+        )
+        yield f"  not offered: {'; '.join(found)}"
+    yield from (f"  judge of {', '.join(titles)}: {judge}" for judge, titles in judges.items())
 
 
-def _row(stage: StageResult) -> tuple[str, ...]:
-    if stage.status is Status.NOT_OFFERED:
-        return stage.title, "-", "-", "-", "-", f"{stage.status.value}: {stage.reason}"
-    status = stage.status.value
-    if stage.cases_not_offered:
-        status += f"; {stage.cases_not_offered} not offered: {stage.reason}"
-    if stage.first_differences:
-        parts = (f"{part} ({count})" for part, count in stage.first_differences.items())
-        status += f"; first in {', '.join(parts)}"
-    return (
-        stage.title,
-        f"{stage.cases_equal}/{stage.cases_total}",
-        f"{stage.outputs_equal}/{stage.outputs_total}",
-        stage.oracle,
-        f"{stage.seconds:.1f}",
-        status,
-    )
+def _counts(stage: StageResult) -> str:
+    cases = f"{stage.cases_equal}/{stage.cases_total} cases"
+    outputs = f"{stage.outputs_equal}/{stage.outputs_total} outputs"
+    return f"{stage.title} {cases}, {outputs}, {stage.seconds:.1f} s{own_splits(stage)}"
+
+
+def own_splits(stage: StageResult) -> str:
+    """`, 1 equal under an S of its own [CHAIN-3] (S = 5: 1)`; empty where there is none."""
+    if not stage.own_splits:
+        return ""
+    cases = sum(tally.cases for tally in stage.own_splits.values())
+    counts = ", ".join(f"S = {slices}: {tally.cases}" for slices, tally in stage.own_splits.items())
+    return f", {cases} equal under an S of its own [CHAIN-3] ({counts})"
 
 
 def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
-    """One line a mismatch, `errors` of each subject at the most, and how many outputs differ in all."""
+    """One output of each case that differs, `errors` cases of each subject at the most, and how many there are."""
     for subject in result.subjects:
         found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
         if not found:
             continue
-        wrong = sum(stage.outputs_total - stage.outputs_equal for stage in subject.stages)
-        cases = sum(stage.cases_total - stage.cases_equal for stage in subject.stages)
-        yield f"{subject.name}: {cases} cases differ, {wrong} outputs; the first {min(errors, len(found))}:"
+        wrong = sum(stage.outputs_differing for stage in subject.stages)
+        cases = sum(stage.cases_differing for stage in subject.stages)
+        shown = min(errors, len(found))
+        yield f"{subject.name}: {cases} cases differ, {wrong} outputs; one of each of the first {shown}:"
         for mismatch in found[:errors]:
             yield mismatch.line()
 
 
+def paste_lines(result: Result, asked: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """What a reader pastes: for each subject that differs the command that runs one case again, and its program.
+
+    `asked` are the words of the command that name a subject, and the options that its cases depend on.
+    """
+    for subject in result.subjects:
+        examples = [stage.example for stage in subject.stages if stage.example is not None]
+        found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
+        one = min(examples, key=lambda example: len(example.snippet), default=found[0] if found else None)
+        if one is None or subject.name not in asked:
+            continue
+        yield "To run one case again:"
+        yield f"f8emu verify {shlex.join([*asked[subject.name], '--case', printable(one.case)])}"
+        if one.snippet:
+            yield f"Its output {list(one.index)} in plain torch, from a row of a and a column of b, 16 times."
+            yield "A kernel whose bits depend on the place of an output may be right here."
+            yield from one.snippet.splitlines()
+
+
 def verdict(result: Result) -> str:
-    """The last line."""
+    """The first line."""
     cases = sum(stage.cases_total for subject in result.subjects for stage in subject.stages)
     outputs = sum(stage.outputs_equal for subject in result.subjects for stage in subject.stages)
+    if not result.has_difference and result.is_interrupted and not outputs:
+        return "INTERRUPTED, nothing was compared"
     if not result.has_difference and result.is_interrupted:
         return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
     if result.is_equal:
-        return f"equal: every bit of {outputs} outputs in {cases} cases"
+        splits = [tally for subject in result.subjects for s in subject.stages for tally in s.own_splits.values()]
+        own = f", and {sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
+        cases -= sum(tally.cases for tally in splits)
+        return f"equal: every bit of {outputs} outputs in {cases} cases{own if splits else ''}"
     failed = []
     for subject in result.subjects:
         stages = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
@@ -90,7 +120,7 @@ def to_json(
     *,
     command: Sequence[str],
     seconds: float,
-    errors: int = 20,
+    errors: int = 8,
     not_run: Mapping[str, str] | None = None,
     diagnoses: Diagnoses | None = None,
 ) -> dict[str, Any]:
@@ -133,12 +163,14 @@ def _stage_json(stage: StageResult, errors: int) -> dict[str, Any]:
         "cases_total": stage.cases_total,
         "cases_equal": stage.cases_equal,
         "cases_not_offered": stage.cases_not_offered,
+        "own_splits": {str(slices): tally.cases for slices, tally in stage.own_splits.items()},
         "outputs_total": stage.outputs_total,
         "outputs_equal": stage.outputs_equal,
         "seconds": round(stage.seconds, 3),
         "reason": stage.reason,
         "first_differences": stage.first_differences,
         "mismatches": [_mismatch_json(mismatch) for mismatch in stage.mismatches[:errors]],
+        "example": None if stage.example is None else _mismatch_json(stage.example),
     }
 
 
@@ -151,6 +183,9 @@ def _mismatch_json(mismatch: Mismatch) -> dict[str, Any]:
         "observed": mismatch.observed,
         "expected": mismatch.expected,
         "error": mismatch.error,
+        "outputs": mismatch.outputs,
+        "differing": mismatch.differing,
+        "torch": mismatch.snippet,
     }
 
 

@@ -27,7 +27,7 @@ from f8emu.conformance.cases import (
     values,
 )
 from f8emu.conformance.check import Case, Parts, Traits
-from f8emu.conformance.compare import abbreviated, hexadecimal
+from f8emu.conformance.compare import abbreviated, different, hexadecimal
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.golden import GoldenFile
@@ -35,6 +35,8 @@ from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import SplitK, describe_layer, layer_parts, trace_parts
 from f8emu.conformance.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.own_split import OwnSplit, Split
+from f8emu.conformance.snippet import torch_snippet
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
@@ -165,35 +167,57 @@ def _delayed(delayed: DelayedScaling, rule: ScaleRule, fmt: Format, subject: Sub
 
 
 def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    own_split = _own_split(subject)
     for case in golden.cases:
         mode = case.gemm.mode.value
         name = case.id if mode in case.id else f"{case.id} {mode}"
         traits = gemm_traits(case.gemm, recorded_inputs(case.name, case.gemm.mode))
-        yield _gemm_case(case.gemm, f"{name} {_options(case.gemm)}", traits, recorded=case.out)
+        yield _gemm_case(case.gemm, f"{name} {_options(case.gemm)}", traits, own_split, recorded=case.out)
 
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    own_split = _own_split(subject)
     for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
             asked = subject.question(gemm)
-            yield _gemm_case(asked, f"{asked.id} {_options(asked)}", gemm_traits(asked))
+            yield _gemm_case(asked, f"{asked.id} {_options(asked)}", gemm_traits(asked), own_split)
 
 
 def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     if not subject.runs_full_size:
         raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
+    own_split = _own_split(subject)
     for gemm in live_cases():
         asked = subject.question(gemm)
         name = asked.id if asked is gemm else f"{asked.id} {_options(asked)}"
-        yield _gemm_case(asked, name, gemm_traits(asked))
+        yield _gemm_case(asked, name, gemm_traits(asked), own_split)
 
 
-def _gemm_case(gemm: GemmCase, name: str, traits: Traits, recorded: np.ndarray | None = None) -> Case:
+def _own_split(subject: Subject) -> OwnSplit | None:
+    return OwnSplit(gemm_oracle(subject.name).gemm) if subject.chooses_split_k else None
+
+
+def _gemm_case(
+    gemm: GemmCase, name: str, traits: Traits, own_split: OwnSplit | None, recorded: np.ndarray | None = None
+) -> Case:
+    turns = gemm.in_turn
+
+    def explained(given: Parts, expected: Parts) -> Split | None:
+        found: Split | None = None
+        for part, right in expected.items():
+            if own_split is not None and different(given[part], right).any():
+                found = own_split(turns[part], given[part], right)
+                if found is None:
+                    break
+        return found
+
     return Case(
         id=name,
-        run=lambda subject: {"": subject.gemm(gemm)},
+        run=lambda subject: subject.outputs(gemm),
         recorded=None if recorded is None else {"": recorded},
-        describe=lambda part, index: describe_gemm(gemm, index),
+        own_split=explained,
+        describe=lambda part, index: describe_gemm(turns[part], index),
+        snippet=lambda mismatch: torch_snippet(turns[mismatch.part], mismatch),
         traits=traits,
     )
 

@@ -5,6 +5,7 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,13 +20,22 @@ from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
 from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_run
 from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.faults import KernelFault
 from f8emu.conformance.kernels.imported import attribute
+from f8emu.conformance.kernels.interpreter import INTERPRETED, is_interpreted
 from f8emu.conformance.kernels.isolation import isolated
-from f8emu.conformance.kernels.kernel import K_BY_ROWS, ROWWISE_MATRICES, TENSORWISE_SCALARS, Arg, Kernel
+from f8emu.conformance.kernels.kernel import (
+    PADDED_K_BY_ROWS,
+    PADDED_ROWS_BY_K,
+    ROWWISE_MATRICES,
+    TENSORWISE_SCALARS,
+    Arg,
+    Kernel,
+)
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerCase
 from f8emu.conformance.layer_trace import SplitK, planned
-from f8emu.spec import HIGH_PRECISION, HOPPER, MissingExtraError, SpecError
+from f8emu.spec import HIGH_PRECISION, HOPPER, F8Error, MissingExtraError, SpecError
 
 VERBS = (
     "decode",
@@ -61,6 +71,8 @@ class Subject:
     """True: a sampled GEMM is run at its full size, on which the library's choice of kernel depends."""
     is_thread_safe: bool = False
     """True: cases may run side by side."""
+    is_kernel: bool = False
+    """True: its operands lie where a case says; its verbs take `placement`, and `in_turn` is one of them."""
     chooses_split_k: bool = False
     """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
@@ -78,6 +90,17 @@ class Subject:
             return False
         return self.takes_any_size or is_aligned(case)
 
+    def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
+        """The outputs of a GEMM by name: one, or those of several calls in turn, all looked at after the last.
+
+        Raises:
+            NotOffered: the subject has no such GEMM.
+        """
+        turns = case.in_turn
+        if not (self.is_kernel and case.between):
+            return {name: self.gemm(one) for name, one in turns.items()}
+        return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
+
     def gemm(self, case: GemmCase) -> np.ndarray:
         """The output of a GEMM; of a sampled one the sampled outputs.
 
@@ -87,7 +110,7 @@ class Subject:
         if case.verb not in self.verbs:
             raise NotOffered(f"{self.name} has no {case.verb}")
         if case.sample is None:
-            return case.run(self.verbs)
+            return case.run(self.verbs, is_placed=self.is_kernel)
         if self.runs_full_size:
             output = case.embedded(case.sample).run(self.verbs)
             return output[np.ix_(case.sample.rows, case.sample.cols)]
@@ -118,7 +141,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
     if ":" not in name and name not in KERNELS:
         raise SpecError(
             f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}, known kernels are "
-            f"{', '.join(KERNELS)}, and package.module:attribute for a kernel of your own"
+            f"{', '.join(KERNELS)}, and package.module:function or path/to/file.py:function for a kernel of your own"
         )
     if timeout is not None:
         return isolated_subject(name, arrays, timeout)
@@ -135,11 +158,14 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
     engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
     told = {"predicted": kernel.predicted, "seen": kernel.seen}
+    verbs = kernel_verbs(kernel, framework)
+    engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
     return Subject(
         name=kernel.name,
         engine="; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)]),
-        verbs=kernel_verbs(kernel, framework),
+        verbs=verbs,
         runs_full_size=framework.on_gpu,
+        is_kernel=True,
         chooses_split_k=True,
         question=partial(question, kernel),
         more_gemms=partial(kernel_cases, kernel),
@@ -161,26 +187,30 @@ def load_kernel(path: str) -> Kernel:
             raise AttributeError(f"{path} is not callable, and no Kernel")
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(
-            f"f8emu verify {path}: expected package.module:function, or a Kernel there, of an importable module; "
+            f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
             f"{error}. Run it where the module can be imported, or set PYTHONPATH"
         ) from None
+    except KernelFault as fault:
+        raise SpecError(f"f8emu verify {path}: {fault}") from None
+    except F8Error:
+        raise
+    except Exception as error:  # the module's own
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}:{place.lineno}"
+        raise SpecError(f"f8emu verify {path}: its import raised {type(error).__name__}: {error} ({where})") from None
     return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
 
 
 def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
-    """A function called as `torch._scaled_mm` is.
-
-    `function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum)`: a [M, K] row-major, b [K, N] column-major;
-    scales tensorwise (one element) or rowwise ([M, 1] and [1, N]), float32. M is any number, N and K are multiples of
-    16. `NotImplementedError` means "not offered".
-    """
+    """A function called as `torch._scaled_mm` is, by `contract.CONTRACT`."""
     return Kernel(
         name=name,
         function=function,
         arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
         keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
         scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
-        b=K_BY_ROWS,
+        a=PADDED_ROWS_BY_K,
+        b=PADDED_K_BY_ROWS,
         out_dtypes=HIGH_PRECISION,
         multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
     )
@@ -208,6 +238,7 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
         engine=about.engine,
         verbs={verb: partial(kernel.run, verb) for verb in about.verbs},
         runs_full_size=about.runs_full_size,
+        is_kernel=True,
         chooses_split_k=True,
         question=partial(question, about.kernel),
         more_gemms=partial(kernel_cases, about.kernel),

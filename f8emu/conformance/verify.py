@@ -15,6 +15,7 @@ from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.check import Case, Outcome, Parts, answer, run_case
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.golden import GoldenFile, shipped_golden
+from f8emu.conformance.own_split import are_excused
 from f8emu.conformance.side_by_side import Workers, parts_of, run_parts
 from f8emu.conformance.stages import STAGES, Stage
 from f8emu.conformance.subject import SUBJECTS, NotOffered, Subject
@@ -49,6 +50,8 @@ class StageResult:
     """That ran; those that were not offered are counted beside."""
     cases_equal: int = 0
     cases_not_offered: int = 0
+    own_splits: Mapping[int, Tally] = field(default_factory=dict[int, Tally])
+    """S -> the cases under an S of the subject's own: they count neither as equal nor as different."""
     outputs_total: int = 0
     outputs_equal: int = 0
     seconds: float = 0.0
@@ -56,7 +59,9 @@ class StageResult:
     reason: str = ""
     """Why it, or the first such case, was not offered."""
     mismatches: list[Mismatch] = field(default_factory=list)
-    """The first ones, of all cases."""
+    """One of each of the first cases that differ."""
+    example: Mismatch | None = None
+    """Of all cases that differ, the one with the shortest program of its own."""
     first_differences: dict[str, int] = field(default_factory=dict)
     """Of cases with parts: which part was the first that differed, and how often."""
     tallies: Tallies = field(default_factory=dict)
@@ -67,10 +72,18 @@ class StageResult:
     """Where the bits differ, of the worst cases."""
 
     @property
+    def cases_differing(self) -> int:
+        return self.cases_total - self.cases_equal - sum(tally.cases for tally in self.own_splits.values())
+
+    @property
+    def outputs_differing(self) -> int:
+        return self.outputs_total - self.outputs_equal - sum(tally.outputs for tally in self.own_splits.values())
+
+    @property
     def status(self) -> Status:
         if self.cases_total == 0:
             return Status.NOT_OFFERED if self.reason else Status.EMPTY
-        is_equal = self.cases_equal == self.cases_total and self.outputs_equal == self.outputs_total > 0
+        is_equal = self.cases_differing == self.outputs_differing == 0 < self.outputs_total
         return Status.EQUAL if is_equal else Status.DIFFERENT
 
 
@@ -244,11 +257,17 @@ class _Run:
         start = time.perf_counter()
 
         def run(index: int) -> Outcome:
-            outcome = run_case(self._asked(stage, cases[index], subject), subject, answers[index], self.errors)
+            outcome = run_case(self._asked(stage, cases[index], subject), subject, answers[index])
             self.progress.advance()
             return outcome
 
         outcomes = _mapped(run, range(len(cases)), subject)
+        splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
+        is_wrong = any(outcome.is_different and not outcome.not_offered for outcome in outcomes)
+        if splits and not is_wrong and are_excused(splits):
+            outcomes = [outcome.excused() if outcome.own_split else outcome for outcome in outcomes]
+        elif splits:
+            outcomes = [replace(outcome, own_split=None) for outcome in outcomes]
         return _result(stage, oracle, outcomes, time.perf_counter() - start, self.errors)
 
     def _asked(self, stage: Stage, case: Case, subject: Subject) -> Case:
@@ -291,6 +310,13 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         if outcome.first_difference:
             differences[outcome.first_difference] = differences.get(outcome.first_difference, 0) + 1
     dtypes = dict.fromkeys(dtype for outcome in ran for dtype in outcome.ulps)
+    found = [outcome.mismatch for outcome in ran if outcome.mismatch is not None]
+    own_splits: dict[int, Tally] = {}
+    for outcome in ran:
+        if outcome.own_split:
+            one = Tally(cases=1, outputs=outcome.outputs_total)
+            slices = outcome.own_split.slices
+            own_splits[slices] = own_splits.get(slices, Tally()) + one
     return StageResult(
         stage=stage.name,
         title=stage.title,
@@ -298,11 +324,13 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
         cases_total=len(ran),
         cases_equal=sum(outcome.is_equal for outcome in ran),
         cases_not_offered=len(outcomes) - len(ran),
+        own_splits=dict(sorted(own_splits.items())),
         outputs_total=sum(outcome.outputs_total for outcome in ran),
         outputs_equal=sum(outcome.outputs_equal for outcome in ran),
         seconds=seconds,
         reason=next((outcome.not_offered for outcome in outcomes if outcome.not_offered), ""),
-        mismatches=[mismatch for outcome in ran for mismatch in outcome.mismatches][:errors],
+        mismatches=found[:errors],
+        example=_example(found),
         first_differences=differences,
         tallies=tallied(ran),
         ulps={dtype: merged(outcome.ulps[dtype] for outcome in ran if dtype in outcome.ulps) for dtype in dtypes},
@@ -333,11 +361,16 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
         seconds=sum(result.seconds for result in results),
         reason=next((result.reason for result in results if result.reason), ""),
         mismatches=[mismatch for result in results for mismatch in result.mismatches][:errors],
+        example=_example([result.example for result in results if result.example is not None]),
         first_differences=first_differences,
         tallies=tallies,
         ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},
         places=places[:_WORST],
     )
+
+
+def _example(mismatches: Sequence[Mismatch]) -> Mismatch | None:
+    return min((one for one in mismatches if one.snippet), key=lambda one: len(one.snippet), default=None)
 
 
 def _worst(outcomes: Sequence[Outcome]) -> list[DifferenceMap]:

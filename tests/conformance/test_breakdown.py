@@ -12,6 +12,7 @@ from rich.console import Console
 
 from f8emu.conformance import Subject, load_subject, report, shipped_golden, verify
 from f8emu.conformance.breakdown.breakdown import Tally, breakdowns, percent
+from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.difference_map import MAX_CELLS, difference_map
 from f8emu.conformance.breakdown.tables import breakdown_tables
 from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
@@ -74,7 +75,8 @@ def test_histogram_counts_every_output_that_differs() -> None:
     assert histogram.total == np.count_nonzero(different(observed, expected)) == 11
     assert (histogram.lowest, histogram.highest) == (-2, 4)
     twice = merged((histogram, histogram))
-    assert (twice.total, twice.highest, twice.without_distance) == (22, 4, 14)
+    assert (twice.total, twice.highest, sum(twice.apart.values())) == (22, 4, 14)
+    assert twice.words().startswith("22 outputs differ, by -2 to +4 ulps, most often -2 (9 %); number for infinity 2; ")
     assert ulp_histogram(np.array([7, 3], np.uint8), np.array([3, 3], np.uint8)).labelled() == {"+3 to +4": 1}
 
 
@@ -122,19 +124,19 @@ def test_outcome_keeps_how_far_and_where() -> None:
     wrong = ones.copy()
     wrong[1, 2:4] = 1 + 2.0**-23
     case = _case({"a": ones, "b": ones, "c": ones}, {"a": ones, "b": wrong, "c": ones[:2]})
-    outcome = run_case(case, NOBODY, answer(case, None), 1)
+    outcome = run_case(case, NOBODY, answer(case, None))
     assert (outcome.outputs_total, outcome.outputs_equal, outcome.first_difference) == (72, 46, "b")
     assert outcome.ulps["float32"].labelled() == {"+1": 2, NOT_COMPARED: 24}
     assert outcome.place is not None and outcome.place.part == "b"
     assert np.argwhere(outcome.place.differing).tolist() == [[1, 2], [1, 3]]
-    assert len(outcome.mismatches) == 1 and outcome.traits == {"kind": "planted"}
+    assert outcome.mismatch is not None and outcome.mismatch.index == (1, 2) and outcome.traits == {"kind": "planted"}
 
     def breaks(subject: Subject) -> dict[str, np.ndarray]:
         raise MemoryError
 
-    failed = run_case(replace(case, run=breaks), NOBODY, answer(case, None), 1)
+    failed = run_case(replace(case, run=breaks), NOBODY, answer(case, None))
     assert failed.ulps["float32"].labelled() == {NOT_COMPARED: 72} and failed.place is None
-    equal = run_case(_case({"": ones}, {"": ones}), NOBODY, {"": ones}, 1)
+    equal = run_case(_case({"": ones}, {"": ones}), NOBODY, {"": ones})
     assert equal.is_equal and equal.ulps == {} and equal.place is None
 
 
@@ -170,44 +172,72 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
     )
     assert found.whole == whole and whole.cases_differing > 20
     assert list(found.tallies) == [
-        "accumulation", "scales", "operands", "output", "bias", "K", "tail of K", "slices of K", "inputs",
+        "accumulation", "scales", "operands", "output", "bias", "M", "N", "K", "tail of K", "slices of K", "inputs",
+        "family",
     ]  # fmt: skip
     for values in found.tallies.values():
         assert sum(values.values(), Tally()) == whole
     assert sum(histogram.total for histogram in found.ulps.values()) == whole.outputs_differing
     assert list(found.telling()["K"]) == ["1 to 128", "129 to 512", "513 to 2048"], "in order"
     fast = found.tallies["accumulation"]["fast"]
-    assert fast.cases_differing == 6, "NaN in a corner: 6 of float16 and 48 rows"
+    assert fast.cases_differing == 20, "NaN in a corner: 20 of float16 and 48 rows"
     assert found.ulps["float16"].apart["NaN for number"] > 0
 
 
-def test_sentence_of_what_never_differs(planted: Result) -> None:
+def test_sentence_of_a_contrast(planted: Result) -> None:
     (subject,) = planted.subjects
     stage = next(stage for stage in subject.stages if stage.stage == "golden")
     (found,) = breakdowns([stage])
-    (sentence,) = [s for s in found.sentences() if s.startswith("By accumulation")]
-    assert sentence == "By accumulation: fast is equal in all 8 cases; what differs has promoted"
+    (sentence,) = found.sentences()
+    assert sentence == ("Of the cases with accumulation: promoted, 100 % (8 of 8) differ; of all others 0 % (0 of 8)")
+
+
+@pytest.mark.parametrize(
+    ("counts", "names"),
+    [
+        # what the findings saw: 93 % here, 0.3 % there
+        ({"tail of K": {"none": (1, 300), "a part of a step": (93, 100)}}, [("tail of K: a part of a step",)]),
+        # all that differ have it, and so have many that do not
+        ({"bias": {"with": (9, 200), "without": (0, 200)}}, []),
+        # one coincidence
+        ({"inputs": {"specials": (1, 1), "bits": (0, 400)}}, []),
+        ({"M": {"1 to 16": (0, 9), "17 to 64": (1, 90), "65 and more": (50, 50)}}, [("M above 64",)]),
+        # the sharper of two
+        (
+            {"output": {"float32": (60, 100), "bfloat16": (0, 60)}, "M": {"1 to 16": (0, 60), "17 to 64": (60, 60)}},
+            [("M above 16",)],
+        ),
+        # confounded: nothing tells which it is
+        (
+            {"M": {"1 to 16": (0, 60), "17 to 64": (60, 60)}, "N": {"1 to 16": (0, 60), "17 to 64": (60, 60)}},
+            [("M above 16", "N above 16")],
+        ),
+        ({"operands": {"a": (9, 9), "b": (0, 9), "c": (9, 9), "d": (0, 9)}}, [("operands: a or c",)]),
+    ],
+    ids=["a tail", "no contrast", "a coincidence", "a range", "the sharper", "confounded", "two values"],
+)
+def test_contrasts(counts: dict[str, dict[str, tuple[int, int]]], names: list[tuple[str, ...]]) -> None:
+    assert [one.names for one in contrasts(counts)] == names
 
 
 def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:
     (found,) = report.to_json(planted, command=[], seconds=0.0)["subjects"][0]["breakdowns"]
-    assert found["by"]["accumulation"]["fast"]["cases_differing"] == 6
+    assert found["by"]["accumulation"]["fast"]["cases_differing"] == 20
     histogram = found["ulps"]["float32"]
     assert sum(histogram["histogram"].values()) == histogram["total"] > 0
     assert sum(ulps["total"] for ulps in found["ulps"].values()) == found["whole"]["outputs_differing"]
 
-    screen = Console(width=200, file=io.StringIO())
+    screen = Console(width=80, file=io.StringIO())
     for part in breakdown_tables(planted.subjects[0]):
-        screen.print(part)
+        screen.print(part, soft_wrap=isinstance(part, str))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     fast = found["by"]["accumulation"]["fast"]
-    counts = rf"6/{fast['cases']} .* {fast['outputs_differing']}/{fast['outputs']} "
-    assert re.search(rf"accumulation │ fast +│ +{counts}", text), text
-    heads = next(line for line in text.splitlines() if "lowest" in line)
-    assert "NaN, infinity" in heads and "zero's sign" not in heads, "only what is there has a column"
-    assert "not compared" in heads, "fast accumulation of block scales is refused: those cases raise"
-    row = next(line for line in text.splitlines() if line.startswith("│ float32  "))
-    assert f" {found['ulps']['float32']['total']} " in row
+    counts = rf"20/{fast['cases']} .* {fast['outputs_differing']}/{fast['outputs']} "
+    assert re.search(rf"accumulation +fast +{counts}", text), text
+    assert "…" not in text, "nothing is cut off"
+    assert f"float32: {found['ulps']['float32']['total']:,} outputs differ, by " in text
+    assert "NaN for number" in text
+    assert "not compared" in text, "fast accumulation of block scales is refused: those cases raise"
 
 
 def test_nothing_is_broken_down_where_all_is_equal() -> None:

@@ -33,6 +33,7 @@ from f8emu.capture.record import Record
 from f8emu.conformance.captures.diff import diff_captures, ulps
 from f8emu.conformance.captures.file import read_capture
 from f8emu.conformance.captures.replay import replay
+from f8emu.conformance.captures.report import diff_verdict, replay_verdict
 from f8emu.conformance.distributions import draw, dtype_of
 from f8emu.spec import (
     BFLOAT16,
@@ -159,7 +160,7 @@ def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records
     written(tmp_path, RECIPES[name], layers[name])
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
     assert found.is_equal, [one.line() for one in found.findings]
-    assert not found.not_replayed and not found.left_out and not found.damaged
+    assert not found.not_replayed and not found.missing and not found.damaged
     counts = found.counts
     assert counts["product"].elements == counts["product"].elements_equal == found.outputs == M * N + M * K + N * K
     high = sum(gemm.is_high_precision for gemm in RECIPES[name].gemms.values())
@@ -443,8 +444,9 @@ def test_a_step_that_was_never_finished_is_replayed(layers: dict[str, Records], 
     (step,) = read_capture(tmp_path)
     assert not step.is_complete and len(step.records) == 4
     found = replay([step], oracle="f8ref.numpy")
-    assert found.is_equal and found.unfinished == [str(step.path)]
-    assert (found.gemms, found.counts["product"].elements) == (1, M * N)
+    assert not found.is_equal and not found.has_difference
+    assert found.missing == [f"step 7 was never finished: {step.path}"]
+    assert (found.gemms, found.counts["product"].elements_equal) == (1, M * N)
 
 
 @pytest.fixture
@@ -497,7 +499,8 @@ def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) ->
     (step,) = read_capture(path)
     assert step.left_out and all("limit_bytes=200000 is reached" in one.reason for one in step.left_out)
     status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
-    assert status == 0 and "left out when captured" in out
+    assert status == 2 and "missing (" in out and "limit_bytes=200000 is reached" in out
+    assert out.splitlines()[-1].startswith(f"NOT VERIFIED: {len(step.left_out)} things are missing; equal: "), out
 
 
 def small_steps(path: Path, limit: int | None, count: int = 30) -> tuple[Session, int]:
@@ -573,6 +576,92 @@ def test_diff_of_captures_that_hold_different_things(layers: dict[str, Records],
         diff_captures(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
 
 
+def unfinished(root: Path, records: Records, **changes: Any) -> None:
+    """A step whose process died."""
+    made = StepWriter(root, header(RECIPES["rowwise"], **changes), Budget(None))
+    for record, arrays in records:
+        made.add(record, {name: stored(array) for name, array in arrays.items()})
+
+
+def with_all(root: Path, records: Records) -> None:
+    written(root, RECIPES["rowwise"], records)
+
+
+def with_limit(root: Path, records: Records) -> None:
+    written(root, RECIPES["rowwise"], records, limit=200_000)
+
+
+def with_both(root: Path, records: Records) -> None:
+    """The finished step, and an unfinished one of the same number."""
+    with_all(root, records)
+    unfinished(root, records)
+
+
+def with_copy(root: Path, records: Records) -> None:
+    with_all(root, records)
+    shutil.copytree(root / "step-00000007-rank-00000", root / "step-000000007-rank-00000")
+
+
+def with_empty(root: Path, records: Records) -> None:
+    """A step of which not even the index was written."""
+    with_all(root, records)
+    (root / "step-00000008-rank-00000.partial").mkdir()
+
+
+def with_one_rank(root: Path, records: Records) -> None:
+    for step in (7, 8):
+        written(root, RECIPES["rowwise"], records, step=step, world_size=2)
+
+
+def with_one_twice(root: Path, records: Records) -> None:
+    record, arrays = records[-1]
+    with_all(root, [*records, (replace(record, order=99), arrays)])
+
+
+MISSING: dict[str, tuple[Callable[[Path, Records], None], str]] = {
+    "left out": (with_limit, "step 7: layers.0.w1 grad_input was left out: limit_bytes=200000 is reached"),
+    "unfinished": (unfinished, "step 7 was never finished"),
+    "finished and unfinished": (with_both, "step 7 is there twice"),
+    "two directories": (with_copy, "step 7 is there twice"),
+    "no index": (with_empty, "step-00000008-rank-00000.partial was left out: it was begun, and has no index"),
+    "one rank": (with_one_rank, "step 7 has 1 of its 2 ranks in neither"),
+    "a record twice": (with_one_twice, "layers.0.w1 output is there twice"),
+}
+
+
+@pytest.mark.parametrize("sides", ["a", "b", "ab"])
+@pytest.mark.parametrize("kind", MISSING)
+def test_what_is_missing_is_counted_and_never_equal(
+    kind: str, sides: str, layers: dict[str, Records], tmp_path: Path
+) -> None:
+    """Records that differ may be among them: nothing says that they do not."""
+    make, text = MISSING[kind]
+    records = layers["rowwise"] if kind == "left out" else layers["rowwise"][:3]
+    for side in "ab":
+        is_whole = side not in sides and kind != "one rank"
+        (with_all if is_whole else make)(tmp_path / side, records)
+    status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b")
+    assert status == 2 and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
+    assert text in out.replace("\n", " ") and "alone has" not in out
+    if kind not in ("one rank", "a record twice"):  # of these a replay looks at all that there is
+        status, out, _ = invoke("replay", tmp_path / sides[0], "--oracle", "f8ref.numpy")
+        assert status == 2 and text in out and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
+
+
+def test_the_finished_step_is_compared(layers: dict[str, Records], tmp_path: Path) -> None:
+    """Beside an unfinished one of the same number that is equal; and what a limit kept out is named beside."""
+    records = layers["rowwise"][:3]
+    changed = flipped(records, "layers.0.w1", "output", "product", (1, 1))
+    with_all(tmp_path / "a", records)
+    with_all(tmp_path / "b", changed)
+    unfinished(tmp_path / "b", records)
+    status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b")
+    assert status == 1 and "NOT EQUAL, first at step 7: layers.0.w1 output product" in out
+    assert "step 7 is there twice" in out
+    same = tmp_path / "a" / "step-00000007-rank-00000"
+    assert "step 7 is the same on both sides" in invoke("diff", same, same)[1]
+
+
 @pytest.mark.parametrize("fmt", [BFLOAT16, E4M3FN, E5M2])
 def test_ulps_are_neighbours(fmt: Format) -> None:
     """All finite codes in the order of their values: each is one from the next."""
@@ -631,3 +720,11 @@ def test_ctrl_c_keeps_what_was_found(
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy", progress=Interrupted())
     assert found.is_interrupted and not found.is_equal
     assert found.findings[0].part == "a.codes" and found.gemms == 1
+
+    class AtOnce(Interrupted):
+        def begin(self, subject: str, stage: str, cases: int) -> None:
+            raise KeyboardInterrupt
+
+    steps = read_capture(tmp_path)
+    assert replay_verdict(replay(steps, progress=AtOnce())) == "INTERRUPTED, nothing was computed again"
+    assert diff_verdict(diff_captures(steps, steps, progress=AtOnce())) == "INTERRUPTED, nothing was compared"

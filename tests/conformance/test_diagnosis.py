@@ -4,23 +4,27 @@ The planted kernels are a tensor core of float64 numbers written for this file, 
 `altered` computes them. Third parties at the end, which nobody here wrote: torch's own CPU `_scaled_mm`, XLA's CPU dot.
 """
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from f8emu.conformance.diagnosis.altered import Memory, compute
+from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.hypotheses import alterations
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.distributions import codes_of, dtype_of
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
+from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.subject import NotOffered, Subject, kernel_subject, load_subject
 from f8emu.spec import BFLOAT16, CHIPS, HIGH_PRECISION, HOPPER, Format, Granularity, format_by_name
@@ -45,6 +49,7 @@ class Knobs:
     promote: int | None = 128
     promote_fast: int | None = None
     slices: int = 1
+    slices_above: int = 0
     order: str = ""
     bias: str = "added"
     through: Any = None
@@ -54,6 +59,17 @@ class Knobs:
     swap_scales: bool = False
     swap_operands: bool = False
     invert_scales: bool = False
+    tail: int = 1
+    last: int = 0
+    read_a: Any = None
+    read_b: Any = None
+    scale_a_of: Callable[[Number], Number] = lambda m: m
+    scale_b_of: Callable[[Number], Number] = lambda n: n
+    block_a_of: Callable[[Number], Number] = lambda g: g
+    block_b_of: Callable[[Number], Number] = lambda g: g
+    bias_of: Callable[[Number], Number] = lambda n: n
+    unsigned_scales: bool = False
+    spoil: Callable[[Number], None] = lambda out: None
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -74,6 +90,18 @@ def kernel(
 ) -> Number:
     if out_dtype.name not in knobs.dtypes:
         raise NotOffered(f"no {out_dtype.name}")
+    whole = (a.shape[1] - knobs.last) // knobs.tail * knobs.tail
+    a, b = a[:, :whole], b[:whole]
+    a = a if knobs.read_a is None else a.view(knobs.read_a)
+    b = b if knobs.read_b is None else np.ascontiguousarray(b).view(knobs.read_b)
+    if granularity_a is not Granularity.TENSORWISE:
+        places = (np.arange(n) for n in scale_a.shape)
+        scale_a = scale_a[knobs.scale_a_of(next(places))][:, knobs.block_a_of(next(places))]
+        places = (np.arange(n) for n in scale_b.shape)
+        scale_b = scale_b[knobs.block_b_of(next(places))][:, knobs.scale_b_of(next(places))]
+    if knobs.unsigned_scales:
+        scale_a, scale_b = np.abs(scale_a), np.abs(scale_b)
+    bias = None if bias is None else bias[knobs.bias_of(np.arange(len(bias)))]
     if knobs.swap_operands:
         a, b = b.T, a.T
     if knobs.swap_scales and scale_a.shape == scale_b.T.shape:
@@ -89,7 +117,7 @@ def kernel(
             k = slice(128 * block, 128 * block + 128)
             p = chain(knobs, a[:, k], b[k]).astype(np.float32)
             total = block_total(order, p, scale_a[rows, block][:, None], scale_b[block, columns][None], total)
-        return total.astype(dtype_of(out_dtype))
+        return spoilt(knobs, total.astype(dtype_of(out_dtype)))
     if knobs.order == "before the dot":
         left, right = a.astype(np.float32) * scale_a, b.astype(np.float32) * scale_b
         acc = np.zeros((a.shape[0], b.shape[1]), np.float32)
@@ -117,6 +145,11 @@ def kernel(
     if knobs.cut_output and out_dtype.bits == 16:
         codes = codes_of(output)
         codes -= (np.abs(output.astype(np.float64)) > np.abs(result)) & np.isfinite(result)
+    return spoilt(knobs, output)
+
+
+def spoilt(knobs: Knobs, output: Number) -> Number:
+    knobs.spoil(output)
     return output
 
 
@@ -135,7 +168,7 @@ def block_total(order: str, p: Number, sa: Number, sb: Number, total: Number) ->
 
 def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Number:
     k = a.shape[1]
-    length = -(-k // (knobs.slices * 128)) * 128
+    length = max(-(-k // ((knobs.slices if k > knobs.slices_above else 1) * 128)) * 128, 128)
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for start in range(0, k, length):
         stop = min(start + length, k)
@@ -158,10 +191,13 @@ def chain(knobs: Knobs, a: Number, b: Number) -> Number:
         if knobs.in_float32:
             acc = (acc + finite_a[:, start, None] * finite_b[start]).astype(np.float32).astype(np.float64)
             continue
-        k = slice(start, start + knobs.step)
+        step = np.arange(start, min(start + knobs.step, a.shape[1]))
+        k = step[finite_a[:, step].any(axis=0) & finite_b[step].any(axis=1)]  # zeros add nothing
+        if not k.size and knobs.sum_bits <= knobs.term_bits:
+            continue  # what was cut once loses nothing more
         products = finite_a.T[k, :, None] * finite_b[k, None]
         exponents = exp_a.T[k, :, None] + exp_b[k, None]
-        e_max = np.maximum(exponents.max(axis=0), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
+        e_max = np.maximum(exponents.max(axis=0, initial=-800), np.where(acc == 0, -400, np.frexp(acc)[1] - 1))
         units = np.ldexp(1.0, knobs.term_bits - e_max)
         total = (knobs.to_integer(products * units).sum(axis=0) + knobs.to_integer(acc * units)) / units
         last = np.ldexp(1.0, np.frexp(total)[1] - 1 - knobs.sum_bits)
@@ -193,10 +229,12 @@ def subject(**knobs: Any) -> Subject:
 
 
 PROMOTED, FAST = "rowwise promoted", "rowwise fast"
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 VECTORS, SQUARE = "blockwise_1x128 x blockwise_1x128", "blockwise_1x128 x blockwise_128x128"
 FLOAT16 = {"as_float16": True, "step": 16, "term_bits": 25, "sum_bits": 23}
 TRITON = {**FLOAT16, "by_turns": True}
 """`tl.dot` on Hopper in small tiles: a thread's four neighbours of K become two registers of float16."""
+NEXT: Callable[[Number], Number] = lambda i: np.minimum(i + 1, len(i) - 1)  # noqa: E731
 PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("no promotion",): (PROMOTED, {"promote": None}),
     ("promotion every 64",): (PROMOTED, {"promote": 64}),
@@ -232,17 +270,54 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("products of float16, promotion every 128",): (PROMOTED, TRITON),
     ("products of float16, no promotion", "square"): (SQUARE, TRITON),
     ("products of float16 in the order of K, no promotion",): (FAST, FLOAT16),
+    ("split-K 3 of a long K",): (FAST, {"slices_above": 1000, "slices": 3}),
+    **{(f"tail of K beyond a multiple of {k} dropped",): (FAST, {"tail": k}) for k in (32, 64, 256)},
+    ("tail of K beyond a multiple of 128 dropped",): (VECTORS, {"tail": 128}),
+    ("last 32 of K dropped",): (FAST, {"last": 32}),
+    ("codes of a and b read as E4M3",): (PROMOTED, {"read_a": E4M3, "read_b": E4M3}),
+    ("codes of a read as E4M3",): ("tensorwise fast", {"read_a": E4M3}),
+    ("codes of b read as E5M2",): (FAST, {"read_b": E5M2}),
+    ("codes of b read as FNUZ",): (SQUARE, {"read_b": ml_dtypes.float8_e4m3fnuz}),
+    ("scale_a of row m - 1",): (FAST, {"scale_a_of": lambda m: np.maximum(m - 1, 0)}),
+    ("scale_b of column n + 1 round about",): (FAST, {"scale_b_of": lambda n: np.roll(n, -1)}),
+    ("scale_a of row m xor 64",): (PROMOTED, {"scale_a_of": lambda m: np.where(m ^ 64 < len(m), m ^ 64, m)}),
+    ("scale_b of column n mod 128",): (VECTORS, {"scale_b_of": lambda n: n % 128}),
+    ("scale_a of row m - 128, for m >= 128",): (FAST, {"scale_a_of": lambda m: np.where(m < 128, m, m - 128)}),
+    ("scale_a of row 0, for m >= 128",): (VECTORS, {"scale_a_of": lambda m: np.where(m < 128, m, 0)}),
+    ("scale_a of block g - 1",): (SQUARE, {"block_a_of": lambda g: np.maximum(g - 1, 0)}),
+    ("scale_a of block g + 1 and scale_b of block g + 1",): (
+        VECTORS,
+        dict.fromkeys(("block_a_of", "block_b_of"), NEXT),
+    ),
+    ("scale_a of row m - 64 round about",): (FAST, {"scale_a_of": lambda m: np.roll(m, 64)}),
+    ("bias of column n + 1",): ("rowwise fast with bias", {"bias_of": NEXT}),
+    ("sign of scales dropped",): ("tensorwise fast", {"unsigned_scales": True}),
+    ("output of row m is zero, for m >= 64",): (FAST, {"spoil": lambda out: out[64:].fill(0)}),
+    ("output of row m is zero, for m >= 200",): ("tensorwise fast", {"spoil": lambda out: out[200:].fill(0)}),
+    ("output of column n mod 128, for n >= 128",): (
+        FAST,
+        {"spoil": lambda out: np.copyto(out[:, 128:], out[:, np.arange(128, out.shape[1]) % 128])},
+    ),
 }
 """Name that must be found -> the kind of GEMM that shows it, and the fault."""
 SAME_BITS: dict[tuple[str, ...], set[tuple[str, ...]]] = {
     ("sums of 23 fraction bits",): {("sums of 18 fraction bits",), ("sums of 19 fraction bits",)},
     ("output cut toward zero",): {("output cut toward zero in bfloat16",)},
+    ("split-K 3",): {("split-K 3 of a long K",)},  # of short ones the second slice begins where a promotion does
 }
 """What has the same bits, and is named beside it."""
 
 
-LARGE = ("promotion", "no promotion", "split-K", "scales swapped", "scales inverted", "operands")
-"""Faults that show through any type; of all others bfloat16 hides the most."""
+SMALL = (
+    "float32 accumulation",
+    "scales as (acc * sa)",
+    "bias by FMA",
+    "12 fraction",
+    "terms of",
+    "sums of",
+    "steps of",
+)
+"""Faults of which bfloat16 hides the most."""
 
 
 @pytest.mark.parametrize(
@@ -252,7 +327,7 @@ LARGE = ("promotion", "no promotion", "split-K", "scales swapped", "scales inver
         *(
             pytest.param(name, True, id=f"{' '.join(name)}, bfloat16 alone")
             for name in PLANTED
-            if not name[0].startswith((*LARGE, "output through bfloat16"))  # which is then the output
+            if name[0].startswith(SMALL)
         ),
     ],
 )
@@ -278,6 +353,11 @@ def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
             {**TRITON, "nan_is_480": True},
             {"products of float16, no promotion", "NaN codes as numbers"},
         ),
+        (
+            FAST,
+            {"step": 16, "scale_a_of": lambda m: np.where(m < 128, m, 0)},
+            {"steps of 16", "scale_a of row 0, for m >= 128"},
+        ),
         # Inductor's template, as it ran on an H200
         (
             "rowwise promoted with bias",
@@ -285,7 +365,14 @@ def test_planted_kernels_are_named(name: tuple[str, ...], narrow: bool) -> None:
             {"products of float16, promotion every 256", "scales as acc * (sa * sb)", "bias by FMA"},
         ),
     ],
-    ids=["promotion and scales", "steps and bias", "steps and promotion", "float16 and NaN", "Inductor"],
+    ids=[
+        "promotion and scales",
+        "steps and bias",
+        "steps and promotion",
+        "float16 and NaN",
+        "steps and rows",
+        "Inductor",
+    ],
 )
 def test_faults_together_are_all_named(kind: str, knobs: dict[str, Any], names: set[str]) -> None:
     (found,) = diagnose(subject(**knobs), kinds=[BY_NAME[kind]], memory=MEMORY)
@@ -377,6 +464,33 @@ def test_what_nobody_knows_is_not_explained() -> None:
     assert found.tried and all(not one.is_complete for one in found.tried)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        # float32 in blocks that nobody has: one probe has a sum long and inexact enough to show it
+        (
+            {"in_float32": True, "promote_fast": 1000},
+            r"nearly explained, 99\.\d %: float32 accumulation.*; what is left has K above 240 \(\d\.\d % of the "
+            r"outputs there differ, 0 % of all others\)",
+        ),
+        (
+            {"spoil": lambda out: np.multiply(out[128:], 2, out=out[128:], casting="unsafe")},
+            r"NOT EXPLAINED, \d+/\d+ outputs equal under the chip's rules; what differs has row above 127 \(100 % of "
+            r"the outputs there differ, 0 % of all others\)",
+        ),
+        (
+            {"spoil": lambda out: np.negative(out, out=out) if len(out) == 1 else None},
+            r"NOT EXPLAINED, .* what differs has M up to 1 \(100 % of the outputs there differ, 0 % of all others\)",
+        ),
+    ],
+    ids=["blocks of 1000", "rows doubled", "one row"],
+)
+def test_the_headline_says_what_is_left(knobs: dict[str, Any], said: str) -> None:
+    found = diagnose(subject(**knobs), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    headline = list(diagnosis_lines({"x": found}))[1]
+    assert re.match(f"  {FAST}: {said}", headline), headline
+
+
 @pytest.mark.parametrize("name", ["the planted kernels without a fault", "f8ref.numpy"])
 def test_right_kernels_are_not_accused(name: str) -> None:
     right = load_subject(name) if name == "f8ref.numpy" else subject()
@@ -402,12 +516,23 @@ def test_a_right_framework_is_not_accused_of_one_kind() -> None:
     assert found.is_right and found.cases > 20, found
 
 
-def test_a_kernel_that_fails_is_no_diagnosis() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("illegal memory access"), SystemExit("illegal memory access")])
+def test_a_kernel_that_fails_is_no_diagnosis(error: BaseException) -> None:
     def broken(*args: Any, **options: Any) -> Number:
-        raise RuntimeError("illegal memory access")
+        raise error
 
     (found,) = diagnose(Subject(name="x", engine="x", verbs={"scaled_mm": broken}), kinds=[BY_NAME[FAST]])
     assert "illegal memory access" in found.error and found.best is None and not found.is_right
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    """No GEMM that is probed is offered; and an interpreter tells nothing of a GPU."""
+    assert diagnose(Subject(name="x", engine="x", verbs={})) == ()
+    assert list(diagnosis_lines({"x": ()}))[1:] == [
+        "  no GEMM that is probed is offered: nothing is known of what differs"
+    ]
+    (found,) = diagnose(replace(subject(), engine=f"x, {INTERPRETED}"), kinds=[BY_NAME[FAST]], memory=MEMORY)
+    assert next(diagnosis_lines({"x": (found,)})) == f"x, diagnosed on small GEMMs {INTERPRETED}:"
 
 
 def failing(fails: Callable[[int, int], bool], error: Exception, **knobs: Any) -> tuple[Subject, list[int]]:
@@ -433,7 +558,7 @@ def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
 
 
 def test_probes_that_tell_nothing_are_no_diagnosis() -> None:
-    right, _ = failing(lambda _, k: k == 144, RuntimeError("compilation failed"))
+    right, _ = failing(lambda _, k: k == 240, RuntimeError("compilation failed"))
     (found,) = diagnose(right, kinds=[BY_NAME[PROMOTED]], memory=MEMORY)
     assert found.best is None and not found.is_right
     assert found.error.startswith("no probe that is left differs; ") and "compilation failed" in found.error
@@ -453,16 +578,21 @@ def test_crashes_and_hangs_in_a_row_end_a_kind(error: Exception) -> None:
 SAME_KERNEL = (
     {"operands swapped", "output transposed"},  # tensorwise there is no scale of a row
     {f"sums of {bits} fraction bits" for bits in (23, 18, 19)},  # no sum of a step has more bits
+    {f"scale_b of column n mod {tile}" for tile in (64, 128)},  # of squares of 128 columns
+    *({f"split-K {n}", f"split-K {n} of a long K"} for n in (2, 3, 4, 8)),  # short K is not split into multiples of 512
 )
 """Alterations with another name and the same bits, beside those of chips."""
+SAME_IN_BFLOAT16 = (
+    {"output cut toward zero", "output cut toward zero in bfloat16"},
+    {"scales before the dot, in float32", "scales on each product, in float32"},
+)
 
 
 @pytest.mark.parametrize(
     ("name", "narrow"),
     [
         *(("tensorwise fast", narrow) for narrow in (False, True)),
-        ("rowwise fast", True),
-        *((name, narrow) for name in (VECTORS, SQUARE) for narrow in (False, True)),
+        *((name, True) for name in ("rowwise fast", VECTORS, SQUARE)),
     ],
 )
 def test_probes_part_the_alterations(name: str, narrow: bool) -> None:
@@ -490,24 +620,26 @@ def test_probes_part_the_alterations(name: str, narrow: bool) -> None:
         for x in (compute(c, rules_of(HOPPER, c), at=at, memory=memory) for c, at in cases)
     )
     silent = groups.pop(right, set())
-    meaningless = MEANINGLESS[name] | ({"output through bfloat16"} if narrow else set())
-    assert silent <= meaningless, silent - meaningless
-    allowed = [*SAME_KERNEL, *([{"output cut toward zero", "output cut toward zero in bfloat16"}] if narrow else [])]
+    meaningless = (*MEANINGLESS[name], *(["output through bfloat16"] if narrow else []))
+    assert all(one.startswith(meaningless) for one in silent), [x for x in silent if not x.startswith(meaningless)]
+    allowed = [*SAME_KERNEL, *(SAME_IN_BFLOAT16 if narrow else [])]
     together = [names for names in groups.values() if len(names) > 1]
     assert all(any(names <= known for known in allowed) for names in together), together
 
 
-BIAS = {"bias by FMA", "bias before the scales", "bias after the output type", "bias ignored"}
-BLOCKS = {"block scales transposed", "first block's scales everywhere"}
-MEANINGLESS: dict[str, set[str]] = {
-    "tensorwise fast": {*BIAS, *BLOCKS, "scales swapped"},
-    SQUARE: {
-        *BIAS,
-        *(f"promotion every {k}" for k in (128, 256, 512)),
-        *("scales swapped", "formats swapped"),  # other formats than E4M3 have no block scales
-    },
-    VECTORS: {*BIAS, *(f"promotion every {k}" for k in (128, 256, 512)), "formats swapped"},
-    "rowwise fast": {*BIAS, *BLOCKS},
+BIAS = ("bias ",)
+BLOCKS = ("block scales transposed", "first block's scales everywhere", "scale_a of block", "scale_b of block")
+ONE_FORMAT = (
+    "codes of a and b read as E4M3",
+    *(f"codes of {x} read as {y}" for x in "ab" for y in ("E4M3", "the other's")),
+)
+IN_BLOCKS = (*BIAS, *(f"promotion every {k}" for k in (128, 256, 512)), *ONE_FORMAT, "formats swapped")
+MEANINGLESS: dict[str, tuple[str, ...]] = {
+    "tensorwise fast": (*BIAS, *BLOCKS, "scales swapped", "scale_a of row", "scale_b of column"),
+    # a square of 128 columns has one scale
+    SQUARE: (*IN_BLOCKS, "scales swapped", *(f"scale_b of column n {what}" for what in ("xor", "- n mod"))),
+    VECTORS: IN_BLOCKS,
+    "rowwise fast": (*BIAS, *BLOCKS),
 }
 """What such a GEMM has nothing of."""
 
@@ -516,9 +648,9 @@ def test_torch_on_a_cpu_scales_first_and_adds_in_float32() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("here it is the hardware")
-    (found,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast with bias"]])
-    assert found.best is not None and found.best.alterations == ("scales before the dot, in float32",), found
-    assert found.best.share > 0.9  # the order of its sums is that of oneDNN's kernel for this CPU
+    (found,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast"]], memory=MEMORY)
+    assert found.best is not None and found.best.alterations[0].startswith("scales "), found
+    assert found.best.is_complete or found.is_nearly_explained, found  # oneDNN has a kernel for each CPU
 
 
 def test_xla_on_a_cpu_adds_in_float32() -> None:

@@ -161,6 +161,11 @@ def set_cases(text: str) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["__metadata__"].update(cases=text)
 
 
+def empty(shape: list[int]) -> dict[str, Any]:
+    """A tensor without elements."""
+    return {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
+
+
 HEADER_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no cases": (lambda h: h["__metadata__"].pop("cases"), "not a golden file"),
     "no metadata": (lambda h: h.pop("__metadata__"), "not a golden file"),
@@ -199,6 +204,13 @@ HEADER_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "tensor of another size": (lambda h: h["000.out"].update(shape=[64, 95]), "bytes for tensor '000.out'"),
     "tensor of an unknown dtype": (lambda h: h["000.out"].update(dtype="F4"), "of a dtype among"),
     "negative shape": (lambda h: h["000.out"].update(shape=[-64, -96]), "with a shape of sizes"),
+    "true in a shape": (lambda h: h["000.scale_a"].update(shape=[True]), "with a shape of sizes"),
+    "true as an offset": (lambda h: h["000.out"].update(data_offsets=[True, 10]), "data_offsets of tensor '000.out'"),
+    "a shape no array has": (lambda h: h.update(x=empty([0, 10**30])), "'x' with a shape that an array can have"),
+    "sizes no array has": (lambda h: h.update(x=empty([0, 2**62, 2**62])), "with a shape that an array can have"),
+    "too many dimensions": (lambda h: h.update(x=empty([0] * 65)), "'x' with a shape of sizes"),
+    "an object as key": (in_case(0, lambda c: c["tensors"].update(a={})), "a tensor for 'a'; found no tensor {}"),
+    "a list as key": (in_case(0, lambda c: c["tensors"].update(out=[1])), "a tensor for 'out'; found no tensor"),
 }
 
 

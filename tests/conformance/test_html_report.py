@@ -131,6 +131,46 @@ def test_the_page_forbids_what_it_did_not_write(page: Path, tmp_path: Path) -> N
     assert len(seen.console) == 2 and all("Content Security Policy" in line for line in seen.console), seen.console
 
 
+@needs_chromium
+def test_the_page_is_as_narrow_as_a_telephone(page: Path, tmp_path: Path) -> None:
+    """Nothing is wider than 420 pixels, and no table scrolls; a script of our own, without the policy, measures.
+
+    A window of Chromium's is 500 wide at least, and has the style of narrow screens.
+    """
+    tables = 'document.querySelectorAll("main .scroll:not(pre)")'
+    script = f"""<script>
+        document.body.style.width = "420px";
+        const wide = [...{tables}].filter((x) => x.scrollWidth > x.clientWidth).length;
+        const widths = ["main", "header"].map((x) => document.querySelector(x).scrollWidth);
+        document.title = wide + " of " + {tables}.length + " too wide, " + Math.max(...widths);
+    </script>"""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text(encoding="utf-8"))
+    altered = tmp_path / "measured.html"
+    altered.write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
+    found = re.search(r"<title>0 of (\d+) too wide, 420</title>", looked_at(altered, "--window-size=500,900").dom)
+    assert found is not None and int(found[1]) > 5
+
+
+def test_the_order_of_the_page(page: Path) -> None:
+    """As on the terminal; and without figures there is no library of figures."""
+    text = page.read_text(encoding="utf-8")
+    titles = re.findall(r"<h2 [^>]*>(.*?)</h2>", text)
+    assert unescape(" ".join(titles)) == " ".join(
+        [f"Diagnosis of {HOSTILE}", "Overview", HOSTILE, "f8ref.numpy", "One case again", "Machine and versions"]
+    )
+    parts = re.findall(r"<h3 [^>]*>(.*?)</h3>", text)
+    assert parts[:3] == [
+        "One output of each of the first 8 cases that differ",
+        "What ran",
+        "What differs: recorded GEMMs",
+    ]
+    assert text.index('id="verdict"') < text.index("<h2 ")
+    command = re.search(r"<pre [^>]*>(.*?)</pre>", text, re.DOTALL)
+    assert command is not None and "f8emu verify " in command[1] and "torch._scaled_mm(" in command[1]
+    equal = verify([load_subject("f8ref.numpy")], stages=["golden"], golden=replace(shipped_golden(), cases=()))
+    assert len(to_html(equal, command=["f8emu"], seconds=0.0)) < 40_000 < len(text)
+
+
 def test_page_can_be_read_without_figures_and_colours(page: Path) -> None:
     text = re.sub(r"<(script|style)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(re.findall(r'<figure aria-labelledby="[^"]+"><figcaption><strong', text)) == 7
@@ -167,9 +207,9 @@ def test_diagnosis_says_what_is_explained_and_what_is_not() -> None:
     assert table == [
         ["fast", "\N{CHECK MARK}", "it follows the chip's rules", "100 %", "100 %"],
         ["slow", "sums 8", "25.0 %", "100 %"],
-        ["slow", "\N{WARNING SIGN}", "left out: 1 of 3 probes failed"],
         ["odd", "\N{WARNING SIGN}", "sums 6", "25.0 %", "75.0 %"],
         ["bad", "\N{MULTIPLICATION X}", "raised"],
+        ["slow", "\N{WARNING SIGN}", "left out: 1 of 3 probes failed"],
     ]
     assert "<summary>odd: 2 explanations tried</summary>" in text and "<summary>slow" not in text
 
@@ -188,7 +228,7 @@ def test_helper_escapes_and_counts() -> None:
         r"<(c|a|x|t|l|p)>", text.replace("<p>One file", "").replace("<p>The figures", "").replace("<p>&lt;", "")
     )
     assert '<th scope="rowgroup" rowspan="2">one</th>' in text and '<th scope="rowgroup" rowspan="1">two</th>' in text
-    assert '<td class="number mono bad">' in text and 'style="width:25.00%"' in text and "25.0 %" in text
+    assert '<td data-label="b" class="number mono bad">' in text and 'style="width:25.00%"' in text and "25.0 %" in text
     assert text.count('href="#part-') == 2 and text.count('<section id="part-') == 2
 
 

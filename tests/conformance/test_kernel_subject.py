@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance import load_subject, shipped_golden, subject, write_golden
+from f8emu.conformance.gemm import NotOffered
+from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.contract import CONTRACT
 from f8emu.spec import SpecError
 
 KERNELS = '''
@@ -21,15 +25,71 @@ SEEN, ROWS = [], set()
 
 def right(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     """The oracle in the argument layout of torch._scaled_mm."""
-    ROWS.add(a.shape[0])
     SEEN.append((type(a).__module__.split(".")[0], np.ndim(scale_a), str(out_dtype)))
-    rowwise = {} if np.ndim(scale_a) == 0 else {"granularity_a": R, "granularity_b": R}
-    return f8.scaled_mm(
-        a, b, scale_a, scale_b, bias=bias, out_dtype=str(out_dtype), use_fast_accum=use_fast_accum, **rowwise
-    )
+    return oracle(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
 
 from f8emu.spec import Granularity
 R = Granularity.ROWWISE
+
+def oracle(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, split_k=1):
+    rowwise = {} if np.ndim(scale_a) == 0 else {"granularity_a": R, "granularity_b": R}
+    options = {"bias": bias, "out_dtype": str(out_dtype), "use_fast_accum": use_fast_accum, "split_k": split_k}
+    return f8.scaled_mm(a, b, scale_a, scale_b, **options, **rowwise)
+
+def padded(a, b, scale_a, scale_b, bias, *rest):
+    """To whole tiles; the output is a view of a larger one."""
+    (m, k), n = a.shape, b.shape[1]
+    up_m, up_n, up_k = (-size % 32 for size in (m, n, k))
+    a, b = np.pad(a, ((0, up_m), (0, up_k))), np.pad(b, ((0, up_k), (0, up_n)))
+    if np.ndim(scale_a):
+        scale_a, scale_b = np.pad(scale_a, ((0, up_m), (0, 0))), np.pad(scale_b, ((0, 0), (0, up_n)))
+    return oracle(a, b, scale_a, scale_b, None if bias is None else np.pad(bias, (0, up_n)), *rest)[:m, :n]
+
+def tiles(a, b, scale_a, scale_b, bias, out_dtype, fast):
+    """In an order of its own, and written to a column-major output."""
+    (m, k), n = a.shape, b.shape[1]
+    out = np.empty((n, m), out_dtype).T
+    for col in range(0, n, 1024):
+        for row in reversed(range(0, m, 512)):
+            i, j = slice(row, row + 512), slice(col, col + 1024)
+            scales = (scale_a[i], scale_b[:, j]) if np.ndim(scale_a) else (scale_a, scale_b)
+            out[i, j] = oracle(a[i], b[:, j], *scales, None if bias is None else bias[j], out_dtype, fast)
+    return out
+
+def rows(a, b, scale_a, scale_b, *rest):
+    if len(a) > 16 or a.shape[1] > 600:
+        return tiles(a, b, scale_a, scale_b, *rest)
+    found = [oracle(a[i:i + 1], b, scale_a[i:i + 1] if np.ndim(scale_a) else scale_a, scale_b, *rest)
+             for i in range(len(a))]
+    return np.concatenate(found)
+
+def transposed(a, b, scale_a, scale_b, bias, out_dtype, fast):
+    """The GEMM of the transposes, where no order of scales tells them apart."""
+    if np.ndim(scale_a) or bias is not None:
+        return padded(a, b, scale_a, scale_b, bias, out_dtype, fast)
+    return oracle(b.T, a.T, scale_b, scale_a, None, out_dtype, fast).T
+
+WAYS = [oracle, padded, tiles, rows, transposed]
+
+def all_ways(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    """Right in another way each time."""
+    SEEN.append((type(a).__module__.split(".")[0], np.ndim(scale_a), str(out_dtype)))
+    ROWS.add(a.shape[0])
+    return WAYS[len(SEEN) % len(WAYS)](a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
+
+def halves(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    return oracle(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, split_k=2)
+
+def wrong_halves(a, b, scale_a, *rest, **options):
+    return halves(a, b, scale_a, *rest, **options) * (np.ndim(scale_a) == 0)
+
+def always_promoted(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    return oracle(a, b, scale_a, scale_b, bias, out_dtype, False)
+
+def of_contiguous(a, *rest, **options):
+    if a.strides[0] != a.shape[1]:
+        raise ValueError("a must be contiguous")
+    return right(a, *rest, **options)
 
 def tensorwise_only(a, b, scale_a, scale_b, **options):
     if np.ndim(scale_a):
@@ -48,6 +108,25 @@ def crashes(*args, **options):
 def wrong_accumulation(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     product = (a.astype(np.float32) @ b.astype(np.float32)) * scale_a * scale_b
     return (product if bias is None else product + bias.astype(np.float32)).astype(out_dtype)
+
+def no_bias(a, b, scale_a, scale_b, *, bias, **options):
+    if bias is not None:
+        raise RuntimeError("a bug of one kind")
+    return right(a, b, scale_a, scale_b, bias=bias, **options)
+
+def two(a, b):
+    return a
+
+def gives_a_list(*args, **options):
+    return right(*args, **options).tolist()
+
+def by_jax(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    import jax.numpy as jnp
+    return (jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32)) * scale_a * scale_b).astype(out_dtype)
+
+from f8emu.conformance import Arg, Kernel, TENSORWISE_SCALARS
+TWO = Kernel(name="own_kernels:TWO", function=two, scales=TENSORWISE_SCALARS, keywords={"bias": Arg.BIAS},
+             arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B))
 
 constant = 3
 '''
@@ -81,8 +160,10 @@ def run(few: Path, json_path: Path, *arguments: str) -> tuple[int, dict[str, Any
     return result.exit_code, {stage["stage"]: stage for stage in stages}, result.output
 
 
-def test_right_kernel(kernels: Any, few: Path, tmp_path: Path) -> None:
-    status, stages, output = run(few, tmp_path / "o", "own_kernels:right", "--arrays", "numpy")
+def test_right_kernel(kernels: Any, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That pads to tiles, reorders them, goes row by row, returns views, or computes the transpose."""
+    monkeypatch.setattr(subject, "kernel_cases", lambda kernel: islice(kernel_cases(kernel), 0, None, 4))
+    status, stages, output = run(few, tmp_path / "o", "own_kernels:all_ways", "--arrays", "numpy")
     assert status == 0, output
     assert {name: stage["status"] for name, stage in stages.items()} == {
         "formats": "not offered",
@@ -93,10 +174,50 @@ def test_right_kernel(kernels: Any, few: Path, tmp_path: Path) -> None:
         "live": "not offered",
     }
     assert (stages["golden"]["cases_total"], stages["golden"]["cases_not_offered"]) == (5, 4)
-    assert stages["gemms"]["cases_total"] > 60
+    assert stages["gemms"]["cases_total"] > 700
     assert set(kernels.SEEN) >= {("numpy", 0, "bfloat16"), ("numpy", 2, "bfloat16"), ("numpy", 0, "float32")}
-    assert {5, 16} < kernels.ROWS, "M is what was asked for: bits may depend on it"
-    assert "not offered" in output and "own_kernels:right on numpy" in output
+    assert {1, 5, 16} < kernels.ROWS, "M is what was asked for: bits may depend on it"
+    assert "not offered" in output and "own_kernels:all_ways on numpy" in output
+
+
+def test_own_s_is_told_apart(kernels: Any, few: Path, tmp_path: Path) -> None:
+    """A kernel that picks S is neither accused nor called equal; what no S explains is excused by none."""
+    arguments = "--arrays", "numpy", "--stage", "golden"
+    status, stages, output = run(few, tmp_path / "o", "own_kernels:halves", *arguments)
+    found = stages["golden"]
+    assert (status, found["status"], found["own_splits"]) == (0, "equal", {"2": 5}), output
+    assert found["cases_equal"] == found["outputs_equal"] == 0 < found["cases_total"] and not found["mismatches"]
+    assert "5 equal under an S of its own" in output and "equal: every bit of 0 outputs in 0 cases, and" in output
+    for name in ("wrong_halves", "always_promoted"):
+        status, stages, output = run(few, tmp_path / "o", f"own_kernels:{name}", *arguments)
+        assert (status, stages["golden"]["own_splits"]) == (1, {}), "fast in slices of one promotion is promoted"
+
+
+def test_a_sample_of_a_larger_gemm_accuses_nobody(tmp_path: Path) -> None:
+    """24 x 24 outputs of a GEMM of 4096 x 4096 x 14336, on a CPU asked as one of 24 x 24: the plan cuts that in 5."""
+    pytest.importorskip("torch")
+    golden = shipped_golden()
+    write_golden(tmp_path / "g", [golden.cases[i] for i in (0, 8, 136)], golden.metadata)
+    status, stages, output = run(tmp_path / "g", tmp_path / "o", "f8emu.torch:scaled_mm", "--stage", "golden")
+    assert status == 0, output
+    assert (stages["golden"]["cases_equal"], stages["golden"]["own_splits"]) == (2, {"5": 1})
+
+
+def test_what_refuses_padded_rows_is_not_accused(kernels: Any) -> None:
+    """Of torch's contract they are a part, but an exception is no wrong bit."""
+    kernel = load_subject("own_kernels:of_contiguous", arrays="numpy")
+    case = next(case for case in kernel.more_gemms() if case.placement and case.placement.padding_a)
+    with pytest.raises(NotOffered, match="refuses a's rows 16 elements apart: a must be contiguous"):
+        kernel.gemm(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch:_scaled_mm", "torch.nn.functional.scaled_mm"])
+def test_torch_on_the_hardware_is_not_accused(name: str, tmp_path: Path) -> None:
+    golden = shipped_golden().path
+    status, stages, output = run(golden, tmp_path / "o", name, "--stage", "golden", "--stage", "gemms")
+    assert status == 0, output
+    assert stages["golden"]["cases_equal"] > 100 and stages["gemms"]["cases_equal"] > 500
 
 
 def test_kernel_with_jax_arrays(kernels: Any, few: Path, tmp_path: Path) -> None:
@@ -131,23 +252,44 @@ def test_not_implemented_is_not_offered(kernels: Any, few: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "arrays", "text"),
     [
-        ("wrong_dtype", "gave float64[64, 96], expected bfloat16[64, 96]"),
-        ("too_large", "raised TypeError: gave an output of shape [192, 160], expected [64, 96]"),
-        ("crashes", "raised RuntimeError: illegal memory access"),
-        ("wrong_accumulation", "  expected: 0x"),
+        ("wrong_dtype", "numpy", "gave float64[16, 48], expected float32[16, 48]; what a kernel is given"),
+        ("too_large", "numpy", "TypeError: gave an output of shape [144, 112], expected [16, 48]; what"),
+        ("crashes", "numpy", "RuntimeError: illegal memory access; what"),
+        ("right", "torch", "it works with arrays of numpy: add --arrays numpy"),
+        ("two", "numpy", "found two(a, b): too many positional arguments; what"),
+        ("TWO", "numpy", "can be called with (a, b, scale_a, scale_b, bias=...); found two(a, b): too many"),
+        ("by_jax", "torch", "it works with arrays of jax: add --arrays jax"),
+        ("gives_a_list", "numpy", "TypeError: gave list, expected an array of numpy; what"),
     ],
 )
-def test_wrong_kernels(name: str, text: str, kernels: Any, few: Path, tmp_path: Path) -> None:
-    status, stages, output = run(
-        few, tmp_path / "o", f"own_kernels:{name}", "--arrays", "numpy", "--stage", "golden", "--errors", "3"
-    )
-    assert status == 1
-    assert stages["golden"]["status"] == "different"
-    assert text in output
-    assert len(stages["golden"]["mismatches"]) == 3
-    assert "the first 3:" in output
+@pytest.mark.parametrize("command", ["verify", "fit"])
+def test_first_contact(command: str, name: str, arrays: str, text: str, kernels: Any) -> None:
+    """What cannot be called at all is one line and bad usage, before the suite runs; what to do is in it."""
+    for framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+    ran = CliRunner().invoke(cli.build_app(), [command, f"own_kernels:{name}", "--arrays", arrays])
+    assert (ran.exit_code, ran.stdout) == (2, ""), ran.output
+    assert text in ran.stderr and ran.stderr.startswith("f8emu verify own_kernels:"), ran.stderr
+    assert len(ran.stderr.splitlines()) == 1
+    assert ("f8emu verify --contract" in ran.stderr) != ("add --arrays" in ran.stderr)
+
+
+def test_the_contract_is_shown() -> None:
+    ran = CliRunner().invoke(cli.build_app(), ["verify", "--contract"])
+    assert (ran.exit_code, ran.stdout) == (0, CONTRACT)
+    assert max(map(len, CONTRACT.splitlines())) <= 80
+
+
+def test_one_wrong_kind_is_no_first_contact(kernels: Any, few: Path, tmp_path: Path) -> None:
+    """A kernel that can be called is verified, whatever it raises in other cases."""
+    words = ("--arrays", "numpy", "--stage", "golden", "--errors", "3")
+    for name, text in (("wrong_accumulation", "expected: 0x"), ("no_bias", "raised RuntimeError: a bug of one kind")):
+        status, stages, output = run(few, tmp_path / "o", f"own_kernels:{name}", *words)
+        assert status == 1 and stages["golden"]["status"] == "different"
+        assert text in " ".join(output.split())
+        assert 0 < len(stages["golden"]["mismatches"]) <= 3
 
 
 def test_torch_on_a_cpu_is_not_the_hardware(few: Path, tmp_path: Path) -> None:

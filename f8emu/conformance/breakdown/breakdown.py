@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def tallied(outcomes: "Iterable[Outcome]") -> dict[str, dict[str, Tally]]:
     for outcome in outcomes:
         one = Tally(
             cases=1,
-            cases_differing=int(not outcome.is_equal),
+            cases_differing=int(outcome.is_different),
             outputs=outcome.outputs_total,
-            outputs_differing=outcome.outputs_total - outcome.outputs_equal,
+            outputs_differing=outcome.outputs_total - outcome.outputs_equal if outcome.is_different else 0,
         )
         for trait, value in outcome.traits.items():
             values = found.setdefault(trait, {})
@@ -93,21 +94,27 @@ class Breakdown:
         return {trait: _ordered(values) for trait, values in self.tallies.items() if len(values) > 1}
 
     def sentences(self) -> Iterator[str]:
-        """One for each trait of which some values differ and others never do; what rules out most cases first."""
+        """What those that differ have in common by contrast, the sharpest first; nothing where no trait tells it."""
         if self.whole.outputs_differing == self.whole.outputs:
             yield "Every output of every case differs."
-        found: list[tuple[int, str]] = []
-        for trait, values in self.telling().items():
-            differing = [value for value, tally in values.items() if tally.cases_differing]
-            equal = [value for value, tally in values.items() if not tally.cases_differing]
-            if differing and equal:
-                cases = sum(values[value].cases for value in equal)
-                sentence = (
-                    f"By {trait}: {_either(equal)} is equal in all {cases} cases; what differs has {_either(differing)}"
-                )
-                found.append((cases, sentence))
-        for _, sentence in sorted(found, key=lambda item: -item[0]):
-            yield sentence
+            return
+        traits = self.telling()
+        by_cases = {t: {v: (x.cases_differing, x.cases) for v, x in values.items()} for t, values in traits.items()}
+        by_outputs = {
+            t: {v: (x.outputs_differing, x.outputs) for v, x in values.items()} for t, values in traits.items()
+        }
+        for what, counts in (("cases", by_cases), ("outputs", by_outputs)):
+            found = contrasts(counts)
+            for one in found:
+                shares = f"{_counted(one.inside)} differ; of all others {_counted(one.outside)}"
+                yield f"Of the {what} with {one.name}, {shares}"
+            if found:
+                return
+
+
+def _counted(counted: tuple[int, int]) -> str:
+    """`93.0 % (412 of 443)`."""
+    return f"{percent(counted[0] / counted[1])} ({counted[0]:,} of {counted[1]:,})"
 
 
 def breakdowns(stages: "Sequence[StageResult]") -> list[Breakdown]:
@@ -126,9 +133,9 @@ def _joined(stages: "Sequence[StageResult]") -> Breakdown:
     for stage in stages:
         whole += Tally(
             cases=stage.cases_total,
-            cases_differing=stage.cases_total - stage.cases_equal,
+            cases_differing=stage.cases_differing,
             outputs=stage.outputs_total,
-            outputs_differing=stage.outputs_total - stage.outputs_equal,
+            outputs_differing=stage.outputs_differing,
         )
         for trait, values in stage.tallies.items():
             known = tallies.setdefault(trait, {})
@@ -144,10 +151,3 @@ def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:
     if all(value[:1].isdigit() for value in values):
         return dict(sorted(values.items(), key=lambda item: int(item[0].split()[0].split("x")[0])))
     return dict(values)
-
-
-def _either(values: Sequence[str]) -> str:
-    """`fast`; `fast or promoted`; of many the first three, and how many more."""
-    if len(values) > 4:
-        return f"{', '.join(values[:3])} or {len(values) - 3} more"
-    return " or ".join(values) if len(values) < 3 else f"{', '.join(values[:-1])} or {values[-1]}"

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 from f8emu.conformance.breakdown.breakdown import Breakdown, Tally, breakdowns, percent
 from f8emu.conformance.breakdown.ulps import UlpHistogram
 from f8emu.conformance.verify import SubjectResult
+from f8emu.untrusted import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-_NEAR = 3
-"""Bins of their own on a terminal: 1, 2, 3 to 4; farther ones are one column."""
 
 
 def breakdown_tables(subject: SubjectResult) -> "Iterator[Table | str]":
@@ -20,7 +18,8 @@ def breakdown_tables(subject: SubjectResult) -> "Iterator[Table | str]":
         if breakdown.telling():
             yield _by_trait(breakdown, subject.name)
         yield from breakdown.sentences()
-        yield _by_distance(breakdown, subject.name)
+        for dtype, histogram in breakdown.ulps.items():  # + is farther from zero than expected
+            yield f"{subject.name}: {breakdown.title}, {dtype}: {histogram.words()}"
 
 
 def _by_trait(breakdown: Breakdown, name: str) -> "Table":
@@ -29,10 +28,12 @@ def _by_trait(breakdown: Breakdown, name: str) -> "Table":
         ("by", "", "cases differ", "share", "outputs differ", "share"),
         numeric=4,
     )
+    from rich.text import Text
+
     for trait, values in breakdown.telling().items():
         drawn.add_section()
         for i, (value, tally) in enumerate(values.items()):
-            drawn.add_row(trait if i == 0 else "", value, *_cells(tally))
+            drawn.add_row(*map(Text, (trait if i == 0 else "", printable(value), *_cells(tally))))
     return drawn
 
 
@@ -45,35 +46,12 @@ def _cells(tally: Tally) -> tuple[str, ...]:
     )
 
 
-def _by_distance(breakdown: Breakdown, name: str) -> "Table":
-    """One row a dtype, few columns: the whole histogram is in the JSON and in the page."""
-    heads = ("below -4", "-4 to -3", "-2", "-1", "zero's sign", "+1", "+2", "+3 to +4", "above +4")
-    heads += ("NaN, infinity", "not compared")
-    rows = {dtype: _counts(histogram) for dtype, histogram in breakdown.ulps.items()}
-    used = [i for i in range(len(heads)) if any(counts[i] for counts in rows.values())]
-    columns = ("output", "differ", *(heads[i] for i in used), "lowest", "highest")
-    title = f"{name}: distance in ulps; + is farther from zero than expected, - is nearer"
-    drawn = _table(title, columns, numeric=len(columns) - 1)
-    for dtype, histogram in breakdown.ulps.items():
-        counts = (str(rows[dtype][i] or "-") for i in used)
-        extremes = (f"{x:+d}" if histogram.finite else "-" for x in (histogram.lowest, histogram.highest))
-        drawn.add_row(dtype, str(histogram.total), *counts, *extremes)
-    return drawn
-
-
-def _counts(histogram: UlpHistogram) -> list[int]:
-    inner = [histogram.finite.get(index, 0) for index in range(-_NEAR, _NEAR + 1)]
-    below = sum(count for index, count in histogram.finite.items() if index < -_NEAR)
-    above = sum(count for index, count in histogram.finite.items() if index > _NEAR)
-    return [below, *inner, above, histogram.without_distance, histogram.not_compared]
-
-
 def _table(title: str, heads: tuple[str, ...], *, numeric: int) -> "Table":
     """A table whose last columns are flush right."""
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(title, style="bold"), title_justify="left")
+    drawn = Table(title=Text(printable(title), style="bold"), title_justify="left", box=None, padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         drawn.add_column(head, justify="right" if i >= len(heads) - numeric else "left")
     return drawn

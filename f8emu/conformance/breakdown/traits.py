@@ -5,7 +5,8 @@ from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.conformance.layer import LayerCase
 
 _K_BOUNDS = (128, 512, 2048)
-"""K is counted in ranges: few enough to read."""
+_ROW_BOUNDS = (1, 16, 64, 128, 256)
+"""Sizes are counted in ranges: few enough to read."""
 _STEP, _PROMOTION = 32, 128
 """[ACC-1] [CHAIN-2] What a K that is no multiple leaves a tail of."""
 _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
@@ -20,10 +21,13 @@ def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
         "operands": f"{gemm.a.dtype} x {gemm.b.dtype}",
         "output": gemm.out_dtype.name,
         "bias": "without bias" if gemm.bias is None else "with bias",
-        "K": _range_of(gemm.k),
+        "M": _range_of(gemm.sample.m if gemm.sample else gemm.output_shape[0], _ROW_BOUNDS),
+        "N": _range_of(gemm.sample.n if gemm.sample else gemm.output_shape[1], _ROW_BOUNDS),
+        "K": _range_of(gemm.k, _K_BOUNDS),
         "tail of K": _tail(gemm.k),
         "slices of K": str(gemm.split_k),
         "inputs": inputs or gemm.distribution or "other",
+        "family": gemm.family.value,
     }
 
 
@@ -39,11 +43,11 @@ def _scales(gemm: GemmCase) -> str:
             return gemm.mode.value
 
 
-def _range_of(k: int) -> str:
+def _range_of(size: int, bounds: tuple[int, ...]) -> str:
     first = 1
-    for last in _K_BOUNDS:
-        if k <= last:
-            return f"{first} to {last}"
+    for last in bounds:
+        if size <= last:
+            return f"{first} to {last}" if first < last else str(last)
         first = last + 1
     return f"{first} and more"
 

@@ -98,10 +98,14 @@ class UlpHistogram:
     def not_compared(self) -> int:
         return self.apart.get(NOT_COMPARED, 0)
 
-    @property
-    def without_distance(self) -> int:
-        """A NaN or an infinity is on one side alone."""
-        return sum(self.apart.values()) - self.not_compared
+    def words(self) -> str:
+        """`120 outputs differ, by -3 to +1 ulps, most often +1 (60 %); NaN for number 4`."""
+        found = [f"{self.total:,} outputs differ"]
+        if self.finite:
+            found.append(f"by {self.lowest:+,} to {self.highest:+,} ulps")
+        name, count = max(self.labelled().items(), key=lambda item: item[1])
+        found.append(f"most often {name} ({100 * count / self.total:.0f} %)")
+        return "; ".join([", ".join(found), *(f"{name} {count:,}" for name, count in self.apart.items())])
 
     def labelled(self) -> dict[str, int]:
         """Label -> outputs, from the most negative to the most positive, then what has no distance."""

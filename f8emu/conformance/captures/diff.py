@@ -4,7 +4,7 @@ Stages are compared as they were captured; nothing is computed. Records are matc
 number and rank, or where each capture is one step, whatever their numbers: so two ranks, or two steps, are compared.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 
 from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
 from f8emu.conformance.breakdown.ulps import distances
-from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, numbered
+from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, absences, numbered
 from f8emu.conformance.compare import Mismatch, different, mismatches
 from f8emu.conformance.verify import Progress
 from f8emu.spec import OPERANDS, SpecError
@@ -74,7 +74,9 @@ class CaptureDiff:
     """In the order of execution: the first is where they part."""
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
-    """Steps and records that the other does not have."""
+    """Steps and records that the other does not have, and does not say that it left out or never finished."""
+    missing: list[str] = field(default_factory=list)
+    """What was left out, never finished, there twice or of a rank that is nowhere: it was not compared."""
     damaged: list[str] = field(default_factory=list)
     """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     is_interrupted: bool = False
@@ -85,8 +87,8 @@ class CaptureDiff:
 
     @property
     def is_equal(self) -> bool:
-        """Something was compared, all of it, and nothing differed."""
-        return not self.has_difference and not self.is_interrupted and self.stages > 0
+        """Something was compared, nothing is missing on either side, and nothing differed."""
+        return not self.has_difference and not self.missing and not self.is_interrupted and self.stages > 0
 
 
 def diff_captures(
@@ -104,21 +106,22 @@ def diff_captures(
             found.steps += 1
             found.context += [text for text in _context(step_a, step_b) if text not in found.context]
             found.damaged += [*step_a.damaged, *step_b.damaged]
-            others = {one.record.key: one for one in step_b.records}
+            ours, others = _by_key("A", step_a, found), _by_key("B", step_b, found)
             if progress is not None:
-                progress.begin("diff", step_a.name, len(step_a.records))
-            for one in step_a.records:
-                other = others.pop(one.record.key, None)
-                if other is None or type(other.record) is not type(one.record):
-                    found.only_a.append(f"{step_a.name}: {one.record.place}")
-                else:
+                progress.begin("diff", step_a.name, len(ours))
+            for key, one in ours.items():
+                other = others.pop(key, None)
+                if other is not None:
                     try:
                         _record(step_a, one, other, found, errors)
                     except CaptureError as error:
                         found.damaged.append(str(error))
+                elif not _is_excused(step_b, one):
+                    found.only_a.append(f"{step_a.name}: {one.record.place}")
                 if progress is not None:
                     progress.advance()
-            found.only_b += [f"{step_b.name}: {one.record.place}" for one in others.values()]
+            unmatched = [one for one in others.values() if not _is_excused(step_a, one)]
+            found.only_b += [f"{step_b.name}: {one.record.place}" for one in unmatched]
     except KeyboardInterrupt:
         found.is_interrupted = True
     else:
@@ -130,10 +133,11 @@ def diff_captures(
 def _paired(
     a: Sequence[CapturedStep], b: Sequence[CapturedStep], found: CaptureDiff
 ) -> Iterator[tuple[CapturedStep, CapturedStep]]:
-    if len(a) == len(b) == 1:
-        yield a[0], b[0]
+    (of_a, twice_a), (of_b, twice_b) = numbered(a), numbered(b)
+    found.missing += [f"A: {text}" for text in twice_a] + [f"B: {text}" for text in twice_b]
+    if len(of_a) == len(of_b) == 1:
+        yield next(iter(of_a.values())), next(iter(of_b.values()))
         return
-    of_a, of_b = numbered(a), numbered(b)
     if not of_a.keys() & of_b.keys():
         names = (", ".join(step.name for step in steps[:8]) for steps in (a, b))
         raise SpecError(
@@ -142,9 +146,36 @@ def _paired(
         )
     found.only_a += [of_a[key].name for key in of_a if key not in of_b]
     found.only_b += [of_b[key].name for key in of_b if key not in of_a]
+    found.missing += _absent_ranks(of_a | of_b)
     for key in of_a:
         if key in of_b:
             yield of_a[key], of_b[key]
+
+
+def _absent_ranks(steps: Mapping[tuple[int, int], CapturedStep]) -> Iterator[str]:
+    """Ranks of a captured step that neither side has."""
+    for step in sorted({number for number, _ in steps}):
+        ranks = {rank for number, rank in steps if number == step}
+        size = max(steps[step, rank].header.world_size for rank in ranks)
+        if absent := size - len(ranks):
+            yield f"A and B: step {step} has {absent} of its {size} ranks in neither"
+
+
+def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str, str, int], CapturedRecord]:
+    """Layer, GEMM and call -> the record; what the step lacks is noted, and a second record of one place."""
+    found.missing += [f"{side}: {text}" for text in absences(step)]
+    records: dict[tuple[str, str, int], CapturedRecord] = {}
+    for one in step.records:
+        if records.setdefault(one.record.key, one) is not one:
+            found.missing.append(f"{side}: {step.name}: {one.record.place} is there twice: {one.path}")
+    return records
+
+
+def _is_excused(step: CapturedStep, one: CapturedRecord) -> bool:
+    """Whether a step says itself why it has no such record."""
+    places = [left.place for left in step.left_out]
+    is_told = any(one.record.place.startswith(place) or place.endswith(" more") for place in places)
+    return is_told or not step.is_complete
 
 
 def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
@@ -154,6 +185,8 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
         own = {"step": str(header.step), "rank": f"{header.rank} of {header.world_size}", "recipe": names}
         return own | {"framework": header.framework, "device": header.device, "plan": header.plan} | versions
 
+    if a.path.resolve() == b.path.resolve():
+        yield f"{a.name} is the same on both sides: {a.path}"
     of_a, of_b = shown(a.header), shown(b.header)
     for name in dict.fromkeys((*of_a, *of_b)):
         if of_a.get(name) != of_b.get(name):

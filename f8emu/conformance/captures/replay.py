@@ -12,9 +12,9 @@ from itertools import islice
 
 import numpy as np
 
-from f8emu.capture.record import CaptureError, GemmRecord, LeftOut
+from f8emu.capture.record import CaptureError, GemmRecord
 from f8emu.conformance.captures.cast import Tensors, replay_casts, require_of_recipe
-from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
+from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, absences, numbered
 from f8emu.conformance.captures.product import Sampled, likely_cause, product_of, sampled
 from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
 from f8emu.conformance.subject import NotOffered, Subject, load_subject
@@ -75,10 +75,8 @@ class Replay:
     """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     not_replayed: list[str] = field(default_factory=list)
     """Place and reason."""
-    left_out: list[LeftOut] = field(default_factory=list)
-    """When the step was captured."""
-    unfinished: list[str] = field(default_factory=list)
-    """Steps whose capture never ended; what they have is replayed."""
+    missing: list[str] = field(default_factory=list)
+    """What was left out, never finished or is there twice. Whatever of it is there is replayed."""
     reasons: list[str] = field(default_factory=list)
     """Why a ring was written."""
     oracles: list[str] = field(default_factory=list)
@@ -90,9 +88,13 @@ class Replay:
 
     @property
     def is_equal(self) -> bool:
-        """Every product was computed again, and nothing differed; scales and codes where their tensors are there."""
+        """Every product was computed again, none is missing, and nothing differed.
+
+        Scales and codes are computed again where their tensors are there.
+        """
+        is_whole = not self.missing and not self.is_interrupted
         count = self.counts["product"]
-        return not self.has_difference and not self.is_interrupted and count.elements > 0 and count.parts == self.gemms
+        return is_whole and not self.has_difference and count.elements > 0 and count.parts == self.gemms
 
 
 def replay(
@@ -122,18 +124,17 @@ def replay(
     if outputs is not None and outputs < 1:
         raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
     found = Replay()
+    _, found.missing = numbered(steps)
     run = _Run(found, oracle, outputs, errors)
     try:
         for step in steps:
             if progress is not None:
                 progress.begin("replay", step.name, len(step.records))
             found.steps.append(step.name)
-            found.left_out += step.left_out
+            found.missing += absences(step)
             found.damaged += step.damaged
             if step.header.reason not in ("", *found.reasons):
                 found.reasons.append(step.header.reason)
-            if not step.is_complete:
-                found.unfinished.append(str(step.path))
             tensors = Tensors(step)
             for captured in step.records:
                 try:

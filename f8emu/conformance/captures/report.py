@@ -38,8 +38,7 @@ def replay_lines(found: Replay, errors: int) -> Iterator[str]:
         yield from _listed("also differ", [one.line() for one in found.findings[1:]], errors)
     yield from _listed("damaged", found.damaged, errors)
     yield from _listed("not replayed", found.not_replayed, errors)
-    yield from _listed("left out when captured", [f"{one.place}: {one.reason}" for one in found.left_out], errors)
-    yield from _listed("never finished", found.unfinished, errors)
+    yield from _listed("missing", found.missing, errors)
 
 
 def replay_verdict(found: Replay) -> str:
@@ -52,13 +51,16 @@ def replay_verdict(found: Replay) -> str:
         return f"{head}NOT EQUAL, first at {first.step}: {first.place} {first.part}; {what}"
     if found.damaged:
         return f"{head}DAMAGED: {len(found.damaged)} files; equal: {count.elements_equal} of {what}"
+    if not count.elements:
+        return f"{head or 'NOT VERIFIED: '}nothing was computed again"
     if found.is_interrupted:
         return f"INTERRUPTED: equal so far; {what}"
     if found.is_equal:
         return f"equal: every bit of {what}"
-    if not count.elements:
-        return "NOT VERIFIED: nothing was computed again"
-    return f"NOT VERIFIED: {found.gemms - count.parts} products were not computed again; equal: {what}"
+    undone = found.gemms - count.parts
+    why = [f"{undone} products were not computed again"] * bool(undone)
+    why += [f"{len(found.missing)} things are missing"] * bool(found.missing)
+    return f"NOT VERIFIED: {', '.join(why)}; equal: {what}"
 
 
 def diff_lines(found: CaptureDiff, errors: int) -> Iterator[str]:
@@ -71,6 +73,7 @@ def diff_lines(found: CaptureDiff, errors: int) -> Iterator[str]:
         yield from _listed("also differ", [one.line() for one in found.divergences[1:]], errors)
     yield from _listed("A alone has", found.only_a, errors)
     yield from _listed("B alone has", found.only_b, errors)
+    yield from _listed("missing", found.missing, errors)
     yield from _listed("damaged", found.damaged, errors)
 
 
@@ -83,9 +86,13 @@ def diff_verdict(found: CaptureDiff) -> str:
         return f"{head}NOT EQUAL, first at {first.step}: {first.place} {first.part}; equal: {what}"
     if found.has_difference:
         return f"{head}NOT EQUAL: the captures do not hold the same; equal: {what}"
+    if not found.stages:
+        return f"{head or 'NOT VERIFIED: '}nothing was compared"
     if found.is_interrupted:
         return f"INTERRUPTED: equal so far: {what}"
-    return f"equal: every bit of {what}" if found.is_equal else "NOT VERIFIED: nothing to compare"
+    if found.missing:
+        return f"NOT VERIFIED: {len(found.missing)} things are missing; equal: {what}"
+    return f"equal: every bit of {what}"
 
 
 def to_json(found: Replay | CaptureDiff, *, command: Sequence[str], seconds: float) -> dict[str, Any]:

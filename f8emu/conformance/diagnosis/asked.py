@@ -5,15 +5,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from f8emu.conformance.compare import different, shape_fault
-from f8emu.conformance.diagnosis.altered import Memory, Part, compute
+from f8emu.conformance.diagnosis.altered import compute
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import Kind
 from f8emu.conformance.diagnosis.probes import probes
+from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.subject import NotOffered, Subject
-from f8emu.spec import MissingExtraError
+from f8emu.spec import MissingExtraError, OperandError
 
 _LOST = 3
 """After so many crashes or hangs in a row the other probes of a kind are not waited for."""
@@ -37,12 +39,15 @@ class Asked:
         """How many outputs are those of the rules, bit for bit."""
         memory = memory or Memory()
         given = compute(self.case, rules, at=self.at, memory=memory)
+        return memory.get((self.observed, given), "equal", lambda: self.size - int(np.sum(self._differing(given))))
 
-        def count() -> int:
-            with np.errstate(invalid="ignore"):  # a kernel may give a signalling NaN
-                return self.size - int(np.count_nonzero(different(self.observed, given)))
+    def differing(self, rules: Rules, memory: Memory | None = None) -> np.ndarray:
+        """Which outputs are not those of the rules."""
+        return self._differing(compute(self.case, rules, at=self.at, memory=memory))
 
-        return memory.get((self.observed, given), "equal", count)
+    def _differing(self, given: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # a kernel may give a signalling NaN
+            return different(self.observed, given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +88,9 @@ def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked |
         output = subject.gemm(asked)
     except (NotOffered, MissingExtraError) as reason:
         return NoAnswer(reason=str(reason), is_refusal=True)
-    except Exception as error:  # a subject may raise anything
+    except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
+        if isinstance(error, OperandError) and not subject.takes_any_size:  # ours, which says what it takes
+            return NoAnswer(reason=str(error), is_refusal=True)
         reason = f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
         return NoAnswer(reason=reason, is_refusal=False, is_lost=isinstance(error, (ProcessEnded, TimedOut)))
     fault = shape_fault(output, np.empty(asked.output_shape, dtype_of(asked.out_dtype)))

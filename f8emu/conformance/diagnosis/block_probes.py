@@ -4,13 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.probe import Probe, known, taken_back, tie_of_a_step
+from f8emu.conformance.diagnosis.probe import MANY, Probe, alternating, known, taken_back, tie_of_a_step
+from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.distributions import draw_codes, rng
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Format, Granularity
 
 _LONG_K = 3584
 """28 blocks. Slices in multiples of 512, as beside 128x128 scales, are 2048, 1536, 1024 and 512 long [CHAIN-3]."""
+_TAIL_K = 496
+"""Rounded down to a multiple of 32, 64, 128, 256 and 512 it is another number each time."""
 _SQUARE = 128
 
 
@@ -18,7 +21,6 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     """The probes of a pair of granularities; 12 columns of 8 rows are looked at, from two blocks of columns."""
     m, n = (8, 136) if takes_any_size else (128, 256)
     columns = np.array([0, 1, 2, 3, 63, 127, 128, 129, 130, 131, 134, 135])
-    at = np.arange(8), columns
 
     def probe(
         name: str,
@@ -28,6 +30,7 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
         scale_b: np.ndarray,
         needs_all: bool = False,
         out_dtypes: tuple[Format, ...] = (FLOAT32, BFLOAT16, FLOAT16),
+        at: Part | None = None,
     ) -> Probe:
         case = GemmCase(
             id=name,
@@ -39,7 +42,8 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
             granularity_a=pair[0],
             granularity_b=pair[1],
         )
-        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=(at[0], columns[columns < len(b)]))
+        part = at or (np.arange(8), columns[columns < len(b)])
+        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=part)
 
     def codes(distribution: str, k: int) -> tuple[np.ndarray, np.ndarray]:
         return (
@@ -47,11 +51,13 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
             draw_codes(distribution, (n, k), E4M3FN, "probe blocks b"),
         )
 
-    def scales(k: int, exponents: tuple[int, int] = (-9, 5)) -> tuple[np.ndarray, np.ndarray]:
+    def scales(
+        k: int, exponents: tuple[int, int] = (-9, 5), rows: tuple[int, int] = (m, n)
+    ) -> tuple[np.ndarray, np.ndarray]:
         r = rng("probe blocks", pair[0].value, pair[1].value, k)
         found = []
-        for side, rows in zip(pair, (m, n), strict=True):
-            shape = side.scale_shape(rows, k)
+        for side, count in zip(pair, rows, strict=True):
+            shape = side.scale_shape(count, k)
             found.append((r.uniform(1, 2, shape) * np.exp2(r.integers(*exponents, shape))).astype(np.float32))
         return found[0], found[1]
 
@@ -99,7 +105,17 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
 
     # 3. All of it, and totals of blocks and slices that take back each other.
     yield probe("scales and sums", *codes("normal", 512), *scales(512), needs_all=True)
-    yield probe("tail of K", *codes("bits", 336), *scales(336))
+    yield probe("tail of K", *codes("bits", _TAIL_K), *scales(_TAIL_K))
+    many = MANY if takes_any_size else 3 * _SQUARE
+    long_side, short_side = known(4099 + 17 * np.arange(many))
+    few = np.arange(0, 8, 7)
+    of_many = [alternating(s[:, :1].copy()) for s in scales(_TAIL_K, rows=(many, many))]
+    yield probe(
+        "many rows", long_side, short_side[:m], of_many[0], scales(128, rows=(m, m))[1], at=(np.arange(many), few)
+    )
+    yield probe(
+        "many columns", short_side[:m], long_side, scales(128, rows=(m, m))[0], of_many[1], at=(few, np.arange(many))
+    )
     yield probe("subnormal results", *codes("normal", 128), *scales(128, (-73, -71)))
     yield probe("overflow to infinity", *codes("normal", 128), *scales(128, (2, 3)), needs_all=True)
     a, b = known(np.full(n, 16383))  # times 2^114: finite in float32 alone

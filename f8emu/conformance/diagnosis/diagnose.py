@@ -4,71 +4,17 @@
 single alterations first, all that explain every bit; where none does, a second and a third on top of the best.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterable
+from dataclasses import replace
 
-from f8emu.conformance.diagnosis.altered import Memory
-from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
-from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations
+from f8emu.conformance.diagnosis.asked import NoAnswer, ask
+from f8emu.conformance.diagnosis.hypotheses import Alteration
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
-from f8emu.conformance.diagnosis.rules import Rules, rules_of
+from f8emu.conformance.diagnosis.search import Diagnosis, Search, failed
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress
 from f8emu.spec import HOPPER, Chip
-
-_SECOND, _THIRD = 4, 2
-"""How many of the best are tried with a second, and with a third alteration."""
-_TRIED = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """One hypothesis and how far it goes."""
-
-    alterations: tuple[str, ...]
-    sentence: str
-    outputs_equal: int
-    outputs_total: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Every bit is explained."""
-        return self.outputs_equal == self.outputs_total
-
-    @property
-    def share(self) -> float:
-        """Of the outputs that it explains."""
-        return self.outputs_equal / self.outputs_total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """One kind of GEMM of a subject."""
-
-    kind: str
-    cases: int
-    outputs_equal: int
-    """Under the chip's own rules."""
-    outputs_total: int
-    best: Explanation | None
-    """None: it follows the chip's rules, or it failed."""
-    tried: tuple[Explanation, ...]
-    """The best first. All alterations are among them that explain every bit alone."""
-    left_out: str = ""
-    """How many probes the subject failed on, and how on the first: the rest is diagnosed."""
-    error: str = ""
-    """What the subject failed with where no probe is left that tells anything; then nothing is diagnosed."""
-
-    @property
-    def alternatives(self) -> tuple[Explanation, ...]:
-        """What else explains every bit: the probes do not tell these apart."""
-        return tuple(one for one in self.tried if one.is_complete and one != self.best)
-
-    @property
-    def is_right(self) -> bool:
-        """It follows the chip's rules."""
-        return not self.error and self.outputs_equal == self.outputs_total
 
 
 def diagnose(
@@ -97,198 +43,11 @@ def diagnose(
             # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
             # explains one kind is tried on the next.
             name = f"{subject.name}: {kind.name}"
-            search = _Search(answers.asked, chip, memory, progress, name, tuple(hints.values()))
+            search = Search(answers.asked, chip, memory, progress, name, tuple(hints.values()))
             search.is_thorough = all(one.best is None or one.best.is_complete for one in found)
             one = replace(search.run(kind.name), left_out=answers.left_out)
             if one.left_out and one.is_right:
                 one = failed(kind.name, f"no probe that is left differs; {one.left_out}")
             found.append(one)
             hints |= {tuple(step.name for step in steps): steps for steps in search.found if len(steps) > 1}
-    return tuple(found)
-
-
-def failed(kind: str, error: str) -> Diagnosis:
-    """Nothing is known but this."""
-    return Diagnosis(kind=kind, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=error)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
-    steps: tuple[Alteration, ...]
-    equal: tuple[int, ...]
-    """Outputs of each probe."""
-
-    @property
-    def outputs_equal(self) -> int:
-        return sum(self.equal)
-
-
-class _Search:
-    """Single alterations, then on the best of them a second, then a third.
-
-    Most hypotheses miss the first probe that they are put to: one that explains every bit is looked for in this way,
-    and only where none does are shares counted.
-    """
-
-    def __init__(
-        self,
-        asked: Sequence[Asked],
-        chip: Chip,
-        memory: Memory,
-        progress: Progress | None,
-        name: str,
-        hints: tuple[tuple[Alteration, ...], ...],
-    ) -> None:
-        self.memory, self.progress, self.name = memory, progress, name
-        self.hints = hints
-        self.is_thorough = True
-        self.found: list[tuple[Alteration, ...]] = []
-        self.total = sum(one.size for one in asked)
-        right = [rules_of(chip, one.case) for one in asked]
-        self.right = tuple(dict.fromkeys(right))  # few: most probes are of one kind
-        self.asked = [(one, self.right.index(rules)) for one, rules in zip(asked, right, strict=True)]
-        own = self._counted(())
-        order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))
-        self.asked = [self.asked[i] for i in order]  # those that differ first, and of them the quick ones
-        self.own = _Tried(steps=(), equal=tuple(own.equal[i] for i in order))
-
-    def run(self, kind: str) -> Diagnosis:
-        tried = [] if self.own.outputs_equal == self.total else self._searched()
-        ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
-        self.found = [one.steps for one in ranked[:1]]
-        complete = sum(one.outputs_equal == self.total for one in ranked)
-        explained = tuple(_explanation(one, self.total) for one in ranked[: max(_TRIED, complete)])
-        return Diagnosis(
-            kind=kind,
-            cases=len(self.asked),
-            outputs_equal=self.own.outputs_equal,
-            outputs_total=self.total,
-            best=self._best(ranked),
-            tried=explained,
-        )
-
-    def _best(self, ranked: list[_Tried]) -> Explanation | None:
-        """The first that is complete; otherwise one more alteration must halve what is unexplained."""
-        if self.own.outputs_equal == self.total:
-            return None
-        if ranked and ranked[0].outputs_equal == self.total:
-            return _explanation(ranked[0], self.total)
-        best = self.own
-        for count in (1, 2, 3):
-            more = next((one for one in ranked if len(one.steps) == count), None)
-            if more is not None and 2 * (self.total - more.outputs_equal) <= self.total - best.outputs_equal:
-                best = more
-        if best is self.own and ranked and ranked[0].outputs_equal > best.outputs_equal:
-            best = next(one for one in ranked if len(one.steps) == 1)
-        return _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
-
-    def _searched(self) -> list[_Tried]:
-        complete = list(self._complete([self.own], "one alteration"))
-        if complete:
-            return complete
-        hinted = [self._counted(steps) for steps in self.hints]
-        explained = [one for one in hinted if one.outputs_equal == self.total]
-        if explained:
-            return [self._reduced(explained[0])]
-        counted = self._counted_level([self.own], "one alteration, counted")
-        singles = self._better(counted, self.own)
-        complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=_plainness)
-        if complete or not self.is_thorough:
-            return [*complete, *hinted, *counted]
-        pairs: list[_Tried] = []
-        if singles:
-            pairs = self._better(self._counted_level(singles[:1], "two alterations, counted"), singles[0])
-            complete = list(islice(self._complete(pairs[:_THIRD], "three alterations"), 1))
-        return [*map(self._reduced, complete), *hinted, *counted, *pairs]
-
-    def _reduced(self, complete: _Tried) -> _Tried:
-        """Without the steps that every bit is explained without."""
-        for step in complete.steps:
-            fewer = tuple(other for other in complete.steps if other is not step)
-            if fewer and self._is_complete(self._rules(fewer)):
-                return self._reduced(replace(complete, steps=fewer))
-        return complete
-
-    def _is_complete(self, rules: tuple[Rules, ...]) -> bool:
-        return all(self._equal(one, rules[kind]) == one.size for one, kind in self.asked)
-
-    def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
-        """Those that explain more than a base does, the best first."""
-        sizes = [one.size for one, _ in self.asked]
-        better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
-        return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
-
-    def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
-        """Those that explain every bit, with one alteration more than a base has."""
-        for steps, rules in self._more(bases, title):
-            if self._is_complete(rules):
-                yield _Tried(steps=steps, equal=tuple(one.size for one, _ in self.asked))
-
-    def _counted_level(self, bases: list[_Tried], title: str) -> list[_Tried]:
-        return [self._counted(steps) for steps, _ in self._more(bases, title)]
-
-    def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
-        """Every base with every alteration that alters something, each set of rules once."""
-        if self.progress is not None:
-            self.progress.begin(self.name, title, len(bases) * len(alterations()))
-        seen = {self._rules(base.steps) for base in bases}
-        for base in bases:
-            base_rules = self._rules(base.steps)
-            for alteration in alterations():
-                if self.progress is not None:
-                    self.progress.advance()
-                if base.steps and alteration.is_of_chip:
-                    continue
-                steps = (*base.steps, alteration)
-                rules = self._rules(steps)
-                is_odd = any(step.is_of_chip for step in base.steps) and not _has_same_model(rules, base_rules)
-                if rules not in seen and not is_odd:
-                    seen.add(rules)
-                    yield steps, rules
-
-    def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
-        """Those of `self.right`, altered."""
-        found = self.right
-        for alteration in steps:
-            found = tuple(map(alteration.change, found))
-        return found
-
-    def _counted(self, steps: tuple[Alteration, ...]) -> _Tried:
-        rules = self._rules(steps)
-        return _Tried(steps=steps, equal=tuple(self._equal(one, rules[kind]) for one, kind in self.asked))
-
-    def _equal(self, one: Asked, rules: Rules) -> int:
-        return one.outputs_equal(rules, self.memory)
-
-
-def _has_same_model(rules: tuple[Rules, ...], others: tuple[Rules, ...]) -> bool:
-    """What adds is the same: a chip's accumulation that is changed again is no chip's."""
-    return all(one.model == other.model for one, other in zip(rules, others, strict=True))
-
-
-def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
-    """Whole probes count first: each stands for one concern."""
-    return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
-
-
-def _plainness(tried: _Tried) -> int:
-    """Of explanations that are complete the plainer is the one that needs no late alteration."""
-    return max(alterations().index(step) for step in tried.steps)
-
-
-def _explanation(tried: _Tried, total: int) -> Explanation:
-    return Explanation(
-        alterations=tuple(step.name for step in tried.steps),
-        sentence="it " + "; and it ".join(step.sentence for step in tried.steps),
-        outputs_equal=sum(tried.equal),
-        outputs_total=total,
-    )
-
-
-def _unexplained(own: _Tried, total: int) -> Explanation:
-    return Explanation(
-        alterations=(),
-        sentence="none of the alterations that the suite knows explains more than the chip's own rules",
-        outputs_equal=sum(own.equal),
-        outputs_total=total,
-    )
+    return tuple(replace(one, engine=subject.engine) for one in found)

@@ -4,20 +4,21 @@
 2. What is left - the bits of a sum, scales, bias, output, subnormals - has few possibilities: each is chosen by the
    probes that show it.
 3. The whole is put to random GEMMs that took no part in this, and every output is compared.
-4. The same GEMM with more and more rows: do bits of a row depend on how many rows there are (batch invariance)?
+4. The same GEMM with more and more rows: do bits of a row depend on how many rows there are (batch invariance)? Do the
+   rules hold there, with more columns, and with a longer K?
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
-from f8emu.conformance.diagnosis.altered import Memory
 from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
-from f8emu.conformance.diagnosis.batch_invariance import MS, RowsAtM, rows_at
-from f8emu.conformance.diagnosis.confirmation import confirmed
+from f8emu.conformance.diagnosis.confirmation import Confirmation, confirmation
 from f8emu.conformance.diagnosis.hypotheses import alterations
+from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
+from f8emu.conformance.diagnosis.sizes import MS, AtSize, at_sizes
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.conformance.verify import Progress
 from f8emu.spec import HOPPER, Chip
@@ -45,25 +46,37 @@ class Fitted:
     measured: tuple[Measured, ...] = ()
     follows: str = ""
     """The chip whose rules these are."""
-    outputs_equal: int = 0
-    """Of random GEMMs that took no part in the measurement."""
-    outputs_total: int = 0
-    rows: tuple[RowsAtM, ...] = ()
+    random: Confirmation | None = None
+    """Of GEMMs that took no part in the measurement; None: not yet asked."""
+    sizes: tuple[AtSize, ...] = ()
     left_out: str = ""
     """How many probes the kernel failed on, and how on the first: the rest was measured."""
     error: str = ""
 
     @property
+    def holds_on_random(self) -> bool:
+        """Every bit of the random GEMMs, of which there were some."""
+        found = self.random
+        return not self.error and found is not None and 0 < found.outputs_total == found.outputs_equal
+
+    @property
+    def missed(self) -> tuple[AtSize, ...]:
+        """The sizes at which rules do not hold that random GEMMs confirm."""
+        return tuple(one for one in self.sizes if one.misses and self.holds_on_random)
+
+    @property
     def is_confirmed(self) -> bool:
-        """Every bit of the random GEMMs."""
-        return not self.error and self.outputs_total > 0 and self.outputs_equal == self.outputs_total
+        """By all that was asked: random GEMMs, one of them twice, and every size that is offered."""
+        is_steady = self.random is not None and not self.random.unsteady
+        return self.holds_on_random and is_steady and not any(one.misses or one.has_failed for one in self.sizes)
 
     @property
     def is_batch_invariant(self) -> bool | None:
         """Bits of a row are the same for every M that was tried, and none failed; None if fewer than two ran."""
-        if any(one.has_failed for one in self.rows):
+        rows = [one for one in self.sizes if one.dimension == "M"]
+        if any(one.has_failed for one in rows):
             return False
-        ran = [one for one in self.rows if not one.reason]
+        ran = [one for one in rows if not one.reason]
         return None if len(ran) < 2 else all(one.is_same for one in ran)
 
 
@@ -82,6 +95,11 @@ class Fit:
     def is_confirmed(self) -> bool:
         """Something was fitted, and all of it was confirmed."""
         return bool(self.kinds) and not self.is_interrupted and all(kind.is_confirmed for kind in self.kinds)
+
+    @property
+    def misses(self) -> bool:
+        """Rules that random GEMMs confirm do not hold at another size."""
+        return any(kind.missed for kind in self.kinds)
 
 
 def fit(
@@ -128,7 +146,7 @@ def _fitted(
         bits = aligned_fraction_bits(subject, kind)
     except NotOffered:
         order, bits = None, None
-    except Exception as error:  # a subject may raise anything
+    except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
         yield Fitted(kind=kind.name, error=f"order of adding: raised {type(error).__name__}: {str(error)[:200]}")
         return
     rules, measured = _of_order(right, order, bits)
@@ -138,16 +156,15 @@ def _fitted(
     known = replace(known, rules=rules, measured=(*measured, *chosen), follows=chip.name if rules == right else "")
     yield known
     _begin(progress, name, "random GEMMs", 1)
-    counts = confirmed(subject, kind, rules)
-    if isinstance(counts, str):
-        yield replace(known, error=counts)
-        return
-    known = replace(known, outputs_equal=counts[0], outputs_total=counts[1])
+    found = confirmation(subject, kind, rules)
+    known = replace(known, random=found, error=found.failure)
     yield known
-    _begin(progress, name, "rows", len(ms))
-    for one in rows_at(subject, kind, rules, ms):
+    if known.error:
+        return
+    _begin(progress, name, "sizes", len(set(ms)) + 2)
+    for one in at_sizes(subject, kind, rules, ms):
         _advance(progress)
-        known = replace(known, rows=(*known.rows, one))
+        known = replace(known, sizes=(*known.sizes, one))
         yield known
 
 

@@ -5,16 +5,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.altered import Part
+from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.distributions import dtype_of, rng
 from f8emu.conformance.gemm import GemmCase
 from f8emu.spec import E4M3FN, HOPPER, Format, Granularity
 
-SHORT_K, MIDDLE_K, LONG_K = 128, 144, 2304
+SHORT_K, MIDDLE_K, LONG_K = 128, 240, 2304
 """One promotion; a tail of promotion and step; many promotions, but too short for a library to split [PLAN-2].
 
-Slices of 2304, in multiples of 128, are 1152, 768, 640 and 384 long: none is a promotion that the suite knows.
+Rounded down to a multiple of 32, 64, 128 and 256, 240 is another number each time. Slices of 2304, in multiples of 128,
+are 1152, 768, 640 and 384 long: none is a promotion that the suite knows.
 """
+MANY = 288
+"""Rows or columns of several tiles, of 256 too, the last one not full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,12 @@ def tie_of_a_step(fmt: Format, rows: int) -> tuple[np.ndarray, np.ndarray]:
     a[:, -31], b[:, -31] = 1, 2.0 ** (4 - fmt.fraction_bits)
     a[:, -32], b[:, -32] = 2.0 ** -(1 + np.arange(rows) % 8), 2.0**-6
     return codes_of_values(a), codes_of_values(b)
+
+
+def alternating(x: np.ndarray) -> np.ndarray:
+    """Every second number with the other sign, the first one too."""
+    signs = np.where(np.arange(x.size) % 2 == 0, -1, 1).astype(x.dtype)
+    return x * signs.reshape(x.shape)
 
 
 def taken_back(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

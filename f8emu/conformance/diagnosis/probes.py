@@ -16,15 +16,18 @@ import numpy as np
 from f8emu.conformance.diagnosis.block_probes import block_probes
 from f8emu.conformance.diagnosis.probe import (
     LONG_K,
+    MANY,
     MIDDLE_K,
     SHORT_K,
     Kind,
     Probe,
+    alternating,
     codes_of_values,
     known,
     taken_back,
     tie_of_a_step,
 )
+from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.distributions import draw, draw_codes, dtype_of, rng
 from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, Granularity
@@ -33,6 +36,7 @@ SIZE = 16
 """Rows and columns of a probe without block scales."""
 _PART_OF_LONG = np.arange(8), np.arange(8, 16)
 """What is looked at of a long one."""
+_FEW = np.array([0, SIZE - 1])
 _ONE = np.ones((1, 1), np.float32)
 
 
@@ -79,6 +83,7 @@ def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         "many magnitudes": _many_magnitudes(),
         "specials": drawn("specials", MIDDLE_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
+        "mixed formats, b E5M2": drawn("bits", MIDDLE_K, (E4M3FN, E5M2)),
     }
     return {name: (a, b) for name, (a, b) in pairs.items()}
 
@@ -113,13 +118,15 @@ def _dense(kind: Kind) -> Iterator[Probe]:
         bias: np.ndarray | None = None,
         out_dtypes: tuple[Format, ...] = types,
         needs_all: bool = False,
+        at: Part | None = None,
     ) -> Probe:
         a, b = operands
         scale_a, scale_b = scales
         if kind.pair[0] is Granularity.ROWWISE:
-            scale_a, scale_b = scale_a.repeat(SIZE // len(scale_a), 0), scale_b.repeat(SIZE // scale_b.shape[1], 1)
+            scale_a = scale_a.repeat(len(a) // len(scale_a), 0)
+            scale_b = scale_b.repeat(len(b) // scale_b.shape[1], 1)
         if kind.with_bias and bias is None:
-            bias = np.zeros(SIZE, np.float32)
+            bias = np.zeros(len(b), np.float32)
         case = GemmCase(
             id=name,
             mode=Mode(kind.pair[0].value),
@@ -132,24 +139,31 @@ def _dense(kind: Kind) -> Iterator[Probe]:
             bias=bias if kind.with_bias else None,
             use_fast_accum=kind.use_fast_accum,
         )
-        at = _PART_OF_LONG if a.shape[1] == LONG_K else None
-        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=at)
+        part = _PART_OF_LONG if a.shape[1] == LONG_K else at
+        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=part)
 
     operands = _operands()
     drawn = _scales(kind.pair[0])
     adding = ["one step", "one step of one sign", "one chain", "middle", "every code", "long", "long, one binade"]
-    for name in (*adding, "specials"):
+    for name in (*adding, "specials", "mixed formats", "mixed formats, b E5M2"):
         yield probe(name, operands[name])
     for fmt in narrow:
         yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
     yield probe("many magnitudes", operands["many magnitudes"])
-    yield probe("mixed formats", operands["mixed formats"])
     known_codes = known(rng("known", kind.pair[0].value).integers(0, 1 << 14, SIZE))
     yield probe("scales", known_codes, drawn, needs_all=True)
     yield probe("scales and sums", operands["middle"], drawn, needs_all=True)
     for fmt in narrow:
         for number, (integers, scales) in enumerate(_straddling(kind.pair[0], fmt)):
             yield probe(f"scales beside a tie {number}", known(integers), scales, out_dtypes=(fmt,))
+    # Exact in any order: a library may have another for one row.
+    exact = np.exp2(np.floor(np.log2(drawn[0][:1]))), np.exp2(np.floor(np.log2(drawn[1])))
+    yield probe("one row", (known_codes[0][:1], known_codes[1]), exact)
+    many, of_many = _many(), _scales(kind.pair[0], MANY)
+    of_rows, of_columns = (alternating(scale) for scale in of_many)
+    biases = draw("normal", (1, MANY), FLOAT32, "probe many")[0] * np.float32(4096)
+    yield probe("many rows", (many[0], many[1][:SIZE]), (of_rows, _ONE), at=(np.arange(MANY), _FEW))
+    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(_FEW, np.arange(MANY)))
     yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
     yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
     yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
@@ -168,9 +182,15 @@ def _power(exponent: int) -> np.ndarray:
 
 
 @cache
-def _scales(granularity: Granularity) -> tuple[np.ndarray, np.ndarray]:
+def _many() -> tuple[np.ndarray, np.ndarray]:
+    """Operands whose accumulators are another number in each row, whatever adds them."""
+    return known(4099 + 17 * np.arange(MANY))
+
+
+@cache
+def _scales(granularity: Granularity, rows: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
     """Of any significand; rows and columns differ in magnitude."""
-    size = 1 if granularity is Granularity.TENSORWISE else SIZE
+    size = 1 if granularity is Granularity.TENSORWISE else rows
     r = rng("probe scales", granularity.value)
     found = [r.uniform(1, 2, size) * np.exp2(r.integers(-7, 4, size)) for _ in "ab"]
     return found[0].astype(np.float32)[:, None], found[1].astype(np.float32)[None]

@@ -4,8 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from f8emu.conformance.diagnosis.diagnose import Diagnosis, Explanation, diagnose, failed
+from f8emu.conformance.breakdown.breakdown import percent
+from f8emu.conformance.breakdown.contrast import Contrast
+from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
+from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, failed
+from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress, Result, Status
 from f8emu.environment import devices, versions
@@ -13,7 +17,7 @@ from f8emu.environment import devices, versions
 if TYPE_CHECKING:
     from rich.table import Table
 
-FIT_SCHEMA = 1
+FIT_SCHEMA = 2
 """Version of the JSON layout of a fit."""
 _GEMM_STAGES = ("golden", "gemms", "live")
 
@@ -42,45 +46,75 @@ def diagnosed(
 
 
 def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
-    """What each kind of GEMM does instead, one paragraph a subject."""
+    """What the kinds of GEMM do instead, one paragraph a subject; kinds that do the same are one line."""
     for name, kinds in diagnoses.items():
-        yield f"{name}, diagnosed on small GEMMs:"
-        unexplained: dict[tuple[str, ...], list[Diagnosis]] = {}
-        for kind in kinds:
-            if kind.best is None or kind.best.is_complete:
-                yield from _kind_lines(kind)
-            else:
-                unexplained.setdefault(kind.best.alterations, []).append(kind)
-        for alike in unexplained.values():
-            yield from _unexplained_lines(alike)
+        is_interpreted = any(INTERPRETED in kind.engine for kind in kinds)
+        yield f"{name}, diagnosed on small GEMMs{f' {INTERPRETED}' if is_interpreted else ''}:"
+        alike: dict[object, list[Diagnosis]] = {}
+        for kind in sorted(kinds, key=lambda kind: kind.best is not None and not kind.best.is_complete):
+            found = kind.best
+            others = tuple(one.alterations for one in kind.alternatives)
+            left = None if found is None or found.left is None else found.left.names
+            key = kind.error, found and (found.alterations, found.is_complete, kind.is_nearly_explained, others, left)
+            alike.setdefault(key, []).append(kind)
+        for same in alike.values():
+            every = len(same) == len(kinds) > 1
+            yield from _lines_of(same, f"all {len(same)} kinds of GEMM" if every else ", ".join(k.kind for k in same))
         yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
-        if kinds and all(kind.is_right for kind in kinds):
+        if not kinds:
+            yield "  no GEMM that is probed is offered: nothing is known of what differs"
+        elif all(kind.is_right for kind in kinds):
             yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
 
-def _kind_lines(kind: Diagnosis) -> Iterator[str]:
-    if kind.error:
-        yield f"  {kind.kind}: not diagnosed: {kind.error}"
+def _lines_of(alike: Sequence[Diagnosis], kinds: str) -> Iterator[str]:
+    """Kinds of which the same is known, in three lines at most."""
+    first = alike[0]
+    if first.error:
+        yield f"  {kinds}: not diagnosed: {first.error}"
         return
-    if kind.best is None:
-        yield f"  {kind.kind}: follows the chip's rules, {_shares(kind.outputs_equal, kind.outputs_total)}"
+    total = sum(kind.outputs_total for kind in alike)
+    best = first.best
+    if best is None:
+        yield f"  {kinds}: {'follow' if len(alike) > 1 else 'follows'} the chip's rules, {_shares(total, total)}"
         return
-    equal = _shares(kind.best.outputs_equal, kind.best.outputs_total)
-    yield f"  {kind.kind}: explained: {_names(kind.best.alterations)}, {equal}: {kind.best.sentence}"
-    if kind.alternatives:
-        others = ", or ".join(_names(one.alterations) for one in kind.alternatives)
-        yield f"    the same bits on every probe: {others}"
+    equal = sum(kind.best.outputs_equal for kind in alike if kind.best is not None)
+    names, shares = _names(best.alterations), _shares(equal, total)
+    if best.is_complete:
+        yield f"  {kinds}: explained: {names}, {shares}: {best.sentence}"
+        if first.alternatives:
+            others = ", or ".join(_names(one.alterations) for one in first.alternatives)
+            yield f"    the same bits on every probe: {others}"
+        return
+    if not best.alterations:
+        said = f"NOT EXPLAINED, {shares} under the chip's rules{_left(alike, 'differs')}; {best.sentence}"
+    elif first.is_nearly_explained:
+        near = f"nearly explained, {percent(equal / total)}: {names}{_left(alike, 'is left')}"
+        said = f"{near}; {shares}: {best.sentence}"
+    else:
+        said = f"NOT EXPLAINED, best: {names}, {shares}: {best.sentence}{_left(alike, 'is left')}"
+    yield f"  {kinds}: {said}"
+    differ = first.outputs_total - first.outputs_equal
+    for other in first.tried[:3]:
+        if other.alterations != best.alterations and 10 * (other.outputs_equal - first.outputs_equal) >= differ:
+            whose = f" ({first.kind})" if len(alike) > 1 else ""
+            shares = _shares(other.outputs_equal, other.outputs_total)
+            yield f"    also tried: {_names(other.alterations)}, {shares}{whose}"
 
 
-def _unexplained_lines(alike: Sequence[Diagnosis]) -> Iterator[str]:
-    """Kinds whose best hypothesis is the same, in three lines at most."""
-    bests = [kind.best for kind in alike if kind.best is not None]
-    equal = _shares(sum(one.outputs_equal for one in bests), sum(one.outputs_total for one in bests))
-    kinds = ", ".join(kind.kind for kind in alike)
-    yield f"  {kinds}: NOT EXPLAINED, best: {_names(bests[0].alterations)}, {equal}: {bests[0].sentence}"
-    for other in [one for one in alike[0].tried if one != alike[0].best][:2]:
-        whose = f" ({alike[0].kind})" if len(alike) > 1 else ""
-        yield f"    also tried: {_names(other.alterations)}, {_shares(other.outputs_equal, other.outputs_total)}{whose}"
+def _left(alike: Sequence[Diagnosis], verb: str) -> str:
+    """What the outputs have in common that are not explained; the same trait in all of these kinds."""
+    left = [kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None]
+    return f"; what {verb} has {contrast_words(*left)}" if left else ""
+
+
+def contrast_words(*alike: Contrast) -> str:
+    """`K above 240 (8.9 % of the outputs there differ, 0 % of all others)`, of several of one name together."""
+    inside, outside = (
+        percent(sum(differ for differ, _ in side) / sum(total for _, total in side))
+        for side in ([one.inside for one in alike], [one.outside for one in alike])
+    )
+    return f"{alike[0].name} ({inside} of the outputs there differ, {outside} of all others)"
 
 
 def _names(alterations: Sequence[str]) -> str:
@@ -114,6 +148,9 @@ def _explanation_json(one: Explanation) -> dict[str, Any]:
         "sentence": one.sentence,
         "outputs_equal": one.outputs_equal,
         "outputs_total": one.outputs_total,
+        "left": None
+        if one.left is None
+        else {"has": one.left.name, "there": one.left.inside, "elsewhere": one.left.outside},
     }
 
 
@@ -134,45 +171,57 @@ def fit_table(kind: Fitted) -> "Table":
 
 
 def fit_lines(kind: Fitted) -> Iterator[str]:
-    """Whether the rules were confirmed, and whether they change with the number of rows."""
+    """Whether the rules were confirmed, whether they hold at other sizes, and whether M changes bits."""
     if kind.error:
         yield f"{kind.kind}: failed: {kind.error}"
         return
     if kind.left_out:
         yield f"{kind.kind}: left out: {kind.left_out}"
-    if kind.outputs_total:
-        said = "confirmed" if kind.is_confirmed else "NOT CONFIRMED"
+    found = kind.random
+    if found is not None:
+        shares = _shares(found.outputs_equal, found.outputs_total)
         whose = f", the rules of {kind.follows}" if kind.follows and kind.is_confirmed else ""
-        yield f"{kind.kind}: {said} on random GEMMs, {_shares(kind.outputs_equal, kind.outputs_total)}{whose}"
+        said = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
+        if not found.outputs_total:
+            said, shares = "NOT CONFIRMED", "no random GEMM is offered"
+        left = f"; what differs has {contrast_words(found.left)}" if found.left is not None else ""
+        yield f"{kind.kind}: {said}, {shares}{whose}{left}"
+        if found.unsteady:
+            yield f"  CONTRADICTS ITSELF: {found.unsteady}"
+    ran = [one for one in kind.sizes if not one.reason or one.has_failed]
     if kind.is_batch_invariant is not None:
         said = "do not depend" if kind.is_batch_invariant else "DEPEND"
-        ran = [one for one in kind.rows if not one.reason or one.has_failed]
-        yield f"{kind.kind}: bits of a row {said} on M ({', '.join(str(one.m) for one in ran)})"
-        for one in ran:
-            if one.has_failed:
-                yield f"  M = {one.m}: FAILED: {one.reason}"
-            elif not one.is_same or one.outputs_equal != one.outputs_total:
-                same = "the bits of the largest M" if one.is_same else "other bits than with the largest M"
-                slices = "no split explains them" if one.split_k is None else f"explained by split-K {one.split_k}"
-                equal = _shares(one.outputs_equal, one.outputs_total)
-                yield f"  M = {one.m}: {same}; {equal} under the rules; {slices}"
-    for one in kind.rows:
-        if one.reason and not one.has_failed:
-            yield f"  M = {one.m}: not run: {one.reason}"
+        sizes = ", ".join(str(one.size) for one in ran if one.dimension == "M")
+        yield f"{kind.kind}: bits of a row {said} on M ({sizes})"
+    for one in ran:
+        if one.has_failed:
+            yield f"  {one.name}: FAILED: {one.reason}"
+        elif not one.is_same or (kind.holds_on_random and one.outputs_equal != one.outputs_total):
+            same = "" if one.dimension != "M" else "the bits of the largest M; "
+            same = same if one.is_same else "other bits than with the largest M; "
+            slices = "MISSES THE RULES, no split explains it" if one.misses else f"explained by split-K {one.split_k}"
+            yield f"  {one.name}: {same}{_shares(one.outputs_equal, one.outputs_total)} under the rules; {slices}"
+    yield from (f"  {one.name}: not run: {one.reason}" for one in kind.sizes if one.reason and not one.has_failed)
 
 
 def fit_verdict(fit: Fit) -> str:
-    """The last line."""
+    """The last line: what is true of all that was asked."""
+    where = f" {INTERPRETED}" if INTERPRETED in fit.engine else ""
     if not fit.kinds:
         why = f": {fit.reason}" if fit.reason else ""
         return f"{fit.subject}: {'INTERRUPTED, ' if fit.is_interrupted else ''}nothing to fit: no GEMM is offered{why}"
-    confirmed = [kind.kind for kind in fit.kinds if kind.is_confirmed]
-    missing = [kind.kind for kind in fit.kinds if not kind.is_confirmed]
-    varying = [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]
-    said = [f"{len(confirmed)} of {len(fit.kinds)} kinds of GEMM confirmed"]
-    said += [f"not confirmed: {', '.join(missing)}"] * bool(missing)
-    said += [f"bits depend on M: {', '.join(varying)}"] * bool(varying)
+    said = [f"{sum(kind.is_confirmed for kind in fit.kinds)} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
+    for what, kinds in (
+        ("not confirmed", [kind.kind for kind in fit.kinds if not kind.is_confirmed and not kind.missed]),
+        ("MISS THE RULES at another size", [_missed(kind) for kind in fit.kinds if kind.missed]),
+        ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
+    ):
+        said += [f"{what}: {', '.join(kinds)}"] * bool(kinds)
     return f"{'INTERRUPTED, ' if fit.is_interrupted else ''}{fit.subject}: {'; '.join(said)}"
+
+
+def _missed(kind: Fitted) -> str:
+    return f"{kind.kind} ({', '.join(one.name for one in kind.missed)})"
 
 
 def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -197,12 +246,16 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
                 "in_words": [] if kind.rules is None else list(kind.rules.lines()),
                 "follows": kind.follows,
                 "measured": [{"name": one.name, "value": one.value, "evidence": one.evidence} for one in kind.measured],
-                "outputs_equal": kind.outputs_equal,
-                "outputs_total": kind.outputs_total,
+                "outputs_equal": 0 if kind.random is None else kind.random.outputs_equal,
+                "outputs_total": 0 if kind.random is None else kind.random.outputs_total,
+                "unsteady": "" if kind.random is None else kind.random.unsteady,
+                "confirmed": kind.is_confirmed,
                 "batch_invariant": kind.is_batch_invariant,
-                "rows": [
+                "sizes": [
                     {
-                        "m": one.m,
+                        "dimension": one.dimension,
+                        "size": one.size,
+                        "misses": one.misses,
                         "same_bits": one.is_same,
                         "outputs_equal": one.outputs_equal,
                         "outputs_total": one.outputs_total,
@@ -210,7 +263,7 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
                         "reason": one.reason,
                         "failed": one.has_failed,
                     }
-                    for one in kind.rows
+                    for one in kind.sizes
                 ],
             }
             for kind in fit.kinds

@@ -44,11 +44,12 @@ class ScaleOrder(Enum):
     FMA_COLUMN_FIRST = "fma(p * sb, sa, total)"
     BEFORE_DOT = "before the dot: (a * sa) @ (b * sb) in float32, each product added by FMA"
     BEFORE_DOT_BFLOAT16 = "before the dot: (a * sa) @ (b * sb) in bfloat16"
+    EACH_PRODUCT = "on each product: the float32 sum of (a * b * sa) * sb, every step rounded"
     AFTER_OUTPUT = "after the output type: round(acc) * (sa * sb)"
 
     @property
     def is_before_dot(self) -> bool:
-        return self in (ScaleOrder.BEFORE_DOT, ScaleOrder.BEFORE_DOT_BFLOAT16)
+        return self in (ScaleOrder.BEFORE_DOT, ScaleOrder.BEFORE_DOT_BFLOAT16, ScaleOrder.EACH_PRODUCT)
 
     @property
     def is_fused(self) -> bool:
@@ -73,10 +74,91 @@ class Misreading(Enum):
     SCALES_TRANSPOSED = "block scales read in the other memory order"
     SCALES_FIRST_BLOCK = "the scales of the first block of K used for all of K"
     SCALES_IGNORED = "scales not used"
+    SCALES_UNSIGNED = "the sign of a scale dropped"
     OPERANDS_SWAPPED = "a and b exchanged, scales in place"
     OUTPUT_TRANSPOSED = "the output written transposed"
-    FORMATS_SWAPPED = "the formats of a and b exchanged"
     NAN_AS_NUMBER = "NaN codes of float8_e4m3fn taken for 480"
+
+
+class Reading(Enum):
+    """The format that the codes of an operand are decoded in."""
+
+    OWN = "its own"
+    OTHER = "that of the other operand"
+    E4M3 = "float8_e4m3fn"
+    E5M2 = "float8_e5m2"
+    FNUZ = "the FNUZ format of as many bits"
+
+
+class Taken(Enum):
+    """Which place stands for place i of n, in terms of a size s. Nowhere is a scale of one, or an output of zero."""
+
+    SHIFTED = "i - s, at the ends the last one"
+    ROLLED = "i - s, at the ends round about"
+    SWAPPED = "i in the other tile of a pair of tiles of s"
+    REPEATED = "i in the first tile of s"
+    FIRST_OF_TILE = "the first of i's tile of s"
+    ONE = "s for all"
+    NOWHERE = "none"
+
+
+class Places(Enum):
+    """What has places."""
+
+    SCALES_A = "scale_a of row"
+    SCALES_B = "scale_b of column"
+    BLOCKS_A = "scale_a of block"
+    BLOCKS_B = "scale_b of block"
+    BIAS = "bias of column"
+    ROWS = "output of row"
+    COLUMNS = "output of column"
+
+    @property
+    def is_output(self) -> bool:
+        return self in (Places.ROWS, Places.COLUMNS)
+
+
+_INDEX = {
+    Places.SCALES_A: "m",
+    Places.SCALES_B: "n",
+    Places.BLOCKS_A: "g",
+    Places.BLOCKS_B: "g",
+    Places.BIAS: "n",
+    Places.ROWS: "m",
+    Places.COLUMNS: "n",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misplaced:
+    """Scales, biases or outputs that stand in the place of others."""
+
+    of: Places
+    taken: Taken
+    size: int = 0
+    start: int = 0
+    """The first place that is wrong."""
+
+    @property
+    def words(self) -> str:
+        """`scale_a of row m - 64, for m >= 64`."""
+        i = _INDEX[self.of]
+        where = f", for {i} >= {self.start}" if self.start else ""
+        if self.taken is Taken.NOWHERE:
+            return f"{self.of.value} {i} is {'zero' if self.of.is_output or self.of is Places.BIAS else 'one'}{where}"
+        match self.taken:
+            case Taken.SHIFTED | Taken.ROLLED:
+                taken = f"{i} {'-' if self.size > 0 else '+'} {abs(self.size)}"
+                taken += " round about" if self.taken is Taken.ROLLED else ""
+            case Taken.SWAPPED:
+                taken = f"{i} xor {self.size}"
+            case Taken.REPEATED:
+                taken = f"{i} mod {self.size}"
+            case Taken.FIRST_OF_TILE:
+                taken = f"{i} - {i} mod {self.size}"
+            case Taken.ONE:
+                taken = str(self.size)
+        return f"{self.of.value} {taken}{where}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +176,8 @@ class Rules:
     """[ACC-5] The sum of a step."""
     split_k: int = 1
     """[CHAIN-3]."""
+    split_above: int = 0
+    """K up to this is not split."""
     scales: ScaleOrder = ScaleOrder.PRODUCT
     """[EPI-1], [EPI-2], [EPI-5]."""
     bias: BiasRule = BiasRule.ADDED
@@ -109,6 +193,13 @@ class Rules:
     flushes_results: bool = False
     """Float32 results below the smallest normal number become zero."""
     misreads: frozenset[Misreading] = frozenset()
+    reads: tuple[Reading, Reading] = (Reading.OWN, Reading.OWN)
+    """The formats of a and b."""
+    k_less: int = 0
+    k_multiple: int = 1
+    """So much less of K, rounded down to a multiple, takes part."""
+    misplaced: tuple[Misplaced, ...] = ()
+    """At most one of each `Places`."""
 
     def lines(self) -> tuple[str, ...]:
         """These rules in words, one a line."""
@@ -124,10 +215,11 @@ class Rules:
             )
             adds = "adds exactly" if self.adder is Adder.EXACT else f"adds in float32, {lanes}"
         promotion = self.model.promote_k
+        above = f" above {self.split_above}" if self.split_above else ""
         said = [
             adds,
             "one chain over all of K" if promotion is None else f"promotes to float32 every {promotion} of K",
-            "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K",
+            "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K" + above,
             f"scales: {self.scales.value}",
             f"bias: {self.bias.value}",
             f"output: {self.output.value}" + (f", through {self.output_through}" if self.output_through else ""),
@@ -136,6 +228,14 @@ class Rules:
         said += ["subnormal codes count as zero"] * self.flushes_operands
         said += ["subnormal results become zero"] * self.flushes_results
         said += sorted(misreading.value for misreading in self.misreads)
+        said += [
+            f"{name} is read in another format: {reading.value}"
+            for name, reading in zip("ab", self.reads, strict=True)
+            if reading is not Reading.OWN
+        ]
+        said += [f"the last {self.k_less} of K are left out"] * (self.k_less > 0)
+        said += [f"K is rounded down to a multiple of {self.k_multiple}"] * (self.k_multiple > 1)
+        said += [one.words for one in self.misplaced]
         return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,10 +243,15 @@ class Rules:
         plain: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, AccumulationModel):
-                value = {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
-            elif isinstance(value, frozenset):
-                value = sorted(item.value for item in value)
+            match value:
+                case frozenset():
+                    value = sorted(item.value for item in value)
+                case tuple():
+                    value = [item.words if isinstance(item, Misplaced) else item.value for item in value]
+                case AccumulationModel():
+                    value = {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
+                case _:
+                    pass
             plain[field.name] = _plain(value)
         return plain
 

@@ -1,6 +1,6 @@
 """How a declared kernel is put to the suite: which question it is asked, its call, and what is checked around it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.distributions import dtype_of
-from f8emu.conformance.gemm import GemmCase, Mode, NotOffered
-from f8emu.conformance.kernels.faults import Guarded, check_written, unwritten
+from f8emu.conformance.gemm import Call, GemmCase, Mode, NotOffered, Placement
+from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, OperandLayout, ScaleLayout, filled
 from f8emu.spec import Format, Granularity, SpecError, format_by_name
@@ -42,6 +42,8 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if kernel.has_inverse_scales and case.scale_a is not None and case.scale_b is not None:
         case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
         changes = [*changes, "scales powers of two"]
+    if case.between:
+        case = replace(case, between=tuple(question(kernel, one) for one in case.between))
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case
 
 
@@ -51,8 +53,10 @@ def rows_run(kernel: Kernel, case: GemmCase) -> int:
     return -(-case.a.shape[0] // multiple) * multiple
 
 
-def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., np.ndarray]]:
-    """The verbs `scaled_mm` and `scaled_grouped_mm` of a kernel; the one that it has not raises NotOffered.
+def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[..., Any]]:
+    """The verbs `scaled_mm` and `scaled_grouped_mm` of a kernel, of which one raises NotOffered, and `in_turn`.
+
+    `in_turn(calls)` makes one call after the other and only then looks at what they returned: the outputs, in order.
 
     Raises:
         SpecError: its function cannot be imported, and nothing says how to install it.
@@ -63,12 +67,12 @@ def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[...
         call = _Call(kernel=kernel, framework=framework, function=function_of(kernel, framework))
     except NotOffered as reason:
         return absent(str(reason))
-    return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm}
+    return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm, "in_turn": call.in_turn}
 
 
-def absent(reason: str) -> dict[str, Callable[..., np.ndarray]]:
+def absent(reason: str) -> dict[str, Callable[..., Any]]:
     """The verbs of a kernel that is not here."""
-    return dict.fromkeys(("scaled_mm", "scaled_grouped_mm"), partial(_refused, reason))
+    return dict.fromkeys(("scaled_mm", "scaled_grouped_mm", "in_turn"), partial(_refused, reason))
 
 
 def _refused(reason: str, *args: Any, **options: Any) -> np.ndarray:
@@ -80,6 +84,12 @@ class _Laid(NamedTuple):
 
     array: np.ndarray
     column_major: bool
+    padding: int = 0
+    offset: int = 0
+
+
+_Output = Callable[[], np.ndarray]
+"""Looks at what a call returned, and at what it did beside: the output, or an exception."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +100,26 @@ class _Call:
     framework: Framework
     function: Callable[..., Any]
 
-    def scaled_mm(
+    def scaled_mm(self, *arguments: Any, **options: Any) -> np.ndarray:
+        """As the verb of that name.
+
+        Raises:
+            NotOffered: the declaration, or the kernel itself, has no such GEMM.
+            KernelFault: what the kernel did beside its output.
+        """
+        return self._scaled_mm(*arguments, **options)()
+
+    def scaled_grouped_mm(self, *arguments: Any, **options: Any) -> np.ndarray:
+        """As the verb of that name; raises as `scaled_mm`."""
+        return self._scaled_grouped_mm(*arguments, **options)()
+
+    def in_turn(self, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
+        """The outputs of several calls, looked at after the last; raises as `scaled_mm`."""
+        verbs = {"scaled_mm": self._scaled_mm, "scaled_grouped_mm": self._scaled_grouped_mm}
+        outputs: list[_Output] = [call.run(verbs) for call in calls]
+        return tuple(output() for output in outputs)
+
+    def _scaled_mm(
         self,
         a: np.ndarray,
         b: np.ndarray,
@@ -103,15 +132,12 @@ class _Call:
         out_dtype: Format,
         use_fast_accum: bool,
         split_k: int,
-    ) -> np.ndarray:
-        """As the verb of that name.
-
-        Raises:
-            NotOffered: the declaration, or the kernel itself, has no such GEMM.
-            KernelFault: what the kernel did beside its output.
-        """
+        placement: Placement | None = None,
+    ) -> _Output:
         if self.kernel.is_grouped:
             raise NotOffered(f"{self.kernel.name} multiplies groups of rows alone")
+        if placement is not None and self.framework.name == "jax":
+            raise NotOffered("where an array of JAX lies is JAX's choice")
         if split_k != 1:
             raise NotOffered("split-K is the library's choice, which an own kernel is not told")
         self._require(a, b, out_dtype, use_fast_accum, is_blockwise=granularity_a.is_blockwise)
@@ -131,9 +157,10 @@ class _Call:
                 raise NotOffered(f"{self.kernel.name} takes inverse scales, exact for powers of two alone")
 
         m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
+        at = placement or Placement()
         values: dict[Arg, Any] = {
-            Arg.A: self._operand(a, (m, k), self.kernel.a),
-            Arg.B: self._operand(b.T, (n, k), self.kernel.b),
+            Arg.A: self._operand(a, (m, k), self.kernel.a)._replace(padding=at.padding_a, offset=at.offset_a),
+            Arg.B: self._operand(b.T, (n, k), self.kernel.b)._replace(padding=at.padding_b, offset=at.offset_b),
             Arg.SCALE_A: self._scale(scale_a.reshape(_shape(scale_a, pair[0])), pair[0], (m, k), layouts[0]),
             Arg.SCALE_B: self._scale(scale_b.T.reshape(_shape(scale_b.T, pair[1])), pair[1], (n, k), layouts[1]),
             Arg.BIAS: None if bias is None else _Laid(np.pad(bias, (0, n - bias.size)), False),
@@ -141,11 +168,19 @@ class _Call:
             Arg.GRANULARITY_B: self.kernel.granularity_word(pair[1]),
         }
         if Arg.SCALE_PRODUCT in self.kernel.args:
-            values[Arg.SCALE_PRODUCT] = float((scale_a.reshape(-1) * scale_b.reshape(-1))[0])
-        output = self._run(values, (m, n), out_dtype, use_fast_accum)
-        return output[: a.shape[0], : b.shape[1]]
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                values[Arg.SCALE_PRODUCT] = float((scale_a.reshape(-1) * scale_b.reshape(-1))[0])
+        try:
+            output = self._called(values, (m, n), out_dtype, use_fast_accum)
+        except (NotOffered, KernelFault):
+            raise
+        except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
+            if placement is None:
+                raise
+            raise NotOffered(f"{self.kernel.name} refuses {placement.text}: {refusal}") from None
+        return lambda: output()[: a.shape[0], : b.shape[1]]
 
-    def scaled_grouped_mm(
+    def _scaled_grouped_mm(
         self,
         a: np.ndarray,
         b: np.ndarray,
@@ -155,8 +190,7 @@ class _Call:
         *,
         out_dtype: Format,
         use_fast_accum: bool,
-    ) -> np.ndarray:
-        """As the verb of that name; raises as `scaled_mm`."""
+    ) -> _Output:
         if not self.kernel.is_grouped:
             raise NotOffered(f"{self.kernel.name} has no groups")
         self._require(a, b, out_dtype, use_fast_accum, is_blockwise=False)
@@ -174,7 +208,8 @@ class _Call:
             Arg.OFFS: _Laid(offs, False),
             Arg.GROUP_SIZES: _Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
         }
-        return self._run(values, (len(a), up_n), out_dtype, use_fast_accum)[:, :n]
+        output = self._called(values, (len(a), up_n), out_dtype, use_fast_accum)
+        return lambda: output()[:, :n]
 
     def _require(
         self, a: np.ndarray, b: np.ndarray, out_dtype: Format, use_fast_accum: bool, *, is_blockwise: bool
@@ -202,7 +237,8 @@ class _Call:
         rows, groups = granularity.scale_shape(*shape)
         scale = np.pad(scale, ((0, rows - scale.shape[0]), (0, groups - scale.shape[1])), constant_values=1)
         if layout.is_inverse:
-            scale = np.float32(1) / scale
+            with np.errstate(divide="ignore"):
+                scale = np.float32(1) / scale
         if layout.as_float:
             return float(scale[0, 0])
         scale = np.pad(scale, ((0, 0), (0, -scale.shape[1] % layout.k_multiple)))
@@ -210,14 +246,21 @@ class _Call:
             return _Laid(scale.reshape((-1,) if layout.ndim else ()), False)
         return _Laid(scale.T if layout.k_first else scale, layout.column_major)
 
-    def _run(
+    def _called(
         self, values: dict[Arg, Any], shape: tuple[int, int], out_dtype: Format, use_fast_accum: bool
-    ) -> np.ndarray:
-        """Calls the kernel; the output [M, N] with the padding."""
+    ) -> _Output:
+        """Calls the kernel; its output is [M, N] with the padding."""
         framework, kernel = self.framework, self.kernel
         values[Arg.ZEROS] = _Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
         inputs = {
-            arg: Guarded(framework, f"the input {arg.value}", laid.array, column_major=laid.column_major)
+            arg: Guarded(
+                framework,
+                f"the input {arg.value}",
+                laid.array,
+                column_major=laid.column_major,
+                padding=laid.padding,
+                offset=laid.offset,
+            )
             for arg, laid in values.items()
             if isinstance(laid, _Laid) and arg in kernel.args
         }
@@ -238,6 +281,13 @@ class _Call:
             returned = self.function(*filled(kernel.arguments, given), **keywords)
         except NotImplementedError as reason:
             raise NotOffered(str(reason)) from None
+        return partial(self._output, returned, inputs, output, shape)
+
+    def _output(
+        self, returned: Any, inputs: dict[Arg, Guarded], output: Guarded | None, shape: tuple[int, int]
+    ) -> np.ndarray:
+        """What a call returned or wrote, after a look at the memory around its arrays."""
+        framework = self.framework
         for guarded in (*inputs.values(), *([] if output is None else [output])):
             guarded.check_guards()
         for guarded in inputs.values():

@@ -5,7 +5,6 @@ output, what is written there is found. The output is poisoned first. Each fault
 reports as the error of that case.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,11 @@ from f8emu.conformance.arrays import Framework
 from f8emu.conformance.compare import bits, hexadecimal
 
 _GUARD_ROWS = 128
-"""A kernel that forgets a mask reads or writes the rest of its tile, 128 rows or columns of it at the most."""
+"""A kernel that forgets a mask reads or writes the rest of its tile behind its arrays, 128 rows of it at the most."""
 _GUARD_BYTES = 4096
-"""At least, and a multiple of this: what lies inside is aligned as an allocation of its own would be."""
+"""At least."""
+_ALIGNMENT = 256
+"""Bytes: an array begins at a multiple, as an allocation of its own would on a GPU, or at an offset from one."""
 _POISON = {1: 0x7F, 2: 0x7FA5, 4: 0x7FA5A5A5}
 """A NaN in every format that no arithmetic gives, but for float8: a computed NaN is the canonical one, or an input."""
 
@@ -38,7 +39,11 @@ class LeftUnwritten(KernelFault):
 
 
 class ProcessEnded(KernelFault):
-    """The process of an isolated kernel crashed or exited."""
+    """A kernel ended its process, or would have: a crash, an exit."""
+
+
+class Forked(KernelFault):
+    """A kernel split the process in two, of which each would go on with the suite."""
 
 
 class TimedOut(KernelFault):
@@ -51,21 +56,42 @@ class Guarded:
     array: Any
     """What the kernel is given, in the framework: C-contiguous, or with the last two dimensions column-major."""
 
-    def __init__(self, framework: Framework, name: str, contents: np.ndarray, *, column_major: bool = False) -> None:
+    def __init__(
+        self,
+        framework: Framework,
+        name: str,
+        contents: np.ndarray,
+        *,
+        column_major: bool = False,
+        padding: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """`padding` elements lie between the contiguous rows; the first is `offset` bytes from where it would be."""
         lying = np.array(contents.swapaxes(-1, -2) if column_major else contents, order="C")
-        self._framework, self._name, self._contents, self._is_turned = framework, name, contents, column_major
+        self._framework, self._name, self._contents = framework, name, contents
         self._memory: Any = None
         self._poison = 0 if contents.dtype.kind in "iu" else _POISON[contents.dtype.itemsize]
         if framework.name == "jax":
             self.array = framework.load(lying.swapaxes(-1, -2) if column_major else lying)
             return
-        wanted = max(_GUARD_ROWS * max(contents.shape, default=1), _GUARD_BYTES)
-        self._guard = math.ceil(wanted / _GUARD_BYTES) * _GUARD_BYTES
-        codes = np.full(2 * self._guard + lying.size, self._poison, bits(lying).dtype)
-        codes[self._guard : self._guard + lying.size] = bits(lying).ravel()
+        # 1 Room for the guards and for the way to the boundary.
+        columns = lying.shape[-1] if lying.ndim > 1 else 1
+        pitch, itemsize = columns + padding, lying.dtype.itemsize
+        rows = lying.size // columns if columns else 0
+        least, boundary = _GUARD_BYTES // itemsize, _ALIGNMENT // itemsize
+        before, behind = max(pitch, least), max(_GUARD_ROWS * pitch, least)
+        codes = np.full(before + 2 * boundary + rows * pitch + behind, self._poison, bits(lying).dtype)
         self._memory = framework.load(codes.view(contents.dtype))
-        # a dimension of one element has no order of its own, and kernels check strides: so the order is made here
-        inside = self._memory[self._guard : self._guard + lying.size].reshape(lying.shape)
+        # 2 Where it begins is known once the framework has its memory.
+        begin = before + (-(framework.address(self._memory) // itemsize + before)) % boundary + offset // itemsize
+        # A dimension of one element has no order of its own, and kernels check strides: so the order is made here.
+        shape = (*lying.shape[:-1], pitch) if padding else lying.shape
+        block = self._memory[begin : begin + rows * pitch].reshape(shape)
+        inside = block[..., :columns] if padding else block
+        inside[...] = framework.load(lying)
+        self._inside = np.zeros(codes.size, bool)
+        self._inside[begin : begin + rows * pitch].reshape(rows, pitch)[:, :columns] = True
+        self._begin, self._end = begin, begin + rows * pitch
         self.array = inside.swapaxes(-1, -2) if column_major else inside
 
     def check_guards(self) -> None:
@@ -77,14 +103,16 @@ class Guarded:
         if self._memory is None:
             return
         codes = bits(np.asarray(self._framework.store(self._memory)))
-        end = self._guard + self._contents.size
-        before = np.flatnonzero(codes[: self._guard] != self._poison)
-        behind = np.flatnonzero(codes[end:] != self._poison)
+        written = np.flatnonzero((codes != self._poison) & ~self._inside)
+        before, behind = written[written < self._begin], written[written >= self._end]
+        between = written.size - before.size - behind.size
         places: list[str] = []
         if before.size:
-            places.append(f"{before.size} before its begin, the nearest {self._guard - before[-1]} elements away")
+            places.append(f"{before.size} before its begin, the nearest {self._begin - before[-1]} elements away")
+        if between:
+            places.append(f"{between} between its rows")
         if behind.size:
-            places.append(f"{behind.size} behind its end, the nearest {behind[0] + 1} elements away")
+            places.append(f"{behind.size} behind its end, the nearest {behind[0] - self._end + 1} elements away")
         if places:
             raise WroteOutOfBounds(f"elements beside {self._name} were written: {'; '.join(places)}; check the masks")
 

@@ -1,52 +1,152 @@
-"""Where a kernel's function comes from: an import path, of a package that may be missing or broken."""
+"""Where a kernel's function comes from: a module or a file, which may be missing, broken, or end the process."""
 
 import importlib
-from collections.abc import Callable
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.gemm import NotOffered
+from f8emu.conformance.kernels.contained import contained
+from f8emu.conformance.kernels.contract import REMEDY
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.spec import SpecError
 
+_NAMED = 8
+"""Names that a message lists."""
+
 
 def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
-    """What is called.
+    """What is called: the kernel's function, `contained`.
 
     Raises:
         NotOffered: it is not here: no GPU, or its package is not installed.
-        SpecError: it cannot be imported, and nothing says how to install it.
+        SpecError: it cannot be imported, or called as declared, and nothing says how to install it.
     """
     if kernel.needs_gpu and not framework.on_gpu:
         install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
         raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
-    if not isinstance(kernel.function, str):
-        return kernel.function
+    function = kernel.function
+    if isinstance(function, str):
+        try:
+            for name in kernel.imports:
+                contained(f"the import of {name}", importlib.import_module)(name)
+            function = attribute(function)
+        except Exception as error:  # the package's code runs: built for another torch, it may raise anything
+            said = f"{type(error).__name__}: {error}"
+            if kernel.install:
+                raise NotOffered(f"{kernel.name} is not installed ({said}); {kernel.install}") from None
+            raise SpecError(
+                f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {said}. Run it where the "
+                "module can be imported, or set PYTHONPATH"
+            ) from None
+    if not kernel.install:
+        _require_signature(kernel, function)
+    return contained(kernel.name, function)
+
+
+def _require_signature(kernel: Kernel, function: Callable[..., Any]) -> None:
+    """That the function can be called as its declaration says, as far as Python knows before the call."""
     try:
-        for name in kernel.imports:
-            importlib.import_module(name)
-        return attribute(kernel.function)
-    except Exception as error:  # the package's code runs: built for another torch, it may raise anything
-        said = f"{type(error).__name__}: {error}"
-        if kernel.install:
-            raise NotOffered(f"{kernel.name} is not installed ({said}); {kernel.install}") from None
-        if not isinstance(error, ImportError | AttributeError | OSError):
-            raise
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin nothing is known
+        return
+    try:
+        signature.bind(*kernel.arguments, **kernel.keywords)
+    except TypeError as error:
+        words = [str(getattr(argument, "value", "...")) for argument in kernel.arguments]
+        words += [f"{name}=..." for name in kernel.keywords]
         raise SpecError(
-            f"Kernel {kernel.name!r}: expected {kernel.function} to be importable; {error}. Run it where the module "
-            "can be imported, or set PYTHONPATH"
+            f"f8emu verify {kernel.name}: expected a function that can be called with ({', '.join(words)}); found "
+            f"{getattr(function, '__name__', 'one')}{signature}: {error}; {REMEDY}"
         ) from None
 
 
 def attribute(path: str) -> Any:
-    """What `package.module:attribute.of.it` names.
+    """What `package.module:attribute.of.it` or `path/to/file.py:attribute.of.it` names.
+
+    The directory of a file is the first of `sys.path` while the file runs, as for `python path/to/file.py`, and then
+    the last.
 
     Raises:
-        ImportError: no such module.
-        AttributeError: no such attribute.
+        ImportError: no such module or file; the message has what is near.
+        AttributeError: no such attribute; likewise.
+        KernelFault: the module ended the process, or forked it.
+        Exception: what the module raised.
     """
-    module_name, _, names = path.partition(":")
-    found = importlib.import_module(module_name)
+    place, _, names = path.rpartition(":")
+    return contained(f"the import of {place}", _imported)(place, names)
+
+
+def _imported(place: str, names: str) -> Any:
+    is_file = place.endswith(".py") or os.sep in place
+    found: Any = _module_of_file(place) if is_file else _module(place)
     for name in names.split("."):
+        if not hasattr(found, name):
+            raise AttributeError(f"{place} has no attribute {name!r}{_near(name, _offered(found))}")
         found = getattr(found, name)
     return found
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # one that this one imports
+            raise
+        files = [path.stem for path in Path.cwd().glob("*.py")]
+        raise ImportError(f"{error}{_near(name, files)}") from None
+
+
+def _module_of_file(place: str) -> ModuleType:
+    path = Path(place).resolve()
+    if not path.is_file():
+        files = [os.path.join(os.path.dirname(place), one.name) for one in sorted(path.parent.glob("*.py"))]
+        raise ImportError(f"there is no file {place}{_near(place, files)}")
+    name = path.stem
+    known = sys.modules.get(name)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    if known is not None:  # another module of that name, as of a file called numpy.py
+        name = f"{name} of {path.parent}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is not a Python file")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:  # last: what the suite imports later is not what has the same name there
+            sys.path.append(folder)
+    return module
+
+
+def _offered(found: Any) -> list[str]:
+    """Names of kernels and of functions that were written there."""
+    home = getattr(found, "__name__", None)
+    return [
+        name
+        for name, value in vars(found).items()
+        if isinstance(value, Kernel) or (callable(value) and getattr(value, "__module__", home) == home)
+    ]
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """What a message adds of names that are there, the nearest first."""
+    names = [one for one in known if not os.path.basename(one).startswith("_")]
+    near = get_close_matches(name, names, 1)
+    others = [one for one in names if one not in near]
+    said = f"; did you mean {near[0]}?" if near else ""
+    return said + (f"; there {'also ' * bool(near)}is {', '.join(others[:_NAMED])}" if others else "")

@@ -29,7 +29,8 @@ _START_SECONDS = 300.0
 """For imports, of which some build what they import."""
 _SHOWN = 200
 _HANGS = 3
-"""After so many in a row the rest is not waited for."""
+_ENDS = 5
+"""After so many hangs, or ends of its process, in a row the rest is not asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ class IsolatedKernel:
     def __init__(self, name: str, arrays: str, timeout: float) -> None:
         self._name, self._arrays, self._timeout = name, arrays, timeout
         self._child: _Child | None = None
-        self._hangs = 0
+        self._hangs = self._ends = 0
+        """In a row. A hang is an end too: the process is stopped."""
         self._running()
 
     def run(self, verb: str, *args: Any, **options: Any) -> np.ndarray:
@@ -65,22 +67,29 @@ class IsolatedKernel:
         """
         if self._hangs == _HANGS:
             raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
+        if self._ends == _ENDS:
+            raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or spoilt their process")
         try:
             kind, *found = self._running().ask(("run", verb, args, options), self._timeout)
         except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
             self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
+            self._ends += 1
             self.close()
             raise
         self._hangs = 0
-        if kind == "done":
-            return found[0]
+        if kind == "raised":
+            name, text, is_spoilt = found
+            fault = getattr(faults, name, None)
+            if is_spoilt or fault is not None:  # a fault may have spoilt the child's memory too
+                self._ends += 1
+                self.close()
+            else:
+                self._ends = 0
+            raise (fault or type(name, (KernelFault,), {}))(text)
+        self._ends = 0
         if kind == "not offered":
             raise NotOffered(found[0])
-        name, text, is_spoilt = found
-        fault = getattr(faults, name, None)
-        if is_spoilt or fault is not None:  # a fault may have spoilt the child's memory too
-            self.close()
-        raise (fault or type(name, (KernelFault,), {}))(text)
+        return found[0]
 
     def close(self) -> None:
         """End the child."""

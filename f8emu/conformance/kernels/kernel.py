@@ -59,6 +59,8 @@ class OperandLayout:
     """False: shape [R, K]; True: [K, R]."""
     k_contiguous: bool = True
     """The tensor core reads float8 with K contiguous; some kernels transpose on the way."""
+    takes_padding: bool = False
+    """Whether the contiguous rows may be apart: the other stride is then larger than their length."""
 
     @property
     def column_major(self) -> bool:
@@ -70,6 +72,10 @@ ROWS_BY_K = OperandLayout()
 """[R, K] row-major: `a` of every library, `b` of those called `nt` or `TN`."""
 K_BY_ROWS = OperandLayout(k_first=True)
 """[K, R] column-major, a transposed view: `b` of torch."""
+PADDED_ROWS_BY_K = OperandLayout(takes_padding=True)
+"""[R, K] of which the rows may be apart: `a` of torch."""
+PADDED_K_BY_ROWS = OperandLayout(k_first=True, takes_padding=True)
+"""[K, R] of which the columns may be apart: `b` of torch."""
 K_BY_ROWS_ROW_MAJOR = OperandLayout(k_first=True, k_contiguous=False)
 """[K, R] row-major."""
 

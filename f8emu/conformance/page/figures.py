@@ -71,23 +71,13 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
     return Plot(
         figure=figure,
         title="Distance of the outputs that differ",
-        alt="; ".join(_in_words(dtype, histogram) for dtype, histogram in found.items()) + ".",
+        alt="; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in found.items()) + ".",
         data=ulp_table(found),
         min_width=18 * max(len(places), 20),
     )
 
 
 _AXIS = "distance in units in the last place of the output's format; a bin's far end"
-
-
-def _in_words(dtype: str, histogram: UlpHistogram) -> str:
-    """`bfloat16: 120 outputs differ, by -3 to +1 ulps, most often +1 (60 %)`."""
-    words = [f"{dtype}: {histogram.total:,} outputs differ"]
-    if histogram.finite:
-        words.append(f"by {histogram.lowest:+,} to {histogram.highest:+,} ulps")
-    name, count = max(histogram.labelled().items(), key=lambda item: item[1])
-    words.append(f"most often: {name} ({100 * count / histogram.total:.0f} %)")
-    return ", ".join(words)
 
 
 def ulp_table(ulps: Mapping[str, UlpHistogram]) -> Table:

@@ -14,6 +14,7 @@ from typing import assert_never
 from f8emu.conformance.page.page import (
     Block,
     Cell,
+    Code,
     Details,
     Facts,
     Page,
@@ -53,7 +54,8 @@ def render(command: str, page: Page) -> str:
 
     data = files("f8emu.conformance") / "page"
     style = (data / "page.css").read_text(encoding="utf-8")
-    library = get_plotlyjs().replace("</script", "<\\/script")
+    has_figures = any(map(_has_figures, page.sections))
+    library = get_plotlyjs().replace("</script", "<\\/script") if has_figures else ""  # most of the file
     script = (data / "page.js").read_text(encoding="utf-8")
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, library, script))
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
@@ -98,6 +100,10 @@ document.documentElement.dataset.theme = prefersDark.matches ? "dark" : "light";
 """Before anything is seen: otherwise a page in the dark would flash."""
 
 
+def _has_figures(section: Section) -> bool:
+    return any(isinstance(block, Plot | Plots) for block in section.blocks) or any(map(_has_figures, section.sections))
+
+
 def _sha256(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
@@ -137,6 +143,8 @@ def _block(block: Block, key: str) -> str:
             if len(block.points) == 1:
                 return f"<p>{escape(block.points[0])}</p>"
             return f'<ul class="points">{"".join(f"<li>{escape(point)}</li>" for point in block.points)}</ul>'
+        case Code():
+            return f'<pre class="scroll" tabindex="0">{escape(chr(10).join(block.lines))}</pre>'
         case Details():
             inner = "".join(_block(part, f"{key}-{i}") for i, part in enumerate(block.blocks, 1))
             return f"<details><summary>{escape(block.summary)}</summary>{inner}</details>"
@@ -187,11 +195,16 @@ def _cell(cell: str | Cell | Share, column: int, table: Table) -> str:
     if isinstance(cell, Share):
         width = f"{100 * cell.value:.2f}%"
         bar = f'<span class="track"><span{"" if cell.value else " class=none"} style="width:{width}"></span></span>'
-        return f'<td><div class="share">{bar}<span>{escape(cell.text)}</span></div></td>'
+        return f'<td{_label(column, table)}><div class="share">{bar}<span>{escape(cell.text)}</span></div></td>'
     cell = Cell(text=cell) if isinstance(cell, str) else cell
     text = f"{_sign(cell.tone)}{escape(cell.text)}"
-    tag, scope = ("th", " scope=row") if column == 0 else ("td", "")
+    tag, scope = ("th", " scope=row") if column == 0 else ("td", _label(column, table))
     return f"<{tag}{scope}{_class(column, table, cell)}>{text}</{tag}>"
+
+
+def _label(column: int, table: Table) -> str:
+    """What heads the cell on a narrow screen, where rows are stacked."""
+    return f' data-label="{escape(table.columns[column])}"'
 
 
 def _class(column: int, table: Table, cell: Cell | None = None) -> str:

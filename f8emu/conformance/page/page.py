@@ -68,6 +68,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Lines that a reader pastes."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
     """What is folded away until the reader asks."""
 
@@ -96,7 +103,7 @@ class Plots:
     plots: Sequence[Plot]
 
 
-Block = Table | Facts | Text | Details | Plot | Plots
+Block = Table | Facts | Text | Code | Details | Plot | Plots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The report of `f8emu verify` as a page: verdict, why, where, how far, and on which machine."""
+"""The report of `f8emu verify` as a page: verdict, why, one output of each case, what ran, how far, where."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -7,13 +7,26 @@ from typing import TYPE_CHECKING
 from f8emu.conformance.breakdown.breakdown import Breakdown, Tally, breakdowns
 from f8emu.conformance.page.figures import map_plot, ulp_plot
 from f8emu.conformance.page.html import render
-from f8emu.conformance.page.page import Block, Cell, Details, Facts, Page, Plots, Section, Share, Table, Text, Tone
-from f8emu.conformance.report import verdict
+from f8emu.conformance.page.page import (
+    Block,
+    Cell,
+    Code,
+    Details,
+    Facts,
+    Page,
+    Plots,
+    Section,
+    Share,
+    Table,
+    Text,
+    Tone,
+)
+from f8emu.conformance.report import paste_lines, verdict
 from f8emu.conformance.verify import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:
-    from f8emu.conformance.diagnosis.diagnose import Diagnosis
+    from f8emu.conformance.diagnosis.search import Diagnosis
 
 COMMAND = "f8emu verify"
 _MAPS = 6
@@ -30,17 +43,21 @@ def to_html(
     *,
     command: Sequence[str],
     seconds: float,
-    errors: int = 20,
+    errors: int = 8,
     not_run: Mapping[str, str] = {},
     diagnoses: "Mapping[str, Sequence[Diagnosis]] | None" = None,
+    asked: Mapping[str, Sequence[str]] = {},
 ) -> str:
-    """The whole run as one file; `diagnoses` are those of a subject, by its name.
+    """The whole run as one file; `diagnoses` are those of a subject, by its name, `asked` is that of `paste_lines`.
 
     Raises:
         MissingExtraError: plotly is not installed.
     """
-    sections = [_overview(result)] if len(result.subjects) > 1 else []
-    sections += [_subject(subject, errors, (diagnoses or {}).get(subject.name, ())) for subject in result.subjects]
+    sections = [_diagnosis(name, found) for name, found in (diagnoses or {}).items() if found]
+    sections += [_overview(result)] if len(result.subjects) > 1 else []
+    sections += [_subject(subject, errors) for subject in result.subjects]
+    if pasted := list(paste_lines(result, asked)):
+        sections.append(Section(title="One case again", blocks=[Code(lines=pasted)]))
     sections.append(_machine(result, command, seconds, not_run))
     tone: Tone = "good" if result.is_equal else "bad" if result.has_difference else "warn"
     names = [subject.name for subject in result.subjects]
@@ -56,11 +73,13 @@ def to_html(
 def _lead(result: Result) -> str:
     stages = [stage for subject in result.subjects for stage in subject.stages]
     cases, outputs = (sum(getattr(stage, name) for stage in stages) for name in ("cases_total", "outputs_total"))
-    equal_cases, equal = (sum(getattr(stage, name) for stage in stages) for name in ("cases_equal", "outputs_equal"))
+    differing_cases, differing = (
+        sum(getattr(stage, name) for stage in stages) for name in ("cases_differing", "outputs_differing")
+    )
     words = f"{outputs:,} outputs of {cases:,} cases were compared bit by bit, without tolerance"
-    if outputs == equal and cases == equal_cases:
+    if not differing and not differing_cases:
         return f"{words}: all are equal." if outputs else f"{words}."
-    return f"{words}: {outputs - equal:,} outputs in {cases - equal_cases:,} cases differ."
+    return f"{words}: {differing:,} outputs in {differing_cases:,} cases differ."
 
 
 def _overview(result: Result) -> Section:
@@ -79,20 +98,11 @@ def _status(stage: StageResult) -> Cell:
     return Cell(text=stage.status.value, tone=_TONES[stage.status])
 
 
-def _subject(subject: SubjectResult, errors: int, diagnoses: "Sequence[Diagnosis]") -> Section:
-    found = breakdowns(subject.stages)
-    parts: list[Section] = []
-    if diagnoses:
-        parts.append(_diagnosis(diagnoses))
-    parts += [_breakdown(breakdown) for breakdown in found]
+def _subject(subject: SubjectResult, errors: int) -> Section:
+    parts = [*_mismatches(subject, errors), Section(title="What ran", blocks=[_stages(subject)])]
+    parts += [_breakdown(breakdown) for breakdown in breakdowns(subject.stages)]
     parts += _where(subject)
-    parts += _mismatches(subject, errors)
-    return Section(
-        title=subject.name,
-        lead=f"Engine: {subject.engine}",
-        blocks=[_stages(subject)],
-        sections=parts,
-    )
+    return Section(title=subject.name, lead=f"Engine: {subject.engine}", sections=parts)
 
 
 # 1 What ran
@@ -141,20 +151,17 @@ def _of(equal: int, total: int) -> str:
 # 2 Why
 
 
-def _diagnosis(diagnoses: "Sequence[Diagnosis]") -> Section:
+def _diagnosis(name: str, diagnoses: "Sequence[Diagnosis]") -> Section:
+    alike: dict[tuple[str, Tone], list[Diagnosis]] = {}
+    for one in diagnoses:
+        alike.setdefault(_conclusion(one), []).append(one)
     rows: list[list[str | Cell | Share]] = []
+    for (text, tone), kinds in alike.items():
+        shares = [] if kinds[0].error else [_share(kinds, False), _share(kinds, True)]
+        rows.append([", ".join(one.kind for one in kinds), Cell(text=text, tone=tone), *(shares or ["", ""])])
+    rows += [[d.kind, Cell(text=f"left out: {d.left_out}", tone="warn"), "", ""] for d in diagnoses if d.left_out]
     tried: list[Block] = []
     for diagnosis in diagnoses:
-        own, best = Share(value=diagnosis.outputs_equal / max(diagnosis.outputs_total, 1)), diagnosis.best
-        if diagnosis.error:
-            rows.append([diagnosis.kind, Cell(text=diagnosis.error, tone="bad"), "", ""])
-        elif best is None:
-            rows.append([diagnosis.kind, Cell(text="it follows the chip's rules", tone="good"), own, own])
-        else:
-            tone: Tone = "" if best.is_complete else "warn"
-            rows.append([diagnosis.kind, Cell(text=best.sentence, tone=tone), own, Share(value=best.share)])
-        if diagnosis.left_out:
-            rows.append([diagnosis.kind, Cell(text=f"left out: {diagnosis.left_out}", tone="warn"), "", ""])
         others: list[list[str | Cell | Share]] = [
             [" and ".join(e.alterations), e.sentence, Share(value=e.share)] for e in diagnosis.tried
         ]
@@ -167,11 +174,30 @@ def _diagnosis(diagnoses: "Sequence[Diagnosis]") -> Section:
         columns=("kind of GEMM", "what it does instead", "by the chip's rules", "by this explanation"),
         rows=rows,
     )
+    blocks: list[Block] = [table]
+    if tried:
+        blocks.append(Details(summary="What else was tried", blocks=tried))
     return Section(
-        title="Diagnosis",
+        title=f"Diagnosis of {name}",
         lead="The suite computed probe GEMMs under altered rules, and compared bits: 100 % is every output.",
-        blocks=[table, *tried],
+        blocks=blocks,
     )
+
+
+def _conclusion(diagnosis: "Diagnosis") -> tuple[str, Tone]:
+    if diagnosis.error:
+        return diagnosis.error, "bad"
+    if diagnosis.best is None:
+        return "it follows the chip's rules", "good"
+    return diagnosis.best.sentence, "" if diagnosis.best.is_complete else "warn"
+
+
+def _share(kinds: "Sequence[Diagnosis]", is_explained: bool) -> Share:
+    """Of the probe outputs of all kinds, by the chip's rules or by the explanation."""
+    total = max(sum(one.outputs_total for one in kinds), 1)
+    if not is_explained or kinds[0].best is None:
+        return Share(value=sum(one.outputs_equal for one in kinds) / total)
+    return Share(value=sum(one.best.share * one.outputs_total for one in kinds if one.best) / total)
 
 
 def _breakdown(breakdown: Breakdown) -> Section:
@@ -190,7 +216,7 @@ def _breakdown(breakdown: Breakdown) -> Section:
     )
     points = list(breakdown.sentences())
     blocks: list[Block] = [Text(points=points)] if points else []
-    blocks += [table] if rows else []
+    blocks += [Details(summary="What the cases that differ have in common", blocks=[table])] if rows else []
     if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
         blocks.append(ulp_plot(breakdown))
     else:
@@ -245,7 +271,7 @@ def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Section]:
         ]
         columns = ("case", "index", "observed", "expected", "inputs (codes in hex)")
         table = Table(caption="In the order in which the suite runs", columns=columns, rows=rows)
-        yield Section(title=f"The first {len(found)} mismatches", blocks=[table])
+        yield Section(title=f"One output of each of the first {len(found)} cases that differ", blocks=[table])
 
 
 # 4 On which machine

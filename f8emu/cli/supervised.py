@@ -1,0 +1,74 @@
+"""A command in a process of its own: a kernel that ends its process ends no verdict.
+
+`os._exit`, the exit of a C library and a crash pass by every handler of Python. The parent knows whether the child came
+to its end, and says so where it did not.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from f8emu.cli.frame import BAD_USAGE
+
+_ONE_KEY = 0.3
+"""Seconds within which two signals are one: the terminal sends it to both processes, and the parent hands it on."""
+_DIES_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux's prctl."""
+
+
+def run_supervised(command: Callable[[], None]) -> None:
+    """Runs a command that ends in SystemExit, and ends as it did."""
+    if threading.current_thread() is not threading.main_thread():
+        command()
+    sys.stdout.flush()
+    reading, writing = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        os.close(reading)
+        _end_with(parent)
+        try:
+            command()
+        except SystemExit as end:
+            os.write(writing, bytes([end.code if isinstance(end.code, int) else BAD_USAGE]))
+            raise
+    os.close(writing)
+    os.set_blocking(reading, False)  # a child of the child may hold the other end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: os.kill(child, number))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        told = os.read(reading, 1)
+    except BlockingIOError:
+        told = b""
+    if told:
+        sys.exit(told[0])
+    fate = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    print(
+        f"NOT VERIFIED: the process {fate} before the verdict: a kernel, what it imports, or want of memory ended it. "
+        "With --isolate the case is named"
+    )
+    sys.exit(BAD_USAGE)
+
+
+def _end_with(parent: int) -> None:
+    """The child's side: signals are Ctrl-C, two at once are one, and nothing outlives the parent."""
+    last = -_ONE_KEY
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        is_one, last = time.monotonic() - last < _ONE_KEY, time.monotonic()
+        if not is_one:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)
+    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before
+        os._exit(BAD_USAGE)

@@ -1,0 +1,65 @@
+"""Some cases of the suite, by their names: what `f8emu verify --case` runs."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from f8emu.conformance.check import Case
+from f8emu.conformance.golden import GoldenFile
+from f8emu.conformance.stages import Stage
+from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.spec import SpecError
+from f8emu.untrusted import printable
+
+
+def stages_with(
+    patterns: Sequence[str], stages: Sequence[Stage], subjects: Sequence[Subject], golden: GoldenFile
+) -> list[Stage]:
+    """The stages of which a subject has cases of those names, with these cases alone.
+
+    A pattern is a name, or has `*` for any text.
+
+    Raises:
+        SpecError: no case has such a name; the message has the nearest.
+    """
+    expressions = [".*".join(map(re.escape, pattern.split("*"))) for pattern in patterns]
+
+    def is_wanted(case: Case) -> bool:
+        name = printable(case.id)
+        return name in patterns or any(re.fullmatch(one, name) for one in expressions)
+
+    def only(stage: Stage) -> Stage:
+        def cases(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+            found = [case for case in stage.cases(subject, golden) if is_wanted(case)]
+            if not found:
+                raise NotOffered(f"{subject.name} has no case {', '.join(patterns)} of {stage.title}")
+            return iter(found)
+
+        return replace(stage, cases=cases)
+
+    names: list[str] = []
+    chosen: list[Stage] = []
+    for stage in stages:
+        cases = [case for subject in subjects for case in _cases(stage, subject, golden)]
+        names += [printable(case.id) for case in cases]
+        if any(map(is_wanted, cases)):
+            chosen.append(only(stage))
+        if set(patterns) <= set(names):  # what follows need not be drawn
+            break
+    if not chosen:
+        near = [name for name in names if any(pattern in name for pattern in patterns)]
+        near += [match for pattern in patterns for match in get_close_matches(pattern, names, 1, 0.3)]
+        raise SpecError(
+            f"verify --case: no case is called {', '.join(map(repr, patterns))}"
+            + (f"; the nearest is {near[0]!r}" if near else "")
+            + "; take the name from a report, with * for any text"
+        )
+    return chosen
+
+
+def _cases(stage: Stage, subject: Subject, golden: GoldenFile) -> list[Case]:
+    try:
+        return list(stage.cases(subject, golden))
+    except NotOffered:
+        return []

@@ -1,0 +1,93 @@
+"""The first call of somebody's kernel, before a whole run: whether it can be called at all, and if not, what to do."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from f8emu.conformance.arrays import FRAMEWORKS
+from f8emu.conformance.compare import shape_fault
+from f8emu.conformance.distributions import dtype_of
+from f8emu.conformance.gemm import GemmCase
+from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.kernels import faults
+from f8emu.conformance.kernels.contract import REMEDY
+from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.spec import F8Error, SpecError
+
+_LARGEST = 1 << 20
+"""Products in a GEMM that is called first."""
+_TRIES = 6
+"""Kinds of GEMM, each of which fails, before the kernel is given up."""
+_OWN = 24
+"""GEMMs for this kernel alone of which kinds are taken."""
+
+
+class _Contact(NamedTuple):
+    is_made: bool
+    """A GEMM had an output, none is offered, or the kernel has a fault that the suite reports."""
+    tried: int = 0
+    error: str = ""
+    """The first one."""
+
+
+def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> None:
+    """Calls a kernel with a GEMM of one kind after another until one has an output.
+
+    `arrays` is the kind of arrays that it is given; `load` gives the subject with arrays of another kind.
+
+    Raises:
+        SpecError: every call fails; the message has the first error, and the arrays with which calls work.
+    """
+    found = _contact(subject)
+    if found.is_made:
+        return
+    works = next((other for other in FRAMEWORKS if other != arrays and _works(subject, other, load)), "")
+    remedy = f"it works with arrays of {works}: add --arrays {works}" if works else REMEDY
+    raise SpecError(
+        f"f8emu verify {subject.name}: expected an output of a first call ({subject.engine}); each of {found.tried} "
+        f"kinds of GEMM failed, the first: {found.error}; {remedy}"
+    )
+
+
+def _works(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> bool:
+    try:
+        other = load(arrays)
+    except F8Error:  # not installed, or not for this kernel
+        return False
+    return other.engine != subject.engine and _contact(other).is_made
+
+
+def _contact(subject: Subject) -> _Contact:
+    error, tried = "", 0
+    for gemm in _kinds(subject):
+        try:
+            fault = shape_fault(subject.gemm(gemm), np.empty(gemm.output_shape, dtype_of(gemm.out_dtype)))
+        except NotOffered:
+            continue
+        except Exception as raised:  # of the kernel, which may raise anything
+            if getattr(faults, type(raised).__name__, None) is type(raised):
+                return _Contact(True)
+            fault = f"{type(raised).__name__}: {' '.join(str(raised).split())[:400]}"
+        if not fault:
+            return _Contact(True)
+        error, tried = error or fault, tried + 1
+        if tried == _TRIES:
+            break
+    return _Contact(not tried, tried, error)
+
+
+def _kinds(subject: Subject) -> Iterator[GemmCase]:
+    """One small GEMM of each kind, with ordinary numbers, as the subject can be asked it."""
+    seen: set[object] = set()
+    for gemm in chain(gemm_cases(), islice(subject.more_gemms(), _OWN)):
+        if not subject.takes(gemm) or gemm.a.size * gemm.output_shape[1] > _LARGEST:
+            continue
+        asked = subject.question(gemm)
+        granularities = asked.granularity_a, asked.granularity_b
+        options = asked.out_dtype, asked.use_fast_accum, asked.bias is None
+        kind = asked.mode, granularities, asked.a.dtype, asked.b.dtype, options
+        if kind not in seen and gemm.distribution in ("", "normal"):
+            seen.add(kind)
+            yield asked

@@ -1,0 +1,321 @@
+"""What a kernel's author sees: names of files, the order and width of a report, one case again, a program of it."""
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import f8ref.numpy as f8
+from f8emu import cli
+from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance.check import run_case
+from f8emu.conformance.gemm import Mode
+from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.stages import STAGES
+from f8emu.spec import Granularity, SpecError
+
+ROOT = Path(__file__).parents[2]
+KERNELS = """
+import os, sys
+import numpy as np
+
+def float32(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
+    out = (a.astype(np.float32) @ b.astype(np.float32)) * scale_b * scale_a
+    return (out if bias is None else out + bias.astype(np.float32)).astype(out_dtype)
+
+def leaves(*args, **options):
+    sys.exit(0)
+
+class Ending(BaseException):
+    pass
+
+def ends(*args, **options):
+    raise Ending
+
+def exits(*args, **options):
+    os._exit(0)
+
+def forks(*args, **options):
+    os.fork()
+    return float32(*args, **options)
+
+def starts(*args, **options):
+    import subprocess
+    assert subprocess.run([sys.executable, "-c", ""]).returncode == 0
+    return float32(*args, **options)
+
+def waits(*args, **options):
+    import time
+    print("waiting", flush=True)
+    time.sleep(60)
+
+def silences(*args, **options):
+    sys.stdout = sys.stderr = None
+    return float32(*args, **options)
+
+from f8emu.conformance import Accumulation, Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
+DECLARED = Kernel(name="another name", function=float32, scales=TENSORWISE_SCALARS, b=K_BY_ROWS, arrays="numpy",
+                  accumulation=Accumulation.FAST,
+                  arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
+                  keywords={"bias": None, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": False})
+
+class Group:
+    @staticmethod
+    def inner(*args, **options):
+        return float32(*args, **options)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a file of kernels that is called as a module that is there already, and a few recorded GEMMs."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "numpy.py").write_text(KERNELS)
+    (tmp_path / "deep" / "leaves_on_import.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "deep" / "exits_on_import.py").write_text("import os\nos._exit(0)\n")
+    (tmp_path / "deep" / "broken.py").write_text("import helper\nraise KeyError('x')\n")
+    (tmp_path / "deep" / "helper.py").write_text("")
+    golden = shipped_golden()
+    write_golden(tmp_path / "few", [golden.cases[i] for i in (0, 8, 40, 68)], golden.metadata)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    return tmp_path
+
+
+def invoke(*arguments: str, width: int | None = 400) -> tuple[int, str, str]:
+    environment = {"COLUMNS": None if width is None else str(width)}
+    result = CliRunner().invoke(cli.build_app(), list(arguments), env=environment)
+    return result.exit_code, result.stdout, result.stderr
+
+
+FEW = ("--arrays", "numpy", "--stage", "golden", "--golden", "few", "--no-diagnose")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name", ["deep/numpy.py:float32", "./deep/numpy.py:Group.inner", "{folder}/deep/numpy.py:float32"]
+)
+def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
+    for isolated in ((), ("--isolate",)) if name.startswith("deep") else ((),):
+        name = name.format(folder=folder)
+        status, out, error = invoke("verify", name, *FEW, *isolated)
+        assert status == 1 and out.startswith(f"NOT EQUAL: {name} (golden)"), error
+    assert np.__file__ != str(folder / "deep" / "numpy.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deep/numpi.py:float32", "there is no file deep/numpi.py; did you mean deep/numpy.py?"),
+        ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; there also is leaves"),
+        ("deep/numpy.py:", "no attribute ''"),
+        ("deep/numpy.py", "path/to/file.py:function"),
+        ("deep:float32", "deep has no attribute 'float32'"),
+        ("deep/leaves_on_import.py:f", "the import of deep/leaves_on_import.py raised SystemExit(0)"),
+        ("deep/broken.py:f", "its import raised KeyError: 'x' ("),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "fit"])
+def test_names_that_lead_nowhere(command: str, name: str, text: str, folder: Path) -> None:
+    status, out, error = invoke(command, name, "--arrays", "numpy")
+    assert (status, out) == (2, "") and text in error and len(error.splitlines()) == 1, error
+
+
+# What would end the process
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("leaves", "raised SystemExit(0), which ends a process"),
+        ("ends", "raised Ending(), which ends a process"),
+        ("forks", "forked this process"),
+    ],
+)
+def test_what_ends_a_process_is_a_fault(name: str, text: str, folder: Path) -> None:
+    status, out, error = invoke("verify", f"deep/numpy.py:{name}", *FEW)
+    assert status == 1 and out.startswith("NOT EQUAL: ") and text in " ".join(out.split()), error
+    assert out.count("NOT EQUAL") == 1
+    status, out, _ = invoke("fit", f"deep/numpy.py:{name}", "--arrays", "numpy", "--kind", "tensorwise fast")
+    assert status in (1, 2) and out
+
+
+@pytest.mark.parametrize("name", ["starts", "silences"])
+def test_what_is_no_fault_of_a_kernel(name: str, folder: Path) -> None:
+    """A program that it starts, as a compiler, is no fork; and the verdict is printed wherever it prints."""
+    status, out, _ = invoke("verify", f"deep/numpy.py:{name}", *FEW, "--errors", "1")
+    assert status == 1 and "forked" not in out and "expected: 0x" in " ".join(out.split())
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'reference'}"}
+    command = [sys.executable, "-m", "f8emu", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
+
+
+@pytest.mark.parametrize("name", ["numpy.py:exits", "exits_on_import.py:f"])
+def test_os_exit_ends_no_verdict(name: str, folder: Path) -> None:
+    process = started(folder, "verify", f"deep/{name}", *FEW)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out.startswith("NOT VERIFIED: the process exited with status 0 before the verdict") and "--isolate" in out
+    if "on_import" in name:  # of cases: tests/conformance/test_isolation.py
+        status, out, error = invoke("verify", f"deep/{name}", *FEW, "--isolate")
+        assert (status, out) == (2, "") and "its process exited with status 0" in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_reach_the_process_that_works(number: signal.Signals, folder: Path) -> None:
+    process = started(folder, "verify", "deep/numpy.py:waits", *FEW)
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
+def test_nothing_outlives_a_command_that_is_killed(folder: Path) -> None:
+    process = started(folder, "verify", "deep/numpy.py:waits", *FEW)
+    assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+    process.kill()
+    begin = time.monotonic()
+    process.communicate(timeout=20)  # the other process has the pipe too
+    assert time.monotonic() - begin < 10
+
+
+# The report
+
+
+def test_the_order_and_the_width_of_a_report(folder: Path) -> None:
+    """The verdict first, what can be pasted last; nothing is wider than asked, but what is pasted."""
+    for width, columns in ((None, 80), (50, 50), (120, 120)):
+        status, out, _ = invoke("verify", "deep/numpy.py:float32", *FEW, width=width)
+        report, _, pasted = out.partition("To run one case again:\n")
+        assert status == 1 and report.startswith("NOT EQUAL: deep/numpy.py:float32")
+        assert columns - 20 < max(map(len, report.splitlines())) <= columns
+        words = " ".join(report.split())
+        assert words.count("expected: 0x") == 4, "one of each case"
+        places = [
+            words.index(text) for text in ("4 cases differ", "expected: 0x", "engine:", "judge of recorded GEMMs")
+        ]
+        assert places == sorted(places)
+        command, *program = pasted.splitlines()
+        assert command.startswith("f8emu verify deep/numpy.py:float32 --golden few --arrays numpy --case '")
+        assert all(len(line) <= 80 for line in program)
+
+
+def test_one_case_again(folder: Path) -> None:
+    """The line that is printed runs that case alone; a name that is wrong is told with the nearest."""
+    _, out, _ = invoke("verify", "deep/numpy.py:float32", *FEW)
+    line = next(line for line in out.splitlines() if line.startswith("f8emu verify "))
+    status, again, error = invoke(*shlex.split(line)[1:], "--json", "out.json")
+    assert status == 1, error
+    (stage,) = json.loads(Path("out.json").read_text())["subjects"][0]["stages"]
+    assert (stage["stage"], stage["cases_total"]) == ("golden", 1)
+    assert stage["mismatches"][0]["case"] == shlex.split(line)[-1] and line in again
+    status, out, _ = invoke("verify", "deep/numpy.py:DECLARED", "f8ref.numpy", *FEW)
+    assert status == 1 and "f8emu verify deep/numpy.py:DECLARED --golden few --arrays numpy --case '0" in out, out
+    stages = ("verify", "f8ref.numpy", "--golden", "few", "--stage", "golden", "--stage", "formats")
+    status, out, _ = invoke(*stages, "--case", "0[04]*", "--case", "04*", "--case", "decode float8_*")
+    assert status == 0 and "recorded GEMMs 1/1 cases" in out and "formats and casts 5/5 cases" in out, out
+    status, out, error = invoke(*stages, "--case", "000 tensorwise-norm")
+    assert (status, out) == (2, "") and "the nearest is '000 tensorwise-normal float8_e4m3fn x" in error
+
+
+def test_the_program_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain torch, from a row and a column, for every kind of GEMM; on the hardware it would print the same."""
+    torch = pytest.importorskip("torch")
+    right = load_subject("f8ref.numpy")
+
+    def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, **options: Any) -> Any:
+        def array(tensor: Any) -> np.ndarray:
+            if tensor.element_size() > 1:
+                return (
+                    tensor.view(torch.int16).numpy().view("bfloat16")
+                    if tensor.dtype == torch.bfloat16
+                    else tensor.numpy()
+                )
+            return tensor.view(torch.uint8).numpy().view(str(tensor.dtype).removeprefix("torch."))
+
+        granularities = [
+            kinds[tuple(tensor.shape)] if tensor.ndim else Granularity.TENSORWISE for tensor in (scale_a, scale_b)
+        ]
+        options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
+        options["bias"] = None if options["bias"] is None else array(options["bias"])
+        a, b, scale_a, scale_b = map(array, (a, b, scale_a, scale_b))
+        out = f8.scaled_mm(
+            a, b, scale_a, scale_b, granularity_a=granularities[0], granularity_b=granularities[1], **options
+        )
+        return torch.from_numpy(out.view(f"i{out.itemsize}"))
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    seen: set[object] = set()
+    cases = {case.id: case for case in STAGES["gemms"].cases(right, shipped_golden())}
+    for gemm in gemm_cases():
+        kind = gemm.mode, gemm.granularity_a, gemm.granularity_b, gemm.out_dtype, gemm.bias is None
+        if kind in seen or gemm.distribution not in ("", "normal") or gemm.split_k > 1:
+            continue
+        seen.add(kind)
+        wrong = replace(right, verbs={name: off_by_one(verb) for name, verb in right.verbs.items()})
+        (case,) = (case for name, case in cases.items() if name.startswith(f"{gemm.id} {gemm.a.dtype}"))
+        mismatch = run_case(case, wrong, case.run(right)).mismatch
+        assert mismatch is not None
+        if gemm.mode is Mode.BF16:
+            assert not mismatch.snippet
+            continue
+        k = -(-gemm.k // 128)
+        kinds = {(1, 1): Granularity.ROWWISE, (1, 16): Granularity.ROWWISE}
+        if gemm.mode is Mode.BLOCKWISE:
+            kinds = {(1, k): gemm.granularity_a, (k, 16): gemm.granularity_b, (k, 1): gemm.granularity_b}
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(mismatch.snippet, {})
+        assert printed.getvalue().strip() == hex(int(mismatch.expected.split()[0], 16)), mismatch.case
+    assert len(seen) > 10
+
+
+def off_by_one(verb: Any) -> Any:
+    """One bit of one output the other way."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        out = verb(*args, **options).copy()
+        out.view(f"u{out.itemsize}")[-1, -2] ^= 1
+        return out
+
+    return call
+
+
+def test_names_in_a_file_do_nothing_to_a_terminal(folder: Path) -> None:
+    golden = shipped_golden()
+    hostile = "\x1b]0;title\x07"
+    case = golden.cases[0]
+    named = replace(case, name=hostile, gemm=replace(case.gemm, id=hostile + "'; reboot '"))
+    write_golden(folder / "hostile", [named], {**golden.metadata, "device": hostile})
+    for name in ("deep/numpy.py:float32", "f8ref.numpy"):
+        status, out, error = invoke("verify", name, *FEW[:-2], "hostile", "--no-diagnose")
+        assert status == (name != "f8ref.numpy") and "\x1b" not in out + error and "\x07" not in out + error
+        assert "\\x1b]0;title\\x07" in out
+    line = next(line for line in out.splitlines() if line.startswith("f8emu verify ")) if status else ""
+    assert not line
+    _, out, _ = invoke("verify", "deep/numpy.py:float32", *FEW[:-2], "hostile", "--no-diagnose")
+    line = next(line for line in out.splitlines() if line.startswith("f8emu verify "))
+    assert invoke(*shlex.split(line)[1:])[0] == 1, "and the line that is pasted runs no other command"
+
+
+def test_a_missing_module_is_told_with_files_that_are_near(folder: Path) -> None:
+    (folder / "my_kernel.py").write_text("")
+    with pytest.raises(SpecError, match=r"No module named 'my_kernal'; did you mean my_kernel\?"):
+        load_subject("my_kernal:f")
