@@ -8,7 +8,7 @@ from f8emu.conformance.breakdown.breakdown import Breakdown, Tally, breakdowns
 from f8emu.conformance.page.figures import map_plot, ulp_plot
 from f8emu.conformance.page.html import render
 from f8emu.conformance.page.page import Block, Cell, Details, Facts, Page, Plots, Section, Share, Table, Text, Tone
-from f8emu.conformance.report import verdict
+from f8emu.conformance.report import own_splits, verdict
 from f8emu.conformance.verify import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 
@@ -127,7 +127,7 @@ def _stages(subject: SubjectResult) -> Table:
 
 
 def _remark(stage: StageResult) -> str:
-    words = []
+    words = [own_splits(stage).removeprefix("; ")] if stage.own_splits else []
     if stage.cases_not_offered:
         words.append(f"{stage.cases_not_offered} not offered: {stage.reason}")
     parts = [f"{part} ({count})" for part, count in stage.first_differences.items() if part]
