@@ -28,8 +28,9 @@ from f8emu.conformance.cases import (
 )
 from f8emu.conformance.check import Case, Parts, Traits
 from f8emu.conformance.compare import abbreviated, different, hexadecimal
-from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance.gemm_description import describe_gemm, options_of
 from f8emu.conformance.golden import GoldenFile
 from f8emu.conformance.layer import LayerCase, LayerMode
 from f8emu.conformance.layer_cases import layer_cases
@@ -172,7 +173,7 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
         mode = case.gemm.mode.value
         name = case.id if mode in case.id else f"{case.id} {mode}"
         traits = gemm_traits(case.gemm, recorded_inputs(case.name, case.gemm.mode))
-        yield _gemm_case(case.gemm, f"{name} {_options(case.gemm)}", traits, own_split, recorded=case.out)
+        yield _gemm_case(case.gemm, f"{name} {options_of(case.gemm)}", traits, own_split, recorded=case.out)
 
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
@@ -180,7 +181,7 @@ def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
             asked = subject.question(gemm)
-            yield _gemm_case(asked, f"{asked.id} {_options(asked)}", gemm_traits(asked), own_split)
+            yield _gemm_case(asked, f"{asked.id} {options_of(asked)}", gemm_traits(asked), own_split)
 
 
 def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
@@ -189,7 +190,7 @@ def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     own_split = _own_split(subject)
     for gemm in live_cases():
         asked = subject.question(gemm)
-        name = asked.id if asked is gemm else f"{asked.id} {_options(asked)}"
+        name = asked.id if asked is gemm else f"{asked.id} {options_of(asked)}"
         yield _gemm_case(asked, name, gemm_traits(asked), own_split)
 
 
@@ -220,45 +221,6 @@ def _gemm_case(
         snippet=lambda mismatch: torch_snippet(turns[mismatch.part], mismatch),
         traits=traits,
     )
-
-
-def _options(gemm: GemmCase) -> str:
-    """`float8_e5m2 x float8_e4m3fn 64x96x512 -> bfloat16 fast`."""
-    (m, n), k = gemm.output_shape, gemm.k
-    chain = "" if gemm.mode is Mode.BF16 else " fast" if gemm.use_fast_accum else " promoted"
-    split = f" split-K {gemm.split_k}" if gemm.split_k > 1 else ""
-    return f"{gemm.a.dtype} x {gemm.b.dtype} {m}x{n}x{k} -> {gemm.out_dtype}{chain}{split}"
-
-
-def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
-    """Row and column of an output: their codes, abbreviated, their scales and bias."""
-    row, column = index
-    b = gemm.b
-    if gemm.offs is not None:
-        b = gemm.b[int(np.searchsorted(gemm.offs, row, side="right"))]
-    words = [abbreviated(gemm.a[row], f"a[{row}]"), abbreviated(b[column], f"b[{column}]")]
-    for name, scale in (("scale_a", _scale_of_row(gemm, row)), ("scale_b", _scale_of_column(gemm, row, column))):
-        if scale is not None:
-            words.append(abbreviated(scale, name, shown=4))
-    if gemm.bias is not None:
-        words.append(f"bias={hexadecimal(gemm.bias[column])}")
-    return " ".join(words)
-
-
-def _scale_of_row(gemm: GemmCase, row: int) -> np.ndarray | None:
-    scale = gemm.scale_a
-    if scale is None or scale.size == 1:
-        return scale
-    return scale[row // (gemm.granularity_a.block[0] or 1)]
-
-
-def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None:
-    scale = gemm.scale_b
-    if scale is None or scale.size == 1:
-        return scale
-    if gemm.offs is not None:
-        return scale[int(np.searchsorted(gemm.offs, row, side="right")), column]
-    return scale[:, column // (gemm.granularity_b.block[0] or 1)]
 
 
 # 4 Layers

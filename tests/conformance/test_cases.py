@@ -10,8 +10,11 @@ import pytest
 from f8emu.conformance import cases, load_subject
 from f8emu.conformance.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
 from f8emu.conformance.executed import padded
-from f8emu.conformance.gemm import Mode
+from f8emu.conformance.families import BLOCKS, DENSE, code_cases
+from f8emu.conformance.gemm import Family, Mode
 from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
+from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerMode, Place, place_of
 from f8emu.conformance.layer_cases import layer_cases
 from f8emu.conformance.layer_trace import describe_layer, layer_parts, planned_slices, trace_parts
@@ -105,6 +108,25 @@ def test_generated_gemms_cover_the_options() -> None:
     aligned = Counter(case.mode for case in table if is_aligned(case))
     assert set(aligned) == set(Mode), "the hardware's library takes some of each mode"
     assert 0 < sum(aligned.values()) < len(table)
+
+
+def test_each_combination_meets_each_family() -> None:
+    """Tensorwise and rowwise, each pair of formats, fast and promoted; and each pair of block scales."""
+    kernel = KERNELS["torch.nn.functional.scaled_mm"]
+    met: dict[Family, set[object]] = {}
+    for case in (*gemm_cases(), *kernel_cases(kernel)):
+        pair = case.granularity_a, case.granularity_b
+        met.setdefault(case.family, set()).add((pair, case.a.dtype.name, case.b.dtype.name, case.use_fast_accum))
+    sizes = {Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K}
+    of_all = {*sizes, Family.EVERY_CODE, Family.SCALES, Family.ALIGNMENT, Family.STRIDES, Family.TURNS}
+    dense, blocks = (
+        {(one.granularities, one.formats[0].name, one.formats[1].name, one.use_fast_accum) for one in combinations}
+        for combinations in (DENSE, BLOCKS)
+    )
+    assert (len(dense), len(blocks)) == (12, 3)
+    assert all(met[family] >= dense | blocks for family in of_all) and met[Family.BIAS] == dense
+    codes = [codes_of(case.a)[0, 0] for case in code_cases(DENSE)]
+    assert len(set(codes)) == 256
 
 
 def test_layers_meet_every_recipe_dtype_and_mode() -> None:

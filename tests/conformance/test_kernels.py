@@ -22,12 +22,12 @@ import f8ref.numpy as f8
 from f8emu.conformance import Arg, Kernel, ScaleLayout, load_subject
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.compare import different
-from f8emu.conformance.gemm import Family, GemmCase, NotOffered
+from f8emu.conformance.gemm import Family, GemmCase, NotOffered, Placement
 from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.kernels.call import question
 from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds
-from f8emu.conformance.kernels.kernel import ROWWISE_VECTORS, Accumulation, OperandLayout
+from f8emu.conformance.kernels.kernel import PADDED_ROWS_BY_K, ROWWISE_VECTORS, Accumulation, OperandLayout
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.subject import kernel_subject
 from f8emu.spec import BFLOAT16, FLOAT32, Granularity, SpecError
@@ -483,6 +483,39 @@ def test_reads_and_writes_beside_an_input_are_found() -> None:
     subject = kernel_subject(own(function=writes, multiples=(1, 1, 1)))
     with pytest.raises(WroteOutOfBounds, match="beside the input b were written: 1 behind its end, the nearest 1 el"):
         subject.gemm(subject.question(case))
+
+    def whole_rows(a: Any, b: Any, out: np.ndarray) -> None:
+        own_rowwise(a, b, out)
+        a[0][:2].base.view(np.uint8)[:] = 0
+
+    padded = own(function=whole_rows, a=PADDED_ROWS_BY_K, multiples=(1, 1, 1))
+    placed = replace(case, placement=Placement(padding_a=16, offset_a=64))
+    with pytest.raises(WroteOutOfBounds, match=r"beside the input a were written: .* 64 between its rows"):
+        kernel_subject(padded).gemm(kernel_subject(padded).question(placed))
+
+
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+def test_operands_lie_where_the_case_says(arrays: str) -> None:
+    """Rows that are apart, at an offset from a boundary of 256 bytes; without a placement at the boundary."""
+    seen: list[tuple[int, int]] = []
+
+    def looks(a: Any, b: Any, scale: Any) -> Any:
+        is_torch = isinstance(a, torch.Tensor)
+        pitch, address = (a.stride(0), a.data_ptr()) if is_torch else (a.strides[0], a.ctypes.data)
+        seen.append((pitch, address % 256))
+        raise NotImplementedError("only looking")
+
+    options = {"arguments": (Arg.A, Arg.B, Arg.SCALE_A), "arrays": arrays, "a": PADDED_ROWS_BY_K}
+    subject = kernel_subject(own(function=looks, multiples=(1, 1, 1), **options))
+    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+    for placement, expected in (
+        (None, (case.k, 0)),
+        (Placement(padding_a=16), (case.k + 16, 0)),
+        (Placement(offset_a=16, offset_b=64), (case.k, 16)),
+    ):
+        with pytest.raises(NotOffered, match="only looking"):
+            subject.gemm(subject.question(replace(case, placement=placement)))
+        assert seen[-1] == expected
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "torch"])

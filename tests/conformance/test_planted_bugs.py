@@ -19,6 +19,7 @@ import f8ref.numpy as reference
 from f8emu import cli
 from f8emu.conformance import stages, subject
 from f8emu.conformance.distributions import codes_of, dtype_of
+from f8emu.conformance.gemm import Family
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.golden import GoldenFile, shipped_golden, write_golden
 from f8emu.conformance.layer import LayerCase
@@ -472,9 +473,13 @@ def test_what_carries_the_bugs_is_right(verbs: dict[str, Verb], golden_path: Pat
     assert report["equal"]
 
 
-def test_generated_gemms_catch_what_few_recorded_ones_show(golden_path: Path, tmp_path: Path) -> None:
-    """The stage that any kernel's author can run without a recording."""
-    assert len(gemm_cases()) > 50
+def test_generated_gemms_catch_what_few_recorded_ones_show(
+    golden_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage that any kernel's author can run without a recording; values of scales and biases tell nothing here."""
+    of_rules = [case for case in gemm_cases() if case.family in (Family.CODES, Family.SLICES)]
+    assert len(of_rules) > 50
+    monkeypatch.setattr(stages, "gemm_cases", lambda: of_rules)
     for name in ("ACC-2 products normalised", "CHAIN-2 promotion every 96", "CHAIN-3 slices not rounded"):
         status, report, _ = run_cli(plant("planted", BUGS[name].verbs), golden_path, tmp_path / "out.json", "gemms")
         assert status == 1, name

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import Call, GemmCase, Mode, NotOffered, Placement
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
-from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, OperandLayout, ScaleLayout, filled
+from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, filled
+from f8emu.conformance.kernels.laid import Laid, laid_operand, laid_scale
 from f8emu.spec import Format, Granularity, SpecError, format_by_name
 
 _SQUARE = Granularity.BLOCKWISE_128X128
@@ -77,15 +78,6 @@ def absent(reason: str) -> dict[str, Callable[..., Any]]:
 
 def _refused(reason: str, *args: Any, **options: Any) -> np.ndarray:
     raise NotOffered(reason)
-
-
-class _Laid(NamedTuple):
-    """An array, and how it is to lie in the kernel's memory."""
-
-    array: np.ndarray
-    column_major: bool
-    padding: int = 0
-    offset: int = 0
 
 
 _Output = Callable[[], np.ndarray]
@@ -159,11 +151,11 @@ class _Call:
         m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
         at = placement or Placement()
         values: dict[Arg, Any] = {
-            Arg.A: self._operand(a, (m, k), self.kernel.a)._replace(padding=at.padding_a, offset=at.offset_a),
-            Arg.B: self._operand(b.T, (n, k), self.kernel.b)._replace(padding=at.padding_b, offset=at.offset_b),
-            Arg.SCALE_A: self._scale(scale_a.reshape(_shape(scale_a, pair[0])), pair[0], (m, k), layouts[0]),
-            Arg.SCALE_B: self._scale(scale_b.T.reshape(_shape(scale_b.T, pair[1])), pair[1], (n, k), layouts[1]),
-            Arg.BIAS: None if bias is None else _Laid(np.pad(bias, (0, n - bias.size)), False),
+            Arg.A: laid_operand(a, (m, k), self.kernel.a)._replace(padding=at.padding_a, offset=at.offset_a),
+            Arg.B: laid_operand(b.T, (n, k), self.kernel.b)._replace(padding=at.padding_b, offset=at.offset_b),
+            Arg.SCALE_A: laid_scale(scale_a.reshape(_shape(scale_a, pair[0])), pair[0], (m, k), layouts[0]),
+            Arg.SCALE_B: laid_scale(scale_b.T.reshape(_shape(scale_b.T, pair[1])), pair[1], (n, k), layouts[1]),
+            Arg.BIAS: None if bias is None else Laid(np.pad(bias, (0, n - bias.size)), False),
             Arg.GRANULARITY_A: self.kernel.granularity_word(pair[0]),
             Arg.GRANULARITY_B: self.kernel.granularity_word(pair[1]),
         }
@@ -199,14 +191,14 @@ class _Call:
         padded = np.zeros((groups, up_n, k), b.dtype)
         padded[:, :n, : b.shape[1]] = b.swapaxes(1, 2)
         values: dict[Arg, Any] = {
-            Arg.A: self._operand(a, (len(a), k), self.kernel.a),
-            Arg.B: self._operand(padded, (up_n, k), self.kernel.b),
-            Arg.SCALE_A: _Laid(scale_a, False),
-            Arg.SCALE_B: _Laid(np.pad(scale_b, ((0, 0), (0, up_n - n)), constant_values=1), False),
+            Arg.A: laid_operand(a, (len(a), k), self.kernel.a),
+            Arg.B: laid_operand(padded, (up_n, k), self.kernel.b),
+            Arg.SCALE_A: Laid(scale_a, False),
+            Arg.SCALE_B: Laid(np.pad(scale_b, ((0, 0), (0, up_n - n)), constant_values=1), False),
             Arg.GRANULARITY_A: self.kernel.granularity_word(Granularity.ROWWISE),
             Arg.GRANULARITY_B: self.kernel.granularity_word(Granularity.ROWWISE),
-            Arg.OFFS: _Laid(offs, False),
-            Arg.GROUP_SIZES: _Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
+            Arg.OFFS: Laid(offs, False),
+            Arg.GROUP_SIZES: Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
         }
         output = self._called(values, (len(a), up_n), out_dtype, use_fast_accum)
         return lambda: output()[:, :n]
@@ -224,34 +216,12 @@ class _Call:
         if not kernel.chooses_accumulation and not is_blockwise and use_fast_accum != is_fast:
             raise NotOffered(f"{kernel.name} has {kernel.accumulation.value} accumulation alone")
 
-    def _operand(self, codes: np.ndarray, shape: tuple[int, int], layout: OperandLayout) -> _Laid:
-        """Codes [.., R, K], padded with zeros, and whether they lie column-major."""
-        whole = np.zeros((*codes.shape[:-2], *shape), codes.dtype)
-        whole[..., : codes.shape[-2], : codes.shape[-1]] = codes
-        return _Laid(whole.swapaxes(-1, -2) if layout.k_first else whole, layout.column_major)
-
-    def _scale(
-        self, scale: np.ndarray, granularity: Granularity, shape: tuple[int, int], layout: ScaleLayout
-    ) -> _Laid | float:
-        """Scales [groups of R, groups of K] of the padded operand, as the kernel takes them."""
-        rows, groups = granularity.scale_shape(*shape)
-        scale = np.pad(scale, ((0, rows - scale.shape[0]), (0, groups - scale.shape[1])), constant_values=1)
-        if layout.is_inverse:
-            with np.errstate(divide="ignore"):
-                scale = np.float32(1) / scale
-        if layout.as_float:
-            return float(scale[0, 0])
-        scale = np.pad(scale, ((0, 0), (0, -scale.shape[1] % layout.k_multiple)))
-        if layout.ndim < 2:
-            return _Laid(scale.reshape((-1,) if layout.ndim else ()), False)
-        return _Laid(scale.T if layout.k_first else scale, layout.column_major)
-
     def _called(
         self, values: dict[Arg, Any], shape: tuple[int, int], out_dtype: Format, use_fast_accum: bool
     ) -> _Output:
         """Calls the kernel; its output is [M, N] with the padding."""
         framework, kernel = self.framework, self.kernel
-        values[Arg.ZEROS] = _Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
+        values[Arg.ZEROS] = Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
         inputs = {
             arg: Guarded(
                 framework,
@@ -262,7 +232,7 @@ class _Call:
                 offset=laid.offset,
             )
             for arg, laid in values.items()
-            if isinstance(laid, _Laid) and arg in kernel.args
+            if isinstance(laid, Laid) and arg in kernel.args
         }
         output: Guarded | None = None
         if Arg.OUT in kernel.args:

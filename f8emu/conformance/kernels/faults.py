@@ -91,7 +91,7 @@ class Guarded:
         inside[...] = framework.load(lying)
         self._inside = np.zeros(codes.size, bool)
         self._inside[begin : begin + rows * pitch].reshape(rows, pitch)[:, :columns] = True
-        self._begin, self._end = begin, begin + rows * pitch
+        self._begin, self._end = begin, begin + rows * pitch - padding
         self.array = inside.swapaxes(-1, -2) if column_major else inside
 
     def check_guards(self) -> None:

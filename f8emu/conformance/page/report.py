@@ -21,7 +21,7 @@ from f8emu.conformance.page.page import (
     Text,
     Tone,
 )
-from f8emu.conformance.report import paste_lines, verdict
+from f8emu.conformance.report import own_splits, paste_lines, verdict
 from f8emu.conformance.verify import Result, StageResult, Status, SubjectResult
 from f8emu.environment import devices, versions
 
@@ -135,7 +135,7 @@ def _stages(subject: SubjectResult) -> Table:
 
 
 def _remark(stage: StageResult) -> str:
-    words = []
+    words = [own_splits(stage).removeprefix("; ")] if stage.own_splits else []
     if stage.cases_not_offered:
         words.append(f"{stage.cases_not_offered} not offered: {stage.reason}")
     parts = [f"{part} ({count})" for part, count in stage.first_differences.items() if part]
