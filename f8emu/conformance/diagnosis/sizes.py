@@ -37,7 +37,6 @@ class AtSize:
     dimension: str
     """M, N or K."""
     size: int
-    """As many as ran."""
     is_same: bool = True
     """The rows have the bits that they have in the largest GEMM that ran."""
     outputs_equal: int = 0
