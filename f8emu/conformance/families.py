@@ -68,12 +68,12 @@ SOME_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.ROWS: (*((m, 48 if i % 2 else 16, 48) for i, m in enumerate(ROWS)), (65553, 16, 16), (1040, 16, 1040)),
     Family.COLUMNS: (*((33 if i % 2 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040)),
     Family.TILES: (
-        (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (300, 416, 528),
-        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16), (1100, 2080, 16),
+        (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (260, 272, 272),
+        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16),
     ),
     Family.K: tuple((16, 16, k) for k in LENGTHS),
 }  # fmt: skip
-"""Shapes that one combination of each granularity meets, in turn: one is fast, the other promoted."""
+"""Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats."""
 BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
     Family.ROW: ((1, 48, 256), (1, 272, 144), (3, 16, 1040)),
     Family.ROWS: tuple((m, 16, 128) for m in (17, 127, 129, 255, 257, 385, 520, 1041, 4112)),
@@ -154,8 +154,8 @@ def size_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     """One row; rows and columns that end a tile, cross it or are odd; K from a step to what a library splits."""
     blocks = [one for one in combinations if one.granularities[0].is_blockwise]
     dense = [one for one in combinations if not one.granularities[0].is_blockwise]
-    pairs = dict.fromkeys(one.granularities for one in dense)
-    groups = [[one for one in dense if one.granularities == pair] for pair in pairs]
+    kinds = dict.fromkeys((one.granularities, one.use_fast_accum) for one in dense)
+    groups = [[one for one in dense if (one.granularities, one.use_fast_accum) == kind] for kind in kinds]
     for family in ALL_MEET:
         types = HIGH_PRECISION if family in (Family.ROW, Family.TILES) else (None,)
         plan = [
@@ -163,7 +163,7 @@ def size_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
             *product(BLOCK_SHAPES[family], blocks, (None,)),
         ]
         for turn, shape in enumerate(SOME_MEET[family]):
-            plan += [(shape, group[(turn + 3 * i) % len(group)], None) for i, group in enumerate(groups)]
+            plan += [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
         for number, (shape, combination, out_dtype) in enumerate(plan):
             yield _drawn(family, number, combination, shape, out_dtype=out_dtype)
 
