@@ -28,11 +28,8 @@ from f8emu.torch.scale import reciprocal
 
 UNSET = 0.0  # an inv_scale before the first usable amax; others are positive
 UNCALLED = -1.0  # an amax without a cast since the last update; others are at least 0, or NaN
-COUNTS = (
-    "zero",
-    "uncalled",
-    "not_finite",
-)  # rows: updates whose amax was zero, of this tensor alone missing, inf or NaN
+COUNTS = ("zero", "uncalled", "not_finite")
+"""The rows of a layer's counts: updates whose amax was zero, without a cast of this tensor alone, infinite or NaN."""
 
 INV_SCALES = "inv_scale_input", "inv_scale_weight", "inv_scale_grad_output"
 AMAXES = "amax_input", "amax_weight", "amax_grad_output"
@@ -40,8 +37,7 @@ STATE = ("amax_history", "counts", *INV_SCALES, *AMAXES)  # a layer's tensors, i
 
 _IS_SET = "_f8emu_is_set"
 OWNER = "_f8emu_owner"  # of an inv_scale: the number of its owner, and whether the tensor is a gradient
-owners: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
-"""Number -> who updates the states of some layers (`training.delayed_update.UpdateGroup`)."""
+owners: "WeakValueDictionary[int, Any]" = WeakValueDictionary()  # by number: each a `delayed_update.UpdateGroup`
 
 
 def mark_set(inv_scale: Tensor, is_set: bool) -> None:

@@ -1,7 +1,7 @@
-"""The Triton kernel of the update of delayed scaling: all layers of a model at once, through a table of addresses.
+"""The Triton kernel of the update of delayed scaling: all layers of a model at once.
 
-A layer's state is several small tensors, each allocated on its own, since compiled code may not take views of one
-storage that it writes to. The table has eight addresses a layer, those of `delayed.STATE`.
+Compiled code may not take views of one storage that it writes to, so a layer's tensors are allocated one by one. A
+table has their addresses, eight a layer, those of `delayed.STATE`.
 
 Exactness: the bits of `delayed.update_delayed` in plain torch, for the reasons in `scale_kernels`.
 """

@@ -64,8 +64,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
     """
     states = dict(_states(model))
-    keys = {fqn: {name: _key(fqn, name) for name in buffers.state()} for fqn, buffers in states.items()}
-    wanted = {key for of_layer in keys.values() for key in of_layer.values()}
+    wanted = {_key(fqn, name) for fqn, buffers in states.items() for name in buffers.state()}
     if wanted != set(state):
         missing, unknown = sorted(wanted - set(state)), sorted(set(state) - wanted)
         raise OperandError(
@@ -73,17 +72,14 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             f"unknown {unknown[:5]}; load the state of the same model, converted in the same way"
         )
     for fqn, buffers in states.items():
-        buffers.load("load_delayed_state_dict", {name: state[key] for name, key in keys[fqn].items()})
+        buffers.load("load_delayed_state_dict", {name: state[_key(fqn, name)] for name in buffers.state()})
         buffers.notes.is_loaded = True
     for layer in _layers(model):
         refill(layer.weight)
 
 
 class DelayedScalingState:
-    """The state of delayed scaling of a model, for checkpoints that take objects with `state_dict`, `load_state_dict`.
-
-    Such are torch.distributed.checkpoint, accelerate's `register_for_checkpointing`, torchtitan and Lightning Fabric.
-    """
+    """The state of delayed scaling of a model, for checkpoints that take objects: DCP's, accelerate's, torchtitan's."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

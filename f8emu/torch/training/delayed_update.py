@@ -127,10 +127,9 @@ def update_states(layers: Sequence["Float8Linear"]) -> None:
         for group in groups:
             _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
             _reduce_max(taken, group)
-        numbers = taken.new_empty(len(found), 3)  # which nobody reads
-        if (report := report_of(found, device)) is not None:
-            reports.append((report, found))
-            numbers = report.numbers
+        report = report_of(found, device)
+        numbers = taken.new_empty(len(found), 3) if report is None else report.numbers
+        reports += [] if report is None else [(report, found)]
         delayed, rule = found[0].recipe.delayed, found[0].recipe.scale_rule
         assert delayed is not None, "only such a recipe has a state"
         is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
@@ -148,10 +147,7 @@ def _reduce_max(x: Tensor, group: Any) -> None:
 
 
 def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
-    """For each layer the process groups whose ranks share its scales.
-
-    The user's; or those of the mesh over which the weight is distributed; or all ranks.
-    """
+    """For each layer the process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks."""
     is_distributed = dist.is_available() and dist.is_initialized()
     world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
     found: list[tuple[Any, ...]] = []
@@ -193,7 +189,7 @@ def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.devic
     if (most, largest) != (-least, -smallest):
         others = f"from {-least} to {most}" if most != -least else "as many, by other names"
         raise DelayedScalingError(
-            "sync_float8_amax_and_scale_history: the ranks of a process group must have the same delayed layers; this "
+            "delayed scaling: the ranks of a process group must have the same delayed layers; this "
             f"rank has {len(names)}, beginning with {names[0]!r}, others have {others}; name the ranks that train the "
             "same layers with f8emu.torch.set_amax_reduction_group(model, group)"
         )
