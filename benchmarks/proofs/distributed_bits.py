@@ -136,18 +136,13 @@ def one_device(setting: Setting) -> Trace:
     optimizer, found = optimizer_of(model), Trace()
     parameters = list(model.parameters())
     for step in range(STEPS):
-        grads: list[Tensor] = []
-        for rank in range(RANKS):
-            output = model(batch(setting, step, rank))
-            loss = output.float().square().mean()
-            loss.backward()
-            if rank == setting.mesh.get_local_rank():
-                found += [("outputs", output.detach()), ("losses", loss.detach())]
-            new = [grad_of(parameter) for parameter in parameters]
-            grads = [a + b for a, b in zip(grads, new, strict=True)] if grads else new
-            optimizer.zero_grad()
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad / RANKS
+        outputs = [model(batch(setting, step, rank)) for rank in range(RANKS)]
+        losses = [output.float().square().mean() for output in outputs]
+        torch.autograd.backward(losses)  # one pass of all ranks; it adds two gradients in either order
+        own = setting.mesh.get_local_rank()
+        found += [("outputs", outputs[own].detach()), ("losses", losses[own].detach())]
+        for parameter in parameters:
+            parameter.grad = grad_of(parameter) / RANKS
         found += [("gradients", setting.own(grad_of(parameter)).clone()) for parameter in parameters]
         optimizer.step()
         optimizer.zero_grad()

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
+from tests.torch_path.layers import by_calls_alone
 
 # Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
 pytestmark = [
@@ -43,28 +44,6 @@ def make() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(BF16)
     f8.convert_to_float8_training(model, config="delayed")
-    return model
-
-
-class NoUpdates:
-    """A group that leaves every update to explicit calls."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, nn.Module] = {}
-        self.ranks = None
-
-    def add(self, layer: Any) -> None:
-        layer.delayed.belong_to(0)  # nobody is told of its casts
-
-    def begin_pass(self, is_cuda: bool) -> None:
-        pass
-
-
-def by_calls_alone(model: nn.Module) -> nn.Module:
-    """The model, which updates nothing by itself from now on."""
-    for layer in model.modules():
-        if isinstance(layer, f8.Float8Linear):
-            layer.update_with(NoUpdates())  # type: ignore[arg-type]
     return model
 
 

@@ -120,7 +120,6 @@ def test_the_smallest_and_largest_amaxes_in_a_history(
     small, large = ([*extremes(dtype, value)][-1] for value in (smallest(dtype), torch.finfo(dtype).max))
     for tensors in (small, drawn(dtype), large, drawn(dtype), small):
         _, trace = assert_equal_to_oracle(layer, tensors, states)
-        sync(layer)
         amaxes = (trace.output.a.amax, trace.output.b.amax, trace.grad_input.a.amax)
         for i, (name, amax) in enumerate(zip(TENSORS, amaxes, strict=True)):
             states[name] = reference.update_delayed_state(
@@ -152,19 +151,16 @@ def test_a_fault_under_delayed_scales(
     layer = layer_of(dataclasses.replace(DELAYED, delayed=most_recent), BF16)
     assert layer.delayed is not None
     both_passes(layer, drawn(BF16))
-    sync(layer)
     before = {key: value.clone() for key, value in layer.delayed.state().items()}
     parts = ("amax_history", "inv_scale", "initialized")
     states = {t: DelayedState(*(to_numpy(before[part][i]) for part in parts)) for i, t in enumerate(TENSORS)}
     tensors, at = drawn(BF16), TENSORS.index(name)
     tensors[name][3, 2] = value
-    observed, _ = assert_equal_to_oracle(layer, tensors, states)
-    assert not layer.delayed.amaxes[at].isfinite()
+    with pytest.warns(RuntimeWarning, match=rf"infinite or NaN of: {name} of a layer without a name"):
+        observed, _ = assert_equal_to_oracle(layer, tensors, states)
     of_nan = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
     for i, tensor in enumerate(observed):
         assert tensor.isnan().any().item() == (value != value and i in of_nan)
-    with pytest.warns(RuntimeWarning, match=rf"infinite or NaN of: {name} of a layer without a name"):
-        sync(layer)
     assert layer.delayed.counts.tolist() == [[0] * 3, [0] * 3, [int(i == at) for i in range(3)]]
     assert_same_bits(layer.delayed.inv_scale, before["inv_scale"])  # the others are what they were
     assert layer.delayed.amax_history[:, 0].eq(0).tolist() == [i == at for i in range(3)]
@@ -196,9 +192,8 @@ def test_a_module_used_twice(name: str, assert_same_bits: Any) -> None:
         assert_same_bits(parameter.grad, one.grad + two.grad)
     if layer.delayed is not None:
         assert first.delayed is not None and second.delayed is not None
-        for amax, one, two in zip(layer.delayed.amaxes, first.delayed.amaxes, second.delayed.amaxes, strict=True):
-            assert_same_bits(amax, torch.maximum(one, two))
-        sync(model)
+        newest = [one.delayed.amax_history[:, 0] for one in (layer, first, second) if one.delayed is not None]
+        assert_same_bits(newest[0], torch.maximum(*newest[1:]))
         assert layer.delayed.amax_history[:, 1:].count_nonzero() == 0
 
 

@@ -22,6 +22,7 @@ import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
 from f8emu.torch.training import weight_scales
 from f8emu.torch.training.sharded_weight import ShardedWeight
+from tests.torch_path.layers import by_calls_alone
 from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned, with_exact_products
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
@@ -94,24 +95,27 @@ class OneDevice:
 
     def __init__(self, recipe: str, optimizer: Callable[..., Any] = AdamW, **options: Any) -> None:
         self.model, self.is_delayed = make(recipe, False, **options), recipe == "delayed"
-        f8.set_amax_reduction_group(self.model, False)
+        by_calls_alone(self.model, ranks=False)  # a pass of all ranks is one update
         self.optimizer = optimizer(self.model.parameters(), lr=1e-2)
 
     def outputs(self, step: int, dtype: torch.dtype = torch.float32, parts: int = 1) -> list[Tensor]:
         """Of this rank, after which the gradients are there; of other ranks only what the rest needs."""
         ranks = dist.get_world_size()
         found: list[Tensor] = []
-        total: list[Tensor] | None = None
-        for rank in range(ranks) if ranks == 2 or self.is_delayed else [dist.get_rank()]:
-            self.model.zero_grad()
-            for part in range(parts):
+        sums: dict[int, list[Tensor]] = {}
+        for part in range(parts):
+            for rank in range(ranks) if ranks == 2 or self.is_delayed else [dist.get_rank()]:
+                self.model.zero_grad()
                 output = self.model(batch(step, rank, part).to(dtype))
                 output.float().square().mean().backward()
                 if rank == dist.get_rank():
                     found.append(output.detach())
-            own = [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
-            total = own if total is None else [x + y for x, y in zip(total, own, strict=True)]
-        assert total is not None
+                own = [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+                sums[rank] = [x + y for x, y in zip(sums[rank], own, strict=True)] if rank in sums else own
+            f8.sync_float8_amax_and_scale_history(self.model)
+        total, *others = sums.values()
+        for other in others:
+            total = [x + y for x, y in zip(total, other, strict=True)]
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         for parameter, grad in zip(trained, total, strict=True):
             parameter.grad = grad / ranks

@@ -187,13 +187,12 @@ def update_delayed(
     kinds = torch.stack([amax == 0, ~is_called, is_called & ~amax.isfinite()], dim=1)
     is_cast = torch.tensor([bool(fmt) for fmt in names], device=taken.device)
     count = torch.stack(counts) + (kinds & is_cast & is_called.any(dim=1)[:, None, None])
-    # 4. Write back.
-    uncalled = torch.full_like(amax, UNCALLED).flatten()
-    amaxes = _of_tensors(states, AMAXES[0])
-    three = ((histories, history), (counts, count), (inv_scales, inv_scale.flatten()), (amaxes, uncalled))
-    for buffers, new in three:
-        for buffer, value in zip(buffers, new.unbind(), strict=True):
-            buffer.copy_(value)
+    # 4. Write back, as few operations for many layers as for one.
+    amaxes = torch.full_like(amax, UNCALLED)
+    singles = [x for new in (inv_scale, amaxes) for x in new.view(-1, 1, 1).unbind()]
+    floats = [*histories, *inv_scales, *_of_tensors(states, AMAXES[0])]
+    for buffers, new in ((floats, [*history.unbind(), *singles]), (counts, [*count.unbind()])):
+        torch._foreach_copy_(buffers, new)  # pyright: ignore[reportPrivateImportUsage]
     report.copy_(2 * count[:, 2] + (inv_scale > UNSET), non_blocking=True)
 
 
