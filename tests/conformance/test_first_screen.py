@@ -138,6 +138,7 @@ def test_names_that_lead_nowhere(command: str, name: str, text: str, folder: Pat
 # What would end the process
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning")  # JAX's, where another test has loaded it
 @pytest.mark.parametrize(
     ("name", "text"),
     [
