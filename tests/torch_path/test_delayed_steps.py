@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -356,7 +357,7 @@ def test_compiled_autograd_updates_at_the_begin_of_the_next_pass() -> None:
     assert_same(model, twin)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "no_grad", "a copy of other weights", "trained, then frozen"])
+@pytest.mark.parametrize("kind", ["frozen", "no_grad", "checkpointed", "a copy of other weights", "now frozen"])
 def test_a_pass_without_gradients_scales_by_its_own_amaxes(kind: str) -> None:
     """It has the bits of a layer that was never trained, and no scale of another day."""
     model = make()
@@ -377,8 +378,9 @@ def test_a_pass_without_gradients_scales_by_its_own_amaxes(kind: str) -> None:
         outputs = [one(x) for one in (model, fresh)]
         head(outputs[0]).sum().backward()
     else:
+        run: Any = functools.partial(checkpoint, use_reentrant=True) if kind == "checkpointed" else nn.Module.__call__
         with torch.no_grad():
-            outputs = [one(x) for one in (model, fresh)]
+            outputs = [run(one, x.clone().requires_grad_()) for one in (model, fresh)]
     assert torch.equal(*outputs)
     assert all(torch.equal(before[key], value) for key, value in state_of(model).items())
     assert error_of(model, outputs[0], x) < 0.08
@@ -399,6 +401,22 @@ def test_the_teacher_of_a_student_is_left_alone() -> None:
         assert all(torch.equal(old[key], value) for key, value in state_of(one).items())
 
 
+@pytest.mark.parametrize("way", ["load", "deepcopy", "pickle"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_an_update_that_is_due_is_not_lost(way: str) -> None:
+    """After a backward pass that autograd did not end, a model that goes on elsewhere begins with the update."""
+    model = make()
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        loss_of(model, 0).backward()
+    if way == "load":
+        resumed = make()
+        resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    else:
+        resumed = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert torch.equal(model(batch(1)), resumed(batch(1)))
+    assert updates_of(model) == updates_of(resumed) == [[1, 1, 1]] * 2
+
+
 def test_models_that_are_trained_together_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one call, in the order of their creation, whichever is called first: each call is an all-reduce over ranks."""
     from f8emu.torch.training import delayed_update
@@ -416,6 +434,11 @@ def test_models_that_are_trained_together_are_updated_together(monkeypatch: pyte
     (first(second(batch(0))).float().sum() + second(batch(1)).float().sum()).backward()
     (one,) = calls
     assert one == [first[0], first[2], second[0]]
+    calls.clear()
+    hidden: Any = checkpoint(first[0], batch(0).requires_grad_(), use_reentrant=True)
+    output: Any = checkpoint(first[2], hidden, use_reentrant=True)
+    output.sum().backward()
+    assert calls == [[first[0], first[2]]], "once, at the end of the outer pass"
     copied = copy.deepcopy(first)
     copied(batch(0)).float().sum().backward()
     assert calls[1:] == [[copied[0], copied[2]]], "a copy is a group of its own"

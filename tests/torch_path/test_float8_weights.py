@@ -377,3 +377,14 @@ def test_groups_of_ranks() -> None:
             fully_shard(primary("tensorwise"))
     finally:
         destroy_process_group()
+
+
+def test_values_that_are_written_are_cast_by_their_own_amax() -> None:
+    """Not by the scale of a step before, under which they would saturate."""
+    model = primary("delayed")
+    step(model, f8.MasterWeights(model.parameters(), SGD, lr=0.5), 0)
+    (first, *_) = weights(model)
+    values = first.master.clone() * 1024
+    with torch.no_grad():
+        first.copy_(values)
+    assert float((first.dequantize() - values).norm() / values.norm()) < 0.05

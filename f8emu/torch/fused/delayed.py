@@ -4,7 +4,7 @@ Between two updates a tensor has an `inv_scale` [1, 1] and an `amax` [1, 1], bot
 `UNSET` until an update found a usable amax; until then a cast scales by its own amax (`DelayedScaling`). `amax` is the
 maximum over the casts since the last update, `UNCALLED` where there was none: as an integer smaller than all others.
 
-Nothing here waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
+No cast waits for a value of the device. Whether an inv_scale is set decides which kernels run, so the host learns
 it from a later update; until then the amax of a tensor is found in every cast, and used or not on the device.
 
 Exactness: the states of `f8ref.numpy.update_delayed_state`; the codes and scales of `operators`.

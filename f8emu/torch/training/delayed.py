@@ -22,6 +22,7 @@ from f8emu.torch.fused.delayed import (
     UNSET,
     is_known_set,
     mark_set,
+    owners,
 )
 from f8emu.torch.training.operands import Delayed, DelayedStates
 from f8emu.torch.training.torch_internals import own_buffers, to_list
@@ -77,7 +78,7 @@ class DelayedBuffers(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """The state before the first step."""
+        """The state before the first pass."""
         with torch.no_grad():
             self.amax_history.zero_()
             self.counts.zero_()
@@ -87,7 +88,7 @@ class DelayedBuffers(nn.Module):
         self._begin_anew((False, False, False))
 
     def follow(self, device: torch.device) -> None:
-        """Move to `device`, without memory as before the first step; tensors that were replaced keep their owner."""
+        """Move to `device`, without memory as before the first pass; tensors that were replaced keep their owner."""
         if self.amax_input.device != device:
             self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
         if None in [getattr(inv_scale, OWNER, None) for inv_scale in self.inv_scales]:
@@ -99,16 +100,15 @@ class DelayedBuffers(nn.Module):
         for inv_scale, tensor in zip(self.inv_scales, TENSORS, strict=True):
             setattr(inv_scale, OWNER, (owner, tensor == "grad_output"))
 
-    def of_tensors(self, *, is_noted: bool = True) -> DelayedStates:
+    def of_tensors(self) -> DelayedStates:
         """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
 
-        That of grad_output is never None: by it an update learns of a backward pass. Without `is_noted` no cast counts
-        for the next update.
+        That of grad_output is never None: by it an update learns of a backward pass.
         """
         assert self.recipe.delayed is not None, "as in __init__"
         margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
-        amaxes = self.amaxes if is_noted else [amax.clone() for amax in self.amaxes]
-        x, w, g = [Delayed(inv_scale, amax, margin) for inv_scale, amax in zip(self.inv_scales, amaxes, strict=True)]
+        pairs = zip(self.inv_scales, self.amaxes, strict=True)
+        x, w, g = [Delayed(inv_scale, amax, margin) for inv_scale, amax in pairs]
         return x if "input" in tensors else None, w if "weight" in tensors else None, g
 
     # By `own_buffers`: `nn.Module.__getattr__` takes longer than all else that the host does here.
@@ -180,6 +180,9 @@ class DelayedBuffers(nn.Module):
                 self.inv_scales[i].copy_(inv_scale[i])
                 self.amaxes[i].copy_(state["amax"][i])
         self._begin_anew((False, False, False) if initialized.is_meta else to_list(initialized))
+        owner = None if initialized.is_meta else owners.get(self.owner)
+        if owner is not None and not float(self.amax_grad_output) < 0:  # UNCALLED; it may be NaN
+            owner.is_pending = True  # it was saved before the update after a backward pass
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device, never to another dtype; reset if the values were not copied (`to_empty`)."""

@@ -47,8 +47,8 @@ class Report:
             )
 
 
-# Never freed: torch does not know of the kernels that write to them, and would reuse the memory.
 _reports: dict[tuple[torch.device, tuple[int, ...]], Report] = {}
+_MOST = 1024  # layers that are built one by one are updated together in ever other sets
 
 
 def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report | None:
@@ -58,5 +58,8 @@ def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report 
         is_cuda = device.type == "cuda"
         if is_cuda and torch.cuda.is_current_stream_capturing():
             return None
+        if len(_reports) >= _MOST:  # kernels may write to them still, of which torch does not know
+            torch.cuda.synchronize() if torch.cuda.is_available() else None
+            _reports.clear()
         _reports[key] = Report(layers, is_cuda)
     return _reports[key]

@@ -11,14 +11,14 @@ from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.delayed_update import UpdateGroup, update_states
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.float8_weight import refill
-from f8emu.torch.training.torch_internals import modules_of, named_modules
+from f8emu.torch.training.torch_internals import named_modules
 
 
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
     """Update the state of delayed scaling in all layers of `model` that were called since their last update.
 
-    No training loop needs a call: the end of every backward pass is an update. After one, and in compiled code, it does
-    nothing. It is of use before a state is saved whose passes are replayed as CUDA graphs: those update as they begin.
+    No training loop needs a call: the end of every backward pass is an update. After one nothing changes; compiled code
+    leaves it out. It is of use before a state is saved whose passes are replayed as CUDA graphs.
 
     An amax that is zero or not finite leaves the scale unchanged, and is counted in the layer's `delayed.counts`. With
     a process group, amaxes are the maximum over its ranks, in one all-reduce for all layers: over the group of
@@ -31,9 +31,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
     """
     if torch.compiler.is_compiling():
         return
-    layers = _layers(model) if fp8_layers is None else [layer for x in fp8_layers for layer in _layers(x)]
-    if layers := [layer for layer in layers if layer.delayed is not None]:
-        update_states(layers)
+    parts = [model] if fp8_layers is None else fp8_layers
+    update_states([layer for part in parts for _, layer, _ in _layers(part)])
 
 
 def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
@@ -43,16 +42,15 @@ def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
     layers of `model` are updated together from now on, apart from others that were converted with them.
     """
     chosen = UpdateGroup(group)
-    for layer in _layers(model):
-        if layer.delayed is not None:
-            layer.update_with(chosen)
+    for _, layer, _ in _layers(model):
+        layer.update_with(chosen)
 
 
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the state of all layers, "layer.field" -> tensor, for checkpoints that drop a state dict's metadata."""
     return {
-        _key(fqn, name): value.detach().clone()
-        for fqn, buffers in _states(model)
+        f"{fqn}.{name}".lstrip("."): value.detach().clone()
+        for fqn, _, buffers in _layers(model)
         for name, value in buffers.state().items()
     }
 
@@ -63,18 +61,16 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     Raises:
         OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
     """
-    states = dict(_states(model))
-    wanted = {_key(fqn, name) for fqn, buffers in states.items() for name in buffers.state()}
+    wanted = {f"{fqn}.{name}".lstrip(".") for fqn, _, buffers in _layers(model) for name in buffers.state()}
     if wanted != set(state):
         missing, unknown = sorted(wanted - set(state)), sorted(set(state) - wanted)
         raise OperandError(
             f"load_delayed_state_dict: the keys must be those of delayed_state_dict(model); missing {missing[:5]}, "
             f"unknown {unknown[:5]}; load the state of the same model, converted in the same way"
         )
-    for fqn, buffers in states.items():
-        buffers.load("load_delayed_state_dict", {name: state[_key(fqn, name)] for name in buffers.state()})
+    for fqn, layer, buffers in _layers(model):
+        buffers.load("load_delayed_state_dict", {name: state[f"{fqn}.{name}".lstrip(".")] for name in buffers.state()})
         buffers.notes.is_loaded = True
-    for layer in _layers(model):
         refill(layer.weight)
 
 
@@ -83,7 +79,7 @@ class DelayedScalingState:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        for _, buffers in _states(model):
+        for _, _, buffers in _layers(model):
             buffers.notes.has_own_entry = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,17 +91,8 @@ class DelayedScalingState:
         load_delayed_state_dict(self.model, state_dict)
 
 
-def _key(fqn: str, name: str) -> str:
-    return f"{fqn}.{name}" if fqn else name
-
-
-def _layers(model: nn.Module) -> list[Float8Linear]:
-    """The float8 layers of a model, each once, in the order of `modules`."""
-    return [module for module in modules_of(model) if isinstance(module, Float8Linear)]
-
-
-def _states(model: nn.Module) -> Iterator[tuple[str, DelayedBuffers]]:
-    """(name of the layer, its state), each state once. The names do not depend on what wraps them."""
+def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear, DelayedBuffers]]:
+    """Name, layer and state of each layer that has one, once. The names do not depend on what wraps them."""
     for name, module in named_modules(model):
         if isinstance(module, Float8Linear) and module.delayed is not None:
-            yield name, module.delayed
+            yield name, module, module.delayed

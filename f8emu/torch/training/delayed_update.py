@@ -3,7 +3,7 @@
 The end of every backward pass updates the scales of the models that took part in it. The first cast of a gradient asks
 autograd for a call at that end. Where autograd makes none (compiled autograd, a pass that raised an error), the next
 pass begins with the update. A CUDA graph, whose replays run no host code, has an update at the begin of each captured
-forward pass: it changes nothing where nothing was cast. An update waits for no value of the device.
+forward pass: it changes nothing where nothing was cast.
 """
 
 import itertools
@@ -49,18 +49,20 @@ class UpdateGroup:
         self.layers: weakref.WeakValueDictionary[int, Float8Linear] = weakref.WeakValueDictionary()
         self.is_pending = False  # whether a gradient was cast since the last update
         self.is_captured = False  # whether the CUDA graph that is captured has an update already
-        self._pass = -1  # the backward pass at whose end the group is updated
+        self.end = -1  # the backward pass at whose end the group is updated; -1 while there is none
 
     def add(self, layer: "Float8Linear") -> None:
-        """Update the layer with the others."""
-        assert layer.delayed is not None, "only such a layer has a state"
+        """Update the layer, which has a state, with the others."""
+        assert layer.delayed is not None
         self.layers[id(layer)] = layer
         layer.delayed.belong_to(self.number)
 
     def begin_pass(self, is_cuda: bool) -> None:
         """Update before the first cast of a forward pass, if no backward pass could do it."""
         if is_in_backward_pass():  # what checkpointing computes again has the scales of the first time
+            self._update_at_end()
             return
+        self.end = -1  # a pass that an error ended has no end
         if is_cuda and torch.cuda.is_current_stream_capturing():
             if not self.is_captured:
                 self.is_captured = True
@@ -73,21 +75,27 @@ class UpdateGroup:
     def note_gradient(self) -> None:
         """Update at the end of the backward pass that runs now."""
         self.is_pending, self.is_captured = True, False
-        number = backward_pass()
-        if number not in (-1, self._pass):
-            self._pass = number
-            with _lock:  # several GPUs have a thread each
-                groups = _passes.get(number)
-                if groups is None:
-                    groups = _passes[number] = _Groups()
-                    call_at_end_of_backward(groups.update)
-            groups.append(self)
+        self._update_at_end()
+
+    def _update_at_end(self) -> None:
+        """At the end of the outer pass, where reentrant checkpointing runs one within another."""
+        if self.end != -1 or (number := backward_pass()) == -1:
+            return
+        self.end = number
+        with _lock:  # several GPUs have a thread each
+            groups = _passes.get(number)
+            if groups is None:
+                groups = _passes[number] = _Groups()
+                call_at_end_of_backward(groups.update)
+        groups.append(self)
 
     def __deepcopy__(self, memo: Any) -> "UpdateGroup":
-        return UpdateGroup(self.ranks)
+        copied = UpdateGroup(self.ranks)
+        copied.is_pending = self.is_pending
+        return copied
 
     def __reduce__(self) -> Any:
-        return UpdateGroup, ()
+        return UpdateGroup, (), {"is_pending": self.is_pending}
 
 
 class _Groups(list[UpdateGroup]):
@@ -96,13 +104,13 @@ class _Groups(list[UpdateGroup]):
     def update(self) -> None:
         """Update their layers, in an order which all ranks share."""
         for group in self:
-            group.is_pending = False
+            group.is_pending, group.end = False, -1
         groups = {group.number: group for group in self}
         update_states([layer for number in sorted(groups) for layer in groups[number].layers.values()])
 
 
+# Number of a backward pass -> the groups that it updates at its end; autograd alone keeps them.
 _passes: "weakref.WeakValueDictionary[int, _Groups]" = weakref.WeakValueDictionary()
-"""Number of a backward pass -> the groups that it updates at its end; autograd alone keeps them."""
 _lock = threading.Lock()
 _numbers = itertools.count(1)
 
@@ -156,7 +164,7 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
         assert layer.update_group is not None, "it has a state"
         if (chosen := layer.update_group.ranks) is not None:
             found.append(() if chosen is False else (chosen,))
-        elif is_distributed and is_dtensor(weight := _weight_of(layer)):
+        elif is_distributed and is_dtensor(weight := _parameter_of(layer)):
             its: Any = getattr(weight, "device_mesh")  # noqa: B009
             if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
                 mesh = its
@@ -167,11 +175,10 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
     return found
 
 
-def _weight_of(layer: "Float8Linear") -> nn.Parameter | None:
+def _parameter_of(layer: "Float8Linear") -> nn.Parameter | None:
     """The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters."""
-    others = (parameter for name, parameter in layer.named_parameters() if name != "bias")
     own = own_parameters(layer).get("weight")
-    return next(others, None) if own is None else own
+    return next((x for name, x in layer.named_parameters() if name != "bias"), None) if own is None else own
 
 
 _checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()

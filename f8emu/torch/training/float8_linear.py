@@ -207,18 +207,15 @@ class Float8Linear(Linear):
         if self.delayed is None:
             return None
         is_traced = torch.compiler.is_compiling()
-        is_repeated = False
-        flows = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-        if not flows or is_exporting():
-            is_repeated = not is_traced and not torch.is_grad_enabled() and is_in_autograd_function()
-            if not is_repeated:
+        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)) or is_exporting():
+            if is_traced or torch.is_grad_enabled() or not is_in_autograd_function():
                 return None
         if not is_traced:
             self.delayed.notes.is_loaded = False
             self.delayed.follow(input.device)  # `fully_shard` moves parameters only
             assert self.update_group is not None, "it has a state"
             self.update_group.begin_pass(input.is_cuda)
-        return self.delayed.of_tensors(is_noted=not is_repeated)
+        return self.delayed.of_tensors()
 
     def update_with(self, group: UpdateGroup | None) -> None:
         """Update the scales together with those of the other layers of `group`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.delayed import UNCALLED, cast_pair_delayed
+from f8emu.torch.fused.delayed import UNCALLED, UNSET, cast_pair_delayed
 from f8emu.torch.training.delayed import DelayedBuffers
 from f8emu.torch.training.gathered_weight import GatheredWeight
 from f8emu.torch.training.operands import DelayedStates, cast_cols_in_rows, find_source
@@ -118,15 +118,15 @@ class Float8Weight(GatheredWeight):
         return self.rows.float() * self.row_scale
 
     @torch.no_grad()
-    def refill(self) -> None:
-        """Cast the master into the codes, in place."""
+    def refill(self, *, by_own_amax: bool = False) -> None:
+        """Cast the master into the codes, in place; under delayed scaling by its state, or by the master's own amax."""
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "Float8Linear: with float8_primary_weights=True weights are cast outside of compiled code; compile the "
-                "model, and call the optimizer's step and sync_float8_amax_and_scale_history outside"
+                "model, and call the optimizer's step outside"
             )
         origin = self._origin
-        new = _cast(origin.master.to(self.rows.device), origin.recipe, origin.delayed)
+        new = _cast(origin.master.to(self.rows.device), origin.recipe, origin.delayed, by_own_amax=by_own_amax)
         for mine, found in zip(self._codes(), new, strict=True):
             if mine is not None and found is not None:
                 mine.copy_(found)
@@ -227,7 +227,7 @@ class Float8Weight(GatheredWeight):
             return out
         if value is not self.master:
             self.master.copy_(value)
-        self.refill()
+        self.refill(by_own_amax=True)
         return self
 
     def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
@@ -269,7 +269,7 @@ def _rebuilt(
 
 
 @torch.no_grad()
-def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
+def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_amax: bool = False) -> _Codes:
     """The codes of `x` [N, K], each in its layout, with scales and amax."""
     fmt, rule = format_of(recipe), recipe.scale_rule
     settings = (rule.power_of_two, rule.amax_floor)
@@ -279,7 +279,8 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None) -> _Codes:
     delayed = None if buffers is None else buffers.of_tensors()[1]
     if delayed is not None:
         amax = torch.full_like(delayed.amax, UNCALLED)
-        state = (delayed.inv_scale, True, False, amax, *settings, delayed.margin)
+        inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
+        state = (inv_scale, True, False, amax, *settings, delayed.margin)
         rows, _, _, scale = cast_pair_delayed(x, fmt, *state)
         return _Codes(rows, None, scale, scale.clone(), amax)
     source = find_source(x, recipe.output.b, recipe.grad_input.b, is_stored=True)

@@ -2,7 +2,7 @@
 
 A matrix `x` [M, N] is an operand of two GEMMs: of one as it is, with K = N ("rows"), and of another transposed, with
 K = M ("cols"). Their scales come from a `ScaleSource`: amaxes, found in a previous pass over `x`, or, under delayed
-scaling, the scales of earlier steps. The operators of `fused` then cast both operands in one pass.
+scaling, the scales of earlier passes. The operators of `fused` then cast both operands in one pass.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class Delayed(NamedTuple):
     """The state of delayed scaling that the casts of one tensor read and write between two updates."""
 
     inv_scale: Tensor
-    """[1, 1], from earlier steps; `fused.delayed.UNSET` before the first, when a cast scales by its own amax."""
+    """[1, 1], from earlier passes; `fused.delayed.UNSET` before the first, when a cast scales by its own amax."""
     amax: Tensor
     """[1, 1], the maximum over all casts since the last update; each cast updates it in place."""
     margin: int
@@ -172,7 +172,7 @@ def cast_both(
 def cast_delayed(
     x: Tensor, rows: Cast | None, cols: Cast | None, state: Delayed, rule: ScaleRule
 ) -> tuple[Operand | None, Operand | None, ScaleSource]:
-    """As `cast_both`, by the scale of earlier steps; also the source for another cast of `x`.
+    """As `cast_both`, by the scale of earlier passes; also the source for another cast of `x`.
 
     The amax of `x` is taken along, for the next update.
 

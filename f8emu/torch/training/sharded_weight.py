@@ -5,7 +5,7 @@
 
 1. The amaxes of the whole weight: those of the rank's rows, then one all-reduce;
    `precompute_float8_dynamic_scale_for_fsdp` does it for all weights of a model at once. Under delayed scaling the
-   scale is that of earlier steps.
+   scale is that of earlier passes.
 2. `fsdp_pre_all_gather`: the codes of the rank's rows, for `output`. If `grad_input` needs other codes (rowwise), the
    backward pass gathers those instead, and both where it recomputes `output`.
 3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast. The
@@ -203,7 +203,7 @@ class ShardedWeight(Tensor):
             if memory is not weight.memory:
                 raise UnsupportedError(
                     "Float8Linear: a weight that FSDP2 has gathered was replaced by another; load weights into it "
-                    "(load_state_dict without assign=True), or replace them before the first step"
+                    "(load_state_dict without assign=True), or replace them before the first pass"
                 )
             if memory is not None:
                 memory.end_gather()
@@ -251,7 +251,7 @@ def _codes_of_columns(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightSca
 
 
 def _cast_delayed(x: Tensor, delayed: Delayed, recipe: Recipe, shard: Shard, *, is_set: bool) -> tuple[Tensor, Tensor]:
-    """Codes of this rank's rows and their scale: that of earlier steps, before the first update that of the whole."""
+    """Codes of this rank's rows and their scale: that of earlier passes, before the first update that of the whole."""
     rule, fmt = recipe.scale_rule, format_of(recipe)
     settings = (rule.power_of_two, rule.amax_floor, delayed.margin)
     inv_scale = delayed.inv_scale

@@ -193,12 +193,13 @@ def call_at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def is_in_autograd_function() -> bool:
-    """Whether the forward of an autograd function calls: reentrant checkpointing, which computes it again later."""
+    """Whether an autograd function calls that a gradient will flow back through: reentrant checkpointing."""
     frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
-            if isinstance(frame.f_locals.get("ctx"), torch.autograd.function.FunctionCtx):
+            ctx = frame.f_locals.get("ctx")
+            if isinstance(ctx, torch.autograd.function.FunctionCtx) and getattr(ctx, "next_functions", ()):
                 return True
         frame = frame.f_back
     return False
