@@ -12,6 +12,7 @@ from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, failed
 from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress, Result, Status
+from f8emu.conformance.words import said_by
 from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def diagnosed(
                 try:
                     found[one.name] = diagnose(by_name[one.name], progress=progress)
                 except Exception as error:  # the verification is finished, and must not be lost
-                    found[one.name] = (failed("all kinds", f"{type(error).__name__}: {str(error).strip()[:200]}"),)
+                    found[one.name] = (failed("all kinds", said_by(error, 200)),)
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
     return result, found
