@@ -218,7 +218,18 @@ def fit_verdict(fit: Fit) -> str:
         ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
     ):
         said += [f"{what}: {', '.join(kinds)}"] * bool(kinds)
+    said += [f"looked up to {sizes}, one dimension at a time" for sizes in (_looked_at(fit),) if sizes]
     return f"{'INTERRUPTED, ' if fit.is_interrupted else ''}{fit.subject}: {'; '.join(said)}"
+
+
+def _looked_at(fit: Fit) -> str:
+    """`M = 4112, N = 2064, K = 8320`: the largest sizes that ran, of the kind where they are smallest."""
+    largest: dict[str, int] = {}
+    for kind in fit.kinds:
+        for dimension in dict.fromkeys(one.dimension for one in kind.sizes if not one.reason):
+            most = max(one.size for one in kind.sizes if one.dimension == dimension and not one.reason)
+            largest[dimension] = min(most, largest.get(dimension, most))
+    return ", ".join(f"{dimension} = {size}" for dimension, size in largest.items())
 
 
 def _missed(kind: Fitted) -> str:
