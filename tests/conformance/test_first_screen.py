@@ -286,6 +286,7 @@ def test_one_case_again(folder: Path) -> None:
     (stage,) = json.loads(Path("out.json").read_text())["subjects"][0]["stages"]
     assert (stage["stage"], stage["cases_total"]) == ("golden", 1)
     assert stage["mismatches"][0]["case"] == shlex.split(line)[-1] and line in again
+    assert ": 1 case differs, 1 output:\n" in again and "Only a Hopper GPU prints" in again
     status, out, _ = invoke("verify", "deep/numpy.py:DECLARED", "f8ref.numpy", *FEW)
     assert status == 1 and "f8emu verify deep/numpy.py:DECLARED --golden few --arrays numpy --case '0" in out, out
     stages = ("verify", "f8ref.numpy", "--golden", "few", "--stage", "golden", "--stage", "formats")

@@ -314,8 +314,8 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.build_app(), list(arguments))
+def invoke(*arguments: str, columns: str = "120") -> tuple[int, str]:
+    result = CliRunner().invoke(cli.build_app(), list(arguments), env={"COLUMNS": columns})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output
@@ -331,6 +331,8 @@ def test_command_line(kernels: Path) -> None:
     (kind,) = json.loads(out.read_text())["kinds"]
     assert kind["rules"]["adder"] == "exact" and kind["batch_invariant"] is True
     assert kind["outputs_equal"] == kind["outputs_total"] == 1792
+    narrow = invoke("fit", "fit_kernels:exact", *options, columns="50")[1]
+    assert max(map(len, narrow.splitlines())) <= 50
     status, text = invoke("fit", "fit_kernels:leaves", *options, "--timeout", "60")
     assert status == 1 and "its process exited with status 3" in text
     status, text = invoke("fit", "fit_kernels:exits", *options)
