@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import f8ref.numpy as f8
 from f8emu import cli
+from f8emu.cli.supervised import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.check import run_case
 from f8emu.conformance.gemm import Mode
@@ -65,6 +66,12 @@ def raises_oddly(*args, **options):
     raise OddError
 
 CALLS = []
+
+def raises_oddly_later(*args, **options):
+    CALLS.append(0)
+    if len(CALLS) > 1:
+        raise OddError
+    return float32(*args, **options)
 
 def interrupts(*args, **options):
     CALLS.append(0)
@@ -215,6 +222,14 @@ def test_os_exit_ends_no_verdict(name: str, folder: Path) -> None:
 def test_an_error_without_a_text_is_told_by_its_type(isolated: tuple[str, ...], folder: Path) -> None:
     status, out, error = invoke("verify", "deep/numpy.py:raises_oddly", *FEW, *isolated)
     assert status == 2 and "failed, the first: OddError" in error, out + error
+    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly_later", *FEW, *isolated)
+    assert status == 1 and "4 cases differ" in out and out.count("raised OddError") == 4, out + error
+
+
+def test_without_fork_a_command_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(SystemExit, match="7"):
+        run_supervised(lambda: sys.exit(7))
 
 
 def test_a_fork_by_the_c_library_gives_one_verdict(folder: Path) -> None:
