@@ -1,5 +1,6 @@
 """What a diagnosis and a fit say, for people and for programs."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -106,16 +107,18 @@ def _lines_of(alike: Sequence[Diagnosis], kinds: str) -> Iterator[str]:
 def _left(alike: Sequence[Diagnosis], verb: str) -> str:
     """What the outputs have in common that are not explained; the same trait in all of these kinds."""
     left = [kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None]
-    return f"; what {verb} has {contrast_words(*left)}" if left else ""
+    return f"; what {verb} {contrast_words(*left)}" if left else ""
 
 
 def contrast_words(*alike: Contrast) -> str:
-    """`K above 240 (8.9 % of the outputs there differ, 0 % of all others)`, of several of one name together."""
+    """`has K above 240 (8.9 % of the outputs there differ, 0 % of all others)`, of several of one name together."""
     inside, outside = (
         percent(sum(differ for differ, _ in side) / sum(total for _, total in side))
         for side in ([one.inside for one in alike], [one.outside for one in alike])
     )
-    return f"{alike[0].name} ({inside} of the outputs there differ, {outside} of all others)"
+    name = re.sub(r"\b(row|column) (above|up to) ", r"\1s \2 ", alike[0].name)
+    verb = "is in" if name.startswith(("rows", "columns")) else "has"
+    return f"{verb} {name} ({inside} of the outputs there differ, {outside} of all others)"
 
 
 def _names(alterations: Sequence[str]) -> str:
@@ -185,7 +188,7 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
         said = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
         if not found.outputs_total:
             said, shares = "NOT CONFIRMED", "no random GEMM is offered"
-        left = f"; what differs has {contrast_words(found.left)}" if found.left is not None else ""
+        left = f"; what differs {contrast_words(found.left)}" if found.left is not None else ""
         yield f"{kind.kind}: {said}, {shares}{whose}{left}"
         if found.unsteady:
             yield f"  CONTRADICTS ITSELF: {found.unsteady}"
