@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from f8emu import __version__
 from f8emu.cli import diff, doctor, fit, inspect, plan, recipes, record, replay, verify
 from f8emu.cli.frame import BAD_USAGE, STATUSES
+from f8emu.cli.streams import outlive_readers
 from f8emu.cli.supervised import run_supervised
 from f8emu.spec import MissingExtraError
 
@@ -27,6 +28,7 @@ _WITH_KERNELS = (["verify"], ["fit"])
 
 def main() -> None:
     """The entry point `f8emu`."""
+    outlive_readers()
     try:
         app = build_app()
     except MissingExtraError as error:

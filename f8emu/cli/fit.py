@@ -6,7 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import BAD_USAGE, DIFFERENT, INTERRUPTED, STATUSES, console, find_modules_here, guarded, opened
+from f8emu.cli.frame import (
+    BAD_USAGE,
+    DIFFERENT,
+    INTERRUPTED,
+    STATUSES,
+    console,
+    find_modules_here,
+    guarded,
+    opened,
+    say,
+)
 from f8emu.cli.verify import ISOLATE, SECONDS, TIMEOUT, Arrays
 from f8emu.spec import SpecError
 
@@ -42,7 +52,9 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(help=f"This kind of GEMM only; may be repeated. All by default: {', '.join(_KINDS)}."),
         ] = None,
-        m: Annotated[list[int] | None, typer.Option(min=1, help="Rows for batch invariance; may be repeated.")] = None,
+        m: Annotated[
+            list[int] | None, typer.Option(min=1, help="Rows to try instead of 1 to 4112; may be repeated.")
+        ] = None,
         isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
     ) -> None:
@@ -63,7 +75,6 @@ def _fit(
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
-    from f8emu.conformance.diagnosis.sizes import MS
     from f8emu.conformance.first_contact import first_contact
     from f8emu.conformance.subject import load_subject
 
@@ -81,16 +92,16 @@ def _fit(
             first_contact(subject, arrays, lambda other: load(arrays=other))
         chosen = [known[name] for name in kinds] or KINDS
         with report.progress_bar() as progress:
-            found = fit(subject, kinds=chosen, ms=ms or MS, progress=progress)
+            found = fit(subject, kinds=chosen, ms=ms, progress=progress)
         screen = console()
-        print(f"{found.subject}   engine: {found.engine}")
+        say(f"{found.subject}   engine: {found.engine}")
         for one in found.kinds:
             if one.measured:
                 screen.print(diagnosis_report.fit_table(one))
             for line in diagnosis_report.fit_lines(one):
-                print(line)
+                say(line)
         seconds = time.perf_counter() - start
-        print(f"{diagnosis_report.fit_verdict(found)}; {seconds:.1f} s")
+        say(f"{diagnosis_report.fit_verdict(found)}; {seconds:.1f} s")
         if out is not None:
             data = diagnosis_report.fit_json(found, command=["f8emu", *sys.argv[1:]], seconds=seconds)
             out.write_json(data)

@@ -22,8 +22,8 @@ _DIES_WITH_PARENT = 1
 
 
 def run_supervised(command: Callable[[], None]) -> None:
-    """Runs a command that ends in SystemExit, and ends as it did."""
-    if threading.current_thread() is not threading.main_thread():
+    """Runs a command that ends in SystemExit, and ends as it did; in this process where there is no `os.fork`."""
+    if not hasattr(os, "fork") or threading.current_thread() is not threading.main_thread():
         command()
     sys.stdout.flush()
     reading, writing = os.pipe()
@@ -57,18 +57,23 @@ def run_supervised(command: Callable[[], None]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """The child's side: signals are Ctrl-C, two at once are one, and nothing outlives the parent."""
+    """The child's side: signals are Ctrl-C, two at once are one, and on Linux nothing outlives the parent."""
+    from f8emu.conformance.kernels.contained import INTERRUPTS  # loads NumPy
+
+    INTERRUPTS.are_noted = True
     last = -_ONE_KEY
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal last
         is_one, last = time.monotonic() - last < _ONE_KEY, time.monotonic()
         if not is_one:
+            INTERRUPTS.has_come = True
             raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(BAD_USAGE)

@@ -10,6 +10,7 @@ from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged,
 from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
 from f8emu.conformance.own_split import Split
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.words import said_by
 from f8emu.spec import MissingExtraError
 
 Parts = Mapping[str, np.ndarray]
@@ -83,13 +84,13 @@ def answer(case: Case, judge: Subject | None) -> Parts | Exception:
 def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcome:
     """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
-        return _failed(case, {}, f"the oracle raised {_text(answers)}")
+        return _failed(case, {}, f"the oracle raised {said_by(answers)}")
     try:
         given = case.run(subject)
     except (NotOffered, MissingExtraError) as reason:  # torch without JAX casts, and emulates no GEMM
         return Outcome(case=case.id, not_offered=str(reason), traits=case.traits)
     except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
-        return _failed(case, answers, f"raised {_text(error)}")
+        return _failed(case, answers, f"raised {said_by(error)}")
 
     total = sum(array.size for array in answers.values())
     wrong = 0
@@ -147,8 +148,3 @@ def _failed(case: Case, answers: Parts, error: str) -> Outcome:
         traits=case.traits,
         ulps=ulps,
     )
-
-
-def _text(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:400]}" if lines else type(error).__name__

@@ -21,17 +21,17 @@ def stages_with(
     A pattern is a name, or has `*` for any text.
 
     Raises:
-        SpecError: no case has such a name; the message has the nearest.
+        SpecError: no case matches one of the patterns; the message names it, and the nearest case.
     """
-    expressions = [".*".join(map(re.escape, pattern.split("*"))) for pattern in patterns]
+    expressions = {pattern: re.compile(".*".join(map(re.escape, pattern.split("*")))) for pattern in patterns}
 
-    def is_wanted(case: Case) -> bool:
+    def matched(case: Case) -> set[str]:
         name = printable(case.id)
-        return name in patterns or any(re.fullmatch(one, name) for one in expressions)
+        return {pattern for pattern, one in expressions.items() if name == pattern or one.fullmatch(name)}
 
     def only(stage: Stage) -> Stage:
         def cases(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
-            found = [case for case in stage.cases(subject, golden) if is_wanted(case)]
+            found = [case for case in stage.cases(subject, golden) if matched(case)]
             if not found:
                 raise NotOffered(f"{subject.name} has no case {', '.join(patterns)} of {stage.title}")
             return iter(found)
@@ -40,18 +40,21 @@ def stages_with(
 
     names: list[str] = []
     chosen: list[Stage] = []
+    unmatched = set(patterns)
     for stage in stages:
         cases = [case for subject in subjects for case in _cases(stage, subject, golden)]
         names += [printable(case.id) for case in cases]
-        if any(map(is_wanted, cases)):
+        if found := set[str]().union(*map(matched, cases)):
+            unmatched -= found
             chosen.append(only(stage))
         if set(patterns) <= set(names):  # what follows need not be drawn
             break
-    if not chosen:
-        near = [name for name in names if any(pattern in name for pattern in patterns)]
-        near += [match for pattern in patterns for match in get_close_matches(pattern, names, 1, 0.3)]
+    for pattern in patterns:
+        if pattern not in unmatched:
+            continue
+        near = [name for name in names if pattern in name] or get_close_matches(pattern, names, 1, 0.3)
         raise SpecError(
-            f"verify --case: no case is called {', '.join(map(repr, patterns))}"
+            f"verify --case: no case is called {pattern!r}"
             + (f"; the nearest is {near[0]!r}" if near else "")
             + "; take the name from a report, with * for any text"
         )

@@ -14,6 +14,7 @@ from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.contract import REMEDY
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.words import said_by
 from f8emu.spec import F8Error, SpecError
 
 _LARGEST = 1 << 20
@@ -69,7 +70,7 @@ def _contact(subject: Subject) -> _Contact:
         except Exception as raised:  # of the kernel, which may raise anything
             if getattr(faults, type(raised).__name__, None) is type(raised):
                 return _Contact(True)
-            fault = f"{type(raised).__name__}: {' '.join(str(raised).split())[:400]}"
+            fault = said_by(raised)
         if not fault:
             return _Contact(True)
         error, tried = error or fault, tried + 1

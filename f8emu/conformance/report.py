@@ -12,6 +12,7 @@ from f8emu.conformance.breakdown.tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
+from f8emu.conformance.words import counted
 from f8emu.environment import devices, versions
 from f8emu.untrusted import printable
 
@@ -69,7 +70,9 @@ def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
         wrong = sum(stage.outputs_differing for stage in subject.stages)
         cases = sum(stage.cases_differing for stage in subject.stages)
         shown = min(errors, len(found))
-        yield f"{subject.name}: {cases} cases differ, {wrong} outputs; one of each of the first {shown}:"
+        of = "" if cases == 1 else " of each" if shown == cases else f" of each of the first {shown}" * (shown > 1)
+        head = f"{subject.name}: {counted(cases, 'case differs', 'cases differ')}, {counted(wrong, 'output')}"
+        yield head + ("" if not shown else ":" if wrong == 1 else f"; one{of}:")
         for mismatch in found[:errors]:
             yield mismatch.line()
 

@@ -407,7 +407,7 @@ def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp
     FAULTS["cut short"][0](path)
     status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
     equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
-    assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 files; {equal}"), out
+    assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 file; {equal}"), out
     status, out, _ = invoke("diff", path, same)
     assert status == 1 and "equal: 13 of 13 stages" in out and "damaged (1):" in out
 
@@ -417,7 +417,7 @@ def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Rec
     written(tmp_path, RECIPES["rowwise"], [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
     status, out, _ = invoke("replay", tmp_path, "--oracle", "f8ref.numpy")
     assert status == 2 and "product: chip 'Rubin' is not known" in out
-    assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 products were not computed again; equal: "), out
+    assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 product was not computed again; equal: "), out
 
 
 def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) -> None:
@@ -500,7 +500,8 @@ def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) ->
     assert step.left_out and all("limit_bytes=200000 is reached" in one.reason for one in step.left_out)
     status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
     assert status == 2 and "missing (" in out and "limit_bytes=200000 is reached" in out
-    assert out.splitlines()[-1].startswith(f"NOT VERIFIED: {len(step.left_out)} things are missing; equal: "), out
+    things = "1 thing is" if len(step.left_out) == 1 else f"{len(step.left_out)} things are"
+    assert out.splitlines()[-1].startswith(f"NOT VERIFIED: {things} missing; equal: "), out
 
 
 def small_steps(path: Path, limit: int | None, count: int = 30) -> tuple[Session, int]:
@@ -609,8 +610,12 @@ def with_empty(root: Path, records: Records) -> None:
 
 
 def with_one_rank(root: Path, records: Records) -> None:
+    written(root, RECIPES["rowwise"], records, world_size=2)
+
+
+def with_one_rank_of_two_steps(root: Path, records: Records) -> None:
     for step in (7, 8):
-        written(root, RECIPES["rowwise"], records, step=step, world_size=2)
+        written(root, RECIPES["rowwise"], records, step=step, world_size=3)
 
 
 def with_one_twice(root: Path, records: Records) -> None:
@@ -624,7 +629,8 @@ MISSING: dict[str, tuple[Callable[[Path, Records], None], str]] = {
     "finished and unfinished": (with_both, "step 7 is there twice"),
     "two directories": (with_copy, "step 7 is there twice"),
     "no index": (with_empty, "step-00000008-rank-00000.partial was left out: it was begun, and has no index"),
-    "one rank": (with_one_rank, "step 7 has 1 of its 2 ranks in neither"),
+    "one rank": (with_one_rank, "step 7: 1 rank of 2 did not capture it"),
+    "one rank, two steps": (with_one_rank_of_two_steps, "step 8: 2 ranks of 3 did not capture it"),
     "a record twice": (with_one_twice, "layers.0.w1 output is there twice"),
 }
 
@@ -638,14 +644,21 @@ def test_what_is_missing_is_counted_and_never_equal(
     make, text = MISSING[kind]
     records = layers["rowwise"] if kind == "left out" else layers["rowwise"][:3]
     for side in "ab":
-        is_whole = side not in sides and kind != "one rank"
+        is_whole = side not in sides and kind != "one rank, two steps"  # or one side alone has step 8
         (with_all if is_whole else make)(tmp_path / side, records)
     status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert status == 2 and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
     assert text in out.replace("\n", " ") and "alone has" not in out
-    if kind not in ("one rank", "a record twice"):  # of these a replay looks at all that there is
+    if kind != "a record twice":  # a replay looks at all that there is
         status, out, _ = invoke("replay", tmp_path / sides[0], "--oracle", "f8ref.numpy")
         assert status == 2 and text in out and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
+
+
+def test_a_step_by_its_own_path_needs_no_other_ranks(layers: dict[str, Records], tmp_path: Path) -> None:
+    with_one_rank(tmp_path, layers["rowwise"][:3])
+    step = tmp_path / "step-00000007-rank-00000"
+    assert invoke("diff", step, step)[0] == invoke("replay", step, "--oracle", "f8ref.numpy")[0] == 0
+    assert invoke("diff", step, tmp_path)[0] == 2
 
 
 def test_the_finished_step_is_compared(layers: dict[str, Records], tmp_path: Path) -> None:

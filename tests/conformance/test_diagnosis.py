@@ -475,7 +475,7 @@ def test_what_nobody_knows_is_not_explained() -> None:
         ),
         (
             {"spoil": lambda out: np.multiply(out[128:], 2, out=out[128:], casting="unsafe")},
-            r"NOT EXPLAINED, \d+/\d+ outputs equal under the chip's rules; what differs has row above 127 \(100 % of "
+            r"NOT EXPLAINED, \d+/\d+ outputs equal under the chip's rules; what differs is in rows above 127 \(100 % of "
             r"the outputs there differ, 0 % of all others\)",
         ),
         (

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import f8ref.numpy as f8
 from f8emu import cli
+from f8emu.cli.supervised import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.check import run_case
 from f8emu.conformance.gemm import Mode
@@ -49,6 +50,39 @@ def exits(*args, **options):
 
 def forks(*args, **options):
     os.fork()
+    return float32(*args, **options)
+
+class Odd(BaseException):
+    def __str__(self):
+        raise RuntimeError
+
+class OddError(Odd, ValueError):
+    pass
+
+def ends_oddly(*args, **options):
+    raise Odd
+
+def raises_oddly(*args, **options):
+    raise OddError
+
+CALLS = []
+
+def raises_oddly_later(*args, **options):
+    CALLS.append(0)
+    if len(CALLS) > 1:
+        raise OddError
+    return float32(*args, **options)
+
+def interrupts(*args, **options):
+    CALLS.append(0)
+    if len(CALLS) > 1:
+        raise KeyboardInterrupt
+    return float32(*args, **options)
+
+def forks_in_c(*args, **options):
+    import ctypes
+    print("called", flush=True)
+    ctypes.CDLL(None).fork()
     return float32(*args, **options)
 
 def starts(*args, **options):
@@ -121,11 +155,15 @@ def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
     ("name", "text"),
     [
         ("deep/numpi.py:float32", "there is no file deep/numpi.py; did you mean deep/numpy.py?"),
-        ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; there also is leaves"),
+        ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; also there: leaves"),
+        ("deep/zzzzzz.py:f", "there is no file deep/zzzzzz.py; there: deep/broken.py, "),
         ("deep/numpy.py:", "no attribute ''"),
         ("deep/numpy.py", "path/to/file.py:function"),
         ("deep:float32", "deep has no attribute 'float32'"),
-        ("deep/leaves_on_import.py:f", "the import of deep/leaves_on_import.py raised SystemExit(0)"),
+        (
+            "deep/leaves_on_import.py:f",
+            "the import of deep/leaves_on_import.py raised SystemExit(0), which ends a process; put what a script",
+        ),
         ("deep/broken.py:f", "its import raised KeyError: 'x' ("),
     ],
 )
@@ -144,6 +182,7 @@ def test_names_that_lead_nowhere(command: str, name: str, text: str, folder: Pat
     [
         ("leaves", "raised SystemExit(0), which ends a process"),
         ("ends", "raised Ending(), which ends a process"),
+        ("ends_oddly", "raised Odd(), which ends a process"),
         ("forks", "forked this process"),
     ],
 )
@@ -177,6 +216,41 @@ def test_os_exit_ends_no_verdict(name: str, folder: Path) -> None:
     if "on_import" in name:  # of cases: tests/conformance/test_isolation.py
         status, out, error = invoke("verify", f"deep/{name}", *FEW, "--isolate")
         assert (status, out) == (2, "") and "its process exited with status 0" in error
+
+
+@pytest.mark.parametrize("isolated", [(), ("--isolate",)])
+def test_an_error_without_a_text_is_told_by_its_type(isolated: tuple[str, ...], folder: Path) -> None:
+    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly", *FEW, *isolated)
+    assert status == 2 and "failed, the first: OddError" in error, out + error
+    status, out, error = invoke("verify", "deep/numpy.py:raises_oddly_later", *FEW, *isolated)
+    assert status == 1 and "4 cases differ" in out and out.count("raised OddError") == 4, out + error
+
+
+def test_without_fork_a_command_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    with pytest.raises(SystemExit, match="7"):
+        run_supervised(lambda: sys.exit(7))
+
+
+def test_a_fork_by_the_c_library_gives_one_verdict(folder: Path) -> None:
+    out, _ = started(folder, "verify", "deep/numpy.py:forks_in_c", *FEW, "--errors", "1").communicate(timeout=60)
+    assert out.count("called") > 1 and out.count("NOT EQUAL: ") == 1
+
+
+def test_a_keyboard_interrupt_without_a_signal_is_a_fault(folder: Path) -> None:
+    """Its cases are different, those before it are kept, and the status is that of a difference."""
+    process = started(folder, "verify", "deep/numpy.py:interrupts", *FEW)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "raised KeyboardInterrupt(), which ends a process" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["verify", "recipes"])
+def test_a_reader_that_is_gone_changes_no_status(command: str, folder: Path) -> None:
+    arguments = ("deep/numpy.py:float32", *FEW) if command == "verify" else ()
+    process = started(folder, command, *arguments)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=60) == (command == "verify")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -227,13 +301,17 @@ def test_one_case_again(folder: Path) -> None:
     (stage,) = json.loads(Path("out.json").read_text())["subjects"][0]["stages"]
     assert (stage["stage"], stage["cases_total"]) == ("golden", 1)
     assert stage["mismatches"][0]["case"] == shlex.split(line)[-1] and line in again
+    assert ": 1 case differs, 1 output:\n" in again and "Only a Hopper GPU prints" in again
     status, out, _ = invoke("verify", "deep/numpy.py:DECLARED", "f8ref.numpy", *FEW)
     assert status == 1 and "f8emu verify deep/numpy.py:DECLARED --golden few --arrays numpy --case '0" in out, out
     stages = ("verify", "f8ref.numpy", "--golden", "few", "--stage", "golden", "--stage", "formats")
-    status, out, _ = invoke(*stages, "--case", "0[04]*", "--case", "04*", "--case", "decode float8_*")
+    status, out, _ = invoke(*stages, "--case", "04*", "--case", "decode float8_*")
     assert status == 0 and "recorded GEMMs 1/1 cases" in out and "formats and casts 5/5 cases" in out, out
-    status, out, error = invoke(*stages, "--case", "000 tensorwise-norm")
-    assert (status, out) == (2, "") and "the nearest is '000 tensorwise-normal float8_e4m3fn x" in error
+    assert invoke(*stages, "--case", "0[04]*")[0] == 2  # no text but * has a meaning
+    for right in ((), ("--case", "04*")):  # a name that is wrong is told beside one that is right too
+        status, out, error = invoke(*stages, *right, "--case", "000 tensorwise-norm")
+        assert (status, out) == (2, "") and "no case is called '000 tensorwise-norm'; the nearest is" in error
+        assert "is '000 tensorwise-normal float8_e4m3fn x" in error
 
 
 def test_the_program_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:

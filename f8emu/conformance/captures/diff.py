@@ -4,7 +4,7 @@ Stages are compared as they were captured; nothing is computed. Records are matc
 number and rank, or where each capture is one step, whatever their numbers: so two ranks, or two steps, are compared.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -13,7 +13,8 @@ import numpy as np
 
 from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
 from f8emu.conformance.breakdown.ulps import distances
-from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, absences, numbered
+from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
+from f8emu.conformance.captures.missing import absences, absent_ranks, numbered
 from f8emu.conformance.compare import Mismatch, different, mismatches
 from f8emu.conformance.verify import Progress
 from f8emu.spec import OPERANDS, SpecError
@@ -76,7 +77,7 @@ class CaptureDiff:
     only_b: list[str] = field(default_factory=list)
     """Steps and records that the other does not have, and does not say that it left out or never finished."""
     missing: list[str] = field(default_factory=list)
-    """What was left out, never finished, there twice or of a rank that is nowhere: it was not compared."""
+    """What was left out, never finished, there twice or of a rank that captured nothing: it was not compared."""
     damaged: list[str] = field(default_factory=list)
     """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     is_interrupted: bool = False
@@ -134,7 +135,8 @@ def _paired(
     a: Sequence[CapturedStep], b: Sequence[CapturedStep], found: CaptureDiff
 ) -> Iterator[tuple[CapturedStep, CapturedStep]]:
     (of_a, twice_a), (of_b, twice_b) = numbered(a), numbered(b)
-    found.missing += [f"A: {text}" for text in twice_a] + [f"B: {text}" for text in twice_b]
+    found.missing += [f"A: {text}" for text in (*twice_a, *absent_ranks(a))]
+    found.missing += [f"B: {text}" for text in (*twice_b, *absent_ranks(b))]
     if len(of_a) == len(of_b) == 1:
         yield next(iter(of_a.values())), next(iter(of_b.values()))
         return
@@ -146,19 +148,9 @@ def _paired(
         )
     found.only_a += [of_a[key].name for key in of_a if key not in of_b]
     found.only_b += [of_b[key].name for key in of_b if key not in of_a]
-    found.missing += _absent_ranks(of_a | of_b)
     for key in of_a:
         if key in of_b:
             yield of_a[key], of_b[key]
-
-
-def _absent_ranks(steps: Mapping[tuple[int, int], CapturedStep]) -> Iterator[str]:
-    """Ranks of a captured step that neither side has."""
-    for step in sorted({number for number, _ in steps}):
-        ranks = {rank for number, rank in steps if number == step}
-        size = max(steps[step, rank].header.world_size for rank in ranks)
-        if absent := size - len(ranks):
-            yield f"A and B: step {step} has {absent} of its {size} ranks in neither"
 
 
 def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str, str, int], CapturedRecord]:

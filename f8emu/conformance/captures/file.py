@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -94,6 +94,8 @@ class CapturedStep:
     """False: the process ended, or the disk was full, before the step was finished."""
     damaged: tuple[str, ...] = ()
     """Files of a step that was never finished in which there is no record, and why."""
+    is_alone: bool = False
+    """It was given by its own path: nothing is said of other ranks."""
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
     except OSError as error:
         raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
     if is_step:
-        return (_step(path),)
+        return (replace(_step(path), is_alone=True),)
     for name in names:
         if STEP_NAME.fullmatch(name) and not (path / name / INDEX).exists():
             raise _fault(str(path / name), f"the {INDEX} of a step that was finished", "none")
@@ -281,22 +283,3 @@ def _opened(path: Path, size: int | None = None) -> BufferedReader:
 
 def _fault(source: str, expected: str, observed: str) -> CaptureError:
     return CaptureError(f"read_capture: {source}: expected {expected}; found {observed}; {REMEDY}")
-
-
-def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
-    """(step, rank) -> step, a finished one rather than an unfinished one; and a line for each that is left over."""
-    found: dict[tuple[int, int], CapturedStep] = {}
-    left_over: list[CapturedStep] = []
-    for step in sorted(steps, key=lambda step: not step.is_complete):
-        if found.setdefault((step.header.step, step.header.rank), step) is not step:
-            left_over.append(step)
-    return found, [
-        f"{step.name} is there twice: {found[step.header.step, step.header.rank].path}, {step.path}"
-        for step in left_over
-    ]
-
-
-def absences(step: CapturedStep) -> list[str]:
-    """What the step itself says that it does not hold."""
-    unfinished = [] if step.is_complete else [f"{step.name} was never finished: {step.path}"]
-    return unfinished + [f"{step.name}: {one.place} was left out: {one.reason}" for one in step.left_out]

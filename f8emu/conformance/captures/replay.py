@@ -14,7 +14,8 @@ import numpy as np
 
 from f8emu.capture.record import CaptureError, GemmRecord
 from f8emu.conformance.captures.cast import Tensors, replay_casts, require_of_recipe
-from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep, absences, numbered
+from f8emu.conformance.captures.file import Arrays, CapturedRecord, CapturedStep
+from f8emu.conformance.captures.missing import absences, absent_ranks, numbered
 from f8emu.conformance.captures.product import Sampled, likely_cause, product_of, sampled
 from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
 from f8emu.conformance.subject import NotOffered, Subject, load_subject
@@ -76,7 +77,10 @@ class Replay:
     not_replayed: list[str] = field(default_factory=list)
     """Place and reason."""
     missing: list[str] = field(default_factory=list)
-    """What was left out, never finished or is there twice. Whatever of it is there is replayed."""
+    """What was left out, never finished, is there twice, or is of a rank that captured nothing.
+
+    Whatever of it is there is replayed.
+    """
     reasons: list[str] = field(default_factory=list)
     """Why a ring was written."""
     oracles: list[str] = field(default_factory=list)
@@ -124,7 +128,8 @@ def replay(
     if outputs is not None and outputs < 1:
         raise SpecError(f"replay: outputs must be at least 1, or None for all; got {outputs}")
     found = Replay()
-    _, found.missing = numbered(steps)
+    _, twice = numbered(steps)
+    found.missing = twice + absent_ranks(steps)
     run = _Run(found, oracle, outputs, errors)
     try:
         for step in steps:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from f8emu.conformance.captures.diff import CaptureDiff
 from f8emu.conformance.captures.replay import Replay
 from f8emu.conformance.compare import Mismatch
+from f8emu.conformance.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,13 +45,14 @@ def replay_lines(found: Replay, errors: int) -> Iterator[str]:
 def replay_verdict(found: Replay) -> str:
     """The last line."""
     count = found.counts["product"]
-    what = f"{count.elements} of {found.outputs} outputs of {found.gemms} GEMMs; judge: {', '.join(found.oracles)}"
+    gemms, judges = counted(found.gemms, "GEMM"), ", ".join(found.oracles)
+    what = f"{count.elements} of {counted(found.outputs, 'output')} of {gemms}; judge: {judges}"
     head = "INTERRUPTED, " if found.is_interrupted else ""
     if found.findings:
         first = found.findings[0]
         return f"{head}NOT EQUAL, first at {first.step}: {first.place} {first.part}; {what}"
     if found.damaged:
-        return f"{head}DAMAGED: {len(found.damaged)} files; equal: {count.elements_equal} of {what}"
+        return f"{head}DAMAGED: {counted(len(found.damaged), 'file')}; equal: {count.elements_equal} of {what}"
     if not count.elements:
         return f"{head or 'NOT VERIFIED: '}nothing was computed again"
     if found.is_interrupted:
@@ -58,8 +60,8 @@ def replay_verdict(found: Replay) -> str:
     if found.is_equal:
         return f"equal: every bit of {what}"
     undone = found.gemms - count.parts
-    why = [f"{undone} products were not computed again"] * bool(undone)
-    why += [f"{len(found.missing)} things are missing"] * bool(found.missing)
+    why = [counted(undone, "product was not computed again", "products were not computed again")] * bool(undone)
+    why += [_missing(found)] * bool(found.missing)
     return f"NOT VERIFIED: {', '.join(why)}; equal: {what}"
 
 
@@ -91,7 +93,7 @@ def diff_verdict(found: CaptureDiff) -> str:
     if found.is_interrupted:
         return f"INTERRUPTED: equal so far: {what}"
     if found.missing:
-        return f"NOT VERIFIED: {len(found.missing)} things are missing; equal: {what}"
+        return f"NOT VERIFIED: {_missing(found)}; equal: {what}"
     return f"equal: every bit of {what}"
 
 
@@ -104,6 +106,10 @@ def to_json(found: Replay | CaptureDiff, *, command: Sequence[str], seconds: flo
         "seconds": round(seconds, 3),
         **asdict(found),
     }
+
+
+def _missing(found: Replay | CaptureDiff) -> str:
+    return counted(len(found.missing), "thing is missing", "things are missing")
 
 
 def _mismatches(found: Sequence[Mismatch], errors: int) -> Iterator[str]:

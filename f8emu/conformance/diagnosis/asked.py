@@ -15,6 +15,7 @@ from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.words import said_by
 from f8emu.spec import MissingExtraError, OperandError
 
 _LOST = 3
@@ -91,7 +92,7 @@ def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked |
     except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
         if isinstance(error, OperandError) and not subject.takes_any_size:  # ours, which says what it takes
             return NoAnswer(reason=str(error), is_refusal=True)
-        reason = f"{case.id}: raised {type(error).__name__}: {str(error).strip()[:200]}"
+        reason = f"{case.id}: raised {said_by(error, 200)}"
         return NoAnswer(reason=reason, is_refusal=False, is_lost=isinstance(error, (ProcessEnded, TimedOut)))
     fault = shape_fault(output, np.empty(asked.output_shape, dtype_of(asked.out_dtype)))
     if fault:

@@ -18,7 +18,7 @@ from f8emu.conformance.diagnosis.hypotheses import alterations
 from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
-from f8emu.conformance.diagnosis.sizes import MS, AtSize, at_sizes
+from f8emu.conformance.diagnosis.sizes import AtSize, at_sizes, sizes_count
 from f8emu.conformance.subject import NotOffered, Subject
 from f8emu.conformance.verify import Progress
 from f8emu.spec import HOPPER, Chip
@@ -106,7 +106,7 @@ def fit(
     subject: Subject,
     *,
     kinds: Iterable[Kind] = KINDS,
-    ms: Sequence[int] = MS,
+    ms: Sequence[int] = (),
     chip: Chip = HOPPER,
     progress: Progress | None = None,
 ) -> Fit:
@@ -161,7 +161,7 @@ def _fitted(
     yield known
     if known.error:
         return
-    _begin(progress, name, "sizes", len(set(ms)) + 2)
+    _begin(progress, name, "sizes", sizes_count(ms))
     for one in at_sizes(subject, kind, rules, ms):
         _advance(progress)
         known = replace(known, sizes=(*known.sizes, one))

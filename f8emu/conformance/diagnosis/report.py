@@ -1,5 +1,6 @@
 """What a diagnosis and a fit say, for people and for programs."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, failed
 from f8emu.conformance.kernels.interpreter import INTERPRETED
 from f8emu.conformance.subject import Subject
 from f8emu.conformance.verify import Progress, Result, Status
+from f8emu.conformance.words import said_by
 from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def diagnosed(
                 try:
                     found[one.name] = diagnose(by_name[one.name], progress=progress)
                 except Exception as error:  # the verification is finished, and must not be lost
-                    found[one.name] = (failed("all kinds", f"{type(error).__name__}: {str(error).strip()[:200]}"),)
+                    found[one.name] = (failed("all kinds", said_by(error, 200)),)
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
     return result, found
@@ -105,16 +107,18 @@ def _lines_of(alike: Sequence[Diagnosis], kinds: str) -> Iterator[str]:
 def _left(alike: Sequence[Diagnosis], verb: str) -> str:
     """What the outputs have in common that are not explained; the same trait in all of these kinds."""
     left = [kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None]
-    return f"; what {verb} has {contrast_words(*left)}" if left else ""
+    return f"; what {verb} {contrast_words(*left)}" if left else ""
 
 
 def contrast_words(*alike: Contrast) -> str:
-    """`K above 240 (8.9 % of the outputs there differ, 0 % of all others)`, of several of one name together."""
+    """`has K above 240 (8.9 % of the outputs there differ, 0 % of all others)`, of several of one name together."""
     inside, outside = (
         percent(sum(differ for differ, _ in side) / sum(total for _, total in side))
         for side in ([one.inside for one in alike], [one.outside for one in alike])
     )
-    return f"{alike[0].name} ({inside} of the outputs there differ, {outside} of all others)"
+    name = re.sub(r"\b(row|column) (above|up to) ", r"\1s \2 ", alike[0].name)
+    verb = "is in" if name.startswith(("rows", "columns")) else "has"
+    return f"{verb} {name} ({inside} of the outputs there differ, {outside} of all others)"
 
 
 def _names(alterations: Sequence[str]) -> str:
@@ -184,7 +188,7 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
         said = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
         if not found.outputs_total:
             said, shares = "NOT CONFIRMED", "no random GEMM is offered"
-        left = f"; what differs has {contrast_words(found.left)}" if found.left is not None else ""
+        left = f"; what differs {contrast_words(found.left)}" if found.left is not None else ""
         yield f"{kind.kind}: {said}, {shares}{whose}{left}"
         if found.unsteady:
             yield f"  CONTRADICTS ITSELF: {found.unsteady}"
@@ -217,7 +221,18 @@ def fit_verdict(fit: Fit) -> str:
         ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
     ):
         said += [f"{what}: {', '.join(kinds)}"] * bool(kinds)
+    said += [f"looked up to {sizes}, one dimension at a time" for sizes in (_looked_at(fit),) if sizes]
     return f"{'INTERRUPTED, ' if fit.is_interrupted else ''}{fit.subject}: {'; '.join(said)}"
+
+
+def _looked_at(fit: Fit) -> str:
+    """`M = 4112, N = 2064, K = 8320`: the largest sizes that ran, of the kind where they are smallest."""
+    largest: dict[str, int] = {}
+    for kind in fit.kinds:
+        for dimension in dict.fromkeys(one.dimension for one in kind.sizes if not one.reason):
+            most = max(one.size for one in kind.sizes if one.dimension == dimension and not one.reason)
+            largest[dimension] = min(most, largest.get(dimension, most))
+    return ", ".join(f"{dimension} = {size}" for dimension, size in largest.items())
 
 
 def _missed(kind: Fitted) -> str:

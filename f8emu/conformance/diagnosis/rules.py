@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.spec import HOPPER, AccumulationModel, Chip, FlooredSum, Format, Granularity
+from f8emu.spec import AccumulationModel, Chip, FlooredSum, Format, Granularity
 
 
 class Adder(Enum):
@@ -279,8 +279,3 @@ def rules_of(chip: Chip, case: GemmCase) -> Rules:
             order = ScaleOrder.PRODUCT if case.mode is Mode.TENSORWISE else ScaleOrder.COLUMN_FIRST
             model = chip.float8_model(use_fast_accum=case.use_fast_accum)
             return Rules(model=model, split_k=case.split_k, scales=order)
-
-
-def hopper_rules(case: GemmCase) -> Rules:
-    """`rules_of` the default chip."""
-    return rules_of(HOPPER, case)

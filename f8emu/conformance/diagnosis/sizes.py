@@ -1,8 +1,9 @@
 """Do the rules hold at other sizes, and do the bits of a row depend on how many rows there are?
 
 Trainer and server agree only if they do not. The rows of the largest GEMM are put again in smaller ones; their bits
-are compared with each other, which needs no rules. Those, more columns and a longer K are judged by the rules, at
-rows and columns of every tile: a split of K that explains them is told apart from what nothing explains.
+are compared with each other, which needs no rules; thousands of rows likewise, with a short K. Those, more columns and
+a longer K are judged by the rules, at rows and columns of every tile: a split of K that explains them is told apart
+from what nothing explains.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +25,13 @@ from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Granularity
 
 MS = (1, 2, 7, 16, 17, 64, 128, 129, 256)
 """Rows: one token, tails of a tile, whole tiles, one row more."""
+MANY_MS = (257, 513, 1040, 4112)
+"""More rows, with a short K: what a grid or an index that is too small loses."""
 _N, _K = 32, 6144
 """Few columns and a long K: where a library splits K by the number of rows [PLAN-2]."""
-_MIDDLE_K, _LONG_K = 1152, 8320
+_SHORT_K, _MIDDLE_K, _LONG_K = 128, 1152, 8320
+_LONG_K_ROWS = 144
+"""More than a tile of 64 or 128."""
 _SPLITS = (*range(1, 9), 15, 16)
 
 
@@ -59,19 +64,30 @@ class AtSize:
         return not self.reason and self.split_k is None
 
 
-def sizes_asked(subject: Subject, kind: Kind, ms: Sequence[int] = MS) -> Iterator[tuple[str, GemmCase]]:
-    """The GEMMs by the dimension that they are about: numbers of rows, the largest first; more columns; a long K."""
-    whole = _case(kind, "rows", (max(ms), 128 if kind.pair[0].is_blockwise else _N, _K))
-    for m in sorted(set(ms), reverse=True):
-        yield "M", _first_rows(whole, m)
-    few, many = (16, MANY) if subject.takes_any_size or not kind.pair[0].is_blockwise else (128, 384)
+def sizes_asked(subject: Subject, kind: Kind, ms: Sequence[int] = ()) -> Iterator[tuple[str, GemmCase]]:
+    """The GEMMs by the dimension that they are about: numbers of rows, the largest first; more columns; a long K.
+
+    `ms` are numbers of rows to ask instead of MS and MANY_MS.
+    """
+    for rows, k in [(ms, _K)] if ms else [(MS, _K), (MANY_MS, _SHORT_K)]:
+        whole = _case(kind, "rows", (max(rows), 128 if kind.pair[0].is_blockwise else _N, k))
+        for m in sorted(set(rows), reverse=True):
+            yield "M", _first_rows(whole, m)
+    is_free = subject.takes_any_size or not kind.pair[0].is_blockwise
+    few, many, most = (16, MANY, 2064) if is_free else (128, 384, 2176)
     yield "N", _case(kind, "columns", (few, many, _MIDDLE_K))
-    yield "K", _case(kind, "long", (few, few, _LONG_K))
+    yield "N", _case(kind, "many columns", (few, most, _SHORT_K))
+    yield "K", _case(kind, "long", (_LONG_K_ROWS if is_free else few, few, _LONG_K))
 
 
-def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = MS) -> Iterator[AtSize]:
+def sizes_count(ms: Sequence[int] = ()) -> int:
+    """How many `sizes_asked` there are."""
+    return len(set(ms or (*MS, *MANY_MS))) + 3
+
+
+def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ()) -> Iterator[AtSize]:
     """One answer for each of `sizes_asked`."""
-    largest: np.ndarray | None = None
+    largest: dict[int, np.ndarray] = {}  # by K
     for dimension, case in sizes_asked(subject, kind, ms):
         size = {"M": case.output_shape[0], "N": case.output_shape[1], "K": case.k}[dimension]
         known = AtSize(dimension=dimension, size=size)
@@ -84,9 +100,9 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = MS)
             yield replace(known, reason=one.reason or "not offered", has_failed=not one.is_refusal)
             continue
         if dimension == "M":
-            largest = one.observed.copy() if largest is None else largest
+            whole = largest.setdefault(case.k, one.observed.copy())
             with np.errstate(invalid="ignore"):
-                known = replace(known, is_same=not different(one.observed, largest[:size]).any())
+                known = replace(known, is_same=not different(one.observed, whole[:size]).any())
         yield _judged(known, one, rules)
 
 

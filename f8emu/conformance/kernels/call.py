@@ -14,6 +14,7 @@ from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, filled
 from f8emu.conformance.kernels.laid import Laid, laid_operand, laid_scale
+from f8emu.conformance.words import text_of
 from f8emu.spec import Format, Granularity, SpecError, format_by_name
 
 _SQUARE = Granularity.BLOCKWISE_128X128
@@ -250,7 +251,7 @@ class _Call:
         try:
             returned = self.function(*filled(kernel.arguments, given), **keywords)
         except NotImplementedError as reason:
-            raise NotOffered(str(reason)) from None
+            raise NotOffered(text_of(reason)) from None
         return partial(self._output, returned, inputs, output, shape)
 
     def _output(

@@ -16,10 +16,12 @@ from f8emu.conformance.gemm import NotOffered
 from f8emu.conformance.kernels.contained import contained
 from f8emu.conformance.kernels.contract import REMEDY
 from f8emu.conformance.kernels.kernel import Kernel
+from f8emu.conformance.words import text_of
 from f8emu.spec import SpecError
 
 _NAMED = 8
 """Names that a message lists."""
+_SCRIPT = 'put what a script does under if __name__ == "__main__"'
 
 
 def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
@@ -36,10 +38,10 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
     if isinstance(function, str):
         try:
             for name in kernel.imports:
-                contained(f"the import of {name}", importlib.import_module)(name)
+                contained(f"the import of {name}", importlib.import_module, _SCRIPT)(name)
             function = attribute(function)
         except Exception as error:  # the package's code runs: built for another torch, it may raise anything
-            said = f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {text_of(error)}"
             if kernel.install:
                 raise NotOffered(f"{kernel.name} is not installed ({said}); {kernel.install}") from None
             raise SpecError(
@@ -81,7 +83,7 @@ def attribute(path: str) -> Any:
         Exception: what the module raised.
     """
     place, _, names = path.rpartition(":")
-    return contained(f"the import of {place}", _imported)(place, names)
+    return contained(f"the import of {place}", _imported, _SCRIPT)(place, names)
 
 
 def _imported(place: str, names: str) -> Any:
@@ -146,7 +148,8 @@ def _offered(found: Any) -> list[str]:
 def _near(name: str, known: Iterable[str]) -> str:
     """What a message adds of names that are there, the nearest first."""
     names = [one for one in known if not os.path.basename(one).startswith("_")]
-    near = get_close_matches(name, names, 1)
+    base = {os.path.basename(one): one for one in reversed(names)}
+    near = [base[one] for one in get_close_matches(os.path.basename(name), base, 1)]
     others = [one for one in names if one not in near]
     said = f"; did you mean {near[0]}?" if near else ""
-    return said + (f"; there {'also ' * bool(near)}is {', '.join(others[:_NAMED])}" if others else "")
+    return said + (f"; {'also ' * bool(near)}there: {', '.join(others[:_NAMED])}" if others else "")

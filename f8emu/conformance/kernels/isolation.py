@@ -23,6 +23,7 @@ from f8emu.conformance.gemm import NotOffered
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
 from f8emu.conformance.kernels.kernel import Kernel
+from f8emu.conformance.words import text_of
 from f8emu.spec import SpecError
 
 _START_SECONDS = 300.0
@@ -226,7 +227,7 @@ def serve(descriptor: int) -> None:
             answer = ("not offered", str(reason))
         except Exception as error:  # of the kernel: the parent reports it
             is_spoilt = getattr(subject, "runs_full_size", False) and not _gpu_computes()
-            answer = ("raised", type(error).__name__, str(error), is_spoilt)
+            answer = ("raised", type(error).__name__, text_of(error), is_spoilt)
         connection.send(answer)
 
 

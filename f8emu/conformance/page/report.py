@@ -79,7 +79,8 @@ def _lead(result: Result) -> str:
     words = f"{outputs:,} outputs of {cases:,} cases were compared bit by bit, without tolerance"
     if not differing and not differing_cases:
         return f"{words}: all are equal." if outputs else f"{words}."
-    return f"{words}: {differing:,} outputs in {differing_cases:,} cases differ."
+    differ = f"{differing:,} output{'s' * (differing != 1)} in {differing_cases:,} case{'s' * (differing_cases != 1)}"
+    return f"{words}: {differ} {'differs' if differing == 1 else 'differ'}."
 
 
 def _overview(result: Result) -> Section:
@@ -271,7 +272,8 @@ def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Section]:
         ]
         columns = ("case", "index", "observed", "expected", "inputs (codes in hex)")
         table = Table(caption="In the order in which the suite runs", columns=columns, rows=rows)
-        yield Section(title=f"One output of each of the first {len(found)} cases that differ", blocks=[table])
+        which = f"each of the first {len(found)} cases that differ" if len(found) > 1 else "a case that differs"
+        yield Section(title=f"One output of {which}", blocks=[table])
 
 
 # 4 On which machine
