@@ -341,8 +341,11 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
 def joined(results: Sequence[StageResult], errors: int) -> StageResult:
     """One stage of one subject of which several processes ran a share of the cases."""
     first_differences: dict[str, int] = {}
+    own_splits: dict[int, Tally] = {}
     tallies: dict[str, dict[str, Tally]] = {}
     for result in results:
+        for slices, tally in result.own_splits.items():
+            own_splits[slices] = own_splits.get(slices, Tally()) + tally
         for part, count in result.first_differences.items():
             first_differences[part] = first_differences.get(part, 0) + count
         for trait, values in result.tallies.items():
@@ -356,6 +359,7 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
         cases_total=sum(result.cases_total for result in results),
         cases_equal=sum(result.cases_equal for result in results),
         cases_not_offered=sum(result.cases_not_offered for result in results),
+        own_splits=dict(sorted(own_splits.items())),
         outputs_total=sum(result.outputs_total for result in results),
         outputs_equal=sum(result.outputs_equal for result in results),
         seconds=sum(result.seconds for result in results),
