@@ -292,6 +292,8 @@ def _drawn(
         codes_of(case.a)[3::8], codes_of(case.a)[4::8] = 0x00, 0x80
     elif not pair[0].is_blockwise:
         assert case.scale_a is not None and case.scale_b is not None
-        signs_a, signs_b = (r.choice(np.float32((-1, 1)), scale.shape) for scale in (case.scale_a, case.scale_b))
+        signs_a, signs_b = (
+            r.choice(np.array([-1, 1], np.float32), scale.shape) for scale in (case.scale_a, case.scale_b)
+        )
         case = replace(case, scale_a=case.scale_a * signs_a, scale_b=case.scale_b * signs_b)
     return replace(case, family=family, placement=placement)

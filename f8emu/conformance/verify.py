@@ -24,6 +24,11 @@ from f8emu.spec import SpecError
 _THREADS = 4
 _WORST = 6
 """Cases of a stage of which the map is kept."""
+_TOO_FEW = (
+    "the chosen cases cannot tell an S of its own from promotion: they are right under slices of one promotion; "
+    "run the whole stage, without --case"
+)
+"""Of chosen cases that are neither equal nor different."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -263,9 +268,12 @@ class _Run:
 
         outcomes = _mapped(run, range(len(cases)), subject)
         splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
-        is_wrong = any(outcome.is_different and not outcome.not_offered for outcome in outcomes)
+        # An error, or an output of another shape, is a difference of its own, and says nothing of S.
+        is_wrong = any(outcome.is_different and outcome.place is not None for outcome in outcomes)
         if splits and not is_wrong and are_excused(splits):
             outcomes = [outcome.excused() if outcome.own_split else outcome for outcome in outcomes]
+        elif splits and not is_wrong and not stage.is_whole:
+            return StageResult(stage=stage.name, title=stage.title, oracle="", reason=_TOO_FEW)
         elif splits:
             outcomes = [replace(outcome, own_split=None) for outcome in outcomes]
         return _result(stage, oracle, outcomes, time.perf_counter() - start, self.errors)
