@@ -230,7 +230,7 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
             load = partial(load_subject, name, timeout=seconds)
             loaded[name] = load(arrays=arrays)
             if ":" in name:
-                first_contact(loaded[name], arrays, lambda other, load=load: load(arrays=other))
+                loaded[name] = first_contact(loaded[name], arrays, lambda other, load=load: load(arrays=other))
         except MissingExtraError as error:
             if names:
                 raise

@@ -36,7 +36,7 @@ def stages_with(
                 raise NotOffered(f"{subject.name} has no case {', '.join(patterns)} of {stage.title}")
             return iter(found)
 
-        return replace(stage, cases=cases)
+        return replace(stage, cases=cases, is_whole=False)
 
     names: list[str] = []
     chosen: list[Stage] = []

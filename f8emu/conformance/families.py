@@ -20,6 +20,10 @@ Shape = tuple[int, int, int]
 """M, N, K."""
 
 
+OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, False), (FLOAT16, True))
+"""Type of the output, and whether there is a bias."""
+
+
 class Combination(NamedTuple):
     """What every family meets all of."""
 
@@ -49,6 +53,7 @@ ALL_MEET: dict[Family, tuple[Shape, ...]] = {
     Family.COLUMNS: ((5, 416, 48), (3, 8208, 16)),
     Family.TILES: ((272, 272, 16),),
     Family.K: ((16, 16, 16), (16, 16, 528), (16, 16, 8240)),
+    Family.TWO_SIZES: ((80, 80, 2064),),
 }
 """Shapes that every combination meets."""
 ROWS = (
@@ -71,7 +76,11 @@ SOME_MEET: dict[Family, tuple[Shape, ...]] = {
         (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (260, 272, 272),
         (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16),
     ),
-    Family.K: tuple((16, 16, k) for k in LENGTHS),
+    Family.K: tuple((16, 16, k) for k in (*LENGTHS, 65552)),
+    Family.TWO_SIZES: (
+        (2064, 2064, 16), (2064, 16, 2064), (16, 2064, 2064), (144, 144, 4112), (272, 272, 528), (1, 4112, 2064),
+        (528, 48, 1040), (48, 528, 1040), (1, 528, 8208), (4112, 80, 80),
+    ),
 }  # fmt: skip
 """Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats."""
 BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
@@ -80,6 +89,7 @@ BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
     Family.COLUMNS: tuple((5, n, 128) for n in (1, 17, 129, 255, 257, 417, 1040, 4112)),
     Family.TILES: ((129, 257, 144), (300, 416, 256)),
     Family.K: tuple((16, 16, k) for k in (16, 128, 144, 255, 384, 640, 1040, 2048, 4096, 8320, 16384)),
+    Family.TWO_SIZES: ((144, 144, 2064), (1, 1040, 1040), (1040, 272, 128)),
 }
 """Shapes that every pair of block scales meets."""
 
@@ -114,12 +124,16 @@ def value_cases() -> Iterator[GemmCase]:
     """Scales and biases of every kind: every one with every combination."""
     for number, (combination, values) in enumerate(product(DENSE, SCALES)):
         if combination.granularities[0] is Granularity.TENSORWISE:
-            shape = VALUE_SHAPES[combination.formats]
-            case = _drawn(Family.SCALES, number, combination, shape, zeros=True, with_bias=False)
-            one, other = (np.full((1, 1), value, np.float32) for value in values)
-            yield replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=one, scale_b=other)
+            yield _scaled_by(values, number, combination, VALUE_SHAPES[combination.formats])
     for combination in DENSE:
         yield from _values_in(combination, VALUE_SHAPES[combination.formats])
+
+
+def _scaled_by(values: tuple[float, float], number: int | str, combination: Combination, shape: Shape) -> GemmCase:
+    """A GEMM with these tensorwise scales."""
+    case = _drawn(Family.SCALES, number, combination, shape, zeros=True, with_bias=False)
+    one, other = (np.full((1, 1), value, np.float32) for value in values)
+    return replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=one, scale_b=other)
 
 
 def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
@@ -196,6 +210,7 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
             yield case
 
 
+PADDED_SHAPES: tuple[Shape, ...] = ((48, 80, 144), (144, 272, 48), (1, 48, 144), (5, 80, 528), (272, 48, 48))
 PADDINGS = ((16, 0), (0, 16), (112, 48))
 OFFSETS = (16, 32, 64, 128)
 
@@ -203,7 +218,7 @@ OFFSETS = (16, 32, 64, 128)
 def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_b: bool) -> Iterator[GemmCase]:
     """Rows that are apart, in the operands that may be so, and operands that begin between boundaries."""
     combinations = tuple(combinations)
-    table = product(((48, 80, 144), (144, 272, 48)), combinations, PADDINGS)
+    table = product(PADDED_SHAPES, combinations, PADDINGS)
     for number, (shape, combination, (padding_a, padding_b)) in enumerate(table):
         placement = Placement(padding_a=padding_a * padded_a, padding_b=padding_b * padded_b)
         if placement != Placement():
@@ -216,9 +231,12 @@ def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_
 
 def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     """Values of scales and of the bias beyond the first tiles."""
-    for combination in combinations:
+    for number, combination in enumerate(combinations):
         if not combination.granularities[0].is_blockwise:
             yield from _values_in(combination, (160, 272, 48))
+        if combination.granularities[0] is Granularity.TENSORWISE:
+            for turn, values in enumerate(SCALES):
+                yield _scaled_by(values, f"of tiles {number}.{turn}", combination, (144, 144, 16))
 
 
 def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
@@ -247,12 +265,18 @@ def _drawn(
 ) -> GemmCase:
     """A GEMM of a family, of any output type and with a bias or without it where neither is asked for.
 
-    With `zeros` rows of a are +0 and -0: their accumulators are +0.
+    Those go in turn with a number, so that each meets each threshold. With `zeros` rows of a are +0 and -0: their
+    accumulators are +0. Otherwise dense scales have any sign.
     """
     pair, formats, fast = combination
     name = f"{family.value} {number} {pair[0].value}" + ("" if pair[0] is pair[1] else f" x {pair[1].value}")
     r = rng(name)
-    out_dtype = out_dtype or HIGH_PRECISION[r.integers(3)]
+    turn = number if isinstance(number, int) else int(r.integers(len(OUTPUTS)))
+    next_dtype, next_bias = OUTPUTS[turn % len(OUTPUTS)]
+    if out_dtype is None:
+        out_dtype = next_dtype
+    else:
+        next_bias = bool(r.integers(2))
     has_any = out_dtype != FLOAT32 and not pair[0].is_blockwise  # the library has no bias otherwise
     case = scaled_case(
         name,
@@ -260,10 +284,16 @@ def _drawn(
         formats,
         shape,
         "bits",
-        with_bias=has_any and bool(r.integers(2)) if with_bias is None else with_bias,
+        with_bias=has_any and next_bias if with_bias is None else with_bias,
         out_dtype=out_dtype,
         use_fast_accum=fast,
     )
     if zeros:
         codes_of(case.a)[3::8], codes_of(case.a)[4::8] = 0x00, 0x80
+    elif not pair[0].is_blockwise:
+        assert case.scale_a is not None and case.scale_b is not None
+        signs_a, signs_b = (
+            r.choice(np.array([-1, 1], np.float32), scale.shape) for scale in (case.scale_a, case.scale_b)
+        )
+        case = replace(case, scale_a=case.scale_a * signs_a, scale_b=case.scale_b * signs_b)
     return replace(case, family=family, placement=placement)

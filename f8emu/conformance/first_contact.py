@@ -1,6 +1,7 @@
 """The first call of somebody's kernel, before a whole run: whether it can be called at all, and if not, what to do."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.contract import REMEDY
-from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.subject import FirstCall, NotOffered, Subject
 from f8emu.conformance.words import said_by
 from f8emu.spec import F8Error, SpecError
 
@@ -31,10 +32,11 @@ class _Contact(NamedTuple):
     tried: int = 0
     error: str = ""
     """The first one."""
+    first: FirstCall | None = None
 
 
-def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> None:
-    """Calls a kernel with a GEMM of one kind after another until one has an output.
+def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> Subject:
+    """The subject with its first call, after one GEMM of each kind until a GEMM has an output.
 
     `arrays` is the kind of arrays that it is given; `load` gives the subject with arrays of another kind.
 
@@ -43,7 +45,7 @@ def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject])
     """
     found = _contact(subject)
     if found.is_made:
-        return
+        return replace(subject, first_call=found.first)
     works = next((other for other in FRAMEWORKS if other != arrays and _works(subject, other, load)), "")
     remedy = f"it works with arrays of {works}: add --arrays {works}" if works else REMEDY
     raise SpecError(
@@ -62,17 +64,21 @@ def _works(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> boo
 
 def _contact(subject: Subject) -> _Contact:
     error, tried = "", 0
+    first: FirstCall | None = None
     for gemm in _kinds(subject):
         try:
-            fault = shape_fault(subject.gemm(gemm), np.empty(gemm.output_shape, dtype_of(gemm.out_dtype)))
+            output = np.array(subject.gemm(gemm))  # its own memory: a later call may change the kernel's
+            first = first or FirstCall(gemm, output)
+            fault = shape_fault(output, np.empty(gemm.output_shape, dtype_of(gemm.out_dtype)))
         except NotOffered:
             continue
         except Exception as raised:  # of the kernel, which may raise anything
+            first = first or FirstCall(gemm, raised)
             if getattr(faults, type(raised).__name__, None) is type(raised):
-                return _Contact(True)
+                return _Contact(True, first=first)
             fault = said_by(raised)
         if not fault:
-            return _Contact(True)
+            return _Contact(True, first=first)
         error, tried = error or fault, tried + 1
         if tried == _TRIES:
             break

@@ -37,6 +37,7 @@ class Family(Enum):
     COLUMNS = "numbers of columns"
     TILES = "tiles of rows and columns"
     K = "lengths of K"
+    TWO_SIZES = "two large sizes"
     EVERY_CODE = "every product of two codes"
     SCALES = "values of scales"
     BIAS = "values of the bias"

@@ -11,6 +11,7 @@ from typing import Any
 from f8emu.conformance.breakdown.tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
+from f8emu.conformance.subject import SUBJECTS
 from f8emu.conformance.verify import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.conformance.words import counted
 from f8emu.environment import devices, versions
@@ -106,9 +107,13 @@ def verdict(result: Result) -> str:
         return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
     if result.is_equal:
         splits = [tally for subject in result.subjects for s in subject.stages for tally in s.own_splits.values()]
-        own = f", and {sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
+        own = f"{sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
         cases -= sum(tally.cases for tally in splits)
-        return f"equal: every bit of {outputs} outputs in {cases} cases{own if splits else ''}"
+        equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
+        skipped = sum(s.cases_not_offered for one in result.subjects if one.name not in SUBJECTS for s in one.stages)
+        return f"equal: {', and '.join(equal + [own] * bool(splits))}" + (
+            f"; {skipped} cases not offered" if skipped else ""
+        )
     failed = []
     for subject in result.subjects:
         stages = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]

@@ -54,6 +54,8 @@ class Stage:
     """Raises NotOffered where the subject or the machine has no such thing."""
     judge: Callable[[str], Subject] | None
     """Name of a subject -> its oracle; None is a recording."""
+    is_whole: bool = True
+    """False: some of its cases alone, which may be too few to tell which S are a subject's own."""
 
 
 # 1 Formats
@@ -178,6 +180,13 @@ def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
 
 def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
     own_split = _own_split(subject)
+    first = subject.first_call
+    if first is not None:
+        case = _gemm_case(
+            first.gemm, f"first call: {first.gemm.id} {options_of(first.gemm)}", gemm_traits(first.gemm), own_split
+        )
+        judged = case.run
+        yield replace(case, run=lambda asked: first.outputs() if asked is subject else judged(asked))
     for gemm in (*gemm_cases(), *subject.more_gemms()):
         if subject.takes(gemm):
             asked = subject.question(gemm)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,23 @@ VERBS = (
 """What an implementation of f8emu offers."""
 
 
+class FirstCall(NamedTuple):
+    """The first GEMM that a kernel was given, before a run, and what it gave."""
+
+    gemm: GemmCase
+    output: np.ndarray | Exception
+
+    def outputs(self) -> Mapping[str, np.ndarray]:
+        """The output by name.
+
+        Raises:
+            Exception: what the kernel raised.
+        """
+        if isinstance(self.output, Exception):
+            raise self.output
+        return {"": self.output}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """One implementation under test."""
@@ -83,6 +100,8 @@ class Subject:
     """Generated GEMMs for this subject alone."""
     rows_run: Callable[[GemmCase], int] = lambda case: case.a.shape[0]
     """With how many rows a GEMM is run: more than it has where M is padded."""
+    first_call: FirstCall | None = None
+    """Of a kernel that was called before the run; compared with the generated GEMMs."""
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""

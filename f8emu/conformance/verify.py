@@ -24,6 +24,11 @@ from f8emu.spec import SpecError
 _THREADS = 4
 _WORST = 6
 """Cases of a stage of which the map is kept."""
+_TOO_FEW = (
+    "the chosen cases cannot tell an S of its own from promotion: they are right under slices of one promotion; "
+    "run the whole stage, without --case"
+)
+"""Of chosen cases that are neither equal nor different."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -263,9 +268,12 @@ class _Run:
 
         outcomes = _mapped(run, range(len(cases)), subject)
         splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
-        is_wrong = any(outcome.is_different and not outcome.not_offered for outcome in outcomes)
+        # An error, or an output of another shape, is a difference of its own, and says nothing of S.
+        is_wrong = any(outcome.is_different and outcome.place is not None for outcome in outcomes)
         if splits and not is_wrong and are_excused(splits):
             outcomes = [outcome.excused() if outcome.own_split else outcome for outcome in outcomes]
+        elif splits and not is_wrong and not stage.is_whole:
+            return StageResult(stage=stage.name, title=stage.title, oracle="", reason=_TOO_FEW)
         elif splits:
             outcomes = [replace(outcome, own_split=None) for outcome in outcomes]
         return _result(stage, oracle, outcomes, time.perf_counter() - start, self.errors)
@@ -341,8 +349,11 @@ def _result(stage: Stage, oracle: str, outcomes: list[Outcome], seconds: float, 
 def joined(results: Sequence[StageResult], errors: int) -> StageResult:
     """One stage of one subject of which several processes ran a share of the cases."""
     first_differences: dict[str, int] = {}
+    own_splits: dict[int, Tally] = {}
     tallies: dict[str, dict[str, Tally]] = {}
     for result in results:
+        for slices, tally in result.own_splits.items():
+            own_splits[slices] = own_splits.get(slices, Tally()) + tally
         for part, count in result.first_differences.items():
             first_differences[part] = first_differences.get(part, 0) + count
         for trait, values in result.tallies.items():
@@ -356,6 +367,7 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
         cases_total=sum(result.cases_total for result in results),
         cases_equal=sum(result.cases_equal for result in results),
         cases_not_offered=sum(result.cases_not_offered for result in results),
+        own_splits=dict(sorted(own_splits.items())),
         outputs_total=sum(result.outputs_total for result in results),
         outputs_equal=sum(result.outputs_equal for result in results),
         seconds=sum(result.seconds for result in results),

@@ -117,7 +117,7 @@ def test_each_combination_meets_each_family() -> None:
     for case in (*gemm_cases(), *kernel_cases(kernel)):
         pair = case.granularity_a, case.granularity_b
         met.setdefault(case.family, set()).add((pair, case.a.dtype.name, case.b.dtype.name, case.use_fast_accum))
-    sizes = {Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K}
+    sizes = {Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K, Family.TWO_SIZES}
     of_all = {*sizes, Family.EVERY_CODE, Family.SCALES, Family.ALIGNMENT, Family.STRIDES, Family.TURNS}
     dense, blocks = (
         {(one.granularities, one.formats[0].name, one.formats[1].name, one.use_fast_accum) for one in combinations}

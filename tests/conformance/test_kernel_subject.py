@@ -1,6 +1,7 @@
 """Anyone's own kernel as a subject: `package.module:function`, called as torch._scaled_mm is."""
 
 import json
+import re
 import sys
 from itertools import islice
 from pathlib import Path
@@ -86,9 +87,26 @@ def wrong_halves(a, b, scale_a, *rest, **options):
 def always_promoted(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     return oracle(a, b, scale_a, scale_b, bias, out_dtype, False)
 
+def first_wrong(*args, **options):
+    out = right(*args, **options)
+    return out * 0 if len(SEEN) == 1 else out
+
+def first_raises(*args, **options):
+    out = right(*args, **options)
+    if len(SEEN) == 1:
+        raise RuntimeError("not warm yet")
+    return out
+
+def halves_with_an_error(*args, bias, **options):
+    if bias is not None:
+        raise RuntimeError("out of memory")
+    return halves(*args, bias=bias, **options)
+
+REFUSAL = [ValueError("a must be contiguous")]
+
 def of_contiguous(a, *rest, **options):
     if a.strides[0] != a.shape[1]:
-        raise ValueError("a must be contiguous")
+        raise REFUSAL[0]
     return right(a, *rest, **options)
 
 def tensorwise_only(a, b, scale_a, scale_b, **options):
@@ -187,7 +205,8 @@ def test_own_s_is_told_apart(kernels: Any, few: Path, tmp_path: Path) -> None:
     found = stages["golden"]
     assert (status, found["status"], found["own_splits"]) == (0, "equal", {"2": 5}), output
     assert found["cases_equal"] == found["outputs_equal"] == 0 < found["cases_total"] and not found["mismatches"]
-    assert "5 equal under an S of its own" in output and "equal: every bit of 0 outputs in 0 cases, and" in output
+    assert "5 equal under an S of its own" in output and "outputs in 0 cases" not in output
+    assert re.search(r"equal: \d+ in 5 under an S of its own; \d+ cases not offered", output), output
     for name in ("wrong_halves", "always_promoted"):
         status, stages, output = run(few, tmp_path / "o", f"own_kernels:{name}", *arguments)
         assert (status, stages["golden"]["own_splits"]) == (1, {}), "fast in slices of one promotion is promoted"
@@ -209,6 +228,55 @@ def test_what_refuses_padded_rows_is_not_accused(kernels: Any) -> None:
     case = next(case for case in kernel.more_gemms() if case.placement and case.placement.padding_a)
     with pytest.raises(NotOffered, match="refuses a's rows 16 elements apart: a must be contiguous"):
         kernel.gemm(case)
+    kernels.REFUSAL[0] = RuntimeError("strides must be K")
+    with pytest.raises(NotOffered):
+        kernel.gemm(case)
+    for error in (AssertionError("contiguous, please"), IndexError("17"), RuntimeError("CUDA: misaligned address")):
+        kernels.REFUSAL[0] = error
+        with pytest.raises(type(error)):
+            kernel.gemm(case)
+
+
+@pytest.mark.parametrize("isolate", [(), ("--isolate",)])
+@pytest.mark.parametrize(("name", "text"), [("first_wrong", "expected: 0x"), ("first_raises", "not warm yet")])
+def test_the_first_call_is_judged(
+    name: str,
+    text: str,
+    isolate: tuple[str, ...],
+    kernels: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is made before the run."""
+    monkeypatch.setattr(subject, "kernel_cases", lambda kernel: ())
+    words = "--arrays", "numpy", "--stage", "gemms", "--case", "first call*", *isolate
+    status, stages, output = run(shipped_golden().path, tmp_path / "o", f"own_kernels:{name}", *words)
+    assert (status, stages["gemms"]["cases_total"]) == (1, 1) and text in " ".join(output.split()), output
+    kernels.SEEN.clear()
+    status, _, output = run(shipped_golden().path, tmp_path / "p", "own_kernels:right", *words)
+    assert status == 0, output
+
+
+def test_an_error_excuses_no_s_away(kernels: Any, few: Path, tmp_path: Path) -> None:
+    """It is the one difference that is counted."""
+    words = "--arrays", "numpy", "--stage", "golden"
+    status, stages, output = run(few, tmp_path / "o", "own_kernels:halves_with_an_error", *words)
+    found = stages["golden"]
+    assert status == 1 and found["own_splits"] and "out of memory" in output
+    assert found["cases_total"] == sum(found["own_splits"].values()) + len(found["mismatches"])
+
+
+def test_a_chosen_case_with_an_own_s_is_not_verified(
+    kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One case of few promotions cannot tell S from promotion: no difference, and no pass."""
+    monkeypatch.setattr(subject, "kernel_cases", lambda kernel: ())
+    words = "--arrays", "numpy", "--stage", "gemms", "--case", "tensorwise fast normal *"
+    status, stages, output = run(shipped_golden().path, tmp_path / "o", "own_kernels:always_promoted", *words)
+    assert status != 0 and stages["gemms"]["status"] == "not offered", output
+    assert output.strip().startswith("NOT VERIFIED") and "run the whole stage, without --case" in " ".join(
+        output.split()
+    ), output
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from f8emu.spec import Granularity
 ROWWISE = Granularity.ROWWISE
 DENSE, BLOCKS, GROUPED = "dense", "block scales", "grouped"
 EVERYWHERE = (Family.SCALES, Family.TURNS)
-SIZES = (Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K)
+SIZES = (Family.ROW, Family.ROWS, Family.COLUMNS, Family.TILES, Family.K, Family.TWO_SIZES)
 FAMILIES: dict[str, tuple[Family, ...]] = {
     DENSE: (*EVERYWHERE, *SIZES, Family.EVERY_CODE, Family.BIAS, Family.STRIDES, Family.ALIGNMENT),
     BLOCKS: (*EVERYWHERE, *SIZES, Family.EVERY_CODE, Family.ALIGNMENT),
@@ -344,7 +344,35 @@ PLANTED: dict[str, New] = {
         lambda s: np.where(np.arange(s.size) < 256, s, 2) if s.ndim else s, "b"
     ),
     "bias beyond column 256": altered(lambda c: c.bias is not None, cols=slice(256, None)),
+    "one row and an odd N": altered(lambda c: c.m == 1 and c.n % 2 == 1),
+    "odd M of several tiles": altered(lambda c: c.m % 2 == 1 and c.m > 128 and c.n > 128, rows=slice(128, None)),
     "bias beside one row": altered(lambda c: c.bias is not None and c.m == 1),
+    "many rows of a long K": altered(lambda c: c.m > 64 and c.k >= 2048, rows=slice(-1, None)),
+    "many columns of a long K": altered(lambda c: c.n > 48 and c.k >= 2048, cols=slice(-1, None)),
+    "2,048 rows of a long K": altered(lambda c: c.m >= 2048 and c.k >= 2048),
+    "2,048 columns of a long K": altered(lambda c: c.n >= 2048 and c.k >= 2048 and c.m > 1),
+    "2,048 rows and columns": altered(lambda c: c.m >= 2048 and c.n >= 2048),
+    "a second wave of tiles": altered(
+        lambda c: min(c.m, c.n) > 128 and -(-c.m // 128) * -(-c.n // 128) > 132, rows=slice(-1, None)
+    ),
+    "several tiles of a long K": altered(lambda c: c.m > 128 and c.n > 128 and c.k >= 4096),
+    "one row of many columns and a long K": altered(lambda c: c.m == 1 and c.n >= 4096 and c.k >= 2048),
+    "K of 65,536": altered(lambda c: c.k >= 65536),
+    # values, strides and sizes
+    "tensorwise subnormal scale of many rows": altered(
+        lambda c: not c.is_rowwise and c.m >= 64 and bool(subnormal(c.scale_a))
+    ),
+    "tensorwise infinite scale of many rows": altered(
+        lambda c: not c.is_rowwise and c.m >= 64 and bool(np.isinf(c.scale_b)), rows=slice(64, None)
+    ),
+    "negative tensorwise scale of one row": altered(lambda c: not c.is_rowwise and c.m == 1 and bool(c.scale_a < 0)),
+    "negative scales of a long K": altered(lambda c: c.is_rowwise and c.k >= 1024 and bool((c.scale_a < 0).any())),
+    "negative scales of columns beyond 272": each_scale(
+        lambda s: np.where(np.arange(s.size) < 272, s, np.abs(s)) if s.ndim else s, "b"
+    ),
+    "padded, one row": altered(lambda c: c.m == 1 and c.b.strides[1] > c.k),
+    "padded, few rows of a long K": altered(lambda c: 1 < c.m < 48 and c.k >= 512 and c.a.strides[0] > c.k),
+    "padded, 256 rows": altered(lambda c: c.m >= 256 and c.a.strides[0] > c.k, rows=slice(256, None)),
     # memory
     "columns of b apart": redone(lambda c: {"b": as_if_packed(c.b.T).T}),
     "reads between the rows": redone(beyond_k),
@@ -394,10 +422,12 @@ def one_after_the_other(call: Call) -> np.ndarray:
 
 BLOCK_PLANTED: dict[str, New] = {
     "one row": altered(lambda c: c.m == 1),
-    "rows from 1024 on": altered(always, rows=slice(1024, None)),
-    "columns from 1024 on": altered(always, cols=slice(1024, None)),
+    "one row of few columns": altered(lambda c: c.m == 1 and c.n < 64),
+    "rows from 2048 on": altered(always, rows=slice(2048, None)),
+    "columns from 2048 on": altered(always, cols=slice(2048, None)),
     "the tile at row 256 and column 384": altered(always, rows=slice(256, None), cols=slice(384, None)),
     "K of 8,000": altered(lambda c: c.k >= 8000),
+    "several tiles of a long K": altered(lambda c: c.m > 64 and c.n > 64 and c.k >= 2048),
     "a tail of K": altered(lambda c: c.k % 128 != 0 and c.k > 512, rows=slice(-1, None)),
     "the scale of the last block of rows": redone(
         lambda c: {"scale_b": np.where(np.arange(c.scale_b.shape[1]) > 2, 1, c.scale_b).astype(np.float32)}

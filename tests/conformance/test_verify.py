@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import chain, islice, permutations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from f8emu.cli.frame import BAD_USAGE, guarded
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, stages, verify
+from f8emu.conformance.breakdown.breakdown import Tally
 from f8emu.conformance.check import Case
 from f8emu.conformance.golden import GoldenFile, read_golden, write_golden
 from f8emu.conformance.layer import LayerCase, LayerMode
@@ -311,6 +312,23 @@ def test_shares_of_a_stage_are_joined(numpy_subject: Subject) -> None:
         whole, seconds=0.0, mismatches=[], places=[]
     )
     assert found.mismatches[:20] == whole.mismatches and found.places[0].share == whole.places[0].share
+
+
+def test_own_splits_of_shares_are_joined() -> None:
+    """In any order; and a share that differs excuses nothing of the others away."""
+    about: Any = {"stage": "golden", "title": "recorded GEMMs", "oracle": "a recording"}
+    equal = StageResult(**about, cases_total=2, cases_equal=2, outputs_total=18, outputs_equal=18)
+    excused, other = (
+        StageResult(**about, cases_total=1, outputs_total=9, own_splits={s: Tally(cases=1, outputs=9)}) for s in (5, 2)
+    )
+    wrong = StageResult(**about, cases_total=1, outputs_total=9, outputs_equal=8)
+    for shares in permutations((equal, excused, other, excused)):
+        found = joined(shares, errors=8)
+        assert list(found.own_splits.items()) == [(2, Tally(cases=1, outputs=9)), (5, Tally(cases=2, outputs=18))]
+        assert (found.status, found.cases_differing, found.outputs_differing) == (Status.EQUAL, 0, 0)
+    for shares in permutations((equal, excused, wrong)):
+        found = joined(shares, errors=8)
+        assert (found.status, found.cases_differing, found.outputs_differing) == (Status.DIFFERENT, 1, 1)
 
 
 def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """How a declared kernel is put to the suite: which question it is asked, its call, and what is checked around it."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,8 @@ from f8emu.spec import Format, Granularity, SpecError, format_by_name
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
 _SIDE = 128
+_LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE))", re.IGNORECASE)
+"""What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash."""
 
 
 def question(kernel: Kernel, case: GemmCase) -> GemmCase:
@@ -168,7 +171,8 @@ class _Call:
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
-            if placement is None:
+            is_of_layout = isinstance(refusal, RuntimeError) and _LAYOUT.search(str(refusal))
+            if placement is None or not (isinstance(refusal, ValueError) or is_of_layout):
                 raise
             raise NotOffered(f"{self.kernel.name} refuses {placement.text}: {refusal}") from None
         return lambda: output()[: a.shape[0], : b.shape[1]]

@@ -17,7 +17,7 @@ scale_a, scale_b
           float32 of any value, and they decode: value = code * scale
           tensorwise: one element each, without dimensions
           rowwise: [M, 1] and [1, N]
-bias      [N] of out_dtype, or None
+bias      [N] of out_dtype, or None; None where out_dtype is float32
 out_dtype float32, bfloat16 or float16: a dtype of the arrays' framework
 use_fast_accum
           True: the tensor core adds all of K in its own accumulator.
@@ -26,8 +26,11 @@ output    [M, N] of out_dtype: a new array, which no later call changes
 
 Arrays are torch's, on the GPU where there is one; --arrays numpy or jax gives
 those of the others. Inputs are read only, and so is the memory beside them.
-NotImplementedError is "not offered": such a case never counts as equal. Another
-exception is the error of its case. sys.exit, os._exit and fork are faults.
+NotImplementedError is "not offered": such a case never counts as equal. So are,
+where rows lie apart or an operand begins between boundaries of 256 bytes, a
+ValueError and a RuntimeError that names strides, contiguity, alignment, or
+CUBLAS_STATUS_NOT_SUPPORTED or _INVALID_VALUE. Any other exception is the error
+of its case. sys.exit, os._exit and fork are faults.
 --isolate runs a kernel that crashes or hangs in a process of its own.
 
 Its name is package.module:function or path/to/file.py:function.
