@@ -49,8 +49,8 @@ def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
 def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """A copy of the state of all layers, "layer.field" -> tensor, for checkpoints that drop a state dict's metadata."""
     return {
-        f"{fqn}.{name}".lstrip("."): value.detach().clone()
-        for fqn, _, buffers in _layers(model)
+        f"{prefix}{name}": value.detach().clone()
+        for prefix, _, buffers in _layers(model)
         for name, value in buffers.state().items()
     }
 
@@ -61,15 +61,15 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     Raises:
         OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
     """
-    wanted = {f"{fqn}.{name}".lstrip(".") for fqn, _, buffers in _layers(model) for name in buffers.state()}
+    wanted = {f"{prefix}{name}" for prefix, _, buffers in _layers(model) for name in buffers.state()}
     if wanted != set(state):
         missing, unknown = sorted(wanted - set(state)), sorted(set(state) - wanted)
         raise OperandError(
             f"load_delayed_state_dict: the keys must be those of delayed_state_dict(model); missing {missing[:5]}, "
             f"unknown {unknown[:5]}; load the state of the same model, converted in the same way"
         )
-    for fqn, layer, buffers in _layers(model):
-        buffers.load("load_delayed_state_dict", {name: state[f"{fqn}.{name}".lstrip(".")] for name in buffers.state()})
+    for prefix, layer, buffers in _layers(model):
+        buffers.load("load_delayed_state_dict", {name: state[f"{prefix}{name}"] for name in buffers.state()})
         buffers.notes.is_loaded = True
         refill(layer.weight)
 
@@ -92,7 +92,7 @@ class DelayedScalingState:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear, DelayedBuffers]]:
-    """Name, layer and state of each layer that has one, once. The names do not depend on what wraps them."""
+    """Prefix of keys, layer and state of each layer that has one, once. The keys do not depend on what wraps it."""
     for name, module in named_modules(model):
         if isinstance(module, Float8Linear) and module.delayed is not None:
-            yield name, module, module.delayed
+            yield name and f"{name}.", module, module.delayed
