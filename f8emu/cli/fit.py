@@ -2,7 +2,6 @@
 
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -75,8 +74,7 @@ def _fit(
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
-    from f8emu.conformance.first_contact import first_contact
-    from f8emu.conformance.subject import load_subject
+    from f8emu.conformance.first_contact import load_and_call
 
     start = time.perf_counter()
     known = {kind.name: kind for kind in KINDS}
@@ -86,10 +84,7 @@ def _fit(
     if ":" in kernel:
         find_modules_here()
     with opened("fit", json_file) as out:
-        load = partial(load_subject, kernel, timeout=timeout)
-        subject = load(arrays=arrays)
-        if ":" in kernel:
-            first_contact(subject, arrays, lambda other: load(arrays=other))
+        subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
         chosen = [known[name] for name in kinds] or KINDS
         with report.progress_bar() as progress:
             found = fit(subject, kinds=chosen, ms=ms, progress=progress)

@@ -4,7 +4,6 @@ import os
 import time
 from contextlib import ExitStack
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -213,8 +212,8 @@ def _asked(
 
 def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
     """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
-    from f8emu.conformance.first_contact import first_contact
-    from f8emu.conformance.subject import SUBJECTS, load_subject
+    from f8emu.conformance.first_contact import load_and_call
+    from f8emu.conformance.subject import SUBJECTS
 
     if any(":" in name for name in names):
         find_modules_here()
@@ -227,10 +226,7 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
         try:
             # beside kernels the others run as ever; without any, a timeout is refused
             seconds = None if has_kernels and name in SUBJECTS else timeout
-            load = partial(load_subject, name, timeout=seconds)
-            loaded[name] = load(arrays=arrays)
-            if ":" in name:
-                loaded[name] = first_contact(loaded[name], arrays, lambda other, load=load: load(arrays=other))
+            loaded[name] = load_and_call(name, arrays=arrays, timeout=seconds)
         except MissingExtraError as error:
             if names:
                 raise

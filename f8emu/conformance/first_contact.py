@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 
+from f8emu.conformance import subject as subjects
 from f8emu.conformance.arrays import FRAMEWORKS
 from f8emu.conformance.compare import shape_fault
 from f8emu.conformance.distributions import dtype_of
@@ -35,18 +37,23 @@ class _Contact(NamedTuple):
     first: FirstCall | None = None
 
 
-def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> Subject:
-    """The subject with its first call, after one GEMM of each kind until a GEMM has an output.
-
-    `arrays` is the kind of arrays that it is given; `load` gives the subject with arrays of another kind.
+def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
+    """`load_subject`; somebody's own kernel with its first call, one GEMM of each kind until a GEMM has an output.
 
     Raises:
-        SpecError: every call fails; the message has the first error, and the arrays with which calls work.
+        SpecError: as `load_subject`, or every call fails: the message has the first error, and the arrays with which
+            calls work.
+        MissingExtraError: as `load_subject`.
     """
+    load = partial(subjects.load_subject, name, timeout=timeout)
+    subject = load(arrays=arrays)
+    if ":" not in name:
+        return subject
     found = _contact(subject)
     if found.is_made:
         return replace(subject, first_call=found.first)
-    works = next((other for other in FRAMEWORKS if other != arrays and _works(subject, other, load)), "")
+    others = (other for other in FRAMEWORKS if other != arrays)
+    works = next((other for other in others if _works(subject, partial(load, arrays=other))), "")
     remedy = f"it works with arrays of {works}: add --arrays {works}" if works else REMEDY
     raise SpecError(
         f"f8emu verify {subject.name}: expected an output of a first call ({subject.engine}); each of {found.tried} "
@@ -54,9 +61,9 @@ def first_contact(subject: Subject, arrays: str, load: Callable[[str], Subject])
     )
 
 
-def _works(subject: Subject, arrays: str, load: Callable[[str], Subject]) -> bool:
+def _works(subject: Subject, load_other: Callable[[], Subject]) -> bool:
     try:
-        other = load(arrays)
+        other = load_other()
     except F8Error:  # not installed, or not for this kernel
         return False
     return other.engine != subject.engine and _contact(other).is_made

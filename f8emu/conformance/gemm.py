@@ -167,6 +167,11 @@ class GemmCase:
         """The output that `verbs` gives, [M, N]."""
         return self.call(is_placed=is_placed).run(verbs)
 
+    def group_of(self, row: int) -> int:
+        """The group of a row, of a grouped GEMM."""
+        assert self.offs is not None, "only such a GEMM has groups"
+        return int(np.searchsorted(self.offs, row, side="right"))
+
     def part(self, rows: np.ndarray, cols: np.ndarray) -> "GemmCase":
         """The GEMM of some of its rows and columns, which gives the same outputs; tensorwise or rowwise scales."""
         assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE) and self.scale_a is not None and self.scale_b is not None

@@ -17,9 +17,7 @@ def options_of(gemm: GemmCase) -> str:
 def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
     """Row and column of an output: their codes, abbreviated, their scales and bias."""
     row, column = index
-    b = gemm.b
-    if gemm.offs is not None:
-        b = gemm.b[int(np.searchsorted(gemm.offs, row, side="right"))]
+    b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
     words = [abbreviated(gemm.a[row], f"a[{row}]"), abbreviated(b[column], f"b[{column}]")]
     for name, scale in (("scale_a", _scale_of_row(gemm, row)), ("scale_b", _scale_of_column(gemm, row, column))):
         if scale is not None:
@@ -41,5 +39,5 @@ def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None
     if scale is None or scale.size == 1:
         return scale
     if gemm.offs is not None:
-        return scale[int(np.searchsorted(gemm.offs, row, side="right")), column]
+        return scale[gemm.group_of(row), column]
     return scale[:, column // (gemm.granularity_b.block[0] or 1)]

@@ -26,7 +26,7 @@ def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
     row, column = mismatch.index
     b, scale_b, of_b = gemm.b, gemm.scale_b, gemm.granularity_b
     if gemm.offs is not None:
-        group = int(np.searchsorted(gemm.offs, row, side="right"))
+        group = gemm.group_of(row)
         b, scale_b, of_b = b[group], scale_b[group][None], Granularity.ROWWISE
     of_a = Granularity.ROWWISE if gemm.offs is not None else gemm.granularity_a
     is_blockwise = of_a.is_blockwise

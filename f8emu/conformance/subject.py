@@ -179,11 +179,17 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
     told = {"predicted": kernel.predicted, "seen": kernel.seen}
     verbs = kernel_verbs(kernel, framework)
     engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
+    engine = "; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)])
+    return _of_kernel(kernel, engine, verbs, runs_full_size=framework.on_gpu)
+
+
+def _of_kernel(kernel: Kernel, engine: str, verbs: Verbs, *, runs_full_size: bool) -> Subject:
+    """A kernel in this process, or in one of its own."""
     return Subject(
         name=kernel.name,
-        engine="; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)]),
+        engine=engine,
         verbs=verbs,
-        runs_full_size=framework.on_gpu,
+        runs_full_size=runs_full_size,
         is_kernel=True,
         chooses_split_k=True,
         question=partial(question, kernel),
@@ -252,17 +258,8 @@ def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
             raise
         return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
     about = kernel.about
-    return Subject(
-        name=about.name,
-        engine=about.engine,
-        verbs={verb: partial(kernel.run, verb) for verb in about.verbs},
-        runs_full_size=about.runs_full_size,
-        is_kernel=True,
-        chooses_split_k=True,
-        question=partial(question, about.kernel),
-        more_gemms=partial(kernel_cases, about.kernel),
-        rows_run=partial(rows_run, about.kernel),
-    )
+    verbs = {verb: partial(kernel.run, verb) for verb in about.verbs}
+    return _of_kernel(about.kernel, about.engine, verbs, runs_full_size=about.runs_full_size)
 
 
 def _f8ref_numpy() -> Subject:

@@ -38,7 +38,6 @@ _ENDS = 5
 class About:
     """What the parent must know of the subject in the child."""
 
-    name: str
     engine: str
     verbs: tuple[str, ...]
     runs_full_size: bool
@@ -213,7 +212,6 @@ def serve(descriptor: int) -> None:
             if action == "load":
                 kernel, subject = _loaded(*rest)
                 about = About(
-                    name=subject.name,
                     engine=subject.engine,
                     verbs=tuple(subject.verbs),
                     runs_full_size=subject.runs_full_size,
