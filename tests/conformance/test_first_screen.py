@@ -93,8 +93,7 @@ def starts(*args, **options):
 def waits(*args, **options):
     import time
     print("waiting", flush=True)
-    for _ in range(600):  # a signal just before a call of sleep would wait for its end
-        time.sleep(0.1)
+    time.sleep(60)
 
 def silences(*args, **options):
     sys.stdout = sys.stderr = None
@@ -205,7 +204,11 @@ def test_what_is_no_fault_of_a_kernel(name: str, folder: Path) -> None:
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'reference'}"}
     command = [sys.executable, "-m", "f8emu", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
+    of_process = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, of_process)
 
 
 @pytest.mark.parametrize("name", ["numpy.py:exits", "exits_on_import.py:f"])
