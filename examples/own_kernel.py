@@ -76,7 +76,7 @@ def float32_mm(
 
 def epilogue(total: NDArray, scale_a: NDArray, scale_b: NDArray, bias: NDArray | None, out_dtype: DTypeLike) -> NDArray:
     """The scales, the bias and one rounding to `out_dtype` [EPI-1 to EPI-4]."""
-    output = total * (scale_a * scale_b) if np.ndim(scale_a) == 0 else total * scale_b * scale_a
+    output = total * (scale_a * scale_b) + np.float32(0) if np.ndim(scale_a) == 0 else total * scale_b * scale_a
     if bias is not None:
         output = output + bias.astype(np.float32)
     return output.astype(out_dtype)

@@ -46,7 +46,7 @@ class PlannedCase:
 def plan(seed: int) -> tuple[PlannedCase, ...]:
     """Every case of the tables above, numbered in order; the same seed gives the same operands."""
     draw = _Draw(seed)
-    sections = (_scaled, _splitk, _layers, _special, _blockwise, _grouped, _bf16)
+    sections = (_scaled, _splitk, _layers, _special, _blockwise, _grouped, _bf16, _epilogues)
     cases = (case for section in sections for case in section(draw))
     return tuple(replace(case, gemm=replace(case.gemm, id=f"{number:03d}")) for number, case in enumerate(cases))
 
@@ -242,3 +242,37 @@ def _bf16(draw: _Draw) -> Iterator[PlannedCase]:
         a, b = (VALUES["blocks"]((rows, k), draw.random).astype(ml_dtypes.bfloat16) for rows in (m, n))
         gemm = GemmCase(id="", mode=Mode.BF16, a=a, b=b)
         yield from _options("bf16", gemm, fast=(False,), outputs=(FLOAT32, BFLOAT16))
+
+
+def _epilogues(draw: _Draw) -> Iterator[PlannedCase]:
+    """Scaled sums of -0, by a negative scale of zeros and by underflow, beside no bias and one of -0 [EPI-1]; grouped
+    GEMMs in which a product with one scale alone overflows or underflows [EPI-6].
+    """
+    a, b = draw.codes("normal", (16, 64), E4M3FN), draw.codes("normal", (16, 64), E4M3FN)
+    a[::2] = 0
+    for gemm in _by_scale(draw, a, b):
+        assert gemm.scale_a is not None
+        for factor in (-1, 2.0**-144):
+            scaled = replace(gemm, scale_a=gemm.scale_a * np.float32(factor))
+            yield from _options("zeros", scaled, fast=(True,))
+            bias = np.full(16, -0.0, ml_dtypes.bfloat16)
+            yield from _options("zeros-bias", replace(scaled, bias=bias), fast=(True,), outputs=(BFLOAT16,))
+    ends, n, k = (16, 16, 48), 32, 144
+
+    def far_apart(*shape: int) -> np.ndarray:
+        return np.ldexp(draw.random.uniform(1, 2, shape), draw.random.choice([-147, -100, 0, 100, 122], shape)).astype(
+            np.float32
+        )
+
+    gemm = GemmCase(
+        id="",
+        mode=Mode.GROUPED_ROWWISE,
+        a=draw.codes("normal", (ends[-1], k), E4M3FN),
+        b=draw.codes("normal", (len(ends) * n, k), E4M3FN).reshape(len(ends), n, k),
+        scale_a=far_apart(ends[-1]),
+        scale_b=far_apart(len(ends), n),
+        granularity_a=Granularity.ROWWISE,
+        granularity_b=Granularity.ROWWISE,
+        offs=np.array(ends, np.int32),
+    )
+    yield from _options("grouped-scales", gemm, outputs=(BFLOAT16,))

@@ -51,6 +51,8 @@ class Knobs:
     slices: int = 1
     slices_above: int = 0
     order: str = ""
+    keeps_minus_zero: bool | None = None
+    """None: tensorwise does not [EPI-1]."""
     bias: str = "added"
     through: Any = None
     flush: bool = False
@@ -117,6 +119,7 @@ def kernel(
             k = slice(128 * block, 128 * block + 128)
             p = chain(knobs, a[:, k], b[k]).astype(np.float32)
             total = block_total(order, p, scale_a[rows, block][:, None], scale_b[block, columns][None], total)
+        total = total + np.float32(-0.0 if knobs.keeps_minus_zero is not False else 0)
         return spoilt(knobs, total.astype(dtype_of(out_dtype)))
     if knobs.order == "before the dot":
         left, right = a.astype(np.float32) * scale_a, b.astype(np.float32) * scale_b
@@ -133,12 +136,15 @@ def kernel(
         "(acc*sb)*sa": lambda: (acc * scale_b, scale_a),
         "(acc*sa)*sb": lambda: (acc * scale_a, scale_b),
     }[order]()
+    keeps = knobs.keeps_minus_zero
+    keeps = granularity_a is not Granularity.TENSORWISE if keeps is None else keeps
+    scaled = value * factor + np.float32(-0.0 if keeps else 0)
     if bias is None or knobs.bias == "ignored":
-        result = value * factor
+        result = scaled
     elif knobs.bias == "fma":  # of float64: a product of 48 bits and a sum that cancels are exact where it matters
         result = (value.astype(np.float64) * factor + bias.astype(np.float64)).astype(np.float32)
     else:
-        result = value * factor + bias.astype(np.float32)
+        result = scaled + bias.astype(np.float32)
     if knobs.through is not None:
         result = result.astype(knobs.through).astype(np.float32)
     output = result.astype(dtype_of(out_dtype))
@@ -245,6 +251,9 @@ PLANTED: dict[tuple[str, ...], tuple[str, dict[str, Any]]] = {
     ("scales as acc * (sa * sb)",): (FAST, {"order": "acc*(sa*sb)"}),
     ("scales as (acc * sa) * sb",): (PROMOTED, {"order": "(acc*sa)*sb"}),
     ("scales as (acc * sb) * sa",): ("tensorwise fast", {"order": "(acc*sb)*sa"}),
+    ("-0 kept",): ("tensorwise promoted with bias", {"keeps_minus_zero": True}),
+    ("-0 lost",): (FAST, {"keeps_minus_zero": False}),
+    ("-0 lost", "vectors"): (VECTORS, {"keeps_minus_zero": False}),
     ("bias by FMA",): ("rowwise fast with bias", {"bias": "fma"}),
     ("bias ignored",): ("tensorwise fast with bias", {"bias": "ignored"}),
     ("split-K 2",): (FAST, {"slices": 2}),

@@ -92,7 +92,7 @@ def scaled_mm(
             if rules.bias_first:
                 acc = acc + bias_f32
             if granularity_a is Granularity.TENSORWISE:
-                result = acc * (scale_a.reshape(()) * scale_b.reshape(()))
+                result = acc * (scale_a.reshape(()) * scale_b.reshape(())) + np.float32(0)
             elif rules.column_scale_first:
                 result = (acc * scale_b) * scale_a
             else:

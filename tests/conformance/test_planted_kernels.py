@@ -397,6 +397,7 @@ PLANTED: dict[str, New] = {
     "infinity times zero": each_output(lambda x: np.where(np.isnan(x), np.zeros_like(x), x)),
     "subnormal results": each_output(lambda x: np.where(subnormal(x.astype(np.float32)), np.zeros_like(x), x)),
     "-0 as result": each_output(lambda x: np.where(x == 0, np.zeros_like(x), x)),
+    "-0 under a negative tensorwise scale": lambda: minus_zero_kept,
     "infinite bias": each_bias(lambda x: np.where(np.isinf(x), 0, x)),
     "NaN as bias": each_bias(lambda x: np.where(np.isnan(x), 0, x)),
     "large bias": each_bias(lambda x: np.where(np.abs(x) > 1e4, 1e4, x)),
@@ -418,6 +419,13 @@ def one_after_the_other(call: Call) -> np.ndarray:
         if np.isfinite(product) and product != 0:
             return call.right
         return (call.redone(scale_a=np.float32(1), scale_b=np.float32(1)) * call.scale_a) * call.scale_b
+
+
+def minus_zero_kept(call: Call) -> np.ndarray:
+    """acc * (scale_a * scale_b) without + 0 [EPI-1]."""
+    if call.is_rowwise or call.bias is not None or not call.scale_a * call.scale_b < 0:
+        return call.right
+    return np.where(call.right == 0, -np.zeros_like(call.right), call.right)
 
 
 BLOCK_PLANTED: dict[str, New] = {

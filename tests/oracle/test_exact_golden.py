@@ -108,7 +108,7 @@ def expected_code(case: dict[str, Any], m: int, n: int) -> int:
             options |= {"scale_a": [scale_a.flat()[m]], "scale_b": [scale_b.flat()[n]]}
         case "grouped_rowwise":
             column = (group_of_row(m, Codes(case, "offs").flat()), n)
-            options |= {"scale_a": [scale_a[m,]], "scale_b": [scale_b[column]]}
+            options |= {"scale_a": [scale_a[m,]], "scale_b": [scale_b[column]], "is_grouped": True}
         case "blockwise":
             options["scale_a"], options["granularity_a"] = block_scales(scale_a, case["M"], case["K"], m)
             options["scale_b"], options["granularity_b"] = block_scales(scale_b, case["N"], case["K"], n)

@@ -126,14 +126,19 @@ def test_epi_4_overflow_gives_infinity(granularity: Granularity) -> None:
 
 
 def test_signed_zeros() -> None:
-    """[ACC-5] A zero sum is +0, so the sign of a zero result is that of the scales; a bias of +0 makes it +0."""
-    assert dot([-1, 1], [1, 1], 2, 3) == 0
-    assert dot([-1, 1], [1, 1], -2, 3) == MINUS_ZERO_32
+    """[ACC-5] A zero sum is +0, so the sign of a scaled zero is that of the scales; tensorwise it is +0 [EPI-1]."""
+    assert dot([-1, 1], [1, 1], 2, 3, ROWWISE) == 0
     assert dot([-1, 1], [1, 1], -2, 3, ROWWISE) == MINUS_ZERO_32
     assert dot([-1, 1], [1, 1], -2, 3, ROWWISE, bias=f32(0)) == 0
     assert dot([-1, 1], [1, 1], -2, 3, ROWWISE, bias=MINUS_ZERO_32) == MINUS_ZERO_32
-    assert dot([-1], [1], power(-100), power(-100)) == MINUS_ZERO_32  # a negative result that underflows
-    assert dot([], [], -2, 3) == MINUS_ZERO_32
+    assert dot([-1], [1], power(-100), power(-100), ROWWISE) == MINUS_ZERO_32  # a negative result that underflows
+    assert dot([], [], -2, 3, ROWWISE) == MINUS_ZERO_32
+    assert dot([-1, 1], [1, 1], -2, 3) == 0
+    assert dot([-1], [1], power(-100), power(-100)) == 0
+    assert dot([-1, 1], [1, 1], -2, 3, bias=MINUS_ZERO_32) == 0  # 0 is added before the bias, which is -0 alone
+    assert dot([], [], -2, 3) == 0
+    # What the output type rounds to zero keeps its sign: 0 was added before.
+    assert dot([-1], [1], power(-100), 1, out_format=FLOAT16) == 0x8000
 
 
 @pytest.mark.parametrize("out_format", [FLOAT32, BFLOAT16, FLOAT16], ids=str)

@@ -382,6 +382,7 @@ def test_scaled_grouped_mm(use_fast_accum: bool) -> None:
     a = draw_operand(draw, "wide", offs[-1], k, E4M3FN)
     b = np.stack([draw_operand(draw, "wide", N, k, E4M3FN) for _ in offs])
     scale_a, scale_b = draw_scales(draw, "ordinary", (1, offs[-1]))[0], draw_scales(draw, "signed", (len(offs), N))
+    scale_a[0], scale_b[0, 0] = 2.0**-140, 2.0**40  # the other product with one scale is no subnormal
     observed = codes_of(
         ref.scaled_grouped_mm(
             typed(a, E4M3FN),
@@ -407,6 +408,7 @@ def test_scaled_grouped_mm(use_fast_accum: bool) -> None:
                 granularity_a=ROWWISE,
                 granularity_b=ROWWISE,
                 use_fast_accum=use_fast_accum,
+                is_grouped=True,
             )
             assert observed[m, n] == expected, (m, n)
 

@@ -95,7 +95,9 @@ def test_signs_of_zero() -> None:
     assert np.signbit(np.asarray(minus.astype(jnp.float32))).all()
     for a in (zero, minus):
         assert not np.signbit(np.asarray(F32_MM(a, zero.T))).any()
-        assert np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, out_dtype="float32"))).all()
+        assert not np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, out_dtype="float32"))).any()  # [EPI-1]
+        rows = {"granularity_a": "rowwise", "granularity_b": "rowwise"}
+        assert np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, **rows, out_dtype="float32"))).all()
 
 
 def test_specials() -> None:
@@ -132,7 +134,8 @@ def test_nan_in_a_block() -> None:
     assert np.isnan(np.asarray(observed)).all(axis=1).tolist() == [False, False, True, False]
 
 
-def test_groups_are_rowwise_gemms_of_their_rows() -> None:
+def test_groups_are_transposed_rowwise_gemms_of_their_rows() -> None:
+    """[EPI-6] The scale of a row of a is multiplied first, as that of a column is in a rowwise GEMM [EPI-2]."""
     rng = np.random.default_rng(66)
     sizes = [5, 0, 17, 2]
     total, k, n = sum(sizes) + 3, 96, 24
@@ -145,15 +148,15 @@ def test_groups_are_rowwise_gemms_of_their_rows() -> None:
     for g, end in enumerate(np.cumsum(sizes).tolist()):
         rows = slice(start, end)
         alone = scaled_mm(
-            jnp.asarray(np.array(a)[rows]),
-            b[g],
-            scale_a[rows, None],
-            scale_b[g][None],
+            b[g].T,
+            jnp.asarray(np.array(a)[rows]).T,
+            scale_b[g][:, None],
+            scale_a[None, rows],
             granularity_a=Granularity.ROWWISE,
             granularity_b=Granularity.ROWWISE,
             out_dtype="float32",
         )
-        assert equal(alone, observed[rows])
+        assert equal(alone.T, observed[rows])
         start = end
     assert not observed[start:].any()
 

@@ -127,7 +127,7 @@ def test_blockwise_by_element(granularity_a: Granularity, granularity_b: Granula
     assert_same_bits(with_bias, (result + bias).astype(BF16))
 
 
-def test_grouped_is_rowwise_by_group() -> None:
+def test_grouped_by_group() -> None:
     """[EPI-6] with an empty group and groups that are no multiple of anything."""
     rng = np.random.default_rng(5)
     bounds = [0, 5, 5, 40, 61]
@@ -139,7 +139,7 @@ def test_grouped_is_rowwise_by_group() -> None:
         for g in range(4):
             rows = slice(bounds[g], bounds[g + 1])
             acc = accumulators(a[rows], b[g], use_fast_accum=fast)
-            assert_same_bits(result[rows], (acc * scale_b[g]) * scale_a[rows, None])
+            assert_same_bits(result[rows], (acc * scale_a[rows, None]) * scale_b[g])
     nothing = f8.scaled_grouped_mm(a[:0], b, scale_a[:0], scale_b, np.zeros(4, np.int32))
     assert nothing.shape == (0, 30)
     assert nothing.dtype == BF16
@@ -179,10 +179,13 @@ def test_nan_is_all_ones(out_dtype: str) -> None:
 
 
 def test_nothing_to_sum() -> None:
-    """K = 0 gives zeros, which then meet scales and bias; a zero keeps IEEE's sign rules."""
+    """K = 0 gives zeros, which then meet scales and bias; a zero keeps IEEE's sign rules, tensorwise it is +0 [EPI-1]."""
     a, b = np.zeros((2, 0), E4M3), np.zeros((0, 3), E4M3)
     assert f8.scaled_mm(a, b, ONE, ONE).tolist() == [[0] * 3] * 2
-    assert f8.scaled_mm(a, b, -ONE, ONE, out_dtype="float32").view(np.uint32).tolist() == [[0x80000000] * 3] * 2
+    rows = -np.ones((2, 1), np.float32), np.ones((1, 3), np.float32)
+    for scales, granularity, zero in (((-ONE, ONE), TENSORWISE, 0), (rows, ROWWISE, 0x80000000)):
+        pair = {"granularity_a": granularity, "granularity_b": granularity}
+        assert f8.scaled_mm(a, b, *scales, **pair, out_dtype="float32").view(np.uint32).tolist() == [[zero] * 3] * 2
     bias = np.array([1, 2, 3], np.float16)
     assert f8.scaled_mm(a, b, ONE, ONE, bias=bias).tolist() == [[1, 2, 3]] * 2
     nothing = np.zeros((2, 0), np.float32), np.zeros((0, 3), np.float32)

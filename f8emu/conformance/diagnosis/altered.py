@@ -61,9 +61,10 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
         key = (rules.misreads, rules.reads, rules.misplaced)
         read = memory.get((case, at), key, lambda: read_arguments(case, rules, at))
         acc = _before_epilogue(case, read, rules, memory)
-        key = (rules.scales, rules.bias, rules.output, rules.output_through, rules.saturates, rules.flushes_results)
+        ending = (rules.scales, rules.adds_zero, rules.bias, rules.output, rules.output_through, rules.saturates)
         slicing = (rules.split_k, rules.model.split_k_multiple) if case.mode is Mode.BLOCKWISE else ()
-        return memory.get((read, acc), (*key, *slicing), lambda: _output(case, read, acc, rules))
+        key = (*ending, rules.flushes_results, *slicing)
+        return memory.get((read, acc), key, lambda: _output(case, read, acc, rules))
 
 
 def _misplaced_outputs(case: GemmCase, rules: Rules, wrong: Misplaced, at: Part | None, memory: Memory) -> np.ndarray:
@@ -99,7 +100,7 @@ def _output(case: GemmCase, read: Read, acc: np.ndarray, rules: Rules) -> np.nda
     bias = None if rules.bias is BiasRule.IGNORED else read.bias
     is_scaled = rules.scales.is_before_dot or case.mode is Mode.BF16
     if is_scaled or case.mode is Mode.BLOCKWISE:
-        result = acc if is_scaled else _blocks(acc, *scales, rules, case.k)
+        result = _never_minus_zero(acc if is_scaled else _blocks(acc, *scales, rules, case.k), rules)
         if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
             result = result + bias
         output = _rounded_output(result, rules, case.out_dtype)
@@ -145,12 +146,16 @@ def _epilogue(
             value, factor = acc, scale_a * scale_b
     if bias is not None and rules.bias is BiasRule.FUSED:
         return _rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
-    result = value * factor
+    result = _never_minus_zero(value * factor, rules)
     if bias is not None and rules.bias is BiasRule.AFTER_OUTPUT:
         result = _rounded_output(result, rules, out).astype(np.float32) + bias
     elif bias is not None:
         result = result + bias
     return _rounded_output(result, rules, out)
+
+
+def _never_minus_zero(scaled: np.ndarray, rules: Rules) -> np.ndarray:
+    return scaled + np.float32(0) if rules.adds_zero else scaled
 
 
 def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:

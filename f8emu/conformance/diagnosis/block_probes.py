@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.probe import MANY, Probe, alternating, known, taken_back, tie_of_a_step
+from f8emu.conformance.diagnosis.probe import (
+    MANY,
+    Probe,
+    alternating,
+    codes_of_values,
+    known,
+    taken_back,
+    tie_of_a_step,
+)
 from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.distributions import draw_codes, rng
 from f8emu.conformance.gemm import GemmCase, Mode
@@ -122,6 +130,11 @@ def block_probes(pair: tuple[Granularity, Granularity], takes_any_size: bool) ->
     one_a, one_b = ones(128)
     huge = np.float32(2.0**57)
     yield probe("overflow of bfloat16 alone", a[:m], b, one_a * huge, one_b * huge, out_dtypes=(BFLOAT16,))
+    # Partials of 2^-12 or 0, times scales whose product, -2^-144, is a number of float32: -0.
+    a, b = np.zeros((m, 128), np.float32), np.zeros((n, 128), np.float32)
+    a[:, 0], b[::2, 0] = 2.0**-6, 2.0**-6
+    small = np.float32(2.0**-72)
+    yield probe("zeros", codes_of_values(a), codes_of_values(b), one_a * -small, one_b * small)
     a, b = codes("normal", _LONG_K)
     scale_a, scale_b = scales(_LONG_K, (-2, 2))
     half, order = _LONG_K // 2, rng("blocks").permutation(_LONG_K // 256)

@@ -243,6 +243,7 @@ def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
     yield question("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
     if kind.with_bias:
         yield question("bias", ("bias",), "bias")
+    yield question("sign of a zero", ("zeros",), "-0")
     yield question("subnormal results", ("subnormal results",), "subnormal results")
     yield question("overflow", ("overflow",), "output saturates")
 

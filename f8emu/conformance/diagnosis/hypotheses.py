@@ -133,6 +133,8 @@ def _epilogue() -> Iterator[Alteration]:
             sentence=f"multiplies the scales in another place: {order.value}",
             change=lambda rules, order=order, adder=adder: _scaled(replace(rules, scales=order, **adder), rules),
         )
+    yield _row("-0 kept", "keeps the -0 that the scales give; the hardware adds 0 to it [EPI-1]", adds_zero=False)
+    yield _row("-0 lost", "turns the -0 that the scales give into +0; only tensorwise does so [EPI-1]", adds_zero=True)
     for rule, name in _BIAS_NAMES.items():
         yield _row(name, f"adds the bias {rule.value}", bias=rule)
     yield _row(

@@ -165,6 +165,9 @@ def _dense(kind: Kind) -> Iterator[Probe]:
     yield probe("many rows", (many[0], many[1][:SIZE]), (of_rows, _ONE), at=(np.arange(MANY), _FEW))
     yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(_FEW, np.arange(MANY)))
     yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
+    # Zeros that one scale makes -0; a bias of -0 keeps that sign.
+    minus_zeros = np.full(SIZE, -0.0, np.float32) if kind.with_bias else None
+    yield probe("zeros", known(np.arange(SIZE) % 2), (-_ONE, _ONE), minus_zeros)
     yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
     yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
     largest = known(np.full(SIZE, 16383))

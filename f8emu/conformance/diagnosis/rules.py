@@ -179,7 +179,9 @@ class Rules:
     split_above: int = 0
     """K up to this is not split."""
     scales: ScaleOrder = ScaleOrder.PRODUCT
-    """[EPI-1], [EPI-2], [EPI-5]."""
+    """[EPI-1], [EPI-2], [EPI-5], [EPI-6]."""
+    adds_zero: bool = False
+    """[EPI-1] A scaled result of -0 becomes +0, before the bias."""
     bias: BiasRule = BiasRule.ADDED
     """[EPI-3]."""
     output: Rounding = Rounding.NEAREST
@@ -220,7 +222,7 @@ class Rules:
             adds,
             "one chain over all of K" if promotion is None else f"promotes to float32 every {promotion} of K",
             "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K" + above,
-            f"scales: {self.scales.value}",
+            f"scales: {self.scales.value}" + (" + 0" if self.adds_zero else ""),
             f"bias: {self.bias.value}",
             f"output: {self.output.value}" + (f", through {self.output_through}" if self.output_through else ""),
         ]
@@ -265,6 +267,14 @@ def _plain(value: Any) -> Any:
     return asdict(value) if isinstance(value, FlooredSum) else value
 
 
+_ORDERS = {
+    Mode.TENSORWISE: ScaleOrder.PRODUCT,
+    Mode.ROWWISE: ScaleOrder.COLUMN_FIRST,
+    Mode.GROUPED_ROWWISE: ScaleOrder.ROW_FIRST,
+}
+"""[EPI-1], [EPI-2], [EPI-6]."""
+
+
 def rules_of(chip: Chip, case: GemmCase) -> Rules:
     """The right rules of a GEMM on a chip."""
     pair = case.granularity_a, case.granularity_b
@@ -276,6 +286,7 @@ def rules_of(chip: Chip, case: GemmCase) -> Rules:
             order = ScaleOrder.FMA_ROW_FIRST if both_vectors else ScaleOrder.FMA_PRODUCT
             return Rules(model=chip.block_scaled_model(pair), split_k=case.split_k, scales=order)
         case Mode.TENSORWISE | Mode.ROWWISE | Mode.GROUPED_ROWWISE:
-            order = ScaleOrder.PRODUCT if case.mode is Mode.TENSORWISE else ScaleOrder.COLUMN_FIRST
+            order = _ORDERS[case.mode]
             model = chip.float8_model(use_fast_accum=case.use_fast_accum)
-            return Rules(model=model, split_k=case.split_k, scales=order)
+            adds_zero = case.mode is Mode.TENSORWISE
+            return Rules(model=model, split_k=case.split_k, scales=order, adds_zero=adds_zero)

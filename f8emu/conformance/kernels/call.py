@@ -21,8 +21,10 @@ from f8emu.spec import Format, Granularity, SpecError, format_by_name
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
 _SIDE = 128
-_LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_(NOT_SUPPORTED|INVALID_VALUE))", re.IGNORECASE)
+_LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", re.IGNORECASE)
 """What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash."""
+_NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
+"""The library's word for a GEMM that it has no kernel for."""
 
 
 def question(kernel: Kernel, case: GemmCase) -> GemmCase:
@@ -171,6 +173,8 @@ class _Call:
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
+            if isinstance(refusal, RuntimeError) and _NOT_SUPPORTED in str(refusal):
+                raise NotOffered(f"{self.kernel.name}: {_NOT_SUPPORTED}") from None
             is_of_layout = isinstance(refusal, RuntimeError) and _LAYOUT.search(str(refusal))
             if placement is None or not (isinstance(refusal, ValueError) or is_of_layout):
                 raise

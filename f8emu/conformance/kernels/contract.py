@@ -26,11 +26,12 @@ output    [M, N] of out_dtype: a new array, which no later call changes
 
 Arrays are torch's, on the GPU where there is one; --arrays numpy or jax gives
 those of the others. Inputs are read only, and so is the memory beside them.
-NotImplementedError is "not offered": such a case never counts as equal. So are,
-where rows lie apart or an operand begins between boundaries of 256 bytes, a
-ValueError and a RuntimeError that names strides, contiguity, alignment, or
-CUBLAS_STATUS_NOT_SUPPORTED or _INVALID_VALUE. Any other exception is the error
-of its case. sys.exit, os._exit and fork are faults.
+NotImplementedError is "not offered": such a case never counts as equal. So are
+a RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, where rows lie apart
+or an operand begins between boundaries of 256 bytes, a ValueError and a
+RuntimeError that names strides, contiguity, alignment, or
+CUBLAS_STATUS_INVALID_VALUE. Any other exception is the error of its case.
+sys.exit, os._exit and fork are faults.
 --isolate runs a kernel that crashes or hangs in a process of its own.
 
 Its name is package.module:function or path/to/file.py:function.

@@ -95,8 +95,9 @@ def _of_torch(name: str, function: str, *, predicted: str, bias: bool = True, **
 _SEEN = {
     "torch._scaled_mm": "equal: 635,976 outputs of 594 GEMMs",
     "torch.nn.functional.scaled_mm": "equal: 1,883,733 outputs of 774 GEMMs",
-    "torch._scaled_grouped_mm": "equal: 58,368 outputs of 10 GEMMs",
-    "torch.nn.functional.scaled_grouped_mm": "equal: 58,368 outputs of 10 GEMMs",
+    "torch._scaled_grouped_mm": "equal: 58,368 outputs of 10 GEMMs, which do not tell the order of the scales",
+    "torch.nn.functional.scaled_grouped_mm": "equal: 58,368 outputs of 10 GEMMs, which do not tell the order of the "
+    "scales",
     "triton.dot": "equal: 47,780 outputs of 137 GEMMs",
     "inductor.rowwise": "different: acc * (scale_a * scale_b); products of float16 in steps of 16, "
     "promoted every 32, every 256 or not at all, as it was tuned",

@@ -176,7 +176,8 @@ def _scaled_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Op
             product = _dot(left, right, use_fast_accum, jnp.float32)
     # 3. Scales, bias and one rounding.
     if granularities[0] is Granularity.TENSORWISE:
-        product = product * (scale_a * scale_b)  # [EPI-1]
+        product = product * (scale_a * scale_b)
+        product = jnp.where(product == 0, jnp.zeros_like(product), product)  # [EPI-1] XLA drops `+ 0`, which -0 needs
     else:
         product = (product * factors[0]) * factors[1]  # [EPI-2]
     if bias is not None:
@@ -195,7 +196,7 @@ def _scaled_grouped_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], opt
     def one_group(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         b_g, scale_g, start, end = group
         product = _dot(a, b_g.T, use_fast_accum, jnp.float32)
-        product = _rounded((product * scale_g[None, :]) * scale_a[:, None], out_dtype)
+        product = _rounded((product * scale_a[:, None]) * scale_g[None, :], out_dtype)  # [EPI-6]
         return jnp.where((rows >= start) & (rows < end), product, total), None
 
     total = jnp.zeros((a.shape[0], b.shape[2]), out_dtype.name)

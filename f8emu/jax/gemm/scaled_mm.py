@@ -113,7 +113,7 @@ def scaled_grouped_mm(
     engine: str = "auto",
     chip: Chip | str = HOPPER,
 ) -> jax.Array:
-    """One rowwise float8 GEMM per group of rows, each with its own `b[i]` [EPI-6].
+    """`(acc * scale_a) * scale_b` per group of rows, each with its own `b[i]` [EPI-6].
 
     Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
 

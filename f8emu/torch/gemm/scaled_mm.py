@@ -102,7 +102,7 @@ def scaled_grouped_mm(
     engine: str = "auto",
     chip: Chip | str = HOPPER,
 ) -> Tensor:
-    """One rowwise float8 GEMM per group of rows, each with its own `b[i]` [EPI-6], as `torch._scaled_grouped_mm`.
+    """`(acc * scale_a) * scale_b` per group of rows, each with its own `b[i]` [EPI-6], as `torch._scaled_grouped_mm`.
 
     Shapes:
         a [total_M, K] row-major, b [groups, K, N] column-major, float8_e4m3fn; scale_a float32 [total_M], scale_b

@@ -33,13 +33,15 @@ def scaled_dot(
     out_format: Format = BFLOAT16,
     use_fast_accum: bool = False,
     split_k: int = 1,
+    is_grouped: bool = False,
     chip: Chip = HOPPER,
 ) -> int:
     """Output [m, n] of a scaled GEMM, from row m of a and column n of b.
 
     `a_codes` and `b_codes` are the K codes of that row and column; `scale_a` and `scale_b` the float32 codes of the
     scales that meet them: one, or for the blockwise granularities one for each 128 of K. `bias` is the float32 code
-    of bias[n]. A grouped GEMM is rowwise, with row and column of the same group [EPI-6].
+    of bias[n]. A grouped GEMM is rowwise too, with row and column of the same group,
+    and `is_grouped`: it multiplies the scales in the other order [EPI-6].
 
     Exactness: the bits of cuBLAS on an H200, by the recorded cases that `reference/README.md` lists.
 
@@ -74,19 +76,24 @@ def scaled_dot(
     else:
         model = chip.float8_model(use_fast_accum=use_fast_accum)
         accumulator = accumulate_split(products_of(a_codes, b_codes, *formats, model), model, split_k)
-        epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else rowwise
+        epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else grouped if is_grouped else rowwise
         result = epilogue(accumulator, scales_a[0], scales_b[0])
     return output_code(result, None if bias is None else decode(bias, FLOAT32), out_format)
 
 
 def tensorwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
-    """[EPI-1] `acc * (scale_a * scale_b)`."""
-    return float32(multiply(accumulator, float32(multiply(scale_a, scale_b))))
+    """[EPI-1] `acc * (scale_a * scale_b) + 0`: a result of -0 becomes +0, as no other epilogue makes it."""
+    return add(float32(multiply(accumulator, float32(multiply(scale_a, scale_b)))), ZERO)
 
 
 def rowwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
     """[EPI-2] `(acc * scale_b[n]) * scale_a[m]`."""
     return float32(multiply(float32(multiply(accumulator, scale_b)), scale_a))
+
+
+def grouped(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
+    """[EPI-6] `(acc * scale_a[m]) * scale_b[n]`."""
+    return rowwise(accumulator, scale_b, scale_a)
 
 
 def blockwise(

@@ -42,9 +42,9 @@ def scaled_mm(
     """`a @ b` of float8 codes with their scales, as the tensor core and its epilogue compute it.
 
     With `acc` the accumulator of [ACC-1..5], chained as [CHAIN-1] (`use_fast_accum`) or [CHAIN-2], in `split_k`
-    slices [CHAIN-3]: `acc * (scale_a * scale_b)` tensorwise [EPI-1], `(acc * scale_b) * scale_a` rowwise [EPI-2], fused
-    multiply-adds over blocks of 128 blockwise [EPI-5], in each slice; then `+ bias` in float32 [EPI-3] and one rounding
-    [EPI-4].
+    slices [CHAIN-3]: `acc * (scale_a * scale_b) + 0` tensorwise [EPI-1], `(acc * scale_b) * scale_a` rowwise [EPI-2],
+    fused multiply-adds over blocks of 128 blockwise [EPI-5], in each slice; then `+ bias` in float32 [EPI-3] and one
+    rounding [EPI-4].
 
     Shapes: a [M, K], b [K, N], of any extents; scale_a `granularity_a.scale_shape(M, K)`; scale_b
     `granularity_b.scale_shape(N, K)` transposed; a tensorwise scale any shape of one element; bias [N]; result [M, N].
@@ -74,11 +74,12 @@ def scaled_mm(
     if is_blockwise:
         every_row, every_column = _spread(scale_a, pair[0], 0, m), _spread(scale_b, pair[1], 1, n)
         return finish(blockwise_totals(a, b, every_row, every_column, chain, pair), (), addend, out, m=m, n=n)
-    if pair[0] is Granularity.TENSORWISE:
+    is_tensorwise = pair[0] is Granularity.TENSORWISE
+    if is_tensorwise:
         factors = (product(scale_a.reshape(1, 1), scale_b.reshape(1, 1)),)
     else:
         factors = (scale_b, scale_a)
-    return finish(accumulators(a, b, chain), factors, addend, out, m=m, n=n)
+    return finish(accumulators(a, b, chain), factors, addend, out, m=m, n=n, adds_zero=is_tensorwise)
 
 
 def scaled_grouped_mm(
@@ -92,7 +93,7 @@ def scaled_grouped_mm(
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> jax.Array:
-    """One rowwise GEMM for each group of rows of `a`, with its own matrix of `b` [EPI-6].
+    """`(acc * scale_a) * scale_b` for each group of rows of `a`, with its own matrix of `b` [EPI-6].
 
     Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
 
@@ -130,7 +131,7 @@ def scaled_grouped_mm(
     # Rows of no group have no scale either: 0 * 0.
     scale_b_row = jnp.where((group < b.shape[0])[:, None], scale_b.at[group].get(mode="clip"), 0)
     scale_a_row = jnp.where(group < b.shape[0], scale_a, 0)[:, None]
-    return finish(totals, (scale_b_row, scale_a_row), None, out)
+    return finish(totals, (scale_a_row, scale_b_row), None, out)
 
 
 def mm(

@@ -51,7 +51,7 @@ def scaled_mm(
 
     Every operation of the epilogue is one float32 rounding, nearest-even:
 
-    - tensorwise [EPI-1]: `acc * (scale_a * scale_b)`
+    - tensorwise [EPI-1]: `acc * (scale_a * scale_b) + 0`, which is never -0
     - rowwise [EPI-2]: `(acc * scale_b) * scale_a`
     - blockwise [EPI-5]: a float32 total takes the accumulator of each 128 of K by a fused multiply-add; the totals of
       the `split_k` slices of K are added up [CHAIN-3]
@@ -95,7 +95,8 @@ def scaled_mm(
         elif granularities[0] is Granularity.ROWWISE:
             result = (_accumulated(a_KM, b_KN, model, split_k) * factor_b) * factor_a  # [EPI-2]
         else:
-            result = _accumulated(a_KM, b_KN, model, split_k) * (factor_a * factor_b)  # [EPI-1]
+            # [EPI-1] -0 + 0 is +0
+            result = _accumulated(a_KM, b_KN, model, split_k) * (factor_a * factor_b) + np.float32(0)
         if addend is not None:
             result = result + addend  # [EPI-3]
     return convert(result, out_format)  # [EPI-4]
@@ -112,7 +113,9 @@ def scaled_grouped_mm(
     use_fast_accum: bool = False,
     chip: Chip = HOPPER,
 ) -> Array:
-    """A rowwise `scaled_mm` of every group of rows of `a` with the group's own `b` [EPI-6].
+    """`(acc * scale_a) * scale_b` of every group of rows of `a` with the group's own `b` [EPI-6].
+
+    That is a rowwise `scaled_mm` of the transposed operands.
 
     Group g has the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; a group may be empty.
 
@@ -139,6 +142,8 @@ def scaled_grouped_mm(
             raise OperandError(f"{call}: {name} must have shape {shape}; got {array.shape}; reshape it")
     if ends_G.dtype != np.int32:
         raise OperandError(f"{call}: offs must have dtype int32; got {ends_G.dtype}; convert it")
+    for name, array in (("a", a_MK), ("b", b_GKN)):
+        typed_array(array, chip.operand_formats, f"{call}: {name}")
     bounds = [0, *ends_G.tolist()]
     if bounds != sorted(bounds) or bounds[-1] != m:
         raise OperandError(
@@ -147,16 +152,16 @@ def scaled_grouped_mm(
 
     products = [
         scaled_mm(
-            a_MK[start:stop],
-            b_GKN[group],
-            scale_a_M[start:stop, None],
-            scale_b_GN[group, None, :],
+            b_GKN[group].T,
+            a_MK[start:stop].T,
+            scale_b_GN[group, :, None],
+            scale_a_M[None, start:stop],
             granularity_a=Granularity.ROWWISE,
             granularity_b=Granularity.ROWWISE,
             out_dtype=out_format,
             use_fast_accum=use_fast_accum,
             chip=chip,
-        )
+        ).T
         for group, (start, stop) in enumerate(pairwise(bounds))
     ]
     return np.concatenate([convert(np.zeros((0, n), np.float32), out_format), *products])
