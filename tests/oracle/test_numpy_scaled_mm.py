@@ -179,7 +179,7 @@ def test_nan_is_all_ones(out_dtype: str) -> None:
 
 
 def test_nothing_to_sum() -> None:
-    """K = 0 gives zeros, which then meet scales and bias; a zero keeps IEEE's sign rules, tensorwise it is +0 [EPI-1]."""
+    """K = 0 gives zeros, which then meet scales and bias; a zero keeps the sign of its scale, but not tensorwise [EPI-1]."""
     a, b = np.zeros((2, 0), E4M3), np.zeros((0, 3), E4M3)
     assert f8.scaled_mm(a, b, ONE, ONE).tolist() == [[0] * 3] * 2
     rows = -np.ones((2, 1), np.float32), np.ones((1, 3), np.float32)

@@ -224,7 +224,7 @@ _ALL = (
         scales=TENSORWISE_SCALARS,
         formats=_E4M3,
         accumulation=Accumulation.FAST,  # it takes use_fast_accum, and does not read it
-        predicted="equal to fast accumulation: acc * (scale_a * scale_b) [EPI-1]",
+        predicted="equal to fast accumulation, but -0 where nothing adds 0 to acc * (scale_a * scale_b) [EPI-1]",
         **_FBGEMM,
     ),
     Kernel(
