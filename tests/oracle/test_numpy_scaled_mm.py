@@ -179,12 +179,12 @@ def test_nan_is_all_ones(out_dtype: str) -> None:
 
 
 def test_nothing_to_sum() -> None:
-    """K = 0 gives zeros, which then meet scales and bias; a zero keeps the sign of its scale, but not tensorwise [EPI-1]."""
+    """K = 0 gives zeros, which then meet scales and bias; a zero has the sign of its scale, not tensorwise [EPI-1]."""
     a, b = np.zeros((2, 0), E4M3), np.zeros((0, 3), E4M3)
     assert f8.scaled_mm(a, b, ONE, ONE).tolist() == [[0] * 3] * 2
     rows = -np.ones((2, 1), np.float32), np.ones((1, 3), np.float32)
     for scales, granularity, zero in (((-ONE, ONE), TENSORWISE, 0), (rows, ROWWISE, 0x80000000)):
-        pair = {"granularity_a": granularity, "granularity_b": granularity}
+        pair: Any = {"granularity_a": granularity, "granularity_b": granularity}
         assert f8.scaled_mm(a, b, *scales, **pair, out_dtype="float32").view(np.uint32).tolist() == [[zero] * 3] * 2
     bias = np.array([1, 2, 3], np.float16)
     assert f8.scaled_mm(a, b, ONE, ONE, bias=bias).tolist() == [[1, 2, 3]] * 2
