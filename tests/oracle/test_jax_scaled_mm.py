@@ -96,7 +96,7 @@ def test_signs_of_zero() -> None:
     for a in (zero, minus):
         assert not np.signbit(np.asarray(F32_MM(a, zero.T))).any()
         assert not np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, out_dtype="float32"))).any()  # [EPI-1]
-        rows = {"granularity_a": "rowwise", "granularity_b": "rowwise"}
+        rows: Any = {"granularity_a": "rowwise", "granularity_b": "rowwise"}
         assert np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, **rows, out_dtype="float32"))).all()
 
 
