@@ -15,8 +15,8 @@ GEMM is then the hardware's bfloat16 matmul [BF16-1].
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import TypedDict
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS, chip_by_name
@@ -141,12 +141,6 @@ class Recipe:
     """None is dynamic scaling: every cast uses its own amax."""
     chip: str = HOPPER.name
     """Whose bits the emulation gives: a name of `f8emu.spec.CHIPS`."""
-
-    def __setstate__(self, state: list[Any]) -> None:
-        # A pickle that is older than a field has fewer values: those at the end have their defaults.
-        own = fields(self)
-        for one, value in zip(own, [*state, *(one.default for one in own[len(state) :])], strict=True):
-            object.__setattr__(self, one.name, value)
 
     def __post_init__(self) -> None:
         with_chip = chip_by_name(f"Recipe {self.name!r}", self.chip)

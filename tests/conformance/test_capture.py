@@ -285,7 +285,8 @@ def of_h200(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compiled step of `rowwise` on an H200: `python -m benchmarks.proofs.captures --write FOLDER`."""
     folder = tmp_path_factory.mktemp("h200")
     with tarfile.open(Path(__file__).parent / "data" / "capture_h200.tgz") as file:
-        file.extractall(folder, filter="data")
+        file.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.2 has none
+        file.extractall(folder)
     return folder / "rowwise-compiled"
 
 

@@ -1,6 +1,5 @@
 """Named recipes against torchao's table, impossible combinations, content hashes and explanations."""
 
-import copy
 import dataclasses
 import pickle
 import re
@@ -348,13 +347,6 @@ def test_recipes_are_immutable_values(name: str) -> None:
     assert loaded == recipe
     assert hash(loaded) == hash(recipe)
     assert loaded.name == name
-
-
-def test_a_pickle_of_before_a_field_has_its_default() -> None:
-    state = copy.copy(ROWWISE).__getstate__()[:-1]  # type: ignore[index]
-    older = object.__new__(Recipe)
-    older.__setstate__(state)
-    assert older == ROWWISE and older.content_hash == ROWWISE.content_hash and older.label == ROWWISE.label
 
 
 EXPLANATIONS = {
