@@ -17,13 +17,14 @@ QUICK := tests/spec tests/architecture/test_contracts.py tests/architecture/test
 	$(addprefix tests/test_examples.py::test_,gemm_bits train_tiny own_kernel)
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test quick check lint types contracts format exhaustive install clean
+.PHONY: help verify test quick check lint types contracts docs format exhaustive install clean
 
 help:
 	@echo 'make verify      prove that numpy, JAX and torch give the recorded bits of a Hopper GPU (ARGS=... is passed on)'
 	@echo 'make test        the tests (ARGS=... is passed to pytest)'
 	@echo 'make quick       a part of the tests that touches every room; under a minute on two cores'
 	@echo 'make check       ruff, pyright, import-linter (lint, types, contracts)'
+	@echo 'make docs        the documentation, from docs/ and the docstrings, into site/'
 	@echo 'make format      let ruff format the code and sort the imports'
 	@echo 'make exhaustive  all 2^32 float32 inputs of the casts; minutes'
 	@echo 'make install     only create .venv'
@@ -51,6 +52,10 @@ types: $(STAMP)
 contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
+# A warning of mkdocs is an error; the variable silences an advertisement of its theme.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.:reference $(BIN)/mkdocs build --strict --quiet
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -68,5 +73,5 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find f8emu reference tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find f8emu reference tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

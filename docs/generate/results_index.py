@@ -1,0 +1,61 @@
+"""The list of every recorded file: what it holds, where it was measured, and how to measure it again."""
+
+from results_records import NO_FIGURE, command, commits, device, names, table
+
+HELD = {
+    "block-h200": "Llama-3 8B's transformer block, compiled and eager, under each kind of activation checkpointing",
+    "blockwise_split_k-h200": "Block-scaled GEMMs with the S that the kernel's grid shows; "
+    "`tests/oracle/test_recorded_blockwise.py` replays them",
+    "captures-h200": "Training steps captured on an H200 and computed again on a CPU",
+    "cast-order-h200": "The feed-forward block with casts in ascending order, and from the end of the L2 cache",
+    "casts-h200": "Every fused cast beside the compiler's, for two widths and two dtypes",
+    "distributed_bits-h200x2": "Every number of layers on two GPUs against one GPU: FSDP2 and tensor parallelism",
+    "emulator-cpu": "Time and memory of the emulated GEMM on a CPU",
+    "emulator-h200": "Time and memory of the emulated GEMM on a GPU",
+    "evidence": "How many recorded outputs change when one rule changes",
+    "exhaustive-cast": "Casts of all float32 numbers and scales of all amaxes",
+    "feed-forward-before-and-now-h200": "The feed-forward block at two commits, one after the other on one machine",
+    "feed-forward-h100": "Llama-3 8B's feed-forward block on an H100, with the kernels of a step",
+    "feed-forward-h200": "Llama-3 8B's feed-forward block on an H200, with the kernels of a step",
+    "feed-forward-recompute-h200": "The same with the casts of tensorwise and rowwise repeated in the backward pass",
+    "host-2048-h200": "Host and step time of small blocks, dim 2048",
+    "host-h200": "Host and step time of small blocks, dim 512: compiled, eager and in CUDA graphs",
+    "host-machines-h200": "The same at dim 512 on several hosts",
+    "huggingface-h200": "Tokens per second and peak memory of a Hugging Face Llama in training",
+    "inspection-h200": "The cost of `f8emu.torch.inspect`",
+    "jax_feed_forward-fused-h200": "The feed-forward block in JAX, as one function and as three layers",
+    "jax_feed_forward-h200": "The feed-forward block in JAX, three layers, with flax's float8",
+    "jax_feed_forward-memory-h200": "The same with different choices of what the backward pass keeps, and two blocks",
+    "jax_feed_forward-steps-h200": "The same with 10, 40 and 100 steps a turn, and the kernels of a step",
+    "jax_sharding-h200x2": "Sharded layers on two GPUs against the oracle and against one GPU",
+    "jax_train-cpu": "200 steps of a small flax model under every recipe, in JAX and in torch",
+    "kernels-h200": "The verdict of `f8emu verify` on known kernels, with the diagnosis",
+    "layers-h100": "The layers stage of `f8emu verify torch` on an H100",
+    "layers-h200": "The layers stage of `f8emu verify torch` on an H200",
+    "linear-h200": "One linear layer and the feed-forward block, compiled and eager",
+    "matmul-h200": "GEMMs alone, bfloat16 and every kind of scales",
+    "recorded_layers-h200": "SHA-256 digests of layers with few rows; the tests emulate them on a CPU",
+    "sizes-h200": "One linear layer over a grid of sizes, eager and in CUDA graphs",
+    "split_k-h200": "The S of 75 shapes, found on a GPU by `f8emu record --plans`",
+    "split_k_asked-h100": "The S that cuBLAS's heuristic gives on an H100, beside the shipped plan",
+    "split_k_asked-h200": "The S that cuBLAS's heuristic gives on an H200, beside the shipped plan",
+    "split_k_rule-h200": "Scores of the fitted plan on shapes set aside from the fit",
+    "tensor_parallel-h200x2": "A Llama of 1 B parameters under tensor and sequence parallelism",
+    "torchtitan-all-gather-h200x2": "torchtitan, 16 layers of Llama-3 8B on two GPUs, float8 all-gather",
+    "torchtitan-all-gather-h200x4": "torchtitan, Llama-3 8B on four GPUs, float8 all-gather, with a step's kernels",
+    "torchtitan-h200x4": "torchtitan, Llama-3 8B on four GPUs, bfloat16 all-gather",
+    "train-h200": "300 steps of a small Llama under every recipe, three seeds each",
+    "verify-h100": "`f8emu verify torch` on an H100, all stages",
+    "verify-h200": "`f8emu verify torch` on an H200",
+    "verify-jax-h200": "`f8emu verify f8emu.jax` and `f8emu verify f8ref.jax` on an H200",
+}
+"""What each recorded file holds. A test asks for an entry for every file."""
+
+
+def index() -> str:
+    """One row for each recorded file."""
+    rows = []
+    for name in names():
+        again = f"`{command(name)}`" if command(name) else NO_FIGURE
+        rows.append([f"[{name}.json](data/{name}.json)", HELD[name], device(name), commits(name) or NO_FIGURE, again])
+    return table(["file", "what it holds", "device", "f8emu at", "command"], rows)

@@ -1,0 +1,209 @@
+"""The tables of GEMMs alone, of kernels that were checked, and of what is proved."""
+
+from collections.abc import Callable
+
+from results_bars import bars, inline
+from results_records import NO_FIGURE, RECIPES, Entry, count, lines, of, record, source, table, times
+
+_KINDS = ("tensorwise, fast", "tensorwise", "rowwise, fast", "rowwise")
+_KINDS += ("blockwise 1x128 x 128x128", "blockwise 1x128 x 1x128")
+
+
+def matmul() -> str:
+    """GEMMs of Llama-2 70B, times bfloat16's."""
+    found = {(g["name"], g["kind"]): g for g in record("matmul-h200")["gemms"]}
+    shapes = list(dict.fromkeys(name for name, _ in found))
+    sizes = ["{m} x {n} x {k}".format(**found[name, "bf16"]) for name in shapes]
+    rows = [[kind, *(times(found[name, kind]["speed"]) for name in shapes)] for kind in _KINDS]
+    rows.append(["bfloat16, TFLOP/s", *(f"{found[name, 'bf16']['tflops']:.0f}" for name in shapes)])
+    return f"{table(['M x N x K', *sizes], rows)}\n\n{source('matmul-h200', ('torch', 'cuda'))}"
+
+
+def matmul_plot() -> str:
+    """The largest of them."""
+    gemms = [g for g in record("matmul-h200")["gemms"] if g["name"] == "ffn.w13"]
+    speeds = [next(g["speed"] for g in gemms if g["kind"] == kind) for kind in _KINDS]
+    labels = [kind.replace("blockwise ", "").replace(" x ", " by ") for kind in _KINDS]
+    title = "Speed of a float8 GEMM of Llama-2 70B's feed-forward layer on an NVIDIA H200, times bfloat16"
+    return inline(bars(title, labels, {"float8": speeds}, line=(1.0, "bfloat16")))
+
+
+def emulator() -> str:
+    """The emulated GEMM beside a float32 one."""
+    rows = []
+    for name, machine in (("emulator-cpu", "2 CPU cores"), ("emulator-h200", "H200")):
+        for size in (512, 1024, 2048, 4096):
+            found = [f for f in record(name)["figures"] if f["size"] == size and f["use_fast_accum"]]
+            reference, torch = (next(f for f in found if f["subject"] == s) for s in ("f8ref.jax", "f8emu.torch"))
+            memory = torch["xla_temporary_bytes"] / 2**20
+            rate = f"{torch['giga_multiply_adds_per_second']:.0f}"
+            figures = (f"{torch['ratio']:.1f}", rate, f"{reference['ratio']:.1f}", f"{memory:.0f}")
+            rows.append([f"{machine}, {size}", *figures])
+    columns = ["M = N = K", "`f8emu.torch`, times `torch.mm`", "G multiply-adds/s", "`f8ref.jax`, times `torch.mm`"]
+    sources = lines("emulator-cpu", "emulator-h200", packages=("torch", "jax"))
+    return f"{table([*columns, 'temporary MiB'], rows)}\n\n{sources}"
+
+
+def kernels() -> str:
+    """Kernels that `f8emu verify` knows by name, on an H200."""
+    rows = []
+    for kernel in sorted(record("kernels-h200")["kernels"], key=lambda k: k["kernel"].lower()):
+        cases, outputs = (
+            of(*(sum(stage[f"{what}_{part}"] for stage in kernel["stages"]) for part in ("equal", "total")))
+            for what in ("cases", "outputs")
+        )
+        rows.append([f"`{kernel['kernel']}`", cases, outputs, _explanation(kernel["diagnosis"])])
+    shown = table(["kernel", "GEMMs equal", "outputs equal", "what the kernel does instead"], rows)
+    return f"{shown}\n\n{source('kernels-h200', ('torch', 'jax'))}"
+
+
+def _explanation(diagnosis: list[Entry]) -> str:
+    """The alterations that give every bit of a kernel, and how many kinds of GEMM have none."""
+    found = {", ".join(d["explained_by"]) for d in diagnosis if d["explained_by"]}
+    failed = sum(bool(d["error"]) for d in diagnosis)
+    without = sum(d["explained_by"] is None for d in diagnosis) - failed
+    parts = [f"`{e}`" for e in sorted(found, key=len)]
+    if without:
+        parts.append(f"not explained: {of(without, len(diagnosis))} kinds of GEMM")
+    if failed:
+        parts.append("the diagnosis did not run: the kernel raised an error on its GEMMs")
+    return "; ".join(parts) or NO_FIGURE
+
+
+def split_k() -> str:
+    """How often the plan names the S that cuBLAS takes."""
+    h200, h100 = (record(f"split_k_asked-{gpu}")["tables"] for gpu in ("h200", "h100"))
+    fitted = record("split_k_rule-h200")["tables"]
+
+    def right(found: Entry, what: str) -> str:
+        return f"{100 * found[f'{what} right'] / found[what]:.1f} %"
+
+    rows = []
+    for name, found in h200.items():
+        layers = fitted.get(name, {}).get("layers")
+        share = f"{100 * layers[1] / layers[0]:.1f} %" if layers else NO_FIGURE
+        label = name.replace("float8_e5m2", "E5M2").replace("float8_e4m3fn", "E4M3").replace("_", " ")
+        rows.append([label, right(found, "random"), right(found, "random split"), share, right(h100[name], "random")])
+    columns = ["GEMM", "H200, random shapes", "of those that split", "shapes of layers", "H100, random shapes"]
+    sources = lines("split_k_asked-h200", "split_k_rule-h200", "split_k_asked-h100", packages=("torch", "scikit-learn"))
+    return f"{table(columns, rows)}\n\n{sources}"
+
+
+def blockwise_split_k() -> str:
+    """Block-scaled GEMMs whose S was read off the grid of the kernel."""
+    rows = []
+    for gemm in record("blockwise_split_k-h200")["gemms"]:
+        size = "{m} x {n} x {k}".format(**gemm)
+        rows.append([gemm["gemm"].replace("_", " "), size, str(gemm["split_k"]), count(sum(map(len, gemm["outputs"])))])
+    shown = table(["GEMM", "M x N x K", "S", "outputs recorded"], rows)
+    return f"{shown}\n\n{source('blockwise_split_k-h200', ('torch',))}"
+
+
+def _stages(name: str, subject: int = 0) -> dict[str, Entry]:
+    return {stage["stage"]: stage for stage in record(name)["subjects"][subject]["stages"]}
+
+
+def _equal(stage: Entry | None, what: str) -> str:
+    return NO_FIGURE if stage is None else of(stage[f"{what}_equal"], stage[f"{what}_total"])
+
+
+def verify_torch() -> str:
+    """`f8emu verify torch` on GPUs, and its stage of layers."""
+    held = record("layers-h200")
+    totals = {"cases_total": held["cases"], "outputs_total": held["outputs"]}
+    h200 = _stages("verify-h200") | {"layers": held | totals}
+    rows = []
+    for stage, found in _stages("verify-h100").items():
+        other = h200.get(stage)
+        figures = (_equal(found, "cases"), _equal(found, "outputs"), _equal(other, "cases"), _equal(other, "outputs"))
+        rows.append([stage, *figures])
+    columns = ["stage", "H100: cases equal", "outputs equal", "H200: cases equal", "outputs equal"]
+    return f"{table(columns, rows)}\n\n{lines('verify-h100', 'verify-h200', 'layers-h200', packages=('torch',))}"
+
+
+def layers() -> str:
+    """Converted layers with every K that cuBLAS splits."""
+    rows = []
+    for name in ("layers-h200", "layers-h100"):
+        held = record(name)
+        equal = (of(held["cases_equal"], held["cases"]), of(held["outputs_equal"], held["outputs"]))
+        cut = (str(held["layers_cut"]), str(held["layers_cut_otherwise_than_by_the_plan"]))
+        rows.append([held["device"], *equal, str(held["layers"]), *cut])
+    columns = ["", "cases equal", "numbers equal", "layers", "with split-K", "with another S than the plan's"]
+    return f"{table(columns, rows)}\n\n{lines('layers-h200', 'layers-h100', packages=('torch',))}"
+
+
+def verify_jax() -> str:
+    """`f8emu verify` of both JAX implementations on an H200."""
+    held = record("verify-jax-h200")
+    rows = [[s, _equal(e, "cases"), _equal(e, "outputs")] for s, e in _stages("verify-jax-h200").items()]
+    rows = [["`f8emu.jax` " + stage, *figures] for stage, *figures in rows]
+    rows.append(["`f8emu.jax` layers", _equal(held["layers"], "cases"), _equal(held["layers"], "outputs")])
+    for entry in held["f8ref.jax"]["subjects"][0]["stages"]:
+        rows.append([f"`f8ref.jax` {entry['stage']}", _equal(entry, "cases"), _equal(entry, "outputs")])
+    return f"{table(['stage', 'cases equal', 'outputs equal'], rows)}\n\n{source('verify-jax-h200', ('jax',))}"
+
+
+def evidence() -> str:
+    """How many recorded outputs change when a rule changes."""
+    rows = []
+    for found in record("evidence")["alterations"]:
+        rules = ", ".join(f"[{rule}]" for rule in found["rules"].split(", ") if rule) or NO_FIGURE
+        alteration = found["alteration"].replace("none", "no alteration")
+        rows.append([alteration, rules, count(found["cases"]), count(found["outputs"])])
+    shown = table(["alteration", "rule", "GEMMs that change", "outputs that change"], rows)
+    return f"{shown}\n\n{source('evidence', ('numpy',))}"
+
+
+def exhaustive() -> str:
+    """Casts of every float32 number, and scales of every amax."""
+    held = record("exhaustive-cast")
+    rows = []
+    for backend in dict.fromkeys(c["backend"] for c in held["casts"]):
+        casts, scales = ([c for c in held[kind] if c["backend"] == backend] for kind in ("casts", "scales"))
+        inputs = (f"{len(kind)} x {kind[0]['inputs']:,}" if kind else NO_FIGURE for kind in (casts, scales))
+        rows.append([f"`{backend}`", *inputs, str(sum(c["differences"] for c in (*casts, *scales)))])
+    shown = table(["implementation", "casts", "scales", "differences"], rows)
+    return f"{shown}\n\n{source('exhaustive-cast', ('numpy', 'jax', 'torch'))}"
+
+
+def recorded_layers() -> str:
+    """Layers recorded on a GPU that the tests emulate on a CPU."""
+    held = record("recorded_layers-h200")["layers"]
+    rows = []
+    for recipe in RECIPES:
+        found = {key: digests for key, digests in held.items() if key.split()[0] == recipe}
+        sizes = [tuple(map(int, key.split()[1].split("x"))) for key in found]
+        ms, ks = sorted({m for m, _, _ in sizes}), sorted({k for _, k, _ in sizes})
+        sizes_shown = (f"{ms[0]} to {ms[-1]}", f"{ks[0]:,} to {ks[-1]:,}")
+        rows.append([recipe, str(len(found)), str(sum(map(len, found.values()))), *sizes_shown])
+    columns = ["recipe", "layers", "tensors", "rows", "K"]
+    return f"{table(columns, rows)}\n\n{source('recorded_layers-h200', ('torch',))}"
+
+
+def captures() -> str:
+    """Steps captured on a GPU and computed again on a CPU."""
+    rows = []
+    for found in record("captures-h200")["captures"]:
+        stages = found["stages"]
+        shown = (of(stages[s]["elements_equal"], stages[s]["elements"]) for s in ("scale", "codes", "product"))
+        rows.append([found["capture"].replace("-compiled", ", compiled").replace("-k", " K"), *shown])
+    shown_table = table(["capture", "scales equal", "codes equal", "outputs equal"], rows)
+    return f"{shown_table}\n\n{source('captures-h200', ('torch',))}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "matmul": matmul,
+    "matmul-plot": matmul_plot,
+    "emulator": emulator,
+    "kernels": kernels,
+    "split-k": split_k,
+    "blockwise-split-k": blockwise_split_k,
+    "verify-torch": verify_torch,
+    "layers": layers,
+    "verify-jax": verify_jax,
+    "evidence": evidence,
+    "exhaustive": exhaustive,
+    "recorded-layers": recorded_layers,
+    "captures": captures,
+}

@@ -1,0 +1,117 @@
+"""The Results pages: every table from the recorded files, and the README's table and plot are what the files give."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+
+
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "generate" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def results() -> ModuleType:
+    return _module("results")
+
+
+@pytest.fixture(scope="module")
+def records(results: ModuleType) -> ModuleType:
+    return _module("results_records")
+
+
+@pytest.fixture(scope="module")
+def rendered(results: ModuleType) -> dict[str, str]:
+    return {name: results.page(name) for name in results.PAGES}
+
+
+def test_the_readme_shows_the_recorded_speeds() -> None:
+    results = _module("results")
+    shown = results.readme_block((ROOT / "README.md").read_text())
+    assert shown is not None, "README.md has no <!-- speed --> and <!-- /speed --> markers"
+    assert shown == results.results_torch.readme(), "run: python docs/generate/results.py readme --write"
+
+
+def test_the_readmes_table_is_put_between_its_markers(results: ModuleType) -> None:
+    text = "before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n"
+    assert results.readme_block(text) == "old"
+    written = results.readme_with_block(text)
+    assert results.readme_block(written) == results.results_torch.readme()
+    assert written.startswith("before\n<!-- speed -->\n\n|") and written.endswith("\n\n<!-- /speed -->\nafter\n")
+    assert results.readme_with_block(written) == written
+    assert results.readme_with_block("<!-- speed -->\n<!-- speed -->").startswith("<!-- speed -->\n\n|")
+    assert results.readme_block("no markers") is None
+
+
+def test_the_readmes_plot_shows_the_recorded_speeds(results: ModuleType) -> None:
+    assert results.command_line(["svg", "--check"]) == 0, "run: python docs/generate/results.py svg"
+
+
+def test_the_readmes_table_is_short(results: ModuleType) -> None:
+    lines = results.results_torch.readme().splitlines()
+    assert sum(line.startswith("| `") for line in lines) <= 8
+    assert max(map(len, lines)) <= 120
+    assert len(re.findall(r"\d+\.\d+", "\n".join(lines))) <= 20
+
+
+def test_every_page_is_listed_and_no_table_of_figures_is_typed(results: ModuleType) -> None:
+    assert {path.stem for path in PAGES} == set(results.PAGES)
+    for path in PAGES:
+        assert max(map(len, path.read_text().splitlines())) <= 120, path
+        prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+        assert not re.findall(r"\d+\.\d+", prose), path
+        assert not re.findall(r"\|[ \d,%]*\d[ \d,%]*(?=\|)", prose), path
+
+
+def test_every_table_and_plot_has_a_place_and_no_marker_stays(results: ModuleType, rendered: dict[str, str]) -> None:
+    used = {name for path in PAGES for name in results.MARKER.findall(path.read_text())}
+    assert used == results.BLOCKS.keys()
+    assert not [name for name, text in rendered.items() if "<!-- result" in text]
+
+
+def test_every_recorded_file_is_described_linked_and_has_a_device(
+    results: ModuleType, records: ModuleType, rendered: dict[str, str]
+) -> None:
+    from_index = re.findall(r"^\| \[([\w.-]+)\.json\]", rendered["index"], re.MULTILINE)
+    assert from_index == records.names()
+    assert sorted(_module("results_index").HELD) == records.names()
+    for name in records.names():
+        assert records.device(name)
+    # What has no table of its own is compared by a test, or holds earlier runs of the same benchmark.
+    shown = {name for page, text in rendered.items() if page != "index" for name in re.findall(r"data/([\w-]+)", text)}
+    assert set(records.names()) - shown == {"split_k-h200"}
+
+
+def test_every_command_names_a_program_that_exists(records: ModuleType) -> None:
+    without = []
+    for name in records.names():
+        words = shlex.split(records.command(name))
+        if not words:
+            without.append(name)
+        elif words[0] != "f8emu":
+            module = words[words.index("-m") + 1].replace(".", "/")
+            found = [ROOT / f"{module}.py", ROOT / module / "__main__.py"]
+            assert any(path.exists() for path in found), name
+        assert not [word for word in words if word.startswith(("/root", "/tmp"))], name
+    assert without == ["blockwise_split_k-h200"]
+
+
+@pytest.mark.parametrize("values, shown", [((9.9, 10.1), "9.90 to 10.10"), ((1.0, None, 1.001), "1.00"), ((), "-")])
+def test_a_range_goes_from_the_least_to_the_greatest(
+    records: ModuleType, values: tuple[float | None, ...], shown: str
+) -> None:
+    assert records.span(values) == shown
+
+
+def test_a_table_puts_figures_to_the_right(records: ModuleType) -> None:
+    assert records.table(["a", "b", "c"], [["x1", "2 of 3", "yes"]]).splitlines()[1] == "|---|---:|---|"
