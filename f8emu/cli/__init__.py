@@ -1,10 +1,9 @@
 """The command line, one file a command.
 
-typer and rich come with the extra [cli] and are imported when the commands are built; torch and JAX when a subject
-needs them. The exit statuses are `frame.STATUSES`.
+typer and rich are imported when the commands are built, torch and JAX when a subject needs them. The exit statuses are
+`frame.STATUSES`.
 """
 
-import importlib
 import signal
 import sys
 import threading
@@ -12,31 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 
 from f8emu import __version__
 from f8emu.cli import diff, doctor, fit, inspect, plan, recipes, record, replay, verify
-from f8emu.cli.frame import BAD_USAGE, STATUSES
+from f8emu.cli.frame import STATUSES
 from f8emu.cli.streams import outlive_readers
 from f8emu.cli.supervised import run_supervised
-from f8emu.spec import MissingExtraError
 
 if TYPE_CHECKING:
     import typer
 
 _COMMANDS = (verify, fit, inspect, replay, diff, recipes, doctor, record, plan)
-"""In the order of the help."""
+"""The commands, in the order of the help."""
 _WITH_KERNELS = (["verify"], ["fit"])
-"""Commands that run code of others, which may end the process."""
+"""Commands that run other people's code, which may end the process."""
 
 
 def main() -> None:
     """The entry point `f8emu`."""
     outlive_readers()
-    try:
-        app = build_app()
-    except MissingExtraError as error:
-        if sys.argv[1:] == ["--version"]:
-            print(f"f8emu {__version__}")
-            sys.exit(0)
-        print(error, file=sys.stderr)
-        sys.exit(BAD_USAGE)
+    app = build_app()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was finished is reported
     if sys.argv[1:2] in _WITH_KERNELS:
@@ -45,16 +36,7 @@ def main() -> None:
 
 
 def build_app() -> "typer.Typer":
-    """The commands.
-
-    Raises:
-        MissingExtraError: typer or rich is not installed.
-    """
-    for package in ("typer", "rich"):
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise MissingExtraError("f8emu", package, "cli") from None
+    """The commands."""
     import typer
 
     app = typer.Typer(

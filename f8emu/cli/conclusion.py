@@ -34,13 +34,8 @@ def opened_files(files: Files) -> Iterator[Outputs]:
     """Both files, opened before any work.
 
     Raises:
-        MissingExtraError: a page is wanted and plotly is not installed.
         SpecError: a file cannot be written.
     """
-    from f8emu.conformance.page.html import require_plotly
-
-    if files.html is not None:
-        require_plotly("f8emu verify --html")
     with opened("verify", files.json) as out, opened("verify", files.html) as page:
         yield Outputs(out, page)
 

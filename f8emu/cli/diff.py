@@ -17,15 +17,15 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command(epilog=STATUSES)
     def diff(
-        a: Annotated[Path, typer.Argument(metavar="A", help="A capture: all steps, or one step-...")],
-        b: Annotated[Path, typer.Argument(metavar="B", help="Another: of a process, machine, framework or rank.")],
+        a: Annotated[Path, typer.Argument(metavar="A", help="A capture, or one of its step-... directories.")],
+        b: Annotated[Path, typer.Argument(metavar="B", help="Another: from a process, machine, framework or rank.")],
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
-        errors: Annotated[int, typer.Option(min=0, help="Lines to print of each kind.")] = 20,
+        errors: Annotated[int, typer.Option(min=0, help="How many lines of each kind to print.")] = 20,
     ) -> None:
         """Name the first stage, in the order of execution, at which two captured runs have different bits.
 
-        Steps are matched by number and rank; one step of each, whatever their numbers. Ctrl-C ends it; what was found
-        is reported.
+        Steps are matched by number and rank; if each capture has one step, those two are compared. Ctrl-C ends it, and
+        the findings so far are reported.
         """
         raise typer.Exit(guarded(_diff, a, b, json_file, errors))
 

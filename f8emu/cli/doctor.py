@@ -13,8 +13,8 @@ def add_to(app: "typer.Typer") -> None:
     import typer
 
     @app.command()
-    def doctor(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-        """Say what this machine's torch, JAX and GPU do on the known traps, and which engine would be used."""
+    def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+        """Show how this machine's torch, JAX and GPU behave on the known traps, and which engine would run."""
         raise typer.Exit(guarded(_doctor, as_json))
 
 

@@ -45,23 +45,22 @@ def add_to(app: "typer.Typer") -> None:
     @app.command(epilog=_STATUSES)
     def fit(
         kernel: Annotated[str, typer.Argument(help="A subject of `f8emu verify`: package.module:function, torch, ...")],
-        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write what was found.")] = None,
-        arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
+        json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the findings.")] = None,
+        arrays: Annotated[Arrays, typer.Option(help="Framework whose arrays your own kernel takes.")] = Arrays.TORCH,
         kind: Annotated[
             list[str] | None,
-            typer.Option(help=f"This kind of GEMM only; may be repeated. All by default: {', '.join(_KINDS)}."),
+            typer.Option(help=f"Fit only this kind of GEMM; may be repeated. All by default: {', '.join(_KINDS)}."),
         ] = None,
         m: Annotated[
-            list[int] | None, typer.Option(min=1, help="Rows to try instead of 1 to 4112; may be repeated.")
+            list[int] | None, typer.Option(min=1, help="Number of rows to try instead of 1 to 4112; may be repeated.")
         ] = None,
         isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
         timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
     ) -> None:
-        """Measure which rules a kernel follows when nobody knows, and confirm them by bits: also at other sizes.
+        """Measure the unknown rules of a kernel, and confirm them by bits, also at other sizes.
 
-        Ctrl-C ends it; what was found is reported. Rules that are not confirmed, a row whose bits depend on M, and a
-        kernel that contradicts itself are a difference; a size at which confirmed rules do not hold has a status of
-        its own.
+        Ctrl-C ends it, and the findings so far are reported. Status 1 means unconfirmed rules, a row whose bits depend
+        on M, or a kernel that contradicts itself. A size at which confirmed rules do not hold has its own status.
         """
         seconds = TIMEOUT if isolate and timeout is None else timeout
         raise typer.Exit(guarded(_fit, kernel, json_file, arrays.value, kind or [], m or [], seconds))

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 DIFFERENT = 1
 BAD_USAGE = 2
 _LARGEST_TEXT = 1 << 28
-"""Bytes of a list of shapes."""
+"""The most bytes of a list of shapes."""
 INTERRUPTED = 130
-"""As a shell reports a process that Ctrl-C ended; so does SIGTERM, which stops a container."""
+"""The status that a shell reports after Ctrl-C; also after SIGTERM, which stops a container."""
 STATUSES = (
-    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 not verified, as nothing ran or "
+    "Exit status: 0 all equal, or done; 1 a difference, or an error in a subject; 2 not verified, since nothing ran or "
     "something is missing, bad usage, a missing package, a file that cannot be read or written, or a failure of f8emu "
     "itself; 130 interrupted by Ctrl-C or SIGTERM."
 )
 _NARROWEST = 20
-"""Columns: words are broken beyond."""
+"""The narrowest output in columns; longer words are broken."""
 
 
 def guarded(command: Callable[..., int], *args: object) -> int:

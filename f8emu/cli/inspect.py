@@ -23,7 +23,7 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def inspect(
-        log: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="What f8emu.torch.inspect wrote.")],
+        log: Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="The log that f8emu.torch.inspect wrote.")],
         by: Annotated[
             str,
             typer.Option(
@@ -39,7 +39,7 @@ def add_to(app: "typer.Typer") -> None:
             Path | None, typer.Option("--html", metavar="OUT", help="Write events and worst places as one page.")
         ] = None,
     ) -> None:
-        """Show the worst layers of a training run that was inspected, and its events."""
+        """Show the worst layers and the events of an inspected training run."""
         raise typer.Exit(guarded(_inspect, log, by, top, json_file, html_file))
 
 

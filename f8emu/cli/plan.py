@@ -1,4 +1,4 @@
-"""`f8emu plan`: into how many slices cuBLAS cuts K."""
+"""`f8emu plan`: the split-K of cuBLAS."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ def add_to(app: "typer.Typer") -> None:
                 metavar="IN",
                 help="A JSON list of objects: m, n, k, gemm (tensorwise, rowwise, bfloat16, "
                 "blockwise_1x128_1x128, blockwise_1x128_128x128, blockwise_128x128_1x128), accumulation (fast, "
-                "promoted; of float8 without block scales), layout (tn, nt, nn, tt; of bfloat16), out_dtype, and "
+                "promoted; for float8 without block scales), layout (tn, nt, nn, tt; for bfloat16), out_dtype, and "
                 "a_dtype and b_dtype if not both are float8_e4m3fn.",
             ),
         ],
@@ -32,7 +32,7 @@ def add_to(app: "typer.Typer") -> None:
             Path | None, typer.Option("--plan", metavar="FILE", help="Shapes that `f8emu record --plans` recorded.")
         ] = None,
     ) -> None:
-        """Say into how many slices cuBLAS cuts K of these GEMMs: recorded, predicted or unknown."""
+        """Show the split-K that cuBLAS uses for these GEMMs: recorded, predicted or unknown."""
         raise typer.Exit(guarded(_plan, shapes, json_file, plan_file))
 
 

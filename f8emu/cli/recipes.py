@@ -16,9 +16,9 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command()
     def recipes(
-        name: Annotated[str | None, typer.Argument(help="Explain this one.")] = None,
-        as_toml: Annotated[bool, typer.Option("--toml", help="As TOML.")] = False,
-        as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+        name: Annotated[str | None, typer.Argument(help="The recipe to explain.")] = None,
+        as_toml: Annotated[bool, typer.Option("--toml", help="Print as TOML.")] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
     ) -> None:
         """List the named recipes, or explain one."""
         raise typer.Exit(guarded(_recipes, name, as_toml, as_json))
@@ -27,7 +27,7 @@ def add_to(app: "typer.Typer") -> None:
 def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
     chosen = list(RECIPES.values()) if name is None else [recipe_by_name(name)]
     if as_toml and as_json:
-        raise SpecError("recipes: --toml and --json exclude each other; give one of them")
+        raise SpecError("recipes: --toml and --json exclude each other; pass one of them")
     if as_json:
         dicts = [recipe.to_dict() for recipe in chosen]
         print(json.dumps(dicts if name is None else dicts[0], indent=2))

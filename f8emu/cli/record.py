@@ -1,4 +1,4 @@
-"""`f8emu record`: new golden GEMMs of this GPU, or splits of K."""
+"""`f8emu record`: new golden GEMMs of this GPU, or the split-K of shapes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,16 +17,14 @@ def add_to(app: "typer.Typer") -> None:
     @app.command()
     def record(
         out: Annotated[Path, typer.Argument(help="The golden file to write; with --plans the plan file.")],
-        seed: Annotated[int | None, typer.Option(help="Of the operands.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Seed of the operands.")] = None,
         check: Annotated[bool, typer.Option("--verify", help="Compare f8ref.numpy with the new file.")] = False,
         plans: Annotated[
             Path | None,
-            typer.Option(
-                metavar="IN", help="Instead, find the split of K of these shapes, a list as `f8emu plan` reads."
-            ),
+            typer.Option(metavar="IN", help="Instead, find the split-K of these shapes, a list as for `f8emu plan`."),
         ] = None,
     ) -> None:
-        """Record new golden GEMMs on this machine's GPU, with the kernels that ran; or splits of K."""
+        """Record new golden GEMMs on this machine's GPU, with the kernels that ran; or the split-K of shapes."""
         raise typer.Exit(guarded(_record, out, seed, check, plans))
 
 

@@ -1,4 +1,4 @@
-"""`f8emu verify --recordings FILE`: instructions recorded by anybody, replayed by the profiles of chips."""
+"""`f8emu verify --recordings FILE`: recorded instructions, replayed by the profiles of chips."""
 
 import time
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Oracle(Enum):
-    """Who computes again."""
+    """The oracle that computes the step again."""
 
     NUMPY = "f8ref.numpy"
     JAX = "f8ref.jax"
@@ -25,24 +25,22 @@ def add_to(app: "typer.Typer") -> None:
 
     @app.command(epilog=STATUSES)
     def replay(
-        path: Annotated[Path, typer.Argument(help="What f8emu.torch.capture wrote: all steps, or one step-...")],
+        path: Annotated[Path, typer.Argument(help="A capture, or one of its step-... directories.")],
         oracle: Annotated[
             Oracle | None,
-            typer.Option(help="By default f8ref.jax for what a GPU computed, f8ref.numpy for what was emulated."),
+            typer.Option(help="By default f8ref.jax for GEMMs of a GPU, f8ref.numpy for emulated ones."),
         ] = None,
         outputs: Annotated[
             int | None,
-            typer.Option(
-                min=1, help="Of every product, compute this many outputs at most: rows and columns at random."
-            ),
+            typer.Option(min=1, help="Most outputs to compute of every product, rows and columns drawn at random."),
         ] = None,
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
-        errors: Annotated[int, typer.Option(min=0, help="Lines to print of each kind.")] = 20,
+        errors: Annotated[int, typer.Option(min=0, help="How many lines of each kind to print.")] = 20,
     ) -> None:
         """Compute a captured training step again, without a GPU, and name the first stage whose bits differ.
 
         Scales and codes follow from the tensors before their casts, where they were captured; products from the
-        captured operands. Ctrl-C ends it; what was found is reported.
+        captured operands. Ctrl-C ends it, and the findings so far are reported.
         """
         judge = None if oracle is None else oracle.value
         raise typer.Exit(guarded(_replay, path, judge, outputs, json_file, errors))

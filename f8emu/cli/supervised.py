@@ -1,4 +1,4 @@
-"""A command in a process of its own: a kernel that ends its process ends no verdict.
+"""A command in its own process: a kernel that ends its process does not prevent the verdict.
 
 `os._exit`, the exit of a C library and a crash pass by every handler of Python. The parent knows whether the child came
 to its end, and says so where it did not.
@@ -50,7 +50,7 @@ def run_supervised(command: Callable[[], None]) -> None:
         sys.exit(told[0])
     fate = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
     print(
-        f"NOT VERIFIED: the process {fate} before the verdict: a kernel, what it imports, or want of memory ended it. "
+        f"NOT VERIFIED: the process {fate} before the verdict: a kernel, what it imports, or lack of memory ended it. "
         "With --isolate the case is named"
     )
     sys.exit(BAD_USAGE)

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 TIMEOUT = 120.0
-"""Seconds for one GEMM of an isolated kernel: some compile it first."""
-ISOLATE = "Run kernels in a process of their own: a crash or a hang fails one case."
-JOBS = "Processes. By default one for each core where a subject is on a GPU, 2 for a whole run on a CPU, otherwise 1."
-SECONDS = f"For one GEMM, compilation included; isolates. {TIMEOUT:g} if not given."
+"""Seconds for one GEMM of an isolated kernel, which may compile it first."""
+ISOLATE = "Run kernels in a separate process, so that a crash or a hang fails only one case."
+JOBS = "Processes. By default one per core if a subject is on a GPU, 2 for a whole run on a CPU, 1 in other cases."
+SECONDS = f"Time limit for one GEMM, compilation included; implies --isolate, whose default is {TIMEOUT:g}."
 
 
 class Arrays(Enum):
-    """Whose arrays an own kernel takes."""
+    """The framework whose arrays your own kernel takes."""
 
     TORCH = "torch"
     NUMPY = "numpy"
@@ -44,9 +44,10 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Argument(
                 metavar="[SUBJECT]...",
-                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax; a known kernel, as fbgemm.rowwise (--kernels lists "
-                "them); or path/to/file.py:function or package.module:function, a Kernel or a function that is called "
-                "as torch._scaled_mm is (--contract). By default those of the four whose packages are installed.",
+                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax; a known kernel such as fbgemm.rowwise (--kernels "
+                "lists them); or path/to/file.py:function or package.module:function, a Kernel or a function with the "
+                "arguments of torch._scaled_mm (--contract). By default those of the first four whose packages are "
+                "installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -56,21 +57,21 @@ def add_to(app: "typer.Typer") -> None:
             typer.Option("--html", metavar="OUT", help="Write the report as one page with figures."),
         ] = None,
         stage: Annotated[
-            list[str] | None, typer.Option(help="Run this stage only; may be repeated. All by default.")
+            list[str] | None, typer.Option(help="Run only this stage; may be repeated. All by default.")
         ] = None,
         case: Annotated[
             list[str] | None,
-            typer.Option(metavar="ID", help="Run this case only, * is any text; may be repeated. No diagnosis."),
+            typer.Option(metavar="ID", help="Run only this case, where * is any text; may be repeated. No diagnosis."),
         ] = None,
-        errors: Annotated[int, typer.Option(min=0, help="Cases that differ to print for each subject.")] = 8,
-        arrays: Annotated[Arrays, typer.Option(help="Arrays that an own kernel takes.")] = Arrays.TORCH,
+        errors: Annotated[int, typer.Option(min=0, help="How many differing cases to print for each subject.")] = 8,
+        arrays: Annotated[Arrays, typer.Option(help="Framework whose arrays your own kernel takes.")] = Arrays.TORCH,
         recordings: Annotated[
             Path | None,
-            typer.Option(metavar="FILE", help="Replay recordings of single instructions, in place of the suite."),
+            typer.Option(metavar="FILE", help="Replay recordings of single instructions instead of running the suite."),
         ] = None,
         chip: Annotated[
             list[str] | None,
-            typer.Option(metavar="NAME=PROFILE", help="Which profile a chip of --recordings has; may be repeated."),
+            typer.Option(metavar="NAME=PROFILE", help="The profile for a chip in --recordings; may be repeated."),
         ] = None,
         isolate: Annotated[
             bool,
@@ -84,17 +85,17 @@ def add_to(app: "typer.Typer") -> None:
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
         contract: Annotated[
-            bool, typer.Option("--contract", help="Show what an own kernel is given and returns, and exit.")
+            bool, typer.Option("--contract", help="Show what your own kernel is given and must return, and exit.")
         ] = False,
         jobs: Annotated[
             int | None,
             typer.Option(min=1, help=JOBS),
         ] = None,
-        diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ does instead.")] = True,
+        diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ computes.")] = True,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.
 
-        Ctrl-C ends the run; the stages that were finished are reported.
+        Ctrl-C ends the run, and the finished stages are reported.
         """
         if kernels or contract:
             raise typer.Exit(guarded(_list_kernels if kernels else _show_contract))
@@ -104,7 +105,7 @@ def add_to(app: "typer.Typer") -> None:
 
             if recordings is None or golden is not None or stage or case or isolate or timeout is not None:
                 raise typer.BadParameter(
-                    "--chip goes with --recordings, and neither with --golden, --stage, --case, --isolate or --timeout"
+                    "--chip needs --recordings; neither goes with --golden, --stage, --case, --isolate or --timeout"
                 )
             raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
         seconds = TIMEOUT if isolate and timeout is None else timeout

@@ -1,4 +1,4 @@
-"""`f8emu doctor`: what torch, JAX and the GPU of this machine do on the known traps, and which engine would run.
+"""`f8emu doctor`: how torch, JAX and the GPU of this machine behave on the known traps, and which engine would run.
 
 `diagnosis` measures, with the probes of `torch_probes` and `jax_probes`; `report` writes what was found.
 """
@@ -15,9 +15,9 @@ from f8emu.doctor.probe import Probe as Probe
 
 
 def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
-    """Diagnoses this machine and writes the result to `stream` (standard output), as text or as JSON.
+    """Diagnose this machine and write the result to `stream` (standard output), as text or as JSON.
 
-    Gives the exit status: 1 where something deviates that f8emu relies on, otherwise 0.
+    Returns the exit status: 1 if something deviates that f8emu relies on, 0 if not.
     """
     out: TextIO = sys.stdout if stream is None else stream
     found = diagnosis.diagnose()

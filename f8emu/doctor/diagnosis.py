@@ -1,6 +1,6 @@
-"""What torch, JAX and the GPU of this machine do on the known traps, and which engine would run.
+"""How torch, JAX and the GPU of this machine behave on the known traps, and which engine would run.
 
-Everything is measured when asked; a library that is not installed is reported, not an error.
+Everything is measured on each call; a library that is not installed is reported, not an error.
 """
 
 import platform
@@ -25,7 +25,7 @@ class Device:
 
     library: str
     kind: str
-    """`cpu`, `cuda` (torch), `gpu` (JAX)."""
+    """The library's word: `cpu`, `cuda` (torch), `gpu` (JAX)."""
     name: str
     capability: str = ""
     """CUDA compute capability."""
@@ -35,14 +35,14 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All that doctor found."""
+    """The findings of doctor."""
 
     system: str
     versions: dict[str, str]
-    """Package, or driver -> version, or `not installed`."""
+    """Package or driver -> version, or `not installed`."""
     devices: list[Device]
     engines: dict[str, str]
-    """Device of the operands -> what computes `f8emu.torch.gemm.scaled_mm` there with `engine="auto"`."""
+    """Device of the operands -> the engine that computes `f8emu.torch.scaled_mm` there with `engine="auto"`."""
     probes: list[Probe]
     problems: list[str]
     """What could not be measured, and why."""
@@ -50,12 +50,12 @@ class Diagnosis:
 
     @property
     def faults(self) -> list[Probe]:
-        """Deviations that f8emu's bits do not survive."""
+        """Deviations that change f8emu's bits."""
         return [probe for probe in self.probes if probe.relied_on and not probe.agrees]
 
 
 def diagnose() -> Diagnosis:
-    """Measures everything that is there to be measured."""
+    """Measure everything that this machine has."""
     start = time.perf_counter()
     problems: list[str] = []
     devices: list[Device] = []

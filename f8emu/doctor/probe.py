@@ -21,7 +21,7 @@ class Probe:
     f8emu: str
     """What f8emu does so that its bits do not depend on this behaviour."""
     relied_on: bool = False
-    """Whether f8emu's bits do depend on it: a deviation is then a fault of this machine or of f8emu."""
+    """Whether f8emu's bits depend on it; a deviation is then a fault of this machine or of f8emu."""
 
 
 def significands() -> F32:

@@ -1,16 +1,14 @@
-"""A diagnosis as text: what the machine has, a table of the probes, and a line for every fault.
-
-rich draws the table where it is installed; without it each probe is a line.
-"""
+"""A diagnosis as text: what the machine has, a table of the probes, a line for every fault, and what to do next."""
 
 from collections.abc import Iterator
 from typing import TextIO
 
 from f8emu.doctor.diagnosis import Diagnosis
+from f8emu.doctor.next_steps import next_steps
 from f8emu.doctor.probe import Probe
 
 _PIPE_WIDTH = 160
-"""Of a table that goes to a file; a terminal's own width otherwise."""
+"""The width of a table that goes to a file; a terminal has its own."""
 _NOT_MEASURED = (
     "torch.compile is not probed, it takes too long to start: on a GPU its float32 division has been seen to be "
     "approximate, and its bfloat16 chains keep float32 between operations."
@@ -21,19 +19,22 @@ def write(diagnosis: Diagnosis, stream: TextIO) -> None:
     """Writes the whole diagnosis."""
     for line in _heading(diagnosis):
         stream.write(line + "\n")
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        for probe in diagnosis.probes:
-            stream.write(f"{': '.join(_row(probe)[:3])}; expected {probe.expected}\n")
-            stream.write("" if probe.agrees else f"    f8emu {probe.f8emu}\n")
-    else:
-        table = Table("subject", "probe", "observed", "expected", "what f8emu does")
-        for probe in diagnosis.probes:
-            style = None if probe.agrees else "red" if probe.relied_on else "yellow"
-            table.add_row(*_row(probe), style=style)
-        Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH).print(table)
+    if diagnosis.probes:
+        _write_probes(diagnosis, stream)
+    stream.write("\n")
+    for i, line in enumerate(next_steps(diagnosis)):
+        stream.write(f"{'next: ' if i == 0 else '      '}{line}\n")
+
+
+def _write_probes(diagnosis: Diagnosis, stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("subject", "probe", "observed", "expected", "what f8emu does")
+    for probe in diagnosis.probes:
+        style = None if probe.agrees else "red" if probe.relied_on else "yellow"
+        table.add_row(*_row(probe), style=style)
+    Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH).print(table)
     deviating = sum(not probe.agrees for probe in diagnosis.probes)
     stream.write(f"{deviating} of {len(diagnosis.probes)} probes deviate; ")
     stream.write(f"f8emu relies on {len(diagnosis.faults) or 'none'} of them.\n")

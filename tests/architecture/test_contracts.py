@@ -18,6 +18,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/interop/arrays.py", "import f8emu.torch"),
         ("f8emu/torch/cast.py", "import f8emu.conformance"),
         ("f8emu/jax/cast.py", "import f8emu.torch"),
+        ("f8emu/numpy/cast.py", "import f8emu.jax"),
         ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.report"),
         ("f8emu/homeless.py", ""),
     ],
@@ -50,6 +51,11 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/jax/scale.py", "import f8ref.jax"),
         ("f8emu/jax/gemm/emulation.py", "import f8ref.numpy"),
         ("f8emu/jax/gemm/hardware.py", "from f8emu import interop"),
+    ],
+    "numpy-path": [
+        ("f8emu/numpy/cast.py", "import jax.numpy as jnp"),
+        ("f8emu/numpy/scale.py", "from f8ref.jax import amax"),
+        ("f8emu/numpy/dtypes.py", "from f8emu import interop"),
     ],
     "interop": [("f8emu/interop/arrays.py", "import f8ref.jax")],
     "reference-is-for-the-suite": [

@@ -41,6 +41,7 @@ NEVER = {
     "f8emu.interop": ARRAYS | {"f8ref"},
     "f8emu.torch": {"jax", "jaxlib", "f8ref"},
     "f8emu.jax": {"torch", "f8emu.torch", "f8emu.interop", "f8ref.exact", "f8ref.numpy"},
+    "f8emu.numpy": FRAMEWORKS | {"f8emu.interop", "f8ref.exact", "f8ref.jax"},
     "f8emu.conformance": FRAMEWORKS,
     "f8emu.doctor": FRAMEWORKS,
     "f8emu.cli": FRAMEWORKS,

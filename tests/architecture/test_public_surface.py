@@ -37,6 +37,7 @@ SURFACE = {
     "f8emu.capture": "Budget CaptureError GemmRecord LeftOut Session StepHeader StepWriter Stored TensorRecord",
     "f8ref.numpy": VERBS + " linear mma",
     "f8ref.jax": VERBS + " linear mma",
+    "f8emu.numpy": VERBS + " linear mma",
     "f8emu.jax": VERBS
     + """
         Capture DelayedDotGeneral DelayedFeedForward DotGeneral FeedForward Float8State capture compiler_options
@@ -71,7 +72,7 @@ SIGNATURES = {
     "mm": "(a, b, *, out_dtype='bfloat16', split_k=1, chip=Hopper)",
     "mma": "(a, b, c, *, chip=Hopper, out_dtype='float32')",
     "quantize": "(x, inv_scale, format, granularity=TENSORWISE)",
-    "scale_from_amax": "(amax, format, rule=ScaleRule(power_of_two=False, amax_floor=1e-12), *, margin=0)",
+    "scale_from_amax": "(amax, format, rule=ScaleRule(), *, margin=0)",
     "scaled_grouped_mm": "(a, b, scale_a, scale_b, offs, *, out_dtype='bfloat16', use_fast_accum=False, chip=Hopper)",
     "scaled_mm": (
         "(a, b, scale_a, scale_b, *, granularity_a=TENSORWISE, granularity_b=TENSORWISE, bias=None, "
@@ -99,6 +100,12 @@ OF_JAX: dict[str, dict[str, object]] = {
     "mm": {"engine": "auto", "split_k": None},
     "scaled_grouped_mm": {"engine": "auto"},
     "scaled_mm": {"engine": "auto", "granularity_a": None, "granularity_b": None, "split_k": None},
+}
+# The same of numpy.
+OF_NUMPY: dict[str, dict[str, object]] = {
+    "dequantize": {"out_dtype": "float32"},
+    "mm": {"split_k": None},
+    "scaled_mm": {"granularity_a": None, "granularity_b": None, "split_k": None},
 }
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -164,7 +171,9 @@ def test_signature_of_the_reference(module: str, verb: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS.split())  # a layer is Float8Linear or dot_general there
 @pytest.mark.parametrize(
-    ("module", "of_module"), [("f8emu.torch", OF_TORCH), ("f8emu.jax", OF_JAX)], ids=["torch", "jax"]
+    ("module", "of_module"),
+    [("f8emu.torch", OF_TORCH), ("f8emu.jax", OF_JAX), ("f8emu.numpy", OF_NUMPY)],
+    ids=["torch", "jax", "numpy"],
 )
 def test_signature_of_the_production_paths(module: str, of_module: dict[str, dict[str, object]], verb: str) -> None:
     """What is written for the oracle runs there: the same operands in the same order, the same keywords."""

@@ -1,1 +1,1 @@
-"""One self-contained page of tables and figures, and what is shown on one."""
+"""A self-contained page of tables and figures, and what is shown on it."""

@@ -6,7 +6,6 @@ of a foreign kernel might smuggle in.
 
 import base64
 import hashlib
-import json
 from html import escape
 from importlib.resources import files
 from typing import assert_never
@@ -26,38 +25,15 @@ from f8emu.conformance.page.page import (
     Text,
     Tone,
 )
-from f8emu.conformance.page.palette import DARK
-from f8emu.spec import MissingExtraError
-
-
-def require_plotly(call: str) -> None:
-    """Before any work.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    try:
-        import plotly.graph_objects
-    except ImportError:
-        raise MissingExtraError(call, "plotly", "report") from None
-    del plotly
+from f8emu.conformance.page.palette import variables
 
 
 def render(command: str, page: Page) -> str:
-    """The page as HTML; `command` is what made it.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    require_plotly(command)
-    from plotly.offline import get_plotlyjs
-
+    """The page as HTML; `command` is what made it."""
     data = files("f8emu.conformance") / "page"
-    style = (data / "page.css").read_text(encoding="utf-8")
-    has_figures = any(map(_has_figures, page.sections))
-    library = get_plotlyjs().replace("</script", "<\\/script") if has_figures else ""  # most of the file
+    style = variables() + (data / "page.css").read_text(encoding="utf-8")
     script = (data / "page.js").read_text(encoding="utf-8")
-    hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, library, script))
+    hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, script))
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
     body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
@@ -83,12 +59,9 @@ def render(command: str, page: Page) -> str:
 {f'<nav aria-label="Parts"><ul>{links}</ul></nav>' if len(page.sections) > 1 else ""}
 </div></header>
 <main id="content">
-<noscript><p>The figures need JavaScript; their numbers are in the tables below each.</p></noscript>
 {body}
 </main>
 <footer><p>One file, readable offline: it loads nothing and sends nothing.</p></footer>
-<script type="application/json" id="dark-colours">{json.dumps(DARK)}</script>
-<script>{library}</script>
 <script>{script}</script>
 </body>
 </html>
@@ -98,10 +71,6 @@ def render(command: str, page: Page) -> str:
 _EARLY = """const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 document.documentElement.dataset.theme = prefersDark.matches ? "dark" : "light";"""
 """Before anything is seen: otherwise a page in the dark would flash."""
-
-
-def _has_figures(section: Section) -> bool:
-    return any(isinstance(block, Plot | Plots) for block in section.blocks) or any(map(_has_figures, section.sections))
 
 
 def _sha256(script: str) -> str:
@@ -156,16 +125,12 @@ def _block(block: Block, key: str) -> str:
 
 
 def _plot(plot: Plot, key: str) -> str:
-    height = plot.figure.to_plotly_json()["layout"].get("height", 420)
-    # a "<" in a JSON string may be escaped: so nothing in a name can end the script
-    figure = str(plot.figure.to_json()).replace("<", "\\u003c")
     numbers = f"<details><summary>The numbers</summary>{_table(plot.data)}</details>" if plot.data else ""
     caption = f'<strong id="{key}-title">{escape(plot.title)}</strong>{escape(plot.alt)}'
-    size = f"height:{height}px;min-width:{plot.min_width}px"
-    image = f'<div class="plot" role="img" aria-label="{escape(plot.alt)}" style="{size}"></div>'
     return (
-        f'<figure aria-labelledby="{key}-title"><figcaption>{caption}</figcaption><div class="frame">{image}'
-        f'<script type="application/json">{figure}</script></div>{numbers}</figure>\n'
+        f'<figure aria-labelledby="{key}-title"><figcaption>{caption}</figcaption>'
+        f'<div class="frame" tabindex="0" role="group" aria-labelledby="{key}-title">{plot.svg}</div>'
+        f"{numbers}</figure>\n"
     )
 
 

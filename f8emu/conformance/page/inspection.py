@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from f8emu.conformance.inspection_log import LOWER_IS_WORSE, Place, Run
-from f8emu.conformance.page import palette
-from f8emu.conformance.page.html import render, require_plotly
+from f8emu.conformance.page.html import render
 from f8emu.conformance.page.page import Block, Cell, Facts, Page, Plot, Section, Table, Text
+from f8emu.conformance.page.svg import Svg, number, ticks
 
 COMMAND = "f8emu inspect"
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
@@ -20,17 +20,25 @@ _UNITS = {
     "underflow": "share that underflows",
     "saturation": "share beyond the largest value",
 }
-_DASHES = ("solid", "dash", "dot")
-_SYMBOLS = ("circle", "square", "diamond", "cross", "x", "triangle-up")
+_COLOURS = ("below", "above", "apart")
+_DASHES = ("", "7 4")
+_MARKS = (
+    "m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",
+    "m-3.5-3.5h7v7h-7z",
+    "m0-5l5 5l-5 5l-5-5z",
+    "m-4 0h8m-4-4v8",
+    "m-3.5-3.5l7 7m-7 0l7-7",
+    "m0-5l4.5 8h-9z",
+)
+"""Circle, square, diamond, two crosses and a triangle, about a point."""
+_MOST_MARKS = 40
+"""Of a curve: more would hide it."""
+_MOST_POINTS = 400
+"""Of a curve that is drawn; of a longer one the extremes of each piece."""
 
 
 def to_html(run: Run, worst: Sequence[Place], by: str, log: Path) -> str:
-    """One self-contained page.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
-    require_plotly(f"{COMMAND} --html")
+    """One self-contained page."""
     head = run.headers[0]
     facts = [(name, str(head[name])) for name in _FACTS if name in head]
     columns = ("layer", "GEMM", "operand", "cast", by, "at step", "steps")
@@ -76,32 +84,62 @@ def _row(place: Place, by: str) -> list[str]:
 
 
 def _plot(places: Sequence[Place], by: str) -> Plot:
-    """The measure over steps, a line for each place; told apart by dashes and symbols, not by colour alone."""
-    from plotly.graph_objects import Figure, Scatter
+    """The measure over steps, a line for each place; told apart by dashes and marks, not by colour alone."""
+    curves = [_curve(place, by) for place in places]
+    steps = [step for curve in curves for step in curve[0]]
+    values = [value for curve in curves for value in curve[1]]
+    x0, x1 = (min(steps), max(steps)) if steps else (0, 1)
+    y0, y1 = (min(values), max(values)) if values else (0.0, 1.0)
+    margin = 0.06 * (y1 - y0) or abs(y1) * 0.1 or 1.0
+    y0, y1 = y0 - margin, y1 + margin
+    left, top, width, height = 62, 26, 460, 250
+    figure = Svg(left + width + 16, top + height + 50 + 20 * len(places))
 
-    colours = (palette.BELOW, palette.ABOVE, palette.APART)
-    figure = Figure()
-    for i, place in enumerate(places):
-        steps, values = _curve(place, by)
-        line = {"color": colours[i % len(colours)], "dash": _DASHES[i // len(colours) % len(_DASHES)]}
-        marker = {"symbol": _SYMBOLS[i % len(_SYMBOLS)], "size": 7}
+    def at(step: float, value: float) -> tuple[float, float]:
+        across = (step - x0) / (x1 - x0) if x1 > x0 else 0.5
+        return left + width * across, top + height * (1 - (value - y0) / (y1 - y0))
+
+    figure.text(6, 14, _UNITS.get(by, by), kind="quiet")
+    for value in ticks(y0, y1, 5):
+        y = at(x0, value)[1]
+        figure.line(left, y, left + width, y, "grid")
+        figure.text(left - 6, y + 4, f"{value:.4g}", "end", kind="quiet")
+    for step in ticks(x0, x1, 6):
+        if step == int(step):
+            figure.text(at(step, y0)[0], top + height + 16, f"{step:.0f}", "middle", kind="quiet")
+    figure.line(left, top + height, left + width, top + height, "axis")
+    figure.text(left + width / 2, top + height + 32, "step", "middle", kind="quiet")
+    for i, (place, curve) in enumerate(zip(places, curves, strict=True)):
+        kind, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]
+        dash = f'stroke-dasharray="{_DASHES[i // len(_COLOURS) % len(_DASHES)]}"'
         name = f"{place.layer} {place.gemm} {place.operand}"
-        figure.add_trace(Scatter(x=steps, y=values, name=name, mode="lines+markers", line=line, marker=marker))
-    axis = {"gridcolor": palette.LINE, "zerolinecolor": palette.QUIET, "linecolor": palette.QUIET, "automargin": True}
-    figure.update_layout(
-        template={"layout": {"xaxis": {**axis, "showgrid": False}, "yaxis": axis}},
-        height=320 + 22 * len(places),
-        margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        showlegend=True,
-        legend={"orientation": "v", "y": -0.2, "yanchor": "top", "x": 0},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"color": palette.INK, "size": 12, "family": "system-ui, Segoe UI, Roboto, DejaVu Sans, sans-serif"},
-    )
-    figure.update_xaxes(title={"text": "step"})
-    figure.update_yaxes(title={"text": _UNITS.get(by, by)})
+        points = [at(step, value) for step, value in zip(*_thinned(*curve), strict=True)]
+        line = "L".join(f"{number(x)} {number(y)}" for x, y in points)
+        if len(points) > 1:
+            figure.path(f"M{line}", f"curve {kind}", name, dash)
+        every = -(-len(curve[0]) // _MOST_MARKS) or 1
+        for step, value in list(zip(*curve, strict=True))[::every]:
+            x, y = at(step, value)
+            figure.path(f"M{number(x)} {number(y)}{mark}", f"mark {kind}", f"{name}, step {step}: {value:.4g}")
+        row = top + height + 50 + 20 * i
+        figure.line(left - 50, row, left - 14, row, f"curve {kind}", dash)
+        figure.path(f"M{left - 32} {row}{mark}", f"mark {kind}")
+        figure.text(left - 6, row + 4, name)
     words = [f"{p.layer} {p.gemm} {p.operand}: worst {p.worst(by):.4g} at step {_worst_step(p, by)}" for p in places]
-    return Plot(figure=figure, title=f"{by} over the run, of the worst places", alt="; ".join(words) + ".")
+    alt = "; ".join(words) + "."
+    return Plot(svg=figure.html(alt), title=f"{by} over the run, of the worst places", alt=alt)
+
+
+def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """A curve that looks the same with fewer points: of every piece of a long one, its lowest and its highest."""
+    if len(steps) <= _MOST_POINTS:
+        return steps, values
+    size = -(-2 * len(steps) // _MOST_POINTS)
+    kept: list[int] = []
+    for start in range(0, len(steps), size):
+        piece = range(start, min(start + size, len(steps)))
+        kept += sorted({min(piece, key=values.__getitem__), max(piece, key=values.__getitem__)})
+    return [steps[i] for i in kept], [values[i] for i in kept]
 
 
 def _curve(place: Place, by: str) -> tuple[list[int], list[float]]:

@@ -1,4 +1,4 @@
-"""What a page is made of: sections of text, tables and plotly figures. `page_html.render` makes one file of them.
+"""What a page is made of: sections of text, tables and figures. `html.render` makes one file of them.
 
     page = Page(title="Worst layers", sections=[Section(title="layers.3", blocks=[Table(...), Plot(...)])])
     Path("out.html").write_text(render("f8emu inspect", page), encoding="utf-8")
@@ -9,12 +9,9 @@ read without colours, and without the figures.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from f8emu.conformance.breakdown.breakdown import percent
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 Tone = Literal["", "good", "bad", "warn", "quiet"]
 """Says in colour what the words say already."""
@@ -84,16 +81,15 @@ class Details:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A figure in the colours of `palette`, which the page turns into those of the reader's scheme."""
+    """A figure in the colours of the page."""
 
-    figure: "Figure"
+    svg: str
+    """`Svg.html`."""
     title: str
     alt: str
     """What it shows, in words that stand in for it."""
     data: Table | None = None
     """Its numbers."""
-    min_width: int = 300
-    """In pixels; on a narrower screen the figure scrolls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

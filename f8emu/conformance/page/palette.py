@@ -1,6 +1,6 @@
 """The colours of figures: told apart by people who do not see red and green apart, and their counterparts in the dark.
 
-Figures are made in the light colours; a page replaces each by its counterpart where the reader prefers a dark scheme.
+`page.css` names them as variables.
 """
 
 INK = "#1b2129"
@@ -8,7 +8,7 @@ QUIET = "#59636f"
 LINE = "#d9dde3"
 PAPER = "#ffffff"
 EQUAL = "#eef0f3"
-"""Of cells of a heat map where every bit agrees."""
+"""The colour of heat-map cells where every bit agrees."""
 BELOW = "#2f6db5"
 """Nearer to zero than expected."""
 BELOW_FAINT = "#bcd3ee"
@@ -33,4 +33,24 @@ DARK = {
     APART: "#c4a1f0",
     MIDDLE: "#747e8b",
 }
-"""Light colour -> dark colour; `page` applies it to what is drawn."""
+"""Light colour -> dark colour."""
+
+
+def variables() -> str:
+    """The colours as variables of CSS: the light ones, and the dark ones of `data-theme`."""
+    named = {
+        "figure-ink": INK,
+        "figure-quiet": QUIET,
+        "figure-line": LINE,
+        "figure-paper": PAPER,
+        "equal": EQUAL,
+        "below": BELOW,
+        "below-faint": BELOW_FAINT,
+        "above": ABOVE,
+        "above-faint": ABOVE_FAINT,
+        "apart": APART,
+        "middle": MIDDLE,
+    }
+    light = "; ".join(f"--{name}: {colour}" for name, colour in named.items())
+    dark = "; ".join(f"--{name}: {DARK[colour]}" for name, colour in named.items())
+    return f':root {{ {light}; }}\n:root[data-theme="dark"] {{ {dark}; }}\n'

@@ -48,11 +48,7 @@ def to_html(
     diagnoses: "Mapping[str, Sequence[Diagnosis]] | None" = None,
     asked: Mapping[str, Sequence[str]] = {},
 ) -> str:
-    """The whole run as one file; `diagnoses` are those of a subject, by its name, `asked` is that of `paste_lines`.
-
-    Raises:
-        MissingExtraError: plotly is not installed.
-    """
+    """The whole run as one file; `diagnoses` are those of a subject, by its name, `asked` is that of `paste_lines`."""
     sections = [_diagnosis(name, found) for name, found in (diagnoses or {}).items() if found]
     sections += [_overview(result)] if len(result.subjects) > 1 else []
     sections += [_subject(subject, errors) for subject in result.subjects]
@@ -194,7 +190,7 @@ def _conclusion(diagnosis: "Diagnosis") -> tuple[str, Tone]:
 
 
 def _share(kinds: "Sequence[Diagnosis]", is_explained: bool) -> Share:
-    """Of the probe outputs of all kinds, by the chip's rules or by the explanation."""
+    """The share of the probe outputs of all kinds that the chip's rules or the explanation give."""
     total = max(sum(one.outputs_total for one in kinds), 1)
     if not is_explained or kinds[0].best is None:
         return Share(value=sum(one.outputs_equal for one in kinds) / total)
@@ -251,7 +247,7 @@ def _where(subject: SubjectResult) -> Iterator[Section]:
         yield Section(
             title="Where the bits differ",
             lead="The outputs of the worst cases, row by column: grey is equal, blue is nearer to zero than expected, "
-            "orange is farther, purple is a NaN, an infinity or a zero of the other sign on one side alone. "
+            "orange is farther, purple is a NaN, an infinity or a zero of the other sign on one side only. "
             "The deeper the colour, the more ulps.",
             blocks=[Plots(plots=[map_plot(place) for place in worst])],
         )

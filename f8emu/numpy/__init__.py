@@ -1,0 +1,26 @@
+"""f8emu for numpy: casts, scales, GEMMs and a linear layer with the bits of a Hopper GPU.
+
+The functions are the oracle's, `f8ref.numpy`, in integer arithmetic and exact sums: right by construction, and slow.
+The verbs and their arguments are named as in `f8emu.torch` and `f8emu.jax`, and give the same bits.
+
+Arguments: a format is a `Format`, its name or a dtype (`"float8_e4m3fn"`, `ml_dtypes.float8_e4m3fn`, `np.float32`).
+Lists, numbers, float64 and integer arrays have no format of their own. They are taken as float32, or as the one format
+that the argument may have, if that holds every value exactly. If not, OperandError names the first value that it does
+not hold. `cast` takes any float64 and rounds it once.
+
+Importing this package loads numpy and ml_dtypes, and neither torch nor JAX.
+"""
+
+from f8emu.numpy.cast import cast as cast
+from f8emu.numpy.cast import decode as decode
+from f8emu.numpy.cast import dequantize as dequantize
+from f8emu.numpy.cast import quantize as quantize
+from f8emu.numpy.delayed_state import initial_delayed_state as initial_delayed_state
+from f8emu.numpy.delayed_state import update_delayed_state as update_delayed_state
+from f8emu.numpy.instruction import mma as mma
+from f8emu.numpy.linear import linear as linear
+from f8emu.numpy.scale import amax as amax
+from f8emu.numpy.scale import scale_from_amax as scale_from_amax
+from f8emu.numpy.scaled_mm import mm as mm
+from f8emu.numpy.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
+from f8emu.numpy.scaled_mm import scaled_mm as scaled_mm

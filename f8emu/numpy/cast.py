@@ -1,0 +1,119 @@
+"""Conversions between high-precision values and float8 codes: decode, cast, quantize, dequantize."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from f8emu.numpy.dtypes import (
+    Array,
+    FormatLike,
+    array_of,
+    float8_format,
+    output_format,
+    rows_of,
+    typed,
+)
+from f8emu.spec.formats import FLOAT32, Overflow
+from f8emu.spec.scaling import Granularity
+from f8ref import numpy as oracle
+from f8ref.numpy.cast import convert
+
+
+def decode(x: ArrayLike) -> NDArray[np.float32]:
+    """The values of float8, bfloat16 or float16 codes as float32.
+
+    Shapes:
+        any -> float32 of the same shape.
+
+    Exactness: exact; every NaN becomes 0x7fffffff.
+
+    Raises:
+        OperandError: wrong dtype; codes as integers are viewed first, `codes.view(ml_dtypes.float8_e4m3fn)`.
+    """
+    return oracle.decode(array_of("decode", "x", x))
+
+
+def cast(x: ArrayLike, format: FormatLike, *, overflow: Overflow = Overflow.SATURATE) -> Array:
+    """Values rounded once to the nearest float8, ties to even.
+
+    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
+    has it, otherwise NaN. NaN becomes `format.nan_code` under both.
+
+    Shapes:
+        numbers of any shape -> the float8 dtype, same shape.
+
+    Exactness: exact, float64 included: it is rounded once, not by way of the nearest float32.
+
+    Raises:
+        OperandError: no numbers, or integers that float32 does not hold.
+        SpecError: unknown format.
+    """
+    target = float8_format("cast", format)
+    array = array_of("cast", "x", x)
+    values = _to_odd(array) if array.dtype == np.float64 else typed("cast", "x", array)
+    return oracle.cast(values, target, overflow=overflow)
+
+
+def quantize(
+    x: ArrayLike, inv_scale: ArrayLike, format: FormatLike, granularity: Granularity | str = Granularity.TENSORWISE
+) -> Array:
+    """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
+
+    Shapes:
+        x [..., K], inv_scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the leading
+        dimensions; a number is a tensorwise inv_scale -> float8 of x's shape.
+
+    Exactness: exact.
+
+    Raises:
+        OperandError: wrong dtype or rank, values that float32 does not hold, or scales of another shape.
+        SpecError: unknown format or granularity.
+    """
+    target = float8_format("quantize", format)
+    values = typed("quantize", "x", x)
+    factors = typed("quantize", "inv_scale", inv_scale)
+    matrix = values.reshape(rows_of("quantize", "x", values))
+    return oracle.quantize(matrix, factors, target, granularity).reshape(values.shape)
+
+
+def dequantize(
+    codes: ArrayLike,
+    scale: ArrayLike,
+    granularity: Granularity | str = Granularity.TENSORWISE,
+    *,
+    out_dtype: FormatLike = FLOAT32,
+) -> Array:
+    """`decode(codes) * scale`, in `out_dtype`.
+
+    Shapes:
+        codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
+        leading dimensions; a number is a tensorwise scale -> out_dtype of the codes' shape.
+
+    Exactness: one rounded float32 product per element, NaN is 0x7fffffff; bfloat16 and float16 are that product,
+    rounded again to nearest, ties to even.
+
+    Raises:
+        OperandError: wrong dtype or rank, or scales of another shape.
+        SpecError: unknown granularity or format.
+        UnsupportedError: an `out_dtype` that is not float32, bfloat16 or float16.
+    """
+    target = output_format("dequantize", out_dtype)
+    array = array_of("dequantize", "codes", codes)
+    matrix = array.reshape(rows_of("dequantize", "codes", array))
+    values = oracle.dequantize(matrix, typed("dequantize", "scale", scale), granularity)
+    return convert(values, target).reshape(array.shape)
+
+
+def _to_odd(x: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Float64 rounded to odd: toward zero, and the last bit set where that lost something.
+
+    The nearest float8 of the result is that of `x`: a float32 has more than two bits below the last of a float8, so
+    that no tie arises or is lost, and what is beyond float32 is beyond float8.
+    """
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        nearest = x.astype(np.float32)
+    # 1. Toward zero. The bit patterns of one sign are ordered as their magnitudes are.
+    is_above = np.abs(nearest.astype(np.float64)) > np.abs(x)
+    codes = nearest.view(np.uint32) - is_above.astype(np.uint32)
+    # 2. Odd where it was not exact; infinity and NaN are exact.
+    is_inexact = (nearest.astype(np.float64) != x) & ~np.isnan(x)
+    return (codes | is_inexact.astype(np.uint32)).view(np.float32)

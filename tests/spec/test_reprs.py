@@ -1,0 +1,47 @@
+"""Reprs are short, so that help() of a function that has one as a default is; equality, hashes and pickles stay."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+import f8emu
+from f8emu.spec import (
+    BFLOAT16,
+    CDNA3,
+    E4M3FN,
+    FORMATS,
+    HOPPER,
+    RECIPES,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    ScaleRule,
+)
+
+
+def test_what_a_repr_says() -> None:
+    assert [repr(f) for f in FORMATS.values()] == list(FORMATS)
+    assert repr(replace(BFLOAT16, name="mine")) == "Format(name='mine', exponent_bits=8, fraction_bits=7, bias=127)"
+    assert repr(replace(E4M3FN, bias=8)).startswith("Format(name='float8_e4m3fn', "), "no known format"
+    assert repr(ScaleRule()) == "ScaleRule()"
+    assert repr(ScaleRule(power_of_two=True)) == "ScaleRule(power_of_two=True)"
+    recent = DelayedScaling(reduction=AmaxHistoryReduction.MOST_RECENT)
+    assert repr(recent) == "DelayedScaling(reduction=AmaxHistoryReduction.MOST_RECENT)"
+    assert repr(f8emu.ROWWISE) == "Recipe('rowwise')"
+    mine = replace(f8emu.ROWWISE, scale_rule=ScaleRule())
+    assert repr(mine) == f"Recipe('rowwise ({mine.content_hash[:12]})')"
+    assert repr(f8emu.ROWWISE.output) == ("Gemm(float8_e4m3fn rowwise @ float8_e4m3fn rowwise, use_fast_accum=True)")
+    assert repr(f8emu.TENSORWISE.grad_input.a) == "Cast(float8_e5m2 tensorwise)"
+    assert repr(HOPPER.float8) == (
+        "AccumulationModel(step_k=32, aligned_fraction_bits=13, result_fraction_bits=13, promote_k=128, "
+        "split_k_multiple=128)"
+    )
+    assert "floored=FlooredSum(interleaved=2" in repr(CDNA3.float8)
+    assert repr(HOPPER.instructions[2]) == "Instruction('mma', bfloat16 x bfloat16 -> float32)"
+
+
+@pytest.mark.parametrize("data", [E4M3FN, ScaleRule(), HOPPER, HOPPER.float8, *RECIPES.values()], ids=repr)
+def test_what_a_repr_leaves_out_still_counts(data: object) -> None:
+    again = pickle.loads(pickle.dumps(data))
+    assert again == data and hash(again) == hash(data)
+    assert len(repr(data)) < 130
