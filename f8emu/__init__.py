@@ -1,7 +1,7 @@
 """f8emu: float8 training recipes, with the bits of a Hopper GPU on any machine.
 
-Importing `f8emu` gives the recipe spec and loads neither numpy, torch nor jax; the backends are `f8emu.torch`
-and `f8ref.numpy`, `f8ref.jax`.
+Importing `f8emu` gives the recipe spec and loads neither numpy, torch nor jax. The backends are `f8emu.torch`,
+`f8emu.jax` and `f8emu.numpy`.
 """
 
 from f8emu.spec import BLOCKWISE as BLOCKWISE

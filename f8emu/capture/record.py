@@ -24,11 +24,11 @@ UNFINISHED = ".partial"
 """Ends the name of a step that is still written, or never was finished."""
 FILE_NAME = re.compile(r"[0-9]{6,}\.safetensors")
 STEP_NAME = re.compile(r"step-[0-9]{8,}-rank-[0-9]{5,}")
-"""Of a step that was finished; `UNFINISHED` follows until then."""
+"""The name of a finished step's directory; until then `UNFINISHED` follows."""
 _TENSOR_DTYPES = ("float32", "bfloat16", "float16")
-"""Of tensors before their casts."""
+"""Dtypes of tensors before their casts."""
 _LARGEST = 2**31
-"""Of sizes and counts: a plain bound that no GEMM reaches."""
+"""The largest size or count: a plain bound that no GEMM reaches."""
 
 
 class CaptureError(F8Error, ValueError):
@@ -68,11 +68,11 @@ class GemmRecord(_Record):
     """One GEMM `product = a @ b^T` as a layer ran it; operands are [rows, summed dimension], without padding."""
 
     order: int
-    """Counts the records of the step."""
+    """The number of the record in its step."""
     layer: str
     gemm: str
     turn: int
-    """Which call of this GEMM of this layer within the step, from 1."""
+    """The number of this call of the layer's GEMM within the step, from 1."""
     m: int
     n: int
     k: int
@@ -80,21 +80,21 @@ class GemmRecord(_Record):
     b_format: str
     granularity_a: str
     granularity_b: str
-    """Of the casts. Beside rowwise, the one scale of a tensorwise operand is that of every row."""
+    """The granularities of the casts. Beside rowwise, a tensorwise operand has one scale for every row."""
     out_dtype: str
     use_fast_accum: bool
     engine: str
-    """What computed it: `hardware` or `emulated`."""
+    """The engine that computed it: `hardware` or `emulated`."""
     chip: str
-    """Whose bits it has."""
+    """The chip whose bits it has."""
     split_k: int
     """S as planned [CHAIN-3]."""
     split_k_source: str
     """How well S is known: a value of `Source`."""
     recipe: str
-    """Content hash."""
+    """The content hash of the recipe."""
     is_sharded: bool
-    """Whether operands are parts of tensors that other ranks hold the rest of, whose amaxes count too."""
+    """Whether operands are parts of tensors whose other parts, on other ranks, count for the amax too."""
 
     def __post_init__(self) -> None:
         known: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -115,12 +115,12 @@ class GemmRecord(_Record):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What a capture of the same step elsewhere has too."""
+        """Layer, GEMM and turn, which match the same GEMM in another capture of the step."""
         return self.layer, self.gemm, self.turn
 
     @property
     def place(self) -> str:
-        """`layers.0.w1 grad_input`, and from the second call on which."""
+        """`layers.0.w1 grad_input`, with the number of the call from the second on."""
         return f"{self.layer} {self.gemm}" + (f" (call {self.turn})" if self.turn > 1 else "")
 
 
@@ -141,12 +141,12 @@ class TensorRecord(_Record):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """As of a GEMM."""
+        """Layer, tensor and turn, which match the same tensor in another capture of the step."""
         return self.layer, self.tensor, self.turn
 
     @property
     def place(self) -> str:
-        """As of a GEMM."""
+        """`layers.0.w1 input`, with the number of the call from the second on."""
         return f"{self.layer} {self.tensor}" + (f" (call {self.turn})" if self.turn > 1 else "")
 
 
@@ -158,7 +158,7 @@ def record_from_json(entry: object) -> Record:
     """A record of either kind.
 
     Raises:
-        SpecError: it is none.
+        SpecError: an invalid record.
     """
     if not isinstance(entry, dict):
         raise SpecError(f"a record must be an object; found {repr(entry)[:60]}")
@@ -174,13 +174,13 @@ class LeftOut:
 
     place: str
     size: int
-    """Bytes."""
+    """The size of its arrays in bytes."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHeader:
-    """What all records of a step of a rank share."""
+    """The data that all records of one step and rank share."""
 
     step: int
     rank: int
@@ -189,15 +189,15 @@ class StepHeader:
     device: str
     versions: Mapping[str, str | None]
     plan: str
-    """Library and chip that the plan of splits is of."""
+    """The library and the chip of the split-K plan."""
     recipes: Mapping[str, Recipe]
     """Content hash -> recipe."""
     reason: str = ""
-    """Of a step from a ring: why it was written; of one that an exception ended: which."""
+    """Why a ring step was written, or the exception that ended the step."""
 
     @property
     def name(self) -> str:
-        """Of the directory."""
+        """The name of the step's directory."""
         return f"step-{self.step:08d}-rank-{self.rank:05d}"
 
     def to_json(self) -> dict[str, Any]:
@@ -211,7 +211,8 @@ class StepHeader:
         """The header; other keys are left to the caller.
 
         Raises:
-            SpecError: a key that is missing or of the wrong type; a recipe that is none, or not that of its hash.
+            SpecError: a key that is missing or of the wrong type, an invalid recipe, or one with another hash than its
+                key.
         """
         kinds: dict[str, type] = {"step": int, "rank": int, "world_size": int, "versions": dict, "recipes": dict}
         kinds |= {"framework": str, "device": str, "plan": str, "reason": str}

@@ -31,8 +31,8 @@ class Session:
     """The capture of one rank.
 
     Raises:
-        SpecError: both `steps` and `ring`, or numbers that make no sense.
-        CaptureError: `path` cannot be made, or this rank has captured into it before.
+        SpecError: both `steps` and `ring`, or numbers out of range.
+        CaptureError: `path` cannot be created, or this rank has captured into it before.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Session:
         if any(self.path.glob(f"step-*-rank-{rank:05d}*")):
             raise CaptureError(f"{call}: {self.path} has captured steps of rank {rank} already; give another path")
         self.number = first_step
-        """Of the step that is under way."""
+        """The number of the step in progress."""
         self.written: list[Path] = []
         self.left_out: list[LeftOut] = []
         self.reason = ""
@@ -80,21 +80,21 @@ class Session:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the records of the step that is under way are."""
+        """Whether the records of the step in progress are kept."""
         return not self.is_over and (self._steps is None or self.number in self._steps)
 
     @property
     def is_ring(self) -> bool:
-        """Whether steps are held until something asks for them."""
+        """Whether steps are held in memory until they are requested."""
         return self._steps is None
 
     @property
     def looks(self) -> bool:
-        """Whether something that is not finite makes a difference."""
+        """Whether a value that is not finite makes a difference."""
         return self._steps is None and not self.reason and not self.is_over
 
     def next(self, layer: str, what: str) -> dict[str, int]:
-        """`order` and `turn` of the record that comes next."""
+        """`order` and `turn` of the next record."""
         order = sum(self._turns.values())
         turn = self._turns[layer, what] = self._turns.get((layer, what), 0) + 1
         return {"order": order, "turn": turn}
@@ -116,7 +116,7 @@ class Session:
             current.add(record, copied)
 
     def end(self) -> None:
-        """The step is over."""
+        """End the current step."""
         current, self._current = self._current, None
         self._turns = {}
         self.number += 1
@@ -129,7 +129,7 @@ class Session:
             self._held.append(current)
 
     def write(self, reason: str) -> None:
-        """Write what the ring holds; the step that is under way to its end. Without a ring, nothing."""
+        """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
         if not self.looks:
             return
         self.reason = reason[:LONGEST_REASON]
@@ -149,14 +149,14 @@ class Session:
                 self._finish(writer)
 
     def close(self) -> None:
-        """End the capture; a step that is under way is finished as it is."""
+        """End the capture. A step in progress is written as far as it got."""
         if not self.is_over:
             self.end()
             self.is_over = True
             self._held.clear()
 
     def abandon(self, error: BaseException) -> None:
-        """End the capture in the middle of a step: what a ring holds is written, that step stays unfinished."""
+        """End the capture in the middle of a step. The steps of a ring are written; this step stays unfinished."""
         if self.is_over:
             return
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
@@ -234,7 +234,7 @@ class Handle:
 
     @property
     def number(self) -> int:
-        """That of the step that is under way."""
+        """The number of the step in progress."""
         return self._session.number
 
     @property
@@ -244,5 +244,5 @@ class Handle:
 
     @property
     def left_out(self) -> tuple[LeftOut, ...]:
-        """Of the steps that were finished or given up: what was not written, and why."""
+        """Records that were not written, and why, of all steps that were finished or given up."""
         return tuple(self._session.left_out)

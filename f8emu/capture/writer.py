@@ -27,24 +27,24 @@ _REST_OF_RECORD = 1200
 
 
 class Stored(NamedTuple):
-    """One array on its way to the disk."""
+    """One array to be written."""
 
     dtype: str
-    """As safetensors names it: U8 (codes), F32, F16, BF16."""
+    """The dtype in safetensors' words: U8 (codes), F32, F16, BF16."""
     shape: tuple[int, ...]
     data: memoryview
     """Row-major bytes."""
 
 
 class Budget:
-    """How many bytes the steps of a capture may have together, indexes and headers too; None: no limit."""
+    """How many bytes the steps of a capture may take together, with indexes and headers; None: no limit."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.used = 0
 
     def refusal(self, size: int) -> str:
-        """Why `size` bytes more are not allowed; empty where they are."""
+        """Why `size` more bytes are not allowed; empty if they are."""
         if self.limit is None or self.used + size <= self.limit:
             return ""
         return f"limit_bytes={self.limit} is reached: {self.used} bytes are taken, and this has {size}"
@@ -62,7 +62,7 @@ class StepWriter:
         self._listed: list[LeftOut] = []
         self._not_listed = 0
         self._room = room_for_index(header)
-        """That the index may take; it is of the budget from now on."""
+        """The bytes that the index may take, reserved in the budget."""
         self._fault = budget.refusal(self._room)
         self._is_full = bool(self._fault)
         if self._is_full:
@@ -80,16 +80,16 @@ class StepWriter:
 
     @property
     def fault(self) -> str:
-        """Why the step could not be finished; empty if nothing is wrong with it."""
+        """Why the step could not be finished; empty without a fault."""
         return self._fault
 
     @property
     def is_refused(self) -> bool:
-        """Whether the limit had no room for so much as one of its records."""
+        """Whether the limit had no room for a single record of the step."""
         return self._is_full and not self._entries
 
     def refusal(self, record: Record, size: int) -> str:
-        """Why a record whose arrays have so many bytes is not written; empty if it may be."""
+        """Why a record whose arrays have this many bytes is not written; empty if it may be."""
         if self._fault:
             return self._fault
         reason = self._budget.refusal(size + room_for(record))
@@ -97,7 +97,7 @@ class StepWriter:
         return reason
 
     def add(self, record: Record, arrays: Mapping[str, Stored]) -> bool:
-        """Write a record; False, and an entry in `left_out`, where that is impossible."""
+        """Write a record. If that is impossible return False, and add an entry to `left_out`."""
         size = size_of(arrays)
         reason = self.refusal(record, size)
         if not reason:
@@ -117,7 +117,7 @@ class StepWriter:
         return False
 
     def leave_out(self, record: LeftOut) -> None:
-        """List a record that its owner could not keep; in the index only while the limit has room for that."""
+        """List a record that its owner could not keep. The index has it only while the limit has room for that."""
         self.left_out.append(record)
         room = _listed_size(asdict(record))
         if self._budget.refusal(room):
@@ -130,7 +130,7 @@ class StepWriter:
         """Finish the step: index, then the final name. None: it stays unfinished, and `fault` says why.
 
         Args:
-            interrupted_by: what ended the step before it was whole; then it stays unfinished too, with that reason.
+            interrupted_by: what ended the step before it was complete; it then stays unfinished, with that reason.
         """
         if self._fault:
             return None

@@ -1,4 +1,4 @@
-"""The numerics suite as a product: which cases, put to whom, judged by whom, reported how.
+"""The numerics suite as a product: its cases, subjects, oracles and reports.
 
 `f8emu verify` is `verify` with a table; from Python:
 

@@ -24,13 +24,13 @@ class Framework:
     name: str
     version: str
     device: str
-    """As in a report: `cpu`, `NVIDIA H200`."""
+    """The device as a report names it: `cpu`, `NVIDIA H200`."""
     on_gpu: bool
     load: Callable[[np.ndarray], Any]
     """Copies where it must: the framework never writes into the suite's arrays. Keeps which dimension is contiguous."""
     store: Callable[[Any], np.ndarray]
     address: Callable[[Any], int]
-    """Of the first element of an array that can be written to."""
+    """The address of the first element of a writable array."""
     array_type: type
     dtype: Callable[[Format], Any]
     """The framework's own dtype of a format."""

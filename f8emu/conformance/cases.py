@@ -113,7 +113,7 @@ def amax_inputs() -> Iterator[tuple[str, tuple[int, int], Granularity]]:
 
 
 def quantize_inputs() -> Iterator[tuple[str, tuple[int, int], Granularity]]:
-    """As `amax_inputs`, smaller: each output is quantised and decoded again."""
+    """Fewer inputs than `amax_inputs`: each output is quantised and decoded again."""
     yield from product(VALUE_DISTRIBUTIONS, VALUE_SHAPES[:2], Granularity)
     yield from product(("blocks", "gradient", "specials"), VALUE_SHAPES[2:], Granularity)
     yield "blocks", SQUARE_SHAPE, Granularity.BLOCKWISE_128X128

@@ -28,7 +28,7 @@ class Case:
     id: str
     run: Callable[[Subject], Parts]
     recorded: Parts | None = None
-    """The answer, where it was recorded on hardware; otherwise the judge is asked."""
+    """The answer, if it was recorded on hardware; None leaves it to the judge."""
     describe: DescribePart | None = None
     snippet: Callable[[Mismatch], str] | None = None
     """A program that computes one output of it, of a case that is a GEMM."""

@@ -18,19 +18,19 @@ class Mismatch:
 
     case: str
     part: str = ""
-    """What of the case differs, where it has parts: `output.a.scale`, ..."""
+    """The part of the case that differs, if it has parts: `output.a.scale`, ..."""
     index: tuple[int, ...] = ()
     inputs: str = ""
     observed: str = ""
     expected: str = ""
     error: str = ""
-    """For a case that failed as a whole: what happened."""
+    """What happened, if the case failed as a whole."""
     outputs: int = 0
-    """Of the part; 0 where they were not counted."""
+    """The number of outputs of the part; 0 if they were not counted."""
     differing: int = 0
-    """So many of them differ."""
+    """How many of these outputs differ."""
     snippet: str = ""
-    """A program in plain torch that computes this output alone; empty where there is none."""
+    """A program in plain torch that computes this output alone; empty if there is none."""
 
     def line(self) -> str:
         """`<case> [index] <inputs> => <observed>  expected: <expected>; <differing> of <outputs> differ`."""

@@ -30,9 +30,9 @@ _DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
-"""As the format's own limit."""
+"""The longest header, which is the format's own limit."""
 _MOST_DIMENSIONS = 64
-"""As numpy's own limit."""
+"""The most dimensions, which is numpy's own limit."""
 LARGEST_FILE = 1 << 30
 """Bytes of a file of recordings: what is larger is not one of them."""
 

@@ -109,7 +109,7 @@ VECTOR_SCALES = (
     0.0, -0.0, -1.5, 1.0, SUBNORMAL, -SUBNORMAL, 2.0**-149, HUGE, -HUGE, 1 / HUGE, 2.0**110, np.inf, -np.inf, np.nan,
     0.75, -(2.0**-60),
 )  # fmt: skip
-"""Of rows and columns, in another order: as each row meets each column, so does each value each."""
+"""Scales of rows and columns, in another order: each row meets each column, so each value meets each value."""
 BIASES = (-0.0, 0.0, -1.0, np.inf, -np.inf, np.nan, 0.5, -0.0)
 """And subnormals, and the largest of the type."""
 VALUE_SHAPES: dict[tuple[Format, Format], Shape] = {
@@ -117,7 +117,7 @@ VALUE_SHAPES: dict[tuple[Format, Format], Shape] = {
     HOPPER.format_pairs[1]: (48, 16, 176),
     HOPPER.format_pairs[2]: (16, 32, 80),
 }
-"""Those of the distributions: to a compiler another one would be a program."""
+"""The shapes of the distributions: for a compiler another shape would be another program."""
 
 
 def value_cases() -> Iterator[GemmCase]:
@@ -199,7 +199,7 @@ def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
     corners = list(product((0, -1), repeat=2))
     by_formats = {one.formats: [c for c in combinations if c.formats == one.formats] for one in combinations}
     for formats, ones in by_formats.items():
-        r = rng("corners", formats)
+        r = rng("corners", formats[0].name, formats[1].name)
         drawn = [r.permutation(256) for _ in range(2 * len(corners))]
         for number, (combination, codes) in enumerate(zip(cycle(ones), np.array(drawn).T, strict=False)):
             shape = (16, 16, 128 if combination.granularities[0].is_blockwise else 16)

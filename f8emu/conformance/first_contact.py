@@ -1,4 +1,4 @@
-"""The first call of somebody's kernel, before a whole run: whether it can be called at all, and if not, what to do."""
+"""The first call of your own kernel, before a whole run: whether it can be called at all, and if not, what to do."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,7 +38,7 @@ class _Contact(NamedTuple):
 
 
 def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
-    """`load_subject`; somebody's own kernel with its first call, one GEMM of each kind until a GEMM has an output.
+    """`load_subject`, and the first call of your own kernel: one GEMM of each kind until a GEMM has an output.
 
     Raises:
         SpecError: as `load_subject`, or every call fails: the message has the first error, and the arrays with which
@@ -56,7 +56,7 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     works = next((other for other in others if _works(subject, partial(load, arrays=other))), "")
     remedy = f"it works with arrays of {works}: add --arrays {works}" if works else REMEDY
     raise SpecError(
-        f"f8emu verify {subject.name}: expected an output of a first call ({subject.engine}); each of {found.tried} "
+        f"f8emu verify {subject.name}: expected an output from a first call ({subject.engine}); each of {found.tried} "
         f"kinds of GEMM failed, the first: {found.error}; {remedy}"
     )
 
@@ -93,7 +93,7 @@ def _contact(subject: Subject) -> _Contact:
 
 
 def _kinds(subject: Subject) -> Iterator[GemmCase]:
-    """One small GEMM of each kind, with ordinary numbers, as the subject can be asked it."""
+    """One small GEMM of each kind, with ordinary numbers, in the form that the subject accepts."""
     seen: set[object] = set()
     for gemm in chain(gemm_cases(), islice(subject.more_gemms(), _OWN)):
         if not subject.takes(gemm) or gemm.a.size * gemm.output_shape[1] > _LARGEST:

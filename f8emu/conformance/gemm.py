@@ -14,7 +14,7 @@ Verbs = Mapping[str, Callable[..., Any]]
 
 
 class NotOffered(Exception):
-    """A subject that does not have the operation of a case: reported as such, never as equal or different."""
+    """The subject does not have the operation of a case: reported as such, never as equal or different."""
 
 
 class Mode(Enum):
@@ -62,7 +62,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the operands of a GEMM lie in memory. An implementation that copies its operands need not be told."""
+    """Where the operands of a GEMM lie in memory. An implementation that copies its operands can ignore it."""
 
     padding_a: int = 0
     """Elements from the end of a row to the begin of the next: the stride of a row is K and these."""
@@ -95,15 +95,15 @@ class Call(NamedTuple):
 class GemmCase:
     """The operands and options of one GEMM `a @ b^T`.
 
-    Scales have the layouts that the verbs take: those of b are seen through its transpose.
+    Scales have the layouts that the verbs take; the scales of b have the layout of its transpose.
     """
 
     id: str
     mode: Mode
     a: np.ndarray
-    """[M, K], typed; with a sample its rows alone."""
+    """[M, K], typed; with a sample only its rows."""
     b: np.ndarray
-    """[N, K], typed (grouped: [G, N, K]); with a sample its columns alone."""
+    """[N, K], typed (grouped: [G, N, K]); with a sample only its columns."""
     scale_a: np.ndarray | None = None
     scale_b: np.ndarray | None = None
     granularity_a: Granularity = Granularity.TENSORWISE
@@ -116,12 +116,12 @@ class GemmCase:
     """[CHAIN-3] How many slices of K the library chose."""
     sample: Sample | None = None
     distribution: str = ""
-    """Of the operands, where they were drawn."""
+    """The distribution from which the operands were drawn, if they were drawn."""
     family: Family = Family.CODES
     placement: Placement | None = None
-    """Where operands have to lie, for a subject that is called with memory of its own."""
+    """Where operands must lie, for a subject that is called with memory of its own."""
     between: "tuple[GemmCase, ...]" = ()
-    """GEMMs that run next, and then this one again: all outputs are looked at after the last call."""
+    """GEMMs to run next, followed by this one again. All outputs are read after the last call."""
 
     @property
     def k(self) -> int:
@@ -133,7 +133,7 @@ class GemmCase:
 
     @property
     def verb(self) -> str:
-        """The verb that computes it."""
+        """The verb that computes this GEMM."""
         return {Mode.BF16: "mm", Mode.GROUPED_ROWWISE: "scaled_grouped_mm"}.get(self.mode, "scaled_mm")
 
     @property
@@ -143,7 +143,7 @@ class GemmCase:
         return {f"call {number}": one for number, one in enumerate(turns, 1)} or {"": self}
 
     def call(self, *, is_placed: bool = False) -> Call:
-        """The call that computes it; `is_placed`: of a verb that takes `placement`."""
+        """The call that computes this GEMM; `is_placed`: the verb takes `placement`."""
         options: dict[str, Any] = {"out_dtype": self.out_dtype}
         match self.mode:
             case Mode.BF16:
@@ -168,12 +168,12 @@ class GemmCase:
         return self.call(is_placed=is_placed).run(verbs)
 
     def group_of(self, row: int) -> int:
-        """The group of a row, of a grouped GEMM."""
+        """The group of a row of a grouped GEMM."""
         assert self.offs is not None, "only such a GEMM has groups"
         return int(np.searchsorted(self.offs, row, side="right"))
 
     def part(self, rows: np.ndarray, cols: np.ndarray) -> "GemmCase":
-        """The GEMM of some of its rows and columns, which gives the same outputs; tensorwise or rowwise scales."""
+        """The GEMM of some rows and columns, which gives the same outputs; for tensorwise or rowwise scales."""
         assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE) and self.scale_a is not None and self.scale_b is not None
         is_rowwise = self.mode is Mode.ROWWISE
         return replace(
@@ -189,8 +189,8 @@ class GemmCase:
     def embedded(self, sample: Sample) -> "GemmCase":
         """This GEMM inside a larger one: its rows and columns at the places of `sample`, arbitrary codes elsewhere.
 
-        An output of a GEMM depends on its own row and column alone, so the larger GEMM holds this one's outputs.
-        Blockwise and grouped GEMMs have other neighbours and are not embedded.
+        An output of a GEMM depends on its own row and column alone, so the larger GEMM contains this one's outputs.
+        In blockwise and grouped GEMMs neighbours matter, so those are not embedded.
         """
         assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BF16)
         rows, cols = list(sample.rows), list(sample.cols)
@@ -213,7 +213,7 @@ class GemmCase:
         )
 
     def padded(self, multiple: int) -> tuple["GemmCase", Sample]:
-        """This GEMM with M and N raised to a multiple, and where its own outputs then are."""
+        """This GEMM with M and N raised to a multiple, and where its own outputs are in the larger one."""
         m, n = self.output_shape
         up_m, up_n = -(-m // multiple) * multiple, -(-n // multiple) * multiple
         sample = Sample(m=up_m, n=up_n, rows=tuple(range(m)), cols=tuple(range(n)))

@@ -28,12 +28,12 @@ SHIPPED = "h200_golden.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenCase:
-    """One recorded GEMM: what went in, what came out, and which kernels ran."""
+    """One recorded GEMM: its operands, its output, and the kernels that ran."""
 
     name: str
     gemm: GemmCase
     out: np.ndarray
-    """[M, N]; with a sample the sampled outputs alone."""
+    """[M, N]; with a sample only the sampled outputs."""
     kernels: tuple[tuple[str, tuple[int, ...]], ...]
     """(name, grid) of every kernel, in order."""
 
@@ -44,12 +44,12 @@ class GoldenCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GoldenFile:
-    """A whole file."""
+    """The content of a golden file."""
 
     path: Path
     sha256: str
     metadata: dict[str, str]
-    """All but the cases: device, torch, cuda, seed, ..."""
+    """Everything but the cases: device, torch, cuda, seed, ..."""
     cases: tuple[GoldenCase, ...]
 
     @property
@@ -64,7 +64,7 @@ def shipped_golden() -> GoldenFile:
 
 
 def read_golden(path: str | Path) -> GoldenFile:
-    """A golden file as cases with typed numpy arrays (read-only).
+    """The content of a golden file; its arrays are typed and read-only.
 
     Raises:
         GoldenFileError: missing, cut short, not a golden file, or inconsistent; the message says where and what to do.
@@ -91,7 +91,7 @@ def read_golden(path: str | Path) -> GoldenFile:
 
 
 def write_golden(path: str | Path, cases: Sequence[GoldenCase], metadata: Mapping[str, str]) -> None:
-    """Writes a golden file; `read_golden` gives the same cases back.
+    """Write a golden file; `read_golden` gives the same cases back.
 
     Equal tensors are stored once. `metadata` should name device, torch, cuda and seed.
     """

@@ -19,7 +19,7 @@ _LAST_STEP = 2**63 - 1
 HIGHER_IS_WORSE = ("underflow", "saturation", "error_total", "error_quantisation", "error_accumulation", "nan", "inf")
 LOWER_IS_WORSE = ("sqnr",)
 MEASURES = (*LOWER_IS_WORSE, *HIGHER_IS_WORSE)
-"""By which places can be sorted."""
+"""The measures by which places can be sorted."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Run:
 
     def faults(self) -> list[str]:
         """What could not be read."""
-        said = [f"lines within that were skipped, since they are no JSON: {self.skipped:,} (a crash leaves one)"]
+        said = [f"lines skipped because they are not JSON: {self.skipped:,} (a crash leaves one)"]
         said = said if self.skipped else []
         return [*said, "the last line is incomplete: the run was ended while it wrote"] if self.is_cut else said
 
@@ -84,7 +84,7 @@ def read_run(path: Path) -> Run:
             skipped += not is_cut
             continue
         if not headers and "schema" not in record:
-            raise _bad(path, number, "the first line must be that of f8emu.torch.inspect, with its schema")
+            raise _bad(path, number, "the first line must be the one that f8emu.torch.inspect writes, with its schema")
         if "schema" in record:
             if not isinstance(record["schema"], int) or record["schema"] > SCHEMA:
                 raise _bad(

@@ -1,4 +1,4 @@
-"""Recordings of single instructions replayed: `d = dot(a, b) + c`, a file of anybody's against the profiles of chips.
+"""Recordings of single instructions replayed: `d = dot(a, b) + c`, any recorded file against the profiles of chips.
 
 A file is a safetensors container with tensors `CHIP.FORMAT.a` and `.b` (codes [cases, K], uint8 or uint16), `.c` and
 `.d` (float32 bit patterns [cases], uint32) and, of an instruction with a float16 accumulator, `.d_float16` (uint16)
@@ -69,7 +69,8 @@ _STARTS_FROM_ZERO = ("wgmma",)
 _ZEROS_IN_LOW_HALF = 0x1FFF
 _CODES, _LOW_HALVES = "codes", "low halves"
 _NEAR = 2.0**-8
-"""Of the sum of absolute products: what is cut from a result, float16's rounding included, is less."""
+"""The tolerance, as a share of the sum of absolute products: what is cut from a result, with float16's rounding, is
+less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +78,7 @@ class Recording:
     """One instruction of one chip, many cases."""
 
     chip_name: str
-    """As the file has it."""
+    """The chip's name in the file."""
     chip: Chip
     format: Format
     out: Format
@@ -85,9 +86,9 @@ class Recording:
     b: np.ndarray
     """Typed, [cases, K]."""
     c: np.ndarray
-    """Of `out`, [cases]."""
+    """The addend in format `out`, [cases]."""
     d: np.ndarray
-    """Of `out`, [cases]; uint16 with `keeps_low_half`."""
+    """The result in format `out`, [cases]; uint16 with `keeps_low_half`."""
     keeps_low_half: bool = False
     """The file has the low half of the float16 result's float32 pattern: three bits, of a normal one."""
 

@@ -15,8 +15,8 @@ from f8emu.conformance.distributions import draw, dtype_of
 from f8emu.spec import FLOAT32, GEMM_NAMES, Format, Recipe
 
 MAGNITUDES = (1.0, 4.0, 0.0, 2.0**-6)
-"""Of input and grad_output, by step: with the scales of earlier steps values saturate, become subnormal; an amax of
-zero updates nothing."""
+"""Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
+subnormal; an amax of zero updates nothing."""
 _MORE_OUTPUTS = 16
 """What the second layer has beyond the first, so that their GEMMs have different sizes."""
 
@@ -48,14 +48,14 @@ class LayerCase:
     shape: tuple[int, int, int]
     """M, N, K."""
     dtype: Format
-    """Of input, grad_output and products."""
+    """The format of input, grad_output and products."""
     weight_dtype: Format
     distribution: str = "normal"
-    """Of input and weight."""
+    """The distribution of input and weight."""
     gradient: str = "gradient"
     """Distribution of grad_output."""
     with_bias: bool = True
-    """In float32, which a layer rounds."""
+    """Whether the layer has a bias; it is float32, and the layer rounds it."""
     batch: tuple[int, ...] = ()
     """The leading dimensions of an input that is not a matrix; their product is M."""
     is_autocast: bool = False

@@ -78,7 +78,7 @@ def store_blocks(scale: np.ndarray, granularity: Granularity) -> np.ndarray:
 
 
 def slices_of_k(kernels: Sequence[tuple[str, tuple[int, ...]]], m: int, n: int) -> int:
-    """[CHAIN-3] Into how many slices the kernels that ran cut K; 1 where none of them is a split-K GEMM.
+    """[CHAIN-3] The number of slices into which the kernels that ran cut K; 1 if they use no split-K.
 
     S = blocks in the grid / output tiles, the tile being the first `AxB` in the name. Which of the two numbers lies
     along N is not written there: the order that divides is taken, A along N first, as in all that was recorded.

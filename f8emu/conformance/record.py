@@ -22,7 +22,7 @@ from f8emu.spec import GoldenFileError
 _T = TypeVar("_T")
 
 SEED = 20261122
-"""Of the operands; another seed records other operands, and other distributions for each shape."""
+"""The seed of the operands. Another seed records other operands, and other distributions for each shape."""
 
 
 class Launcher(Protocol):
@@ -54,11 +54,11 @@ class Recording:
     refused: dict[str, list[str]]
     """Reason -> the GEMMs that the library did not run for it."""
     verified: Verified | None
-    """None where that was not asked for."""
+    """None if that was not requested."""
 
     @property
     def has_difference(self) -> bool:
-        """Whether somebody looked and found one."""
+        """Whether the comparison ran and found a difference."""
         return self.verified is not None and self.verified.cases_equal < self.cases
 
     def lines(self) -> list[str]:

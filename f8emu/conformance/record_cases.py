@@ -24,7 +24,7 @@ OUTPUTS = (BFLOAT16, FLOAT32, FLOAT16)
 SPLITK_SHAPES = ((64, 64, 8192), (16, 64, 16384), (64, 32, 6144), (32, 64, 12288))
 SPLITK_SAMPLED_SHAPES = ((256, 256, 16384), (16, 1024, 16384))
 LAYER_SHAPES = ((8192, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336), (4096, 8192, 28672))
-"""Of transformer layers; 24 rows and columns of each are kept."""
+"""Shapes from transformer layers; 24 rows and columns of each are kept."""
 LAYER_KINDS = ((E4M3FN, True), (E5M2, False))
 """Format of a, and fast accumulation, as in a forward and in a backward GEMM."""
 SAMPLES = 24
@@ -213,7 +213,7 @@ def _blockwise(draw: _Draw) -> Iterator[PlannedCase]:
 
 
 def _library_name(granularity: Granularity) -> str:
-    """As `torch.nn.functional.ScalingType` calls it."""
+    """The name in `torch.nn.functional.ScalingType`."""
     return {Granularity.BLOCKWISE_1X128: "BlockWise1x128", Granularity.BLOCKWISE_128X128: "BlockWise128x128"}[
         granularity
     ]

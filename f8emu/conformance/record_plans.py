@@ -123,7 +123,7 @@ def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
     for split_k in _candidates(gemm, guess):
         if not different(_row(kind, split_k), out).any():
             return split_k
-    return Refused(reason="no split of K gives these bits")
+    return Refused(reason="no split-K gives these bits")
 
 
 @lru_cache(maxsize=64)

@@ -42,7 +42,7 @@ _COLLECTED = (200_000, 20, 100)
 
 
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Of libraries in each of many workers, where a user has set nothing else."""
+"""Variables that limit libraries to one thread in each of many workers, unless a user has set them."""
 
 _ON_ONE_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """JAX otherwise takes three quarters of a GPU's memory for the first of several processes."""

@@ -8,7 +8,7 @@ from f8emu.spec import Granularity
 
 _LONGEST_K = 1024
 _COPIES = 16
-"""Of the column: torch takes N in multiples of 16."""
+"""How many copies of the column to multiply: torch takes N in multiples of 16."""
 _WIDTH = 80
 _DIGITS = 72
 """Hexadecimal, of a line."""

@@ -246,7 +246,7 @@ def share_of(stage: Stage, index: int, count: int) -> Stage:
 
 
 def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None) -> Iterator[Case]:
-    """Of a subject that trains the layer itself, eager and compiled; of another the verb that computes one."""
+    """The layers that a subject trains itself, eager and compiled; for another subject, those of the verb `linear`."""
     if subject.train is None and "linear" not in subject.verbs:
         raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
     for case in layer_cases(full_size=subject.runs_full_size):

@@ -77,11 +77,11 @@ class Subject:
 
     name: str
     engine: str
-    """What computes: `f8ref.numpy, numpy 2.4.6`, `torch._scaled_mm on NVIDIA H200`, ..."""
+    """The software and hardware that compute: `f8ref.numpy, numpy 2.4.6`, `torch._scaled_mm on NVIDIA H200`, ..."""
     verbs: Verbs
-    """Of `VERBS` those that it has."""
+    """The verbs that the subject has, out of `VERBS`."""
     train: Callable[[LayerCase], Mapping[str, np.ndarray]] | None = None
-    """Runs the layer that people train, and gives its parts."""
+    """Runs the layer that people train, and returns its parts."""
     takes_any_size: bool = True
     """False: M, N and K of a GEMM must be multiples of 16, as for the hardware's library."""
     runs_full_size: bool = False
@@ -91,17 +91,17 @@ class Subject:
     is_kernel: bool = False
     """True: its operands lie where a case says; its verbs take `placement`, and `in_turn` is one of them."""
     chooses_split_k: bool = False
-    """True: the library splits K as it likes [CHAIN-3], and is not told; its verbs do not pass `split_k` on."""
+    """True: the library chooses the split-K itself [CHAIN-3]; the verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
-    """S of the GEMMs of its layers: by the plan, or on another Hopper GPU than the plan's as its library says."""
+    """S of the GEMMs of its layers: the plan's, or on another Hopper GPU than the plan's what its library says."""
     question: Callable[[GemmCase], GemmCase] = lambda case: case
-    """A generated GEMM as this subject can be asked it; its judge is asked the same."""
+    """A generated GEMM in the form in which this subject can run it; its oracle gets the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
     """Generated GEMMs for this subject alone."""
     rows_run: Callable[[GemmCase], int] = lambda case: case.a.shape[0]
-    """With how many rows a GEMM is run: more than it has where M is padded."""
+    """The number of rows with which a GEMM is run: more than it has if M is padded."""
     first_call: FirstCall | None = None
-    """Of a kernel that was called before the run; compared with the generated GEMMs."""
+    """The first call of a kernel, made before the run; it is compared with the generated GEMMs."""
 
     def takes(self, case: GemmCase) -> bool:
         """Whether a generated GEMM is in this subject's range."""
@@ -110,7 +110,7 @@ class Subject:
         return self.takes_any_size or is_aligned(case)
 
     def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
-        """The outputs of a GEMM by name: one, or those of several calls in turn, all looked at after the last.
+        """The outputs of a GEMM by name: one, or those of several calls in turn, all read after the last.
 
         Raises:
             NotOffered: the subject has no such GEMM.
@@ -121,7 +121,7 @@ class Subject:
         return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
 
     def gemm(self, case: GemmCase) -> np.ndarray:
-        """The output of a GEMM; of a sampled one the sampled outputs.
+        """The output of a GEMM; for a sampled GEMM the sampled outputs.
 
         Raises:
             NotOffered: the subject has no such GEMM.
@@ -142,11 +142,12 @@ class Subject:
 def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
     """The subject `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax`, a known kernel or `package.module:attribute`.
 
-    `arrays` names the framework whose arrays an own kernel takes: torch, numpy or jax. With a `timeout`, in seconds for
-    each GEMM, a kernel runs in a process of its own: a crash or a hang is the error of one case.
+    `arrays` names the framework whose arrays your own kernel takes: torch, numpy or jax. With a `timeout`, in seconds
+    for each GEMM, a kernel runs in its own process, so that a crash or a hang is an error of one case only.
 
     Raises:
-        SpecError: no such subject, module or attribute, unknown arrays, or a timeout for what is no kernel.
+        SpecError: an unknown subject, module or attribute, unknown arrays, or a timeout for a subject that is not a
+            kernel.
         MissingExtraError: torch or jax is needed and not installed.
     """
     if arrays not in FRAMEWORKS:
@@ -154,7 +155,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
     if name in SUBJECTS:
         if timeout is not None:
             raise SpecError(
-                f"load_subject: a timeout isolates a kernel, and {name!r} is none; leave out --isolate and --timeout"
+                f"load_subject: a timeout isolates a kernel, and {name!r} is not one; leave out --isolate and --timeout"
             )
         return SUBJECTS[name]()
     if ":" not in name and name not in KERNELS:
@@ -184,7 +185,7 @@ def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
 
 
 def _of_kernel(kernel: Kernel, engine: str, verbs: Verbs, *, runs_full_size: bool) -> Subject:
-    """A kernel in this process, or in one of its own."""
+    """A kernel in this process, or in a separate one."""
     return Subject(
         name=kernel.name,
         engine=engine,
@@ -203,13 +204,16 @@ def load_kernel(path: str) -> Kernel:
 
     Raises:
         SpecError: nothing of that name can be imported.
+        MissingExtraError: it is a function of f8emu whose framework is not installed.
     """
     if path in KERNELS:
         return KERNELS[path]
     try:
         found = attribute(path)
         if not callable(found) and not isinstance(found, Kernel):
-            raise AttributeError(f"{path} is not callable, and no Kernel")
+            raise AttributeError(f"{path} is not callable, and not a Kernel")
+    except MissingExtraError:
+        raise  # says what to install
     except (ImportError, AttributeError, ValueError) as error:
         raise SpecError(
             f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
@@ -242,7 +246,7 @@ def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
 
 
 def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
-    """A kernel that runs in a process of its own, which is started anew after a crash or a hang.
+    """A kernel that runs in its own process, which is started anew after a crash or a hang.
 
     A known kernel whose package cannot be imported is not offered, and stops no other.
 
@@ -331,7 +335,7 @@ def _f8emu_jax() -> Subject:
 
 
 def without_split_k(verbs: Verbs) -> Verbs:
-    """The verbs of a library that splits K as it likes, and is told nothing."""
+    """The verbs of a library that chooses the split-K itself."""
 
     def run(verb: Callable[..., np.ndarray], *args: Any, split_k: int, **options: Any) -> np.ndarray:
         return verb(*args, **options)

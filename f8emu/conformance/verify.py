@@ -1,4 +1,4 @@
-"""Runs the suite: subjects x stages -> a report. What `f8emu verify` does, for use from Python and from tests."""
+"""Runs the suite: subjects x stages -> a report. `f8emu verify` calls it; so can Python code and tests."""
 
 import os
 import time
@@ -25,10 +25,10 @@ _THREADS = 4
 _WORST = 6
 """Cases of a stage of which the map is kept."""
 _TOO_FEW = (
-    "the chosen cases cannot tell an S of its own from promotion: they are right under slices of one promotion; "
+    "the chosen cases cannot tell split-K from promotion: they are right with slices of one promotion; "
     "run the whole stage, without --case"
 )
-"""Of chosen cases that are neither equal nor different."""
+"""The reason if every chosen case is neither equal nor different."""
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -39,9 +39,9 @@ class Status(Enum):
     EQUAL = "equal"
     DIFFERENT = "different"
     NOT_OFFERED = "not offered"
-    """Nothing ran, because the subject or the machine has no such thing. Not a pass."""
+    """Nothing ran, because the subject or the machine lacks the operation. Not a pass."""
     EMPTY = "empty"
-    """Nothing ran, although it should have. A failure."""
+    """Nothing ran, although something should have. A failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +52,23 @@ class StageResult:
     title: str
     oracle: str
     cases_total: int = 0
-    """That ran; those that were not offered are counted beside."""
+    """The cases that ran; those that were not offered are counted separately."""
     cases_equal: int = 0
     cases_not_offered: int = 0
     own_splits: Mapping[int, Tally] = field(default_factory=dict[int, Tally])
-    """S -> the cases under an S of the subject's own: they count neither as equal nor as different."""
+    """S -> the cases that the subject ran under an S of its own: they count neither as equal nor as different."""
     outputs_total: int = 0
     outputs_equal: int = 0
     seconds: float = 0.0
-    """Of the subject alone, without its oracle."""
+    """The time of the subject alone, without its oracle."""
     reason: str = ""
-    """Why it, or the first such case, was not offered."""
+    """Why the stage, or its first such case, was not offered."""
     mismatches: list[Mismatch] = field(default_factory=list)
-    """One of each of the first cases that differ."""
+    """One mismatch for each of the first cases that differ."""
     example: Mismatch | None = None
-    """Of all cases that differ, the one with the shortest program of its own."""
+    """The case with the shortest stand-alone program, among all that differ."""
     first_differences: dict[str, int] = field(default_factory=dict)
-    """Of cases with parts: which part was the first that differed, and how often."""
+    """For cases with parts: the part that differed first, and how often."""
     tallies: Tallies = field(default_factory=dict)
     """Trait -> value -> how many cases and outputs have it, and how many of those differ."""
     ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
@@ -109,22 +109,22 @@ class SubjectResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The whole run."""
+    """The result of the whole run."""
 
     golden: GoldenFile
     subjects: list[SubjectResult]
     is_interrupted: bool = False
-    """Ctrl-C came: only the stages that were finished are here."""
+    """The run was interrupted by Ctrl-C: only the stages that were finished are here."""
 
     @property
     def is_equal(self) -> bool:
-        """Everything ran to its end and was equal."""
+        """Whether everything ran to its end and was equal."""
         is_all_equal = bool(self.subjects) and all(subject.is_equal for subject in self.subjects)
         return is_all_equal and not self.is_interrupted
 
     @property
     def has_difference(self) -> bool:
-        """A stage differed, or ran no case although it should have."""
+        """Whether a stage differed, or ran no case although it should have."""
         found = {stage.status for subject in self.subjects for stage in subject.stages}
         return bool(found & {Status.DIFFERENT, Status.EMPTY})
 
@@ -171,16 +171,16 @@ def verify(
     workers: Workers | None = None,
     keep: Callable[[str, StageResult], None] | None = None,
 ) -> Result:
-    """Runs the stages for every subject. Answers of an oracle are computed once and serve all subjects.
+    """Run the stages for every subject. Answers of an oracle are computed once and serve all subjects.
 
     `only` gives stages themselves, in place of the suite's. `errors` is how many mismatches each stage keeps; all are
-    counted. `keep` is called with the name of the subject and every stage that is finished. KeyboardInterrupt ends the
-    run, and the result has the stages that were finished. With several `processes` the subjects must be those of
-    `SUBJECTS`, which each process loads for itself; the same is asked, and the results are in the same order.
-    `workers` are such processes that run already; they are ended.
+    counted. `keep` is called with the name of the subject and every finished stage. KeyboardInterrupt ends the run, and
+    the result has the stages that were finished. With several `processes` the subjects must be among `SUBJECTS`, which
+    each process loads for itself; the cases and the order of the results stay the same. `workers` are such processes
+    that run already; they are ended.
 
     Raises:
-        SpecError: an unknown stage, or something of one's own in several processes.
+        SpecError: an unknown stage, or your own subject or stage in several processes.
         GoldenFileError: the shipped file cannot be read.
         WorkerEnded: one of several processes crashed.
     """
@@ -286,7 +286,7 @@ class _Run:
         return replace(case, run=lambda _: found)
 
     def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
-        """What is expected of each case; what a judge has answered for an earlier subject is not asked again."""
+        """What is expected of each case; an answer that a judge gave for an earlier subject is reused."""
 
         def ask(case: Case) -> Parts | Exception:
             key = (judge.name if judge else "", stage.name, case.id, case.context)

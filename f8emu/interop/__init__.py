@@ -1,9 +1,9 @@
-"""Between torch, JAX and numpy: arrays, scaled tensors, parameter trees, states of delayed scaling and gradients.
+"""Conversion between torch, JAX and numpy: arrays, scaled tensors, parameter trees, delayed scaling, gradients.
 
-No bit changes on the way. Every function copies unless it is told otherwise (`copy`, as in the array API standard):
-shared memory is writable from torch and numpy, while JAX takes its arrays for immutable.
+No bit changes on the way. Every function copies by default; `copy` changes that, as in the array API standard.
+torch and numpy can write to shared memory, while JAX takes its arrays for immutable.
 
-Importing this package loads no array library; each is imported by the functions that need it.
+Importing this package loads no array library; each function imports the ones that it needs.
 """
 
 from f8emu.interop.arrays import to_jax as to_jax

@@ -36,21 +36,21 @@ _DTYPES = frozenset(
 
 
 def to_jax(x: Any, *, copy: bool | None = True) -> Any:
-    """Tensors and numpy arrays as JAX arrays, in the same containers; gradients detached.
+    """Tensors and numpy arrays as JAX arrays, in the same containers; gradients are detached.
 
-    A tensor arrives on its own GPU where JAX sees it, else on the CPU; a numpy array on JAX's default device.
+    A tensor arrives on its own GPU if JAX sees it, else on the CPU; a numpy array on JAX's default device.
 
     Args:
         x: an array of any of the three libraries, None, or a dict, list, tuple or NamedTuple of such: codes with their
             `Scales` are a scaled tensor. Other mappings (OrderedDict, FrozenDict) come back as dicts.
-        copy: True copies always, None shares memory where both sides allow it, False raises where they do not.
+        copy: True always copies, None shares memory if both sides allow it, False raises if they do not.
 
     Exactness: no bit changes; NaN payloads and subnormals included.
 
     Raises:
         MissingExtraError: jax is not installed.
-        OperandError: neither array nor container; a dtype that JAX has not, or would narrow to 32 bits; a distributed,
-            wrapped or nested tensor; a masked array; memory that cannot be shared under `copy=False`.
+        OperandError: neither an array nor a container; a dtype that JAX lacks, or would narrow to 32 bits; a
+            distributed, wrapped or nested tensor; a masked array; memory that cannot be shared under `copy=False`.
     """
     jax = require_jax("interop.to_jax")
     return _mapped("to_jax", x, lambda leaf: _array_to_jax(jax, leaf, copy))
@@ -62,15 +62,15 @@ def to_torch(x: Any, device: "torch.device | str | None" = None, *, copy: bool |
     Waits until an array is computed. Tensors are contiguous, except under `copy=False`.
 
     Args:
-        x: as in `to_jax`.
+        x: as for `to_jax`.
         device: where the tensors go.
-        copy: as in `to_jax`.
+        copy: as for `to_jax`.
 
     Exactness: no bit changes; NaN payloads and subnormals included.
 
     Raises:
         MissingExtraError: torch is not installed.
-        OperandError: neither array nor container; a traced or masked array; a dtype that torch has not; memory that
+        OperandError: neither an array nor a container; a traced or masked array; a dtype that torch lacks; memory that
             cannot be shared under `copy=False`.
     """
     torch = require_torch("interop.to_torch")
@@ -78,24 +78,24 @@ def to_torch(x: Any, device: "torch.device | str | None" = None, *, copy: bool |
 
 
 def to_numpy(x: Any, *, copy: bool | None = True) -> Any:
-    """Tensors and JAX arrays as numpy arrays, of ml_dtypes where numpy has no dtype, in the same containers.
+    """Tensors and JAX arrays as numpy arrays, in the same containers; dtypes that numpy lacks are those of ml_dtypes.
 
-    Waits until an array is computed. Arrays are C-contiguous and writable where they are copied.
+    Waits until an array is computed. Arrays are C-contiguous and, if copied, writable.
 
     Args:
-        x: as in `to_jax`.
-        copy: as in `to_jax`.
+        x: as for `to_jax`.
+        copy: as for `to_jax`.
 
     Exactness: no bit changes; NaN payloads and subnormals included.
 
     Raises:
-        OperandError: as `to_torch`; a distributed, wrapped or nested tensor.
+        OperandError: as for `to_torch`; a distributed, wrapped or nested tensor.
     """
     return _mapped("to_numpy", x, lambda leaf: _array_to_numpy(leaf, copy))
 
 
 def library_of(x: Any) -> str | None:
-    """The library that an array belongs to: torch, jax or numpy; None where `x` is no array. Imports none of them."""
+    """The library that an array belongs to: torch, jax or numpy; None if `x` is not an array. It imports no library."""
     torch, jax, numpy = (sys.modules.get(name) for name in ("torch", "jax", "numpy"))
     if torch is not None and isinstance(x, torch.Tensor):
         return "torch"

@@ -34,9 +34,9 @@ def float8_states_from_delayed_state_dict(
     """The state of a torch model for JAX: nested dicts as in the parameter tree, a `Float8State` for each layer.
 
     Args:
-        state: what `f8emu.torch.delayed_state_dict` returned, or what a file gives back of it.
-        recipe: that of all layers.
-        rules: those of the parameters; a layer is renamed as its weight.
+        state: the result of `f8emu.torch.delayed_state_dict`, also after it was saved and loaded.
+        recipe: the recipe of all layers.
+        rules: the rules of the parameters; a layer is renamed like its weight.
 
     Exactness: no bit changes; `initialized` becomes a number.
 
@@ -71,18 +71,20 @@ def float8_states_from_delayed_state_dict(
 def delayed_state_dict_from_float8_states(
     states: Any, recipe: Recipe | str = "delayed", *, rules: Sequence[ParameterRule] = DEFAULT_RULES
 ) -> dict[str, Any]:
-    """The state of a JAX model for `f8emu.torch.load_delayed_state_dict`: the inverse of the other function here.
+    """The state of a JAX model for `f8emu.torch.load_delayed_state_dict`.
+
+    The inverse of `float8_states_from_delayed_state_dict`.
 
     Args:
         states: nested dicts with a `Float8State` for each layer.
-        recipe: that of all layers.
-        rules: those of the parameters.
+        recipe: the recipe of all layers.
+        rules: the rules of the parameters.
 
     Exactness: no bit changes; `initialized` becomes a bool.
 
     Raises:
         SpecError: a recipe without delayed scaling.
-        OperandError: a leaf that is no `Float8State` of this recipe.
+        OperandError: a leaf that is not a `Float8State` of this recipe.
     """
     call = "delayed_state_dict_from_float8_states"
     recipe, delayed = _delayed(call, recipe)
@@ -146,7 +148,7 @@ def _layers(call: str, tree: Any, name: str) -> list[tuple[str, Float8State]]:
 
 
 def _layer(call: str, layer: str, rules: Sequence[ParameterRule], *, to: str) -> str:
-    """The layer's name on the other side: that of its weight."""
+    """The layer's name on the other side, taken from its weight's."""
     if not rules or not layer:
         return layer
     weight = {"torch": ".weight", "flax": ".kernel"}
@@ -158,7 +160,7 @@ def _layer(call: str, layer: str, rules: Sequence[ParameterRule], *, to: str) ->
         raise OperandError(f"{call}: {error}") from None
     if not found.endswith(weight[to]):
         raise OperandError(
-            f"{call}: layer {layer!r}: the rules make {found!r} of its weight, which is no linear layer's; put a "
+            f"{call}: layer {layer!r}: the rules rename its weight to {found!r}, which is not a linear layer's; put a "
             f"ParameterRule for it before the others"
         )
     return found.removesuffix(weight[to])

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 def require_jax(call: str) -> Any:
     """The module `jax`, with its devices started.
 
-    Where torch sees a CUDA device, JAX's own client for it is started without preallocation, so that it takes memory
-    as it needs it: by default it would take three quarters of the GPU's away from torch. The option holds for the
-    start in this call and is then put back; a JAX that is running already, or one whose user has set
-    `jax_pjrt_client_create_options`, is left as it is.
+    By default JAX's CUDA client preallocates three quarters of the GPU's memory, which torch then lacks. If torch sees
+    a CUDA device, this function starts JAX's client without preallocation. The option holds for the start in this call
+    and is then put back. A JAX that is running already, or one whose user has set `jax_pjrt_client_create_options`, is
+    left as it is.
 
     Raises:
         MissingExtraError: jax is not installed.
@@ -46,7 +46,7 @@ def require_torch(call: str) -> Any:
 def jax_device(device: "torch.device | str") -> Any:
     """The JAX device on which arrays made from tensors on `device` live.
 
-    The same GPU where JAX has a CUDA backend that sees it, otherwise the CPU.
+    It is the same GPU if JAX has a CUDA backend that sees it, else the CPU.
 
     Raises:
         MissingExtraError: jax or torch is not installed.

@@ -21,18 +21,18 @@ def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
         layer = torch_function(lambda x, w: f8emu.jax.dot_general("rowwise")(x, w, (((1,), (0,)), ((), ()))))
         layer(x, w).sum().backward()
 
-    Arguments and results are tensors, or dicts, lists and tuples of them; what else is in the arguments reaches
-    `function` as it is. Results lie on the device of the first tensor.
+    Arguments and results are tensors, or dicts, lists and tuples of them; anything else among the arguments reaches
+    `function` unchanged. Results are on the device of the first tensor.
 
-    Limits: first derivatives only, by torch.autograd, without the transformations of `torch.func` (grad, vmap); runs
-    eagerly (torch.compile leaves it out of its graphs); `function` must be pure, since a state that it changes is not
-    seen.
+    Limits: first derivatives only, by torch.autograd, without the transformations of `torch.func` (grad, vmap). The
+    function runs eagerly; torch.compile leaves it out of its graphs. `function` must be pure, since a state that it
+    changes is not seen.
 
     Exactness: the bits of `function` and of `jax.vjp`, under `jax.jit` if `function` is jitted.
 
     Raises:
         MissingExtraError: jax or torch is not installed.
-        OperandError: without a tensor among the arguments.
+        OperandError: no tensor among the arguments.
         UnsupportedError: a second derivative.
     """
     torch = require_torch("interop.torch_function")
@@ -78,7 +78,7 @@ def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
         leaves, structure = jax.tree.flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if library_of(leaf) == "torch"]
         if not places:
-            raise OperandError("torch_function: one argument at least must be a tensor; got none; pass torch tensors")
+            raise OperandError("torch_function: at least one argument must be a tensor; got none; pass torch tensors")
         treedefs: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
@@ -104,24 +104,25 @@ def jax_function(
         layer = jax_function(torch.nn.functional.linear, lambda x, w: jax.ShapeDtypeStruct((len(x), len(w)), x.dtype))
         jax.grad(lambda x, w: layer(x, w).sum())(x, w)
 
-    Traced (jit, vmap) it is a `jax.pure_callback`, otherwise it runs at once. Its backward pass runs `function` once
+    In a trace (jit, vmap) it is a `jax.pure_callback`, outside it runs at once. Its backward pass runs `function` once
     more, because a callback keeps nothing.
 
     Limits: positional arguments, all of them arrays. First derivatives, in reverse mode. Parameters that `function`
     holds itself get no gradient: pass them (`torch.func.functional_call`). `function` must be pure, since under jit XLA
-    may call it several times or never: a layer with delayed scaling belongs outside of jit.
+    may call it several times or never: keep a layer with delayed scaling outside of jit.
 
     Args:
         function: tensors -> tensor, or a tuple of tensors.
         result: `jax.ShapeDtypeStruct` of the result, or a tuple of them; or a function of the arguments that gives it.
         device: where `function` gets its tensors; None leaves them where JAX has them.
-        vmap_method: as in `jax.pure_callback`.
+        vmap_method: as for `jax.pure_callback`.
 
     Exactness: the bits of `function` and of torch's autograd. Torch runs with its own threads and flags.
 
     Raises:
         MissingExtraError: jax or torch is not installed.
-        OperandError: results of another number, shape or dtype than `result`; keywords; an argument that is no array.
+        OperandError: results that differ from `result` in number, shape or dtype; keywords; an argument that is not an
+            array.
         UnsupportedError: a second derivative.
     """
     torch = require_torch("interop.jax_function")

@@ -18,24 +18,24 @@ def params_from_state_dict(
 ) -> Any:
     """The parameters of a torch model as a tree of JAX arrays.
 
-    Give `like` where names are ambiguous: an Embedding whose name does not contain `embed` looks like a linear layer
-    to DEFAULT_RULES, and its table would be transposed; names and shapes are compared with those of `like`.
+    Give `like` if names are ambiguous: an Embedding whose name does not contain `embed` looks like a linear layer
+    to DEFAULT_RULES, and its table would be transposed. Names and shapes are compared with those of `like`.
 
         params = params_from_state_dict(model.state_dict(), rules=[*mine, *DEFAULT_RULES], like=variables["params"])
 
     Args:
-        state_dict: name -> tensor; or numpy array, as safetensors loads it.
+        state_dict: name -> tensor, or numpy array, as safetensors loads it.
         rules: names and axes on either side; the first that fits holds. `rules=()` changes neither, for equinox, whose
-            layers are torch's.
-        like: a tree of the structure that is wanted: nested dicts, a flax state, an equinox module. Names and shapes
-            must be its own, its leaves that are no arrays stay. None returns nested dicts, split at the dots.
-        copy: as in `to_jax`; a weight [out, in] can share its memory with a kernel [in, out].
+            layers are laid out like torch's.
+        like: a tree of the wanted structure: nested dicts, a flax state, an equinox module. Names and shapes must match
+            it; leaves of it that are not arrays stay. None returns nested dicts, split at the dots.
+        copy: as for `to_jax`; a weight [out, in] can share its memory with a kernel [in, out].
 
     Exactness: no bit and no dtype changes.
 
     Raises:
         OperandError: a name that no rule fits or that has no way back, two parameters of one name, an array that
-            cannot travel (`to_jax`), names or shapes other than those of `like`.
+            cannot be converted (`to_jax`), names or shapes other than those of `like`.
     """
     call = "params_from_state_dict"
     arrays: dict[str, Any] = {}
@@ -55,13 +55,13 @@ def state_dict_from_params(
     """The parameters of a JAX model as a state dict of tensors: the inverse of `params_from_state_dict`.
 
     Args:
-        params: nested dicts, or any pytree; leaves that are no arrays are left out.
-        rules: as in `params_from_state_dict`.
+        params: nested dicts, or any pytree; leaves that are not arrays are left out.
+        rules: as for `params_from_state_dict`.
         like: a state dict of the torch model, whose names and shapes must come out; None compares nothing.
-        copy: as in `to_torch`.
+        copy: as for `to_torch`.
 
     Raises:
-        OperandError: as `params_from_state_dict`.
+        OperandError: as for `params_from_state_dict`.
     """
     call = "state_dict_from_params"
     state_dict: dict[str, Any] = {}

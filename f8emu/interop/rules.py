@@ -25,15 +25,15 @@ class ParameterRule:
         )
 
     Raises:
-        SpecError: names with different fields, or axes that are not the same on both sides.
+        SpecError: names with different fields, or axes that differ between the two sides.
     """
 
     torch: str
-    """Name in a state dict. `{x}` stands for any characters but dots, `{x*}` for any characters; either may be none."""
+    """Name in a state dict. `{x}` stands for any characters but dots, `{x*}` for any characters; both may be empty."""
     flax: str
     """Name in a parameter tree, its keys joined by dots; the same fields."""
     axes: str | None = None
-    """torch's axes -> flax's, as in einops: names, with parentheses around axes that are one in memory. None: any
+    """torch's axes -> flax's, as in einops: names, with parentheses around axes that are one axis in memory. None: any
     number of axes, unchanged."""
     sizes: Mapping[str, int] = field(default_factory=dict, hash=False)
     """Sizes of axes in parentheses; one axis of each pair of parentheses may be left out."""
@@ -54,17 +54,17 @@ class ParameterRule:
             )
 
     def renamed(self, name: str, *, to: str) -> str | None:
-        """The name on side `to` (torch or flax); None if this rule is not for `name`."""
+        """The name on side `to` (torch or flax); None if this rule does not match `name`."""
         source, target = (self.torch, self.flax) if to == "flax" else (self.flax, self.torch)
         match = _pattern(source).fullmatch(name)
         return None if match is None else _FIELD.sub(lambda found: match[found[1]], target)
 
     def takes(self, ndim: int, *, to: str) -> bool:
-        """Whether an array of `ndim` axes can be on the side that is not `to`."""
+        """Whether an array with `ndim` axes fits the side that is not `to`."""
         return self.axes is None or len(self._sides(to)[0]) == ndim
 
     def arranged(self, array: Any, *, to: str) -> Any:
-        """The array of torch, JAX or numpy with its axes as on side `to`; a view where the library gives one.
+        """The array of torch, JAX or numpy with its axes in the order of side `to`; a view if the library gives one.
 
         Raises:
             OperandError: an axis in parentheses that its sizes do not divide, or sizes that are not given.
@@ -117,7 +117,7 @@ def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) ->
     returned, _ = next(_fitting(rules, found, target, to=back), (None, None))
     if returned != name:
         raise OperandError(
-            f"parameter {name!r}: the rules make {found!r} of it, and of that {returned!r}; put a ParameterRule for "
+            f"parameter {name!r}: the rules rename it to {found!r}, and that to {returned!r}; put a ParameterRule for "
             "this name before the others, so that it has a way back"
         )
     return found, rule
@@ -159,9 +159,9 @@ DEFAULT_RULES = (
     ParameterRule(torch="{path*}.weight", flax="{path*}.embedding", axes="vocabulary d -> vocabulary d"),
     ParameterRule(torch="{path*}", flax="{path*}"),
 )
-"""For layers that have the same names in both models. The first rule that fits a name and its number of axes holds:
-embeddings, recognised by their names; linear layers and convolutions; norms; scales of float8 weights, which turn with
-them; everything else, biases among them, unchanged.
+"""Rules for layers that have the same names in both models. The first rule that fits a name and its number of axes
+holds: embeddings, recognised by their names; linear layers and convolutions; norms; scales of float8 weights, which are
+transposed with them; everything else, such as biases, unchanged.
 
 Transposed convolutions need a rule of their own: by names and axes they look like convolutions, and torch has
 [in, out, h, w]."""

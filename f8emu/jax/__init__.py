@@ -1,6 +1,6 @@
 """f8emu for JAX: casts, scales, GEMMs and training with the bits of a Hopper GPU, on its tensor cores or emulated.
 
-`dot_general(recipe)` takes the place of `jax.lax.dot_general`. Importing this package loads JAX and never torch.
+`dot_general(recipe)` replaces `jax.lax.dot_general`. Importing this package loads JAX and never torch.
 """
 
 try:

@@ -49,13 +49,13 @@ def capture(
     limit_bytes: int | None = LIMIT_BYTES,
     first_step: int = 1,
 ) -> "Capture":
-    """Write every operand, scale and product of some steps to `path`, one directory for a step and process.
+    """Write every operand, scale and product of chosen steps to `path`, one directory per step and process.
 
     A step ends with `Capture.step()`. The arguments are those of `f8emu.torch.capture`.
 
     Raises:
-        SpecError: both `steps` and `ring`, or numbers that make no sense.
-        CaptureError: `path` cannot be made, or this process has captured into it before.
+        SpecError: both `steps` and `ring`, or numbers out of range.
+        CaptureError: `path` cannot be created, or this process has captured into it before.
     """
     recipes: dict[str, Recipe] = {}
     shared: dict[str, Any] = {
@@ -73,7 +73,7 @@ def capture(
 
 
 class Capture(Handle):
-    """What `capture` gives; a context manager."""
+    """A running capture, returned by `capture`; a context manager."""
 
     def __init__(self, session: Session, recipes: dict[str, Recipe], tensors: bool) -> None:
         super().__init__(session)
@@ -81,14 +81,15 @@ class Capture(Handle):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is captured."""
+        """Whether the capture is over: it records nothing more."""
         return self._session.is_over
 
     def named(self, name: str, function: _Function) -> _Function:
-        """`function`, made by `dot_general`, `feed_forward` or a delayed one, as the layer `name`; one for each layer.
+        """`function` as the layer `name`. The function comes from `dot_general`, `feed_forward` or a delayed one, one
+        per layer.
 
-        The layers of a block are `name.w1`, `name.w2` and `name.w3`. What `jax.checkpoint` repeats is captured as
-        another call, and so is every entry of a batch.
+        The layers of a block are `name.w1`, `name.w2` and `name.w3`. A call that `jax.checkpoint` repeats is captured
+        as another call, and so is every entry of a batch.
         """
         self._recipes[function.recipe.content_hash] = function.recipe
         if isinstance(function, DotGeneral | DelayedDotGeneral):
@@ -99,20 +100,20 @@ class Capture(Handle):
         return _Layer(name, self._session, self._with_tensors)
 
     def step(self) -> None:
-        """The step is over; waits for what its callbacks still have to show."""
+        """End the current step, after waiting for the callbacks that still have something to show."""
         jax.effects_barrier()
         with self._session.lock:
             if not self.is_done:
                 self._session.end()
 
     def write(self, reason: str = "asked for") -> None:
-        """Write what the ring holds, and the step that is under way once it is over. Without a ring, nothing."""
+        """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
         jax.effects_barrier()
         with self._session.lock:
             self._session.write(reason)
 
     def close(self) -> None:
-        """End the capture; a step that is under way is finished as it is. May be called twice."""
+        """End the capture. A step in progress is written as far as it got. Safe to call twice."""
         jax.effects_barrier()
         with self._session.lock:
             self._session.close()
@@ -121,7 +122,7 @@ class Capture(Handle):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an exception what the ring holds is written, and the step under way stays unfinished."""
+        """After an exception the steps of the ring are written, and the step in progress stays unfinished."""
         if error is None:
             return self.close()
         with contextlib.suppress(Exception):  # a program that failed says so again

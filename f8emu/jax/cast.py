@@ -48,8 +48,8 @@ def decode(x: jax.Array) -> jax.Array:
 def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
     """Values rounded to the nearest float8, ties to even.
 
-    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
-    has it, otherwise NaN. NaN becomes `format.nan_code` under both.
+    SATURATE gives `+-max` for everything that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the
+    format has it, and NaN if not. NaN becomes `format.nan_code` under both.
 
     Shapes:
         float32, bfloat16 or float16 of any shape -> the float8 dtype, same shape.
@@ -67,13 +67,13 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -
 
 
 def quantize(
-    x: jax.Array, inv_scale: jax.Array, format: Any, granularity: Granularity | str = Granularity.TENSORWISE
+    x: jax.Array, inv_scale: jax.Array | float, format: Any, granularity: Granularity | str = Granularity.TENSORWISE
 ) -> jax.Array:
     """`cast(float32(x) * inv_scale, SATURATE)`, one rounded float32 product per element.
 
     Shapes:
         x [..., K], inv_scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the leading
-        dimensions -> float8 of x's shape.
+        dimensions; a number that float32 holds is a tensorwise inv_scale -> float8 of x's shape.
 
     Exactness: bit-exact to `f8ref.numpy.quantize`, for every float32 inv_scale.
 
@@ -86,14 +86,14 @@ def quantize(
     target = float8_format("quantize", format)
     granularity = granularity_by_name("quantize", granularity)
     rows, k = rows_of("quantize", x)
-    inv_scale = require_scales("quantize", "inv_scale", inv_scale, rows, k, granularity, x.shape)
-    values, inv_scale = without_gradient("quantize", (jnp.asarray(x), inv_scale))
-    return quantize_blocks(values.reshape(rows, k), inv_scale, target, granularity.block).reshape(x.shape)
+    given = require_scales("quantize", "inv_scale", inv_scale, rows, k, granularity, x.shape)
+    values, factors = without_gradient("quantize", (jnp.asarray(x), given))
+    return quantize_blocks(values.reshape(rows, k), factors, target, granularity.block).reshape(x.shape)
 
 
 def dequantize(
     codes: jax.Array,
-    scale: jax.Array,
+    scale: jax.Array | float,
     granularity: Granularity | str = Granularity.TENSORWISE,
     *,
     out_dtype: Any = FLOAT32,
@@ -102,10 +102,10 @@ def dequantize(
 
     Shapes:
         codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
-        leading dimensions -> out_dtype of the codes' shape.
+        leading dimensions; a number that float32 holds is a tensorwise scale -> out_dtype of the codes' shape.
 
-    Exactness: one float32 product per element, rounded on integers, subnormals included; NaN is 0x7fffffff; bfloat16
-    and float16 are that product, rounded again to nearest, ties to even.
+    Exactness: one rounded float32 product per element, rounded on integers, subnormals included; NaN is 0x7fffffff.
+    For bfloat16 and float16 the product is rounded again, to nearest, ties to even.
 
     Raises:
         OperandError: wrong dtype or rank, or scales of another shape.
@@ -120,13 +120,13 @@ def dequantize(
             f"dequantize: out_dtype must be float32, bfloat16 or float16; got {target}; convert afterwards"
         )
     rows, k = rows_of("dequantize", codes, name="codes")
-    scale = require_scales("dequantize", "scale", scale, rows, k, granularity, codes.shape)
-    codes, scale = without_gradient("dequantize", (jnp.asarray(codes), scale))
+    given = require_scales("dequantize", "scale", scale, rows, k, granularity, codes.shape)
+    codes, factors = without_gradient("dequantize", (jnp.asarray(codes), given))
     matrix, static = codes.reshape(rows, k), {"source": source, "target": target}
-    if is_shared(matrix, scale):
-        factor = repeated(scale, granularity.block, matrix.shape)
+    if is_shared(matrix, factors):
+        factor = repeated(factors, granularity.block, matrix.shape)
         return in_rows(_dequantize, matrix, factor, **static, block=_ONE).reshape(codes.shape)
-    return _dequantize(matrix, scale, **static, block=granularity.block).reshape(codes.shape)
+    return _dequantize(matrix, factors, **static, block=granularity.block).reshape(codes.shape)
 
 
 def encode(values: jax.Array, format: Format, overflow: Overflow = Overflow.SATURATE) -> jax.Array:

@@ -33,10 +33,7 @@ _options = jax.make_user_context(default_value=None)
 
 
 def known_options() -> Options | None:
-    """Those of the program that is traced; None if nothing says that it has no Triton GEMMs.
-
-    A program of a plain `jax.jit` has them if `XLA_FLAGS` says so for the whole process.
-    """
+    """The options of the program that is traced; None if nothing says that it has no Triton GEMMs."""
     found: Options | None = _options.value
     if found is None and _is_false(_flags().get(TRITON_GEMM)):
         return Options(excess_precision=False)  # its own options, which are not known, may say otherwise
@@ -44,10 +41,10 @@ def known_options() -> Options | None:
 
 
 def compiler_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """`given` with the options that exactness needs.
+    """The options `given`, with those added that exactness needs.
 
     Raises:
-        SpecError: `given` asks for Triton GEMMs.
+        SpecError: `given` requests Triton GEMMs.
     """
     found = dict(given or {})
     if TRITON_GEMM in found and not _is_false(found[TRITON_GEMM]):
@@ -60,17 +57,17 @@ def compiler_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """`jax.jit` with the compiler options that exact float8 GEMMs need on a GPU; elsewhere they change nothing.
+    """`jax.jit` with the compiler options that exact float8 GEMMs need on a GPU; on a CPU they change nothing.
 
     Use it for the outermost function, a training step, and around transformations: `jit(jax.value_and_grad(loss))`.
-    Inside of another jit or transformation it is `jax.jit`, because JAX takes options of the outermost program only.
+    Inside another jit or transformation it is plain `jax.jit`, because JAX takes only the outermost program's options.
 
     Args:
         fun: the function; without it, the result is a decorator.
         options: those of `jax.jit`; `compiler_options` are added to.
 
     Raises:
-        SpecError: compiler options that ask for Triton GEMMs.
+        SpecError: compiler options that request Triton GEMMs.
     """
     if fun is None:
         return functools.partial(jit, **options)
@@ -97,7 +94,7 @@ class _Jitted:
         return self if instance is None else functools.partial(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of `jax.jit`; likewise the others."""
+        """`lower` of `jax.jit`; the other methods likewise."""
         with _options(self._known):
             return self._outermost.lower(*args, **kwargs)
 

@@ -29,12 +29,12 @@ def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
 def update_delayed_state(
     state: DelayedState, amax: jax.Array, format: Any, rule: ScaleRule, delayed: DelayedScaling
 ) -> DelayedState:
-    """A new state, after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
+    """The new state after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
 
     Shapes:
         amax float32 with one element.
 
-    Exactness: that of `scale_from_amax`; comparisons and maxima are on integers (NUMERICS 6).
+    Exactness: as for `scale_from_amax`; comparisons and maxima are on integers (NUMERICS 6).
 
     Raises:
         OperandError: wrong dtype or shape.

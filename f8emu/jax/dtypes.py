@@ -33,18 +33,13 @@ def float8_format(call: str, format: Any) -> Format:
     """The float8 format that `call` casts to; `format` is a Format, its name or its dtype.
 
     Raises:
-        SpecError: no format has that name, or it is none of FLOAT8.
+        SpecError: an unknown format, or one that is not in FLOAT8.
     """
     return formats.float8_format(call, named(format))
 
 
 def operand_format(call: str, format: Any) -> Format:
-    """As `float8_format`, for the operand of a GEMM.
-
-    Raises:
-        SpecError: no format has that name, or it is none of FLOAT8.
-        UnsupportedError: the chip does not multiply it.
-    """
+    """`float8_format`, for the operand of a GEMM."""
     found = float8_format(call, format)
     if found not in CHIP.operand_formats:
         known = " or ".join(f.name for f in CHIP.operand_formats)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from f8emu.jax import bits
@@ -18,7 +19,7 @@ from f8emu.jax.lowering import without_gradient
 from f8emu.jax.sharing import by_groups, elementwise, is_shared
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format
-from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name
+from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name, scale_number
 from f8emu.spec.trace import Scales
 
 Block = tuple[int | None, int | None]
@@ -187,6 +188,8 @@ def require_scales(
     Raises:
         OperandError: not the float32 scales of such an operand.
     """
+    if isinstance(scale, int | float):
+        scale = np.full((1, 1), scale_number(call, name, scale), np.float32)
     format_of(call, name, scale, (FLOAT32.name,))
     expected = granularity.scale_shape(rows, k)
     is_one = granularity is Granularity.TENSORWISE and math.prod(scale.shape) == 1

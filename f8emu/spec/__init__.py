@@ -1,4 +1,4 @@
-"""The one recipe spec: frozen, hashable data that every backend reads. No array code, standard library only."""
+"""The recipe spec: frozen, hashable data that every backend reads. No array code, standard library only."""
 
 from f8emu.spec.chip import AccumulationModel as AccumulationModel
 from f8emu.spec.chip import Chip as Chip

@@ -10,10 +10,11 @@ from enum import Enum
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import Granularity
+from f8emu.spec.short_repr import changed_fields
 
 
 class Evidence(Enum):
-    """What a profile stands on."""
+    """The evidence behind a profile."""
 
     RECORDED = "recorded"
     """Whole GEMMs recorded on the chip have these bits."""
@@ -38,13 +39,14 @@ class FlooredSum:
     """[CHIP-6] A step that adds up its products first, apart from the accumulator, and floors what it aligns."""
 
     interleaved: int
-    """Products k, k + this, k + 2 * this, ... have a sum of their own; these sums are then aligned and floored."""
+    """The number of partial sums; products k, k + this, k + 2 * this, ... form one. The sums are then aligned and
+    floored."""
     fraction_bits: int
-    """Below the largest exponent, that of the accumulator included: the sum of the products is floored to these."""
+    """The sum of the products is floored to this many bits below the largest exponent, the accumulator's included."""
     accumulator_fraction_bits: int
-    """The same for the accumulator."""
+    """The accumulator is floored to this many bits below that exponent."""
     accumulator_reach: int | None
-    """An accumulator whose exponent is further than this below the largest is left out; None: never."""
+    """An accumulator whose exponent is further than this below the largest is dropped; None: never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,28 +65,35 @@ class AccumulationModel:
     split_k_multiple: int
     """[CHAIN-3] The length of a split-K slice is `ceil(K / S)` rounded up to a multiple of this."""
     rounding: Rounding = Rounding.TOWARD_ZERO
-    """[ACC-5], [CHIP-4]"""
+    """[ACC-5], [CHIP-4] How the sum of a step is rounded."""
     accumulator: Format = FLOAT32
-    """Whose exponent range the accumulator has: float32 or float16."""
+    """The format with the exponent range of the accumulator: float32 or float16."""
     order: tuple[int, ...] = ()
-    """[CHIP-2] K is consumed in this order within every `len(order)` of it; () is the order of K."""
+    """[CHIP-2] The order in which K is consumed within every `len(order)` of it; () is the order of K."""
     operand: Format | None = None
-    """[CHIP-1] The operands are converted to this format first, which is exact; raw exponents are then its own."""
+    """[CHIP-1] The operands are first converted to this format, which is exact; its raw exponents then count."""
     floored: FlooredSum | None = None
-    """[CHIP-6] In place of [ACC-2] to [ACC-4]'s one sum; None is one sum."""
+    """[CHIP-6] A floored sum in place of the one sum of [ACC-2] to [ACC-4]; None is one sum."""
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """`d = dot(a, b) + c` of one matrix instruction, or of several in a row where K is longer than one."""
+    """`d = dot(a, b) + c` by one matrix instruction, or by several in a row if K is longer than one."""
 
     name: str
-    """The assembler's, without shapes that make no difference."""
+    """The assembler's name, without shapes that make no difference."""
     format_pairs: tuple[tuple[Format, Format], ...]
     """Formats of (a, b)."""
     out: Format
-    """Of c and d."""
+    """The format of c and d."""
     model: AccumulationModel
+
+    def __repr__(self) -> str:
+        """The name and the types; the model has a repr of its own."""
+        return f"Instruction({self.name!r}, {_pairs(self.format_pairs)} -> {self.out})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +103,21 @@ class Chip:
     name: str
     evidence: Evidence
     capability: tuple[int, int] | None
-    """CUDA's compute capability of the devices whose own library has these bits; None: no device that torch or JAX
-    would run such a GEMM on."""
+    """The CUDA compute capability of the devices whose own library has these bits; None: torch and JAX run such a GEMM
+    on no device."""
 
     format_pairs: tuple[tuple[Format, Format], ...]
-    """Float8 formats (a, b) that are multiplied."""
+    """Float8 formats (a, b) that the chip multiplies."""
     block_scaled_format_pairs: tuple[tuple[Format, Format], ...]
-    """Those of them that may have block scales."""
+    """The pairs of `format_pairs` that may have block scales."""
     granularity_pairs: tuple[tuple[Granularity, Granularity], ...]
     """Granularities (a, b) of the scales that one GEMM takes. A recipe may also pair rowwise with tensorwise: the one
     scale is then repeated for every row, and the GEMM is rowwise."""
 
     size_multiple: int
-    """K and N are multiples of this."""
+    """K and N must be multiples of this."""
     vector_multiple: int
-    """The rows of an `a` with 1x128 scales are a multiple of this."""
+    """The rows of an `a` with 1x128 scales must be a multiple of this."""
 
     float8: AccumulationModel
     """Float8 operands, `use_fast_accum=False`."""
@@ -119,9 +128,9 @@ class Chip:
     block_scaled: AccumulationModel
     """Float8 operands with block scales: the chain within each block of K. [EPI-5] adds up the blocks."""
     square_split_k_multiple: int
-    """[CHAIN-3] Where one operand has 128x128 scales, in place of the `split_k_multiple` of `block_scaled`."""
+    """[CHAIN-3] The `split_k_multiple` of `block_scaled` if one operand has 128x128 scales."""
     instructions: tuple[Instruction, ...] = ()
-    """Single instructions, for `mma`; where two fit, the first."""
+    """Single instructions, for `mma`; if two fit, the first is taken."""
 
     def __repr__(self) -> str:
         """The name alone: the fields of a profile are screens of every signature that has one as a default."""
@@ -133,7 +142,7 @@ class Chip:
 
     @property
     def operand_formats(self) -> tuple[Format, ...]:
-        """The float8 formats that are multiplied, in the order in which `format_pairs` names them."""
+        """The float8 formats that the chip multiplies, in the order in which `format_pairs` names them."""
         return tuple(dict.fromkeys(format for pair in self.format_pairs for format in pair))
 
     def float8_model(self, *, use_fast_accum: bool) -> AccumulationModel:
@@ -147,10 +156,10 @@ class Chip:
         return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)
 
     def instruction(self, call: str, formats: tuple[Format, Format], out: Format) -> Instruction:
-        """The instruction of operands (a, b) and an accumulator of format `out`.
+        """The instruction for operands (a, b) and an accumulator of format `out`.
 
         Raises:
-            UnsupportedError: the profile has none.
+            UnsupportedError: the profile has no such instruction.
         """
         for instruction in self.instructions:
             if formats in instruction.format_pairs and out == instruction.out:
@@ -168,9 +177,9 @@ class Chip:
         *,
         use_fast_accum: bool = False,
     ) -> str | None:
-        """Why there is no such scaled GEMM of (a, b), and the way out; None if there is.
+        """Why the chip has no such scaled GEMM of (a, b), and the remedy; None if it has one.
 
-        A call that asks for one raises UnsupportedError with these words, a recipe SpecError.
+        A call raises UnsupportedError with these words, a recipe SpecError.
         """
         if formats not in self.format_pairs:
             return f"{self} multiplies {_pairs(self.format_pairs)}; got {_pair(formats)}; cast to one of these"

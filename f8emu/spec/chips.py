@@ -1,7 +1,7 @@
-"""The profiles of chips. `HOPPER` is measured on an NVIDIA H200; what each of the others stands on is its `evidence`.
+"""The profiles of chips. `HOPPER` is measured on an NVIDIA H200; each of the others names its `evidence`.
 
 Sources: recordings of single instructions by north-numerical-computing/MATLAB-tensor-core (BSD-2, arXiv 2512.07004),
-replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for what is marked unverified (NUMERICS 11).
+replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 11).
 """
 
 from dataclasses import replace
@@ -90,7 +90,7 @@ ADA = replace(
     bfloat16=_ADA_BFLOAT16,
     instructions=_instructions("mma", _ADA_CHAIN, _ADA_CHAIN, "mma", _ADA_BFLOAT16),
 )
-"""L40S and other sm_89. That partials are promoted every 128 without fast accumulation is an assumption."""
+"""L40S and other sm_89. Promotion of partial sums every 128 without fast accumulation is assumed, not measured."""
 
 BLACKWELL_MMA = replace(
     _UNBLOCKED,
@@ -102,7 +102,7 @@ BLACKWELL_MMA = replace(
     block_scaled=_CONVERTED,
     instructions=_instructions("mma", _CONVERTED, _CONVERTED, "mma", _BFLOAT16_CHAIN),
 )
-"""B200, sm_100, kernels made of `mma.sync`; the library's own kernels use tcgen05."""
+"""B200, sm_100, for kernels made of `mma.sync`; the library's own kernels use tcgen05."""
 
 _TCGEN05_CHAIN = replace(_HOPPER_CHAIN, aligned_fraction_bits=25, result_fraction_bits=23)
 
@@ -159,10 +159,10 @@ OPERAND_FORMATS: tuple[Format, ...] = tuple(dict.fromkeys(f for chip in CHIPS.va
 
 
 def chip_by_name(call: str, chip: Chip | str) -> Chip:
-    """A profile, given itself or by its name.
+    """A chip's profile by name; a profile is returned as it is.
 
     Raises:
-        SpecError: none of `CHIPS`; the message lists them.
+        SpecError: a name that is not in `CHIPS`; the message lists them.
     """
     found = CHIPS.get(chip.name if isinstance(chip, Chip) else chip)
     if found is None or (isinstance(chip, Chip) and found is not chip and found != chip):

@@ -5,7 +5,7 @@ Every message states the call, what was expected, what was observed and the reme
 
 
 class F8Error(Exception):
-    """Base of every error that f8emu raises on purpose."""
+    """The base class of every error that f8emu raises on purpose."""
 
 
 class SpecError(F8Error, ValueError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from f8emu.spec.errors import SpecError, UnsupportedError
+from f8emu.spec.short_repr import changed_fields
 
 
 class Specials(Enum):
@@ -20,7 +21,7 @@ class Specials(Enum):
     IEEE = "ieee"
     """The largest exponent field holds infinity (fraction 0) and NaN (any other fraction)."""
     NAN_ALL_ONES = "nan_all_ones"
-    """No infinity; only the code whose exponent and fraction bits are all ones is NaN."""
+    """No infinity; the only NaN is the code whose exponent and fraction bits are all ones."""
     NAN_NEGATIVE_ZERO = "nan_negative_zero"
     """No infinity and no -0: the code that would be -0 is the only NaN (FNUZ: finite, NaN, unsigned zero)."""
 
@@ -43,7 +44,7 @@ class Format:
     """
 
     name: str
-    """The name of ml_dtypes, numpy, jax.numpy and torch for this dtype."""
+    """The name of this dtype in ml_dtypes, numpy, jax.numpy and torch."""
     exponent_bits: int
     fraction_bits: int
     bias: int
@@ -54,6 +55,10 @@ class Format:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        """The name of a known format; the fields of another one."""
+        return self.name if FORMATS.get(self.name) == self else changed_fields(self)
 
     def __hash__(self) -> int:
         return hash(self.name)  # equal formats have equal names; caches ask for millions
@@ -69,7 +74,7 @@ class Format:
 
     @property
     def has_negative_zero(self) -> bool:
-        """Whether zero keeps a sign; without one, what rounds to zero from below is +0."""
+        """Whether zero keeps a sign. Without one, a negative value that rounds to zero becomes +0."""
         return self.signed and self.specials is not Specials.NAN_NEGATIVE_ZERO
 
     @property
@@ -94,7 +99,7 @@ class Format:
     def nan_code(self) -> int:
         """The one NaN code that f8emu emits: sign 0, all other bits one, as the tensor core does [SPEC-1].
 
-        In a format with NAN_NEGATIVE_ZERO there is no other than the sign alone.
+        In a format with NAN_NEGATIVE_ZERO it is the only NaN: the sign bit alone.
         """
         return self.sign_mask if self.specials is Specials.NAN_NEGATIVE_ZERO else self.magnitude_mask
 
@@ -136,11 +141,15 @@ class Format:
 
 
 E4M3FN = Format(name="float8_e4m3fn", exponent_bits=4, fraction_bits=3, bias=7, specials=Specials.NAN_ALL_ONES)
+"""OCP float8 with 3 fraction bits: up to 448, no infinity."""
 E5M2 = Format(name="float8_e5m2", exponent_bits=5, fraction_bits=2, bias=15)
+"""OCP float8 with 2 fraction bits: up to 57344, with infinity."""
 E4M3FNUZ = Format(name="float8_e4m3fnuz", exponent_bits=4, fraction_bits=3, bias=8, specials=Specials.NAN_NEGATIVE_ZERO)
+"""FNUZ float8 with 3 fraction bits, as on CDNA3: up to 240, no infinity and no -0."""
 E5M2FNUZ = Format(
     name="float8_e5m2fnuz", exponent_bits=5, fraction_bits=2, bias=16, specials=Specials.NAN_NEGATIVE_ZERO
 )
+"""FNUZ float8 with 2 fraction bits, as on CDNA3: up to 57344, no infinity and no -0."""
 E8M0FNU = Format(
     name="float8_e8m0fnu",
     exponent_bits=8,
@@ -150,15 +159,19 @@ E8M0FNU = Format(
     specials=Specials.NAN_ALL_ONES,
     has_subnormals=False,
 )
+"""The scales of Microscaling formats: powers of two, without sign and zero."""
 FLOAT16 = Format(name="float16", exponent_bits=5, fraction_bits=10, bias=15)
+"""IEEE 754 binary16."""
 BFLOAT16 = Format(name="bfloat16", exponent_bits=8, fraction_bits=7, bias=127)
+"""The upper half of a float32."""
 FLOAT32 = Format(name="float32", exponent_bits=8, fraction_bits=23, bias=127)
+"""IEEE 754 binary32."""
 
 FLOAT8: tuple[Format, ...] = (E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ)
-"""What a cast gives. Which of them a chip multiplies is the chip's data. E8M0FNU is for scales of Microscaling formats:
-it has no sign and no zero, so a cast to it would need rules of its own."""
+"""Formats that a cast can give. The profile of a chip says which of them it multiplies. E8M0FNU is for scales of
+Microscaling formats: it has no sign and no zero, so a cast to it would need rules of its own."""
 HIGH_PRECISION: tuple[Format, ...] = (FLOAT32, BFLOAT16, FLOAT16)
-"""Formats that a cast to float8 takes and a scaled GEMM gives; float64 is refused everywhere."""
+"""Formats that a cast to float8 takes and a scaled GEMM returns; float64 is refused everywhere."""
 
 FORMATS: dict[str, Format] = {f.name: f for f in (*FLOAT8, E8M0FNU, FLOAT16, BFLOAT16, FLOAT32)}
 """Every known format by name."""
@@ -168,7 +181,7 @@ def format_by_name(name: str) -> Format:
     """The format called `name` (a dtype name of ml_dtypes).
 
     Raises:
-        SpecError: no such format; the message lists the known ones.
+        SpecError: an unknown format; the message lists the known ones.
     """
     try:
         return FORMATS[name]
@@ -178,10 +191,10 @@ def format_by_name(name: str) -> Format:
 
 
 def float8_format(call: str, format: Format | str) -> Format:
-    """The format, given itself or by name, that `call` casts to.
+    """The format that `call` casts to, given itself or by name.
 
     Raises:
-        SpecError: no such format, or none of FLOAT8.
+        SpecError: an unknown format, or one that is not in FLOAT8.
     """
     found = format_by_name(format) if isinstance(format, str) else format
     if found not in FLOAT8:
@@ -192,11 +205,11 @@ def float8_format(call: str, format: Format | str) -> Format:
 
 
 def output_format(call: str, out_dtype: Format | str) -> Format:
-    """The format, given itself or by name, of the output of a GEMM.
+    """The format of the output of a GEMM, given itself or by name.
 
     Raises:
-        SpecError: no such format.
-        UnsupportedError: one that no GEMM gives.
+        SpecError: an unknown format.
+        UnsupportedError: a format that no GEMM returns.
     """
     found = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
     if found not in HIGH_PRECISION:

@@ -1,9 +1,9 @@
-"""Into how many slices a library cuts K, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
+"""The split-K of a library, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
 
-cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic of its version and of the chip [CHAIN-3]. What
-was recorded is looked up; for other shapes S is predicted: by decision trees, beside 128x128 scales and with float32
-outputs by a formula. The trees were fitted on what that heuristic says of other shapes, so that all recorded rows test
-them. Everything is in `data/`, one file for a chip and library.
+cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic that depends on its version and on the chip
+[CHAIN-3]. Recorded shapes are looked up. For other shapes S is predicted: by a formula beside 128x128 scales and with
+float32 outputs, else by decision trees. The trees were fitted to the heuristic's answers for other shapes, so that all
+recorded rows test them. Everything is in `data/`, one file per chip and library.
 """
 
 import warnings
@@ -26,14 +26,13 @@ BLOCKWISE_GEMMS = {
     "blockwise_1x128_128x128": (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128),
     "blockwise_128x128_1x128": (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_1X128),
 }
-"""Float8 with block scales: the name has those of a, then those of b."""
+"""Float8 GEMMs with block scales: the name holds the granularity of a, then the one of b."""
 GEMMS = ("tensorwise", "rowwise", *BLOCKWISE_GEMMS, "bfloat16")
 """What multiplies: float8 with scales of some kind, or bfloat16."""
 ACCUMULATIONS = ("fast", "promoted")
-"""[CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has one way only, and none of these names."""
+"""[CHAIN-1] and [CHAIN-2]; a bfloat16 GEMM has only one accumulation, without a name."""
 LAYOUTS = ("tn", "nt", "nn", "tt")
-"""As cuBLAS names them, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`.
-A linear layer's output is tn, its grad_input nn, its grad_weight nt; float8 GEMMs are tn."""
+"""The names of cuBLAS, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`."""
 LIBRARY = "cuBLAS 13.1.0.3"
 CHIP = "NVIDIA H200"
 _OPERANDS = (E4M3FN.name, E5M2.name)
@@ -51,7 +50,7 @@ class Source(Enum):
     RECORDED = "recorded"
     """Measured for this shape."""
     PREDICTED = "predicted"
-    """By the rule."""
+    """Predicted by the rule."""
     UNKNOWN = "unknown"
     """Neither: S is 1, and the hardware's may be another."""
 
@@ -79,12 +78,12 @@ class PlannedGemm:
     k: int
     gemm: str
     accumulation: str = ""
-    """Of float8 operands; with block scales there is one way only, promoted, which need not be named."""
+    """The accumulation of float8 operands. Block scales have only one, promoted, which need not be named."""
     layout: str = "tn"
     out_dtype: str
     a_dtype: str = E4M3FN.name
     b_dtype: str = E4M3FN.name
-    """Of a float8 GEMM."""
+    """The dtypes of `a` and `b`, in a float8 GEMM only."""
 
     def __post_init__(self) -> None:
         for name in "mnk":
@@ -109,7 +108,7 @@ class PlannedGemm:
 
     @property
     def bytes_of_k(self) -> int:
-        """Of one row of an operand."""
+        """The bytes of K in one row of an operand."""
         return self.k * (2 if self.gemm == "bfloat16" else 1)
 
     @property
@@ -138,7 +137,7 @@ class PlannedGemm:
 
     @property
     def is_aligned(self) -> bool:
-        """[PLAN-5] Whether both operands can be read 16 bytes at a time; otherwise older kernels run, with other S."""
+        """[PLAN-5] Whether both operands can be read 16 bytes at a time; if not, older kernels run, with another S."""
         rows = self.m if self.table in ("bfloat16 nt", "bfloat16 tt") else _ALIGNED
         return not (rows % _ALIGNED or self.n % 16 or self.k % 16)
 
@@ -163,7 +162,7 @@ PLAIN_FEATURES = (
 """A power of two is the largest one, up to 128, that divides a size: so rows lie in memory. Slices by K are the most
 that [PLAN-2] leaves, slices the most that [PLAN-2] and [PLAN-4] leave."""
 Feature = str | tuple[int, int] | tuple[int, int, str, int]
-"""What a tree asks of a GEMM: one of `PLAIN_FEATURES`; (n, m): of how many tiles of n by m the output consists;
+"""A question of a tree about a GEMM: one of `PLAIN_FEATURES`; (n, m): of how many tiles of n by m the output consists;
 (n, m, "at least", blocks): the fewest slices with so many tiles; (n, m, "at most", blocks): the most slices with no
 more tiles. Neither is above slices."""
 LEAF = 128
@@ -175,8 +174,8 @@ class Tree(NamedTuple):
     codes: bytes
     """128 + S of a leaf, or the index of a feature."""
     limits: bytes
-    """Of the nodes that are no leaves, those of one feature after another, three bytes each: first the lowest of all,
-    then the middle, then the highest. In this order they compress best."""
+    """The limits of the inner nodes, feature by feature, three bytes each: first the lowest bytes of all, then the
+    middle, then the highest. In this order they compress best."""
 
     def split_k(self, value: Callable[[int], int]) -> int:
         """S, where `value` gives a feature by its index."""
@@ -189,7 +188,7 @@ class Tree(NamedTuple):
 
 @cache
 def _limits_and_branches(tree: Tree) -> tuple[Sequence[int], Sequence[int]]:
-    """Of each node its limit, and where its second branch starts; 0 and 0 for a leaf."""
+    """For each node its limit, and where its second branch starts; 0 and 0 for a leaf."""
     third = len(tree.limits) // 3
     planes = (tree.limits[:third], tree.limits[third : 2 * third], tree.limits[2 * third :])
     given = array("i", (low | middle << 8 | high << 16 for low, middle, high in zip(*planes, strict=True)))
@@ -215,7 +214,7 @@ class FittedTree:
     workspace_bytes: int
     """[PLAN-4] The float32 results of all slices take less."""
     slice_bytes: int
-    """That of the plan."""
+    """The plan's `slice_bytes`."""
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
@@ -250,13 +249,13 @@ class Formula:
     """[PLAN-6] Beside 128x128 scales: as many slices as K has room for, as the workspace holds, and as run at once."""
 
     tile: tuple[int, int]
-    """Of the output, N by M."""
+    """The tile of the output, N by M."""
     blocks: int
     """How many tiles of a slice run at once."""
     workspace_bytes: int
     """The float32 results of all slices take less."""
     slice_bytes: int
-    """That of the plan."""
+    """The plan's `slice_bytes`."""
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
@@ -293,12 +292,12 @@ class Plan:
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
     def split_k(self, gemm: PlannedGemm) -> Split:
-        """S of a GEMM, looked up where it was recorded, otherwise predicted."""
+        """S of a GEMM: looked up if it was recorded, else predicted."""
         found = self.recorded.get((gemm.table, gemm.rows, gemm.n, gemm.k))
         return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)
 
     def over(self, base: "Plan") -> "Plan":
-        """This plan, with what `base` knows besides if it is of the same library and chip."""
+        """This plan, with what `base` knows besides if both are of the same library and chip."""
         if (self.library, self.chip) != (base.library, base.chip):
             return self
         return replace(base, recorded={**base.recorded, **self.recorded})
@@ -321,7 +320,7 @@ class Plan:
 
 
 def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> Split:
-    """Into how many slices `library` cuts K on `chip`, and how well that is known.
+    """The number of slices S into which `library` cuts K on `chip`, and how well S is known.
 
     Exactness: recorded shapes as measured; the others as accurate as `reference/NUMERICS.md` 10 says.
 
@@ -341,10 +340,10 @@ def is_planned(caller: str, chip: Chip) -> bool:
 
 @cache
 def warn_without_plan(caller: str, chip: str) -> None:
-    """Say that S of a chip's GEMMs is not known."""
+    """Warn that S of a chip's GEMMs is not known."""
     warnings.warn(
-        f"{caller}: into how many slices a library on {chip} cuts K is not known; its GEMMs are emulated without a "
-        "split. Pass split_k if you know it. This is said once",
+        f"{caller}: there is no split-K plan for {chip}; its GEMMs are emulated without split-K. Pass split_k if you "
+        "know it. This warning appears once",
         stacklevel=3,
     )
 

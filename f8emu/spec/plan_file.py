@@ -142,7 +142,7 @@ def _tree(texts: Mapping[str, str], features: int) -> Tree:
 
 
 _MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
-"""By code of a node, as a signed byte: an inner node has two more, of which it takes the place of one; a leaf none."""
+"""How many more nodes follow a node, by its code, as a signed byte: +1 for an inner node, -1 for a leaf."""
 
 
 def _unpacked(text: str) -> bytes:

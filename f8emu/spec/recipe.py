@@ -49,11 +49,15 @@ class Cast:
     def is_high_precision(self) -> bool:
         return self.format is None
 
+    def __repr__(self) -> str:
+        return f"Cast({self})"
+
     def __str__(self) -> str:
         return "bfloat16" if self.format is None else f"{self.format.name} {self.granularity.value}"
 
 
 HIGH_PRECISION_CAST = Cast(format=None)
+"""No cast to float8: the operand stays in high precision, bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +82,15 @@ class Gemm:
         if all(self.refusal(chip) for chip in CHIPS.values()):
             raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
 
+    def __repr__(self) -> str:
+        return f"Gemm({self.a} @ {self.b}{', use_fast_accum=True' if self.use_fast_accum else ''})"
+
     @property
     def is_high_precision(self) -> bool:
         return self.a.is_high_precision
 
     def refusal(self, chip: Chip) -> str | None:
-        """Why `chip` has no such GEMM, and the way out; None if it has."""
+        """Why `chip` has no such GEMM, and the remedy; None if it has one."""
         if self.a.format is None or self.b.format is None:
             return None
         formats, granularities = (self.a.format, self.b.format), self.scaled_gemm_granularities
@@ -91,7 +98,7 @@ class Gemm:
 
     @property
     def scaled_gemm_granularities(self) -> tuple[Granularity, Granularity]:
-        """The granularities of the GEMM that runs: tensorwise beside rowwise is repeated for every row."""
+        """The granularities of the GEMM that runs: a tensorwise scale beside rowwise ones is repeated for every row."""
         pair = (self.a.granularity, self.b.granularity)
         if set(pair) == {Granularity.TENSORWISE, Granularity.ROWWISE}:
             return (Granularity.ROWWISE, Granularity.ROWWISE)
@@ -126,10 +133,11 @@ _DIMENSIONS: dict[str, tuple[str, str, str, str]] = {
 class Recipe:
     """How the three GEMMs of a linear layer are scaled, cast and accumulated.
 
-    Hashable, immutable and without array code; `to_toml`, `to_json` and back give an equal recipe.
+    A recipe is hashable, immutable and free of array code. Reading what `to_toml` or `to_json` wrote gives an equal
+    recipe.
 
     Raises:
-        SpecError: an impossible combination; the message names it and the way out.
+        SpecError: an impossible combination; the message names it and the remedy.
     """
 
     name: str = field(compare=False)
@@ -138,9 +146,13 @@ class Recipe:
     grad_weight: Gemm
     scale_rule: ScaleRule = ScaleRule()
     delayed: DelayedScaling | None = None
-    """None is dynamic scaling: every cast uses its own amax."""
+    """The rule of delayed scaling; None is dynamic scaling: every cast uses its own amax."""
     chip: str = HOPPER.name
-    """Whose bits the emulation gives: a name of `f8emu.spec.CHIPS`."""
+    """The chip whose bits the emulation gives: a name in `f8emu.spec.CHIPS`."""
+
+    def __repr__(self) -> str:
+        """The label: the name, and what tells a changed recipe from the named one; `explain()` says it all."""
+        return f"Recipe({self.label!r})"
 
     def __post_init__(self) -> None:
         with_chip = chip_by_name(f"Recipe {self.name!r}", self.chip)
@@ -180,7 +192,7 @@ class Recipe:
                     yield name, source, cast
 
     def delayed_scaling_of(self, tensor: str) -> DelayedScaling | None:
-        """The delayed scaling of `tensor`; None where its casts use their own amax."""
+        """The delayed scaling of `tensor`; None if its casts use their own amax."""
         return self.delayed if self.delayed is not None and tensor in self.delayed.tensors else None
 
     @property
@@ -197,14 +209,14 @@ class Recipe:
 
     @property
     def label(self) -> str:
-        """The name; with the start of the content hash, and a chip that is not Hopper, where it is no named recipe."""
+        """The name. Unless it is a named recipe, the start of the content hash and a chip other than Hopper follow."""
         if RECIPES.get(self.name) == self:
             return self.name
         on = "" if self.chip == HOPPER.name else f" on {CHIPS[self.chip]}"
         return f"{self.name} ({self.content_hash[:12]}){on}"
 
     def to_dict(self) -> dict[str, object]:
-        """Plain dict of strings, numbers and booleans; what TOML and JSON hold."""
+        """A plain dict of strings, numbers and booleans, the content of TOML and JSON."""
         from f8emu.spec.serialize import recipe_to_dict
 
         return recipe_to_dict(self)
@@ -273,14 +285,14 @@ _SQUARE_E4M3 = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_128X128)
 _POWER_OF_TWO = ScaleRule(power_of_two=True)
 
 TENSORWISE = Recipe(name="tensorwise", **_three_gemms(_TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2, fast_output=True))
-"""One scale a tensor; torchao's default. E4M3 forward, E5M2 gradients."""
+"""One scale per tensor, torchao's default. E4M3 forward, E5M2 gradients."""
 
 ROWWISE = Recipe(
     name="rowwise",
     **_three_gemms(_ROW_E4M3, _ROW_E4M3, _ROW_E4M3, fast_output=True),
     scale_rule=_POWER_OF_TWO,
 )
-"""One power-of-two scale a row of each operand; E4M3 everywhere, as in torchao."""
+"""One power-of-two scale per row of each operand; E4M3 everywhere, as in torchao."""
 
 ROWWISE_WITH_GW_HP = Recipe(
     name="rowwise_with_gw_hp",
@@ -296,7 +308,7 @@ DELAYED = Recipe(
     **_three_gemms(_TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2, fast_output=True),
     delayed=DelayedScaling(),
 )
-"""One scale a tensor from the amax of earlier steps, as float8_experimental intended."""
+"""One scale per tensor from the amax of earlier steps, as float8_experimental intended."""
 
 BLOCKWISE = Recipe(name="blockwise", **_three_gemms(_VECTOR_E4M3, _SQUARE_E4M3, _VECTOR_E4M3, fast_output=False))
 """1x128 blocks of activations and gradients, 128x128 blocks of weights; E4M3 everywhere."""
@@ -309,14 +321,14 @@ RECIPE_ALIASES: dict[str, str] = {
     "all_axiswise": "rowwise",
     "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
 }
-"""Older names, as torchao and torchtitan had them -> the name now."""
+"""Older names, from torchao and torchtitan -> the present name."""
 
 
 def recipe_by_name(name: str) -> Recipe:
-    """The recipe called `name`, by its own or an older name.
+    """The recipe called `name`, under its present or an older name.
 
     Raises:
-        SpecError: no such recipe; the message lists the known names.
+        SpecError: an unknown recipe; the message lists the known names.
     """
     recipe = RECIPES.get(RECIPE_ALIASES.get(name, name))
     if recipe is None:

@@ -10,10 +10,12 @@ Glossary, used with this meaning everywhere in f8emu:
 An operand of a GEMM is seen as `[rows, K]`, K being the dimension that is summed over.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
-from f8emu.spec.errors import SpecError
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.short_repr import changed_fields
 
 TENSORS = ("input", "weight", "grad_output")
 """The tensors of a linear layer that are cast."""
@@ -23,7 +25,7 @@ class Granularity(Enum):
     """Which elements of an operand `[rows, K]` share one scale."""
 
     TENSORWISE = "tensorwise"
-    """All of them. Scale shape `[1, 1]`."""
+    """The whole operand. Scale shape `[1, 1]`."""
     ROWWISE = "rowwise"
     """One row, over all of K (torchao: "axiswise"). Scale shape `[rows, 1]`."""
     BLOCKWISE_1X128 = "blockwise_1x128"
@@ -42,7 +44,7 @@ class Granularity(Enum):
 
     @property
     def is_transposable(self) -> bool:
-        """Whether the codes of a tensor serve its transpose too (each group is its own transpose's group)."""
+        """Whether the codes of a tensor also serve its transpose: the transpose of each group is a group again."""
         return self in (Granularity.TENSORWISE, Granularity.BLOCKWISE_128X128)
 
     def scale_shape(self, rows: int, k: int) -> tuple[int, int]:
@@ -66,10 +68,10 @@ _GRANULARITIES: dict[str, Granularity] = {granularity.value: granularity for gra
 
 
 def granularity_by_name(call: str, granularity: Granularity | str) -> Granularity:
-    """The granularity, given itself or by name, that `call` scales at.
+    """The granularity that `call` scales at, given itself or by name.
 
     Raises:
-        SpecError: no such granularity; the message lists the known ones.
+        SpecError: an unknown granularity; the message lists the known ones.
     """
     if isinstance(granularity, Granularity):
         return granularity
@@ -80,27 +82,47 @@ def granularity_by_name(call: str, granularity: Granularity | str) -> Granularit
     return found
 
 
+def scale_number(call: str, name: str, value: float) -> float:
+    """A scale that is given as a number of Python's and is a float32.
+
+    Raises:
+        OperandError: float32 does not hold it.
+    """
+    is_finite = value - value == 0
+    # 24 significant bits, none of them below those of a subnormal, and not beyond the largest.
+    is_float32 = (math.frexp(value)[0] * 2**24) % 1 == 0 and (value * 2.0**149) % 1 == 0 and abs(value) < 2.0**128
+    if is_finite and not is_float32:
+        raise OperandError(
+            f"{call}: {name} must be float32; got {value!r}, which float32 does not hold; round it first, into a "
+            "float32 array of one element"
+        )
+    return float(value)
+
+
 MIN_AMAX_FLOOR = 2.0**-110
 """Smallest floor: an amax of 0 then has an inv_scale below 2^126 in every format, and its scale is a normal float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRule:
-    """From amax to scale.
+    """The rule that turns an amax into a scale.
 
     `inv_scale = float32(float64(format.max) / max(float64(amax), amax_floor))`, which is the correctly rounded
-    float32 quotient; with `power_of_two`, `inv_scale` is then cut to the power of two below it by
-    clearing its fraction bits; `scale = float32(1 / inv_scale)`, correctly rounded.
+    float32 quotient. With `power_of_two`, `inv_scale` is then cut to the power of two below it by clearing its fraction
+    bits. `scale = float32(1 / inv_scale)`, correctly rounded.
 
-    Edge cases, all propagated and never hidden: amax 0 gives `max / amax_floor`; amax inf gives
-    inv_scale 0 and scale inf; amax NaN gives NaN for both, with `power_of_two` too.
-    Quantising is `cast(clamp(float32(x) * inv_scale, -max, max))`, a NaN staying NaN.
-    Bit for bit the rule of torchao 0.17 to 0.19, except `power_of_two` just below a power of two, where torchao's
-    `exp2(floor(log2(s)))` rounds up (NUMERICS 6).
+    Edge cases are propagated, never hidden: amax 0 gives `max / amax_floor`; amax inf gives inv_scale 0 and scale inf;
+    amax NaN gives NaN for both, with `power_of_two` too.
+    Quantising is `cast(clamp(float32(x) * inv_scale, -max, max))`; a NaN stays NaN.
+    This is bit for bit the rule of torchao 0.17 to 0.19, except for `power_of_two` just below a power of two, where
+    torchao's `exp2(floor(log2(s)))` rounds up (NUMERICS 6).
     """
 
     power_of_two: bool = False
     amax_floor: float = 1e-12
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         if not MIN_AMAX_FLOOR <= self.amax_floor < 1:
@@ -124,24 +146,28 @@ class AmaxHistoryReduction(Enum):
 class DelayedScaling:
     """Scales from the amax of earlier steps: the behaviour that float8_experimental intended.
 
-    State of one tensor: `amax_history` (`history_length` float32, newest first, zeros at the start), `inv_scale`
+    The state of one tensor is `amax_history` (`history_length` float32, newest first, zeros at the start), `inv_scale`
     (float32, 1 at the start) and `initialized` (false at the start).
 
-    - A cast uses the state's `inv_scale`; while `initialized` is false it uses that of its own amax, margin included.
-    - Between two updates the amax of all casts is kept as their maximum.
-    - `update(state, amax)`, of every tensor that was cast: `f8emu.torch` updates at the end of every backward pass, in
-      JAX the caller does. The history moves by one and its oldest entry drops out; the new entry is
-      `amax`, or 0 where amax is 0 or not finite. If amax is positive and finite, `reference` is the history's
-      maximum (`max`) or newest entry (`most_recent`), `inv_scale` becomes
-      `float32(format.max * 2^-margin / max(reference, amax_floor))` (cut to a power of two where the
-      scale rule says so), and `initialized` becomes true. Otherwise both stay as they are.
+    - A cast uses the state's `inv_scale`. While `initialized` is false it uses its own amax, margin included.
+    - Between two updates the state keeps the maximum of the amaxes of all casts.
+    - An update takes that amax, for every tensor that was cast. `f8emu.torch` updates at the end of every backward
+      pass; in JAX the caller does.
+    - The update shifts the history by one and drops the oldest entry. The new entry is `amax`, or 0 if amax is 0 or not
+      finite.
+    - If amax is positive and finite, `reference` is the history's maximum (`max`) or newest entry (`most_recent`),
+      `inv_scale` becomes `float32(format.max * 2^-margin / max(reference, amax_floor))`, cut to a power of two if the
+      scale rule says so, and `initialized` becomes true. If not, both stay as they are.
     """
 
     history_length: int = 16
     reduction: AmaxHistoryReduction = AmaxHistoryReduction.MAX
     margin: int = 0
     tensors: tuple[str, ...] = TENSORS
-    """The tensors with such scales; others are scaled dynamically, each cast by its own amax, without the margin."""
+    """The tensors with delayed scales. Each cast of another tensor is scaled by its own amax, without the margin."""
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         if not self.tensors or self.tensors != tuple(tensor for tensor in TENSORS if tensor in self.tensors):

@@ -188,11 +188,11 @@ def _table(
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """As TOML: JSON's own rule, the last one wins, would hide a slip."""
+    """The object, whose keys may not repeat, as in TOML; JSON's own rule, the last one wins, would hide a slip."""
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} appears twice")
     return table
 
 

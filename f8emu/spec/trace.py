@@ -7,9 +7,9 @@ class Scales(NamedTuple):
     """Float32 factors of one operand; shapes are those of `Granularity.scale_shape`."""
 
     inv_scale: Any
-    """Multiplied while quantising."""
+    """The factor that is multiplied while quantising."""
     scale: Any
-    """Decodes: `value = decode(code) * scale`."""
+    """The factor that decodes: `value = decode(code) * scale`."""
 
 
 class DelayedState(NamedTuple):
@@ -24,9 +24,9 @@ class DelayedState(NamedTuple):
 
 
 class Float8State(NamedTuple):
-    """The states of delayed scaling of a linear layer; None for a tensor that a recipe does not scale so.
+    """The states of delayed scaling of a linear layer; None for a tensor without delayed scales.
 
-    JAX differentiates floating-point leaves only, so `initialized` is a float32 here, 0 or 1; None says that the scale
+    JAX differentiates floating-point leaves only, so `initialized` is a float32 here, 0 or 1. None says that the scale
     is known to be set, which saves a pass over the tensor. In a cotangent, `amax_history[0]` is the amax of the casts.
     """
 
@@ -39,7 +39,7 @@ class OperandTrace(NamedTuple):
     """One operand of one GEMM, seen as `[rows, summed dimension]`."""
 
     amax: Any
-    """Float32, of this tensor now (also under delayed scaling, where the scale is of earlier steps)."""
+    """Float32, the amax of this tensor now, also under delayed scaling, where the scale comes from earlier steps."""
     inv_scale: Any
     scale: Any
     codes: Any
@@ -57,10 +57,10 @@ class GemmTrace(NamedTuple):
 
 
 class LinearTrace(NamedTuple):
-    """Forward and backward of one linear layer; None for what was not asked for."""
+    """Forward and backward of one linear layer; None for parts that were not requested."""
 
     output: GemmTrace
     grad_input: GemmTrace | None
     grad_weight: GemmTrace | None
     result: Any
-    """[M, N], the layer's output: `output.product`, plus the bias where there is one."""
+    """[M, N], the layer's output: `output.product`, plus the bias, if there is one."""

@@ -1,6 +1,6 @@
 """f8emu for torch: casts, scales and GEMMs with the bits of a Hopper GPU, on its tensor cores or emulated.
 
-Importing this package loads torch and neither JAX nor the reference; those are loaded when a GEMM is emulated.
+Importing this package loads torch, but neither JAX nor the reference; those are loaded when a GEMM is emulated.
 """
 
 import typing as _typing
@@ -59,7 +59,7 @@ if _typing.TYPE_CHECKING:
     from f8emu.torch.distributed.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
 
 _PARALLEL_STYLES = ("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput")
-"""Loaded when they are asked for: they derive from classes of torch that take half a second to load."""
+"""Loaded on first use: they derive from classes of torch that take half a second to load."""
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -43,29 +43,31 @@ def capture(
     limit_bytes: int | None = LIMIT_BYTES,
     first_step: int = 1,
 ) -> "Capture":
-    """Write every operand, scale and product of some steps of training to `path`, one directory for a step and rank.
+    """Write every operand, scale and product of chosen training steps to `path`, one directory per step and rank.
 
-    A step ends when an optimizer steps, or with `Capture.step()`. The layers have taps in the steps that are wanted, a
-    ring in all, and are as before in the others: compiled code is compiled once more for them, and found again. Of
-    steps that are not wanted nothing is seen: what ended the step before, an optimizer or a call, ends them too.
+    A step ends when an optimizer steps, or with `Capture.step()`. The layers carry taps during the chosen steps only
+    (with a ring, during every step). Compiled code is compiled once more with the taps, and both versions stay cached.
+    Between chosen steps the capture observes nothing, so it counts them by what ended the last observed step: the
+    optimizer or the call.
 
     Args:
-        model: with `Float8Linear` layers.
-        path: a directory; it is made. All ranks give the same.
-        steps: the numbers of the steps; by default the first.
+        model: a model with `Float8Linear` layers.
+        path: the directory to write to; it is created. All ranks give the same.
+        steps: the numbers of the steps to capture; by default the first.
         ring: instead of `steps`: keep this many steps in host memory, and write them when a NaN or an infinity
-            appears in a layer's input, weight, gradient or product, or when `Capture.write()` asks for them. The step
-            that is under way is written too, to its end; then the capture is over. Each rank looks at its own tensors.
+            appears in a layer's input, weight, gradient or product, or when `Capture.write()` is called. The step in
+            progress is written too, once it ends; then the capture is over. Each rank watches its own tensors.
         layers: a regular expression that is searched in the names of the layers; None: all.
         tensors: also write the tensors before their casts, from which `f8emu replay` computes scales and codes.
-        limit_bytes: of all files that this rank writes, and of what a ring holds; what exceeds it is left out, of a
-            ring its oldest steps. The first step for which there is no room at all ends the capture. None: no limit.
-        first_step: the number of the step that comes next.
+        limit_bytes: the limit for all files that this rank writes, and for what a ring holds. Records beyond it are
+            left out; a ring drops its oldest steps. The capture ends at the first step for which there is no room at
+            all. None: no limit.
+        first_step: the number of the next step.
 
     Raises:
-        SpecError: both `steps` and `ring`, or numbers that make no sense.
+        SpecError: both `steps` and `ring`, or numbers out of range.
         OperandError: no layer to capture.
-        CaptureError: `path` cannot be made, or this rank has captured into it before.
+        CaptureError: `path` cannot be created, or this rank has captured into it before.
     """
     chosen = float8_layers(model, layers, call=_CALL)
     made = _header(chosen)
@@ -76,7 +78,7 @@ def capture(
 
 
 class Capture(Handle):
-    """What `capture` gives; a context manager. Training goes on whatever happens to it."""
+    """A running capture, returned by `capture`; a context manager. A failing capture never stops the training."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, Float8Linear], session: Session, tensors: bool) -> None:
         super().__init__(session)
@@ -93,11 +95,11 @@ class Capture(Handle):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more is captured."""
+        """Whether the capture is over: it records nothing more."""
         return self._hook is None
 
     def step(self) -> None:
-        """The step is over. Optimizers of torch.optim say so themselves; then this does nothing."""
+        """End the current step. Optimizers of torch.optim do this by themselves; then this call does nothing."""
         self._end(self)
 
     def _end(self, source: object) -> None:
@@ -122,19 +124,19 @@ class Capture(Handle):
             self._observation = None
 
     def write(self, reason: str = "asked for") -> None:
-        """Write what the ring holds, and the step that is under way once it is over. Without a ring, nothing."""
+        """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
         with self._session.lock:
             self._session.write(reason)
 
     def close(self) -> None:
-        """End the capture; a step that is under way is finished as it is. May be called twice."""
+        """End the capture. A step in progress is written as far as it got. Safe to call twice."""
         with self._session.lock:
             if not self.is_done:
                 self._take_off()
                 self._session.close()
 
     def _take_off(self) -> None:
-        """Leave nothing behind; also where nobody closes this and the model is gone."""
+        """Remove the taps and the hook; also if this was never closed and the model is gone."""
         if self._observation is not None:
             self._observation.remove()
         self._hook.remove()
@@ -145,7 +147,7 @@ class Capture(Handle):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """After an exception what the ring holds is written, and the step under way stays unfinished."""
+        """After an exception the steps of the ring are written, and the step in progress stays unfinished."""
         if error is None:
             return self.close()
         with self._session.lock:
@@ -154,7 +156,7 @@ class Capture(Handle):
                 self._session.abandon(error)
 
     def tensor(self, seen: TensorSeen) -> None:
-        """An observer's method."""
+        """Record a tensor before its casts; called by the layers' taps."""
         with self._session.lock:
             self._has_seen = True
             if not self._session.is_wanted:
@@ -167,7 +169,7 @@ class Capture(Handle):
             self._session.add(record, seen.value.nbytes, lambda: {"value": _stored(seen.value)})
 
     def gemm(self, seen: GemmSeen) -> None:
-        """An observer's method."""
+        """Record a GEMM; called by the layers' taps."""
         with self._session.lock:
             self._has_seen = True
             if not self._session.is_wanted:

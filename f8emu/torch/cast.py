@@ -44,8 +44,8 @@ def decode(x: Tensor) -> Tensor:
 def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = Overflow.SATURATE) -> Tensor:
     """Values rounded to the nearest float8, ties to even.
 
-    SATURATE gives `+-max` for all that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the format
-    has it, otherwise NaN. NaN becomes `format.nan_code` under both.
+    SATURATE gives `+-max` for everything that rounds beyond it, infinities included. NONFINITE gives `+-inf` if the
+    format has it, and NaN if not. NaN becomes `format.nan_code` under both.
 
     Shapes:
         float32, bfloat16 or float16 of any shape -> the float8 dtype, same shape.
@@ -63,7 +63,7 @@ def cast(x: Tensor, format: Format | str | torch.dtype, *, overflow: Overflow = 
 
 def quantize(
     x: Tensor,
-    inv_scale: Tensor,
+    inv_scale: Tensor | float,
     format: Format | str | torch.dtype,
     granularity: Granularity | str = Granularity.TENSORWISE,
 ) -> Tensor:
@@ -71,7 +71,7 @@ def quantize(
 
     Shapes:
         x [..., K], inv_scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the leading
-        dimensions -> float8 of x's shape and layout.
+        dimensions; a number that float32 holds is a tensorwise inv_scale -> float8 of x's shape and layout.
 
     Exactness: bit-exact to `f8ref.numpy.quantize`.
 
@@ -89,7 +89,7 @@ def quantize(
 
 def dequantize(
     codes: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     granularity: Granularity | str = Granularity.TENSORWISE,
     *,
     out_dtype: torch.dtype | Format | str = torch.float32,
@@ -98,10 +98,10 @@ def dequantize(
 
     Shapes:
         codes float8 [..., K], scale float32 `granularity.scale_shape(rows, K)`, where rows is the product of the
-        leading dimensions -> out_dtype of the codes' shape.
+        leading dimensions; a number that float32 holds is a tensorwise scale -> out_dtype of the codes' shape.
 
-    Exactness: one rounded float32 product per element, NaN is 0x7fffffff; bfloat16 and float16 are that product,
-    rounded again to nearest, ties to even.
+    Exactness: one rounded float32 product per element; NaN is 0x7fffffff. For bfloat16 and float16 the product is
+    rounded again, to nearest, ties to even.
 
     Raises:
         OperandError: wrong dtype or rank, or scales of another shape.

@@ -30,12 +30,12 @@ def update_delayed_state(
     rule: ScaleRule,
     delayed: DelayedScaling,
 ) -> DelayedState:
-    """A new state, after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
+    """The new state after a step whose casts had the maximum `amax`, by the rule of `DelayedScaling`.
 
     Shapes:
         amax float32 with one element.
 
-    Exactness: that of `scale_from_amax`.
+    Exactness: as for `scale_from_amax`.
 
     Raises:
         OperandError: wrong dtype or shape.

@@ -27,7 +27,7 @@ def is_device_of(chip: Chip, device: torch.device) -> bool:
 
 @cache
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device."""
+    """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 

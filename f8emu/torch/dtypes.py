@@ -23,7 +23,7 @@ def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
     """The float8 format that `call` casts to; `format` is a Format, its name or its dtype.
 
     Raises:
-        SpecError: no format has that name, or it is none of FLOAT8.
+        SpecError: an unknown format, or one that is not in FLOAT8.
     """
     if isinstance(format, torch.dtype):
         format = str(format)
@@ -33,10 +33,10 @@ def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
 
 
 def operand_format(call: str, format: Format | str | torch.dtype) -> Format:
-    """As `float8_format`, for the operand of a GEMM.
+    """`float8_format`, for the operand of a GEMM.
 
     Raises:
-        SpecError: no format has that name, or it is none of FLOAT8.
+        SpecError: an unknown format, or one that is not in FLOAT8.
         UnsupportedError: the chip does not multiply it.
     """
     found = float8_format(call, format)

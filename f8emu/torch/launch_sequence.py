@@ -32,9 +32,9 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
-"""In bytes, of all arguments of a repeated call: kernels are compiled for it, and a GEMM copies what has less."""
+"""The alignment in bytes of all arguments of a repeated call: kernels are compiled for it, a GEMM copies the rest."""
 _MOST_SIGNATURES = 4096
-"""That a function keeps; then it begins anew."""
+"""The most signatures that a function keeps; then it begins anew."""
 _TENSORS = (Tensor, nn.Parameter)
 _VALUES = (type(None), bool, int, float, str, torch.dtype)
 
@@ -121,7 +121,7 @@ class LaunchSequence:
 
 
 class _Known(NamedTuple):
-    """Of a signature, which has the identity of recipes."""
+    """The recording of a signature, which has the identity of recipes."""
 
     recipes: list[Recipe]
     sequence: LaunchSequence | None

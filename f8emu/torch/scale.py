@@ -9,7 +9,7 @@ from torch import Tensor
 
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
-from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name
+from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name, scale_number
 from f8emu.spec.trace import Scales
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
@@ -27,7 +27,7 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
         x [..., K], float32, bfloat16 or float16 -> float32 `granularity.scale_shape(rows, K)`, where rows is the
         product of the leading dimensions.
 
-    Exactness: exact, a maximum does not round.
+    Exactness: exact; a maximum does not round.
 
     Raises:
         OperandError: wrong dtype or rank.
@@ -98,12 +98,14 @@ def require_margin(call: str, margin: int) -> None:
         raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}")
 
 
-def spread_scale(call: str, name: str, scale: Tensor, x: Tensor, granularity: Granularity) -> Tensor:
+def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:
     """A scale of `x` [..., K], expanded so that it broadcasts against `x`.
 
     Raises:
         OperandError: not the float32 scales of `x` at this granularity.
     """
+    if isinstance(scale, int | float):
+        scale = torch.full((1, 1), scale_number(call, name, scale), dtype=torch.float32, device=x.device)
     require_tensor(call, name, scale)
     rows, k = rows_of(call, x)
     shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it

@@ -239,7 +239,7 @@ def test_a_split_that_was_not_planned_is_named(tmp_path: Path) -> None:
     written(tmp_path, recipe, records)
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
     assert [one.part for one in found.findings] == ["product"]
-    assert "every bit is that of S = " in found.findings[0].cause
+    assert "every bit equals split-K with S = " in found.findings[0].cause
 
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise"])
@@ -417,7 +417,7 @@ def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Rec
     (record, arrays), *rest = (one for one in layers["rowwise"] if isinstance(one[0], GemmRecord))
     written(tmp_path, RECIPES["rowwise"], [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
     status, out, _ = invoke("replay", tmp_path, "--oracle", "f8ref.numpy")
-    assert status == 2 and "product: chip 'Rubin' is not known" in out
+    assert status == 2 and "product: this version of f8emu does not know the chip 'Rubin'" in out
     assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 product was not computed again; equal: "), out
 
 
@@ -627,12 +627,12 @@ def with_one_twice(root: Path, records: Records) -> None:
 MISSING: dict[str, tuple[Callable[[Path, Records], None], str]] = {
     "left out": (with_limit, "step 7: layers.0.w1 grad_input was left out: limit_bytes=200000 is reached"),
     "unfinished": (unfinished, "step 7 was never finished"),
-    "finished and unfinished": (with_both, "step 7 is there twice"),
-    "two directories": (with_copy, "step 7 is there twice"),
+    "finished and unfinished": (with_both, "step 7 appears twice"),
+    "two directories": (with_copy, "step 7 appears twice"),
     "no index": (with_empty, "step-00000008-rank-00000.partial was left out: it was begun, and has no index"),
     "one rank": (with_one_rank, "step 7: 1 rank of 2 did not capture it"),
     "one rank, two steps": (with_one_rank_of_two_steps, "step 8: 2 ranks of 3 did not capture it"),
-    "a record twice": (with_one_twice, "layers.0.w1 output is there twice"),
+    "a record twice": (with_one_twice, "layers.0.w1 output appears twice"),
 }
 
 
@@ -671,7 +671,7 @@ def test_the_finished_step_is_compared(layers: dict[str, Records], tmp_path: Pat
     unfinished(tmp_path / "b", records)
     status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert status == 1 and "NOT EQUAL, first at step 7: layers.0.w1 output product" in out
-    assert "step 7 is there twice" in out
+    assert "step 7 appears twice" in out
     same = tmp_path / "a" / "step-00000007-rank-00000"
     assert "step 7 is the same on both sides" in invoke("diff", same, same)[1]
 

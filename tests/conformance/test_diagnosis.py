@@ -538,7 +538,7 @@ def test_what_is_not_known_is_not_said() -> None:
     """No GEMM that is probed is offered; and an interpreter tells nothing of a GPU."""
     assert diagnose(Subject(name="x", engine="x", verbs={})) == ()
     assert list(diagnosis_lines({"x": ()}))[1:] == [
-        "  no GEMM that is probed is offered: nothing is known of what differs"
+        "  no GEMM that is probed is offered: what differs cannot be diagnosed"
     ]
     (found,) = diagnose(replace(subject(), engine=f"x, {INTERPRETED}"), kinds=[BY_NAME[FAST]], memory=MEMORY)
     assert next(diagnosis_lines({"x": (found,)})) == f"x, diagnosed on small GEMMs {INTERPRETED}:"

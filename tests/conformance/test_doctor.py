@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from f8emu import doctor
 from f8emu.doctor import diagnosis as measured
+from f8emu.doctor.next_steps import next_steps
 from f8emu.doctor.probe import Probe
 from f8emu.doctor.torch_probes import probe_torch
 
@@ -105,10 +107,7 @@ def test_json(quick: doctor.Diagnosis) -> None:
     assert {"subject", "name", "observed", "expected", "agrees", "f8emu", "relied_on"} == set(data["probes"][0])
 
 
-@pytest.mark.parametrize("has_rich", [True, False])
-def test_text_names_every_probe(has_rich: bool, quick: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not has_rich:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_text_names_every_probe(quick: doctor.Diagnosis) -> None:
     out = io.StringIO()
     doctor.run(stream=out)
     text = out.getvalue()
@@ -116,3 +115,27 @@ def test_text_names_every_probe(has_rich: bool, quick: doctor.Diagnosis, monkeyp
         assert probe.name in text
         assert probe.agrees or probe.f8emu in text
     assert "scaled_mm of torch tensors on cpu: emulated" in text
+
+
+@pytest.mark.parametrize(
+    ("missing", "engines", "lines"),
+    [
+        (("torch", "jax"), {}, ["f8emu.numpy works without more", "pip install 'f8emu[torch,jax]'"]),
+        (("torch",), {}, ["GEMMs are emulated here", "pip install 'f8emu[torch]'"]),
+        (("jax",), {"cpu": "none"}, ["GEMMs are emulated here", "pip install 'f8emu[jax]'"]),
+        ((), {"cpu": "emulated by f8ref.jax on cpu"}, ["GEMMs are emulated here"]),
+        ((), {"cpu": "emulated", "cuda": "hardware, torch._scaled_mm"}, ["convert_to_float8_training(model)"]),
+    ],
+)
+def test_it_ends_with_what_to_do_next(
+    missing: tuple[str, ...], engines: dict[str, str], lines: list[str], diagnosis: doctor.Diagnosis
+) -> None:
+    versions = diagnosis.versions | dict.fromkeys(missing, "not installed")
+    found = list(next_steps(replace(diagnosis, versions=versions, engines=engines)))
+    assert len(found) == len(lines)
+    assert all(part in line for part, line in zip(lines, found, strict=True))
+
+
+def test_a_fault_comes_first(diagnosis: doctor.Diagnosis) -> None:
+    probes = [replace(diagnosis.probes[0], agrees=False, relied_on=True)]
+    assert next(next_steps(replace(diagnosis, probes=probes))).startswith("A FAULT above changes bits")

@@ -261,7 +261,7 @@ def test_from_the_command_line(module: Path, tmp_path: Path) -> None:
     assert stage["cases_total"] == len(chosen) == 6 == crashing
     errors = [mismatch["error"] for mismatch in stage["mismatches"]]
     assert all("ProcessEnded: faulty_kernels:by_rows raised SystemExit(3)" in error for error in errors[:-1])
-    assert errors[-1:] == ["raised ProcessEnded: not run: 5 GEMMs in a row ended or spoilt their process"]
+    assert errors[-1:] == ["raised ProcessEnded: not run: 5 GEMMs in a row ended or broke their process"]
     assert "equal so far" not in ran.output
 
 

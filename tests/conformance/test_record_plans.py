@@ -89,6 +89,6 @@ def test_what_is_refused_or_not_explained_is_said(tmp_path: Path) -> None:
     result = record_plans(tmp_path / "a.json", GEMMS[:2], Library(lambda gemm: gemm.accumulation == "fast"))
     assert list(result.not_found) == ["not today"] and result.found == 1
     result = record_plans(tmp_path / "b.json", GEMMS[7:8], Wrong(lambda gemm: 1))
-    assert list(result.not_found) == ["no split of K gives these bits"] and "4 x 512 x 8192" in result.lines()[-1]
+    assert list(result.not_found) == ["no split-K gives these bits"] and "4 x 512 x 8192" in result.lines()[-1]
     with pytest.raises(SpecError, match="no directory"):
         record_plans(tmp_path / "missing" / "c.json", GEMMS[:1], Library(lambda gemm: 1))

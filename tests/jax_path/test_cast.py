@@ -192,3 +192,14 @@ def test_verbs_refuse_to_be_differentiated(verb: str) -> None:
             jax.grad(function)(x)
     stopped = jax.grad(lambda x: x.sum() + total(jax.lax.stop_gradient(x)))
     assert_same_bits(jax.jit(jax.vmap(stopped))(jnp.stack([x, x])), jnp.ones((2, 2, 3)))
+
+
+def test_a_number_is_a_tensorwise_scale() -> None:
+    x, half = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), jnp.float32), jnp.full((1, 1), 0.5)
+    a, b = (quantize(x, scale, E4M3FN) for scale in (0.5, half))
+    assert (a.view(jnp.uint8) == b.view(jnp.uint8)).all()
+    assert jnp.array_equal(dequantize(a, 0.5), dequantize(b, half))
+    with pytest.raises(OperandError, match=r"inv_scale must be float32; got 0\.1, which float32 does not hold"):
+        quantize(x, 0.1, E4M3FN)
+    with pytest.raises(OperandError, match=r"\[4, 1\] for rowwise"):
+        quantize(x, 1, E4M3FN, "rowwise")

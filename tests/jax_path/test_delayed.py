@@ -187,13 +187,13 @@ def test_a_state_that_jax_added_is_broken() -> None:
     update = jax.jit(linear_delayed_update)
     for one in (state, linear_delayed_settled(ones)):
         amaxes = twice(False)(one)
-        with pytest.raises(OperandError, match="state is for one call of a pass"):
+        with pytest.raises(OperandError, match="state serves one call per pass"):
             linear_delayed_update(one, amaxes)
         assert all(jnp.isnan(of.inv_scale) for of in update(one, amaxes))
     # 1. Next states that were added, or taken the maximum of; a next state is no gradient of amaxes.
     added = twice(True)(state)
     for broken in (added, linear_delayed_maximum(ones, ones)):
-        with pytest.raises(OperandError, match="state is for one call of a pass"):
+        with pytest.raises(OperandError, match="state serves one call per pass"):
             f8.overwrite_with_gradient(broken)
         assert all(jnp.isnan(of.inv_scale) for of in jax.jit(f8.overwrite_with_gradient)(broken))
     with pytest.raises(OperandError, match="must keep initialized"):
@@ -209,7 +209,7 @@ def test_mapping_operands_and_not_the_state() -> None:
         return jax.vmap(lambda x, s: multiply(x, w, s, WEIGHT), axes)(xs, state).astype(jnp.float32).sum()
 
     for gradient in (jax.grad(total), jax.jit(jax.grad(jax.checkpoint(total, static_argnums=2)), static_argnums=2)):
-        with pytest.raises(UnsupportedError, match=r"a state is for one call.*shared_delayed_state"):
+        with pytest.raises(UnsupportedError, match=r"a state serves one call.*shared_delayed_state"):
             gradient(state, w, (0, None))
     assert jax.grad(total, argnums=1)(state, w, (0, None)).shape == w.shape
     amaxes = jax.grad(lambda s: total(f8.shared_delayed_state(s, 2), w, (0, 0)))(state)
@@ -293,7 +293,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "settling zeros": (
         lambda: linear_delayed_settled(jax.tree.map(jnp.zeros_like, STATE._replace(input=None, weight=None))),
         OperandError,
-        "that of grad_output is not.*no gradient is taken",
+        "the scale of grad_output is not.*without a gradient",
     ),
     "traced settling": (lambda: jax.jit(linear_delayed_settled)(STATE), OperandError, "outside of a trace"),
 }

@@ -303,7 +303,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
             )((state, *[f8.linear_delayed_state()] * 2))
         )(f8.shared_delayed_state(f8.linear_delayed_state(), 3)),
         UnsupportedError,
-        r"delayed_feed_forward: a state is for one call of a step; got operands that jax.vmap maps",
+        r"delayed_feed_forward: a state serves one call per step; got operands that jax.vmap maps",
     ),
     "twice": (
         lambda x, w, g: jax.hessian(lambda x: f8.feed_forward("tensorwise")(x, *w).sum())(x),

@@ -201,7 +201,7 @@ def test_a_gpu_that_is_not_the_chip_is_named_once(monkeypatch: pytest.MonkeyPatc
         traced = f8.jit(lambda a: f8.scaled_mm(a, a.T, ONE, ONE)).trace(A)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
-    with pytest.warns(RuntimeWarning, match="the GPU is not Hopper, whose bits are asked for"):
+    with pytest.warns(RuntimeWarning, match="the GPU is not Hopper, whose bits were requested"):
         assert "dot_general" not in lowered(), "it is emulated"
     with warnings.catch_warnings():
         warnings.simplefilter("error")

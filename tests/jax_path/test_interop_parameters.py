@@ -183,12 +183,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no way back": (
         {"a.scale": torch.zeros(2)},
         {},
-        r"parameter 'a.scale': the rules make 'a.scale' of it, and of that 'a.weight'; put a ParameterRule",
+        r"parameter 'a.scale': the rules rename it to 'a.scale', and that to 'a.weight'; put a ParameterRule",
     ),
     "two of one name": (
         {"a.b": X, "a_b": X},
         {"rules": (ParameterRule(torch="a.b", flax="c"), ParameterRule(torch="a_b", flax="c"))},
-        r"parameter 'a_b': the rules make 'c' of it, and of that 'a.b'",
+        r"parameter 'a_b': the rules rename it to 'c', and that to 'a.b'",
     ),
     "a name below a name": ({"a": X, "a.b": X}, {}, r"'a.b' is below or above another parameter"),
     "not an array": ({"a.step": 3}, {}, r"parameter 'a.step' must be an array.*got int; leave the entry out"),
@@ -306,7 +306,7 @@ def test_states_that_are_none() -> None:
     with pytest.raises(OperandError, match=r"'a.kernel' must be a Float8State.*the states alone"):
         interop.delayed_state_dict_from_float8_states({"a": {"kernel": jnp.ones(2)}})
     rules = (ParameterRule(torch="{x*}.weight", flax="{x*}.embedding"),)
-    with pytest.raises(OperandError, match=r"layer 'a': the rules make 'a.embedding' of its weight"):
+    with pytest.raises(OperandError, match=r"layer 'a': the rules rename its weight to 'a.embedding'"):
         interop.float8_states_from_delayed_state_dict(
             {f"a.{k.split('.')[-1]}": v for k, v in f8.delayed_state_dict(delayed_model(1)).items()}, rules=rules
         )

@@ -1,5 +1,6 @@
 """Granularities, the scale rule and delayed scaling: shapes, ranges, and the arithmetic behind the ranges."""
 
+import struct
 from fractions import Fraction
 
 import pytest
@@ -14,9 +15,11 @@ from f8emu.spec import (
     AmaxHistoryReduction,
     DelayedScaling,
     Granularity,
+    OperandError,
     ScaleRule,
     SpecError,
 )
+from f8emu.spec.scaling import scale_number
 
 T, R, V, S = (
     Granularity.TENSORWISE,
@@ -138,3 +141,21 @@ def test_margin_out_of_range(margin: int) -> None:
 
 def test_delayed_at_the_ends_of_its_ranges() -> None:
     assert DelayedScaling(history_length=1, margin=MAX_MARGIN).margin == 6
+
+
+EDGES = (2.0**-149, 2.0**-150, 3 * 2.0**-150, 2.0**127, 2.0**128, 1 + 2.0**-23, 1 + 2.0**-24)
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1, -2, 0.1, *EDGES, 3.4028234663852886e38, 3.4028235e38, float("inf"), float("nan")]
+)
+def test_a_scale_that_is_a_number_is_a_float32(value: float) -> None:
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except OverflowError:
+        rounded = None
+    if rounded == value or value != value:
+        assert scale_number("call", "scale", value) is not None
+    else:
+        with pytest.raises(OperandError, match=r"call: scale must be float32; got .*round it first"):
+            scale_number("call", "scale", value)

@@ -300,7 +300,7 @@ def test_malformed_toml_names_the_place(case: str) -> None:
         ("{", "recipe_from_json: not JSON: Expecting property name"),
         ("[]", "recipe: recipe must be a table; got []"),
         ("null", "recipe: recipe must be a table; got None"),
-        ('{"a": 1, "name": "x", "name": "y"}', "recipe_from_json: not JSON: the key 'name' is there twice"),
+        ('{"a": 1, "name": "x", "name": "y"}', "recipe_from_json: not JSON: the key 'name' appears twice"),
         ("1" * 5000, "recipe_from_json: not JSON: Exceeds the limit"),
         ("[" * 100_000, "recipe_from_json: not JSON: maximum recursion depth exceeded"),
         (

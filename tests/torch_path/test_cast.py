@@ -197,3 +197,14 @@ def test_other_bad_input_is_refused() -> None:
         f8.dequantize(f8.cast(x, E4M3FN), one, out_dtype=torch.float64)
     with pytest.raises(OperandError, match=r"decode: x must be one of float8_e4m3fn.*got torch.float32"):
         f8.decode(x)
+
+
+def test_a_number_is_a_tensorwise_scale() -> None:
+    x, half = torch.randn(4, 16), torch.full((1, 1), 0.5)
+    a, b = (f8.quantize(x, scale, E4M3FN) for scale in (0.5, half))
+    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert torch.equal(f8.dequantize(a, 0.5), f8.dequantize(b, half))
+    with pytest.raises(OperandError, match=r"inv_scale must be float32; got 0\.1, which float32 does not hold"):
+        f8.quantize(x, 0.1, E4M3FN)
+    with pytest.raises(OperandError, match=r"\[4, 1\] for rowwise"):
+        f8.quantize(x, 1, E4M3FN, "rowwise")

@@ -21,7 +21,7 @@ def not_planned() -> Iterator[None]:
     """No other chip has a plan of splits, which is said once."""
     warn_without_plan.cache_clear()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="f8emu.torch: into how many slices a library on Ada cuts K")
+        warnings.filterwarnings("ignore", message="f8emu.torch: there is no split-K plan for Ada")
         yield
 
 
@@ -75,7 +75,7 @@ def test_what_is_said_and_refused() -> None:
     assert f8.engine_of("cpu").startswith("emulated by f8ref.jax on ")
     a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     one = torch.tensor(1.0)
-    with pytest.warns(UserWarning, match=r"a library on Blackwell tcgen05 \(unverified\) cuts K is not known"):
+    with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05 \(unverified\)"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Blackwell tcgen05")
     with pytest.raises(SpecError, match="scaled_mm: chip must be one of 'Hopper', 'Ada'"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Volta")

@@ -236,7 +236,7 @@ def test_torchaos_configurations_are_accepted_or_answered_with_the_replacement()
     with pytest.raises(SpecError, match="unknown recipe 'mxfp8'"):
         f8.plan_conversion(layer, config=Float8LinearRecipeName.OTHER)
     for field, remedy in (
-        ("enable_fsdp_float8_all_gather", "leave it out"),
+        ("enable_fsdp_float8_all_gather", "pass enable_fsdp_float8_all_gather=True"),
         ("pad_inner_dim", "pass pad=True"),
         ("emulate", 'engine="emulated"'),
     ):
@@ -309,7 +309,7 @@ def test_a_changed_recipe_is_told_apart() -> None:
     assert loaded.recipe == changed and repr(loaded) == repr(layer) != repr(named)
     report = f8.plan_conversion(nn.Linear(32, 32), config=changed)
     assert str(report).startswith(f"recipe {changed.label}: ")
-    with pytest.raises(OperandError, match=rf"'tensorwise \({changed.content_hash[:12]}\)'.*asked for 'tensorwise',"):
+    with pytest.raises(OperandError, match=rf"'tensorwise \({changed.content_hash[:12]}\)'.*are 'tensorwise',"):
         f8.convert_to_float8_training(nn.Sequential(layer))
 
 

@@ -23,7 +23,7 @@ from f8emu.spec import (
     UnsupportedError,
 )
 from f8emu.torch import Outcome
-from f8emu.torch.training import small_layers
+from f8emu.torch.training import convert, small_layers
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -155,7 +155,7 @@ def test_a_second_conversion() -> None:
     with pytest.warns(UserWarning, match="nothing to convert; 1 layers are Float8Linear under this recipe already"):
         assert f8.convert_to_float8_training(model) is model
     assert model[0] is layer  # type: ignore[index]
-    with pytest.raises(OperandError, match=r"0 is a Float8Linear under recipe 'tensorwise'.*asked for 'rowwise'"):
+    with pytest.raises(OperandError, match=r"0 is a Float8Linear under recipe 'tensorwise'.*requested are 'rowwise'"):
         f8.convert_to_float8_training(model, config="rowwise")
     model.append(nn.Linear(32, 32))  # type: ignore[operator]
     with warnings.catch_warnings():
@@ -247,3 +247,29 @@ def test_the_thresholds_are_those_that_were_measured() -> None:
             for subject, smallest in recorded[timing].items()
             if subject.startswith("f8emu/")
         }
+
+
+def test_a_conversion_that_names_no_recipe_says_which_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, where a user who set up no logging sees it; naming the recipe is silent."""
+    convert._say_default.cache_clear()
+    f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config="tensorwise")
+    assert caplog.records == []
+    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32, bias=False)))
+    assert model[0].recipe == TENSORWISE  # type: ignore[index]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and record.name == "f8emu"
+    assert record.getMessage() == (
+        "convert_to_float8_training: recipe tensorwise: 1 converted; float8 GEMMs multiply 100.0% of the parameters. "
+        "This recipe is the default; name one to choose: config='rowwise' (f8emu.RECIPES)"
+    )
+    f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32, bias=False)))
+    assert len(caplog.records) == 1
+
+
+def test_a_float64_model_is_one_sentence() -> None:
+    with pytest.warns(UserWarning) as caught:
+        f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).double())
+    assert [str(one.message) for one in caught] == [
+        "convert_to_float8_training: nothing to convert: the weights are float64 in all 2 linear layers; call "
+        "model.float() or model.bfloat16() first"
+    ]

@@ -272,7 +272,7 @@ def test_infinities_are_counted_and_reported_by_name() -> None:
             warnings.simplefilter("always")
             called(batch(step) * float("inf")).sum().backward()
         texts = [str(warning.message) for warning in seen]
-        assert len(texts) == (step == 0) and all("infinite or NaN of: input of 0;" in text for text in texts)
+        assert len(texts) == (step == 0) and all("infinite or NaN for: input of 0;" in text for text in texts)
     assert first.counts[2, 0] == 3 and torch.equal(first.inv_scale[0], scale[0])
     assert first.amax_history[0, :3].tolist() == [0, 0, 0]
 

@@ -48,8 +48,8 @@ def told(model: nn.Sequential, infinite: int | None = None) -> list[str]:
         warnings.simplefilter("always")
         call(model, infinite)
     texts = [str(warning.message) for warning in seen]
-    assert all("the amax was infinite or NaN of: " in text for text in texts)
-    return [name for text in texts for name in text.partition("NaN of: ")[2].partition(";")[0].split(", ")]
+    assert all("the amax was infinite or NaN for: " in text for text in texts)
+    return [name for text in texts for name in text.partition("NaN for: ")[2].partition(";")[0].split(", ")]
 
 
 @pytest.fixture

@@ -460,7 +460,7 @@ def test_steps_that_a_grad_scaler_skips() -> None:
         loss = scaler.scale(loss_of(model, step))
         weights = [parameter.detach().clone() for parameter in model.parameters()]
         if step == 2:
-            with pytest.warns(RuntimeWarning, match="infinite or NaN of: grad_output of 2;"):
+            with pytest.warns(RuntimeWarning, match="infinite or NaN for: grad_output of 2;"):
                 loss.backward(torch.tensor(float("inf")))
         else:
             loss.backward()

@@ -156,7 +156,7 @@ def test_a_fault_under_delayed_scales(
     states = {t: DelayedState(*(to_numpy(before[part][i]) for part in parts)) for i, t in enumerate(TENSORS)}
     tensors, at = drawn(BF16), TENSORS.index(name)
     tensors[name][3, 2] = value
-    with pytest.warns(RuntimeWarning, match=rf"infinite or NaN of: {name} of a layer without a name"):
+    with pytest.warns(RuntimeWarning, match=rf"infinite or NaN for: {name} of a layer without a name"):
         observed, _ = assert_equal_to_oracle(layer, tensors, states)
     of_nan = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}[name]
     for i, tensor in enumerate(observed):
@@ -316,7 +316,7 @@ def test_the_engine_of_a_gpu(capability: tuple[int, int], own: str | None, monke
             assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         wanted = (
-            r"needs .* torch knows none"
+            r"needs .* torch has no such device"
             if chip.capability is None
             else r"needs tensors on .*\d\.\d, .*; got cuda:0; move"
         )

@@ -360,7 +360,7 @@ def test_an_infinity_is_told_without_waiting_for_the_device(kind) -> None:
         torch.cuda.synchronize()
         sync(model)
     texts = [str(warning.message) for warning in seen if "infinite or NaN" in str(warning.message)]
-    assert len(texts) == 1 and "infinite or NaN of: input of 0;" in texts[0]
+    assert len(texts) == 1 and "infinite or NaN for: input of 0;" in texts[0]
     assert f8.delayed_state_dict(model)["0.counts"][2].tolist() == [3, 0, 0]
 
 

@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         OperandError,
         "with 1x128 scales of a, M must be a multiple of 4; got 30; pad a and scale_a",
     ),
-    "blockwise, no slices": (BLOCKWISE | {"split_k": 0}, SpecError, "split_k must be at least 1, which is no split"),
+    "blockwise, no slices": (BLOCKWISE | {"split_k": 0}, SpecError, "split_k must be at least 1, which means no split"),
     "no out_dtype": ({"out_dtype": None}, UnsupportedError, "out_dtype=None asks for float8.*pass out_dtype=torch.bf"),
     "float8 out": ({"out_dtype": E4M3}, UnsupportedError, "out_dtype must be.*got torch.float8_e4m3fn; quantize"),
     "float64 out": ({"out_dtype": torch.float64}, UnsupportedError, "out_dtype must be.*got torch.float64"),
@@ -147,7 +147,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"bias must be of out_dtype torch.bfloat16 and shape \[N\] = \[48\]; got torch.float32",
     ),
     "bias of another size": ({"bias": torch.zeros(32, dtype=BF16)}, OperandError, r"shape \[N\] = \[48\]; got.*\[32\]"),
-    "split_k 0": ({"split_k": 0}, SpecError, "split_k must be at least 1, which is no split; got 0"),
+    "split_k 0": ({"split_k": 0}, SpecError, "split_k must be at least 1, which means no split-K; got 0"),
     "unknown engine": ({"engine": "gpu"}, OperandError, "engine must be one of auto, hardware, emulated; got 'gpu'"),
     "another device": ({"scale_a": torch.ones((), device="meta")}, OperandError, "one device; a is on cpu and scale_a"),
     "a bias elsewhere": (

@@ -138,7 +138,7 @@ def test_both_oracles_cut_layers_alike_and_otherwise_without() -> None:
 def test_what_the_plan_does_not_know_is_said_once_for_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_SAID", set())
     a, b = normal(1, 4096, 12).t(), normal(2, 4096, 32)  # rows of a are not 16 bytes apart
-    with pytest.warns(UserWarning, match=r"cuBLAS .* on NVIDIA H200 cuts K of this GEMM is not known.*layout='nt'"):
+    with pytest.warns(UserWarning, match=r"plan of cuBLAS .* on NVIDIA H200 has no split-K for this GEMM.*layout='nt'"):
         out = f8.mm(a, b, engine="emulated")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

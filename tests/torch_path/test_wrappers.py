@@ -174,7 +174,7 @@ def test_layers_in_layers_are_converted_with_them(make: Callable[[], Any], is_ro
         assert type(layer) is not type(converted) and isinstance(layer.down, nn.Linear), "a copy"
         assert not isinstance(layer.down, Float8Linear)
 
-    with pytest.raises(OperandError, match=r"asked for 'rowwise'"):
+    with pytest.raises(OperandError, match=r"requested are 'rowwise'"):
         f8.convert_to_float8_training(converted, config="rowwise", subclasses=[Adapted])
     back = f8.dequantize_float8_training(converted)
     assert not any(isinstance(part, Float8Linear) for part in back.modules())

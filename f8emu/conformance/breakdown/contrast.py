@@ -14,7 +14,7 @@ _FEWEST = 3
 _NEAR = 0.1
 """Contrasts that are so near to the sharpest are told beside it."""
 _VALUES = 3
-"""Of a trait whose values have no order, taken together."""
+"""The most values that are taken together, for a trait whose values have no order."""
 
 _RANGE = re.compile(r"\d+( to \d+| and more)?")
 
@@ -43,7 +43,7 @@ class Contrast:
 
     @property
     def difference(self) -> float:
-        """Of the shares."""
+        """The difference of the shares."""
         return _share(self.inside) - _share(self.outside)
 
     @property

@@ -21,7 +21,7 @@ class DifferenceMap:
     part: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the output."""
+    """The shape of the output."""
     cell: tuple[int, int]
     """Rows and columns of the output in one cell."""
     differing: np.ndarray
@@ -55,7 +55,7 @@ class DifferenceMap:
         if finite.size:
             words.append(f"by {finite.min():+,} to {finite.max():+,} ulps")
         if self.apart.any():
-            words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side alone")
+            words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side only")
         return ", ".join(words)
 
     def _of_cells(self, axis: int) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def breakdown_tables(subject: SubjectResult) -> "Iterator[Table | str]":
-    """Of the stages that differ: by traits, what that rules out, and by distance. Nothing if all are equal."""
+    """Tables for the stages that differ: by traits, what that rules out, and by distance. Nothing if all are equal."""
     for breakdown in breakdowns(subject.stages):
         if breakdown.telling():
             yield _by_trait(breakdown, subject.name)

@@ -14,7 +14,7 @@ _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
 
 
 def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
-    """Of a GEMM; `inputs` says what it was recorded with, where the case does not know its distribution."""
+    """The traits of a GEMM. `inputs` says how it was recorded, if the case does not know its distribution."""
     return {
         "accumulation": "bf16 matmul" if gemm.mode is Mode.BF16 else "fast" if gemm.use_fast_accum else "promoted",
         "scales": _scales(gemm),
@@ -65,7 +65,7 @@ def recorded_inputs(name: str, mode: Mode) -> str:
 
 
 def layer_traits(case: LayerCase) -> dict[str, str]:
-    """Of a layer under a recipe."""
+    """The traits of a layer under a recipe."""
     return {
         "recipe": case.recipe.name or "unnamed",
         "run": case.mode.value,

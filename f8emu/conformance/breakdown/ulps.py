@@ -100,9 +100,12 @@ class UlpHistogram:
 
     def words(self) -> str:
         """`120 outputs differ, by -3 to +1 ulps, most often +1 (60 %); NaN for number 4`."""
-        found = [f"{self.total:,} outputs differ"]
+        found = ["1 output differs" if self.total == 1 else f"{self.total:,} outputs differ"]
         if self.finite:
-            found.append(f"by {self.lowest:+,} to {self.highest:+,} ulps")
+            low, high = f"{self.lowest:+,}", f"{self.highest:+,}"
+            found.append(
+                f"by {low} ulp{'s' * (low not in ('+1', '-1'))}" if low == high else f"by {low} to {high} ulps"
+            )
         name, count = max(self.labelled().items(), key=lambda item: item[1])
         found.append(f"most often {name} ({100 * count / self.total:.0f} %)")
         return "; ".join([", ".join(found), *(f"{name} {count:,}" for name, count in self.apart.items())])

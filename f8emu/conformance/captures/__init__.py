@@ -1,1 +1,1 @@
-"""Captured steps of training: read, computed again, compared."""
+"""Captured training steps: reading them, computing them again, comparing them."""

@@ -1,7 +1,8 @@
 """The scales and codes of a captured GEMM from the tensors before their casts.
 
-A dynamic scale follows from the tensor. A delayed one follows from earlier steps, that of a sharded tensor from other
-ranks too: it is then taken as captured, and the codes are those of an inv_scale whose reciprocal it is.
+A dynamic scale follows from the tensor. A delayed scale follows from earlier steps, and the scale of a sharded tensor
+also from other ranks: such a scale is taken as captured, and the codes are checked with the inv_scale whose reciprocal
+it is.
 """
 
 from collections.abc import Iterator
@@ -39,9 +40,9 @@ class Tensors:
                 self._found.setdefault((record.layer, record.tensor), []).append(captured)
 
     def values(self, record: GemmRecord, tensor: str) -> Iterator[np.ndarray]:
-        """Those that could be read: of before the GEMM the latest first, then those after it, the next first.
+        """The tensors that could be read: those before the GEMM, latest first, then those after it, next first.
 
-        Backward passes may come in another order than forward passes, and the callbacks of JAX in any.
+        Backward passes may come in another order than forward passes, and the callbacks of JAX in any order.
         """
         found = self._found.get((record.layer, tensor), [])
         before = [one for one in reversed(found) if one.record.order < record.order]

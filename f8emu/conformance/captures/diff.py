@@ -21,30 +21,30 @@ from f8emu.spec import OPERANDS, SpecError
 
 _ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")
 _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype", "use_fast_accum", "chip", "split_k")
-"""Of a GEMM: where they differ, so may the bits."""
+"""Options of a GEMM; if they differ, the bits may differ too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """One stage of which the two have different bits."""
+    """One stage whose bits differ between the two captures."""
 
     step: str
     place: str
     part: str
     """`value` (a tensor before its casts), `a.scale`, `a.codes`, ..., `product`."""
     tensor: str
-    """What it is, or was made of; empty for a product."""
+    """The tensor itself, or the one that the operand was cast from; empty for a product."""
     elements: int
     elements_different: int
     ulps_median: float = 0.0
-    """In units of the last place of its format, of the elements that differ; NaN and infinities apart."""
+    """The median difference of the elements that differ, in ulps of their format, NaN and infinities left out."""
     ulps_max: int = 0
     nonfinite: int = 0
-    """Elements that are NaN or infinite on one side alone."""
+    """The number of elements that are NaN or infinite in one capture only."""
     fault: str = ""
     """Why they cannot be compared: another dtype or shape."""
     options: str = ""
-    """What of the GEMM was asked for otherwise."""
+    """Options of the GEMM that differ."""
     cause: str = ""
     mismatches: tuple[Mismatch, ...] = ()
 
@@ -56,7 +56,7 @@ class Divergence:
             return head + self.fault
         share = f"{self.elements_different} of {self.elements} differ ({self.elements_different / self.elements:.2%})"
         ulps = f", by {self.ulps_median:g} ulps (median), {self.ulps_max} at most" if self.ulps_max else ""
-        special = f", {self.nonfinite} finite on one side alone" if self.nonfinite else ""
+        special = f", {self.nonfinite} finite on one side only" if self.nonfinite else ""
         return head + share + ulps + special + "".join(f"; {text}" for text in (self.options, self.cause) if text)
 
 
@@ -65,14 +65,14 @@ class CaptureDiff:
     """What two captures have in common, and where they part."""
 
     context: list[str] = field(default_factory=list)
-    """How the two were made otherwise: device, versions, recipe, ..."""
+    """Differences in how the two were made: device, versions, recipe, ..."""
     steps: int = 0
     stages: int = 0
     stages_equal: int = 0
     elements: int = 0
     elements_equal: int = 0
     divergences: list[Divergence] = field(default_factory=list)
-    """In the order of execution: the first is where they part."""
+    """All divergences in the order of execution: the first is where the captures part."""
     only_a: list[str] = field(default_factory=list)
     only_b: list[str] = field(default_factory=list)
     """Steps and records that the other does not have, and does not say that it left out or never finished."""
@@ -95,10 +95,10 @@ class CaptureDiff:
 def diff_captures(
     a: Sequence[CapturedStep], b: Sequence[CapturedStep], *, errors: int = 20, progress: Progress | None = None
 ) -> CaptureDiff:
-    """Compares two captures of `read_capture`. KeyboardInterrupt ends it, and what was found until then is given.
+    """Compare two captures of `read_capture`. KeyboardInterrupt ends it, and the findings so far are returned.
 
     Raises:
-        SpecError: no step of one is in the other.
+        SpecError: the captures have no step in common.
         CaptureError: no two records could be read.
     """
     found = CaptureDiff()
@@ -159,7 +159,7 @@ def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str
     records: dict[tuple[str, str, int], CapturedRecord] = {}
     for one in step.records:
         if records.setdefault(one.record.key, one) is not one:
-            found.missing.append(f"{side}: {step.name}: {one.record.place} is there twice: {one.path}")
+            found.missing.append(f"{side}: {step.name}: {one.record.place} appears twice: {one.path}")
     return records
 
 
@@ -225,7 +225,7 @@ def _stage(
 
     if part not in of_a or part not in of_b:
         size = of_a[part].size if part in of_a else of_b[part].size
-        return found(size, size, fault=f"{'A' if part in of_a else 'B'} alone has it")
+        return found(size, size, fault=f"only {'A' if part in of_a else 'B'} has it")
     x, y = of_a[part], of_b[part]
     if x.dtype != y.dtype or x.shape != y.shape:
         size = max(x.size, y.size)

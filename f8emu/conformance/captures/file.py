@@ -88,7 +88,7 @@ class CapturedStep:
     path: Path
     header: StepHeader
     records: tuple[CapturedRecord, ...]
-    """In the order in which they happened."""
+    """All records, in the order in which they happened."""
     left_out: tuple[LeftOut, ...]
     is_complete: bool
     """False: the process ended, or the disk was full, before the step was finished."""

@@ -14,7 +14,7 @@ def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], Captu
         if found.setdefault((step.header.step, step.header.rank), step) is not step:
             left_over.append(step)
     return found, [
-        f"{step.name} is there twice: {found[step.header.step, step.header.rank].path}, {step.path}"
+        f"{step.name} appears twice: {found[step.header.step, step.header.rank].path}, {step.path}"
         for step in left_over
     ]
 

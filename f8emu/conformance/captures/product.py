@@ -16,7 +16,7 @@ _SIZE_MULTIPLE = 16
 _BLOCK = 128
 _MOST_SLICES = 16
 _SHORTEST_SLICE = 64
-"""Of K, in bfloat16 [BF16-2]."""
+"""The shortest slice of K, in bfloat16 [BF16-2]."""
 _TRIED = 64
 """Rows and columns on which another S is tried."""
 
@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
     scale_a: np.ndarray | None
     scale_b: np.ndarray | None
     product: np.ndarray
-    """As captured."""
+    """The product as captured."""
 
 
 def sampled(record: GemmRecord, arrays: Arrays, outputs: int | None) -> Sampled:
@@ -91,7 +91,7 @@ def product_of(record: GemmRecord, part: Sampled, judge: Subject, split_k: int) 
     """
     chip = CHIPS.get(record.chip)
     if chip is None:
-        raise NotOffered(f"chip {record.chip!r} is not known to this version of f8emu")
+        raise NotOffered(f"this version of f8emu does not know the chip {record.chip!r}")
     out_format = format_by_name(record.out_dtype)
     if 0 in (*part.a.shape, *part.b.shape):
         return np.zeros(part.product.shape, part.product.dtype)
@@ -137,7 +137,7 @@ def likely_cause(record: GemmRecord, arrays: Arrays, part: Sampled, wrong: np.nd
     slices = _other_split(record, arrays, part.rows[rows], part.columns[columns], judge)
     if slices:
         return (
-            f"every bit is that of S = {slices}: the library cut K into {slices} slices; the plan says "
+            f"every bit equals split-K with S = {slices}; the plan says "
             f"{record.split_k} ({record.split_k_source}) [CHAIN-3]"
         )
     return ""

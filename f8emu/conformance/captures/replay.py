@@ -3,7 +3,7 @@
     scale, codes of a and of b   from the tensors before their casts, where they were captured
     product                      from the captured operands, so that a fault does not spread to later stages
 
-Who computed a capture does not judge it: an emulated one, which f8ref.jax computed, is judged by f8ref.numpy.
+The engine that computed a capture does not judge it: a capture that f8ref.jax emulated is judged by f8ref.numpy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -69,9 +69,9 @@ class Replay:
     gemms: int = 0
     counts: dict[str, Count] = field(default_factory=lambda: {kind: Count() for kind in KINDS})
     outputs: int = 0
-    """Of all products; `counts` has how many of them were computed again."""
+    """The number of outputs of all products; `counts` has how many of them were computed again."""
     findings: list[Finding] = field(default_factory=list)
-    """In the order of execution: the first is where to look."""
+    """All findings in the order of execution: look at the first."""
     damaged: list[str] = field(default_factory=list)
     """Files that are not what was written, by their SHA-256, or that hold no record of a capture, and why."""
     not_replayed: list[str] = field(default_factory=list)
@@ -109,19 +109,19 @@ def replay(
     errors: int = 20,
     progress: Progress | None = None,
 ) -> Replay:
-    """Computes every stage again. KeyboardInterrupt ends it, and what was found until then is given.
+    """Compute every stage again. KeyboardInterrupt ends it, and the findings so far are returned.
 
     Args:
-        steps: of `read_capture`.
+        steps: the result of `read_capture`.
         oracle: f8ref.numpy or f8ref.jax; by default the first for emulated GEMMs, the second for a GPU's.
-        outputs: how many of each product at most, rows and columns drawn at random; None: all.
+        outputs: the most outputs of each product to compute, rows and columns drawn at random; None: all.
         errors: mismatches to keep of each finding.
-        progress: told what runs.
+        progress: receives the progress.
 
     Raises:
-        SpecError: no such oracle.
+        SpecError: an unknown oracle.
         CaptureError: no GEMM could be read.
-        MissingExtraError: the oracle was named and needs JAX, which is not installed.
+        MissingExtraError: the named oracle needs JAX, which is not installed.
     """
     if oracle is not None and oracle not in ORACLES:
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")

@@ -66,7 +66,7 @@ def replay_verdict(found: Replay) -> str:
 
 
 def diff_lines(found: CaptureDiff, errors: int) -> Iterator[str]:
-    """How the captures were made otherwise, then where they part."""
+    """Differences in how the captures were made, then where they part."""
     yield from (f"A / B: {text}" for text in found.context)
     if found.divergences:
         yield f"first divergence: {found.divergences[0].line()}"

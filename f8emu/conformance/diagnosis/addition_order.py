@@ -1,4 +1,4 @@
-"""In which order a kernel adds along K, read off its outputs alone (the idea of FPRev, arXiv 2411.00442).
+"""The order in which a kernel adds along K, read off its outputs alone (the idea of FPRev, arXiv 2411.00442).
 
 A large product M stands at the first place of K and -M at another one, j; every other place has the same tiny product,
 which any sum that holds M or -M swallows. The output counts those that were added after M and -M had met. So
@@ -50,13 +50,13 @@ class Order:
             case Adder.EXACT:
                 return "nothing is lost: exact, or wider than float32"
             case Adder.FLOAT32 if not self.is_known:
-                return f"float32, in an order that is not known here; smallest sums {self.smallest_sums[1:9]}..."
+                return f"float32, in an unknown order; smallest sums {self.smallest_sums[1:9]}..."
             case Adder.FLOAT32:
                 lanes = f"{self.lanes} lanes that take turns" if self.lanes > 1 else "one product after the other"
                 return f"float32, {lanes}"
             case Adder.TENSOR_CORE:
                 return f"steps of {self.step_k} products, each on the sum of those before"
-        return f"an order that is not known here; smallest sums {self.smallest_sums[1:9]}..."
+        return f"an unknown order; smallest sums {self.smallest_sums[1:9]}..."
 
 
 def ones_case(

@@ -27,7 +27,7 @@ class Asked:
     """A probe and the outputs that the subject gave."""
 
     case: GemmCase
-    """As the subject was asked it."""
+    """The case as the subject ran it."""
     at: Part | None
     """The outputs that are looked at; None: all."""
     observed: np.ndarray
@@ -80,7 +80,7 @@ class Answers:
 
 
 def ask_one(subject: Subject, case: GemmCase, at: Part | None = None) -> Asked | NoAnswer:
-    """One GEMM put to a subject, as it can be asked it: its answer, or why there is none."""
+    """One GEMM run by a subject, in the form that it accepts: its answer, or why there is none."""
     try:
         asked = subject.question(case)
         if (asked.use_fast_accum, asked.bias is None) != (case.use_fast_accum, case.bias is None):

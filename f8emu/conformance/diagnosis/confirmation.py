@@ -76,9 +76,9 @@ def _unsteady(subject: Subject, asked: list[Asked], kept: list[np.ndarray]) -> s
     whole = kept[0].copy()
     again = ask_one(subject, first.case)
     if isinstance(again, NoAnswer):
-        return f"{first.case.id}: asked again after others, it gave no output: {again.reason}"
+        return f"{first.case.id}: run again after others, it gave no output: {again.reason}"
     if _differ(whole, again.observed):
-        return f"{first.case.id}: asked again after others, it gave other bits"
+        return f"{first.case.id}: run again after others, it gave other bits"
     return ""
 
 

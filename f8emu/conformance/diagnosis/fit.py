@@ -1,4 +1,4 @@
-"""Which rules a kernel follows, when nobody knows: measured one at a time, then confirmed by bits.
+"""The unknown rules of a kernel: measured one at a time, then confirmed by bits.
 
 1. The order of adding is read off crafted operands (`addition_order`), and so are the fraction bits of a term.
 2. What is left - the bits of a sum, scales, bias, output, subnormals - has few possibilities: each is chosen by the
@@ -33,7 +33,7 @@ class Measured:
     name: str
     value: str
     evidence: str
-    """How it was told."""
+    """How it was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Fitted:
     follows: str = ""
     """The chip whose rules these are."""
     random: Confirmation | None = None
-    """Of GEMMs that took no part in the measurement; None: not yet asked."""
+    """The result on random GEMMs that took no part in the measurement; None: not run yet."""
     sizes: tuple[AtSize, ...] = ()
     left_out: str = ""
     """How many probes the kernel failed on, and how on the first: the rest was measured."""
@@ -66,7 +66,7 @@ class Fitted:
 
     @property
     def is_confirmed(self) -> bool:
-        """By all that was asked: random GEMMs, one of them twice, and every size that is offered."""
+        """Whether every check holds: random GEMMs, one of them twice, and every size that is offered."""
         is_steady = self.random is not None and not self.random.unsteady
         return self.holds_on_random and is_steady and not any(one.misses or one.has_failed for one in self.sizes)
 

@@ -43,7 +43,7 @@ SPLITS = (2, 3, 4, 8)
 SPLIT_ABOVE = 512
 """Where a kernel begins to split is not measured: between the short probes and the long ones."""
 BLOCKS = (256, 384, 512)
-"""Of K, in libraries of CPUs: MKL's sgemm has 384 at most."""
+"""Block lengths of K in CPU libraries: MKL's sgemm has 384 at most."""
 TAILS = (32, 64, 128, 256, 512)
 LAST = (32, 64, 128)
 TILES = (64, 128)

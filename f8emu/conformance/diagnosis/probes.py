@@ -192,7 +192,7 @@ def _many() -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def _scales(granularity: Granularity, rows: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
-    """Of any significand; rows and columns differ in magnitude."""
+    """Scales with any significand; rows and columns differ in magnitude."""
     size = 1 if granularity is Granularity.TENSORWISE else rows
     r = rng("probe scales", granularity.value)
     found = [r.uniform(1, 2, size) * np.exp2(r.integers(-7, 4, size)) for _ in "ab"]

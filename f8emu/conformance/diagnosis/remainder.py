@@ -10,7 +10,7 @@ from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.rules import Places, Rules
 
 _COVERAGE = 0.99
-"""Of what is left, that has a trait which is said to be that of the rest."""
+"""The share of the remaining outputs that must have a trait, for the trait to describe them."""
 
 
 def first_wrong(asked: Sequence[tuple[Asked, Rules]], memory: Memory) -> dict[Places, int]:

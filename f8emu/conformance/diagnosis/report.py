@@ -64,7 +64,7 @@ def diagnosis_lines(diagnoses: Diagnoses) -> Iterator[str]:
             yield from _lines_of(same, f"all {len(same)} kinds of GEMM" if every else ", ".join(k.kind for k in same))
         yield from (f"  {kind.kind}: left out: {kind.left_out}" for kind in kinds if kind.left_out)
         if not kinds:
-            yield "  no GEMM that is probed is offered: nothing is known of what differs"
+            yield "  no GEMM that is probed is offered: what differs cannot be diagnosed"
         elif all(kind.is_right for kind in kinds):
             yield "  a stage differs, but the probes do not show it: no kind of GEMM differs on them"
 
@@ -209,7 +209,7 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
 
 
 def fit_verdict(fit: Fit) -> str:
-    """The last line: what is true of all that was asked."""
+    """The last line: what holds for everything that was run."""
     where = f" {INTERPRETED}" if INTERPRETED in fit.engine else ""
     if not fit.kinds:
         why = f": {fit.reason}" if fit.reason else ""

@@ -169,7 +169,7 @@ class Rules:
     model: AccumulationModel
     """[ACC-1..5], [CHAIN-1..3]; of another adder than the tensor core only `promote_k` and `split_k_multiple` count."""
     lanes: int = 1
-    """Of float32: this many sums take turns along K, and are added up pairwise, neighbours first."""
+    """The number of float32 sums that take turns along K; they are added up pairwise, neighbours first."""
     terms: Rounding = Rounding.CUT
     """[ACC-3] Products and the accumulator, when they are aligned."""
     sums: Rounding = Rounding.CUT
@@ -241,7 +241,7 @@ class Rules:
         return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, for JSON."""
+        """The rules as plain data, for JSON."""
         plain: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)

@@ -36,7 +36,7 @@ class Explanation:
 
     @property
     def share(self) -> float:
-        """Of the outputs that it explains."""
+        """The share of the outputs that it explains."""
         return self.outputs_equal / self.outputs_total
 
 
@@ -200,13 +200,13 @@ class Search:
         return all(self._equal(one, rules[kind]) == one.size for one, kind in self.asked)
 
     def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
-        """Those that explain more than a base does, the best first."""
+        """The attempts that explain more than a base does, the best first."""
         sizes = [one.size for one, _ in self.asked]
         better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
         return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
 
     def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
-        """Those that explain every bit, with one alteration more than a base has."""
+        """The attempts that explain every bit with one alteration more than a base has."""
         for steps, rules in self._more(bases, title):
             if self._is_complete(rules):
                 yield _Tried(steps=steps, equal=tuple(one.size for one, _ in self.asked))
@@ -240,7 +240,7 @@ class Search:
                     yield steps, rules
 
     def _plainness(self, tried: _Tried) -> int:
-        """Of explanations that are complete the plainer is the one that needs no late alteration."""
+        """The rank of a complete explanation: the plainer one needs no late alteration."""
         return max(self.alterations.index(step) for step in tried.steps)
 
     def _ruled(self, steps: tuple[Alteration, ...]) -> list[tuple[Asked, Rules]]:
@@ -249,7 +249,7 @@ class Search:
         return [(one, rules[kind]) for one, kind in self.asked]
 
     def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
-        """Those of `self.right`, altered."""
+        """The rules of `self.right`, altered."""
         found = self.right
         for alteration in steps:
             found = tuple(map(alteration.change, found))

@@ -45,7 +45,7 @@ class AtSize:
     is_same: bool = True
     """The rows have the bits that they have in the largest GEMM that ran."""
     outputs_equal: int = 0
-    """Of a sample, under the rules."""
+    """How many outputs of a sample equal those of the rules."""
     outputs_total: int = 0
     split_k: int | None = None
     """The slices of K that explain the sample; None: none does."""
@@ -107,7 +107,7 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
 
 
 def _judged(known: AtSize, one: Asked, rules: Rules) -> AtSize:
-    """By a sample of rows and columns, under the rules as they are and under other splits of K."""
+    """The size, judged by a sample of rows and columns, under the rules as they are and under other splits of K."""
     m, n = one.case.output_shape
     r, memory = rng("sizes", known.name), Memory()
     at = places(r, m, 8), places(r, n, 8)

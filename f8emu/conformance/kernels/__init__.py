@@ -1,1 +1,1 @@
-"""Other people's kernels: how they are declared and called, which are known, what may go wrong in one."""
+"""Kernels of other libraries: how they are declared and called, which ones are known, what can go wrong."""

@@ -1,4 +1,4 @@
-"""How a declared kernel is put to the suite: which question it is asked, its call, and what is checked around it."""
+"""How the suite runs a declared kernel: the case that it gets, its call, and what is checked around it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ _NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
 
 
 def question(kernel: Kernel, case: GemmCase) -> GemmCase:
-    """The case as this kernel can be asked it: another output type, no bias, scales that it can hold.
+    """The case in the form that this kernel accepts: another output type, no bias, scales that it can hold.
 
-    The judge is asked the same. What no such change makes possible stays, and is not offered.
+    The judge gets the same case. A case that no such change makes possible stays, and is not offered.
     """
     if case.mode is Mode.BF16 or (case.mode is Mode.GROUPED_ROWWISE) != kernel.is_grouped:
         return case
@@ -99,16 +99,11 @@ class _Call:
     function: Callable[..., Any]
 
     def scaled_mm(self, *arguments: Any, **options: Any) -> np.ndarray:
-        """As the verb of that name.
-
-        Raises:
-            NotOffered: the declaration, or the kernel itself, has no such GEMM.
-            KernelFault: what the kernel did beside its output.
-        """
+        """The verb `scaled_mm`."""
         return self._scaled_mm(*arguments, **options)()
 
     def scaled_grouped_mm(self, *arguments: Any, **options: Any) -> np.ndarray:
-        """As the verb of that name; raises as `scaled_mm`."""
+        """The verb `scaled_grouped_mm`; it raises like `scaled_mm`."""
         return self._scaled_grouped_mm(*arguments, **options)()
 
     def in_turn(self, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
@@ -133,11 +128,11 @@ class _Call:
         placement: Placement | None = None,
     ) -> _Output:
         if self.kernel.is_grouped:
-            raise NotOffered(f"{self.kernel.name} multiplies groups of rows alone")
+            raise NotOffered(f"{self.kernel.name} multiplies only groups of rows")
         if placement is not None and self.framework.name == "jax":
-            raise NotOffered("where an array of JAX lies is JAX's choice")
+            raise NotOffered("JAX decides where its arrays lie")
         if split_k != 1:
-            raise NotOffered("split-K is the library's choice, which an own kernel is not told")
+            raise NotOffered("the library chooses the split-K, and your own kernel is not passed it")
         self._require(a, b, out_dtype, use_fast_accum, is_blockwise=granularity_a.is_blockwise)
         if bias is not None and not self.kernel.takes_bias:
             raise NotOffered(f"{self.kernel.name} takes no bias")
@@ -145,14 +140,14 @@ class _Call:
         if _needs_squares(self.kernel, pair):
             squares = scale_a[::_SIDE]
             if not np.array_equal(np.repeat(squares, _SIDE, axis=0)[: len(a)], scale_a):
-                raise NotOffered(f"{self.kernel.name} takes scales of 128x128 of a; these are of 1x128")
+                raise NotOffered(f"{self.kernel.name} takes 128x128 scales of a; these are 1x128")
             pair, scale_a = (_SQUARE, _SQUARE), squares
         if pair not in self.kernel.scales:
             raise NotOffered(f"{self.kernel.name} takes no scales {pair[0].value} x {pair[1].value}")
         layouts = self.kernel.scales[pair]
         for layout, scale in zip(layouts, (scale_a, scale_b), strict=True):
             if layout.is_inverse and (scale != _power_of_two(scale)).any():
-                raise NotOffered(f"{self.kernel.name} takes inverse scales, exact for powers of two alone")
+                raise NotOffered(f"{self.kernel.name} takes inverse scales, exact only for powers of two")
 
         m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
         at = placement or Placement()
@@ -223,7 +218,7 @@ class _Call:
             raise NotOffered(f"{kernel.name} has no output {out_dtype}")
         is_fast = kernel.accumulation is Accumulation.FAST
         if not kernel.chooses_accumulation and not is_blockwise and use_fast_accum != is_fast:
-            raise NotOffered(f"{kernel.name} has {kernel.accumulation.value} accumulation alone")
+            raise NotOffered(f"{kernel.name} has only {kernel.accumulation.value} accumulation")
 
     def _called(
         self, values: dict[Arg, Any], shape: tuple[int, int], out_dtype: Format, use_fast_accum: bool

@@ -42,7 +42,7 @@ GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112),
 
 
 def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
-    """The GEMMs that this kernel is asked beside those of everybody."""
+    """The GEMMs for this kernel alone, beside those for every subject."""
     if kernel.is_grouped:
         yield from _grouped(kernel)
     squares = Granularity.BLOCKWISE_128X128

@@ -89,7 +89,7 @@ def contained(
                 _CALLS.running.discard(thread)
         if thread in _CALLS.forked:
             _CALLS.forked.discard(thread)
-            raise Forked(f"{what} forked this process; start a program of its own instead")
+            raise Forked(f"{what} forked this process; start a separate program instead")
         return found
 
     return call

@@ -12,27 +12,27 @@ function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> output
 a         [M, K] of float8_e4m3fn or float8_e5m2, row-major
 b         [K, N] of either, column-major: a transposed [N, K]. One of a and b at
           least is float8_e4m3fn. M is any number; N and K are multiples of 16.
-          Rows may lie farther apart than they are long: strides say how far.
+          There may be gaps between rows: the strides tell.
 scale_a, scale_b
           float32 of any value, and they decode: value = code * scale
           tensorwise: one element each, without dimensions
           rowwise: [M, 1] and [1, N]
-bias      [N] of out_dtype, or None; None where out_dtype is float32
+bias      [N] of out_dtype, or None; None if out_dtype is float32
 out_dtype float32, bfloat16 or float16: a dtype of the arrays' framework
 use_fast_accum
           True: the tensor core adds all of K in its own accumulator.
           False: it promotes to float32 every 128 of K.
 output    [M, N] of out_dtype: a new array, which no later call changes
 
-Arrays are torch's, on the GPU where there is one; --arrays numpy or jax gives
-those of the others. Inputs are read only, and so is the memory beside them.
+Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
+another framework. Inputs are read only, and so is the memory around them.
 NotImplementedError is "not offered": such a case never counts as equal. So are
-a RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, where rows lie apart
-or an operand begins between boundaries of 256 bytes, a ValueError and a
+a RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, if rows lie apart or
+an operand does not begin at a multiple of 256 bytes, a ValueError and a
 RuntimeError that names strides, contiguity, alignment, or
 CUBLAS_STATUS_INVALID_VALUE. Any other exception is the error of its case.
 sys.exit, os._exit and fork are faults.
---isolate runs a kernel that crashes or hangs in a process of its own.
+--isolate runs the kernel in its own process, for one that crashes or hangs.
 
 Its name is package.module:function or path/to/file.py:function.
 

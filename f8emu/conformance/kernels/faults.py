@@ -114,7 +114,7 @@ class Guarded:
         if behind.size:
             places.append(f"{behind.size} behind its end, the nearest {behind[0] - self._end + 1} elements away")
         if places:
-            raise WroteOutOfBounds(f"elements beside {self._name} were written: {'; '.join(places)}; check the masks")
+            raise WroteOutOfBounds(f"elements outside {self._name} were written: {'; '.join(places)}; check the masks")
 
     def check_unchanged(self) -> None:
         """Raises where the array has other bits than before.

@@ -54,7 +54,7 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
 
 
 def _require_signature(kernel: Kernel, function: Callable[..., Any]) -> None:
-    """That the function can be called as its declaration says, as far as Python knows before the call."""
+    """Require that the function can be called as its declaration says, as far as Python knows before the call."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of a builtin nothing is known

@@ -8,7 +8,7 @@ from typing import Any
 INTERPRETED = "in Triton's interpreter: nothing follows for the GPU"
 """Part of the engine of such a kernel."""
 _TRUE = ("1", "true", "yes", "on", "y")
-"""As Triton reads TRITON_INTERPRET."""
+"""The values of TRITON_INTERPRET that Triton reads as true."""
 
 
 def is_interpreted(function: Callable[..., Any] | str) -> bool:

@@ -1,4 +1,4 @@
-"""A kernel in a process of its own: a crash, an exit or a hang is the error of one case, and the next one runs.
+"""A kernel in its own process: a crash, an exit or a hang is the error of one case, and the next one runs.
 
 The child is asked through a socket, GEMM by GEMM, and lives until it fails; then a fresh one is started. It has a
 session of its own, so Ctrl-C reaches the parent alone, and it ends when the parent does.
@@ -31,7 +31,7 @@ _START_SECONDS = 300.0
 _SHOWN = 200
 _HANGS = 3
 _ENDS = 5
-"""After so many hangs, or ends of its process, in a row the rest is not asked."""
+"""After so many hangs, or ends of its process, in a row the remaining cases are not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class IsolatedKernel:
         self._name, self._arrays, self._timeout = name, arrays, timeout
         self._child: _Child | None = None
         self._hangs = self._ends = 0
-        """In a row. A hang is an end too: the process is stopped."""
+        """The number of hangs in a row. A hang is an end too: the process is stopped."""
         self._running()
 
     def run(self, verb: str, *args: Any, **options: Any) -> np.ndarray:
@@ -68,7 +68,7 @@ class IsolatedKernel:
         if self._hangs == _HANGS:
             raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
         if self._ends == _ENDS:
-            raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or spoilt their process")
+            raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or broke their process")
         try:
             kind, *found = self._running().ask(("run", verb, args, options), self._timeout)
         except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
@@ -181,7 +181,7 @@ def _ended(process: subprocess.Popen[bytes], connection: Connection, printed: IO
 
 
 def isolated(name: str, arrays: str, timeout: float) -> IsolatedKernel:
-    """The kernel of that name in a process of its own, started.
+    """The kernel of that name in its own process, started.
 
     Raises:
         SpecError: what loading it raised; it may crash or hang there too.

@@ -21,27 +21,27 @@ from f8emu.spec import BFLOAT16, HOPPER, Format, Granularity, SpecError
 
 
 class Arg(Enum):
-    """What stands at a place of a call. Everything else in a declaration is passed as it is."""
+    """A placeholder for an argument of a call. Everything else in a declaration is passed as it is."""
 
     A = "a"
     B = "b"
     SCALE_A = "scale_a"
     SCALE_B = "scale_b"
     SCALE_PRODUCT = "scale_a * scale_b"
-    """Of tensorwise scales: their float32 product, as a Python float."""
+    """The float32 product of tensorwise scales, as a Python float."""
     BIAS = "bias"
     """[N] of the output's type, or None."""
     OUT_DTYPE = "out_dtype"
-    """The framework's own dtype."""
+    """The output type, as the framework's own dtype."""
     USE_FAST_ACCUM = "use_fast_accum"
     USE_SPLIT_ACCUMULATOR = "not use_fast_accum"
     GRANULARITY_A = "granularity of a"
-    """Of the scales, in the words of `Kernel.granularity_word`."""
+    """The granularity of the scales, as `Kernel.granularity_word` spells it."""
     GRANULARITY_B = "granularity of b"
     OFFS = "offs"
-    """int32 [groups], the end of each group's rows: the kernel is a grouped one."""
+    """int32 [groups], the end of each group's rows. The kernel is then a grouped one."""
     GROUP_SIZES = "group sizes"
-    """int32 [groups], how many rows each group has: the kernel is a grouped one."""
+    """int32 [groups], the number of rows of each group. The kernel is then a grouped one."""
     OUT = "out"
     """The output, preallocated. Without it the kernel returns its output."""
     ZEROS = "zeros"
@@ -53,14 +53,14 @@ _GROUPS = (Arg.OFFS, Arg.GROUP_SIZES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperandLayout:
-    """How an operand of R rows lies: `a` has M rows, `b` has N, each of K."""
+    """The memory layout of an operand of R rows: `a` has M rows, `b` has N, each of length K."""
 
     k_first: bool = False
     """False: shape [R, K]; True: [K, R]."""
     k_contiguous: bool = True
-    """The tensor core reads float8 with K contiguous; some kernels transpose on the way."""
+    """Whether K is contiguous, as the tensor core reads float8; some kernels transpose on the way."""
     takes_padding: bool = False
-    """Whether the contiguous rows may be apart: the other stride is then larger than their length."""
+    """Whether there may be gaps between the contiguous rows: the other stride is then larger than their length."""
 
     @property
     def column_major(self) -> bool:
@@ -82,7 +82,7 @@ K_BY_ROWS_ROW_MAJOR = OperandLayout(k_first=True, k_contiguous=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleLayout:
-    """How the scales of an operand of R rows lie: `[groups of R, groups of K]` by default."""
+    """The memory layout of the scales of an operand of R rows: `[groups of R, groups of K]` by default."""
 
     k_first: bool = False
     """True: [groups of K, groups of R]."""
@@ -92,10 +92,10 @@ class ScaleLayout:
     k_multiple: int = 1
     """The groups of K are padded to this with zeros."""
     as_float: bool = False
-    """One element, as a Python float."""
+    """One element, passed as a Python float."""
     is_inverse: bool = False
-    """The factor that was multiplied when the operand was quantised, `1 / scale`: the suite then asks with powers of
-    two, of which alone the reciprocal is exact."""
+    """The kernel takes the factor that was multiplied while quantising, `1 / scale`. The suite then uses powers of two,
+    whose reciprocals alone are exact."""
 
 
 Scales = Mapping[tuple[Granularity, Granularity], tuple[ScaleLayout, ScaleLayout]]
@@ -125,7 +125,7 @@ def _value(granularity: Granularity) -> str:
 
 
 class Accumulation(Enum):
-    """Which accumulation a kernel has that takes no argument for it."""
+    """The accumulation of a kernel that takes no argument for it."""
 
     FAST = "fast"
     PROMOTED = "promoted"
@@ -133,9 +133,10 @@ class Accumulation(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """A scaled GEMM `a @ b^T`, and how the suite's cases are put to it.
+    """A scaled GEMM `a @ b^T`, and how to call it with the suite's cases.
 
-    What the declaration does not have is not asked; `NotImplementedError` from the kernel is "not offered" too.
+    Features that a kernel does not declare are skipped. A call that raises `NotImplementedError` is "not offered",
+    which never counts as a pass.
 
     Raises:
         SpecError: a declaration that contradicts itself.
@@ -145,34 +146,34 @@ class Kernel:
     function: Callable[..., Any] | str
     """The kernel, or `package.module:attribute`, which is imported when the kernel is run."""
     arguments: tuple[Any, ...]
-    """Positional: `Arg`s, tuples and lists of them, and constants."""
+    """Positional arguments: `Arg`s, tuples and lists of them, and constants."""
     keywords: Mapping[str, Any] = field(default_factory=dict)
     scales: Scales = field(default_factory=dict)
-    """Which granularities it takes and how they lie; of a grouped kernel nothing: [M] and [groups, N]."""
+    """The granularities that the kernel takes, and their layouts. Empty for a grouped kernel: [M] and [groups, N]."""
     a: OperandLayout = ROWS_BY_K
     b: OperandLayout = ROWS_BY_K
-    """Of a grouped kernel with the groups in front."""
+    """The layout of `b`; a grouped kernel has the groups in front."""
     formats: tuple[tuple[Format, Format], ...] = HOPPER.format_pairs
     out_dtypes: tuple[Format, ...] = (BFLOAT16,)
     out_column_major: bool = False
     accumulation: Accumulation = Accumulation.PROMOTED
-    """Where no argument asks for it."""
+    """The accumulation, if no argument selects it."""
     granularity_word: Callable[[Granularity], Any] = _value
     multiples: tuple[int, int, int] = (16, 16, 16)
-    """Of M, N and K: smaller cases are padded with zeros, which change no other output."""
+    """Multiples of M, N and K. Smaller cases are padded with zeros, which change no other output."""
     block_multiples: tuple[int, int, int] = (16, 16, 128)
-    """The same where there are block scales."""
+    """Multiples of M, N and K with block scales."""
     arrays: str | None = None
     """torch, numpy or jax; None leaves it to the command line."""
     imports: tuple[str, ...] = ()
-    """Modules to import before the function is there."""
+    """Modules to import before the function."""
     install: str = ""
-    """How to get the package; without it the kernel is then "not offered"."""
+    """How to install the package; without the package the kernel is "not offered"."""
     needs_gpu: bool = False
     predicted: str = ""
-    """What it should give, in a sentence: printed beside the engine."""
+    """What the kernel should give, in a sentence; printed beside the engine."""
     seen: str = ""
-    """What it gave, where that was recorded: printed after the prediction."""
+    """What the kernel gave, if that was recorded; printed after the prediction."""
 
     def __post_init__(self) -> None:
         places = self.args
@@ -197,7 +198,7 @@ class Kernel:
 
     @property
     def args(self) -> tuple[Arg, ...]:
-        """The `Arg`s that its call has."""
+        """The `Arg`s of its call."""
         return tuple(_args((self.arguments, tuple(self.keywords.values()))))
 
     @property
@@ -210,7 +211,7 @@ class Kernel:
 
     @property
     def chooses_accumulation(self) -> bool:
-        """Whether an argument asks for fast accumulation."""
+        """Whether an argument selects fast accumulation."""
         return Arg.USE_FAST_ACCUM in self.args or Arg.USE_SPLIT_ACCUMULATOR in self.args
 
     @property
@@ -218,7 +219,7 @@ class Kernel:
         return any(layout.is_inverse for pair in self.scales.values() for layout in pair)
 
     def outline(self) -> "Kernel":
-        """The declaration without its call: which cases it is asked, as data that another process can be sent."""
+        """The declaration without its call: it decides which cases are run, and can be sent to another process."""
         call: dict[str, Any] = {"function": "", "arguments": self.args, "keywords": {}, "granularity_word": _value}
         return replace(self, scales=dict(self.scales), **call)
 

@@ -60,7 +60,7 @@ _LIBRARY_BLOCKS: Scales = {
     (_VECTOR, _SQUARE): (_LIBRARY_VECTOR, _LIBRARY_SQUARE),
     (_SQUARE, _VECTOR): (_LIBRARY_SQUARE, _LIBRARY_VECTOR),
 }
-"""As `torch.nn.functional.scaled_mm` takes block scales [EPI-5]."""
+"""The layout of block scales in `torch.nn.functional.scaled_mm` [EPI-5]."""
 
 
 def _scaling_type(granularity: Granularity) -> Any:
@@ -105,7 +105,7 @@ _SEEN = {
     "torchao.triton_1x128_128x1": "equal: 255,471 outputs of 27 GEMMs",
     "fbgemm.rowwise": "different, every bit explained: (acc * scale_a) * scale_b, and the bias is added after rounding "
     "to bfloat16",
-    "fbgemm.rowwise_out": "different, as fbgemm.rowwise; nothing was written beside its output",
+    "fbgemm.rowwise_out": "different, as fbgemm.rowwise; nothing was written outside its output",
     "fbgemm.tensorwise": "equal: 13,988 outputs of 41 GEMMs",
     "fbgemm.blockwise": "equal: 274,031 outputs of 30 GEMMs",
     "fbgemm.groupwise": "equal: 274,031 outputs of 30 GEMMs",

@@ -1,1 +1,1 @@
-"""Casts of a matrix for the GEMMs of a linear layer, from one reading of it: `casts` is what the layers call."""
+"""Casts of a matrix for the GEMMs of a linear layer, in one pass over the matrix. The layers call `casts`."""

@@ -170,7 +170,7 @@ def _tiles(launch: Launch, xs: Sequence[Product], refs: Sequence[Any], inside: j
 
 
 def _factors(ref: Any, launch: Launch, shape: tuple[int, ...], axis: int) -> jax.Array:
-    """Those of the rows of a program's tile (axis 0), [rows, 1], or of its columns, [1, cols]; zeros outside."""
+    """The factors of the rows of a program's tile (axis 0), [rows, 1], or of its columns, [1, cols]; zeros outside."""
     extent = (launch.rows, launch.cols)[axis]
     if shape[axis] % extent == 0:
         return ref[...]

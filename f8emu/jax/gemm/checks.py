@@ -127,8 +127,8 @@ def check_split_k(call: str, split_k: int | None) -> None:
     """Raise SpecError unless `split_k` is None or a number of slices."""
     if split_k is not None and (type(split_k) is not int or split_k < 1):
         raise SpecError(
-            f"{call}: split_k must be a static integer of at least 1, which is no split; got {split_k!r}; leave it out "
-            "to take the plan's"
+            f"{call}: split_k must be a static integer of at least 1, which means no split-K; got {split_k!r}; leave "
+            "it out to take the plan's"
         )
 
 
@@ -153,7 +153,7 @@ def _granularities(
     granularity_a: Granularity | str | None,
     granularity_b: Granularity | str | None,
 ) -> tuple[Granularity, Granularity]:
-    """Those that are given, or the first pair of the chip that fits the shapes of the scales."""
+    """The given granularities, or the first pair of the chip that fits the shapes of the scales."""
     given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in (granularity_a, granularity_b))
     expected: list[str] = []
     for pair in chip.granularity_pairs:

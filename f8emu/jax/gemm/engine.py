@@ -38,7 +38,7 @@ class Engine(Enum):
 
 
 _PROGRAMS: dict[tuple[Any, ...], Callable[..., jax.Array]] = {}
-"""Of eager calls with arrays on several devices."""
+"""Compiled programs of eager calls with arrays on several devices."""
 _NAMES = tuple(engine.value for engine in Engine)
 _FLOAT8_CAPABILITY = (8, 9)
 """From which on CUDA devices multiply float8."""
@@ -51,7 +51,8 @@ def check_engine(call: str, engine: str) -> None:
 
 
 def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HOPPER) -> str:
-    """What computes a GEMM of arrays on `device`, JAX's default one for None; tells emulation and hardware apart.
+    """The engine that computes a GEMM of arrays on `device`, in words for a report; None is JAX's default device, a
+    name the first device of that platform.
 
     Raises:
         OperandError: an unknown engine.
@@ -60,7 +61,8 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
     """
     check_engine("engine_of", engine)
     chip = chip_by_name("engine_of", chip)
-    device = jax.devices()[0] if device is None else device
+    if device is None or isinstance(device, str):
+        device = jax.devices(device)[0]
     if engine != Engine.EMULATED.value and _is_device_of(chip, device):
         return f"cuBLASLt on {device.device_kind}"
     if engine == Engine.HARDWARE.value:
@@ -247,13 +249,13 @@ def _choose(
 
 def _no_hardware(call: str, found: str, chip: Chip) -> str:
     if chip.capability is None:
-        wanted = f"a device whose library has the bits of {chip}, and JAX knows none"
+        wanted = f"a device whose library has the bits of {chip}, and JAX has no such device"
     else:
         major, minor = chip.capability
         wanted = f"a CUDA device of compute capability {major}.{minor}, {chip}"
     return (
         f"{call}: engine='hardware' needs {wanted}; got {found}; run it on one, or pass engine='emulated' for the bits "
-        f"of {chip} on any device, or name what the device is: chip= one of {', '.join(CHIPS)}"
+        f"of {chip} on any device, or pass the device's own profile: chip= one of {', '.join(CHIPS)}"
     )
 
 
@@ -261,8 +263,8 @@ def _no_hardware(call: str, found: str, chip: Chip) -> str:
 def warn_of_idle_gpu(chip: Chip) -> None:
     """A GPU that could multiply stands idle: that costs time, and must be seen."""
     warnings.warn(
-        f"f8emu.jax: the GPU is not {chip}, whose bits are asked for, so that GEMMs are emulated, which is slow; for "
-        f"the GPU's own bits and speed name what it is, chip= one of {', '.join(CHIPS)}. This is said once for a chip",
+        f"f8emu.jax: the GPU is not {chip}, whose bits were requested, so GEMMs are emulated, which is slow; for the "
+        f"GPU's own bits and speed pass its profile, chip= one of {', '.join(CHIPS)}. This appears once per chip",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -91,7 +91,7 @@ def scaled_mm(
     powers_of_two: bool = False,
     transposed: bool = False,
 ) -> jax.Array:
-    """A checked `scaled_mm`; `split_k` is of block scales only, in other GEMMs the library cuts K as it likes.
+    """A checked `scaled_mm`; `split_k` is of block scales only, in other GEMMs the library chooses the split-K.
 
     Shapes: a [M, K], b [K, N], of any extents: they are zero-padded -> [M, N], or [N, M] with `transposed`, which
     costs nothing here.

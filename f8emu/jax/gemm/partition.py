@@ -45,7 +45,7 @@ class Layout(NamedTuple):
     """The dimensions of a GEMM's arrays."""
 
     operands: tuple[Names, ...]
-    """Of `a` and `b`, then of the others."""
+    """Layouts of `a` and `b`, then of the other operands."""
     result: Names
     sharded_k: str = GATHER
 
@@ -59,7 +59,7 @@ def check_sharded_k(call: str, sharded_k: str) -> None:
 def layout_of(
     granularities: tuple[Granularity, Granularity] | None, *, has_bias: bool, transposed: bool, sharded_k: str
 ) -> Layout:
-    """Of `scaled_mm` with scales of these granularities, or of `mm` for None."""
+    """The layout of `scaled_mm` with scales of these granularities, or of `mm` for None."""
     operands: tuple[Names, ...] = (("m", "k"), ("k", "n"))
     if granularities is not None:
         operands += (_scale(granularities[0], "m"), _scale(granularities[1], "n")[::-1])
@@ -70,7 +70,7 @@ def layout_of(
 
 
 GROUPED = Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
-"""Of `scaled_grouped_mm`."""
+"""The layout of `scaled_grouped_mm`."""
 
 
 def in_parts(

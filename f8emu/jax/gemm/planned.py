@@ -1,4 +1,4 @@
-"""S, the number of slices of K, of an emulated GEMM whose caller gives none: that of the plan [PLAN-1..6]."""
+"""S, the number of slices of K, of an emulated GEMM whose caller gives none: the plan's [PLAN-1..6]."""
 
 import warnings
 
@@ -84,9 +84,9 @@ def _said(gemm: PlannedGemm) -> int:
     if split.source is Source.UNKNOWN and gemm.table not in _SAID:
         _SAID.add(gemm.table)
         warnings.warn(
-            f"f8emu.jax: into how many slices {LIBRARY} on {CHIP} cuts K of this GEMM is not known: {gemm}. It is "
-            "emulated without a split; the hardware's bits are the same if it does not split K either. Pass split_k if "
-            "you know it; `f8emu record OUT --plans IN.json` finds it on a GPU. This is said once for a kind of GEMM",
+            f"f8emu.jax: the plan of {LIBRARY} on {CHIP} has no split-K for this GEMM: {gemm}. It is emulated "
+            "without split-K, and has the hardware's bits if the hardware does not split K either. Pass split_k if you "
+            "know it; `f8emu record OUT --plans IN.json` finds it on a GPU. This warning appears once per kind of GEMM",
             stacklevel=2,
         )
     return split.split_k

@@ -31,9 +31,9 @@ def scaled_mm(
 ) -> jax.Array:
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
-    Granularities that are not given are inferred from the shapes of the scales; the first that fits is taken:
-    tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them if the shapes fit more than one: a
-    single row with block scales, or K <= 128.
+    Granularities that are not given are inferred from the shapes of the scales. The first that fits is taken:
+    tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them if more than one fits: a single row
+    with block scales, or K <= 128.
 
     Shapes:
         a [M, K], b [K, N], float8, of any extents; float32 scales, of `a`: one element, [M, 1], [M, ceil(K / 128)] or
@@ -41,9 +41,9 @@ def scaled_mm(
         [ceil(K / 128), N] or [ceil(K / 128), ceil(N / 128)]; bias [N] of any high precision -> [M, N] of out_dtype.
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
-    traced. `engine="hardware"`: the bits of the device. `split_k` is for the emulation of a split that the library's
-    heuristic chose [CHAIN-3]: None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only value on the
-    hardware. A shape that the plan does not know is emulated without a split; a warning says so once.
+    traced. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the library's
+    heuristic chose [CHAIN-3]. None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only value that
+    the hardware accepts. A shape that the plan does not cover is emulated without split-K, with one warning.
 
     Args:
         a: left operand.
@@ -53,18 +53,18 @@ def scaled_mm(
         bias: added in float32 after scaling [EPI-3].
         out_dtype: float32, bfloat16 or float16: a Format, its name or a dtype.
         use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
-        engine: "auto" (hardware on a CUDA device that is the chip, otherwise emulated), "hardware" or "emulated".
-        granularity_a: of `scale_a`, if its shape is ambiguous.
-        granularity_b: of `scale_b`, if its shape is ambiguous.
+        engine: "auto" (the hardware on a CUDA device that is the chip, else the emulation), "hardware" or "emulated".
+        granularity_a: the granularity of `scale_a`, if its shape is ambiguous.
+        granularity_b: the granularity of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
-        chip: whose bits: a profile of `f8emu.spec.CHIPS` or its name. Each says what it stands on (`evidence`). Only
-            Hopper has a plan: for others S is 1.
+        chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name. `evidence` says what a profile rests on.
+            Only Hopper has a plan; for other chips S is 1.
 
     Raises:
         OperandError: wrong dtype, shape or scales.
         SpecError: an unknown chip.
-        UnsupportedError: what the hardware or the engine does not support; the message names a remedy. If the call is
-            traced, this may be raised when the program is lowered.
+        UnsupportedError: a call that the hardware or the engine does not support; the message names a remedy. In a
+            traced call this may be raised when the program is lowered.
     """
     out = check_output("scaled_mm", out_dtype)
     engines.check_engine("scaled_mm", engine)
@@ -121,11 +121,11 @@ def scaled_grouped_mm(
         a [total_M, K], b [groups, K, N], float8_e4m3fn; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
         int32 [groups], the end of each group's rows -> [total_M, N] of out_dtype.
 
-    Exactness: that of `scaled_mm`. On hardware every group is a GEMM of all rows, of which its own are kept.
+    Exactness: as for `scaled_mm`. On hardware every group is a GEMM of all rows, of which the group's own are kept.
 
     Raises:
         OperandError: wrong dtype or shape.
-        UnsupportedError: what the hardware or this engine does not do.
+        UnsupportedError: a call that the hardware or this engine does not support.
     """
     out = check_output("scaled_grouped_mm", out_dtype)
     engines.check_engine("scaled_grouped_mm", engine)
@@ -154,11 +154,11 @@ def mm(
     Shapes:
         a [M, K], b [K, N], bfloat16, of any extents -> [M, N] of out_dtype.
 
-    Exactness: that of `scaled_mm`; `split_k` as there [BF16-2], the plan's for two row-major matrices ("nn").
+    Exactness: as for `scaled_mm`, `split_k` included [BF16-2]; its plan is the one for two row-major matrices ("nn").
 
     Raises:
         OperandError: wrong dtype or shape.
-        UnsupportedError: what the hardware or this engine does not do.
+        UnsupportedError: a call that the hardware or this engine does not support.
     """
     out = check_output("mm", out_dtype)
     engines.check_engine("mm", engine)

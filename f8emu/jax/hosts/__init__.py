@@ -1,4 +1,4 @@
-"""Where a library needs more than `dot_general=f8emu.jax.dot_general(recipe)`. Each module imports its library.
+"""Adapters for libraries that need more than `dot_general=f8emu.jax.dot_general(recipe)`, a module per library.
 
 | library | dynamic scaling | delayed scaling |
 |---|---|---|

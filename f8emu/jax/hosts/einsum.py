@@ -1,7 +1,7 @@
 """`jnp.einsum` of an input and a weight.
 
-`jnp.einsum(subscripts, x, w, _dot_general=f)` calls `f(x, w)` or `f(w, x)`, whichever order saves a transpose of the
-result. A recipe treats input and weight differently, so the weight has to be named.
+`jnp.einsum(subscripts, x, w, _dot_general=f)` calls `f(x, w)` or `f(w, x)`, whichever saves a transpose of the
+result. A recipe treats input and weight differently, so the call must say which operand is the weight.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,16 @@ from f8emu.spec.errors import OperandError
 def einsum(subscripts: str, input: Any, weight: Any, *, dot_general: Callable[..., jax.Array]) -> jax.Array:
     """`jnp.einsum(subscripts, input, weight)` by `dot_general(input, weight, dimension_numbers)`.
 
-    Where the axes of the result are the batch's, the input's and the weight's in this order, it is
+    If the axes of the result are the batch's, the input's and the weight's, in this order, it equals
     `jnp.einsum(subscripts, input, weight, _dot_general=dot_general)`.
 
     Args:
-        subscripts: two operands and a result, each axis of an operand in the other one or in the result.
+        subscripts: two operands and a result; each axis of an operand is in the other operand or in the result.
         input: the recipe's input.
         weight: the recipe's weight.
         dot_general: such as `f8emu.jax.dot_general(recipe)`.
 
-    Exactness: that of `dot_general`; axes in both operands and the result are layers of their own.
+    Exactness: as for `dot_general`. Each index of an axis that both operands and the result share is its own layer.
 
     Raises:
         OperandError: other subscripts, or a `delayed_dot_general`, which takes a state.
@@ -57,7 +57,7 @@ def _names(subscripts: str, x_ndim: int, w_ndim: int) -> tuple[str, str, str]:
     is_sound = is_sound and all(len(set(names)) == len(names) for names in (x, w, result))
     if not is_sound or set(result) - set(x + w) or (set(x) ^ set(w)) - set(result):
         raise OperandError(
-            "einsum: subscripts must be 'input,weight->result', each axis once in each, and those of one operand alone "
-            f"in the result; got {subscripts!r} for {x_ndim} and {w_ndim} axes; use jnp.einsum for other sums"
+            "einsum: subscripts must be 'input,weight->result', no axis twice in one of them, and axes of only one "
+            f"operand also in the result; got {subscripts!r} for {x_ndim} and {w_ndim} axes; use jnp.einsum for others"
         )
     return x, w, result

@@ -1,13 +1,14 @@
-"""equinox: its linear layers exchanged for float8 ones.
+"""equinox: linear layers replaced by float8 ones.
 
     model = convert_linears(model, "rowwise", where=lambda path, linear: linear.out_features % 16 == 0)
 
-equinox maps a layer of one token over all tokens with `jax.vmap`. A float8 layer gathers what is mapped into the rows
-of one matrix, so that a tensor has one scale, not one for each token. A gradient inside of `jax.vmap` is not gathered:
-gradients of single examples have the bits of single calls.
+In equinox a layer takes one token, and `jax.vmap` maps it over all tokens. A float8 layer gathers the mapped tokens
+into the rows of one matrix, so that a tensor has one scale, not one per token. A gradient taken inside `jax.vmap` is
+not gathered: gradients of single examples have the bits of single calls.
 
-`eqx.filter_jit` does not set the compiler options that a GPU needs. There a step is a function of `f8emu.jax.jit` that
-takes `params` of `params, static = eqx.partition(model, eqx.is_array)`, and the model is `eqx.combine(params, static)`.
+`eqx.filter_jit` does not set the compiler options that a GPU needs. On a GPU write the step as a function of
+`f8emu.jax.jit` that takes `params` of `params, static = eqx.partition(model, eqx.is_array)` and rebuilds the model with
+`eqx.combine(params, static)`.
 """
 
 from collections.abc import Callable
@@ -27,10 +28,10 @@ from f8emu.spec.trace import Float8State
 
 
 class Float8Linear(eqx.Module):
-    """`equinox.nn.Linear` under a recipe; `x [in]`, or [..., in] with every leading axis a row.
+    """`equinox.nn.Linear` under a recipe, for `x [in]`, or `x [..., in]` with every leading axis as rows.
 
-    Under delayed scaling the gradient of `state` is its next value: split it off (`eqx.partition`) before the optimizer
-    sees the others, and call the layer once in a pass, or below one `jax.vmap`.
+    Under delayed scaling the gradient of `state` is its next value. Split it off (`eqx.partition`) before the optimizer
+    sees the others. Call the layer once per pass, or under one `jax.vmap`.
     """
 
     weight: jax.Array
@@ -49,7 +50,7 @@ class Float8Linear(eqx.Module):
         """The layer's output; `key` is not used, as in equinox.
 
         Raises:
-            OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
+            OperandError, UnsupportedError: as for `f8emu.jax.dot_general`.
         """
         state = None if self.state is None else overwrite_with_gradient(self.state, self.recipe)
         leaves, tree = jax.tree.flatten((x, self.weight, state))
@@ -64,17 +65,17 @@ def convert_linears(
     where: Callable[[str, eqx.nn.Linear], bool] = lambda path, linear: True,
     engine: str = "auto",
 ) -> Any:
-    """The model with a `Float8Linear` for every `equinox.nn.Linear` that `where` takes.
+    """The model with every `equinox.nn.Linear` that `where` selects replaced by a `Float8Linear`.
 
     Args:
         model: any tree of equinox.
-        recipe: of all of them.
-        where: path in the model, such as ".layers[0].proj", and layer -> whether to convert it. Layers with "scalar"
+        recipe: the recipe of all these layers.
+        where: (path in the model, such as ".layers[0].proj", layer) -> whether to convert it. Layers with "scalar"
             features are never converted.
-        engine: as in `f8emu.jax.dot_general`.
+        engine: as for `f8emu.jax.dot_general`.
 
     Raises:
-        SpecError: no recipe of that name.
+        SpecError: an unknown recipe.
     """
 
     def convert(path: Any, leaf: Any) -> Any:

@@ -24,21 +24,21 @@ _CALLED = "_f8emu_called"
 
 
 class Float8DotGeneral(nn.Module):
-    """`dot_general(recipe)` as a module, for `dot_general_cls`; under delayed scaling with the state of its layer.
+    """`dot_general(recipe)` as a module, for `dot_general_cls`; under delayed scaling it holds the state of its layer.
 
-    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none; one that
-    was added, by a scan over time for example, is refused in the next pass, and under `jax.jit` gives NaN.
+    A state serves one call per step: JAX sums the gradients of several calls, and a sum of amaxes is not an amax. A
+    summed state, from a scan over time for example, is refused in the next pass; under `jax.jit` it gives NaN.
 
-    flax's TrainState overwrites states whatever the gradient is: a layer that gets none in a step, not called or behind
-    `jax.lax.stop_gradient`, has the gradient zero, with which it starts anew. Models with such layers need
+    flax's TrainState overwrites states whatever the gradient is. A layer that gets no gradient in a step (not called,
+    or behind `jax.lax.stop_gradient`) has the gradient zero, and starts anew. Models with such layers need
     `overwrites=False`. An empty batch keeps the scales.
     """
 
     recipe: Recipe | str = "delayed"
     engine: str = "auto"
     overwrites: bool = True
-    """Whether the gradient of the state is the next state. Otherwise it is made of amaxes, to accumulate gradients:
-    `linear_delayed_maximum` of those of several batches, then `linear_delayed_update` of every layer."""
+    """Whether the gradient of the state is the next state. False: the gradient is made of amaxes, for gradient
+    accumulation: take `linear_delayed_maximum` over the batches, then `linear_delayed_update` of every layer."""
 
     @nn.compact
     def __call__(
@@ -50,13 +50,13 @@ class Float8DotGeneral(nn.Module):
         preferred_element_type: Any = None,
         **options: Any,
     ) -> jax.Array:
-        """As `jax.lax.dot_general`; lhs is the recipe's input, rhs its weight.
+        """`jax.lax.dot_general` under the recipe; lhs is the recipe's input, rhs its weight.
 
         Raises:
-            UnsupportedError: a second call with the same state, in one pass, or a gradient below a `jax.vmap` over
-                lhs and not the state.
+            UnsupportedError: a second call with the same state in one pass, or a gradient under a `jax.vmap` over lhs
+                but not over the state.
             OperandError: a state that JAX added or an optimizer changed.
-            OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
+            OperandError, UnsupportedError: as for `f8emu.jax.dot_general`.
         """
         recipe = recipe_by_name(self.recipe) if isinstance(self.recipe, str) else self.recipe
         given = (dimension_numbers, precision, preferred_element_type)
@@ -81,7 +81,7 @@ class Float8DotGeneral(nn.Module):
 
 
 def float8_states(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The states in flax's variables, by layer: what `f8emu.interop` converts for torch.
+    """The states in flax's variables, by layer; `f8emu.interop` converts them for torch.
 
     Returns:
         Nested dicts with the names of the parameter tree, a `Float8State` for each layer.
@@ -90,7 +90,7 @@ def float8_states(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_float8_states(variables: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables with other states, such as those that `f8emu.interop` made of torch's.
+    """The variables with other states, such as those that `f8emu.interop` converted from torch.
 
     Raises:
         OperandError: states of other layers.

@@ -25,22 +25,22 @@ from f8emu.spec.recipe import Recipe
 
 
 class OverwriteWithGradient(nnx.Variable):
-    """A variable that is no parameter: its gradient takes its place."""
+    """A variable that is not a parameter: its gradient becomes its next value."""
 
 
 class Float8DotGeneral(nnx.Module):
     """`delayed_dot_general(recipe)` with the state of its layer; every layer needs one of its own.
 
-    A state is for one call of a step, since JAX adds the gradients of several, and a sum of amaxes is none; one that
-    was added, of a layer that is called twice for example, is refused in the next pass, and under a jit gives NaN.
+    A state serves one call per step: JAX sums the gradients of several calls, and a sum of amaxes is not an amax. A
+    summed state, of a layer that is called twice for example, is refused in the next pass; under a jit it gives NaN.
 
-    A layer that gets no gradient in a step, not called or behind `jax.lax.stop_gradient`, has the gradient zero, and
+    A layer that gets no gradient in a step (not called, or behind `jax.lax.stop_gradient`) has the gradient zero, and
     `nnx.update` makes it start anew. Models with such layers need `overwrites=False`. An empty batch keeps the scales.
 
     Args:
-        recipe: one with delayed scaling.
-        engine: as in `f8emu.jax.dot_general`.
-        overwrites: whether the gradient of the state is the next state. Otherwise it is made of amaxes, for
+        recipe: a recipe with delayed scaling.
+        engine: as for `f8emu.jax.dot_general`.
+        overwrites: whether the gradient of the state is the next state. False: the gradient is made of amaxes, for
             `linear_delayed_update` of every layer.
 
     Raises:
@@ -53,11 +53,11 @@ class Float8DotGeneral(nnx.Module):
         self.state = OverwriteWithGradient(linear_delayed_state(recipe))
 
     def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> jax.Array:
-        """As `jax.lax.dot_general`; lhs is the recipe's input, rhs its weight.
+        """`jax.lax.dot_general` under the recipe; lhs is the recipe's input, rhs its weight.
 
         Raises:
             OperandError: a state that JAX added or an optimizer changed.
-            OperandError, UnsupportedError: as `f8emu.jax.dot_general`.
+            OperandError, UnsupportedError: as for `f8emu.jax.dot_general`.
         """
         state = self.state.get_value()
         state = overwrite_with_gradient(state, self.function.recipe) if self.overwrites else state

@@ -20,21 +20,22 @@ _OP = "dot_general"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8Rule(QuantizationRule):
-    """The modules of a `module_path` under a recipe; of the fields of qwix's rule, `op_names` counts too."""
+    """A recipe for the modules that match `module_path`; of the other fields of qwix's rule, `op_names` counts too."""
 
     recipe: Recipe | str | None = None
-    """None leaves the modules in high precision. Delayed scaling has a state, for which qwix has no place."""
+    """None leaves the modules in high precision. Delayed scaling is refused: qwix has no place for its state."""
     engine: str = "auto"
 
 
 class Float8Provider(QuantizationProvider):
-    """`f8emu.jax.dot_general` in place of `jax.lax.dot_general`, where a module calls it: in the layers of flax.
+    """Puts `f8emu.jax.dot_general` in the place of `jax.lax.dot_general` in the layers of flax.
 
-    The left operand is the input, the right one the weight. Sums by `jnp.einsum`, those of attention among them, stay
-    as they are. The first rule that fits a module holds, as in qwix; `get_unused_rules()` gives those that fit none.
+    The left operand is the input, the right one the weight. Sums by `jnp.einsum`, such as those of attention, stay as
+    they are. The first rule that matches a module holds, as in qwix; `get_unused_rules()` returns those that match
+    none.
 
     Raises:
-        SpecError: a rule that is no `Float8Rule`, an unknown recipe, one with delayed scaling.
+        SpecError: a rule that is not a `Float8Rule`, an unknown recipe, or a recipe with delayed scaling.
     """
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
@@ -50,7 +51,7 @@ class Float8Provider(QuantizationProvider):
         return super().get_intercept_map() | {"jax.lax.dot_general": self.dot_general}
 
     def dot_general(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> jax.Array:
-        """As `jax.lax.dot_general`, by the rule of the module that calls it."""
+        """`jax.lax.dot_general` under the rule of the module that calls it."""
         rule, _ = self._get_current_rule_and_op_id(_OP)
         function = _function(rule) if isinstance(rule, Float8Rule) else None
         return (jax.lax.dot_general if function is None else function)(lhs, rhs, *args, **options)

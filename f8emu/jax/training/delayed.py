@@ -4,7 +4,7 @@
     grads, amaxes = jax.grad(loss, argnums=(0, 1))(params, state)  # delayed_dot_general(recipe)(..., state, ...)
     state = linear_delayed_update(state, amaxes, recipe)
 
-JAX adds the gradients of a state that is used more than once, and a sum of amaxes is none. So one state is for one call
+JAX sums the gradients of a state that is used twice, and a sum of amaxes is not an amax. So one state is for one call
 of a step: give each use of a shared one its own copy with `shared_delayed_state`, and take `linear_delayed_maximum` of
 the gradients of several passes. Layers in a scan have stacked states, and `jax.vmap` of these functions serves them.
 
@@ -40,7 +40,7 @@ def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
     """The state of a linear layer before its first step: empty histories, scales that are not set.
 
     Shapes:
-        of each tensor with delayed scales amax_history [history_length], inv_scale [], initialized [], all float32.
+        for each tensor with delayed scales amax_history [history_length], inv_scale [], initialized [], all float32.
 
     Exactness: no arithmetic.
 
@@ -59,14 +59,14 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
     """The state of the next step, by the rule of `DelayedScaling`; `amaxes` is the gradient of the state.
 
     Shapes:
-        those of `linear_delayed_state`; stacked states by `jax.vmap`.
+        those of `linear_delayed_state`; states stacked by `jax.vmap` too.
 
-    Exactness: that of `update_delayed_state`, so that states are those of `f8emu.torch`.
+    Exactness: as for `update_delayed_state`, so that the states equal those of `f8emu.torch`.
 
     Raises:
         SpecError: a recipe without delayed scaling.
-        OperandError: states that are not of this recipe; amaxes that JAX added or an optimizer changed, and a state
-            without a scale (in a trace: inv_scale NaN).
+        OperandError: states of another recipe; amaxes that JAX added or an optimizer changed, and a state without a
+            scale (in a trace: inv_scale NaN).
     """
     call = "linear_delayed_update"
     recipe = _delayed(call, recipe)
@@ -86,7 +86,7 @@ def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recip
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> tuple[Float8State, list[jax.Array | None]]:
-    """The next state, and which tensors' state or amaxes are none."""
+    """The next state, and which tensors' state or amaxes are invalid."""
     found: list[DelayedState | None] = []
     broken: list[jax.Array | None] = []
     for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
@@ -107,15 +107,15 @@ def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> tuple[F
 
 
 def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
-    """The larger amaxes of two gradients of a state: of the passes of a step, where gradients are accumulated.
+    """The larger amaxes of two gradients of a state, for the passes of a step that accumulates gradients.
 
     Shapes:
-        any, the same of both.
+        any, the same for both.
 
     Exactness: a maximum of integers, which keeps NaN.
 
     Raises:
-        OperandError: no states, or states of different tensors, lengths or with and without `initialized`.
+        OperandError: arguments that are not states, or states that differ in tensors, lengths or `initialized`.
     """
     call = "linear_delayed_maximum"
     _require_float8_states(call, a=a, b=b)
@@ -137,16 +137,16 @@ def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
 def linear_delayed_settled(state: Float8State) -> Float8State:
     """The state without `initialized`, once every scale is set: casts then take one pass over their tensor, not two.
 
-    For a loop that looks after the first steps; a function that takes the result is traced anew. A state that
-    overwrites itself keeps the flag (`overwrite_with_gradient`).
+    Use it in a loop after the first steps; a function that takes the result is traced anew. A state that overwrites
+    itself keeps the flag (`overwrite_with_gradient`).
 
     Shapes:
         any, as those of the state.
 
-    Exactness: casts have the bits that they have with the flag.
+    Exactness: casts have the same bits as with the flag.
 
     Raises:
-        OperandError: a scale that is not set yet or is not above 0, a traced state, or no state.
+        OperandError: a scale that is not set yet or is not above 0, a traced state, or not a state.
     """
     call = "linear_delayed_settled"
     _require_float8_states(call, state=state)
@@ -158,17 +158,17 @@ def linear_delayed_settled(state: Float8State) -> Float8State:
             jnp.all(flag == 1) & jnp.all(_is_scale(of_tensor.inv_scale))
         ):
             raise OperandError(
-                f"{call}: every scale must be set, and known outside of a trace; that of {tensor} is not; call it "
-                "between steps, after an update with a positive amax of every tensor; a layer of which no gradient is "
-                "taken, or that gets zeros, never casts a grad_output, and cannot be settled"
+                f"{call}: every scale must be set, and known outside of a trace; the scale of {tensor} is not; call it "
+                "between steps, after an update with a positive amax of every tensor; a layer without a gradient, or "
+                "with a gradient of zeros, never casts a grad_output, and cannot be settled"
             )
     return Float8State(*(None if of_tensor is None else of_tensor._replace(initialized=None) for of_tensor in state))
 
 
 def shared_delayed_state(state: Float8State, uses: int) -> Float8State:
-    """`uses` copies of a state, stacked in front, for as many calls of a step; their gradient is the largest amaxes.
+    """`uses` copies of a state, stacked in front, for as many calls in a step. Their gradient is the largest amaxes.
 
-    `overwrite_with_gradient` goes around the state, not around its copies.
+    Apply `overwrite_with_gradient` to the state, not to its copies.
 
     Shapes:
         leaf [..] -> [uses, ..].
@@ -176,7 +176,7 @@ def shared_delayed_state(state: Float8State, uses: int) -> Float8State:
     Exactness: copies; the gradient is a maximum of integers, which keeps NaN.
 
     Raises:
-        OperandError: no state, or `uses` below 1.
+        OperandError: not a state, or `uses` below 1.
     """
     call = "shared_delayed_state"
     _require_float8_states(call, state=state)
@@ -205,13 +205,14 @@ _shared.defvjp(lambda uses, state: (_shared(uses, state), None), _largest)
 def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
     """The state, whose gradient is now the state of the next step: flax's overwrite-with-gradient.
 
-    A layer that gets no gradient in a step, not called or behind `jax.lax.stop_gradient`, has a next state of zeros,
-    with which it starts anew: the scale of its next step is that of its tensors then. `linear_delayed_update` keeps it.
+    A layer that gets no gradient in a step (not called, or behind `jax.lax.stop_gradient`) has a next state of zeros,
+    and starts anew: in the next step its scales come from the tensors themselves. `linear_delayed_update` keeps the
+    scales.
 
     Shapes:
         those of `linear_delayed_state`.
 
-    Exactness: that of `linear_delayed_update`.
+    Exactness: as for `linear_delayed_update`.
 
     Raises:
         SpecError: a recipe without delayed scaling.
@@ -251,13 +252,13 @@ def _is_scale(inv_scale: jax.Array) -> jax.Array:
 
 
 def _is_broken(state: DelayedState) -> jax.Array:
-    """Whether it is none: a sum, what an optimizer made of one, or a scale that is said to be set and is none."""
+    """Whether a state is invalid: a sum, changed by an optimizer, or with a scale that is marked as set and is not."""
     flag = jnp.ones((), jnp.float32) if state.initialized is None else jnp.asarray(state.initialized)
     return ~((flag == 0) | ((flag == 1) & _is_scale(jnp.asarray(state.inv_scale))))
 
 
 def _is_sum(gradient: DelayedState) -> jax.Array:
-    """Whether a gradient is that of another number than one use, or none at all."""
+    """Whether a gradient is the sum of several uses, or not a gradient of a state."""
     uses = jnp.asarray(gradient.inv_scale)
     flag = jnp.zeros((), jnp.float32) if gradient.initialized is None else jnp.asarray(gradient.initialized)
     return ~(((uses == 0) | (uses == 1)) & (flag == 0))
@@ -269,8 +270,8 @@ def _loud(call: str, tensor: str, state: DelayedState, broken: jax.Array) -> Del
         return state._replace(inv_scale=jnp.where(broken, jnp.float32(jnp.nan), state.inv_scale))
     if bool(jnp.any(broken)):
         raise OperandError(
-            f"{call}: a state is for one call of a pass, and its gradient not for an optimizer; got a state of "
-            f"{tensor}, or a gradient of it, that was added to another, scaled or otherwise changed, or has no scale; "
+            f"{call}: a state serves one call per pass, and its gradient is not for an optimizer; got a state of "
+            f"{tensor}, or a gradient of it, that was summed, scaled or changed in another way, or has no scale; "
             "give each call a copy (shared_delayed_state), and combine passes with linear_delayed_maximum"
         )
     return state

@@ -42,21 +42,21 @@ def dot_general(
 ) -> "DotGeneral":
     """`jax.lax.dot_general` under a recipe: a frozen, hashable function with its signature and gradients.
 
-    Made outside of a trace or inside, equal recipes give equal functions, so that it may be a static argument or the
+    Equal recipes give equal functions, inside a trace and outside, so that the function may be a static argument or the
     `dot_general` of a module.
 
     Args:
-        recipe: a recipe or the name of one. Delayed scaling has a state: that is `delayed_dot_general`.
-        engine: "auto" (hardware on a CUDA device with float8, otherwise emulated), "hardware" or "emulated".
-        in_specs: the PartitionSpecs of lhs and rhs, for a call in `jax.shard_map`, where an array is the part of one
-            device: amaxes are then those of the whole matrices. Without it every device has scales of its own.
-        sharded_k: what is done under `jax.jit` where both operands of a GEMM are sharded along the dimension that is
-            summed, as the tokens of grad_weight under data parallelism. "sum": each device multiplies its part and the
-            products are added, as for `jax.lax.dot_general`. "gather": codes are gathered; the bits of one device.
+        recipe: a recipe or its name. For delayed scaling, which has a state, use `delayed_dot_general`.
+        engine: "auto" (the hardware on a CUDA device with float8, else the emulation), "hardware" or "emulated".
+        in_specs: the PartitionSpecs of lhs and rhs, for a call in `jax.shard_map`, where an array is one device's part:
+            amaxes are then taken over the whole matrices. Without it every device has its own scales.
+        sharded_k: what `jax.jit` does if both operands of a GEMM are sharded along the dimension that is summed, as the
+            tokens of grad_weight under data parallelism. "sum": each device multiplies its part and the products are
+            added, as for `jax.lax.dot_general`. "gather": codes are gathered; the bits of one device.
 
     Raises:
-        SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
-        OperandError: an unknown engine or way of sharded K, or specs that are none.
+        SpecError: an unknown recipe, one with delayed scaling, or one that is not static.
+        OperandError: an unknown engine, an unknown `sharded_k`, or `in_specs` that are not PartitionSpecs.
     """
     call = "dot_general"
     static = static_recipe(call, recipe, is_delayed=False)
@@ -66,13 +66,13 @@ def dot_general(
 def delayed_dot_general(
     recipe: Recipe | str = "delayed", *, engine: str = "auto", in_specs: Specs | None = None, sharded_k: str = SUM
 ) -> "DelayedDotGeneral":
-    """As `dot_general`, for a recipe with delayed scaling: the function takes a `Float8State` after its operands.
+    """`dot_general` for a recipe with delayed scaling: the function takes a `Float8State` after its operands.
 
     The gradient of the state is made of amaxes, for `linear_delayed_update`.
 
     Raises:
-        SpecError: not a static recipe, no recipe of that name, or one without delayed scaling.
-        OperandError: an unknown engine or way of sharded K, or specs that are none.
+        SpecError: an unknown recipe, one without delayed scaling, or one that is not static.
+        OperandError: an unknown engine, an unknown `sharded_k`, or `in_specs` that are not PartitionSpecs.
     """
     call = "delayed_dot_general"
     static = static_recipe(call, recipe, is_delayed=True)
@@ -81,14 +81,14 @@ def delayed_dot_general(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class DotGeneral:
-    """A function like `jax.lax.dot_general`; made by `dot_general`."""
+    """A function like `jax.lax.dot_general`, returned by `dot_general`."""
 
     recipe: Recipe
     engine: str = "auto"
     in_specs: Specs | None = None
     sharded_k: str = SUM
     tap: Tap | None = None
-    """Set by `f8emu.jax.Capture.named`."""
+    """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
 
     def __call__(
         self,
@@ -103,16 +103,18 @@ class DotGeneral:
         """The three GEMMs of the recipe, one now and two in the backward pass.
 
         Shapes:
-            as `jax.lax.dot_general`; float32, bfloat16 or float16 -> `preferred_element_type`, or the dtype of lhs.
+            as for `jax.lax.dot_general`; float32, bfloat16 or float16 -> `preferred_element_type`, or the dtype of lhs.
             Gradients have the dtypes of lhs and rhs.
 
-        Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated. Two exceptions
-            on Hopper: a bfloat16 product under power-of-two row scales may be infinite where a row of the weight has
-            an amax above 2^98 (`gemm.hardware.form_of`), and a GEMM in high precision is cut along K as cuBLAS likes.
+        Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated. Two
+            exceptions on Hopper: a bfloat16 product under power-of-two row scales may be infinite where a row of the
+            weight has an amax above 2^98 (`gemm.hardware.form_of`), and cuBLAS chooses the split-K of a GEMM in high
+            precision.
 
         Raises:
             OperandError: wrong dtypes or dimensions.
-            UnsupportedError: a precision, which the recipe decides; a second derivative; what the engine does not do.
+            UnsupportedError: a `precision`, which is the recipe's to decide; a second derivative; a call that the
+                engine does not support.
         """
         return _dot_general(
             "dot_general", self, lhs, rhs, None, dimension_numbers, precision, preferred_element_type, out_sharding
@@ -121,14 +123,14 @@ class DotGeneral:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class DelayedDotGeneral:
-    """A function like `jax.lax.dot_general` with a state; made by `delayed_dot_general`."""
+    """A function like `jax.lax.dot_general` with a state, returned by `delayed_dot_general`."""
 
     recipe: Recipe
     engine: str = "auto"
     in_specs: Specs | None = None
     sharded_k: str = SUM
     tap: Tap | None = None
-    """Set by `f8emu.jax.Capture.named`."""
+    """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
 
     def __call__(
         self,
@@ -141,14 +143,14 @@ class DelayedDotGeneral:
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """As `DotGeneral.__call__`, with scales of earlier steps from `state`.
+        """`DotGeneral.__call__` with scales of earlier steps from `state`.
 
-        Batch dimensions are refused: a state is that of one layer, and `jax.vmap` maps over states too.
+        Batch dimensions are refused: a state belongs to one layer, and `jax.vmap` maps over states too.
 
         Raises:
             OperandError: wrong dtypes or dimensions, or the state of another recipe.
-            UnsupportedError: as `DotGeneral.__call__`; a gradient of the state below a `jax.vmap` over operands and not
-                over the state.
+            UnsupportedError: as for `DotGeneral.__call__`; a gradient of the state under a `jax.vmap` over operands but
+                not over the state.
         """
         call = "delayed_dot_general"
         require_state(call, self.recipe, state)
@@ -214,7 +216,7 @@ def _dot_general(
     )
     if state is not None and lhs_b:
         raise OperandError(
-            f"{call}: a state is that of one layer, so there must be no batch dimensions; got {lhs_b} of lhs; use "
+            f"{call}: a state belongs to one layer, so there must be no batch dimensions; got {lhs_b} of lhs; use "
             "jax.vmap over operands and states, or move the batch into the rows of lhs"
         )
     if state is not None:
@@ -337,7 +339,7 @@ def settled_of(state: Float8State) -> tuple[bool, bool, bool]:
 
 
 def static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
-    """The recipe, or that of a name; SpecError for one that is none or that has the other kind of scaling."""
+    """The recipe, given itself or by name; SpecError if it is not one, or has the other kind of scaling."""
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
     if not isinstance(recipe, Recipe):

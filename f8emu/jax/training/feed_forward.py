@@ -27,26 +27,26 @@ from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Float8State
 
 NAMES = Plans._fields
-"""Of the layers: w1, w2, w3."""
+"""The names of the layers: w1, w2, w3."""
 
 
 def feed_forward(
     recipe: Recipe | str, *, engine: str = "auto", sharded_k: str = SUM, recompute_casts: bool = False
 ) -> "FeedForward":
-    """A function of a gated feed-forward block under a recipe: `(x, w1, w2, w3) -> output`.
+    """A gated feed-forward block under a recipe, as a function: `(x, w1, w2, w3) -> output`.
 
-    Frozen and hashable, as `dot_general(recipe)`. In `jax.shard_map` every device has scales of its own.
+    Frozen and hashable, like `dot_general(recipe)`. In `jax.shard_map` every device has its own scales.
 
     Args:
         recipe: as for `dot_general`.
         engine: as for `dot_general`.
         sharded_k: as for `dot_general`.
         recompute_casts: whether a fused block casts the weights again in the backward pass, as `dot_general` always
-            does. Their codes, a byte an element, are then not kept, and it takes more time.
+            does. This takes more time, and keeps no codes, which are a byte an element.
 
     Raises:
-        SpecError: not a static recipe, no recipe of that name, or one with delayed scaling.
-        OperandError: an unknown engine or way of sharded K.
+        SpecError: an unknown recipe, one with delayed scaling, or one that is not static.
+        OperandError: an unknown engine or an unknown `sharded_k`.
     """
     settings = _settings("feed_forward", recipe, engine, sharded_k, is_delayed=False)
     return FeedForward(**settings, recompute_casts=recompute_casts)
@@ -55,13 +55,14 @@ def feed_forward(
 def delayed_feed_forward(
     recipe: Recipe | str = "delayed", *, engine: str = "auto", sharded_k: str = SUM, recompute_casts: bool = False
 ) -> "DelayedFeedForward":
-    """As `feed_forward`, with its arguments, for a recipe with delayed scaling: `(x, w1, w2, w3, states) -> output`.
+    """`feed_forward` for a recipe with delayed scaling: `(x, w1, w2, w3, states) -> output`.
 
-    The gradient of the states is made of amaxes, for `linear_delayed_update` of each.
+    The arguments are those of `feed_forward`. The gradient of the states is made of amaxes, for `linear_delayed_update`
+    of each.
 
     Raises:
-        SpecError: not a static recipe, no recipe of that name, or one without delayed scaling.
-        OperandError: an unknown engine or way of sharded K.
+        SpecError: an unknown recipe, one without delayed scaling, or one that is not static.
+        OperandError: an unknown engine or an unknown `sharded_k`.
     """
     settings = _settings("delayed_feed_forward", recipe, engine, sharded_k, is_delayed=True)
     return DelayedFeedForward(**settings, recompute_casts=recompute_casts)
@@ -69,29 +70,29 @@ def delayed_feed_forward(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class FeedForward:
-    """A function of a feed-forward block; made by `feed_forward`."""
+    """A feed-forward block as a function, returned by `feed_forward`."""
 
     recipe: Recipe
     engine: str = "auto"
     sharded_k: str = SUM
     recompute_casts: bool = False
     taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
-    """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
+    """The taps of w1, w2 and w3; `f8emu.jax.Capture.named` sets them."""
 
     def __call__(self, x: Any, w1: Any, w2: Any, w3: Any, *, out_sharding: Any = None) -> jax.Array:
         """`(silu(x @ w1) * (x @ w3)) @ w2`, its three layers under the recipe.
 
-        Under recipes whose scales are all those of whole tensors or all those of rows (`tensorwise`, `delayed`,
-        `rowwise`) and for bfloat16 x one kernel computes `hidden` and another the gradients of gate and up. They find
-        the amaxes meanwhile, and write the gradients over gate and up; with the scales of earlier steps they cast at
-        once, and nothing is written in a wider dtype. This takes less memory and less time. Otherwise, and with
-        sharding in types, the layers are called one after the other.
+        For bfloat16 x and under recipes whose scales are all tensorwise or all rowwise (`tensorwise`, `delayed`,
+        `rowwise`), one kernel computes `hidden` and another the gradients of gate and up. The kernels find the amaxes
+        as they go, and write the gradients over gate and up; with the scales of earlier steps they cast at once, and
+        write nothing in a wider dtype. This takes less memory and less time. In all other cases, and with sharding in
+        types, the layers are called one after the other.
 
         Shapes:
             x [..., dim], w1 and w3 [dim, hidden], w2 [hidden, out] -> [..., out], in the dtype of x. Gradients have the
             dtypes of their arrays. `out_sharding` is that of `jax.lax.dot_general`, for the output.
 
-        Exactness: every code, scale, product and gradient is that of three `dot_general(recipe)` around
+        Exactness: every code, scale, product and gradient equals that of three `dot_general(recipe)` around
             `silu(gate) * up`, where silu, product and their gradients are computed in float32 and each rounded to the
             dtype of x, as in eager torch. On a GPU too: Triton's kernel computes the bits that XLA does
             (`fused.gated`). `exp` is the backend's, so that a CPU may differ from a GPU in the last bit of a sigmoid.
@@ -100,31 +101,31 @@ class FeedForward:
 
         Raises:
             OperandError: wrong dtypes or shapes.
-            UnsupportedError: a second derivative; what the engine does not do.
+            UnsupportedError: a second derivative; a call that the engine does not support.
         """
         return _feed_forward("feed_forward", self, x, (w1, w2, w3), None, out_sharding)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class DelayedFeedForward:
-    """A function of a feed-forward block with states; made by `delayed_feed_forward`."""
+    """A feed-forward block with states as a function, returned by `delayed_feed_forward`."""
 
     recipe: Recipe
     engine: str = "auto"
     sharded_k: str = SUM
     recompute_casts: bool = False
     taps: tuple[Tap | None, Tap | None, Tap | None] = (None, None, None)
-    """Of w1, w2 and w3, set by `f8emu.jax.Capture.named`."""
+    """The taps of w1, w2 and w3; `f8emu.jax.Capture.named` sets them."""
 
     def __call__(
         self, x: Any, w1: Any, w2: Any, w3: Any, states: Sequence[Float8State], *, out_sharding: Any = None
     ) -> jax.Array:
-        """As `FeedForward.__call__`, with scales of earlier steps from `states`: those of w1, w2 and w3.
+        """`FeedForward.__call__` with scales of earlier steps from `states`, one for each of w1, w2 and w3.
 
         Raises:
             OperandError: wrong dtypes or shapes, or states of another recipe.
-            UnsupportedError: as `FeedForward.__call__`; a gradient of the states below a `jax.vmap` over operands and
-                not over them.
+            UnsupportedError: as for `FeedForward.__call__`; a gradient of the states under a `jax.vmap` over operands
+                but not over the states.
         """
         call = "delayed_feed_forward"
         if not isinstance(states, Sequence) or isinstance(states, Float8State) or len(states) != len(NAMES):

@@ -1,4 +1,4 @@
-"""The fused feed-forward block, as one function with a backward pass of its own.
+"""The fused feed-forward block, as one function with its own backward pass.
 
     gate, up    = x @ w1, x @ w3           grad_hidden        = grad_output @ w2^T
     hidden      = silu(gate) * up          grad_gate, grad_up = those of `fused.gated`
@@ -66,7 +66,7 @@ class States(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Wants:
-    """Which gradients are asked for."""
+    """Which gradients are requested."""
 
     x: bool = False
     w1: bool = False
@@ -99,7 +99,7 @@ class _Kept(NamedTuple):
     hidden: Operand | None
     of_gradients: tuple[DelayedState | None, ...]
     amaxes: tuple[tuple[jax.Array | None, jax.Array | None], ...]
-    """Of input and weight of each layer, under delayed scaling."""
+    """The amaxes of input and weight of each layer, under delayed scaling."""
     states: States | None
     """If their gradient is asked for."""
 

@@ -1,4 +1,4 @@
-"""The three GEMMs and six casts of a linear layer, as one function with a backward pass of its own.
+"""The three GEMMs and six casts of a linear layer, as one function with its own backward pass.
 
     output      = cast(input)         @ cast(weight)^T        forward
     grad_input  = cast(grad_output)   @ cast(weight^T)^T      backward
@@ -39,7 +39,7 @@ TWICE = (
 )
 
 _MAPPED = (
-    "a state is for one call of a step; got operands that jax.vmap maps and a state that it does not, so that JAX "
+    "a state serves one call per step; got operands that jax.vmap maps and a state that it does not, so that JAX "
     "would add the amaxes of its entries; put the mapped axis into the rows of the input instead, or give every entry "
     "a state: shared_delayed_state(state, size), mapped too"
 )
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
     engine: str
     out_dtype: Format
     input_dtype: Format
-    """Of `input` and of the products of the backward pass."""
+    """The format of `input` and of the products of the backward pass."""
     weight_dtype: Format
     is_input_transposed: bool
     """Whether `input` is given as [K, M]."""
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     sharded_k: str
     """What is done where XLA divides both operands of a GEMM along K (`gemm.partition`)."""
     divided: Divided = Divided()
-    """In `jax.shard_map`, along which axes the matrices are divided."""
+    """The mesh axes along which the matrices are divided in `jax.shard_map`."""
     settled: tuple[bool, bool, bool] | None = None
     """Which of the states have no `initialized`."""
     tap: Tap | None = None
@@ -89,7 +89,7 @@ class Kept(NamedTuple):
     """`Deferred`, or in high precision an `Operand`."""
     grad_output: DelayedState | None
     amaxes: tuple[jax.Array | None, jax.Array | None] | None
-    """Of input and weight; None if no gradient of the state is asked for."""
+    """The amaxes of input and weight; None if no gradient of the state is needed."""
     state: Float8State | None
     """If its gradient is asked for: along which axes of `jax.shard_map` it varies, so does that."""
 
@@ -101,7 +101,7 @@ def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8
     Shapes:
         input [M, K], or [K, M] if the plan says so, weight [N, K] or [K, N] -> [M, N] in `plan.out_dtype`.
 
-    Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated.
+    Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
     """
     return _forward(plan, input, weight, state, (False, False, False))[0]
 

@@ -37,7 +37,7 @@ class Deferred(NamedTuple):
     x: jax.Array
     """[M, N], the matrix."""
     scales: Scales | None
-    """Those of the operand; None if its cast finds them again, those of blocks."""
+    """The scales of the operand; None for block scales, which its cast finds again."""
 
     def operand(self, cast: Cast, rule: ScaleRule, side: int, after: Any) -> Operand:
         """The operand `side`: 0 of the matrix, 1 of its transpose.
@@ -115,7 +115,7 @@ def cast_delayed(
     axes: tuple[Axes, Axes] = WHOLE,
     deferred: int | None = None,
 ) -> tuple[Side, Side, jax.Array]:
-    """As `cast_both`, by the scale of earlier steps; also the amax of `x` [], for the next update; 0 without a cast.
+    """`cast_both` by the scale of earlier steps, and the amax of `x` [] for the next update; 0 without a cast.
 
     A state whose `initialized` is None is known to be initialized, and amax and codes take one pass. Otherwise the
     amax is found first, because it may be needed for the scale.
@@ -146,7 +146,7 @@ def cast_delayed(
 
 
 def scales_in_use(state: DelayedState | None, own: Scales | None) -> Scales:
-    """Those of earlier steps, [1, 1], or `own` of the tensor itself without a state or if that is not initialized."""
+    """The scales of earlier steps, [1, 1]. Without a state, or before it is initialized, `own` of the tensor itself."""
     if state is None:
         assert own is not None, "without a state scales are the tensor's own"
         return own
@@ -213,7 +213,7 @@ def _at(side: int, value: Any) -> tuple[Any, Any]:
 
 
 def _high_precision(x: jax.Array, rows: Cast | None, cols: Cast | None) -> Pair:
-    """Those operands that stay in high precision."""
+    """The operands that stay in high precision."""
     return (
         Operand(x.astype(jnp.bfloat16), None) if rows is not None and rows.format is None else None,
         Operand(transpose(x).astype(jnp.bfloat16), None) if cols is not None and cols.format is None else None,

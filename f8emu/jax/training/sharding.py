@@ -39,17 +39,17 @@ class Divided(NamedTuple):
 
     @property
     def input(self) -> tuple[Axes, Axes]:
-        """Of [M, K]."""
+        """The axes that divide input, [M, K]."""
         return self.m, self.k
 
     @property
     def weight(self) -> tuple[Axes, Axes]:
-        """Of [N, K], as it is given."""
+        """The axes that divide weight, [N, K], as it is given."""
         return self.n + self.gathered_n, self.k + self.gathered_k
 
     @property
     def grad_output(self) -> tuple[Axes, Axes]:
-        """Of [M, N]."""
+        """The axes that divide grad_output, [M, N]."""
         return self.m, self.n
 
     @property
@@ -66,7 +66,7 @@ def check_specs(call: str, in_specs: Any) -> Specs:
     pair = in_specs if isinstance(in_specs, tuple) and not isinstance(in_specs, PartitionSpec) else ()
     if len(pair) != 2 or not all(isinstance(spec, PartitionSpec) for spec in pair):
         raise OperandError(
-            f"{call}: in_specs must be the PartitionSpecs of lhs and rhs, as those of jax.shard_map; got {in_specs!r}"
+            f"{call}: in_specs must be the PartitionSpecs of lhs and rhs, as in jax.shard_map; got {in_specs!r}"
         )
     return pair[0], pair[1]
 
@@ -103,8 +103,8 @@ def divided(
     (n, gathered_n), (k_of_rhs, gathered_k) = (_split(call, [of_rhs[i] for i in dims], m) for dims in rhs[1:])
     if k != k_of_rhs or set(m) & set(k):
         raise OperandError(
-            f"{call}: in_specs must divide the contracting dimensions of lhs and rhs along the same axes, rhs also "
-            f"along those of lhs's other dimensions; got {in_specs[0]} and {in_specs[1]}; gather what is divided alone"
+            f"{call}: in_specs must divide the contracting dimensions of lhs and rhs along the same axes; rhs may also "
+            f"be divided along the axes of lhs's rows; got {in_specs[0]} and {in_specs[1]}; gather the other operand"
         )
     gathered = (*gathered_n, *gathered_k)
     whole = (
@@ -183,9 +183,10 @@ def as_gradient(amax: jax.Array, axes: frozenset[str], divided: Divided = _UNDIV
     amax = global_amax(amax, tuple(sorted((varying(amax) - axes) & divided.all)))
     if not varying(amax) <= axes:
         raise OperandError(
-            "delayed scaling: in jax.shard_map an amax must be that of the whole matrix; got one that varies along "
-            f"{sorted(varying(amax) - axes)}, and JAX would add those; say how the operands of each layer are divided: "
-            "delayed_dot_general(recipe, in_specs=(spec_of_lhs, spec_of_rhs)), or give every device a state of its own"
+            "delayed scaling: in jax.shard_map an amax must be the whole matrix's; got one that varies along "
+            f"{sorted(varying(amax) - axes)}, and JAX would add its parts; pass how the operands of each layer are "
+            "divided: delayed_dot_general(recipe, in_specs=(spec_of_lhs, spec_of_rhs)), or give every device its own "
+            "state"
         )
     return _cast_to(amax, axes)
 
@@ -197,7 +198,7 @@ def require_checked_axes(call: str, state: Float8State | None) -> None:
     if state is not None and any(not varying(lax.axis_index(axis)) for axis in manual):
         raise UnsupportedError(
             f"{call}: with check_vma=False jax.shard_map adds the gradients of a state that all devices share, and a "
-            "sum of amaxes is none; leave check_vma True"
+            "sum of amaxes is not an amax; leave check_vma True"
         )
 
 
@@ -255,7 +256,7 @@ def _require_manual(call: str, axes: set[str]) -> dict[str, int]:
     manual = {} if mesh.empty else {axis: mesh.shape[axis] for axis in mesh.manual_axes}
     if not axes <= manual.keys():
         raise OperandError(
-            f"{call}: in_specs is for jax.shard_map, and must name axes of its mesh; got {sorted(axes)}, and around "
-            f"are {sorted(manual)}; under jax.jit alone leave in_specs out: arrays are whole there"
+            f"{call}: in_specs is for jax.shard_map, and must name axes of its mesh; got {sorted(axes)}, and the mesh "
+            f"has {sorted(manual)}; under jax.jit alone leave in_specs out: arrays are whole there"
         )
     return manual

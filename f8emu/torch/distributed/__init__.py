@@ -1,1 +1,1 @@
-"""Float8 over several GPUs, on torch.distributed's own engines."""
+"""Float8 on several GPUs, built on torch.distributed: FSDP2, tensor parallelism, checkpoints."""

@@ -19,14 +19,14 @@ from f8emu.torch.training.sharded_weight import ShardedWeight
 def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the weights of `model` to a safetensors file, under the names of the model before its conversion.
 
-    Every rank calls it; shards are gathered one tensor at a time and rank 0 writes. The file appears when it is
-    complete. A tied weight is stored once, under its first name. The state of delayed scaling is not stored: it is
-    needed to resume training, for which `torch.distributed.checkpoint` has all that belongs to it.
+    Every rank calls it. Shards are gathered one tensor at a time, and rank 0 writes. The file appears when it is
+    complete. A tied weight is stored once, under its first name. The state of delayed scaling is not stored: only a
+    resumed training needs it, and `torch.distributed.checkpoint` saves all of that.
 
     Args:
         model: converted or not, whole or sharded by FSDP2 and tensor parallelism, compiled or wrapped.
-        path: the file; one that is there is replaced.
-        dtype: of the floating-point tensors in the file; others keep theirs.
+        path: the file; an existing one is replaced.
+        dtype: the dtype of the floating-point tensors in the file; other tensors keep theirs.
 
     Exactness: each weight is rounded once, to nearest even, from its own dtype to `dtype`.
 
@@ -36,7 +36,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
     try:
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
-        raise MissingExtraError("export_safetensors", "safetensors", "cli") from error
+        raise MissingExtraError("export_safetensors", "safetensors", "torch") from error
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     state = get_model_state_dict(model)
     repeated = _repeated(state)

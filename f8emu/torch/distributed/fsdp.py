@@ -8,15 +8,15 @@ from f8emu.torch.training.weight_scales import LocalWeight, global_scales, local
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
-    """Find the scales of all weights that FSDP2 gathers as float8, with one all-reduce for the model.
+    """Compute the scales of all weights that FSDP2 gathers as float8, with one all-reduce for the model.
 
-    Call it after the optimizer's step, on all ranks. Without it every weight has an all-reduce of its own in every
-    forward pass. What it found holds until the weight changes: a write to it, also by `load_state_dict`, forgets it.
+    Call it after the optimizer's step, on all ranks. Without it every weight has its own all-reduce in every
+    forward pass. The scales hold until the weight changes: any write to it, also by `load_state_dict`, discards them.
 
-    Nothing happens for weights that are gathered in high precision, under delayed scaling, whose scales are part of its
-    update, and before the first forward pass.
+    The call does nothing for weights that are gathered in high precision, for weights under delayed scaling (their
+    scales come from the update of its state), and before the first forward pass.
 
-    Exactness: codes and scales are the same with it and without.
+    Exactness: codes and scales are the same with and without it.
     """
     found: dict[int, tuple[GatherState, LocalWeight]] = {}
     for layer in model.modules():

@@ -31,14 +31,14 @@ from f8emu.torch.training.shared_input import TracedInput
 
 
 class Float8ColwiseParallel(ColwiseParallel):
-    """As `ColwiseParallel`; an input that is sharded along tokens is gathered as float8.
+    """`ColwiseParallel` with a float8 all-gather of an input that is sharded along tokens.
 
-    Its gradient is reduced and scattered in high precision.
+    The gradient of that input is reduce-scattered in high precision.
 
-    Exactness: every rank's output is a slice of the output of a single device.
+    Exactness: every rank's output is a slice of a single device's output.
 
     Raises:
-        OperandError: a module that is no Float8Linear.
+        OperandError: a module that is not a Float8Linear.
         UnsupportedError: a recipe with operands that cannot be gathered as float8; an input sharded along K.
     """
 
@@ -54,14 +54,14 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """As `RowwiseParallel`; the gradient of an output that is sharded along tokens is gathered as float8.
+    """`RowwiseParallel` with a float8 all-gather of the gradient of an output that is sharded along tokens.
 
     The partial outputs are added in high precision, then the bias.
 
-    Exactness: codes, scales and each partial output are those of a single device for this rank's part of K.
+    Exactness: codes, scales and each partial output equal a single device's for this rank's part of K.
 
     Raises:
-        OperandError: a module that is no Float8Linear.
+        OperandError: a module that is not a Float8Linear.
         UnsupportedError: a recipe with operands that cannot be gathered as float8; an input sharded along tokens.
     """
 
@@ -83,19 +83,19 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """As `PrepareModuleInput`; what is to be replicated stays sharded along tokens, and is gathered as float8.
+    """`PrepareModuleInput` that keeps inputs sharded along tokens and gathers them as float8.
 
-    The float8 layers of the module cast and gather the input; those that share it do so once, except under delayed
-    scaling, where every layer has a scale of its own. Other code of the module sees a DTensor with each rank's tokens,
-    of the shape of the whole.
+    The float8 layers of the module cast and gather the input. Layers that share an input do so once, except under
+    delayed scaling, where every layer has its own scale. Other code in the module sees a DTensor that holds each rank's
+    tokens and has the shape of the whole.
 
     Args:
         input_layouts: as for `PrepareModuleInput`.
         desired_input_layouts: as for `PrepareModuleInput`; Replicate, or the layout that the input has.
         input_kwarg_layouts: as for `PrepareModuleInput`.
         desired_input_kwarg_layouts: as for `PrepareModuleInput`.
-        use_local_output: must be False: a gathered input is codes and scales, and no tensor.
-        float8_dtype: what the layers cast their input to; checked.
+        use_local_output: must be False: a gathered input consists of codes and scales, not of one local tensor.
+        float8_dtype: the format to which the layers cast their input; it is checked.
         fwd_config_submodule_fqn: the layer whose recipe is checked; None checks all float8 layers of the module.
 
     Raises:

@@ -197,7 +197,7 @@ def update_delayed(
 
 
 def _of_tensors(states: list[Tensor], first: str) -> list[Tensor]:
-    """Of all layers, the three of `STATE` that begin with `first`."""
+    """The three tensors of `STATE` that begin with `first`, for all layers."""
     at = STATE.index(first)
     return [x for i in range(at, len(states), len(STATE)) for x in states[i : i + 3]]
 

@@ -28,7 +28,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def amaxes_of_tiles(x: Tensor) -> Tensor:
-    """Those of the rows of every tile, [tiles, M], then those of its columns, [tiles, N], in one vector."""
+    """The amaxes of the rows of every tile, [tiles, M], then those of its columns, [tiles, N], in one vector."""
     sides = [amax(side, Granularity.BLOCKWISE_1X128).t().flatten() for side in (x, x.t())]
     return torch.cat(sides)
 

@@ -385,7 +385,7 @@ def cast_squares(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float
 
 @cache
 def sources_digest() -> str:
-    """Of the files that compiled code relies on: a cache of compiled code may outlive them."""
+    """The digest of the files that compiled code relies on: a cache of compiled code may outlive them."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 

@@ -60,8 +60,8 @@ def launches() -> ModuleType | None:
         if error.name != "triton":
             raise
         warnings.warn(
-            "f8emu.torch: Triton is not installed, so that casts to float8 run as plain torch operations: the same "
-            "bits, several times slower; install it with: pip install triton",
+            "f8emu.torch: Triton is not installed, so casts to float8 run as plain torch operations: the same bits, "
+            "several times slower; install it with: pip install triton",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -70,7 +70,7 @@ def launches() -> ModuleType | None:
 
 
 def fake_with_hooks(operator: Operator) -> Callable[[Implementation], Implementation]:
-    """As `fake`; also installs the hooks of `inductor` before a compiler that traces this call needs them."""
+    """`fake`, which also installs the hooks of `inductor` before a compiler that traces this call needs them."""
 
     def register(function: Implementation) -> Implementation:
         @wraps(function)

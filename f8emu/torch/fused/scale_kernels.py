@@ -153,7 +153,7 @@ def widened(bits, DTYPE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tiles_n"])
 def row_col_amax_of_pairs_kernel(x, amaxes, M, N, tiles_n, TILED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """As `row_col_amax_kernel`, for 16-bit formats and even N: two neighbours of a row are one word.
+    """`row_col_amax_kernel` for 16-bit formats and even N: two neighbours of a row are one word.
 
     Magnitudes of a 16-bit format are ordered like their bit patterns too, and as float32 they stay so: the maximum is
     found before it is converted.

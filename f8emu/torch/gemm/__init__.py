@@ -1,1 +1,1 @@
-"""The GEMMs: checks of their operands, and the two engines that compute them."""
+"""GEMMs: the checks of their operands, and the two engines that compute them."""

@@ -252,4 +252,4 @@ def _check_bias(call: str, a: Tensor, n: int, bias: Tensor | None, out_dtype: to
 
 def _check_split_k(call: str, split_k: int | None) -> None:
     if split_k is not None and split_k < 1:
-        raise SpecError(f"{call}: split_k must be at least 1, which is no split; got {split_k}")
+        raise SpecError(f"{call}: split_k must be at least 1, which means no split-K; got {split_k}")

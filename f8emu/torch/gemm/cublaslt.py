@@ -1,4 +1,4 @@
-"""S as the library of the GPU at hand chooses it [PLAN-7]: cuBLAS's own heuristic, asked as torch asks it.
+"""S as the library of the GPU at hand chooses it [PLAN-7]: cuBLAS's own heuristic, called as torch calls it.
 
 `cublasLtMatmulAlgoGetHeuristic` gets the descriptors and the workspace of torch 2.11 on a Hopper GPU; no GEMM runs. On
 an NVIDIA H200 it agrees with every recorded row of tensorwise and bfloat16 GEMMs
@@ -36,7 +36,7 @@ class Question(NamedTuple):
     """One GEMM as cuBLAS sees it: its first operand is `b`, its matrices are columns."""
 
     types: tuple[int, int, int]
-    """Of b, a and the output."""
+    """The types of b, a and the output."""
     layouts: tuple[tuple[int, int, int], ...]
     """Rows, columns and leading dimension of b, a and the output."""
     attributes: tuple[tuple[int, Any], ...]
@@ -44,7 +44,7 @@ class Question(NamedTuple):
 
 
 def question(gemm: PlannedGemm) -> Question:
-    """What torch asks for a GEMM."""
+    """The question that torch asks cuBLAS for a GEMM."""
     m, n, k = gemm.rows, gemm.n, gemm.k
     first, second = (letter == "t" for letter in gemm.layout_asked)
     layouts = ((k, n, k) if first else (n, k, n), (m, k, m) if second else (k, m, k), (n, m, n))
@@ -110,7 +110,7 @@ def asked_split_k(gemm: PlannedGemm) -> int:
 
 
 def split_k_on_this_gpu(gemm: PlannedGemm) -> int:
-    """S of a GEMM: by the shipped plan if it is that of this GPU and library, otherwise as the library says.
+    """S of a GEMM: the shipped plan's if that is for this GPU and library, else the library's.
 
     Raises:
         UnsupportedError: torch has loaded no cublasLt, or the library has no answer.
@@ -135,10 +135,10 @@ def _path() -> str:
     loaded = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
     path = next((path for path in loaded if "libcublasLt.so" in path), None)
     if path is None:
-        raise UnsupportedError("split_k: torch has loaded no libcublasLt, which would say how it cuts K")
+        raise UnsupportedError("split_k: torch has not loaded libcublasLt, which chooses the split-K")
     return path
 
 
 def _checked(call: str, status: int) -> None:
     if status:
-        raise UnsupportedError(f"split_k: {call} of cublasLt returned {status}, so how it cuts K is not known")
+        raise UnsupportedError(f"split_k: {call} of cublasLt returned {status}, so its split-K is unknown")

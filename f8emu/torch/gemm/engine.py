@@ -53,7 +53,7 @@ def resolve_engine(call: str, device: torch.device, engine: str, chip: Chip = HO
 
 
 def engine_of(device: torch.device | str, engine: str = "auto", *, chip: Chip | str = HOPPER) -> str:
-    """What computes a GEMM of tensors on `device`, for reports; tells emulation and hardware apart.
+    """The engine that computes a GEMM of tensors on `device`, in words for a report: emulation or the hardware.
 
     Raises:
         OperandError: an unknown engine.
@@ -70,7 +70,7 @@ def engine_of(device: torch.device | str, engine: str = "auto", *, chip: Chip | 
 
 def _no_hardware(device: torch.device, chip: Chip) -> str:
     if chip.capability is None:
-        wanted = f"a device whose library has the bits of {chip}, and torch knows none"
+        wanted = f"a device whose library has the bits of {chip}, and torch has no such device"
     else:
         major, minor = chip.capability
         wanted = f"tensors on a CUDA device of compute capability {major}.{minor}, {chip}"
@@ -86,10 +86,10 @@ def _no_hardware(device: torch.device, chip: Chip) -> str:
 def warn_of_idle_gpu(device: torch.device, chip: Chip) -> None:
     """A GPU that could multiply stands idle: that costs time, and must be seen."""
     own = [c for c in CHIPS.values() if is_device_of(c, device)]
-    remedy = f"pass chip={own[0].name!r}" if own else "there is no profile of it: call torch._scaled_mm itself"
+    remedy = f"pass chip={own[0].name!r}" if own else "call torch._scaled_mm itself, since the GPU has no profile"
     warnings.warn(
-        f"f8emu.torch: {device} multiplies float8 but is not {chip}, whose bits are asked for, so that GEMMs are "
-        f"emulated, which is slow; for the GPU's own bits and speed {remedy}. This is said once for a device and chip",
+        f"f8emu.torch: {device} multiplies float8 but is not {chip}, whose bits were requested, so GEMMs are emulated, "
+        f"which is slow; for the GPU's own bits and speed {remedy}. This warning appears once per device and chip",
         RuntimeWarning,
         stacklevel=2,
     )

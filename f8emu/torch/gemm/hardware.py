@@ -17,7 +17,7 @@ from f8emu.torch.launch_sequence import is_recording, note_call
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
-"""In bytes, of pointers and strides of operands."""
+"""The alignment of pointers and strides of operands, in bytes."""
 _SCALING_TYPES = {
     Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
     Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
@@ -161,7 +161,7 @@ def _aligned(x: Tensor, is_traced: bool) -> Tensor:
 
 
 def _aligned_columns(b: Tensor, is_traced: bool) -> Tensor:
-    """As `_aligned`, for a column-major matrix."""
+    """`_aligned` for a column-major matrix."""
     is_canonical = b.shape[1] > 1 or b.stride(1) == b.shape[0]
     is_aligned = _starts_aligned(b, is_traced) and b.stride(1) % _ALIGNMENT == 0
     return b if is_canonical and is_aligned else _aligned(b.t(), is_traced).t()

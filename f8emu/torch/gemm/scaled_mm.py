@@ -30,8 +30,8 @@ def scaled_mm(
     """The float8 GEMM of a chip's tensor core, Hopper's by default: `out = round(accumulate(a @ b) * scales + bias)`.
 
     The operands are those of `torch._scaled_mm`. Granularities that are not given are inferred from the shapes of the
-    scales; the first that fits is taken: tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them
-    if the shapes fit more than one: a single row with block scales, or K <= 128.
+    scales. The first that fits is taken: tensorwise (one element each), rowwise, then 1x128 before 128x128. Give them
+    if more than one fits: a single row with block scales, or K <= 128.
 
     Shapes:
         a [M, K] row-major, b [K, N] column-major, float8, K and N multiples of 16; float32 scales, of `a`: one element,
@@ -40,9 +40,9 @@ def scaled_mm(
         -> [M, N] of out_dtype.
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
-    recorded case. `engine="hardware"`: the bits of the device. `split_k` is for the emulation of a split that the
-    library's heuristic chose [CHAIN-3]: None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only
-    value on the hardware. A shape that the plan does not know is emulated without a split; a warning says so once.
+    recorded case. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the
+    library's heuristic chose [CHAIN-3]. None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only
+    value that the hardware accepts. A shape that the plan does not cover is emulated without split-K, with one warning.
 
     Args:
         a: left operand.
@@ -50,21 +50,21 @@ def scaled_mm(
         scale_a: factors that decode `a`.
         scale_b: factors that decode `b`.
         bias: added in float32 after scaling [EPI-3].
-        out_dtype: float32, bfloat16 or float16. None asks for the dtype of `a`, as in `torch._scaled_mm`; a float8
-            output is not modelled, so None is refused.
+        out_dtype: float32, bfloat16 or float16. None means the dtype of `a`, as in `torch._scaled_mm`; float8 output
+            is not modelled, so None is refused.
         use_fast_accum: one chain over all of K [CHAIN-1] instead of promotion every 128 [CHAIN-2].
-        engine: "auto" (hardware if the tensors are on a CUDA device that is the chip, otherwise emulated), "hardware"
-            or "emulated".
-        granularity_a: of `scale_a`, if its shape is ambiguous.
-        granularity_b: of `scale_b`, if its shape is ambiguous.
+        engine: "auto" (the hardware if the tensors are on a CUDA device that is the chip, else the emulation),
+            "hardware" or "emulated".
+        granularity_a: the granularity of `scale_a`, if its shape is ambiguous.
+        granularity_b: the granularity of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
-        chip: whose bits: a profile of `f8emu.spec.CHIPS` or its name. Each says what it stands on (`evidence`). Only
-            Hopper has a plan: for others S is 1.
+        chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name. `evidence` says what a profile rests on.
+            Only Hopper has a plan; for other chips S is 1.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.
         SpecError: an unknown chip.
-        UnsupportedError: what the hardware or the engine does not support; the message names a remedy.
+        UnsupportedError: a call that the hardware or the engine does not support; the message names a remedy.
         MissingExtraError: emulation, but jax is not installed.
     """
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
@@ -108,12 +108,12 @@ def scaled_grouped_mm(
         a [total_M, K] row-major, b [groups, K, N] column-major, float8_e4m3fn; scale_a float32 [total_M], scale_b
         float32 [groups, N]; offs int32 [groups], the end of each group's rows -> bfloat16 [total_M, N].
 
-    Exactness: that of `scaled_mm`.
+    Exactness: as for `scaled_mm`.
 
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.
-        UnsupportedError: what the hardware or this engine does not do.
-        MissingExtraError: the emulation without jax.
+        UnsupportedError: a call that the hardware or this engine does not support.
+        MissingExtraError: emulation, but jax is not installed.
     """
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("offs", offs)):
         require_tensor("scaled_grouped_mm", name, x)
@@ -136,12 +136,12 @@ def mm(
     Shapes:
         a [M, K], b [K, N], bfloat16 in any layout, K and N multiples of 16 -> [M, N] of out_dtype.
 
-    Exactness: that of `scaled_mm`; `split_k` as there [BF16-2].
+    Exactness: as for `scaled_mm`, `split_k` included [BF16-2].
 
     Raises:
         OperandError: wrong dtype, shape, size or device.
-        UnsupportedError: what the hardware or this engine does not do.
-        MissingExtraError: the emulation without jax.
+        UnsupportedError: a call that the hardware or this engine does not support.
+        MissingExtraError: emulation, but jax is not installed.
     """
     require_tensor("mm", "a", a)
     require_tensor("mm", "b", b)

@@ -24,13 +24,13 @@ GEMMS = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
 TENSORS = ("input", "weight", "grad_output", "product")
 TE_TENSORS = {"activation": "input", "gradient": "grad_output", "output": "product", "wgrad": "product"}
 VALUE_STATISTICS = ("amax", "nan", "inf", "zero", "mean", "std", "l1_norm", "l2_norm", "dynamic_range")
-"""Of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest magnitude that
-is not zero."""
+"""Statistics of the values before the cast, or of a product. dynamic_range: log2 of the largest over the smallest
+magnitude that is not zero."""
 CAST_STATISTICS = ("underflow", "saturation", "sqnr", "mse", "dynamic_range_block")
-"""Of a cast. underflow: the share of values that are not zero and become zero. saturation: the share that rounds beyond
-the format's largest. sqnr: of the cast in decibels. dynamic_range_block: the largest within 1x128 values."""
+"""Statistics of a cast. underflow: the share of values that are not zero and become zero. saturation: the share that
+rounds beyond the format's largest. sqnr: in decibels. dynamic_range_block: the largest within 1x128 values."""
 OPERAND_STATISTICS = ("scale_min", "scale_max", "nan_codes", "zero_codes", "saturated_codes")
-"""Of the operand as the GEMM got it; a saturated code is that of the format's largest value."""
+"""Statistics of the operand as the GEMM got it. A saturated code is the code of the format's largest value."""
 GEMM_STATISTICS = ("error",)
 """The error of a GEMM in its three parts (`gemm_error`)."""
 STATISTICS = (*VALUE_STATISTICS, *CAST_STATISTICS, *OPERAND_STATISTICS, *GEMM_STATISTICS)
@@ -51,41 +51,41 @@ MOST_FIRST_VALUES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectConfig:
-    """What to look at, when, and where it goes.
+    """What to inspect, when, and where to write it.
 
     Raises:
-        SpecError: a name that is not known, a pattern that does not compile, or a number out of range.
+        SpecError: an unknown name, a pattern that does not compile, or a number out of range.
     """
 
     layers: str = ".*"
-    """A regular expression that is searched in the names of layers, as TransformerEngine's are: "1" is in "10" too,
-    "^1$" is not. Names are those before the model was compiled or wrapped."""
+    """A regular expression that is searched in the names of layers, as in TransformerEngine: "1" matches "10" too,
+    "^1$" does not. Names are those before the model was compiled or wrapped."""
     start: int = 1
-    """The first step that is looked at; the first step of a run is 1."""
+    """The first step to inspect; the first step of a run is 1."""
     end: int | None = None
-    """The step at which looking ends; None: never."""
+    """The step at which the inspection ends; None: never."""
     every: int = 1
-    """Look at steps `start`, `start + every`, ..."""
+    """Inspect steps `start`, `start + every`, ..."""
     statistics: tuple[str, ...] = DEFAULT_STATISTICS
-    """Of STATISTICS, or as TransformerEngine calls them."""
+    """The statistics to take: names in STATISTICS, or TransformerEngine's names for them."""
     gemms: tuple[str, ...] = GEMM_NAMES
     tensors: tuple[str, ...] = TENSORS
-    """Whose statistics are taken: the operands' tensors, and product."""
+    """The tensors whose statistics are taken: the operands' tensors, and product."""
     what_if: tuple[str, ...] = ()
-    """Recipes under which the casts are taken too, with dynamic scales."""
+    """Recipes under which the casts are also tried, with dynamic scales."""
     sample: int = 16
-    """Rows and columns of a GEMM whose error is taken."""
+    """How many rows and columns of a GEMM are sampled for its error."""
     first_values: int = 0
     """How many of the first values of each operand to record, before the cast, as hexadecimal codes and after it; at
     most MOST_FIRST_VALUES."""
     saturation_event: float = 0.01
-    """A larger share of values that round beyond the format's largest is an event, as NaN and infinity are. Under
-    delayed scaling a few do whenever a tensor grows. Only if `statistics` have saturation; and of a weight that exists
-    only as float8 codes (FSDP2's float8 all-gather) only NaN is found."""
+    """The share of values that may round beyond the format's largest. A larger share is an event, as NaN and infinity
+    are. Under delayed scaling a few do whenever a tensor grows. This needs saturation in `statistics`. A weight that
+    exists only as float8 codes (FSDP2's float8 all-gather) is checked for NaN only."""
     path: str | None = None
-    """The JSONL file; other ranks than 0 append `.rank<number>`."""
+    """The JSONL file to write; ranks other than 0 append `.rank<number>`."""
     tensorboard: str | None = None
-    """A folder of TensorBoard."""
+    """The TensorBoard folder to write."""
 
     def __post_init__(self) -> None:
         for name in ("statistics", "gemms", "tensors", "what_if"):
@@ -115,7 +115,7 @@ class InspectConfig:
             raise SpecError(f"InspectConfig: end must be an integer not before start={self.start}; got {self.end!r}")
 
     def is_step(self, step: int) -> bool:
-        """Whether that step is looked at."""
+        """Whether `step` is inspected."""
         is_before_end = self.end is None or step < self.end
         return step >= self.start and is_before_end and (step - self.start) % self.every == 0
 
@@ -148,7 +148,7 @@ def config_of(config: "InspectConfig | Mapping[str, Any] | str | Path | None", s
     known = [field.name for field in fields(InspectConfig)]
     unknown = [key for key in config if key not in known]
     if unknown:
-        raise SpecError(f"inspect: {source} has keys that are not known: {unknown}; known are {', '.join(known)}")
+        raise SpecError(f"inspect: {source} has unknown keys: {unknown}; known keys are {', '.join(known)}")
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
     return InspectConfig(**options)
 

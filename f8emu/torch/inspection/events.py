@@ -1,12 +1,12 @@
-"""What is told at once: a NaN, an infinity, or values that a format could not hold."""
+"""Events: a NaN, an infinity, or values that a format could not hold, reported in the step that has them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 EVENT_STATISTICS = ("nan", "inf")
-"""Of values, taken always."""
+"""Statistics of values that are always taken, for events."""
 CODE_EVENT_STATISTICS = ("nan_codes",)
-"""Of codes whose values were not seen, taken always."""
+"""Statistics of codes that are always taken where the values were not seen."""
 
 
 class Event(NamedTuple):
@@ -22,7 +22,7 @@ class Event(NamedTuple):
     tensor: str
     """input, weight, grad_output or product."""
     amount: float
-    """How many, or of an overflow which share."""
+    """How many values; for an overflow, their share."""
 
     def __str__(self) -> str:
         amount = f"{self.amount:.3%} of the values" if self.kind == "overflow" else f"{self.amount:.0f} values"
@@ -31,7 +31,7 @@ class Event(NamedTuple):
 
 
 def event_of(record: Mapping[str, Any], found: Mapping[str, float], most_saturated: float) -> Event | None:
-    """NaN before infinity before overflow, of one operand or product; None if there is nothing to tell."""
+    """The event of one operand or product: NaN before infinity before overflow; None without any of them."""
     place = (record["layer"], record["gemm"], record["operand"], record["tensor"])
     for statistic, kind in (("nan", "nan"), ("nan_codes", "nan"), ("inf", "inf")):
         if found.get(statistic, 0) > 0:

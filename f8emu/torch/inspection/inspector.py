@@ -33,7 +33,7 @@ from f8emu.torch.training.torch_internals import not_compiled
 
 _log = logging.getLogger("f8emu")
 SCHEMA = 1
-"""Of the records; it rises when a key changes its meaning."""
+"""The version of the records; it rises when a key changes its meaning."""
 
 
 def inspect(
@@ -44,27 +44,28 @@ def inspect(
     first_step: int = 1,
     on_event: Callable[[Event], None] | None = None,
 ) -> "Inspector":
-    """Look at the layers of a converted model while it trains.
+    """Inspect the layers of a converted model while it trains.
 
         with f8emu.torch.inspect(model, {"every": 10, "path": "run.jsonl"}, optimizer=optimizer) as inspector:
-            ...  # train as before
+            ...  # train as usual
         print(inspector.events)
 
-    Exactness: the bits of training do not change, eager or compiled; a compiled model is compiled once more, with taps.
+    Exactness: the bits of training do not change, eager or compiled. A compiled model is compiled once more, with taps.
 
     Args:
-        model: with layers of `convert_to_float8_training`; `config.layers` is searched in their names, which are those
-            of the model before it was compiled or wrapped.
+        model: a model converted by `convert_to_float8_training`. `config.layers` is searched in the names of its
+            layers, as they were before the model was compiled or wrapped.
         config: an `InspectConfig`, its keys, or the path of a TOML file.
-        optimizer: ends a step whenever it steps, and nothing else does; None: call `Inspector.step` after every step.
-        first_step: the number of the step that comes next.
-        on_event: is called with each event, at the end of its step or earlier; one that it raises ends the training.
+        optimizer: every step of this optimizer ends a step; None: call `Inspector.step` after every step.
+        first_step: the number of the next step.
+        on_event: called with each event, at the end of its step or earlier. An exception that it raises ends the
+            training.
 
     Raises:
-        SpecError: a configuration or a path that cannot be used.
-        OperandError: no layer to look at.
-        MissingExtraError: the statistic "error" without jax.
-        UnsupportedError: TensorBoard, which is not installed.
+        SpecError: an invalid configuration, or a path that cannot be written.
+        OperandError: no layer to inspect.
+        MissingExtraError: the statistic "error", but jax is not installed.
+        UnsupportedError: TensorBoard is not installed.
     """
     found = config_of(config)
     layers = float8_layers(model, found.layers, call="f8emu.torch.inspect")
@@ -74,7 +75,7 @@ def inspect(
 
 
 class Inspector:
-    """A running inspection; made by `inspect`, a context manager. It ends with the model, if nobody closes it."""
+    """A running inspection, returned by `inspect`; a context manager. Unless closed, it ends with the model."""
 
     def __init__(
         self,
@@ -106,19 +107,19 @@ class Inspector:
 
     @property
     def number(self) -> int:
-        """That of the step that is under way."""
+        """The number of the step in progress."""
         return self._recorder.number
 
     def step(self) -> None:
-        """End a step: its statistics are read and written, its events found; the next one begins.
+        """End a step: read and write its statistics, find its events, begin the next.
 
-        With an optimizer, that says so itself; then this does nothing.
+        With an optimizer each of its steps does this; then this call does nothing.
         """
         if self._hook is None and not self._is_closed:
             self._end_step()
 
     def close(self) -> None:
-        """End the inspection; what was seen of an unfinished step is written. May be called twice."""
+        """End the inspection and write the statistics of an unfinished step. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True

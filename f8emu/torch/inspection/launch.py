@@ -37,7 +37,7 @@ def likens(codes: Tensor) -> bool:
 
 
 def values(x: Tensor, sums: bool) -> Tensor:
-    """Of `x` [rows, columns]: amax, how many NaN, infinities and zeros, with `sums` also those of `values_kernel`."""
+    """Statistics of `x` [rows, columns]: amax, NaN, infinities and zeros; with `sums` also those of `values_kernel`."""
     x = _in_memory(x)
     count = 7 if sums else 4
     plan = _values(*x.shape, *x.stride(), sums)
@@ -47,7 +47,7 @@ def values(x: Tensor, sums: bool) -> Tensor:
 
 
 def cast(x: Tensor, source: Tensor, is_amax: bool, granularity: Granularity, format: Format, rule: ScaleRule) -> Tensor:
-    """Of the cast of `x` [rows, K]: the numbers of `cast_kernel`.
+    """The numbers of `cast_kernel` for the cast of `x` [rows, K].
 
     Shapes:
         source: `granularity.scale_shape`, amaxes or inv_scales; one number in any shape and float dtype.

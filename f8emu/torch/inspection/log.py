@@ -27,7 +27,7 @@ class JsonLog:
     """A file of one JSON object a line. The lines of a step are written at once, and are on the disk when it returns.
 
     A file of an earlier run goes on; a line that a crash cut off is ended. NaN and infinities are strings. If the disk
-    is full, that is said once and training goes on without a file.
+    is full, one warning says so and training goes on without a file.
 
     Raises:
         SpecError: a file that cannot be opened.

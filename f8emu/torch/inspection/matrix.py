@@ -46,7 +46,7 @@ class Matrix:
         self._amaxes: dict[tuple[Granularity, bool], Tensor] = {}
 
     def values(self, wanted: Collection[str]) -> Statistics:
-        """Those of `VALUE_STATISTICS` that are wanted."""
+        """The requested statistics of `VALUE_STATISTICS`."""
         x, wanted = self.x, set(wanted)
         if x.numel() == 0:
             return []
@@ -63,7 +63,7 @@ class Matrix:
     def cast(
         self, cast: Cast, is_transposed: bool, rule: ScaleRule, wanted: Collection[str], delayed: Delayed | None
     ) -> Statistics:
-        """Those of `CAST_STATISTICS` that are wanted, of the matrix or its transpose; none of one in high precision.
+        """The requested statistics of `CAST_STATISTICS`, for the matrix or its transpose; nothing in high precision.
 
         With `delayed` by its scale, as far as that is set.
 
@@ -95,7 +95,7 @@ class Matrix:
         return torch.where(delayed.inv_scale > 0, delayed.inv_scale, own)
 
     def _amax(self, granularity: Granularity, is_transposed: bool) -> Tensor:
-        """Of `granularity.scale_shape`; of the whole matrix it may be float64 [1]."""
+        """The amaxes, of shape `granularity.scale_shape`; for the whole matrix perhaps float64 [1]."""
         key = (granularity, is_transposed and granularity is not Granularity.TENSORWISE)
         if key not in self._amaxes:
             if granularity is Granularity.ROWWISE and launches_for(self.x) is not None:
@@ -108,7 +108,7 @@ class Matrix:
 
 
 def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) -> Statistics:
-    """Of an operand as its GEMM got it, those of `OPERAND_STATISTICS` that are wanted; none in high precision."""
+    """The requested statistics of `OPERAND_STATISTICS` for an operand as its GEMM got it; nothing in high precision."""
     codes, scale = operand
     if cast.format is None or scale is None or codes.numel() == 0:
         return []

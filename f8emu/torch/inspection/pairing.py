@@ -35,12 +35,12 @@ class Grid(NamedTuple):
     """Values of a matrix at evenly spaced rows and columns, copied: compiled code uses its memory again."""
 
     shape: tuple[int, int]
-    """Of the matrix."""
+    """The shape of the matrix."""
     values: Tensor
     """[rows, columns], in the dtype of the matrix."""
 
     def t(self) -> "Grid":
-        """That of the transpose."""
+        """The grid of the transpose."""
         return Grid((self.shape[1], self.shape[0]), self.values.t())
 
 
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     grid: Grid
     statistics: Statistics
     what_if: dict[str, Statistics]
-    """By recipe."""
+    """Statistics by recipe."""
     sample: Sample | None
     before: Tensor | None
 
@@ -80,7 +80,7 @@ class Waiting:
         self._found.setdefault((layer, gemm, side), deque(maxlen=_MOST_WAITING)).append(_Candidate(prepared))
 
     def take(self, layer: str, gemm: str, operands: Sequence[Operand]) -> list[Taken | None]:
-        """Those of which these operands, a and b, were cast; the oldest of equals; None: not known."""
+        """The waiting matrices from which these operands, a and b, were cast; the oldest of equals; None: not known."""
         queues = [self._found.get((layer, gemm, side), deque[_Candidate]()) for side in "ab"]
         if any(one.likeness is not None for queue in queues for one in queue):
             self._decide()

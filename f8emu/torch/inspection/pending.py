@@ -16,7 +16,7 @@ class Pending(NamedTuple):
 
     record: dict[str, Any]
     statistics: Statistics
-    """Of equal names the last one counts."""
+    """The statistics; of equal names the last one counts."""
     values: dict[str, Tensor]
     """First values of tensors."""
     likenesses: tuple[Tensor, ...] = ()

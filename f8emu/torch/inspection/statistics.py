@@ -19,7 +19,7 @@ from f8emu.torch.cast import decode, dequantize, quantize
 from f8emu.torch.scale import reciprocal, spread_scale
 
 NOISE_STATISTICS = ("underflow", "saturation", "sqnr", "mse")
-"""Of a cast, those that its codes are needed for."""
+"""The statistics of a cast that need its codes."""
 
 
 class Found(NamedTuple):
@@ -46,7 +46,7 @@ def by_name(names: tuple[str, ...], numbers: list[float]) -> dict[str, float]:
 
 
 def only(wanted: Collection[str], statistics: Statistics) -> Statistics:
-    """Those that are wanted, of the same numbers."""
+    """The requested statistics, from the same numbers."""
 
     def meaning(found: Found, numbers: list[float]) -> dict[str, float]:
         return {name: number for name, number in found.meaning(numbers).items() if name in wanted}
@@ -55,7 +55,7 @@ def only(wanted: Collection[str], statistics: Statistics) -> Statistics:
 
 
 def of_cast(names: tuple[str, ...], wanted: Collection[str], count: int, numbers: list[float]) -> dict[str, float]:
-    """Of the numbers that `cast_numbers` names, of `count` values, those of NOISE_STATISTICS that are wanted."""
+    """The requested NOISE_STATISTICS of `count` values, from the numbers that `cast_numbers` names."""
     number = dict(zip(names, numbers, strict=True))
     found = {name: number[name] / count for name in ("underflow", "saturation") if name in wanted}
     if "mse" in wanted:
@@ -66,7 +66,7 @@ def of_cast(names: tuple[str, ...], wanted: Collection[str], count: int, numbers
 
 
 def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
-    """Of a matrix in high precision, those of `VALUE_STATISTICS` that are wanted.
+    """The requested statistics of `VALUE_STATISTICS`, for a matrix in high precision.
 
     NaN and infinity take no part in dynamic_range; in the others they do as torch has it.
     """
@@ -97,7 +97,7 @@ def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
 def cast_statistics(
     x: Tensor, inv_scale: Tensor, format: Format, granularity: Granularity, wanted: Collection[str]
 ) -> Statistics:
-    """Of the cast of `x` [rows, K], those of NOISE_STATISTICS that are wanted.
+    """The requested NOISE_STATISTICS of the cast of `x` [rows, K].
 
     Shapes:
         inv_scale: `granularity.scale_shape(rows, K)`.

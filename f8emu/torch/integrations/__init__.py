@@ -1,5 +1,5 @@
-"""What other libraries need beside a converted model. Each module imports the library that it is named after.
+"""What other libraries need beyond a converted model. Each module imports the library that it is named after.
 
-Checkpoints that drop the metadata of a state dict need something: the state of delayed scaling is there. torchtitan
-needs converters, since it makes its models itself.
+Checkpoints that drop the metadata of a state dict lose the state of delayed scaling, which is stored there: Hugging
+Face's need help. torchtitan needs converters, since it builds its models itself.
 """

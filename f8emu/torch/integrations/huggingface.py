@@ -1,7 +1,7 @@
 """Hugging Face's Trainer: the state of delayed scaling in its checkpoints.
 
-Its checkpoints are safetensors files, which hold no state of delayed scaling. So a callback writes it into the
-checkpoint's `trainer_state.json`, the one file of a checkpoint that is read from whatever path a run is resumed.
+The Trainer's checkpoints are safetensors files, which hold no state of delayed scaling. A callback therefore writes it
+into the checkpoint's `trainer_state.json`, the one file that is read from whatever path a run is resumed.
 """
 
 import base64
@@ -25,10 +25,10 @@ from f8emu.torch.training.delayed_sync import DelayedScalingState
 class DelayedScalingCallback(TrainerCallback, ExportableState):
     """Saves the state of delayed scaling with every checkpoint, and loads it when a run is resumed.
 
-    `Trainer(model, ..., callbacks=[DelayedScalingCallback()])`. Also where the best model is loaded at the end. Other
-    recipes have no state, and the callback does nothing.
+    Use it as `Trainer(model, ..., callbacks=[DelayedScalingCallback()])`. It also loads the state of the best model, if
+    the Trainer loads that at the end. For a recipe without delayed scaling it does nothing.
 
-    Exactness: a resumed run has the bits of one without interruption, as far as the Trainer's own state has.
+    Exactness: a resumed run has the bits of an uninterrupted one, as far as the Trainer's own state allows.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class DelayedScalingCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"delayed": base64.b64encode(save(tensors)).decode() if tensors else ""}}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """From now on a checkpoint of weights alone is no surprise."""
+        """Expect checkpoints that hold weights alone: no warning about a missing state."""
         self._follow(kwargs.get("model"))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The weights of a resumed run have been loaded."""
+        """Load the state after the Trainer has loaded the weights of a resumed run."""
         self._follow(kwargs.get("model"))
         if state.global_step > 0:
             self._load(state, "the checkpoint that the run was resumed from")
@@ -54,7 +54,7 @@ class DelayedScalingCallback(TrainerCallback, ExportableState):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The weights of the best checkpoint have been loaded."""
+        """Load the state after the Trainer has loaded the weights of the best checkpoint."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             path = Path(state.best_model_checkpoint) / "trainer_state.json"
             self._load(TrainerState.load_from_json(str(path)), state.best_model_checkpoint)

@@ -1,1 +1,1 @@
-"""Float8Linear and what surrounds it: autograd, delayed scaling, checkpointing, conversion."""
+"""Float8Linear and the code around it: autograd, delayed scaling, checkpointing, conversion."""

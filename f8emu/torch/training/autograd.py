@@ -118,7 +118,7 @@ def float8_matmul(
     Shapes:
         input [M, K], weight [N, K] -> [M, N] in the dtype of input.
 
-    Exactness: every code, scale and product is that of `f8ref.numpy.linear`, on Hopper and emulated.
+    Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
 
     Args:
         input: in high precision.
@@ -392,7 +392,7 @@ def _padded_scale(operand: Operand, granularity: Granularity, rows: int) -> Tens
 
 
 def _first_of(product: Tensor, m: int, n: int) -> Tensor:
-    """The product without its padding, as a tensor of its own.
+    """The product without its padding, as a separate tensor.
 
     Not a view of the first rows: compiled on CUDA (torch 2.11), a gradient that was such a view came out as zeros.
     """

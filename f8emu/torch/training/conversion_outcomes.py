@@ -90,7 +90,7 @@ def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) 
     """Why the layer does not compute what nn.Linear does; empty where it does."""
     kind, weight = type(layer), own_parameters(layer).get("weight")
     if weight is None or is_lazy(weight):
-        return "its weight is no parameter yet, or is computed in every call"
+        return "its weight is not a parameter yet, or is computed in every call"
     if kind is NonDynamicallyQuantizableLinear:
         return "nn.MultiheadAttention reads its weight and does not call it"
     if kind is not nn.Linear and kind not in subclasses:
@@ -144,7 +144,7 @@ def _reason(owner: nn.Module, parameter: Tensor) -> str:
     if isinstance(owner, ConvNd):
         return "a convolution"
     if kind == "Conv1D":
-        return "transformers' Conv1D is no nn.Linear; replace it by one with the transposed weight"
+        return "transformers' Conv1D is not an nn.Linear; replace it by one with the transposed weight"
     if parameter.ndim > 2 and parameter.shape[0] > 1:  # a class token or an embedding of positions is one matrix
         return f"{kind} multiplies a stack of matrices (experts), for which there is no float8 layer"
     return f"{kind} computes with it directly"

@@ -33,7 +33,7 @@ class ConversionEntry:
     """(out_features, in_features)."""
     outcome: Outcome
     reason: str = ""
-    """Why it is not converted, where the outcome does not say it."""
+    """Why it is not converted, if the outcome alone does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ConversionReport:
     parameters: int = 0
     """The number of parameters of the model, each counted once."""
     covered: int = 0
-    """How many of them are weights of layers that are converted, or were."""
+    """How many of these parameters are weights of layers that are converted, or were before."""
 
     @property
     def share(self) -> float:
@@ -65,7 +65,7 @@ class ConversionReport:
         return self.covered / max(self.parameters, 1)
 
     def names(self, outcome: Outcome) -> tuple[str, ...]:
-        """The layers with that outcome."""
+        """The names of the layers with this outcome."""
         return tuple(entry.fqn for entry in self.entries if entry.outcome is outcome)
 
     @property

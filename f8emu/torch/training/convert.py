@@ -6,8 +6,10 @@ A layer that cannot be converted is reported here, at conversion, and not in the
 import logging
 import warnings
 from collections.abc import Collection
+from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from f8emu.spec.chips import CHIPS
@@ -29,12 +31,14 @@ from f8emu.torch.training.torch_internals import replace_modules
 from f8emu.torch.training.torchao_config import RecipeLike
 
 _log = logging.getLogger("f8emu")
+_DEFAULT = "tensorwise"
+"""The recipe of a conversion that names none, as in torchao."""
 
 
 def convert_to_float8_training(
     module: nn.Module,
     *,
-    config: RecipeLike = "tensorwise",
+    config: RecipeLike | None = None,
     module_filter_fn: ModuleFilter | None = None,
     engine: str = "auto",
     pad: bool = False,
@@ -43,49 +47,50 @@ def convert_to_float8_training(
     enable_fsdp_float8_all_gather: bool = False,
     float8_primary_weights: bool = False,
 ) -> nn.Module:
-    """Make every `nn.Linear` in `module` a `Float8Linear` with the same parameters.
+    """Replace every `nn.Linear` in `module` by a `Float8Linear` with the same parameters.
 
-    Shared modules and parameters stay shared. A linear layer that holds others, as adapters of its own, keeps them, and
-    they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads
-    its layers' weights directly, as torch's nn.TransformerEncoderLayer does in evaluation, still computes with them in
-    high precision: the report has a note. Another library that replaces the new layers causes a warning.
+    Shared modules and parameters stay shared. A linear layer that contains others, such as adapters, keeps them, and
+    they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads its layers' weights
+    directly still computes with them in high precision, as torch's nn.TransformerEncoderLayer does in evaluation; the
+    report has a note. If another library replaces the new layers, a warning follows.
 
     Args:
-        module: the model, or a single linear layer, whose converted copy is returned, with the layers in it converted
-            in place.
-        config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it.
+        module: the model, or a single linear layer. A single layer is not changed itself: its converted copy is
+            returned, and the layers inside it are converted in place.
+        config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it. None is
+            "tensorwise", torchao's default; a log line says so once.
         module_filter_fn: (layer, its name before the model was wrapped) -> whether to convert it; None converts all.
-        engine: as for `scaled_mm`; "hardware" is checked at once if the model is on an accelerator, otherwise at the
-            first call, so that a model can be converted before it moves.
-        pad: also convert layers whose sizes are not multiples of 16: their GEMMs are zero-padded; results are
+        engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
+            call, so that a model can be converted before it moves.
+        pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
             bit-identical, the copies cost time.
         recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
             if that input is saved anyway or cheap to recompute: less memory, more time (measured, H200: a Hugging Face
             Llama from 17.7 to 15.8 GiB; a feed-forward block 5 to 8 % slower). The codes are those of the input as
             the backward pass computes it; delayed and blockwise casts are not repeated.
         subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
-            `super().forward()`, which then computes in float8; one that never calls it is left alone. The new layer
-            is an instance of its old class and of Float8Linear.
-        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) the weights travel as float8, under
-            the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. They stay sharded in high
+            `super().forward()`, which then computes in float8; a class that never calls it is left alone. The new layer
+            is an instance of both its old class and Float8Linear.
+        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) gather the weights as float8, with
+            the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. The shards stay in high
             precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed.
-        float8_primary_weights: as TransformerEngine's `fp8_model_init`: the layers hold float8 codes and scales of
-            their weights and nothing else on the device: 1 byte an element under tensorwise and delayed, 2 under
-            rowwise and rowwise_with_gw_hp, whose two casts of a weight have different codes. The values go to the host,
-            and as float32 masters into the optimizer, `MasterWeights`, which is made after this call. The state dict
+        float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
+            and scales of its weight. They take 1 byte an element under tensorwise and delayed, 2 under rowwise and
+            rowwise_with_gw_hp, whose two casts of a weight have different codes. The values move to the host, and
+            become the float32 masters of the optimizer, `MasterWeights`, which is made after this call. The state dict
             holds these masters. Not with blockwise, sharding, or weights that other modules read.
 
     Returns:
         `module`, converted in place; for a single linear layer, the new one.
 
     Raises:
-        SpecError: no such recipe.
+        SpecError: an unknown recipe.
         OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
             the model is unchanged.
-        UnsupportedError: `engine="hardware"` on a device that is not the chip of the recipe, formats that layers do not
-            cast to, weights that are sharded already, or ones that cannot be float8 alone or travel as float8.
+        UnsupportedError: `engine="hardware"` on a device that is not the recipe's chip; formats that layers do not cast
+            to; weights that are already sharded; weights that cannot be stored or gathered as float8.
     """
-    recipe = resolve_recipe("convert_to_float8_training", config)
+    recipe = resolve_recipe("convert_to_float8_training", _DEFAULT if config is None else config)
     if enable_fsdp_float8_all_gather:
         require_gatherable_weights("convert_to_float8_training", recipe)
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
@@ -117,7 +122,17 @@ def convert_to_float8_training(
     watch_replacements()
     module = replace_modules(module, new)
     _log.info("convert_to_float8_training: %s", report)
-    if not chosen:
+    if config is None and chosen:
+        _say_default(report.summary, f"{report.share:.1%}")
+    float64 = [entry for entry in report.entries if "its weight is torch.float64" in entry.reason]
+    if not chosen and len(float64) == len(report.entries) > 0:
+        warnings.warn(
+            f"convert_to_float8_training: nothing to convert: the weights are float64 in all {len(float64)} linear "
+            "layers; call model.float() or model.bfloat16() first",
+            UserWarning,
+            stacklevel=2,
+        )
+    elif not chosen:
         left = [entry for entry in report.entries if entry.reason]
         already = len(report.names(Outcome.ALREADY))
         found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
@@ -130,31 +145,31 @@ def convert_to_float8_training(
 def plan_conversion(
     module: nn.Module,
     *,
-    config: RecipeLike = "tensorwise",
+    config: RecipeLike | None = None,
     module_filter_fn: ModuleFilter | None = None,
     pad: bool = False,
     subclasses: Collection[type[nn.Linear]] = (),
 ) -> ConversionReport:
-    """What `convert_to_float8_training` would do, without doing it, and which weights it would not look at.
+    """Report what `convert_to_float8_training` would do, and which weights it would not consider; change nothing.
 
     Raises:
-        SpecError: no such recipe.
+        SpecError: an unknown recipe.
     """
-    recipe = resolve_recipe("plan_conversion", config)
+    recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config)
     return report_of(module, recipe, module_filter_fn, pad, subclasses)
 
 
 def dequantize_float8_training(module: nn.Module) -> nn.Module:
-    """Make every `Float8Linear` in `module` the `nn.Linear` that it was, with the same parameters.
+    """Turn every `Float8Linear` in `module` back into the `nn.Linear` that it was, with the same parameters.
 
-    The inverse of `convert_to_float8_training`: hooks, mode and subclass stay, shared layers stay shared, the state of
+    The inverse of `convert_to_float8_training`. Hooks, mode and subclass stay, shared layers stay shared; the state of
     delayed scaling is dropped. The results are ordinary layers for other libraries, such as torchao's `quantize_`.
 
     Returns:
         `module`, changed in place; for a single layer, the new one.
 
     Raises:
-        OperandError: a class derived from Float8Linear, which was no nn.Linear before; the model is unchanged.
+        OperandError: a class derived from Float8Linear, which never was an nn.Linear; the model is unchanged.
         UnsupportedError: a sharded model; it is unchanged.
     """
     layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
@@ -182,7 +197,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
 def swap_linear_with_float8_linear(
     module: nn.Module,
     *,
-    config: RecipeLike = "tensorwise",
+    config: RecipeLike | None = None,
     module_filter_fn: ModuleFilter | None = None,
     engine: str = "auto",
     pad: bool = False,
@@ -191,7 +206,7 @@ def swap_linear_with_float8_linear(
     enable_fsdp_float8_all_gather: bool = False,
     float8_primary_weights: bool = False,
 ) -> nn.Module:
-    """The older name of `convert_to_float8_training`, which it calls."""
+    """Alias of `convert_to_float8_training`, its older name."""
     return convert_to_float8_training(
         module,
         config=config,
@@ -203,6 +218,18 @@ def swap_linear_with_float8_linear(
         enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
         float8_primary_weights=float8_primary_weights,
     )
+
+
+@cache
+def _say_default(summary: str, share: str) -> None:
+    """Say which recipe a conversion took that named none: at WARNING, which is seen where no logging is set up."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(
+            "convert_to_float8_training: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; "
+            "name one to choose: config='rowwise' (f8emu.RECIPES)",
+            summary,
+            share,
+        )
 
 
 def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
@@ -222,7 +249,7 @@ def _check_primary(
     other = [fqn for fqn in report.names(Outcome.ALREADY) if not isinstance(layers[fqn].weight, Float8Weight)]
     if other:
         raise OperandError(
-            f"{call}: with float8_primary_weights=True every converted layer holds float8 alone; "
+            f"{call}: with float8_primary_weights=True every converted layer holds only float8 weights; "
             f"{', '.join(name or 'the module' for name in other)} was converted without it; convert the model once, "
             "from nn.Linear"
         )
@@ -258,6 +285,6 @@ def _check_converted(
             raise OperandError(
                 f"convert_to_float8_training: {fqn or 'the module'} is a Float8Linear under recipe "
                 f"{layer.recipe.label!r}, engine {layer.engine!r} and recompute_casts={layer.recompute_casts} already; "
-                f"asked for {report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, from "
-                "nn.Linear"
+                f"requested are {report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, "
+                "from nn.Linear"
             )

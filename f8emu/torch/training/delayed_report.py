@@ -16,7 +16,7 @@ from f8emu.torch.training.torch_internals import to_list
 
 
 class Report:
-    """Of layers that are updated together. One that is reset or loaded begins a new report."""
+    """The report of layers that are updated together. A layer that is reset or loaded begins a new one."""
 
     def __init__(self, layers: Sequence[DelayedBuffers], is_pinned: bool) -> None:
         with torch.inference_mode(False):  # also updates outside of it write to this
@@ -40,8 +40,8 @@ class Report:
                     names.append(f"{tensor} of {layer.notes.name or 'a layer without a name'}")
         if names:
             warnings.warn(
-                f"f8emu.torch: under delayed scaling the amax was infinite or NaN of: {', '.join(names)}; the scale "
-                "stays as it was. Further ones are counted in the layer's delayed.counts, and not reported again",
+                f"f8emu.torch: under delayed scaling the amax was infinite or NaN for: {', '.join(names)}; the scale "
+                "stays as it was. Later ones are counted in the layer's delayed.counts, and not reported again",
                 RuntimeWarning,
                 stacklevel=2,
             )

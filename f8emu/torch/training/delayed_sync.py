@@ -17,17 +17,17 @@ from f8emu.torch.training.torch_internals import named_modules
 def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
     """Update the state of delayed scaling in all layers of `model` that were called since their last update.
 
-    No training loop needs a call: the end of every backward pass is an update. After one nothing changes; compiled code
-    leaves it out. It is of use before a state is saved whose passes are replayed as CUDA graphs.
+    A training loop needs no call, because every backward pass ends with an update. After one, this call changes
+    nothing, and compiled code leaves it out. Call it before saving a state whose passes are replayed as CUDA graphs.
 
     An amax that is zero or not finite leaves the scale unchanged, and is counted in the layer's `delayed.counts`. With
     a process group, amaxes are the maximum over its ranks, in one all-reduce for all layers: over the group of
     `set_amax_reduction_group`, else over the mesh of DTensor weights, else over all ranks. All of them must call this.
 
-    Exactness: every state is that of `f8ref.numpy.update_delayed_state`.
+    Exactness: every state equals that of `f8ref.numpy.update_delayed_state`.
 
     Raises:
-        DelayedScalingError: ranks of a group with different layers.
+        DelayedScalingError: the ranks of a group have different layers.
     """
     if torch.compiler.is_compiling():
         return
@@ -36,10 +36,10 @@ def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn
 
 
 def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
-    """Choose the ranks over which the amaxes of delayed scaling are reduced: those of a process group.
+    """Reduce the amaxes of delayed scaling over the ranks of `group`, a process group.
 
-    False chooses none; None the default, the mesh over which a layer's weight is a DTensor, otherwise all ranks. The
-    layers of `model` are updated together from now on, apart from others that were converted with them.
+    False reduces over no ranks. None restores the default: the mesh over which a layer's weight is a DTensor, or all
+    ranks. From now on the layers of `model` are updated together, apart from others that were converted with them.
     """
     chosen = UpdateGroup(group)
     for _, layer, _ in _layers(model):
@@ -56,10 +56,10 @@ def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what `delayed_state_dict` returned; before or after `load_state_dict`, which resets a state in use.
+    """Load what `delayed_state_dict` returned. Call it before or after `load_state_dict`, which resets a state in use.
 
     Raises:
-        OperandError: missing or unknown keys (no layer has changed then), or the state of another recipe.
+        OperandError: missing or unknown keys (then no layer has changed), or the state of another recipe.
     """
     wanted = {f"{prefix}{name}" for prefix, _, buffers in _layers(model) for name in buffers.state()}
     if wanted != set(state):
@@ -75,7 +75,7 @@ def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
 
 class DelayedScalingState:
-    """The state of delayed scaling of a model, for checkpoints that take objects: DCP's, accelerate's, torchtitan's."""
+    """A model's state of delayed scaling as an object, for checkpoints of DCP, accelerate and torchtitan."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

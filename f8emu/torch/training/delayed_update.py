@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class UpdateGroup:
-    """Layers that are updated together: those that one call converted. A copy of a model has a group of its own.
+    """Layers that are updated together: those that one call converted. A copy of a model has its own group.
 
     Their casts tell it that they run (`fused.delayed.tell_owner`).
     """

@@ -29,15 +29,15 @@ LLAMA_NAMES = ("w1", "w2", "w3")
 class Float8FeedForward(nn.Module):
     """`w2(silu(w1(input)) * w3(input))` with three `Float8Linear`.
 
-    Under delayed and blockwise recipes the casts between the layers are fused (see `feed_forward_autograd`). Otherwise
-    the three layers and `silu` are called one after the other. That is also the case
-    - in dtypes other than bfloat16,
+    Under delayed and blockwise recipes the casts between the layers are fused (see `feed_forward_autograd`). In all
+    other cases the three layers and `silu` are called one after the other:
+    - under other recipes and in dtypes other than bfloat16,
     - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
     - if the layers differ in recipe or engine,
     - if, of the input and the three weights, only the weight of w2 requires a gradient; under delayed scaling wherever
       no gradient flows back through w1 or w3.
 
-    Parameters and state dict are those of the three layers, under the names in `names`.
+    The parameters and the state dict are those of the three layers, under the names in `names`.
 
     Shapes:
         input [..., dim] -> [..., dim], in the dtype of input.
@@ -48,7 +48,7 @@ class Float8FeedForward(nn.Module):
 
     Raises:
         OperandError: an input of another dtype or size.
-        UnsupportedError: `engine="hardware"` where there is none.
+        UnsupportedError: `engine="hardware"` on a device without it.
     """
 
     names: tuple[str, str, str]
@@ -84,19 +84,19 @@ class Float8FeedForward(nn.Module):
     ) -> Self:
         """A block with the layers, hooks and mode of `module`, which is not changed.
 
-        Whether `module` computes this function cannot be checked. Checked are its layers, and that it has no other
-        parameters, buffers or activations.
+        Its layers are checked, and that it has no other parameters, buffers or activations. Whether its `forward`
+        computes this function cannot be checked.
 
         Args:
             module: a feed-forward block, such as torchtitan's FeedForward or Hugging Face's LlamaMLP.
             recipe: the recipe, or its name.
             engine: as for `scaled_mm`.
             recompute_casts: as for `convert_to_float8_training`, where the three layers are called.
-            names: what `module` calls w1, w2 and w3; ("gate_proj", "down_proj", "up_proj") in Hugging Face's.
+            names: the names in `module` of w1, w2 and w3; ("gate_proj", "down_proj", "up_proj") in Hugging Face's.
 
         Raises:
             OperandError: a block with other layers, parameters or buffers, or a replaced forward.
-            SpecError: no such recipe.
+            SpecError: an unknown recipe.
         """
         _check_block(module, names)
         block = cls.__new__(cls)

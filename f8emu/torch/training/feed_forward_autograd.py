@@ -40,7 +40,7 @@ class _Settings(NamedTuple):
     of_gradients: tuple[Delayed | None, ...]
     """State of grad_output of w1, w2, w3. Not saved tensors: the backward pass updates their amaxes in place."""
     taps: tuple[Tap | None, ...]
-    """Of w1, w2, w3."""
+    """The taps of w1, w2, w3."""
 
 
 def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:

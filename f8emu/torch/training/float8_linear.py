@@ -44,17 +44,17 @@ class Float8Linear(Linear):
     rounded product. Under autocast the input is converted to autocast's dtype first; the weight is cast to float8 from
     its own dtype. Sizes that are not multiples of 16 are zero-padded; results are bit-identical.
 
-    The state of delayed scaling is stored in the metadata of the state dict; loading a state dict without it resets
+    The state of delayed scaling is stored in the metadata of the state dict. Loading a state dict without it resets
     delayed scaling.
 
     Shapes:
         input [..., in_features] -> [..., out_features], in the dtype of input.
 
-    Exactness: every code, scale, product, output and gradient is that of `f8ref.numpy.linear`.
+    Exactness: every code, scale, product, output and gradient equals that of `f8ref.numpy.linear`.
 
     Raises:
         OperandError: an input of another dtype or size.
-        UnsupportedError: `engine="hardware"` where there is none.
+        UnsupportedError: `engine="hardware"` on a device without it.
     """
 
     recipe: Recipe
@@ -64,12 +64,12 @@ class Float8Linear(Linear):
     update_group: UpdateGroup | None
     """The layers whose scales are updated with this one's; None under dynamic scaling."""
     reduce_to: Sequence[Any] | None = None
-    """Under tensor parallelism, the placements to which the layer brings a sum over ranks (`Float8RowwiseParallel`)."""
+    """Under tensor parallelism, the placements to which the layer reduces a partial sum (`Float8RowwiseParallel`)."""
     traced_input: TracedInput | None = None
-    """What the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
+    """The cast input that the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
 
     tap: Tap | None = None
-    """Where observers watch the layer (`observation`); None if there are none."""
+    """Where observers watch the layer (`observation`); None without observers."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Float8Linear(Linear):
         """A layer with the parameters, hooks and mode of `module`, which is not changed."""
         if isinstance(module, Float8Linear) or not issubclass(cls, type(module)):  # float8_subclass has other classes
             raise OperandError(
-                f"Float8Linear.from_float: module must be an nn.Linear and of no subclass; got {type(module).__name__}"
+                f"Float8Linear.from_float: module must be an nn.Linear, not a subclass; got {type(module).__name__}"
                 "; a subclass may compute something of its own: see subclasses of convert_to_float8_training"
             )
         if "forward" in module.__dict__:
@@ -188,21 +188,21 @@ class Float8Linear(Linear):
         refuse_torchscript("Float8Linear")
 
     def extra_repr(self) -> str:
-        """As `nn.Linear`, with recipe and engine."""
+        """The text of `nn.Linear`, with recipe and engine."""
         recompute = ", recompute_casts=True" if self.recompute_casts else ""
         return f"{super().extra_repr()}, recipe={self.recipe.label}, engine={self.engine}{recompute}"
 
     def reset_parameters(self) -> None:
-        """As `nn.Linear`; also resets delayed scaling."""
+        """Initialise the parameters like `nn.Linear`, and reset delayed scaling."""
         super().reset_parameters()
         if (delayed := self.__dict__.get("delayed")) is not None:
             delayed.reset()
             refill(self.weight)
 
     def delayed_states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
-        """What the casts of a call read and update; None where tensors are scaled by their own amaxes.
+        """The states that the casts of a call read and update; None if tensors are scaled by their own amaxes.
 
-        Under delayed scaling these are the passes that no gradient flows back through: they change no state.
+        Under delayed scaling that happens in passes through which no gradient flows back: they change no state.
         """
         if self.delayed is None:
             return None
@@ -226,7 +226,7 @@ class Float8Linear(Linear):
             group.add(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module`."""
+        """`nn.Module.register_parameter`; also notes that tensor parallelism distributes the weight."""
         super().register_parameter(name, param)
         if name == "weight" and is_dtensor(param) and (delayed := self.__dict__.get("delayed")) is not None:
             delayed.notes.is_sharded = True
@@ -282,7 +282,7 @@ class Float8Linear(Linear):
                     "checkpoint formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging "
                     "Face Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
                     "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
-                    'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; otherwise '
+                    'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
                     "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
                     RuntimeWarning,
                     stacklevel=2,

@@ -66,7 +66,7 @@ class Float8Weight(GatheredWeight):
 
     master_amax: Tensor | None
     origin: MasterOf | None
-    """None inside of compiled code, which only reads the codes."""
+    """The recipe and the master; None in compiled code, which reads only the codes."""
 
     # Results are plain tensors: torch would make each a tensor of this class.
     __torch_function__ = no_torch_function
@@ -87,9 +87,9 @@ class Float8Weight(GatheredWeight):
 
     @property
     def master(self) -> Tensor:
-        """The values of which the codes are cast: those of before the conversion, once an optimizer has them float32.
+        """The values from which the codes are cast: those before the conversion, then an optimizer's float32 values.
 
-        What writes to it must call `refill` afterwards; a write to the weight itself does both.
+        Code that writes to it must call `refill` afterwards; a write to the weight itself does both.
         """
         return self._origin.master
 
@@ -97,13 +97,13 @@ class Float8Weight(GatheredWeight):
     def _origin(self) -> MasterOf:
         if self.origin is None:
             raise UnsupportedError(
-                "Float8Weight: only the codes of a weight are known in compiled code; read or write its master outside"
+                "Float8Weight: compiled code has only the codes of a weight; read or write its master outside"
             )
         return self.origin
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As `detach`. An assignment would leave the codes behind."""
+        """The weight without its gradient history, like `detach`. It cannot be assigned."""
         return self.detach()
 
     @data.setter
@@ -114,12 +114,12 @@ class Float8Weight(GatheredWeight):
         )
 
     def dequantize(self) -> Tensor:
-        """The values of the codes that `output` multiplies, float32 [N, K]."""
+        """The values of the codes that the GEMM `output` multiplies, float32 [N, K]."""
         return self.rows.float() * self.row_scale
 
     @torch.no_grad()
     def refill(self, *, by_own_amax: bool = False) -> None:
-        """Cast the master into the codes, in place; under delayed scaling by its state, or by the master's own amax."""
+        """Cast the master into the codes, in place. Under delayed scaling use its state, or the master's own amax."""
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "Float8Linear: with float8_primary_weights=True weights are cast outside of compiled code; compile the "
@@ -132,7 +132,7 @@ class Float8Weight(GatheredWeight):
                 mine.copy_(found)
 
     def note_call(self, states: DelayedStates | None) -> None:
-        """Under delayed scaling, take the amax of the master along, as a cast of it in this call would."""
+        """Under delayed scaling, record the master's amax, as a cast of it in this call would."""
         delayed = None if states is None else states[1]
         if delayed is not None and self.master_amax is not None:
             with torch.no_grad():
@@ -141,7 +141,7 @@ class Float8Weight(GatheredWeight):
                 delayed.amax.copy_(bits.view(torch.float32))
 
     def take_master(self) -> Tensor:
-        """The master for an optimizer, in float32 and on the device of the weight from now on."""
+        """Give the master to an optimizer: float32 and on the device of the weight from now on."""
         origin = self._origin
         if not origin.is_taken:
             origin.master = origin.master.to(self.device, torch.float32)
@@ -180,15 +180,15 @@ class Float8Weight(GatheredWeight):
             if func is _aten.copy_.default or x._is_initialized_by(func):
                 return x._with_master(func, args[1:], kwargs)
         raise UnsupportedError(
-            f"{func}: the weight is float8 codes alone (float8_primary_weights=True), with which only Float8Linear "
-            "computes; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
+            f"{func}: the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
+            "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
             "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
             "pass init_sync=False; to shard it (fully_shard, DTensor) or to merge adapters into it, convert without "
             "float8_primary_weights"
         )
 
     def _moved(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> "Float8Weight":
-        """As `to`. The master stays where it is; it is rounded to `dtype` unless an optimizer has it."""
+        """The weight after `to`. The master stays where it is, and is rounded to `dtype` unless an optimizer has it."""
         origin, dtype = self._origin, dtype or self.dtype
         device = device or self.device
         if dtype != self.dtype and not origin.is_taken:
@@ -200,7 +200,7 @@ class Float8Weight(GatheredWeight):
         return Float8Weight(_Codes(*codes), dtype, origin)
 
     def _emptied(self, device: torch.device | None) -> "Float8Weight":
-        """As `empty_like`: to be written to."""
+        """A weight like this one with uninitialised codes, to be written to."""
         device = device or self.device
         codes: Any = [x if x is None else torch.empty_like(x, device=device) for x in self._codes()]
         old = self._origin

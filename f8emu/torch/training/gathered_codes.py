@@ -26,7 +26,7 @@ from f8emu.torch.training.torch_internals import (
 from f8emu.torch.training.weight_scales import Shard, all_gather, reduce_max
 
 _OF_IDLE_OPERAND = 3
-"""Its storage is that of `rows` too, and Python refers to it."""
+"""Reference count of an operand that nothing else uses: `rows`, the weight, and getrefcount's own argument."""
 
 
 @dataclass(slots=True)

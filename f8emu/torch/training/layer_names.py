@@ -10,7 +10,7 @@ from f8emu.torch.training.torch_internals import named_modules
 
 
 def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Linear]:
-    """Those whose name has `pattern` in it, a regular expression that is searched, as TransformerEngine's are.
+    """The layers whose names match `pattern`, a regular expression that is searched, as in TransformerEngine.
 
     Names are those of the model before torch.compile, DistributedDataParallel, FSDP or activation checkpointing wrapped
     it. A layer with two names has the first. None: all.

@@ -16,30 +16,30 @@ class MasterWeights(Optimizer):
 
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
 
-    It holds a float32 master of every float8 weight, steps it with the gradient of the layer, and casts it into the
-    codes of the layer after the step, and at no other time: passes that accumulate gradients multiply the same codes.
-    Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and state dict
-    are those of `optimizer_class` over the parameters of the model.
+    It holds a float32 master of every float8 weight and steps it with the gradient of the layer. After each step, and
+    at no other time, it casts the masters into the codes of the layers: passes that accumulate gradients multiply the
+    same codes. Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and
+    state dict are those of `optimizer_class` over the parameters of the model.
 
-    The state dict holds what `optimizer_class` keeps of each parameter. The masters are in that of the model, under
-    the keys of nn.Linear: a checkpoint has them once.
+    The state dict holds what `optimizer_class` keeps for each parameter. The masters are in the state dict of the
+    model, under the keys of nn.Linear, so that a checkpoint has them once.
 
     During a step every gradient that is not float32 is converted, all at once: 4 bytes an element on the device.
 
-    Exactness: masters, codes and optimizer state are those of `optimizer_class` and a `Float8Linear` whose weight is
+    Exactness: masters, codes and optimizer state equal those of `optimizer_class` and a `Float8Linear` whose weight is
     the master.
 
     Args:
         params: as for torch.optim: parameters, (name, parameter) pairs or groups of either.
         optimizer_class: such as torch.optim.AdamW, called with the masters in the place of the float8 weights.
-        defaults: its arguments.
+        defaults: the arguments of `optimizer_class`.
 
     Raises:
-        OperandError: `optimizer_class` is an optimizer already, or no class of them.
+        OperandError: `optimizer_class` is an optimizer instance, or not a class of optimizers.
     """
 
     inner: Optimizer
-    """Over the masters."""
+    """The optimizer of `optimizer_class`, over the masters."""
 
     def __init__(self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **defaults: Any) -> None:
         if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
@@ -54,7 +54,7 @@ class MasterWeights(Optimizer):
         super().__init__(groups, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `Optimizer`."""
+        """`Optimizer.add_param_group`, with the masters in the place of float8 weights."""
         param_group = _listed(param_group)
         if len(self.inner.param_groups) == len(self.param_groups):  # the first groups are there already
             self.inner.add_param_group(_of_masters(param_group))
@@ -64,7 +64,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step the masters and cast them; a closure sees the codes of the masters as they are then."""
+        """Step the masters and cast them. A closure sees the codes of the current masters."""
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
         self._take_gradients()
@@ -78,7 +78,7 @@ class MasterWeights(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `Optimizer`. The masters are loaded with the model."""
+        """`Optimizer.load_state_dict`. The masters are loaded with the model."""
         self.inner.load_state_dict(state_dict)
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             own.update({key: value for key, value in inner.items() if key != "params"})

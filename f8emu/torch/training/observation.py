@@ -77,7 +77,7 @@ class GemmSeen(NamedTuple):
     engine: str
     """hardware or emulated."""
     split_k: int
-    """Of the plan [PLAN-1], for the GEMM as it ran: zero-padded."""
+    """S of the plan [PLAN-1], for the GEMM as it ran: zero-padded."""
     split_source: str
     """How well the plan knows `split_k`: a value of `f8emu.spec.plan.Source`."""
     recipe: Recipe
@@ -96,7 +96,7 @@ class _Watched:
 
     name: str
     layer: weakref.ref[Any]
-    """Not the layer: an observer that nobody removes goes with it."""
+    """Not the layer itself: an observer that is never removed goes with it."""
     observers: list[Observer]
 
 
@@ -112,7 +112,7 @@ class Observation:
         self._observer, self._numbers = observer, numbers
 
     def remove(self) -> None:
-        """Show it nothing more. A layer that nobody else watches has no tap then; may be called twice."""
+        """Stop showing it anything. A layer without another observer then has no tap. Safe to call twice."""
         for number in self._numbers:
             watched = _watched.get(number)
             layer = None if watched is None else watched.layer()

@@ -21,7 +21,7 @@ from f8emu.torch.library import has_dispatch_mode, is_known
 
 # The code below uses enum identity only: Dynamo 2.11 cannot trace Enum methods.
 _ELEMENTS_OF_A_PROGRAM = 8192
-"""Of a cast, about."""
+"""The elements that one program of a cast handles, about."""
 _LONGEST_READ = 8192
 """Amaxes, by one program: they are in its registers."""
 _MOST_READ_AGAIN = 4 << 20
@@ -64,11 +64,11 @@ class Delayed(NamedTuple):
     amax: Tensor
     """[1, 1], the maximum over all casts since the last update; each cast updates it in place."""
     margin: int
-    """Of `DelayedScaling`."""
+    """The margin of `DelayedScaling`."""
 
 
 DelayedStates = tuple[Delayed | None, Delayed | None, Delayed | None]
-"""Of input, weight and grad_output; None for a tensor with dynamic scales."""
+"""The states of input, weight and grad_output; None for a tensor with dynamic scales."""
 
 
 def find_source(
@@ -172,7 +172,7 @@ def cast_both(
 def cast_delayed(
     x: Tensor, rows: Cast | None, cols: Cast | None, state: Delayed, rule: ScaleRule
 ) -> tuple[Operand | None, Operand | None, ScaleSource]:
-    """As `cast_both`, by the scale of earlier passes; also the source for another cast of `x`.
+    """`cast_both` by the scale of earlier passes; also the source for another cast of `x`.
 
     The amax of `x` is taken along, for the next update.
 
@@ -233,7 +233,7 @@ def format_name(*casts: Cast | None) -> str | None:
 
 
 def _high_precision(x: Tensor, rows: Cast | None, cols: Cast | None) -> tuple[Operand | None, Operand | None]:
-    """Those operands that stay in high precision."""
+    """The operands that stay in high precision."""
     return (
         Operand(x.to(torch.bfloat16), None) if rows is not None and rows.format is None else None,
         Operand(x.t().to(torch.bfloat16), None) if cols is not None and cols.format is None else None,

@@ -45,7 +45,7 @@ class LocalCall(NamedTuple):
     lead: tuple[int, ...]
     """The leading dimensions of this rank's output."""
     shape: tuple[int, ...]
-    """Of the whole output."""
+    """The shape of the whole output."""
     mesh: Any
     placements: tuple[Any, ...]
 
@@ -72,7 +72,7 @@ def local_call(
     """This rank's part of `input @ weight^T + bias`, of which input and weight are DTensors.
 
     Args:
-        call: who asks, for errors.
+        call: the caller, for errors.
         input: [..., K].
         weight: [N, K].
         bias: [N], or None.

@@ -28,7 +28,7 @@ def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mappin
         reason = "it casts the weight to two formats"
     if reason:
         raise UnsupportedError(
-            f"{call}: with float8_primary_weights=True a layer holds float8 codes of its weight alone; under recipe "
+            f"{call}: with float8_primary_weights=True a layer holds only float8 codes of its weight; under recipe "
             f"{recipe.label!r} it cannot: {reason}; use tensorwise, rowwise, rowwise_with_gw_hp or delayed, or leave "
             "the argument out"
         )
@@ -45,8 +45,8 @@ def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mappin
         for name, parameter in own_parameters(part).items():
             if id(parameter) in owner and (id(part) not in ours or name != "weight"):
                 raise UnsupportedError(
-                    f"{call}: with float8_primary_weights=True only float8 layers can read a weight; got that of "
-                    f"{owner[id(parameter)][0]}, which is {fqn}.{name} too; leave the layer out with module_filter_fn"
+                    f"{call}: with float8_primary_weights=True only float8 layers can read a weight; the one of "
+                    f"{owner[id(parameter)][0]} is {fqn}.{name} too; leave the layer out with module_filter_fn"
                 )
 
 

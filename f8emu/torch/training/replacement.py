@@ -1,4 +1,4 @@
-"""Warns once when another library replaces a Float8Linear by a layer of its own.
+"""Warns once when another library replaces a Float8Linear by its own layer.
 
 torchao's and accelerate's conversions replace every `nn.Linear`, which a Float8Linear is.
 """

@@ -70,13 +70,13 @@ class GatherState:
     """What is known of the values of a weight; views of it share it, and a write to any of them forgets it."""
 
     precomputed: WeightScales | None = None
-    """By `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes."""
+    """The scales from `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes."""
     of_forward: WeightScales | None = None
-    """Those of the last forward pass, for the backward pass."""
+    """The scales of the last forward pass, for the backward pass."""
     gathered: GatheredCodes | None = None
     """The memory of gathered codes, if those for `grad_input` are not those for `output`."""
     shard: Shard | None = None
-    """As FSDP2 told at the first gather."""
+    """The shard that FSDP2 described at the first gather."""
 
 
 class ShardedWeight(Tensor):

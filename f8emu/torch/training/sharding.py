@@ -48,16 +48,16 @@ class Tokens(NamedTuple):
     size: int
     after: int
     mine: int
-    """Of this rank, along the sharded dimension."""
+    """This rank's size along the sharded dimension."""
 
     @property
     def per_rank(self) -> int:
-        """Of the first rank."""
+        """The first rank's size."""
         return -(-self.size // self.ranks)
 
     @property
     def rows(self) -> int:
-        """Of the gathered matrix."""
+        """The rows of the gathered matrix."""
         return self.before * self.size * self.after
 
 
@@ -165,7 +165,7 @@ def _collective(name: str, x: Tensor, *arguments: Any) -> Tensor:
 def find_sharded_source(
     x: Tensor, rows: Cast | None, cols: Cast | None, shards: Shards, *, is_stored: bool = False
 ) -> ScaleSource:
-    """As `find_source`, of the whole matrix: `x` is this rank's part."""
+    """`find_source` for the whole matrix, of which `x` is this rank's part."""
     source = find_source(x, rows, cols, is_stored=is_stored)
     every = (*shards.rows, *shards.cols)
     of_tensor = None
@@ -192,7 +192,7 @@ def cast_sharded(
     *,
     recompute: bool = False,
 ) -> tuple[Operand | None, Operand | None]:
-    """Both operands of a matrix of which `x` is this rank's part, under the scales of the whole; gathered if so asked.
+    """Both operands of a matrix of which `x` is this rank's part, under the scales of the whole; gathered on request.
 
     Exactness: codes and scales are those of the whole matrix, or slices of them.
     """
@@ -214,7 +214,7 @@ def _cast_gathered(
     shards: Shards,
     tokens: Tokens,
 ) -> tuple[Operand | None, Operand | None]:
-    """As `cast_sharded`. All codes travel in the layout of `x`; with one scale, those of `x^T` are the same codes."""
+    """`cast_sharded` with gathered codes, in the layout of `x`; with one scale, those of `x^T` are the same codes."""
     kinds = [None if cast is None else cast.granularity for cast in (rows, cols)]
     if delayed is not None:
         state = global_delayed(x, rows or cols, rule, delayed, shards)

@@ -18,7 +18,7 @@ from f8emu.torch.training.autograd import InputOperands, Plan, checkpointed_regi
 
 
 def trace_number() -> int:
-    """Of the trace that a compiler makes now; 0 if none."""
+    """The number of the trace that a compiler is making; 0 outside of a trace."""
     found: object = TracingContext.try_get()
     return 0 if found is None else id(found)
 
@@ -47,11 +47,11 @@ class TracedInput:
         self.input = self.key = self.operands = None
 
     def find(self, input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
-        """As `find_operands`."""
+        """`find_operands` for this trace."""
         return self.operands if self.input is input and self.key == (dtype, plan) else None
 
     def keep(self, input: Tensor, dtype: torch.dtype, plan: Plan, operands: InputOperands) -> None:
-        """As `keep_operands`."""
+        """`keep_operands` for this trace."""
         if self.trace == trace_number():
             self.input, self.key, self.operands = input, (dtype, plan), operands
 

@@ -52,18 +52,18 @@ def filter_small_layers(
 
     It also excludes layers whose sizes are not multiples of 16, so that they raise no error. The thresholds were
     measured on one H200 with 8,192 tokens, one layer at a time; with fewer tokens they would be higher. Small layers
-    wait for the host, unless they run in a CUDA graph (`torch.compile(mode="reduce-overhead")`) or between layers so
-    large that the host runs ahead: use `in_cuda_graph` for both. Under a recipe that was not measured, no layer is too
-    small.
+    are bound by the host, unless they run in a CUDA graph (`torch.compile(mode="reduce-overhead")`) or between layers
+    so large that the host runs ahead: use `in_cuda_graph` for both. For a recipe that was not measured, no layer is
+    excluded as too small.
 
     Args:
         config: the recipe, or its name.
         filter_fqns: excludes every layer whose name contains one of these, as torchao's argument does.
         in_cuda_graph: count GPU time only, not host time.
-        pad: as the conversion's: keep layers whose sizes are not multiples of 16.
+        pad: as for the conversion: keep layers whose sizes are not multiples of 16.
 
     Raises:
-        SpecError: no such recipe.
+        SpecError: an unknown recipe.
     """
     table = SMALLEST_LAYERS_IN_CUDA_GRAPHS if in_cuda_graph else SMALLEST_LAYERS
     smallest = table.get(resolve_recipe("filter_small_layers", config))

@@ -206,7 +206,7 @@ def is_in_autograd_function() -> bool:
 
 
 def keeping_version(x: Tensor) -> Any:
-    """A context in which a write to `x` is none to autograd, which may have saved it."""
+    """A context in which autograd does not notice a write to `x`, which it may have saved."""
     return torch.autograd._unsafe_preserve_version_counter(x)  # pyright: ignore[reportPrivateImportUsage]
 
 

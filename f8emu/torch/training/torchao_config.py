@@ -11,7 +11,7 @@ from f8emu.torch.dtypes import float8_format
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
 _OPTIONS = {
-    "enable_fsdp_float8_all_gather": "leave it out: weights are gathered in their own dtype",
+    "enable_fsdp_float8_all_gather": "pass enable_fsdp_float8_all_gather=True to convert_to_float8_training",
     "pad_inner_dim": "pass pad=True to convert_to_float8_training",
     "emulate": 'pass engine="emulated" to convert_to_float8_training, whose bits are the hardware\'s',
 }
@@ -50,7 +50,7 @@ def recipe_of_torchao(call: str, config: object) -> Recipe | None:
         recipe = _recipe(config)
     except SpecError as error:
         raise SpecError(
-            f"{call}: no recipe does what this Float8LinearConfig asks for: {error}; choose one of {', '.join(RECIPES)}"
+            f"{call}: no recipe matches this Float8LinearConfig: {error}; choose one of {', '.join(RECIPES)}"
         ) from None
     for named in RECIPES.values():
         if named == recipe:

@@ -25,7 +25,7 @@ _ALIGNMENT = 4
 
 
 class WeightScales(NamedTuple):
-    """Of a whole weight, float32: each [1, 1], or a vector [N, 1] of its rows or [K, 1] of its columns."""
+    """The scales of a whole weight, float32: each [1, 1], or a vector [N, 1] for its rows or [K, 1] for its columns."""
 
     row_amax: Tensor
     row_inv_scale: Tensor
@@ -73,7 +73,7 @@ class Shard:
 
     @property
     def padded_rows(self) -> int:
-        """Of every rank."""
+        """The rows of every rank, padding included."""
         return -(-self.n // self.ranks)
 
     @property
@@ -151,7 +151,7 @@ def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
 
 
 def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
-    """Those of this rank's rows: for `output` and for `grad_input`."""
+    """The amaxes of this rank's rows: for `output` and for `grad_input`."""
     x, recipe, shard = weight
     by_row = recipe.output.b.granularity is Granularity.ROWWISE
     by_col = recipe.grad_input.b.granularity is Granularity.ROWWISE
@@ -168,7 +168,7 @@ def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
 
 
 def _reduce_over_others(shard: Shard, row_amax: Tensor, col_amax: Tensor) -> None:
-    """Tensor parallelism that has cut N, dimension 0, has cut the columns; that of K the rows."""
+    """Tensor parallelism along N, dimension 0, has cut the columns; along K, the rows."""
     for group, dim in shard.others:
         for amax, cut in ((row_amax, 1), (col_amax, 0)):
             if amax.numel() == 1 or cut == dim:

@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 
 def raw_exponent(code: int, format: Format) -> int:
-    """[OP-1] The exponent that a code's field names: a subnormal (and zero) has that of field 1, not normalised."""
+    """[OP-1] The exponent that a code's field names; a subnormal (and zero) has the one of field 1, not normalised."""
     field = (code & format.magnitude_mask) >> format.fraction_bits
     return max(field, 1) - format.bias
 
@@ -204,7 +204,7 @@ def promote(products: Sequence[Product], model: AccumulationModel, start: Number
 
 
 def accumulate(products: Sequence[Product], model: AccumulationModel, start: Number = ZERO) -> Number:
-    """[CHAIN-1] or, where the model promotes, [CHAIN-2]; `start` is the c of an instruction."""
+    """One chain [CHAIN-1], or promoted chains if the model promotes [CHAIN-2]; `start` is the c of an instruction."""
     return chain(products, model, start) if model.promote_k is None else promote(products, model, start)
 
 

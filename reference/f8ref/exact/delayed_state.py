@@ -12,7 +12,7 @@ from f8ref.exact.scale import scale_from_amax
 
 
 def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
-    """A history of zeros, inv_scale 1, not initialized."""
+    """The state before the first step: a history of zeros, inv_scale 1, not initialized."""
     return DelayedState(
         amax_history=(0,) * delayed.history_length, inv_scale=encode(finite(1), FLOAT32), initialized=False
     )

@@ -44,23 +44,24 @@ class Number:
 
     @property
     def value(self) -> Fraction:
-        """The real number; only of a finite one."""
+        """The real number; only for a finite one."""
         assert self.kind is Kind.FINITE, self
         return -self.magnitude if self.negative else self.magnitude
 
 
 NAN = Number(Kind.NAN)
+"""NaN."""
 ZERO = Number(Kind.FINITE)
 """+0."""
 
 
 def infinity(negative: bool = False) -> Number:
-    """The infinity of that sign."""
+    """The infinity with this sign."""
     return Number(Kind.INFINITE, negative)
 
 
 def finite(value: Fraction | int) -> Number:
-    """The number with that real value; 0 is +0."""
+    """The number with this real value; 0 gives +0."""
     return Number(Kind.FINITE, value < 0, abs(Fraction(value)))
 
 

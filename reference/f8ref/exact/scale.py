@@ -19,7 +19,7 @@ _FLOAT64 = Format(name="float64", exponent_bits=11, fraction_bits=52, bias=1023)
 def amax(codes: Iterable[int], format: Format) -> int:
     """The largest magnitude of a group, as a float32 code (exact: float32 holds every value of every format).
 
-    NaN if any is NaN; 0 of an empty group.
+    NaN if any is NaN; 0 for an empty group.
     """
     largest = ZERO
     for code in codes:
@@ -36,8 +36,8 @@ def amax(codes: Iterable[int], format: Format) -> int:
 def scale_from_amax(amax: int, format: Format, rule: ScaleRule | None = None, *, margin: int = 0) -> Scales:
     """`inv_scale = float32(float64(max * 2^-margin / max(amax, amax_floor)))` and `scale = float32(1 / inv_scale)`.
 
-    With `power_of_two` the fraction bits of inv_scale are cleared. An amax of 0 gives the quotient by the floor, of inf
-    0 and inf, of NaN two NaN.
+    With `power_of_two` the fraction bits of inv_scale are cleared. An amax of 0 gives the quotient by the floor,
+    inf gives 0 and inf, NaN gives NaN for both.
     """
     rule = ScaleRule() if rule is None else rule
     largest = decode(amax, FLOAT32)

@@ -82,7 +82,7 @@ def scaled_dot(
 
 
 def tensorwise(accumulator: Number, scale_a: Number, scale_b: Number) -> Number:
-    """[EPI-1] `acc * (scale_a * scale_b) + 0`: a result of -0 becomes +0, as no other epilogue makes it."""
+    """[EPI-1] `acc * (scale_a * scale_b) + 0`: a result of -0 becomes +0, which no other epilogue does."""
     return add(float32(multiply(accumulator, float32(multiply(scale_a, scale_b)))), ZERO)
 
 
@@ -105,7 +105,7 @@ def blockwise(
     *,
     both_vectors: bool,
 ) -> Number:
-    """[EPI-5] in slices [CHAIN-3]: each has a float32 total of its own; these are added in float32, in order.
+    """[EPI-5] In slices [CHAIN-3]: each slice has its own float32 total, and the totals are added in float32, in order.
 
     Raises:
         SpecError: `split_k` below 1.
@@ -191,7 +191,7 @@ def mma(
     out_format: Format = FLOAT32,
     chip: Chip = HOPPER,
 ) -> int:
-    """`dot(a, b) + c` by one matrix instruction of the chip, or several in a row if K is longer: a code, as c is.
+    """`dot(a, b) + c` by one matrix instruction of the chip, or by several in a row if K is longer: a code, as c is.
 
     Where the accumulator is a term of a step, c is the first accumulator [ACC-2], [CHIP-6]; where instructions are made
     of others, it is added to their sum [CHIP-3].

@@ -27,7 +27,7 @@ ZERO_EXPONENT = -1000
 """The same for wider formats, in int16."""
 
 _FRACTION_BITS = 3
-"""Of an unpacked significand, the most that a float8 format has."""
+"""The fraction bits of an unpacked significand, the most that a float8 format has."""
 _EXPONENT_OFFSET = -_ZERO_FLOAT8
 _NOT_FINITE, _NAN, _NEGATIVE = 1 << 14, 1 << 13, 1 << 15
 

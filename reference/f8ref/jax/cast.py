@@ -22,7 +22,7 @@ def decode(x: jax.Array) -> jax.Array:
     Exactness: exact; every finite value of these formats is a float32.
 
     Raises:
-        OperandError: the dtype is none of the float8 formats, float16 and bfloat16.
+        OperandError: the dtype is not a float8 format, float16 or bfloat16.
     """
     format = dtype_format(x, "decode", "x", _DECODABLE)
     return elementwise(_decode, jnp.asarray(x), format=format)
@@ -41,7 +41,7 @@ def cast(x: jax.Array, format: Format | str, *, overflow: Overflow = Overflow.SA
 
     Raises:
         OperandError: x is not float32, bfloat16 or float16.
-        SpecError: format is none of FLOAT8.
+        SpecError: format is not in FLOAT8.
     """
     target = float8_format("cast", format)
     source = high_precision_format(x, "cast", "x")
@@ -58,7 +58,7 @@ def quantize(
 
     Raises:
         OperandError: wrong dtype or shape.
-        SpecError: a format that is none of FLOAT8, or an unknown granularity.
+        SpecError: a format that is not in FLOAT8, or an unknown granularity.
     """
     target = float8_format("quantize", format)
     granularity = granularity_by_name("quantize", granularity)

@@ -36,11 +36,11 @@ class Step(Enum):
     """How a step is computed."""
 
     FLOAT8 = "float8"
-    """In float32, of unpacked codes of any float8 format; the accumulator is float32."""
+    """Float32 arithmetic on unpacked codes of any float8 format; the accumulator is float32."""
     BFLOAT16 = "bfloat16"
-    """In int32; the accumulator is a bit pattern."""
+    """Int32 arithmetic; the accumulator is a bit pattern."""
     GENERAL = "general"
-    """In wide integers; the accumulator is a bit pattern."""
+    """Arithmetic on wide integers; the accumulator is a bit pattern."""
 
 
 class Span(NamedTuple):

@@ -1,4 +1,4 @@
-"""How f8ref.jax compiles its programs: with options of its own where a call is the outermost one, and runs on a CPU."""
+"""How f8ref.jax compiles its programs: with its own options if a call is the outermost one and runs on a CPU."""
 
 import functools
 from collections.abc import Callable

@@ -48,14 +48,14 @@ def linear(
     Every product has the dtype of `input`. A cast is of the tensor's own values, float32 as they are beside a bfloat16
     input too. A high precision GEMM rounds its operands to bfloat16. Under delayed scaling a cast uses the state's
     inv_scale, and before the first update the one that its own amax would give; the state is not updated here.
-    `split_k` gives the slices of K of a GEMM by its name [CHAIN-3], static; a GEMM that it does not name is not split.
+    `split_k` gives the slices of K of a GEMM by its name [CHAIN-3], static; other GEMMs are not split.
     `chip` is a profile in place of the recipe's.
 
     Shapes: input [M, K], weight [N, K], grad_output [M, N], bias [N]; float32, bfloat16 or float16.
     Exactness: bit-exact to the parts, `scaled_mm` and `mm`. Traceable with the recipe static.
 
     Raises:
-        OperandError: a tensor with a wrong dtype or shape, or delayed states that are missing or of no use.
+        OperandError: a tensor with a wrong dtype or shape, or delayed states that are missing or not needed.
     """
     tensors = {"input": input, "weight": weight}
     if grad_output is not None:

@@ -26,7 +26,7 @@ from f8ref.jax.sharing import elementwise, extended, is_shared, like, repeated, 
 
 
 def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
-    """Largest magnitude of each group of elements that share a scale; NaN where the group holds one, 0 for no elements.
+    """Largest magnitude of each group of elements that share a scale; NaN if the group holds one, 0 for an empty group.
 
     Shapes: x [rows, K] -> `granularity.scale_shape(rows, K)`, float32.
     Exactness: exact, on integers: XLA's float maximum of 4096 elements and more loses NaN, and its comparisons flush
@@ -52,7 +52,7 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
 def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
     """Scales of a format from amaxes: `inv_scale = max * 2^-margin / max(amax, amax_floor)`, `scale = 1 / inv_scale`.
 
-    Zero, infinite and NaN amaxes as `ScaleRule` says.
+    Zero, infinite and NaN amaxes are treated as `ScaleRule` says.
 
     Shapes: any; both results have the shape of `amax`.
     Exactness: both quotients are rounded once to float32, by integer long division: XLA rewrites a division to a
@@ -60,7 +60,7 @@ def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = Sca
 
     Raises:
         OperandError: amax is not float32.
-        SpecError: margin is not in 0..MAX_MARGIN, or format is none of FLOAT8.
+        SpecError: margin is not in 0..MAX_MARGIN, or format is not in FLOAT8.
     """
     target = float8_format("scale_from_amax", format)
     dtype_format(amax, "scale_from_amax", "amax", (FLOAT32.name,))
@@ -143,7 +143,7 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(target: Format, rule: ScaleRule, margin: int) -> Numbers:
-    """Those of a format's scales, as float32 bit patterns."""
+    """The numbers of a format's scales, as float32 bit patterns."""
     numerator = target.max * 2.0**-margin
     return Numbers(
         numerator=np.uint32(_float32_bits(numerator)),

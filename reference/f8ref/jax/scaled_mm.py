@@ -164,7 +164,7 @@ def mm(
 def mma(
     a: jax.Array, b: jax.Array, c: jax.Array, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32"
 ) -> jax.Array:
-    """`dot(a, b) + c` of every case by one matrix instruction of the chip, or several in a row where K is longer.
+    """`dot(a, b) + c` of every case by one matrix instruction of the chip, or by several in a row if K is longer.
 
     c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3].
 

@@ -80,7 +80,7 @@ def like(x: jax.Array, values: np.ndarray) -> jax.Array:
 
 
 def _placed(x: jax.Array, values: np.ndarray) -> jax.Array:
-    """As `like`, of any rank: a sharding may name the dimensions of `x`."""
+    """`like` for any rank: a sharding may name the dimensions of `x`."""
     (device,) = x.devices()
     return jax.device_put(values, jax.sharding.SingleDeviceSharding(device)) if x.committed else jnp.asarray(values)
 

@@ -33,9 +33,9 @@ class Operand(NamedTuple):
     """
 
     values: Float64 | NDArray[np.float32]
-    """Of shape [K, rows]; infinities and NaN as they are."""
+    """The values, [K, rows]; infinities and NaN as they are."""
     exponents: Exponents
-    """As the format writes them [OP-1]: those of subnormals are not normalised; `ABSENT` takes no part."""
+    """The exponents as the format writes them [OP-1]: subnormals are not normalised; `ABSENT` takes no part."""
     is_paired: bool = False
     """Row i meets row i of the other operand alone, as in `mma`; otherwise every row meets every row."""
 
@@ -97,7 +97,7 @@ def tensor_core_step(accumulator: Float64, a: Operand, b: Operand, model: Accumu
 
     Shapes: `a` [step_k, M], `b` [step_k, N]; `accumulator` and the result [M, N]. If paired, `a` and `b`
     [step_k, cases], the others [cases].
-    Exactness: bit for bit that of an H200, on the recorded cases.
+    Exactness: the bits of an H200, on the recorded cases.
     """
     # [OP-2] The products are exact and not normalised.
     values_a, values_b = _meeting(a, b, a.values, b.values)
@@ -147,7 +147,7 @@ def exponents_of(accumulator: Float64, format: Format) -> Exponents:
 
 
 def _limited_exponents(x: Float64, format: Format) -> Exponents:
-    """Those of the numbers, but not below the format's smallest."""
+    """The exponents of the numbers, but not below the format's smallest."""
     return np.maximum(np.frexp(x)[1] - 1, format.min_exponent)
 
 
@@ -230,7 +230,7 @@ def accumulate(a: Operand, b: Operand, model: AccumulationModel, split_k: int = 
     """The accumulator of a whole GEMM, before any scale.
 
     Shapes: `a` [K, M], `b` [K, N]; the result [M, N].
-    Exactness: bit for bit that of an H200, on the recorded cases; `split_k` is a choice of its library, so it is given.
+    Exactness: the bits of an H200, on the recorded cases; its library chooses `split_k`, so it is an argument.
     """
     # [CHAIN-3] Slices of one length, a multiple; the last is shorter, and where K is used up there are fewer.
     multiple = model.split_k_multiple

@@ -58,7 +58,7 @@ def cast(x: ArrayLike, format: Format | str, *, overflow: Overflow = Overflow.SA
 
     Raises:
         OperandError: `x` is of another dtype, float64 among them: rounding it to float32 first would round twice.
-        SpecError: `format` is none of FLOAT8.
+        SpecError: `format` is not in FLOAT8.
     """
     target = float8_format("cast", format)
     array, _ = typed_array(x, HIGH_PRECISION, "cast: x")
@@ -80,7 +80,7 @@ def quantize(
 
     Raises:
         OperandError: wrong dtype or shape.
-        SpecError: a format that no cast gives, or an unknown granularity.
+        SpecError: a format that is not in FLOAT8, or an unknown granularity.
     """
     granularity = granularity_by_name("quantize", granularity)
     values = as_float32(as_matrix(x, "quantize: x"), "quantize: x")

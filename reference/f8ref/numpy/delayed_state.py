@@ -25,11 +25,11 @@ def update_delayed_state(
 ) -> DelayedState:
     """The state after a step in which the tensor's largest amax was `amax`.
 
-    The history moves by one, newest first; the new entry is `amax`, or 0 where that is 0 or not finite. Then
-    `inv_scale` follows from the history, unless `amax` was such: in that case it stays, and so does `initialized`.
+    The history moves by one, newest first; the new entry is `amax`, or 0 if that is 0 or not finite. Then
+    `inv_scale` follows from the history. After such an `amax`, `inv_scale` and `initialized` stay as they are.
 
     Shapes: `amax` has one element; the state keeps its shapes.
-    Exactness: exact; `inv_scale` is that of `scale_from_amax`.
+    Exactness: exact; `inv_scale` comes from `scale_from_amax`.
 
     Raises:
         OperandError: `amax` is not one float32 number, or the history is not of the rule's length.

@@ -52,11 +52,11 @@ def linear(
     """Every amax, scale, code and product of a linear layer; the backward too if `grad_output` is given.
 
     All products have the dtype of `input`. A bias is rounded to that dtype and added to the rounded output.
-    `split_k` gives the slices of K of a GEMM by its name [CHAIN-3]; a GEMM that it does not name is not split.
+    `split_k` gives the slices of K of a GEMM by its name [CHAIN-3]; other GEMMs are not split.
     `chip` is a profile in place of the recipe's.
-    Delayed scales come from `delayed_state` (tensor name -> state), which stays as it is: calling
-    `update_delayed_state` once a step, with an amax of the trace, is the caller's. Until a state is initialised, a
-    cast uses its own amax.
+    Delayed scales come from `delayed_state` (tensor name -> state), which is not changed: the caller must call
+    `update_delayed_state` once a step, with an amax of the trace. Until a state is initialised, a cast uses its own
+    amax.
 
     Shapes: `input` [M, K], `weight` [N, K], `grad_output` [M, N], `bias` [N]; operands in the trace are
     [rows, summed dimension].

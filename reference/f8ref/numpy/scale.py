@@ -59,7 +59,7 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
 
     Raises:
         OperandError: `amax` is not float32.
-        SpecError: a format that no cast gives, or a margin outside of 0 to MAX_MARGIN.
+        SpecError: a format that is not in FLOAT8, or a margin outside of 0 to MAX_MARGIN.
     """
     target = float8_format("scale_from_amax", format)
     values, _ = typed_array(amax, (FLOAT32,), "scale_from_amax: amax")

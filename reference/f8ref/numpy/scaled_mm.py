@@ -120,7 +120,7 @@ def scaled_grouped_mm(
     Group g has the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; a group may be empty.
 
     Shapes: `a` [M, K], `b` [G, K, N], `scale_a` [M], `scale_b` [G, N], `offs` [G]; result [M, N].
-    Exactness: that of a rowwise `scaled_mm`.
+    Exactness: as for a rowwise `scaled_mm`.
 
     Raises:
         OperandError: wrong dtypes or shapes, or offsets that do not rise to M.

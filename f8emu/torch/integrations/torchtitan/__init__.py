@@ -1,6 +1,6 @@
-"""torchtitan with f8emu's recipes. The adapter depends on the torchtitan that is installed; torchtitan stays as it is.
+r"""torchtitan with f8emu's recipes. The installed version of torchtitan selects the adapter; torchtitan is not changed.
 
-torchtitan 0.2 converts modules. The section [f8emu] has the keys of its own float8 section:
+torchtitan 0.2 converts modules. The section [f8emu] has the keys of torchtitan's own float8 section:
 
     torchrun ... -m torchtitan.train --job.config_file FILE --model.converters f8emu \
         --job.custom_config_module f8emu.torch.integrations.torchtitan \
@@ -8,13 +8,13 @@ torchtitan 0.2 converts modules. The section [f8emu] has the keys of its own flo
         --f8emu.recipe_name rowwise --f8emu.filter_fqns output \
         --f8emu.enable_fsdp_float8_all_gather --f8emu.precompute_float8_dynamic_scale_for_fsdp
 
-torchtitan 0.3 converts trees of configurations, in a function of the user's that returns a Trainer.Config:
+torchtitan 0.3 converts trees of configurations, in your function that returns a Trainer.Config:
 
     float8 = Float8Converter.Config(recipe_name="rowwise", filter_fqns=["lm_head"])
     config.model_spec = model_registry("8B", converters=[float8])
 
-With precomputed scales, which 0.3 has no key for: `config.model_spec.post_optimizer_build_fn =
-float8.build().post_optimizer_build`. Tried with `parallelism.spmd_backend` "partial_dtensor" and "full_dtensor"; the
+For precomputed scales, which have no key in 0.3, set `config.model_spec.post_optimizer_build_fn =
+float8.build().post_optimizer_build`. Tested with `parallelism.spmd_backend` "partial_dtensor" and "full_dtensor"; the
 default of 0.3.0, "spmd_types", needs a torch newer than 2.13, in bfloat16 too.
 
 Per-op selective checkpointing needs no option: torchtitan's policies see f8emu's GEMMs and amaxes as `aten.mm` and

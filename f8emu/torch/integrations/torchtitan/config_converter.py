@@ -11,11 +11,11 @@ from f8emu.torch.training.linear_subclass import surrounds_forward
 
 
 class Float8Converter(ModelConfigConverter):
-    """For `converters` of torchtitan's `model_registry`; the last of them, so that it converts what others add.
+    """A converter for `converters` of torchtitan's `model_registry`; put it last, so that it converts what others add.
 
     Every `Linear` of torchtitan, and every subclass whose `forward` surrounds `super().forward()`, becomes a layer
     that is an instance of both its old class and `f8emu.torch.Float8Linear`. A subclass with a `forward` of its own
-    stays in high precision, and the report that is logged names it.
+    stays in high precision, and the logged report names it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Float8Converter(ModelConfigConverter):
         self.options = config
 
     def convert(self, model_config: Any) -> Any:
-        """A configuration with the fields of `model_config`, and of a subclass of its class."""
+        """A configuration with the fields of `model_config`, in a subclass of its class."""
         options, config_class = self.options, type(model_config)
 
         class Float8ModelConfig(config_class):
@@ -45,5 +45,5 @@ class Float8Converter(ModelConfigConverter):
         return Float8ModelConfig(**{f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init})
 
     def post_optimizer_build(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-        """For `ModelSpec.post_optimizer_build_fn`: precompute the scales of gathered weights after every step."""
+        """Precompute the scales of gathered weights after every step; for `ModelSpec.post_optimizer_build_fn`."""
         optimizers.register_step_post_hook(lambda *args, **kwargs: precompute(model_parts, self.options))

@@ -19,13 +19,13 @@ class Options(Protocol):
     """The keys of torchtitan's own float8 section, with f8emu's recipes."""
 
     recipe_name: str
-    """One of `f8emu.RECIPES`."""
+    """The name of a recipe in `f8emu.RECIPES`."""
     enable_fsdp_float8_all_gather: bool
     """Cast weights to float8 on each rank, before FSDP gathers them."""
     precompute_float8_dynamic_scale_for_fsdp: bool
     """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
     filter_fqns: list[str]
-    """Layers with one of these in their name stay in high precision; "auto_filter_small_kn" adds the small ones."""
+    """Layers whose names contain one of these stay in high precision; "auto_filter_small_kn" adds the small ones."""
 
 
 def convert(model: nn.Module, options: Options, *, subclasses: Collection[type[nn.Linear]] = ()) -> None:
@@ -49,8 +49,8 @@ def precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
 def checkpoint_delayed_scaling(trainer: Any) -> None:
     """Keep the state of delayed scaling in the checkpoints of a torchtitan Trainer, as "float8", "float8_1", ...
 
-    Call it between the trainer's construction and `trainer.train()`, which loads checkpoints. Other recipes have no
-    state, and nothing is added. To resume from a checkpoint without these entries, name them in
+    Call it between the trainer's construction and `trainer.train()`, which loads checkpoints. For a recipe without
+    delayed scaling it does nothing. To resume from a checkpoint without these entries, name them in
     `checkpoint.exclude_from_loading`; scaling then starts anew.
     """
     for number, part in enumerate(trainer.model_parts):

@@ -21,7 +21,7 @@ class Float8:
 
 @dataclass
 class JobConfig:
-    """torchtitan merges it into its own."""
+    """The section that torchtitan merges into its own configuration."""
 
     f8emu: Float8 = field(default_factory=Float8)
 
@@ -36,11 +36,11 @@ class Float8Converter:
         self.options = replace(options, enable_fsdp_float8_all_gather=gathers)
 
     def convert(self, model: nn.Module) -> None:
-        """Before torchtitan parallelizes, checkpoints, compiles and shards the model."""
+        """Convert the model, before torchtitan parallelizes, checkpoints, compiles and shards it."""
         convert(model, self.options)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """After every optimizer step."""
+        """Precompute the scales of gathered weights; torchtitan calls this after every optimizer step."""
         precompute(model if isinstance(model, list) else [model], self.options)
 
 
