@@ -1,4 +1,4 @@
-"""accelerate: delayed scaling needs nothing; one line keeps its state in `save_state`.
+"""Resume a training run with accelerate: one line registers the state of delayed scaling.
 
     python examples/accelerate_checkpoint.py
 

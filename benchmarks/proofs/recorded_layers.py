@@ -28,6 +28,7 @@ import f8emu.torch as f8
 from benchmarks.report import facts, say, write_json
 from f8emu.spec import RECIPES
 
+RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"
 ROWS = (1, 2, 7, 16, 33, 64, 100, 128)
 SIZES = ((512, 1536), (4096, 1024), (14336, 256), (256, 14336))
 """(K, N): long sums over K in `output` or over N in `grad_input`."""
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Records or checks; the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.recorded_layers")
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, nargs="?", default=RECORDED)
     parser.add_argument("--record", action="store_true", help="write the file; otherwise compare with it")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -95,8 +95,8 @@ def pages() -> dict[str, str]:
     packages = load()
     described: dict[str, str] = {}
     written = {page: "\n".join(_page(page, packages, described)) for page in PAGES}
-    index = ["# API", "", "Each page has the public names of one room. Other names may change without notice.", ""]
-    index += ["| room | what it has |", "|---|---|"]
+    index = ["# API", "", "Each page has the public names of a package. Other names may change without notice.", ""]
+    index += ["| package | what it has |", "|---|---|"]
     for page, rooms in PAGES.items():
         index += [f"| [`{room}`]({page}.md#{room}) | {_summary(packages[room])} |" for room in rooms]
     texts = {"index": "\n".join(index) + "\n", **written}
@@ -108,7 +108,7 @@ def _page(page: str, packages: griffe.ModulesCollection, described: dict[str, st
         names = public_names(packages, room)
         yield from (f"{'##' if depth else '#'} {room} {{: #{room} }}", "", _text(packages[room]), "")
         if names:
-            yield from ("| name | |", "|---|---|")
+            yield from ("| name | what it is |", "|---|---|")
         mine = [name for name in names if described.setdefault(name.target.path, name.path) == name.path]
         for name in names:
             anchor = "" if name in mine else f"[](){{#{name.path}}}"

@@ -1,4 +1,4 @@
-"""Writes examples.md: the programs of `examples/`, each with its docstring and its code."""
+"""Writes examples.md: the programs of `examples/`, a table of them and the code of each."""
 
 import ast
 from pathlib import Path
@@ -8,13 +8,13 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 def page() -> str:
     """The page. An anchor is the name of the file without its ending."""
-    parts = ["# Examples\n\nComplete programs. The tests run each of them.\n"]
+    table, programs = ["| program | what it shows |", "|---|---|"], []
     for path in sorted(FOLDER.glob("*.py")):
-        code = path.read_text()
+        code, name = path.read_text(), path.stem
         described = ast.get_docstring(ast.parse(code)) or ""
-        title = described.partition("\n")[0].rstrip(".")
-        parts.append(f'## {title} {{#{path.stem}}}\n\n```python title="examples/{path.name}"\n{code}```\n')
-    return "\n".join(parts)
+        table.append(f"| [`{name}`](#{name}) | {described.partition(chr(10))[0]} |")
+        programs.append(f'## {name} {{#{name}}}\n\n```python title="examples/{path.name}"\n{code}```')
+    return "\n\n".join(["# Examples", "Complete programs. The tests run them.", "\n".join(table), *programs]) + "\n"
 
 
 if __name__ == "<run_path>":  # as mkdocs-gen-files runs it

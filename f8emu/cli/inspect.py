@@ -77,10 +77,10 @@ def _print(run: "Run", worst: "list[Place]", by: str, log: Path) -> None:
         terminal.print(f"and {len(run.events) - _MOST_EVENTS} more events")
     table = Table(title=escape(printable(f"{log.name}: the worst places by {by}, each value the worst of its steps")))
     for name in ("layer", "GEMM", "operand", "cast"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     measures = _COLUMNS if by in _COLUMNS else (*_COLUMNS, by)
     for name in (*measures, "steps"):
-        table.add_column("sqnr dB" if name == "sqnr" else name, justify="right")
+        table.add_column("sqnr dB" if name == "sqnr" else name, justify="right", overflow="fold")
     for place in worst:
         cells = [_shown(name, place.worst(name)) for name in measures]
         steps = str(len(set(place.steps)))

@@ -41,14 +41,14 @@ def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
 
 
 def _print_recipes() -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("recipe", "output", "grad_input", "grad_weight", "scales", "hash")
+    table = Table(Column("recipe", overflow="fold"), "output", "grad_input", "grad_weight", "scales")
     for recipe in RECIPES.values():
         gemms = [f"{gemm.a}\n{gemm.b}" + ("\nfast" if gemm.use_fast_accum else "") for gemm in recipe.gemms.values()]
         scales = ["delayed" if recipe.delayed else "dynamic"] + ["power of two"] * recipe.scale_rule.power_of_two
         older = [f"= {alias}" for alias, target in RECIPE_ALIASES.items() if target == recipe.name]
-        table.add_row("\n".join([recipe.name, *older]), *gemms, "\n".join(scales), recipe.content_hash[:12])
+        table.add_row("\n".join([recipe.name, *older]), *gemms, "\n".join(scales))
         table.add_section()
     console().print(table)
     print("f8emu recipes NAME explains one; --toml and --json print the text that f8emu reads")

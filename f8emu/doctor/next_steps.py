@@ -20,13 +20,15 @@ def next_steps(diagnosis: Diagnosis) -> Iterator[str]:
             "This GPU has the float8 tensor cores: f8emu.torch.convert_to_float8_training(model) trains on them. "
             "`f8emu verify torch` proves its bits."
         )
+    elif missing == ["jax"]:
+        yield "There is no float8 hardware here, and torch emulates GEMMs with JAX, which is missing:"
+        yield "pip install 'f8emu[jax]'. f8emu.numpy works without it."
     else:
         yield (
             "GEMMs are emulated here, with the bits of an H200. `f8emu verify` proves it; "
             "`f8emu verify FILE.py:FUNCTION` checks a kernel of your own."
         )
-    if missing == ["jax"]:
-        why = "which emulates GEMMs" if on_hardware else "which computes the emulated GEMMs of torch"
-        yield f"JAX is missing, {why}: pip install 'f8emu[jax]'."
+    if missing == ["jax"] and on_hardware:
+        yield "To emulate GEMMs too: pip install 'f8emu[jax]'."
     elif missing == ["torch"]:
         yield "f8emu.jax.dot_general(recipe) trains in JAX. For torch: pip install 'f8emu[torch]'."

@@ -1,5 +1,6 @@
 """A diagnosis as text: what the machine has, a table of the probes, a line for every fault, and what to do next."""
 
+import shutil
 from collections.abc import Iterator
 from typing import TextIO
 
@@ -8,7 +9,7 @@ from f8emu.doctor.next_steps import next_steps
 from f8emu.doctor.probe import Probe
 
 _PIPE_WIDTH = 160
-"""The width of a table that goes to a file; a terminal has its own."""
+"""Columns of a table that goes to a file; a terminal has its own, and `COLUMNS` overrides both."""
 _NOT_MEASURED = (
     "torch.compile is not probed, it takes too long to start: on a GPU its float32 division has been seen to be "
     "approximate, and its bfloat16 chains keep float32 between operations."
@@ -34,7 +35,7 @@ def _write_probes(diagnosis: Diagnosis, stream: TextIO) -> None:
     for probe in diagnosis.probes:
         style = None if probe.agrees else "red" if probe.relied_on else "yellow"
         table.add_row(*_row(probe), style=style)
-    Console(file=stream, width=None if stream.isatty() else _PIPE_WIDTH).print(table)
+    Console(file=stream, width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns).print(table)
     deviating = sum(not probe.agrees for probe in diagnosis.probes)
     stream.write(f"{deviating} of {len(diagnosis.probes)} probes deviate; ")
     stream.write(f"f8emu relies on {len(diagnosis.faults) or 'none'} of them.\n")

@@ -89,10 +89,10 @@ def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(dtype_of(format))
-    back = converted.astype(array.dtype if array.dtype.kind == "f" else np.float64)
+    back = converted.astype(np.float64)
     differs = (back != array) & ~((back != back) & (array != array))
-    if array.dtype.kind in "iu":  # float64 does not hold all of them
-        differs |= np.abs(back) >= 2.0**53
+    if array.dtype.kind in "iu":  # float64 does not hold all of them, Python's integers do
+        differs = np.asarray(back.astype(object) != array.astype(object))
     if differs.any():
         first = array[tuple(np.argwhere(differs)[0])]
         raise OperandError(

@@ -8,6 +8,7 @@ from f8emu.numpy.dtypes import typed
 from f8emu.numpy.planned import mm_split_k, scaled_mm_split_k
 from f8emu.numpy.scaled_mm import chip_of
 from f8emu.spec.chip import Chip
+from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import format_by_name
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, LinearTrace
@@ -54,7 +55,7 @@ def linear(
 
     Raises:
         OperandError: wrong dtypes or shapes; `delayed_state` missing, or given to a recipe without delayed scaling.
-        SpecError: an unknown recipe or chip.
+        SpecError: an unknown recipe, chip or GEMM.
     """
     plan = recipe if isinstance(recipe, Recipe) else recipe_by_name(recipe)
     on = chip_of("linear", plan.chip if chip is None else chip)
@@ -62,6 +63,8 @@ def linear(
     if grad_output is not None:
         tensors["grad_output"] = typed("linear", "grad_output", grad_output)
     slices = dict(split_k or {})
+    if not slices.keys() <= OPERANDS.keys():
+        raise SpecError(f"linear: split_k must name GEMMs, {', '.join(OPERANDS)}; got {', '.join(map(str, slices))}")
     if all(x.ndim == 2 for x in tensors.values()):  # if not, the oracle says so
         (m, k), n = tensors["input"].shape, tensors["weight"].shape[0]
         sizes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}

@@ -9,7 +9,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16
-from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.spec.scaling import Granularity
 from f8ref import numpy as oracle
 from f8ref.numpy.codec import typed_array
 
@@ -66,14 +66,9 @@ def scaled_mm(
     out = output_format(call, out_dtype)
     a_MK, format_a = typed_array(array_of(call, "a", a), on.operand_formats, f"{call}: a")
     b_KN, format_b = typed_array(array_of(call, "b", b), on.operand_formats, f"{call}: b")
-    if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
-        raise OperandError(
-            f"{call}: a must be [M, K] and b [K, N]; got shapes {list(a_MK.shape)} and {list(b_KN.shape)}; pass a "
-            "weight [N, K] as weight.T, flatten leading dimensions with a.reshape(-1, K)"
-        )
-    sizes = a_MK.shape[0], b_KN.shape[1], a_MK.shape[1]
+    sizes = _sizes(call, a_MK, b_KN)
     scales = typed(call, "scale_a", scale_a), typed(call, "scale_b", scale_b)
-    pair = _granularities(call, on, sizes, scales, (granularity_a, granularity_b))
+    pair = on.granularities_of(call, sizes, (scales[0].shape, scales[1].shape), (granularity_a, granularity_b))
     refusal = on.refusal((format_a, format_b), pair, use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"{call}: {refusal}")
@@ -157,12 +152,20 @@ def mm(
     """
     on, out = chip_of("mm", chip), output_format("mm", out_dtype)
     a_MK, b_KN = typed("mm", "a", a, BFLOAT16), typed("mm", "b", b, BFLOAT16)
+    sizes = _sizes("mm", a_MK, b_KN)
     if split_k is None:
-        is_product = a_MK.ndim == b_KN.ndim == 2 and a_MK.shape[1] == b_KN.shape[0]
-        sizes = (a_MK.shape[0], b_KN.shape[1], a_MK.shape[1]) if is_product else (0, 0, 0)  # the oracle refuses it
-        layout = layout_of(a_MK, b_KN) if is_product else "nn"
-        split_k = mm_split_k(sizes, layout, out_dtype=out, chip=on)
+        split_k = mm_split_k(sizes, layout_of(a_MK, b_KN), out_dtype=out, chip=on)
     return oracle.mm(a_MK, b_KN, out_dtype=out, split_k=split_k, chip=on)
+
+
+def _sizes(call: str, a_MK: Array, b_KN: Array) -> tuple[int, int, int]:
+    """M, N and K."""
+    if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
+        raise OperandError(
+            f"{call}: a must be [M, K] and b [K, N]; got shapes {list(a_MK.shape)} and {list(b_KN.shape)}; pass a "
+            "weight [N, K] as weight.T, flatten leading dimensions with a.reshape(-1, K)"
+        )
+    return a_MK.shape[0], b_KN.shape[1], a_MK.shape[1]
 
 
 def chip_of(call: str, chip: Chip | str) -> Chip:
@@ -172,34 +175,3 @@ def chip_of(call: str, chip: Chip | str) -> Chip:
         SpecError: an unknown name.
     """
     return chip if isinstance(chip, Chip) else chip_by_name(call, chip)
-
-
-def _granularities(
-    call: str,
-    chip: Chip,
-    sizes: tuple[int, int, int],
-    scales: tuple[Array, Array],
-    given: tuple[Granularity | str | None, Granularity | str | None],
-) -> tuple[Granularity, Granularity]:
-    """Those that are given, or the first pair of the chip that fits the shapes of the scales."""
-    m, n, k = sizes
-    given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in given)
-    expected: list[str] = []
-    for pair in chip.granularity_pairs:
-        if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
-            continue
-        shapes = pair[0].scale_shape(m, k), pair[1].scale_shape(n, k)[::-1]  # those of b.T, transposed
-        if pair[0] is Granularity.TENSORWISE:
-            fits = scales[0].size == scales[1].size == 1
-        else:
-            fits = (scales[0].shape, scales[1].shape) == shapes
-        if fits:
-            return pair
-        expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {pair[0].value} x {pair[1].value}")
-    if given_a is not None and given_b is not None and not expected:
-        raise UnsupportedError(f"{call}: {chip.refusal(chip.format_pairs[0], (given_a, given_b))}")
-    raise OperandError(
-        f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
-        f"{list(scales[0].shape)} and {list(scales[1].shape)}; scales of b are those of its transpose [N, K], "
-        "transposed"
-    )

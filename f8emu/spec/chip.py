@@ -4,12 +4,13 @@
 written on its own. None of them names a chip: another chip is another instance.
 """
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import FLOAT32, Format
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import Granularity, granularity_by_name
 from f8emu.spec.short_repr import changed_fields
 
 
@@ -197,6 +198,45 @@ class Chip:
             if use_fast_accum:
                 return f"{self} has no fast accumulation beside block scales; pass use_fast_accum=False"
         return None
+
+    def granularities_of(
+        self,
+        call: str,
+        sizes: tuple[int, int, int],
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        given: tuple[Granularity | str | None, Granularity | str | None],
+    ) -> tuple[Granularity, Granularity]:
+        """The granularities of a scaled GEMM `[M, K] @ [K, N]`: the first pair that fits the shapes of the scales.
+
+        Args:
+            call: the name of the verb, for messages.
+            sizes: M, N and K.
+            shapes: the shapes of scale_a and scale_b; scale_b has the scales of b's transpose [N, K], transposed.
+            given: the granularities that the caller gives; None: any.
+
+        Raises:
+            OperandError: no pair fits.
+            SpecError: an unknown granularity.
+            UnsupportedError: the chip does not take the given pair.
+        """
+        m, n, k = sizes
+        given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in given)
+        expected: list[str] = []
+        for pair in self.granularity_pairs:
+            if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
+                continue
+            rows, columns = pair[1].scale_shape(n, k)
+            wanted = pair[0].scale_shape(m, k), (columns, rows)
+            is_one = pair[0] is Granularity.TENSORWISE
+            if math.prod(shapes[0]) == math.prod(shapes[1]) == 1 if is_one else shapes == wanted:
+                return pair
+            expected.append(f"{list(wanted[0])} and {list(wanted[1])} for {pair[0].value} x {pair[1].value}")
+        if given_a is not None and given_b is not None and not expected:
+            raise UnsupportedError(f"{call}: {self.refusal(self.format_pairs[0], (given_a, given_b))}")
+        raise OperandError(
+            f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
+            f"{list(shapes[0])} and {list(shapes[1])}; scales of b are those of its transpose [N, K], transposed"
+        )
 
 
 def _pairs(pairs: tuple[tuple[Format, Format] | tuple[Granularity, Granularity], ...]) -> str:

@@ -304,10 +304,12 @@ class Plan:
 
     def predicted(self, gemm: PlannedGemm) -> Split:
         """S of a GEMM by the rule alone; unknown beyond the range of the rule."""
-        if self.slice_bytes is None or not gemm.is_aligned or gemm.k > MAX_K:
+        if self.slice_bytes is None or not gemm.is_aligned:
             return _UNKNOWN
         if gemm.gemm == "rowwise" or gemm.bytes_of_k <= 2 * self.slice_bytes:
             return Split(1, Source.PREDICTED)
+        if gemm.k > MAX_K:
+            return _UNKNOWN
         # [PLAN-6] Of block scales float16 outputs were not asked: their rule is that of float32.
         rule = self.rules.get(gemm.table) or self.rules.get(gemm.gemm)
         if rule is None:
@@ -333,9 +335,10 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
 
 def is_planned(caller: str, chip: Chip) -> bool:
     """Whether there is a plan for the GEMMs of `chip`; if not, S is 1 of unknown source, and a warning says so once."""
-    if chip is not HOPPER:
+    is_known = chip is HOPPER or chip == HOPPER  # a copy has the same bits
+    if not is_known:
         warn_without_plan(caller, str(chip))
-    return chip is HOPPER
+    return is_known
 
 
 @cache

@@ -88,10 +88,15 @@ def scale_number(call: str, name: str, value: float) -> float:
     Raises:
         OperandError: float32 does not hold it.
     """
-    is_finite = value - value == 0
-    # 24 significant bits, none of them below those of a subnormal, and not beyond the largest.
-    is_float32 = (math.frexp(value)[0] * 2**24) % 1 == 0 and (value * 2.0**149) % 1 == 0 and abs(value) < 2.0**128
-    if is_finite and not is_float32:
+    is_special = value != value or abs(value) == math.inf
+    # Not beyond the largest, a float64 if it is an integer, 24 significant bits, none below those of a subnormal.
+    is_float32 = (
+        abs(value) < 2.0**128
+        and float(value) == value
+        and (math.frexp(value)[0] * 2**24) % 1 == 0
+        and (value * 2.0**149) % 1 == 0
+    )
+    if not (is_special or is_float32):
         raise OperandError(
             f"{call}: {name} must be float32; got {value!r}, which float32 does not hold; round it first, into a "
             "float32 array of one element"

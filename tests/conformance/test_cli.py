@@ -197,7 +197,7 @@ def test_conformance_loads_no_framework() -> None:
 
 def test_what_the_base_installation_holds_is_enough() -> None:
     """Without torch, JAX and safetensors: commands that need one say so in a line, the others run."""
-    blocked = ("torch", "jax", "safetensors", "plotly")
+    blocked = ("torch", "jax", "safetensors")
     for words in (("--version",), ("--help",), ("recipes",), ("verify", "--stage", "scales")):
         assert python(MAIN, *words, blocked=blocked).returncode == 0, words
     needing = {

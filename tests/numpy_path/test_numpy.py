@@ -147,6 +147,7 @@ def test_a_format_by_any_name(format: Any) -> None:
 
 def test_lists_numbers_and_leading_dimensions() -> None:
     assert f8.amax([[1, -3], [0.5, 2]], "rowwise").tolist() == [[3], [2]]
+    assert f8.amax([[2**53, -(2**63)]]).tolist() == [[2**63]]
     x = values(2, 3, 256)
     scales = f8.scale_from_amax(f8.amax(x, "blockwise_1x128"), E4M3)
     codes = f8.quantize(x, scales.inv_scale, E4M3, "blockwise_1x128")
@@ -174,6 +175,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "scale": (lambda: f8.quantize(X, 0.1, E4M3), OperandError, r"0\.1 is no float32"),
     "integer": (lambda: f8.amax([[2**24 + 1]]), OperandError, "16777217 is no float32"),
+    "odd integer": (lambda: f8.amax([[2**53 + 1]]), OperandError, "9007199254740993 is no float32"),
     "large integer": (lambda: f8.amax([[2**63 - 1]]), OperandError, "9223372036854775807 is no float32"),
     "bfloat16": (lambda: f8.mm([[0.1]], [[1]]), OperandError, r"np\.asarray\(a, ml_dtypes\.bfloat16\)"),
     "format": (lambda: f8.cast(X, np.float64), SpecError, "format must be one of float8_e4m3fn, "),
@@ -194,6 +196,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "operand": (lambda: f8.scaled_mm(X, X.T, 1, 1), OperandError, "a must have dtype float8_e4m3fn, float8_e5m2"),
     "recipe": (lambda: f8.linear("rowise", X, X), SpecError, "unknown recipe 'rowise'"),
+    "GEMM": (
+        lambda: f8.linear("rowwise", X, X, split_k={"outputs": 2}),
+        SpecError,
+        "split_k must name GEMMs, output, ",
+    ),
+    "shapes": (lambda: f8.mm(X.astype(ml_dtypes.bfloat16), X.astype(ml_dtypes.bfloat16)), OperandError, r"weight\.T"),
     "chip": (lambda: f8.mm(X, X, chip="Turing"), SpecError, "chip must be one of 'Hopper'"),
 }
 

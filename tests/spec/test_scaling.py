@@ -147,12 +147,26 @@ EDGES = (2.0**-149, 2.0**-150, 3 * 2.0**-150, 2.0**127, 2.0**128, 1 + 2.0**-23, 
 
 
 @pytest.mark.parametrize(
-    "value", [0, 1, -2, 0.1, *EDGES, 3.4028234663852886e38, 3.4028235e38, float("inf"), float("nan")]
+    "value",
+    [
+        0,
+        1,
+        -2,
+        0.1,
+        2**53,
+        2**53 + 1,
+        pytest.param(2**1024, id="2**1024"),
+        *EDGES,
+        3.4028234663852886e38,
+        3.4028235e38,
+        float("inf"),
+        float("nan"),
+    ],
 )
 def test_a_scale_that_is_a_number_is_a_float32(value: float) -> None:
     try:
         (rounded,) = struct.unpack("f", struct.pack("f", value))
-    except OverflowError:
+    except (OverflowError, struct.error):  # the latter of an integer beyond float64
         rounded = None
     if rounded == value or value != value:
         assert scale_number("call", "scale", value) is not None

@@ -34,7 +34,7 @@ def render(command: str, page: Page) -> str:
     style = variables() + (data / "page.css").read_text(encoding="utf-8")
     script = (data / "page.js").read_text(encoding="utf-8")
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, script))
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
     body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
     return f"""<!doctype html>

@@ -9,7 +9,7 @@ from f8emu.jax.dtypes import HIGH_PRECISION_NAMES, format_of, output_format
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT32, HIGH_PRECISION, Format
-from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.spec.scaling import Granularity
 
 
 class Checked(NamedTuple):
@@ -50,7 +50,8 @@ def check_scaled_mm(
     check_split_k(call, split_k)
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         format_of(call, name, scale, (FLOAT32.name,))
-    pair = _granularities(call, chip, m, n, k, scale_a, scale_b, granularity_a, granularity_b)
+    shapes = tuple(scale_a.shape), tuple(scale_b.shape)
+    pair = chip.granularities_of(call, (m, n, k), shapes, (granularity_a, granularity_b))
     refusal = chip.refusal(formats, pair, use_fast_accum=use_fast_accum)
     if refusal is not None:
         raise UnsupportedError(f"{call}: {refusal}")
@@ -140,36 +141,3 @@ def _extents(call: str, a: Any, b: Any) -> tuple[int, int, int]:
             "[N, K] as weight.T, flatten leading dimensions with a.reshape(-1, K)"
         )
     return a.shape[0], b.shape[1], a.shape[1]
-
-
-def _granularities(
-    call: str,
-    chip: Chip,
-    m: int,
-    n: int,
-    k: int,
-    scale_a: Any,
-    scale_b: Any,
-    granularity_a: Granularity | str | None,
-    granularity_b: Granularity | str | None,
-) -> tuple[Granularity, Granularity]:
-    """The given granularities, or the first pair of the chip that fits the shapes of the scales."""
-    given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in (granularity_a, granularity_b))
-    expected: list[str] = []
-    for pair in chip.granularity_pairs:
-        if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
-            continue
-        shapes = pair[0].scale_shape(m, k), pair[1].scale_shape(n, k)[::-1]  # those of b.T, transposed
-        if pair[0] is Granularity.TENSORWISE:
-            fits = scale_a.size == 1 and scale_b.size == 1
-        else:
-            fits = tuple(scale_a.shape) == shapes[0] and tuple(scale_b.shape) == shapes[1]
-        if fits:
-            return pair
-        expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {pair[0].value} x {pair[1].value}")
-    if given_a is not None and given_b is not None and not expected:
-        raise UnsupportedError(f"{call}: {chip.refusal(chip.format_pairs[0], (given_a, given_b))}")
-    raise OperandError(
-        f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
-        f"{list(scale_a.shape)} and {list(scale_b.shape)}; scales of b are those of its transpose [N, K], transposed"
-    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import FORMATS, Format
-from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.spec.scaling import Granularity
 from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES
 
 SIZE_MULTIPLE = CHIP.size_multiple
@@ -47,7 +47,8 @@ def check_scaled_mm(
     _check_float8_layout(call, a, b, k)
     _check_split_k(call, split_k)
     _check_scale_dtypes(call, a, scale_a, scale_b)
-    pair = _granularities(call, chip, m, k, n, scale_a, scale_b, granularity_a, granularity_b)
+    shapes = tuple(scale_a.shape), tuple(scale_b.shape)
+    pair = chip.granularities_of(call, (m, n, k), shapes, (granularity_a, granularity_b))
     if pair[0] is Granularity.ROWWISE and not (scale_a.is_contiguous() and scale_b.is_contiguous()):
         raise OperandError(f"{call}: rowwise scales must be contiguous; call scale.contiguous() first")
     refusal = chip.refusal((_format(a), _format(b)), pair, use_fast_accum=use_fast_accum)
@@ -191,39 +192,6 @@ def _check_devices(call: str, a: Tensor, **others: Tensor) -> None:
                 f"{call}: all tensors must be on one device; a is on {a.device} and {name} on {x.device}; "
                 "move one of them"
             )
-
-
-def _granularities(
-    call: str,
-    chip: Chip,
-    m: int,
-    k: int,
-    n: int,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    granularity_a: str | None,
-    granularity_b: str | None,
-) -> tuple[Granularity, Granularity]:
-    given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in (granularity_a, granularity_b))
-    expected = []
-    for pair in chip.granularity_pairs:
-        if given_a not in (None, pair[0]) or given_b not in (None, pair[1]):
-            continue
-        rows, columns = pair[1].scale_shape(n, k)  # of b seen as [N, K]; its scales are passed transposed
-        shapes = (pair[0].scale_shape(m, k), (columns, rows))
-        if pair[0] is Granularity.TENSORWISE:
-            fits = scale_a.numel() == 1 and scale_b.numel() == 1
-        else:
-            fits = tuple(scale_a.shape) == shapes[0] and tuple(scale_b.shape) == shapes[1]
-        if fits:
-            return pair
-        expected.append(f"{list(shapes[0])} and {list(shapes[1])} for {pair[0].value} x {pair[1].value}")
-    if given_a is not None and given_b is not None and not expected:
-        raise UnsupportedError(f"{call}: {chip.refusal(chip.format_pairs[0], (given_a, given_b))}")
-    raise OperandError(
-        f"{call}: scale_a and scale_b of a [{m}, {k}] @ [{k}, {n}] must have shapes {'; or '.join(expected)}; got "
-        f"{list(scale_a.shape)} and {list(scale_b.shape)}; scales of b are those of its transpose [N, K], transposed"
-    )
 
 
 def _check_output(call: str, out_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> None:
