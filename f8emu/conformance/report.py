@@ -48,7 +48,8 @@ def subject_lines(subject: SubjectResult) -> Iterator[str]:
 
 
 def _counts(stage: StageResult) -> str:
-    cases = f"{stage.cases_equal}/{stage.cases_total} cases"
+    is_whole = stage.cases_equal == stage.cases_total
+    cases = f"{stage.cases_equal}/{stage.cases_total} cases" + ("" if is_whole else " equal")
     outputs = f"{stage.outputs_equal}/{stage.outputs_total} outputs"
     return f"{stage.title} {cases}, {outputs}, {stage.seconds:.1f} s{own_splits(stage)}"
 

@@ -159,9 +159,11 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
             )
         return SUBJECTS[name]()
     if ":" not in name and name not in KERNELS:
+        if name.endswith(".py"):
+            raise SpecError(f"load_subject: which function of {name}? Name it: {name}:FUNCTION")
         raise SpecError(
-            f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}, known kernels are "
-            f"{', '.join(KERNELS)}, and package.module:function or path/to/file.py:function for a kernel of your own"
+            f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}; a kernel of your own is "
+            "package.module:function or path/to/file.py:function; f8emu verify --kernels lists the known ones"
         )
     if timeout is not None:
         return isolated_subject(name, arrays, timeout)

@@ -171,7 +171,7 @@ def test_bad_usage_is_a_message_and_status_2(arguments: tuple[str, ...], message
 def test_recipes() -> None:
     status, out, _ = invoke("recipes")
     assert status == 0
-    assert all(recipe.name in out and recipe.content_hash[:12] in out for recipe in RECIPES.values())
+    assert all(recipe.name in out for recipe in RECIPES.values())
     assert "all_axiswise" in out
     assert invoke("recipes", "rowwise") == (0, recipe_by_name("rowwise").explain() + "\n", "")
     assert invoke("recipes", "all_axiswise")[1] == invoke("recipes", "rowwise")[1]

@@ -122,7 +122,7 @@ def test_text_names_every_probe(quick: doctor.Diagnosis) -> None:
     [
         (("torch", "jax"), {}, ["f8emu.numpy works without more", "pip install 'f8emu[torch,jax]'"]),
         (("torch",), {}, ["GEMMs are emulated here", "pip install 'f8emu[torch]'"]),
-        (("jax",), {"cpu": "none"}, ["GEMMs are emulated here", "pip install 'f8emu[jax]'"]),
+        (("jax",), {"cpu": "none"}, ["torch emulates GEMMs with JAX, which is missing", "pip install 'f8emu[jax]'"]),
         ((), {"cpu": "emulated by f8ref.jax on cpu"}, ["GEMMs are emulated here"]),
         ((), {"cpu": "emulated", "cuda": "hardware, torch._scaled_mm"}, ["convert_to_float8_training(model)"]),
     ],

@@ -158,7 +158,7 @@ def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
         ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; also there: leaves"),
         ("deep/zzzzzz.py:f", "there is no file deep/zzzzzz.py; there: deep/broken.py, "),
         ("deep/numpy.py:", "no attribute ''"),
-        ("deep/numpy.py", "path/to/file.py:function"),
+        ("deep/numpy.py", "which function of deep/numpy.py? Name it: deep/numpy.py:FUNCTION"),
         ("deep:float32", "deep has no attribute 'float32'"),
         (
             "deep/leaves_on_import.py:f",

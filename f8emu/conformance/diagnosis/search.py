@@ -175,6 +175,7 @@ class Search:
             return complete
         hinted = [self._counted(steps) for steps in self.hints]
         explained = [one for one in hinted if one.outputs_equal == self.total]
+        explained = explained or list(islice(self._complete(hinted, "beside what explains another kind"), 1))
         if explained:
             return [self._reduced(explained[0])]
         counted = self._counted_level(self.own, "one alteration, counted")
