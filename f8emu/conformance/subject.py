@@ -162,8 +162,8 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         if name.endswith(".py"):
             raise SpecError(f"load_subject: which function of {name}? Name it: {name}:FUNCTION")
         raise SpecError(
-            f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}; a kernel of your own is "
-            "package.module:function or path/to/file.py:function; f8emu verify --kernels lists the known ones"
+            f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}; a kernel of your own "
+            "is package.module:function or path/to/file.py:function; f8emu verify --kernels lists the known ones"
         )
     if timeout is not None:
         return isolated_subject(name, arrays, timeout)
