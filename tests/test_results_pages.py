@@ -1,12 +1,16 @@
 """The Results pages: every table from the recorded files, and the README's table and plot are what the files give."""
 
+import ast
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from f8emu.conformance import shipped_golden
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
@@ -40,6 +44,39 @@ def test_the_readme_shows_the_recorded_speeds() -> None:
     shown = results.readme_block((ROOT / "README.md").read_text())
     assert shown is not None, "README.md has no <!-- speed --> and <!-- /speed --> markers"
     assert shown == results.results_torch.readme(), "run: python docs/generate/results.py readme --write"
+
+
+def test_the_readme_claims_what_was_recorded() -> None:
+    """Each number of its table of proofs, from the recording or the tests that it names."""
+    read = {
+        name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        for name in ("verify-h100", "recorded_layers-h200", "evidence", "exhaustive-cast")
+    }
+    (torch,) = read["verify-h100"]["subjects"]
+    cases, outputs = (sum(stage[of] for stage in torch["stages"]) for of in ("cases_equal", "outputs_equal"))
+    layers, least = (
+        len(read["recorded_layers-h200"]["layers"]),
+        min(row["outputs"] for row in read["evidence"]["alterations"][1:]),
+    )
+    tests = ROOT / "tests" / "conformance" / "test_planted_kernels.py"
+    planted = [
+        len(node.value.keys)
+        for node in ast.parse(tests.read_text()).body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.value, ast.Dict)
+        and "PLANTED" in ast.unparse(node.target)
+    ]
+    readme = (ROOT / "README.md").read_text()
+    for claim in (
+        f"{cases:,} of {cases:,} cases, {outputs // 10**6} million outputs",
+        f"{layers} of {layers} layers, every bit",
+        f"at least {least:,} outputs",
+        f"2^32 inputs, {read['exhaustive-cast']['differences']} differences",
+        f"{sum(planted)} of {sum(planted)} planted kernels",
+        f"{len(shipped_golden().cases)} of {len(shipped_golden().cases)} GEMMs",
+    ):
+        assert claim in readme, claim
+    assert torch["equal"]
 
 
 def test_the_readmes_table_is_put_between_its_markers(results: ModuleType) -> None:
