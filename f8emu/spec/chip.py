@@ -199,6 +199,10 @@ class Chip:
                 return f"{self} has no fast accumulation beside block scales; pass use_fast_accum=False"
         return None
 
+    def padded_sizes(self, m: int, n: int, k: int) -> tuple[int, int, int]:
+        """M, N and K of a GEMM whose operands are zero-padded for the library; it takes any M."""
+        return m, n + -n % self.size_multiple, k + -k % self.size_multiple
+
     def granularities_of(
         self,
         call: str,

@@ -222,7 +222,7 @@ def test_a_tensor_of_torch_has_a_remedy() -> None:
 
 
 def test_a_shape_without_a_plan_is_said_once() -> None:
-    from f8emu.numpy import planned
+    from f8emu.spec import planned
 
     planned._SAID.clear()
     a = np.ones((1, 65536), E4M3)

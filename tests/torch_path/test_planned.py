@@ -14,8 +14,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.layer import LayerCase, LayerMode, Place
 from f8emu.conformance.layer_trace import layer_parts, planned_slices
 from f8emu.conformance.subject import load_subject
-from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
-from f8emu.torch.gemm import planned
+from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe, planned
 
 pytest.importorskip("jax")
 # Loading the compiler warns about torch's own old code.

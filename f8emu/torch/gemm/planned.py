@@ -1,18 +1,16 @@
 """S, the number of slices of K, of an emulated GEMM whose caller gives none: the plan's [PLAN-1..6]."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from f8emu.spec.chip import Chip
-from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, Split, is_planned, scaled_gemm_name, split_k
+from f8emu.spec.plan import PlannedGemm, Source, Split, is_planned, split_k
+from f8emu.spec.planned import bfloat16_gemm, planned_split_k, scaled_gemm
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 
-_SAID: set[str] = set()
-"""Tables of which a missing plan was reported already."""
+_CALLER = "f8emu.torch"
 
 
 def scaled_mm_split_k(
@@ -27,12 +25,13 @@ def scaled_mm_split_k(
     """S of a `scaled_mm`."""
     if not _has_plan(a, b, chip):
         return 1
-    return _said(_scaled_mm(a, b, granularities, out_dtype=out_dtype, use_fast_accum=use_fast_accum))
+    gemm = _scaled_mm(a, b, granularities, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+    return planned_split_k(_CALLER, gemm)
 
 
 def mm_split_k(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> int:
     """S of a bfloat16 `mm`."""
-    return _said(_mm(a, b, out_dtype)) if _has_plan(a, b, chip) else 1
+    return planned_split_k(_CALLER, _mm(a, b, out_dtype)) if _has_plan(a, b, chip) else 1
 
 
 def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> Split:
@@ -41,7 +40,7 @@ def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, c
     Shapes:
         a [M, K], b [N, K], before padding; only sizes, strides and dtypes are read.
     """
-    if not is_planned("f8emu.torch", chip):
+    if not is_planned(_CALLER, chip):
         return Split(1, Source.UNKNOWN)
     if 0 in a.shape or 0 in b.shape:
         return Split(1, Source.RECORDED)
@@ -54,28 +53,19 @@ def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, c
 
 
 def _has_plan(a: Tensor, b: Tensor, chip: Chip) -> bool:
-    return 0 not in a.shape and 0 not in b.shape and is_planned("f8emu.torch", chip)
+    return 0 not in a.shape and 0 not in b.shape and is_planned(_CALLER, chip)
 
 
 def _scaled_mm(
     a: Tensor, b: Tensor, pair: tuple[Granularity, Granularity], *, out_dtype: torch.dtype, use_fast_accum: bool
 ) -> PlannedGemm:
-    return PlannedGemm(
-        m=a.shape[0],
-        n=b.shape[1],
-        k=a.shape[1],
-        gemm=scaled_gemm_name(pair),
-        accumulation="fast" if use_fast_accum else "promoted",
-        out_dtype=_name(out_dtype),
-        a_dtype=_name(a.dtype),
-        b_dtype=_name(b.dtype),
-    )
+    sizes, dtypes = (a.shape[0], b.shape[1], a.shape[1]), (_name(out_dtype), _name(a.dtype), _name(b.dtype))
+    return scaled_gemm(sizes, pair, dtypes, use_fast_accum=use_fast_accum)
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> PlannedGemm:
     layout = ("t" if _is_transposed(b) else "n") + ("t" if _is_transposed(a) else "n")
-    m, k = a.shape
-    return PlannedGemm(m=m, n=b.shape[1], k=k, gemm="bfloat16", layout=layout, out_dtype=_name(out_dtype))
+    return bfloat16_gemm((a.shape[0], b.shape[1], a.shape[1]), layout, _name(out_dtype))
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -88,20 +78,6 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 def _is_transposed(x: Tensor) -> bool:
     """Whether torch hands `x` to the library as a transposed matrix; any other layout is copied, or row-major."""
     return x.stride(1) != 1 and x.stride(0) == 1
-
-
-def _said(gemm: PlannedGemm) -> int:
-    """S, and once for a kind of GEMM that it is not known."""
-    split = split_k(gemm)
-    if split.source is Source.UNKNOWN and gemm.table not in _SAID:
-        _SAID.add(gemm.table)
-        warnings.warn(
-            f"f8emu.torch: the plan of {LIBRARY} on {CHIP} has no split-K for this GEMM: {gemm}. It is emulated "
-            "without split-K, and has the hardware's bits if the hardware does not split K either. Pass split_k if you "
-            "know it; `f8emu record OUT --plans IN.json` finds it on a GPU. This warning appears once per kind of GEMM",
-            stacklevel=2,
-        )
-    return split.split_k
 
 
 def _name(dtype: torch.dtype) -> str:
