@@ -1,4 +1,4 @@
-"""S, the number of slices of K, of a GEMM whose caller gives none: the plan's [PLAN-1..6]. The same for every backend."""
+"""S, the number of slices of K, of a GEMM whose caller gives none: the plan's [PLAN-1..6], for every backend."""
 
 import warnings
 
