@@ -1,0 +1,75 @@
+/* The emulated GEMM: what a call says, and what the parts of the engine say to each other.
+
+   Data flow of one GEMM:
+
+     codes  --pack-->  panels of a block of K, decoded  --step-->  accumulators  --promote-->  totals  --finish-->  out
+
+   gemm.c cuts the GEMM into panels, hands them to threads, and finishes; a width (avx512.c, avx2.c, neon.c, portable.c)
+   is kernel.h on vectors of its own: it packs operands, runs the steps of the tensor core and promotes; step.c is one
+   step of one output for every model and every operand. All widths give the same bits. Rule ids are those of
+   reference/NUMERICS.md. */
+#ifndef F8EMU_ENGINE_H
+#define F8EMU_ENGINE_H
+
+#include <stdint.h>
+
+/* Formats, as f8emu.native.library numbers them. */
+enum { F8_E4M3FN, F8_E5M2, F8_E4M3FNUZ, F8_E5M2FNUZ, F8_BFLOAT16, F8_FLOAT16, F8_FLOAT32 };
+
+/* How scales enter. */
+enum {
+    F8_UNSCALED,   /* no scales: mm */
+    F8_TENSORWISE, /* [EPI-1] acc * (scale_a * scale_b) + 0 */
+    F8_ROWWISE,    /* [EPI-2] (acc * scale_b) * scale_a */
+    F8_GROUPED,    /* [EPI-6] (acc * scale_a) * scale_b */
+    F8_VECTORS,    /* [EPI-5] 1x128 by 1x128: fma(p * scale_a, scale_b, total) */
+    F8_SQUARES     /* [EPI-5] one of them 128x128: fma(p, scale_a * scale_b, total) */
+};
+
+/* f8emu.spec.AccumulationModel. A value of 0 stands for None where the field may be None. */
+typedef struct {
+    int32_t step_k, aligned_fraction_bits, result_fraction_bits;
+    int32_t promote_k;
+    int32_t nearest_even;     /* [CHIP-4] round the sum of a step, in place of cutting it */
+    int32_t converts;         /* [CHIP-1] the operands become float16 first */
+    int32_t order_length;     /* [CHIP-2] */
+    int32_t order[32];
+    int32_t interleaved;      /* [CHIP-6] 0: one sum */
+    int32_t fraction_bits, accumulator_fraction_bits;
+    int32_t accumulator_reach; /* below 0: the accumulator is never dropped */
+} f8_model;
+
+/* A matrix [rows, K] of codes; strides in elements. */
+typedef struct {
+    const void *codes;
+    int64_t row_stride, k_stride;
+    int32_t format;
+    int32_t rows_per_scale;  /* 128 of 128x128 scales, otherwise 1 */
+    const float *scale;      /* scale[(row / rows_per_scale) * scale_row_stride + (k / 128) * scale_block_stride] */
+    int64_t scale_row_stride, scale_block_stride; /* 0 where one scale is for all rows, or all of K */
+} f8_operand;
+
+/* out[m, n] = round(accumulate(a @ b^T) * scales + bias). */
+typedef struct {
+    int64_t m, n, k;
+    f8_operand a, b;         /* [M, K], [N, K] */
+    void *out;               /* [M, N] */
+    int64_t out_row_stride, out_column_stride;
+    const void *bias;        /* [N], or null */
+    int64_t bias_stride;
+    int32_t out_format, bias_format;
+    int32_t scaling;         /* F8_UNSCALED .. F8_SQUARES */
+    int32_t threads;         /* at most so many */
+    int64_t slice_k;         /* [CHAIN-3] K of a slice; K or more: one slice */
+    const f8_model *model;
+} f8_gemm;
+
+/* 0, or -1 where memory is short. `width` is an index of f8_width_name. */
+int f8_run(const f8_gemm *gemm, int width);
+/* The same `groups` GEMMs in one call: gemms[g]. */
+int f8_run_all(const f8_gemm *gemms, int64_t groups, int width);
+/* The widths compiled in, fastest first; null past the last. */
+const char *f8_width_name(int width);
+int f8_width_runs_here(int width);
+
+#endif

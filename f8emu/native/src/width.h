@@ -1,0 +1,71 @@
+/* What gemm.c asks of a width, and the panels that they exchange. */
+#ifndef F8EMU_WIDTH_H
+#define F8EMU_WIDTH_H
+
+#include "engine.h"
+
+/* How the steps of a model are computed. */
+typedef enum {
+    F8_NARROW, /* 13 fraction bits, [ACC-1..5]: a step of float8 fits in 32-bit integers */
+    F8_WIDE,   /* up to 25 fraction bits, cut to 23: sums of 16 terms fit */
+    F8_SINGLE  /* everything else: one output at a time, by step.c */
+} f8_kind;
+
+enum {
+    F8_ROWS = 4,    /* of a row block */
+    F8_GROUP = 16,  /* K of a group in the panel of a */
+    F8_LONGEST_STEP = 32
+};
+
+/* Four rows of a by 16 of K. */
+typedef struct {
+    float value[F8_ROWS][F8_GROUP];       /* narrow: magnitudes, where the width multiplies magnitudes */
+    uint32_t exponent[F8_ROWS][F8_GROUP]; /* biased, once a byte (narrow) or once a half-word (wide) */
+    uint32_t sign[F8_ROWS][F8_GROUP];     /* 0, or the distance in bytes from the signs of b to the signs of -b */
+} f8_group;
+
+/* A block of K of up to `columns` columns of b, padded with zeros; [K][columns] each. */
+typedef struct {
+    float *value;
+    int32_t *sign;     /* [K][2][columns]: 1 or -1, then its negative; magnitudes only */
+    uint8_t *exponent; /* bytes (narrow) or half-words (wide) */
+} f8_columns;
+
+/* Factors that a promotion multiplies with, of a block of K. */
+typedef struct {
+    int32_t scaling;
+    const float *scale_a, *scale_b; /* of the first row and the first column of the tile */
+    int64_t a_stride, b_stride;     /* from row to row, column to column; 0 for one that all share */
+    int32_t a_shared, b_shared;     /* 128 where so many rows share one, otherwise 1 */
+    int64_t a_first, b_first;       /* which row and column that is */
+    int64_t columns;                /* how many there are */
+} f8_factors;
+
+typedef struct {
+    const char *name;
+    int (*runs_here)(void);
+    int columns;    /* of a tile */
+    int magnitudes; /* whether narrow steps multiply magnitudes */
+    /* Rows first .. first + rows, K k .. k + count: one f8_group for every row block and 16 of `padded` K. */
+    void (*pack_a)(const f8_operand *a, const f8_model *model, f8_kind kind, int64_t first, int64_t rows, int64_t k,
+                   int64_t count, int64_t padded, f8_group *panel);
+    void (*pack_b)(const f8_operand *b, const f8_model *model, f8_kind kind, int64_t first, int64_t columns, int64_t k,
+                   int64_t count, int64_t padded, f8_columns panel);
+    /* The steps of `padded` K on the accumulators [4 * row_blocks][columns]; `stride` groups from row block to next. */
+    void (*steps)(const f8_model *model, f8_kind kind, int64_t padded, const f8_group *a, int64_t stride,
+                  f8_columns b, int64_t row_blocks, float *accumulators);
+    /* totals = totals + accumulators [CHAIN-2], or [EPI-5]; accumulators = 0. */
+    void (*promote)(const f8_factors *factors, int64_t rows, float *accumulators, float *totals);
+} f8_width;
+
+extern const f8_width f8_avx512, f8_avx2, f8_neon, f8_portable;
+
+/* [OP-1] The value and the raw exponent of a code; F8_ABSENT of zero, infinity and NaN. */
+enum { F8_ABSENT = -4000 };
+void f8_decode(uint32_t code, int format, int converts, float *value, int *exponent);
+
+/* One step of one output: accumulator + sum of a[k] * b[k], whose exponents add up to exponent[k] [ACC-2..5]. */
+float f8_step(const f8_model *model, float accumulator, const float *a, const float *b, const int32_t *exponent,
+              int count);
+
+#endif
