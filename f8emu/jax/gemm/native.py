@@ -172,6 +172,12 @@ def _program(gemm: _Gemm) -> Any:
     return jax.jit(functools.partial(_call, gemm))
 
 
+def _run(*operands: Any, gemm: _Gemm) -> jax.Array:
+    """An eager call: one program for each shape, or those that the eager GEMMs of f8ref.jax share."""
+    is_on_cpu = all(device.platform == "cpu" for device in operands[0].devices())
+    return _program(gemm)(*operands) if is_on_cpu and _is_registered() else gemm.emulated(*operands)
+
+
 def _shape(*avals: Any, gemm: _Gemm) -> jax.core.ShapedArray:
     a, b = avals[:2]
     sizes = (a.shape[-2], b.shape[-1])
@@ -214,7 +220,7 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], *, gemm: _Gemm) -> tu
 
 
 _gemm = Primitive("f8emu_emulated_gemm")
-_gemm.def_impl(lambda *operands, gemm: _program(gemm)(*operands))
+_gemm.def_impl(_run)
 _gemm.def_abstract_eval(_shape)
 mlir.register_lowering(_gemm, _lower_reference)
 mlir.register_lowering(_gemm, _lower_native, platform="cpu")

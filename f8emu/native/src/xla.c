@@ -7,8 +7,10 @@
      grouped  a [M, K], b [G, K, N], scale_a [M], scale_b [G, N], ends of groups [G]  -> [M, N]
 
    Of mm and scaled each may have dimensions before these, of the same GEMM many times; 1 stands for all of them. */
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "engine.h"
 #include "xla.h"
@@ -198,13 +200,19 @@ static void *error(const xla_api *api, problem message, int kind) {
     return api->new_error(&error);
 }
 
-/* The threads that XLA itself computes with; 1 where it has no pool. */
+/* Calls that run now: those of several devices, or of several parts of a program. */
+static atomic_int running;
+
+/* The threads that XLA itself computes with, shared by the calls that run; its pool has one for each virtual device,
+   even where there are fewer processors. */
 static int threads_of(const xla_call *call) {
-    int64_t threads = 0;
+    int64_t threads = 0, processors = sysconf(_SC_NPROCESSORS_ONLN);
     xla_thread_count question = {.size = sizeof question, .context = call->context, .threads = &threads};
     xla_old_error failure = {.size = sizeof failure, .error = call->api->thread_count(&question)};
     if (failure.error) call->api->free_error(&failure);
-    return threads < 1 ? 1 : threads > 1 << 16 ? 1 << 16 : (int)threads;
+    if (processors >= 1 && threads > processors) threads = processors;
+    threads /= running;
+    return threads < 1 ? 1 : (int)threads;
 }
 
 /* The handler. */
@@ -229,7 +237,9 @@ void *f8_xla_gemm(const xla_call *call) {
         return error(call->api, "f8emu: this program was made by another version of f8emu; make it again",
                      XLA_INVALID_ARGUMENT);
     /* 3. The GEMM. */
+    running++;
     int threads = options.threads < 1 ? threads_of(call) : options.threads, is_memory = 0;
     problem found = (options.scaling == F8_GROUPED ? grouped : mm)(call, &options, threads, &is_memory);
+    running--;
     return found ? error(call->api, found, is_memory ? XLA_RESOURCE_EXHAUSTED : XLA_INVALID_ARGUMENT) : 0;
 }
