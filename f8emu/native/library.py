@@ -11,7 +11,7 @@ NAME = "_engine.abi3.so"
 """The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
 VARIABLE = "F8EMU_NATIVE_LIBRARY"
 """Names a library to load in place of the packaged one: one built with a sanitizer."""
-_REMEDY = "install a C compiler (gcc or clang) and reinstall f8emu: pip install --force-reinstall --no-deps f8emu"
+_REINSTALL = "pip install --force-reinstall --no-deps --no-cache-dir f8emu"
 
 
 class _Found(NamedTuple):
@@ -30,7 +30,13 @@ def _load() -> _Found:
     if not os.path.isfile(file):
         if os.environ.get(VARIABLE):
             return _Found(None, f"{VARIABLE} names {file}, which is not there; unset it, or build the engine there")
-        return _Found(None, f"f8emu was installed without its engine, because no C compiler was found; {_REMEDY}")
+        if (resources.files("f8emu.native") / "src").is_dir():
+            return _Found(None, "the engine of this checkout is not compiled; run make engine, which needs gcc or clang")
+        return _Found(
+            None,
+            "f8emu was installed without its engine, which no C compiler was found for; install gcc or clang, then run "
+            f"{_REINSTALL}",
+        )
     try:
         library = ctypes.CDLL(file)
         library.f8_width_name.restype = ctypes.c_char_p
@@ -40,7 +46,9 @@ def _load() -> _Found:
     except (OSError, AttributeError) as problem:
         machine = f"{platform.system()} on {platform.machine()}"
         return _Found(
-            None, f"{file} does not load on {machine}: {problem}; it is damaged or of another machine; {_REMEDY}"
+            None,
+            f"the engine does not load on {machine}, so that its file is damaged or of another machine: {problem}; "
+            f"install gcc or clang, then run {_REINSTALL}",
         )
     return _Found(library, None)
 
