@@ -31,7 +31,7 @@ def _load() -> _Found:
         if os.environ.get(VARIABLE):
             return _Found(None, f"{VARIABLE} names {file}, which is not there; unset it, or build the engine there")
         if (resources.files("f8emu.native") / "src").is_dir():
-            return _Found(None, "the engine of this checkout is not compiled; run make engine, which needs gcc or clang")
+            return _Found(None, "this checkout's engine is not compiled; run make engine, which needs gcc or clang")
         return _Found(
             None,
             "f8emu was installed without its engine, which no C compiler was found for; install gcc or clang, then run "

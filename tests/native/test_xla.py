@@ -154,7 +154,8 @@ def test_layouts_are_xlas(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 @pytest.mark.parametrize(
-    "wrong", ["XLA_EXECUTE == (int)XLA_FFI_ExecutionStage_PREPARE", "offsetof(xla_api, hole) == offsetof(xla_api, size)"]
+    "wrong",
+    ["XLA_EXECUTE == (int)XLA_FFI_ExecutionStage_PREPARE", "offsetof(xla_api, hole) == offsetof(xla_api, size)"],
 )
 def test_a_difference_is_found(tmp_path: Path, wrong: str) -> None:
     found = compiled([wrong], tmp_path)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -113,11 +114,12 @@ class _Gemm(NamedTuple):
             )
         shared["split_k"] = self.split_k
         if self.granularities is None:
-            product = emulation.mm(*operands, **shared)
+            product = emulation.mm(operands[0], operands[1], **shared)
         else:
             bias = operands[4] if len(operands) == 5 else None
             shared |= {"bias": bias, "use_fast_accum": self.use_fast_accum}
-            product = emulation.scaled_mm(*operands[:4], self.granularities, **shared)
+            a, b, scale_a, scale_b = operands[:4]
+            product = emulation.scaled_mm(a, b, scale_a, scale_b, self.granularities, **shared)
         return transpose(product) if self.is_transposed else product
 
 
@@ -178,11 +180,11 @@ def _run(*operands: Any, gemm: _Gemm) -> jax.Array:
     return _program(gemm)(*operands) if is_on_cpu and _is_registered() else gemm.emulated(*operands)
 
 
-def _shape(*avals: Any, gemm: _Gemm) -> jax.core.ShapedArray:
+def _shape(*avals: Any, gemm: _Gemm) -> ShapedArray:
     a, b = avals[:2]
     sizes = (a.shape[-2], b.shape[-1])
     many = (max(x.shape[0] for x in avals),) if gemm.is_many else ()
-    return jax.core.ShapedArray(many + (sizes[::-1] if gemm.is_transposed else sizes), jnp.dtype(gemm.out_dtype.name))
+    return ShapedArray(many + (sizes[::-1] if gemm.is_transposed else sizes), jnp.dtype(gemm.out_dtype.name))
 
 
 @functools.cache
@@ -202,7 +204,8 @@ def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: _Gemm) ->
     is_exported = ctx.module_context.lowering_parameters.for_export
     if is_exported or not _is_registered():
         return _lower_reference(ctx, *operands, gemm=gemm)
-    options: Any = gemm.options(ctx.avals_in[0].shape[-1])
+    a: Any = ctx.avals_in[0]
+    options: Any = gemm.options(a.shape[-1])
     return jax.ffi.ffi_lowering(_TARGET)(ctx, *operands, options=options)
 
 
