@@ -4,12 +4,16 @@ It is a plain library that `ctypes` loads, not an extension module: one file, an
 platform. Where it cannot be compiled, f8emu is installed without it, and emulates with numpy and XLA.
 """
 
+import os
 import sys
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+# Python's own flags ask for debugging information, which doubles the file; CFLAGS=-g1 keeps it.
+DEBUG = [] if "-g" in os.environ.get("CFLAGS", "") else ["-g0"]
 
 ENGINE = Extension(
     "f8emu.native._engine",
@@ -18,7 +22,7 @@ ENGINE = Extension(
     sources=sorted(glob("f8emu/native/src/*.c")),
     depends=["setup.py", *sorted(glob("f8emu/native/src/*.h"))],
     # A contracted multiply-add rounds once where the chip rounds twice.
-    extra_compile_args=["-std=gnu11", "-O3", "-g0", "-ffp-contract=off", "-fno-fast-math", "-pthread"],
+    extra_compile_args=["-std=gnu11", "-O3", *DEBUG, "-ffp-contract=off", "-fno-fast-math", "-pthread"],
     extra_link_args=["-pthread"],
     py_limited_api=True,
     optional=True,
