@@ -8,6 +8,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.f8emu-installed
+# Touched where no compiler is found too: f8emu then works without its engine.
+ENGINE := $(VENV)/.f8emu-engine
 
 # Some of every room, all of what is cheap. Patterns are the shell's: all of tests/oracle/test_numpy_* but test_numpy_vs_jax.
 QUICK := tests/spec tests/architecture/test_contracts.py tests/architecture/test_public_surface.py \
@@ -17,7 +19,7 @@ QUICK := tests/spec tests/architecture/test_contracts.py tests/architecture/test
 	$(addprefix tests/test_examples.py::test_,gemm_bits train_tiny own_kernel)
 
 .DEFAULT_GOAL := help
-.PHONY: help verify test quick check lint types contracts docs format exhaustive install clean
+.PHONY: help verify test quick check lint types contracts docs format exhaustive engine install clean
 
 help:
 	@echo 'make verify      prove that numpy, JAX and torch give the recorded bits of a Hopper GPU (ARGS=... is passed on)'
@@ -27,17 +29,18 @@ help:
 	@echo 'make docs        the documentation, from docs/ and the docstrings, into site/'
 	@echo 'make format      let ruff format the code and sort the imports'
 	@echo 'make exhaustive  all 2^32 float32 inputs of the casts; minutes'
+	@echo 'make engine      compile the engine of emulated GEMMs again, if its sources changed'
 	@echo 'make install     only create .venv'
 	@echo 'make clean       remove .venv and every cache'
 	@echo 'PYTHON=python3.12 chooses the interpreter; PIP_FLAGS=... is passed to pip install'
 
-verify: $(STAMP)
+verify: $(ENGINE)
 	$(BIN)/f8emu verify $(ARGS)
 
-test: $(STAMP)
+test: $(ENGINE)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-quick: $(STAMP)
+quick: $(ENGINE)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(QUICK) $(ARGS)
 
 check: lint types contracts
@@ -60,10 +63,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exhaustive: $(STAMP)
+exhaustive: $(ENGINE)
 	$(BIN)/python -m benchmarks.proofs.exhaustive $(ARGS)
 
-install: $(STAMP)
+engine: $(ENGINE)
+
+install: $(ENGINE)
 
 $(STAMP): pyproject.toml constraints/cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "f8emu needs Python 3.11 or newer; $(PYTHON) is %s. Choose another: make PYTHON=python3.12" % sys.version.split()[0])'
@@ -72,6 +77,10 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints/cpu.txt -e '.[all]'
 	@touch $@
 
+$(ENGINE): $(STAMP) setup.py $(wildcard f8emu/native/src/*.[ch])
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site *.egg-info f8emu/native/_engine*.so .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find f8emu reference tests benchmarks examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,6 +31,11 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/spec/formats.py", "def later():\n    import ml_dtypes"),
         ("f8emu/spec/trace.py", "import f8ref"),
     ],
+    "native": [
+        ("f8emu/native/library.py", "import numpy"),
+        ("f8emu/native/model.py", "def later():\n    import f8ref.numpy"),
+    ],
+    "jax-knows-the-engine-once": [("f8emu/jax/gemm/engine.py", "from f8emu.native import library")],
     "reference-knows-only-the-spec": [("reference/f8ref/numpy/cast.py", "from f8emu import interop")],
     "reference-told-three-times": [
         ("reference/f8ref/numpy/cast.py", "from f8ref import exact"),

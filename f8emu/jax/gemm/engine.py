@@ -18,9 +18,8 @@ from jax.custom_batching import sequential_vmap
 
 from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
 from f8emu.jax.fused.choice import cuda_capabilities
-from f8emu.jax.gemm import emulation, hardware, partition, planned
+from f8emu.jax.gemm import hardware, native, partition, planned
 from f8emu.jax.lowering import refuse_lowering
-from f8emu.jax.sharing import transpose
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
@@ -119,10 +118,18 @@ def scaled_mm(
         )
 
     def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
-        product = emulation.scaled_mm(
-            a, b, scale_a, scale_b, granularities, bias=bias, **chain, split_k=slices(a, b), chip=chip
+        return native.scaled_mm(
+            a,
+            b,
+            scale_a,
+            scale_b,
+            granularities,
+            bias=bias,
+            **chain,
+            split_k=slices(a, b),
+            chip=chip,
+            transposed=transposed,
         )
-        return transpose(product) if transposed else product
 
     is_given = split_k is not None and not granularities[0].is_blockwise
     operands = (a, b, scale_a, scale_b, bias)
@@ -141,7 +148,7 @@ def scaled_grouped_mm(
     """A checked `scaled_grouped_mm`."""
     chain = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     on_hardware = functools.partial(hardware.scaled_grouped_mm, **chain, options=options)
-    emulated = functools.partial(emulation.scaled_grouped_mm, **chain, chip=chip)
+    emulated = functools.partial(native.scaled_grouped_mm, **chain, chip=chip)
     layout = partition.GROUPED
     key = (out_dtype, use_fast_accum)
     return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False, key, chip)
@@ -169,8 +176,7 @@ def mm(
     def emulated(a: Any, b: Any) -> jax.Array:
         sizes = (a.shape[0], b.shape[1], a.shape[1])
         slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype, chip=chip) if split_k is None else split_k
-        product = emulation.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip)
-        return transpose(product) if transposed else product
+        return native.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip, transposed=transposed)
 
     key = (out_dtype, split_k, layout)
     return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None, key, chip)

@@ -1,0 +1,71 @@
+"""The engine's shared library: where it is, and why it is not there."""
+
+import ctypes
+import functools
+import os
+import platform
+from importlib import resources
+from typing import NamedTuple
+
+NAME = "_engine.abi3.so"
+"""The file beside this module. It is no extension module: `ctypes` loads it, for every version of Python."""
+VARIABLE = "F8EMU_NATIVE_LIBRARY"
+"""Names a library to load in place of the packaged one: one built with a sanitizer."""
+_REINSTALL = "pip install --force-reinstall --no-deps --no-cache-dir f8emu"
+
+
+class _Found(NamedTuple):
+    library: ctypes.CDLL | None
+    problem: str | None
+
+
+def path() -> str:
+    """The file that is loaded; it need not exist."""
+    return os.environ.get(VARIABLE) or str(resources.files("f8emu.native") / NAME)
+
+
+@functools.cache
+def _load() -> _Found:
+    file = path()
+    if not os.path.isfile(file):
+        if os.environ.get(VARIABLE):
+            return _Found(None, f"{VARIABLE} names {file}, which is not there; unset it, or build the engine there")
+        if (resources.files("f8emu.native") / "src").is_dir():
+            return _Found(None, "this checkout's engine is not compiled; run make engine, which needs gcc or clang")
+        return _Found(
+            None,
+            "f8emu was installed without its engine, which no C compiler was found for; install gcc or clang, then run "
+            f"{_REINSTALL}",
+        )
+    try:
+        library = ctypes.CDLL(file)
+        library.f8_width_name.restype = ctypes.c_char_p
+        library.f8_width_name.argtypes = library.f8_width_runs_here.argtypes = [ctypes.c_int]
+        library.f8_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        library.f8_run_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    except (OSError, AttributeError) as problem:
+        machine = f"{platform.system()} on {platform.machine()}"
+        return _Found(
+            None,
+            f"the engine does not load on {machine}, so that its file is damaged or of another machine: {problem}; "
+            f"install gcc or clang, then run {_REINSTALL}",
+        )
+    return _Found(library, None)
+
+
+def library() -> ctypes.CDLL | None:
+    """The loaded library; None if it is `unavailable`."""
+    return _load().library
+
+
+def unavailable() -> str | None:
+    """Why there is no engine, and the remedy, in one sentence; None: there is one."""
+    return _load().problem
+
+
+def widths() -> tuple[str, ...]:
+    """The names of the widths that run on this machine, fastest first."""
+    found, names = library(), list[str]()
+    while found is not None and (name := found.f8_width_name(len(names))) is not None:
+        names.append(name.decode())
+    return tuple(name for i, name in enumerate(names) if found is not None and found.f8_width_runs_here(i))

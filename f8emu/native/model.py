@@ -1,0 +1,57 @@
+"""An accumulation model as the engine's C struct."""
+
+import ctypes
+import functools
+
+from f8emu.spec.chip import AccumulationModel, Rounding
+
+_LONGEST_ORDER = 32
+
+
+class Model(ctypes.Structure):
+    """`f8_model` of engine.h."""
+
+    _fields_ = (
+        ("step_k", ctypes.c_int32),
+        ("aligned_fraction_bits", ctypes.c_int32),
+        ("result_fraction_bits", ctypes.c_int32),
+        ("promote_k", ctypes.c_int32),
+        ("nearest_even", ctypes.c_int32),
+        ("converts", ctypes.c_int32),
+        ("order_length", ctypes.c_int32),
+        ("order", ctypes.c_int32 * _LONGEST_ORDER),
+        ("interleaved", ctypes.c_int32),
+        ("fraction_bits", ctypes.c_int32),
+        ("accumulator_fraction_bits", ctypes.c_int32),
+        ("accumulator_reach", ctypes.c_int32),
+    )
+
+
+@functools.cache
+def model_of(model: AccumulationModel) -> Model:
+    """The struct of a profile's model, whose order of K is at most 32 long."""
+    found = Model(
+        step_k=model.step_k,
+        aligned_fraction_bits=model.aligned_fraction_bits,
+        result_fraction_bits=model.result_fraction_bits,
+        promote_k=model.promote_k or 0,
+        nearest_even=model.rounding is Rounding.NEAREST_EVEN,
+        converts=model.operand is not None,
+        order_length=len(model.order),
+        order=model.order,
+    )
+    if model.floored is not None:
+        reach = model.floored.accumulator_reach
+        found.interleaved = model.floored.interleaved
+        found.fraction_bits = model.floored.fraction_bits
+        found.accumulator_fraction_bits = model.floored.accumulator_fraction_bits
+        found.accumulator_reach = -1 if reach is None else reach
+    return found
+
+
+def slice_k(model: AccumulationModel, k: int, split_k: int) -> int:
+    """[CHAIN-3], [BF16-2] K of a slice: `ceil(K / S)` rounded up; all of K for one slice."""
+    if split_k == 1:
+        return max(k, 1)
+    multiple = model.split_k_multiple
+    return max(-(-k // (split_k * multiple)), 1) * multiple

@@ -1,0 +1,62 @@
+"""Finding and loading the engine, and what is said where there is none."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from f8emu.native import library
+
+
+def said(**variables: str) -> str:
+    """What a fresh process says of its engine."""
+    code = "from f8emu.native import library as x; print(x.unavailable(), x.widths(), x.library() is None)"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(sys.path), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout
+
+
+def test_widths_run_here_and_end_with_the_portable_one() -> None:
+    if (problem := library.unavailable()) is not None:
+        pytest.skip(problem)
+    assert library.library() is not None
+    assert library.widths()[-1] == "portable"
+
+
+def test_the_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, str(tmp_path / "engine.so"))
+    assert library.path() == str(tmp_path / "engine.so")
+    monkeypatch.setenv(library.VARIABLE, "")
+    assert Path(library.path()).name == library.NAME
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    file = str(tmp_path / "engine.so")
+    assert said(**{library.VARIABLE: file}) == (
+        f"{library.VARIABLE} names {file}, which is not there; unset it, or build the engine there () True\n"
+    )
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    file = tmp_path / "engine.so"
+    file.write_bytes(b"\x7fELF")
+    found = said(**{library.VARIABLE: str(file)})
+    assert found.startswith("the engine does not load on ") and found.endswith(" () True\n")
+    assert "damaged or of another machine" in found and "gcc or clang" in found
+
+
+def test_another_library(tmp_path: Path) -> None:
+    file = "libm.so.6" if sys.platform == "linux" else "/usr/lib/libSystem.B.dylib"
+    copy = tmp_path / "engine.so"
+    folders = ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/lib64", "/")
+    source = next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
+    if source is None:
+        pytest.skip("no library to take for the engine")
+    copy.write_bytes(source.read_bytes())
+    assert "f8_width_name" in said(**{library.VARIABLE: str(copy)})
