@@ -1,17 +1,23 @@
-"""The GEMMs without a tensor core: emulated by `f8ref.jax`, which only this module may import, inside functions.
+"""The GEMMs without a tensor core, emulated.
 
-GEMMs of CPU tensors run on JAX's CPU backend without a copy. GEMMs of GPU tensors run on the GPU if JAX has a CUDA
+GEMMs of CPU tensors are the engine's, `f8emu.native`. GEMMs of GPU tensors, and all of them where the engine is not
+compiled, are those of `f8ref.jax`, which only this module may import, inside functions: on the GPU if JAX has a CUDA
 backend, which is started without reserving memory (`f8emu.interop`); otherwise the tensors travel through the CPU.
-M and K are rounded up (`extents`), so that a new number of rows rarely compiles a program.
+M and K are then rounded up (`extents`), so that a new number of rows rarely compiles a program.
 """
 
 import contextlib
+import functools
+import warnings
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from f8emu import interop
+from f8emu.native import gemm as native
+from f8emu.native import library
 from f8emu.spec.chip import Chip
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.gemm.extents import (
@@ -38,12 +44,29 @@ def scaled_mm(
     split_k: int,
     chip: Chip,
 ) -> Tensor:
-    """`f8ref.jax.scaled_mm` on tensors.
+    """A checked `scaled_mm`.
 
     Raises:
-        MissingExtraError: jax is not installed.
+        MissingExtraError: it is not the engine's, and jax is not installed.
     """
     (m, k), n = a.shape, b.shape[1]
+    if _is_native(a.device):
+        is_blockwise = granularities[0].is_blockwise
+        model = (
+            chip.block_scaled_model(granularities) if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum)
+        )
+        out = a.new_empty((m, n), dtype=out_dtype)
+        native.run(
+            (m, n, k),
+            _matrix(a, scale_a, granularities[0]),
+            _matrix(b.t(), scale_b.t() if scale_b.ndim == 2 else scale_b, granularities[1]),
+            _output(out, bias),
+            model,
+            native.scaling_of(granularities),
+            split_k=split_k,
+            threads=torch.get_num_threads(),
+        )
+        return out
     if granularities[0].is_blockwise:
         slice_blocks = chip.block_scaled_model(granularities).split_k_multiple // BLOCK_K
         extents = rounded_extents(m, k, split_k=split_k, block_k=BLOCK_K, slice_blocks=slice_blocks)
@@ -83,12 +106,26 @@ def scaled_grouped_mm(
     use_fast_accum: bool,
     chip: Chip,
 ) -> Tensor:
-    """`f8ref.jax.scaled_grouped_mm` on tensors.
+    """A checked `scaled_grouped_mm`.
 
     Raises:
-        MissingExtraError: jax is not installed.
+        MissingExtraError: it is not the engine's, and jax is not installed.
     """
     m, k = a.shape
+    if _is_native(a.device):
+        out = a.new_empty((m, b.shape[2]), dtype=out_dtype)
+        for group, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+            native.run(
+                (end - start, b.shape[2], k),
+                _matrix(a[start:end], scale_a[start:end, None], Granularity.ROWWISE),
+                _matrix(b[group].t(), scale_b[group, :, None], Granularity.ROWWISE),
+                _output(out[start:end], None),
+                chip.float8_model(use_fast_accum=use_fast_accum),
+                native.GROUPED,
+                split_k=1,
+                threads=torch.get_num_threads(),
+            )
+        return out
     extents = rounded_extents(m, k, split_k=1, block_k=chip.float8.split_k_multiple)
     extents = extents._replace(padded_slice_k=k)  # K is that of the weights; added rows belong to no group
     scale_a = padded_scales(scale_a[:, None], (extents.m, 1), 0.0)[:, 0]
@@ -103,12 +140,25 @@ def scaled_grouped_mm(
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int, chip: Chip) -> Tensor:
-    """`f8ref.jax.mm` on tensors.
+    """A checked `mm`.
 
     Raises:
-        MissingExtraError: jax is not installed.
+        MissingExtraError: it is not the engine's, and jax is not installed.
     """
     (m, k), n = a.shape, b.shape[1]
+    if _is_native(a.device):
+        out = a.new_empty((m, n), dtype=out_dtype)
+        native.run(
+            (m, n, k),
+            _matrix(a),
+            _matrix(b.t()),
+            _output(out, None),
+            chip.bfloat16,
+            native.UNSCALED,
+            split_k=split_k,
+            threads=torch.get_num_threads(),
+        )
+        return out
     extents = rounded_extents(m, k, split_k=split_k, block_k=chip.bfloat16.split_k_multiple)
     operands = padded_operand(a, extents), padded_operand(b.t(), extents, n).t()
     return first_rows(_run("mm", operands, out_dtype=_name(out_dtype), split_k=extents.slices, chip=chip), m)
@@ -120,7 +170,47 @@ def emulator_name(device: torch.device) -> str:
     Raises:
         MissingExtraError: jax is not installed.
     """
+    if _is_native(device):
+        return f"emulated by f8emu.native ({library.widths()[0]}) on cpu"
     return f"emulated by f8ref.jax on {interop.jax_device(device).platform}"
+
+
+def _is_native(device: torch.device) -> bool:
+    """Whether the engine multiplies; where it is missing on a CPU, a warning says so once."""
+    if device.type != "cpu":
+        return False
+    if library.library() is None:
+        _warn_without_engine()
+        return False
+    return True
+
+
+@functools.cache
+def _warn_without_engine() -> None:
+    warnings.warn(
+        f"f8emu.torch: {library.unavailable()}; until then GEMMs on CPUs are emulated by f8ref.jax, which has the same "
+        "bits, needs JAX and is slower. This warning appears once",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _matrix(x: Tensor, scale: Tensor | None = None, granularity: Granularity = Granularity.TENSORWISE) -> native.Matrix:
+    """An operand [rows, K], its scales [rows, blocks of K] or one element."""
+    rows, k = x.stride()
+    format = _name(x.dtype)
+    if scale is None:
+        return native.Matrix(x.data_ptr(), rows, k, format)
+    per_row, per_block = (0, 0) if granularity is Granularity.TENSORWISE else scale.stride()
+    if granularity is Granularity.ROWWISE:
+        per_block = 0
+    square = 128 if granularity is Granularity.BLOCKWISE_128X128 else 1
+    return native.Matrix(x.data_ptr(), rows, k, format, square, scale.data_ptr(), per_row, per_block)
+
+
+def _output(out: Tensor, bias: Tensor | None) -> native.Output:
+    given = (0, 0, "float32") if bias is None else (bias.data_ptr(), bias.stride(0), _name(bias.dtype))
+    return native.Output(out.data_ptr(), *out.stride(), _name(out.dtype), *given)
 
 
 def _run(verb: str, operands: tuple[Tensor, ...], bias: Tensor | None = None, **options: Any) -> Tensor:

@@ -1,0 +1,167 @@
+"""One GEMM by the engine, on memory that the caller owns."""
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+from f8emu.native import library
+from f8emu.native.model import Model, model_of, slice_k
+from f8emu.spec.chip import AccumulationModel
+from f8emu.spec.scaling import Granularity
+
+UNSCALED, TENSORWISE, ROWWISE, GROUPED, VECTORS, SQUARES = range(6)
+"""How scales enter: `F8_UNSCALED` and those after it in engine.h."""
+FORMATS = {
+    name: number
+    for number, name in enumerate(
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "bfloat16", "float16", "float32")
+    )
+}
+"""Format name -> its number in engine.h."""
+
+
+class Matrix(NamedTuple):
+    """An operand [rows, K]: address of its codes, strides in elements, and its scales in float32.
+
+    The scale of (row, k) is at `row // rows_per_scale * scale_row_stride + k // 128 * scale_block_stride`.
+    """
+
+    address: int
+    row_stride: int
+    k_stride: int
+    format: str
+    rows_per_scale: int = 1
+    scale: int = 0
+    scale_row_stride: int = 0
+    scale_block_stride: int = 0
+
+
+class Output(NamedTuple):
+    """The result [M, N]: address, strides in elements; and the bias [N] that it takes, or 0."""
+
+    address: int
+    row_stride: int
+    column_stride: int
+    format: str
+    bias: int = 0
+    bias_stride: int = 0
+    bias_format: str = "float32"
+
+
+class _Operand(ctypes.Structure):
+    """`f8_operand` of engine.h."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("row_stride", ctypes.c_int64),
+        ("k_stride", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("rows_per_scale", ctypes.c_int32),
+        ("scale", ctypes.c_void_p),
+        ("scale_row_stride", ctypes.c_int64),
+        ("scale_block_stride", ctypes.c_int64),
+    )
+
+
+class _Gemm(ctypes.Structure):
+    """`f8_gemm` of engine.h."""
+
+    _fields_ = (
+        ("m", ctypes.c_int64),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("a", _Operand),
+        ("b", _Operand),
+        ("out", ctypes.c_void_p),
+        ("out_row_stride", ctypes.c_int64),
+        ("out_column_stride", ctypes.c_int64),
+        ("bias", ctypes.c_void_p),
+        ("bias_stride", ctypes.c_int64),
+        ("out_format", ctypes.c_int32),
+        ("bias_format", ctypes.c_int32),
+        ("scaling", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("slice_k", ctypes.c_int64),
+        ("model", ctypes.POINTER(Model)),
+    )
+
+
+def scaling_of(granularities: tuple[Granularity, Granularity]) -> int:
+    """How scales of these kinds enter."""
+    if granularities[0] is Granularity.TENSORWISE:
+        return TENSORWISE
+    if granularities[0] is Granularity.ROWWISE:
+        return ROWWISE
+    return SQUARES if Granularity.BLOCKWISE_128X128 in granularities else VECTORS
+
+
+def run(
+    sizes: tuple[int, int, int],
+    a: Matrix,
+    b: Matrix,
+    out: Output,
+    model: AccumulationModel,
+    scaling: int,
+    *,
+    split_k: int,
+    threads: int,
+    width: str | None = None,
+) -> None:
+    """`out[m, n] = round(accumulate(a @ b^T) * scales + bias)`.
+
+    Shapes: `sizes` is (M, N, K); a [M, K], b [N, K], out [M, N].
+    Exactness: `f8ref.numpy`, every bit, at every width.
+
+    Args:
+        sizes: M, N and K.
+        a: the left operand.
+        b: the right operand, transposed.
+        out: where the result goes.
+        model: how a chip accumulates.
+        scaling: how scales enter.
+        split_k: the number of slices of K [CHAIN-3].
+        threads: at most so many; small GEMMs take one.
+        width: one of `library.widths()`; None is the fastest.
+
+    Raises:
+        MemoryError: memory is short.
+    """
+    found = library.library()
+    assert found is not None, library.unavailable()
+    gemm = _Gemm(
+        *sizes,
+        _operand(a),
+        _operand(b),
+        out.address,
+        out.row_stride,
+        out.column_stride,
+        out.bias,
+        out.bias_stride,
+        FORMATS[out.format],
+        FORMATS[out.bias_format],
+        scaling,
+        threads,
+        slice_k(model, sizes[2], split_k),
+        ctypes.pointer(model_of(model)),
+    )
+    if found.f8_run(ctypes.byref(gemm), _number(width)):
+        raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {threads} threads")
+
+
+def _operand(x: Matrix) -> _Operand:
+    address, row_stride, k_stride, format, *scales = x
+    return _Operand(address, row_stride, k_stride, FORMATS[format], *scales)
+
+
+@functools.cache
+def _number(width: str | None) -> int:
+    """The number of a width in the library."""
+    found = library.library()
+    assert found is not None
+    name = library.widths()[0] if width is None else width
+    number = 0
+    while (known := found.f8_width_name(number)) is not None:
+        if known.decode() == name:
+            return number
+        number += 1
+    raise ValueError(f"no width {name!r}")
