@@ -145,7 +145,8 @@ static f8_factors factors_of(const f8_gemm *gemm, int64_t row, int64_t column, i
     factors.scale_b = b->scale + column / b->rows_per_scale * b->scale_row_stride + block * b->scale_block_stride;
     factors.a_stride = a->scale_row_stride, factors.b_stride = b->scale_row_stride;
     factors.a_shared = a->rows_per_scale, factors.b_shared = b->rows_per_scale;
-    factors.a_first = row, factors.b_first = column, factors.columns = columns;
+    factors.a_offset = row % a->rows_per_scale, factors.b_offset = column % b->rows_per_scale;
+    factors.columns = columns;
     return factors;
 }
 

@@ -441,23 +441,19 @@ static void steps(const f8_model *model, f8_kind kind, int64_t padded, const f8_
 /* ---- Promotion ---- */
 
 static void promote(const f8_factors *factors, int64_t rows, float *accumulators, float *totals) {
+    int is_scaled = factors->scaling == F8_VECTORS || factors->scaling == F8_SQUARES;
+    float of_b[COLUMNS] = {0};
+    for (int64_t n = 0; is_scaled && n < factors->columns; n++)
+        of_b[n] = factors->scale_b[(factors->b_offset + n) / factors->b_shared * factors->b_stride];
     for (int64_t row = 0; row < rows; row++) {
         float *partial = accumulators + row * COLUMNS, *total = totals + row * COLUMNS;
-        if (factors->scaling != F8_VECTORS && factors->scaling != F8_SQUARES) {
+        float of_a = is_scaled ? factors->scale_a[(factors->a_offset + row) / factors->a_shared * factors->a_stride] : 1;
+        if (factors->scaling == F8_VECTORS) /* [EPI-5] */
+            for (int n = 0; n < COLUMNS; n++) total[n] = fmaf(partial[n] * of_a, of_b[n], total[n]);
+        else if (factors->scaling == F8_SQUARES)
+            for (int n = 0; n < COLUMNS; n++) total[n] = fmaf(partial[n], of_a * of_b[n], total[n]);
+        else
             for (int n = 0; n < COLUMNS; n++) total[n] += partial[n]; /* [CHAIN-2] */
-        } else {
-            float of_a = factors->scale_a[((factors->a_first + row) / factors->a_shared - factors->a_first / factors->a_shared) *
-                                          factors->a_stride];
-            float of_b[COLUMNS];
-            for (int n = 0; n < COLUMNS; n++) {
-                int64_t at = (factors->b_first + n) / factors->b_shared - factors->b_first / factors->b_shared;
-                of_b[n] = n < factors->columns ? factors->scale_b[at * factors->b_stride] : 0;
-            }
-            if (factors->scaling == F8_VECTORS) /* [EPI-5] */
-                for (int n = 0; n < COLUMNS; n++) total[n] = fmaf(partial[n] * of_a, of_b[n], total[n]);
-            else
-                for (int n = 0; n < COLUMNS; n++) total[n] = fmaf(partial[n], of_a * of_b[n], total[n]);
-        }
         memset(partial, 0, sizeof(float) * COLUMNS);
     }
 }

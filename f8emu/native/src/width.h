@@ -35,9 +35,9 @@ typedef struct {
 typedef struct {
     int32_t scaling;
     const float *scale_a, *scale_b; /* of the first row and the first column of the tile */
-    int64_t a_stride, b_stride;     /* from row to row, column to column; 0 for one that all share */
-    int32_t a_shared, b_shared;     /* 128 where so many rows share one, otherwise 1 */
-    int64_t a_first, b_first;       /* which row and column that is */
+    int64_t a_stride, b_stride;     /* from one scale to the next */
+    int64_t a_shared, b_shared;     /* 128 where so many rows share one, otherwise 1 */
+    int64_t a_offset, b_offset;     /* rows and columns before the tile that share its first scale */
     int64_t columns;                /* how many there are */
 } f8_factors;
 
