@@ -14,6 +14,7 @@ from f8emu.doctor.jax_probes import probe_jax
 from f8emu.doctor.probe import Probe
 from f8emu.doctor.torch_probes import probe_torch
 from f8emu.environment import versions
+from f8emu.native.library import unavailable, widths
 from f8emu.spec import CHIPS, HOPPER, MissingExtraError
 
 _T = TypeVar("_T")
@@ -128,7 +129,11 @@ def engine_of_torch(device: str) -> str:
     own = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
     if HOPPER in own:
         return f"hardware, torch._scaled_mm on {torch.cuda.get_device_name()}"
+    if device == "cpu" and unavailable() is None:
+        return f"emulated by f8emu.native, {widths()[0]}"
     text = f"emulated by f8ref.jax on {interop.jax_device(device).device_kind}"
+    if device == "cpu":
+        text += f"; {unavailable()}"
     for chip in own:
         text += f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}"
     return text

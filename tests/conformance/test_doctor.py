@@ -44,7 +44,7 @@ def test_agreement_is_what_the_columns_say(diagnosis: doctor.Diagnosis) -> None:
 
 
 def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
-    assert diagnosis.engines["cpu"].startswith("emulated by f8ref.jax on ")
+    assert diagnosis.engines["cpu"].startswith("emulated by f8emu.native, ")
     # PyPI's wheel is called 2.11.0 and says 2.11.0+cu130 of itself; the wheel for CPUs says 2.13.0+cpu twice.
     installed = diagnosis.versions["torch"]
     assert installed == version("torch")

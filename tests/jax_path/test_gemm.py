@@ -189,7 +189,7 @@ def test_split_k_is_refused_where_hardware_runs() -> None:
     traced.lower(lowering_platforms=("cpu",))
     with pytest.raises(UnsupportedError, match="on hardware the library chooses split_k"):
         traced.lower(lowering_platforms=("cuda",))
-    assert f8.engine_of() == "emulated by f8ref.jax on cpu"
+    assert f8.engine_of() == "emulated by f8emu.native on cpu"
 
 
 def test_a_gpu_that_is_not_the_chip_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

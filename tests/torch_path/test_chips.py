@@ -71,8 +71,8 @@ def test_a_layer_follows_the_chip_of_its_recipe(to_numpy: Any) -> None:
 
 
 def test_what_is_said_and_refused() -> None:
-    assert f8.engine_of("cpu", chip="CDNA3").startswith("CDNA3 (unverified) emulated by f8emu.native (")
-    assert f8.engine_of("cpu").startswith("emulated by f8emu.native (")
+    assert f8.engine_of("cpu", chip="CDNA3").startswith("CDNA3 (unverified) emulated by f8emu.native on ")
+    assert f8.engine_of("cpu").startswith("emulated by f8emu.native on ")
     a = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
     one = torch.tensor(1.0)
     with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05 \(unverified\)"):

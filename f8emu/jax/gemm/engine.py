@@ -66,7 +66,8 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
         return f"cuBLASLt on {device.device_kind}"
     if engine == Engine.HARDWARE.value:
         raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
-    found = f"emulated by f8ref.jax on {device.platform}"
+    by = "f8emu.native" if device.platform == "cpu" and native.is_available() else "f8ref.jax"
+    found = f"emulated by {by} on {device.platform}"
     return found if chip == HOPPER else f"{chip} {found}"
 
 

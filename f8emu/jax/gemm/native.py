@@ -165,6 +165,11 @@ def mm(
     return _call(_Gemm("mm", out_dtype, chip, split_k=split_k, is_transposed=transposed), a, b)
 
 
+def is_available() -> bool:
+    """Whether there is an engine."""
+    return library.library() is not None
+
+
 def _call(gemm: _Gemm, *operands: Any) -> jax.Array:
     return _gemm.bind(*operands, gemm=gemm)
 

@@ -171,7 +171,7 @@ def emulator_name(device: torch.device) -> str:
         MissingExtraError: jax is not installed.
     """
     if _is_native(device):
-        return f"emulated by f8emu.native ({library.widths()[0]}) on cpu"
+        return "emulated by f8emu.native on cpu"
     return f"emulated by f8ref.jax on {interop.jax_device(device).platform}"
 
 
@@ -209,8 +209,11 @@ def _matrix(x: Tensor, scale: Tensor | None = None, granularity: Granularity = G
 
 
 def _output(out: Tensor, bias: Tensor | None) -> native.Output:
-    given = (0, 0, "float32") if bias is None else (bias.data_ptr(), bias.stride(0), _name(bias.dtype))
-    return native.Output(out.data_ptr(), *out.stride(), _name(out.dtype), *given)
+    rows, columns = out.stride()
+    if bias is None:
+        return native.Output(out.data_ptr(), rows, columns, _name(out.dtype))
+    of_bias = bias.data_ptr(), bias.stride(0), _name(bias.dtype)
+    return native.Output(out.data_ptr(), rows, columns, _name(out.dtype), *of_bias)
 
 
 def _run(verb: str, operands: tuple[Tensor, ...], bias: Tensor | None = None, **options: Any) -> Tensor:

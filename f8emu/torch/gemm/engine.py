@@ -59,7 +59,7 @@ def engine_of(device: torch.device | str, engine: str = "auto", *, chip: Chip | 
         OperandError: an unknown engine.
         SpecError: an unknown chip.
         UnsupportedError: "hardware" on a device that is not that chip.
-        MissingExtraError: emulation, but jax is not installed.
+        MissingExtraError: emulation on a GPU, or without the compiled engine, but jax is not installed.
     """
     device, chip = torch.device(device), chip_by_name("engine_of", chip)
     if resolve_engine("engine_of", device, engine, chip) is Engine.HARDWARE:

@@ -65,7 +65,7 @@ def scaled_mm(
         OperandError: wrong dtype, shape, size, layout, device or scales.
         SpecError: an unknown chip.
         UnsupportedError: a call that the hardware or the engine does not support; the message names a remedy.
-        MissingExtraError: emulation, but jax is not installed.
+        MissingExtraError: emulation on a GPU, or without the compiled engine, but jax is not installed.
     """
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b)):
         require_tensor("scaled_mm", name, x)
@@ -113,7 +113,7 @@ def scaled_grouped_mm(
     Raises:
         OperandError: wrong dtype, shape, size, layout, device or scales.
         UnsupportedError: a call that the hardware or this engine does not support.
-        MissingExtraError: emulation, but jax is not installed.
+        MissingExtraError: emulation on a GPU, or without the compiled engine, but jax is not installed.
     """
     for name, x in (("a", a), ("b", b), ("scale_a", scale_a), ("scale_b", scale_b), ("offs", offs)):
         require_tensor("scaled_grouped_mm", name, x)
@@ -141,7 +141,7 @@ def mm(
     Raises:
         OperandError: wrong dtype, shape, size or device.
         UnsupportedError: a call that the hardware or this engine does not support.
-        MissingExtraError: emulation, but jax is not installed.
+        MissingExtraError: emulation on a GPU, or without the compiled engine, but jax is not installed.
     """
     require_tensor("mm", "a", a)
     require_tensor("mm", "b", b)

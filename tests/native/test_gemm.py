@@ -1,0 +1,147 @@
+"""The engine against `f8ref.numpy`, every output bit, at every width that this machine has."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from f8emu.native import gemm as native
+from f8emu.native import library
+from f8emu.spec import CHIPS, HOPPER, AccumulationModel, Chip, Format, Granularity
+from f8emu.spec.formats import BFLOAT16
+from f8ref import numpy as oracle
+
+if library.unavailable():
+    pytest.skip(str(library.unavailable()), allow_module_level=True)
+
+SHAPES = ((5, 70, 96), (33, 17, 400), (4, 64, 1), (1, 3, 64), (68, 130, 130))
+"""M, N, K with tails of every kind: rows, columns, steps, promotions, panels of K."""
+CASES = [
+    (chip, formats, fast) for chip in CHIPS.values() for formats in chip.format_pairs for fast in (False, True)
+] + [(chip, (BFLOAT16, BFLOAT16), False) for chip in CHIPS.values()]
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], format: Format, kind: str) -> Any:
+    dtype = np.dtype(getattr(ml_dtypes, format.name))
+    if kind == "every code":
+        return rng.integers(0, 1 << format.bits, shape).astype(f"u{dtype.itemsize}").view(dtype)
+    x = rng.standard_normal(shape)
+    if kind == "wide range":
+        x = x * 30 * 2.0 ** rng.integers(-20, 6, shape)
+    return np.clip(x, -240, 240).astype(np.float32).astype(dtype)
+
+
+def _matrix(x: Any, **scales: Any) -> native.Matrix:
+    row_stride, k_stride = (stride // x.itemsize for stride in x.strides)
+    return native.Matrix(x.ctypes.data, row_stride, k_stride, x.dtype.name, **scales)
+
+
+def _run(
+    a: Any, b: Any, model: AccumulationModel, scaling: int, out: Any, width: str, bias: Any = None, **options: Any
+) -> Any:
+    scales = [options.pop(name, {}) for name in ("of_a", "of_b")]
+    strides = (stride // out.itemsize for stride in out.strides)
+    given = () if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
+    native.run(
+        (*out.shape, a.shape[1]),
+        _matrix(a, **scales[0]),
+        _matrix(b, **scales[1]),
+        native.Output(out.ctypes.data, *strides, out.dtype.name, *given),
+        model,
+        scaling,
+        width=width,
+        threads=options.pop("threads", 2),
+        **{"split_k": 1, **options},
+    )
+    return out
+
+
+def _bits(x: Any) -> Any:
+    return x.view(f"u{x.itemsize}")
+
+
+@pytest.mark.parametrize("width", library.widths())
+@pytest.mark.parametrize("kind", ["normal", "wide range", "every code"])
+def test_accumulators_of_every_chip(kind: str, width: str) -> None:
+    rng = np.random.default_rng(0)
+    for chip, formats, fast in CASES:
+        for m, n, k in SHAPES:
+            a, b = _random(rng, (m, k), formats[0], kind), _random(rng, (n, k), formats[1], kind)
+            out = np.empty((m, n), np.float32)
+            if formats[0] == BFLOAT16:
+                expected = oracle.mm(a, b.T, out_dtype="float32", chip=chip)
+                _run(a, b, chip.bfloat16, native.UNSCALED, out, width)
+            else:
+                one = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
+                rowwise: dict[str, Any] = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
+                expected = oracle.scaled_mm(
+                    a, b.T, *one, **rowwise, out_dtype="float32", use_fast_accum=fast, chip=chip
+                )
+                _run(a, b, chip.float8_model(use_fast_accum=fast), native.UNSCALED, out, width)
+            np.testing.assert_array_equal(_bits(out), _bits(expected), f"{chip} {formats} {fast} {(m, n, k)}")
+
+
+@pytest.mark.parametrize("width", library.widths())
+@pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
+def test_epilogues_slices_and_strides(pair: tuple[Granularity, Granularity], width: str) -> None:
+    rng = np.random.default_rng(1)
+    m, n, k = 36, 144, 1300
+    chip: Chip = HOPPER
+    is_blockwise = pair[0].is_blockwise
+    a, b = (_random(rng, (rows, 2 * k), chip.format_pairs[0][0], "wide range")[:, ::2] for rows in (m, n))
+    a[0], b[3, 5] = 0, np.nan
+    scale_a, scale_b = (
+        (rng.standard_normal(g.scale_shape(rows, k)) * 2.0 ** rng.integers(-140, 100)).astype(np.float32)
+        for g, rows in zip(pair, (m, n), strict=True)
+    )
+    scales = [
+        {
+            "rows_per_scale": 128 if g is Granularity.BLOCKWISE_128X128 else 1,
+            "scale": scale.ctypes.data,
+            "scale_row_stride": 0 if g is Granularity.TENSORWISE else scale.shape[1],
+            "scale_block_stride": int(is_blockwise),
+        }
+        for g, scale in zip(pair, (scale_a, scale_b), strict=True)
+    ]
+    for fast in (False,) if is_blockwise else (False, True):
+        model = chip.block_scaled_model(pair) if is_blockwise else chip.float8_model(use_fast_accum=fast)
+        for out_dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)):
+            for split_k in (1, 2, 3):
+                bias = None if is_blockwise else rng.standard_normal(n).astype(out_dtype)
+                expected = oracle.scaled_mm(
+                    a,
+                    b.T,
+                    scale_a,
+                    scale_b.T,
+                    granularity_a=pair[0],
+                    granularity_b=pair[1],
+                    bias=bias,
+                    out_dtype=out_dtype.name,
+                    use_fast_accum=fast,
+                    split_k=split_k,
+                )
+                out = np.empty((n, m), out_dtype).T  # columns first
+                _run(
+                    a,
+                    b,
+                    model,
+                    native.scaling_of(pair),
+                    out,
+                    width,
+                    bias,
+                    of_a=scales[0],
+                    of_b=scales[1],
+                    split_k=split_k,
+                )
+                np.testing.assert_array_equal(_bits(out), _bits(expected), f"{fast} {out_dtype} {split_k}")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_change_nothing(threads: int) -> None:
+    rng = np.random.default_rng(2)
+    a, b = (_random(rng, (rows, 512), HOPPER.format_pairs[0][0], "normal") for rows in (301, 200))
+    outs = [np.empty((301, 200), np.float32) for _ in range(2)]
+    _run(a, b, HOPPER.float8, native.UNSCALED, outs[0], library.widths()[0], threads=1)
+    _run(a, b, HOPPER.float8, native.UNSCALED, outs[1], library.widths()[-1], threads=threads)
+    np.testing.assert_array_equal(_bits(outs[0]), _bits(outs[1]))
