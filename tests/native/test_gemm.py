@@ -41,13 +41,13 @@ def _run(
     a: Any, b: Any, model: AccumulationModel, scaling: int, out: Any, width: str, bias: Any = None, **options: Any
 ) -> Any:
     scales = [options.pop(name, {}) for name in ("of_a", "of_b")]
-    strides = (stride // out.itemsize for stride in out.strides)
-    given = () if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
+    row_stride, column_stride = (stride // out.itemsize for stride in out.strides)
+    given: tuple[int, int, str] = (0, 0, "float32") if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
     native.run(
         (*out.shape, a.shape[1]),
         _matrix(a, **scales[0]),
         _matrix(b, **scales[1]),
-        native.Output(out.ctypes.data, *strides, out.dtype.name, *given),
+        native.Output(out.ctypes.data, row_stride, column_stride, out.dtype.name, *given),
         model,
         scaling,
         width=width,

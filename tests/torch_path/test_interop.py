@@ -135,23 +135,29 @@ def run_without(blocked: tuple[str, ...], code: str) -> str:
     return done.stdout
 
 
-def test_without_jax_only_the_emulation_is_missing() -> None:
-    """The error of a GEMM names the extra; casts and scales need no JAX."""
-    out = run_without(
-        ("jax", "jaxlib"),
-        """
-        import torch, f8emu.torch as f8
+def test_without_jax_the_engine_emulates_and_without_both_an_error_names_the_remedies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Casts and scales need neither."""
+    code = """
+        import warnings, torch, f8emu.torch as f8
+        from f8emu.spec import MissingExtraError
         x = torch.ones(16, 16)
         codes = f8.quantize(x, torch.ones(1, 1), "float8_e4m3fn")
         try:
-            f8.scaled_mm(codes, codes.t(), torch.ones(()), torch.ones(()), out_dtype=torch.bfloat16)
-        except f8.MissingExtraError as error:
+            with warnings.catch_warnings(record=True) as seen:
+                print(f8.scaled_mm(codes, codes.t(), torch.ones(()), torch.ones(()), out_dtype=torch.bfloat16)[0, 0])
+        except MissingExtraError as error:
+            print(seen[0].message)
             print(error)
-        """.replace("f8.MissingExtraError", "__import__('f8emu.spec').spec.MissingExtraError"),
-    )
-    assert out == (
+        """
+    assert run_without(("jax", "jaxlib"), code) == "tensor(16., dtype=torch.bfloat16)\n"
+    monkeypatch.setenv("F8EMU_NATIVE_LIBRARY", "/nowhere")
+    warning, error = run_without(("jax", "jaxlib"), code).splitlines()
+    assert "F8EMU_NATIVE_LIBRARY names /nowhere, which is not there" in warning
+    assert error == (
         "f8emu.torch.scaled_mm (engine 'emulated') needs the package 'jax', which is not installed; "
-        "install it with: pip install 'f8emu[jax]'\n"
+        "install it with: pip install 'f8emu[jax]'"
     )
 
 

@@ -3,7 +3,7 @@
 GEMMs of CPU tensors are the engine's, `f8emu.native`. GEMMs of GPU tensors, and all of them where the engine is not
 compiled, are those of `f8ref.jax`, which only this module may import, inside functions: on the GPU if JAX has a CUDA
 backend, which is started without reserving memory (`f8emu.interop`); otherwise the tensors travel through the CPU.
-M and K are then rounded up (`extents`), so that a new number of rows rarely compiles a program.
+JAX compiles a program for every shape, which takes about a second.
 """
 
 import contextlib
@@ -20,15 +20,6 @@ from f8emu.native import gemm as native
 from f8emu.native import library
 from f8emu.spec.chip import Chip
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.gemm.extents import (
-    BLOCK_K,
-    Extents,
-    first_rows,
-    padded_block_scales,
-    padded_operand,
-    padded_scales,
-    rounded_extents,
-)
 
 
 def scaled_mm(
@@ -67,32 +58,17 @@ def scaled_mm(
             threads=torch.get_num_threads(),
         )
         return out
-    if granularities[0].is_blockwise:
-        slice_blocks = chip.block_scaled_model(granularities).split_k_multiple // BLOCK_K
-        extents = rounded_extents(m, k, split_k=split_k, block_k=BLOCK_K, slice_blocks=slice_blocks)
-        scale_a = _padded_block_scales(scale_a, granularities[0], extents, extents.m, -0.0)
-        scale_b = _padded_block_scales(scale_b.t(), granularities[1], extents, n, 0.0).t()
-    else:
-        multiple = chip.float8_model(use_fast_accum=use_fast_accum).split_k_multiple
-        extents = rounded_extents(m, k, split_k=split_k, block_k=multiple)
-        if granularities[0] is Granularity.ROWWISE:
-            scale_a = padded_scales(scale_a, (extents.m, 1), -0.0)
-    product = _run(
+    return _run(
         "scaled_mm",
-        (padded_operand(a, extents), padded_operand(b.t(), extents, n).t(), scale_a, scale_b),
+        (a, b, scale_a, scale_b),
         bias=bias,
         granularity_a=granularities[0],
         granularity_b=granularities[1],
         out_dtype=_name(out_dtype),
         use_fast_accum=use_fast_accum,
-        split_k=extents.slices,
+        split_k=split_k,
         chip=chip,
     )
-    return first_rows(product, m)
-
-
-def _padded_block_scales(scale: Tensor, granularity: Granularity, extents: Extents, rows: int, fill: float) -> Tensor:
-    return padded_block_scales(scale, extents, granularity.scale_shape(rows, BLOCK_K)[0], fill)
 
 
 def scaled_grouped_mm(
@@ -126,17 +102,13 @@ def scaled_grouped_mm(
                 threads=torch.get_num_threads(),
             )
         return out
-    extents = rounded_extents(m, k, split_k=1, block_k=chip.float8.split_k_multiple)
-    extents = extents._replace(padded_slice_k=k)  # K is that of the weights; added rows belong to no group
-    scale_a = padded_scales(scale_a[:, None], (extents.m, 1), 0.0)[:, 0]
-    product = _run(
+    return _run(
         "scaled_grouped_mm",
-        (padded_operand(a, extents), b, scale_a, scale_b, offs),
+        (a, b, scale_a, scale_b, offs),
         out_dtype=_name(out_dtype),
         use_fast_accum=use_fast_accum,
         chip=chip,
     )
-    return first_rows(product, m)
 
 
 def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int, chip: Chip) -> Tensor:
@@ -159,9 +131,7 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, split_k: int, chip: Chip
             threads=torch.get_num_threads(),
         )
         return out
-    extents = rounded_extents(m, k, split_k=split_k, block_k=chip.bfloat16.split_k_multiple)
-    operands = padded_operand(a, extents), padded_operand(b.t(), extents, n).t()
-    return first_rows(_run("mm", operands, out_dtype=_name(out_dtype), split_k=extents.slices, chip=chip), m)
+    return _run("mm", (a, b), out_dtype=_name(out_dtype), split_k=split_k, chip=chip)
 
 
 def emulator_name(device: torch.device) -> str:
