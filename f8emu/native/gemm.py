@@ -1,7 +1,6 @@
 """One GEMM by the engine, on memory that the caller owns."""
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 from f8emu.native import library
@@ -144,24 +143,13 @@ def run(
         slice_k(model, sizes[2], split_k),
         ctypes.pointer(model_of(model)),
     )
-    if found.f8_run(ctypes.byref(gemm), _number(width)):
+    number = library.width_numbers().get(width or library.widths()[0])
+    if number is None:
+        raise ValueError(f"no width {width!r}")
+    if found.f8_run(ctypes.byref(gemm), number):
         raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {threads} threads")
 
 
 def _operand(x: Matrix) -> _Operand:
     address, row_stride, k_stride, format, *scales = x
     return _Operand(address, row_stride, k_stride, FORMATS[format], *scales)
-
-
-@functools.cache
-def _number(width: str | None) -> int:
-    """The number of a width in the library."""
-    found = library.library()
-    assert found is not None
-    name = library.widths()[0] if width is None else width
-    number = 0
-    while (known := found.f8_width_name(number)) is not None:
-        if known.decode() == name:
-            return number
-        number += 1
-    raise ValueError(f"no width {name!r}")

@@ -63,9 +63,15 @@ def unavailable() -> str | None:
     return _load().problem
 
 
-def widths() -> tuple[str, ...]:
-    """The names of the widths that run on this machine, fastest first."""
+@functools.cache
+def width_numbers() -> dict[str, int]:
+    """The widths that run on this machine, fastest first: name -> number in the library."""
     found, names = library(), list[str]()
     while found is not None and (name := found.f8_width_name(len(names))) is not None:
         names.append(name.decode())
-    return tuple(name for i, name in enumerate(names) if found is not None and found.f8_width_runs_here(i))
+    return {name: i for i, name in enumerate(names) if found is not None and found.f8_width_runs_here(i)}
+
+
+def widths() -> tuple[str, ...]:
+    """The names of the widths that run on this machine, fastest first."""
+    return tuple(width_numbers())

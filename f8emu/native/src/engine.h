@@ -4,8 +4,8 @@
 
      codes  --pack-->  panels of a block of K, decoded  --step-->  accumulators  --promote-->  totals  --finish-->  out
 
-   gemm.c cuts the GEMM into panels, hands them to threads, and finishes; a width (avx512.c, avx2.c, neon.c, portable.c)
-   is kernel.h on vectors of its own: it packs operands, runs the steps of the tensor core and promotes; step.c is one
+   gemm.c cuts the GEMM into panels, hands them to threads, and finishes; a width (avx512.c, avx2.c, portable.c) is
+   kernel.h on vectors of its own: it packs operands, runs the steps of the tensor core and promotes; step.c is one
    step of one output for every model and every operand. All widths give the same bits. Rule ids are those of
    reference/NUMERICS.md. */
 #ifndef F8EMU_ENGINE_H
@@ -13,7 +13,7 @@
 
 #include <stdint.h>
 
-/* Formats, as f8emu.native.library numbers them. */
+/* Formats, as f8emu.native.gemm numbers them. */
 enum { F8_E4M3FN, F8_E5M2, F8_E4M3FNUZ, F8_E5M2FNUZ, F8_BFLOAT16, F8_FLOAT16, F8_FLOAT32 };
 
 /* How scales enter. */

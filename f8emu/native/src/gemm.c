@@ -21,8 +21,6 @@ static const int64_t WORTH_A_THREAD = 1 << 20;
 static const f8_width *const widths[] = {
 #if defined(__x86_64__)
     &f8_avx512, &f8_avx2,
-#elif defined(__aarch64__)
-    &f8_neon,
 #endif
     &f8_portable,
 };
@@ -155,8 +153,7 @@ static void block_of_k(const job *job, const workspace *space, int64_t row, int6
                        int64_t columns, int64_t slice, int64_t slice_end, int64_t k, int64_t count) {
     const f8_gemm *gemm = job->gemm;
     const f8_width *width = job->width;
-    int64_t multiple = gemm->model->order_length > F8_LONGEST_STEP ? gemm->model->order_length : F8_LONGEST_STEP;
-    int64_t padded = rounded_up(count, multiple), promoted = promotion_k(gemm), tile = width->columns;
+    int64_t padded = rounded_up(count, F8_LONGEST_STEP), promoted = promotion_k(gemm), tile = width->columns;
     int64_t row_blocks = (rows + F8_ROWS - 1) / F8_ROWS;
     width->pack_a(&gemm->a, gemm->model, job->kind, row, rows, k, count, padded, space->a);
     for (int64_t first = 0; first < columns; first += tile) {
@@ -186,7 +183,6 @@ static void panel(const job *job, const workspace *space, int64_t row, int64_t c
     int64_t columns = smaller(job->columns, gemm->n - column), tiles = (columns + tile - 1) / tile;
     size_t bytes = sizeof(float) * (size_t)(tiles * job->rows * tile);
     float *result = promotion_k(gemm) ? space->totals : space->accumulators;
-    memset(space->accumulators, 0, bytes);
     if (gemm->k == 0) memset(result, 0, bytes);
     for (int64_t slice = 0; slice < gemm->k; slice += gemm->slice_k) { /* [CHAIN-3] */
         int64_t end = smaller(gemm->k, slice + gemm->slice_k);

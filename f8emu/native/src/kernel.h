@@ -20,7 +20,6 @@
 #include "width.h"
 
 enum {
-    VECTORS = COLUMNS / LANES,
     BIAS = 127,
     /* Narrow exponents are bytes: the biased exponent of the product is the sum of both. A zero has 0: its sums are below
        those of all products, and of all accumulators, that are not 0. What is no number has 255, and so have its sums. */
@@ -82,9 +81,14 @@ static uint32_t code_at(const f8_operand *x, int64_t row, int64_t k) {
     return x->format >= F8_BFLOAT16 ? ((const uint16_t *)x->codes)[at] : ((const uint8_t *)x->codes)[at];
 }
 
-/* [CHIP-2] Which k comes at a place of the order in which K is consumed. */
-static int64_t ordered(const f8_model *model, int64_t k) {
-    return model->order_length ? k - k % model->order_length + model->order[k % model->order_length] : k;
+/* The value and the wide exponent at place k of the order in which K is consumed [CHIP-2]; of a zero from `end` on. */
+static uint16_t decode_wide(const f8_operand *x, const f8_model *model, int64_t row, int64_t k, int64_t end,
+                            float *value) {
+    int exponent = F8_ABSENT;
+    *value = 0;
+    if (model->order_length) k += model->order[k % model->order_length] - k % model->order_length;
+    if (k < end) f8_decode(code_at(x, row, k), x->format, model->converts, value, &exponent);
+    return wide_exponent(exponent, *value);
 }
 
 static void pack_a(const f8_operand *a, const f8_model *model, f8_kind kind, int64_t first, int64_t rows, int64_t k,
@@ -113,14 +117,10 @@ static void pack_a(const f8_operand *a, const f8_model *model, f8_kind kind, int
                     for (int j = 0; j < F8_GROUP; j++)
                         group->value[r][j] = negative[j] ? -group->value[r][j] : group->value[r][j];
             } else {
-                for (int j = 0; j < F8_GROUP; j++) {
-                    int64_t at = ordered(model, k + g * F8_GROUP + j);
-                    float value = 0;
-                    int exponent = F8_ABSENT;
-                    if (row < rows && at < k + count) f8_decode(code_at(a, first + row, at), a->format, model->converts, &value, &exponent);
-                    group->value[r][j] = value;
-                    group->exponent[r][j] = wide_exponent(exponent, value) * 0x00010001u;
-                }
+                int64_t end = row < rows ? k + count : 0;
+                for (int j = 0; j < F8_GROUP; j++)
+                    group->exponent[r][j] = 0x00010001u * decode_wide(a, model, first + row, k + g * F8_GROUP + j, end,
+                                                                      &group->value[r][j]);
             }
         }
     }
@@ -186,15 +186,10 @@ static void pack_b(const f8_operand *b, const f8_model *model, f8_kind kind, int
         return;
     }
     for (int64_t j = 0; j < padded; j++) {
-        int64_t at = ordered(model, k + j);
         uint16_t *exponents = (uint16_t *)panel.exponent + j * COLUMNS;
-        for (int64_t n = 0; n < COLUMNS; n++) {
-            float value = 0;
-            int exponent = F8_ABSENT;
-            if (n < columns && at < k + count) f8_decode(code_at(b, first + n, at), b->format, model->converts, &value, &exponent);
-            panel.value[j * COLUMNS + n] = value;
-            exponents[n] = wide_exponent(exponent, value);
-        }
+        for (int64_t n = 0; n < COLUMNS; n++)
+            exponents[n] = decode_wide(b, model, first + n, k + j, n < columns ? k + count : 0,
+                                       &panel.value[j * COLUMNS + n]);
     }
 }
 
@@ -317,6 +312,9 @@ static __attribute__((noinline)) void narrow_steps(const f8_model *model, int64_
 
 /* ---- Wide steps ---- */
 
+/* Whether the vectors cannot compute an output whose largest exponent this is; zeros alone they can. */
+static int is_beyond_wide(int32_t e) { return e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2); }
+
 /* One step of four rows and all columns of a tile. */
 static void wide_step(const f8_model *model, const f8_group *a, f8_columns b, float *accumulators) {
     const int16_t *exponents = (const int16_t *)b.exponent;
@@ -374,7 +372,7 @@ static void wide_step(const f8_model *model, const f8_group *a, f8_columns b, fl
         int32_t apart = 0;
         for (int n = 0; n < COLUMNS; n++) {
             int32_t e = e_max[r][n];
-            apart |= e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2);
+            apart |= is_beyond_wide(e);
             e = e < SMALLEST_WIDE ? SMALLEST_WIDE : e > LARGEST_WIDE ? LARGEST_WIDE : e;
             int32_t units_word = (BIAS + bits - e) << 23, scale_word = (BIAS - bits + e) << 23;
             float to_units, scale;
@@ -391,11 +389,8 @@ static void wide_step(const f8_model *model, const f8_group *a, f8_columns b, fl
             result[n] = (float)total * scale;
         }
         if (apart)
-            for (int n = 0; n < COLUMNS; n++) {
-                int32_t e = e_max[r][n];
-                if (e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2))
-                    result[n] = single(model, F8_WIDE, a, r, b, n, start[n]);
-            }
+            for (int n = 0; n < COLUMNS; n++)
+                if (is_beyond_wide(e_max[r][n])) result[n] = single(model, F8_WIDE, a, r, b, n, start[n]);
         memcpy(start, result, sizeof result);
     }
 }

@@ -14,7 +14,7 @@ typedef enum {
 enum {
     F8_ROWS = 4,    /* of a row block */
     F8_GROUP = 16,  /* K of a group in the panel of a */
-    F8_LONGEST_STEP = 32
+    F8_LONGEST_STEP = 32 /* and the longest order of K [CHIP-2] */
 };
 
 /* Four rows of a by 16 of K. */
@@ -58,7 +58,7 @@ typedef struct {
     void (*promote)(const f8_factors *factors, int64_t rows, float *accumulators, float *totals);
 } f8_width;
 
-extern const f8_width f8_avx512, f8_avx2, f8_neon, f8_portable;
+extern const f8_width f8_avx512, f8_avx2, f8_portable;
 
 /* [OP-1] The value and the raw exponent of a code; F8_ABSENT of zero, infinity and NaN. */
 enum { F8_ABSENT = -4000 };
