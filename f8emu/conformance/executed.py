@@ -32,7 +32,7 @@ def engine_taps(package: str) -> tuple[Tap, ...]:
     """Where the engines of `f8emu.torch` or `f8emu.jax` are entered."""
     return tuple(
         Tap(f"{package}.gemm.{engine}", verb, verb == "scaled_mm")
-        for engine in ("native" if package == "f8emu.jax" else "emulation", "hardware")
+        for engine in ("emulation", "hardware")
         for verb in ("scaled_mm", "mm")
     )
 

@@ -18,7 +18,7 @@ from jax.custom_batching import sequential_vmap
 
 from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
 from f8emu.jax.fused.choice import cuda_capabilities
-from f8emu.jax.gemm import hardware, native, partition, planned
+from f8emu.jax.gemm import emulation, hardware, partition, planned
 from f8emu.jax.lowering import refuse_lowering
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
@@ -66,7 +66,7 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
         return f"cuBLASLt on {device.device_kind}"
     if engine == Engine.HARDWARE.value:
         raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
-    by = "f8emu.native" if device.platform == "cpu" and native.is_available() else "f8ref.jax"
+    by = "f8emu.native" if device.platform == "cpu" and emulation.is_available() else "f8ref.jax"
     found = f"emulated by {by} on {device.platform}"
     return found if chip == HOPPER else f"{chip} {found}"
 
@@ -119,7 +119,7 @@ def scaled_mm(
         )
 
     def emulated(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
-        return native.scaled_mm(
+        return emulation.scaled_mm(
             a,
             b,
             scale_a,
@@ -149,7 +149,7 @@ def scaled_grouped_mm(
     """A checked `scaled_grouped_mm`."""
     chain = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     on_hardware = functools.partial(hardware.scaled_grouped_mm, **chain, options=options)
-    emulated = functools.partial(native.scaled_grouped_mm, **chain, chip=chip)
+    emulated = functools.partial(emulation.scaled_grouped_mm, **chain, chip=chip)
     layout = partition.GROUPED
     key = (out_dtype, use_fast_accum)
     return _choose("scaled_grouped_mm", engine, operands, on_hardware, emulated, layout, options, False, key, chip)
@@ -177,7 +177,7 @@ def mm(
     def emulated(a: Any, b: Any) -> jax.Array:
         sizes = (a.shape[0], b.shape[1], a.shape[1])
         slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype, chip=chip) if split_k is None else split_k
-        return native.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip, transposed=transposed)
+        return emulation.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip, transposed=transposed)
 
     key = (out_dtype, split_k, layout)
     return _choose("mm", engine, (a, b), on_hardware, emulated, parts, options, split_k is not None, key, chip)

@@ -1,6 +1,6 @@
 /* The GEMM as a custom call of XLA: its buffers become a f8_gemm.
 
-   f8emu/jax/gemm/native.py makes the calls, and packs `options`. Operands are row-major, as they are in Python:
+   f8emu/jax/gemm/emulation.py makes the calls, and packs `options`. Operands are row-major, as they are in Python:
 
      mm       a [M, K], b [K, N]                                                      -> [M, N]
      scaled   a, b, scale_a, scale_b, and a bias [N] if there is one                  -> [M, N]
@@ -20,7 +20,7 @@ enum { BLOCK_K = 128, MOST_OPERANDS = 5 };
 /* How many rows and columns share a scale; f8emu.spec.Granularity. */
 enum { ALL, ROW, BLOCK_1X128, BLOCK_128X128 };
 
-/* The attribute "options", little-endian as the machine; native.py has the same struct. */
+/* The attribute "options", little-endian as the machine; emulation.py has the same struct. */
 typedef struct {
     int32_t size; /* of this struct: tells apart a program that another version exported */
     int32_t width; /* below 0: the fastest that runs here */
