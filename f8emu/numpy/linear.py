@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from numpy.typing import ArrayLike
 
+from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import typed
 from f8emu.numpy.planned import mm_split_k, scaled_mm_split_k
 from f8emu.numpy.scaled_mm import chip_of
@@ -12,7 +13,7 @@ from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import format_by_name
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, LinearTrace
-from f8ref import numpy as oracle
+from f8ref.numpy.linear import Gemms, traced
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """GEMM -> its layout in a linear layer, as cuBLAS names it."""
@@ -83,7 +84,7 @@ def linear(
                     use_fast_accum=gemm.use_fast_accum,
                     chip=on,
                 )
-    return oracle.linear(
+    return traced(
         plan,
         tensors["input"],
         tensors["weight"],
@@ -92,4 +93,5 @@ def linear(
         delayed_state=delayed_state,
         split_k=slices,
         chip=on,
+        gemms=Gemms(emulation.scaled_mm, emulation.mm),
     )

@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import Array, FormatLike, array_of, output_format, typed
 from f8emu.numpy.planned import layout_of, mm_split_k, scaled_mm_split_k
 from f8emu.spec.chip import Chip
@@ -10,7 +11,6 @@ from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.scaling import Granularity
-from f8ref import numpy as oracle
 from f8ref.numpy.codec import typed_array
 
 
@@ -76,7 +76,7 @@ def scaled_mm(
         split_k = scaled_mm_split_k(
             sizes, (format_a, format_b), pair, out_dtype=out, use_fast_accum=use_fast_accum, chip=on
         )
-    return oracle.scaled_mm(
+    return emulation.scaled_mm(
         a_MK,
         b_KN,
         *scales,
@@ -118,7 +118,7 @@ def scaled_grouped_mm(
     """
     call = "scaled_grouped_mm"
     ends = array_of(call, "offs", offs)
-    return oracle.scaled_grouped_mm(
+    return emulation.scaled_grouped_mm(
         array_of(call, "a", a),
         array_of(call, "b", b),
         typed(call, "scale_a", scale_a),
@@ -155,7 +155,7 @@ def mm(
     sizes = _sizes("mm", a_MK, b_KN)
     if split_k is None:
         split_k = mm_split_k(sizes, layout_of(a_MK, b_KN), out_dtype=out, chip=on)
-    return oracle.mm(a_MK, b_KN, out_dtype=out, split_k=split_k, chip=on)
+    return emulation.mm(a_MK, b_KN, out_dtype=out, split_k=split_k, chip=on)
 
 
 def _sizes(call: str, a_MK: Array, b_KN: Array) -> tuple[int, int, int]:

@@ -35,7 +35,10 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/native/library.py", "import numpy"),
         ("f8emu/native/model.py", "def later():\n    import f8ref.numpy"),
     ],
-    "jax-knows-the-engine-once": [("f8emu/jax/gemm/engine.py", "from f8emu.native import library")],
+    "the-engine-is-known-once": [
+        ("f8emu/jax/gemm/engine.py", "from f8emu.native import library"),
+        ("f8emu/numpy/scaled_mm.py", "from f8emu.native import gemm"),
+    ],
     "reference-knows-only-the-spec": [("reference/f8ref/numpy/cast.py", "from f8emu import interop")],
     "reference-told-three-times": [
         ("reference/f8ref/numpy/cast.py", "from f8ref import exact"),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -11,12 +12,17 @@ import pytest
 import f8emu
 import f8emu.numpy as f8
 import f8ref.numpy as oracle
+from f8emu.native import library
+from f8emu.native.model import fits
+from f8emu.numpy import emulation
 from f8emu.spec import (
     ADA,
     E4M3FN,
     E5M2,
     FLOAT8,
+    FLOAT16,
     HOPPER,
+    Chip,
     Granularity,
     OperandError,
     Overflow,
@@ -219,6 +225,43 @@ def test_a_tensor_of_torch_has_a_remedy() -> None:
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
     with pytest.raises(OperandError, match=r"got a Tensor: .*f8emu\.interop\.to_numpy"):
         f8.scaled_mm(codes, codes, 1, 1)
+
+
+def every_gemm(module: Any, chip: Chip) -> list[Any]:
+    """The bits of each GEMM, K last and apart in memory, and of a layer."""
+    wide = np.random.default_rng(1).standard_normal((12, 600)).astype(np.float32)[:, ::2]
+    a, b = (x.astype(E4M3) for x in (wide[:5], wide[5:]))
+    x, y = (x.astype(ml_dtypes.bfloat16) for x in (wide[:5], wide[5:]))
+    scale_a, scale_b = wide[:5, :1] * 0.3, wide[5:, :1].T * 0.7
+    rows: Any = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
+    found = (
+        module.scaled_mm(a, b.T, scale_a, scale_b, **rows, bias=x[0, :7], split_k=2, chip=chip),
+        module.mm(x, y.T, split_k=1, chip=chip),
+        module.scaled_grouped_mm(a, b.T[None], scale_a[:, 0], scale_b, np.array([5], np.int32), chip=chip),
+        module.linear(f8emu.ROWWISE, x, y, split_k={"output": 2}, chip=chip).result,
+    )
+    return [bits(one) for one in found]
+
+
+OWN = [
+    replace(HOPPER, **{name: replace(getattr(HOPPER, name), **changed) for name in ("float8", "bfloat16")})
+    for changed in ({"promote_k": 48}, {"step_k": 24}, {"order": (1, 0, 2)}, {"accumulator": FLOAT16})
+]
+"""Chips whose float8 the engine does not have."""
+
+
+@pytest.mark.parametrize("chip", [HOPPER, *OWN], ids=range(5))
+def test_gemms_are_the_oracles(chip: Chip) -> None:
+    assert fits(chip.float8) == (chip is HOPPER)
+    assert every_gemm(f8, chip) == every_gemm(oracle, chip)
+
+
+def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library", lambda: None)
+    emulation._warn_without_engine.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"f8emu\.numpy: .* computed by f8ref\.numpy") as said:
+        found = every_gemm(f8, HOPPER)
+    assert len(said) == 1 and found == every_gemm(oracle, HOPPER)
 
 
 def test_a_shape_without_a_plan_is_said_once() -> None:

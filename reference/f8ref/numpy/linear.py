@@ -5,7 +5,8 @@
 - `grad_weight` [N, K] = `grad_output`^T [N, M] @ (`input`^T [K, M])^T
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +39,13 @@ from f8ref.numpy.scaled_mm import mm, scaled_mm
 DelayedStates = Mapping[str, DelayedState]
 
 
+class Gemms(NamedTuple):
+    """What multiplies: functions with the arguments and the bits of `f8ref.numpy`'s."""
+
+    scaled_mm: Callable[..., Array]
+    mm: Callable[..., Array]
+
+
 def linear(
     recipe: Recipe,
     input: ArrayLike,
@@ -65,6 +73,32 @@ def linear(
     Raises:
         OperandError: wrong dtypes or shapes; `delayed_state` missing, or given to a recipe without delayed scaling.
     """
+    return traced(
+        recipe,
+        input,
+        weight,
+        grad_output,
+        bias,
+        delayed_state=delayed_state,
+        split_k=split_k or {},
+        chip=CHIPS[recipe.chip] if chip is None else chip,
+        gemms=Gemms(scaled_mm, mm),
+    )
+
+
+def traced(
+    recipe: Recipe,
+    input: ArrayLike,
+    weight: ArrayLike,
+    grad_output: ArrayLike | None,
+    bias: ArrayLike | None,
+    *,
+    delayed_state: DelayedStates | None,
+    split_k: Mapping[str, int],
+    chip: Chip,
+    gemms: Gemms,
+) -> LinearTrace:
+    """`linear` whose products `gemms` computes."""
     x, out_format = typed_array(input, HIGH_PRECISION, "linear: input")
     tensors = {"input": x, "weight": typed_array(weight, HIGH_PRECISION, "linear: weight")[0]}
     if grad_output is not None:
@@ -78,13 +112,7 @@ def linear(
             _operand(tensors[source].T if is_transposed else tensors[source], source, cast, recipe, states.get(source))
             for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
         )
-        return GemmTrace(
-            a,
-            b,
-            _product(
-                a, b, spec, out_format, (split_k or {}).get(name, 1), CHIPS[recipe.chip] if chip is None else chip
-            ),
-        )
+        return GemmTrace(a, b, _product(a, b, spec, out_format, split_k.get(name, 1), chip, gemms))
 
     output = gemm("output")
     grad_input = grad_weight = None
@@ -115,17 +143,19 @@ def _scales_of_state(state: DelayedState) -> Scales:
         return Scales(inv_scale, canonical_nan(np.float32(1) / inv_scale))
 
 
-def _product(a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, split_k: int, chip: Chip) -> Array:
+def _product(
+    a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, split_k: int, chip: Chip, gemms: Gemms
+) -> Array:
     """`a @ b^T` on the matrix unit that the recipe chose."""
     if gemm.is_high_precision:
-        return mm(a.codes, b.codes.T, out_dtype=out_format, split_k=split_k, chip=chip)
+        return gemms.mm(a.codes, b.codes.T, out_dtype=out_format, split_k=split_k, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = (
         # Beside rowwise, the one scale of a tensorwise operand is that of every row.
         np.broadcast_to(trace.scale, (trace.codes.shape[0], 1)) if granularity is Granularity.ROWWISE else trace.scale
         for trace, granularity in ((a, granularity_a), (b, granularity_b))
     )
-    return scaled_mm(
+    return gemms.scaled_mm(
         a.codes,
         b.codes.T,
         scale_a,

@@ -11,21 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from f8emu.spec import (
     BFLOAT16,
-    FLOAT32,
     HOPPER,
     AccumulationModel,
     Chip,
     Format,
     Granularity,
-    OperandError,
-    SpecError,
-    UnsupportedError,
-    granularity_by_name,
-    output_format,
 )
 from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.codec import Array, as_float32, typed_array
+from f8ref.numpy.checks import checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.codec import Array
 from f8ref.numpy.float32 import fma
 
 _TILE_N = 256
@@ -66,31 +61,22 @@ def scaled_mm(
         SpecError: an unknown granularity or `out_dtype`, or a `split_k` below 1.
         UnsupportedError: formats, granularities, options or an `out_dtype` that the chip has no GEMM for.
     """
-    call = "scaled_mm"
-    a_MK, format_a = typed_array(a, chip.operand_formats, f"{call}: a")
-    b_KN, format_b = typed_array(b, chip.operand_formats, f"{call}: b")
-    _check_inner(a_MK, b_KN, call)
-    _check_split(split_k, call)
-    out_format = output_format(call, out_dtype)
-    granularities = granularity_by_name(call, granularity_a), granularity_by_name(call, granularity_b)
-    refusal = chip.refusal((format_a, format_b), granularities, use_fast_accum=use_fast_accum)
-    if refusal is not None:
-        raise UnsupportedError(f"{call}: {refusal}")
-    b_NK = b_KN.T
-    m, k = a_MK.shape
-    n = b_NK.shape[0]
-    factor_a = _scale(scale_a, granularities[0], (m, k), f"{call}: scale_a")
-    factor_b = _scale(scale_b, granularities[1], (n, k), f"{call}: scale_b", transposed=True)
-    addend = None if bias is None else _bias(bias, n, f"{call}: bias")
-
-    is_blockwise = granularities[0].is_blockwise
-    if is_blockwise:
-        model = chip.block_scaled_model(granularities)
-    else:
-        model = chip.float8_model(use_fast_accum=use_fast_accum)
-    a_KM, b_KN = operand(a_MK, format_a, model), operand(b_NK, format_b, model)
+    a_MK, b_NK, formats, granularities, factor_a, factor_b, addend, out_format, model = checked_scaled_mm(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        split_k=split_k,
+        chip=chip,
+    )
+    a_KM, b_KN = operand(a_MK, formats[0], model), operand(b_NK, formats[1], model)
     with np.errstate(over="ignore", invalid="ignore"):
-        if is_blockwise:
+        if granularities[0].is_blockwise:
             result = _blockwise(a_KM, b_KN, factor_a, factor_b, granularities, model, split_k)
         elif granularities[0] is Granularity.ROWWISE:
             result = (_accumulated(a_KM, b_KN, model, split_k) * factor_b) * factor_a  # [EPI-2]
@@ -127,29 +113,10 @@ def scaled_grouped_mm(
         SpecError: an unknown `out_dtype`.
         UnsupportedError: formats or an `out_dtype` that the chip has no GEMM for.
     """
-    call = "scaled_grouped_mm"
-    a_MK, b_GKN, ends_G = np.asarray(a), np.asarray(b), np.asarray(offs)
-    scale_a_M, scale_b_GN = np.asarray(scale_a), np.asarray(scale_b)
-    out_format = output_format(call, out_dtype)
-    if a_MK.ndim != 2 or b_GKN.ndim != 3 or a_MK.shape[1] != b_GKN.shape[1]:
-        raise OperandError(
-            f"{call}: a must be [M, K] and b [G, K, N]; got {a_MK.shape} and {b_GKN.shape}; swap the last axes of b?"
-        )
-    m, (groups, _, n) = a_MK.shape[0], b_GKN.shape
-    shapes = {"scale_a": (scale_a_M, (m,)), "scale_b": (scale_b_GN, (groups, n)), "offs": (ends_G, (groups,))}
-    for name, (array, shape) in shapes.items():
-        if array.shape != shape:
-            raise OperandError(f"{call}: {name} must have shape {shape}; got {array.shape}; reshape it")
-    if ends_G.dtype != np.int32:
-        raise OperandError(f"{call}: offs must have dtype int32; got {ends_G.dtype}; convert it")
-    for name, array in (("a", a_MK), ("b", b_GKN)):
-        typed_array(array, chip.operand_formats, f"{call}: {name}")
-    bounds = [0, *ends_G.tolist()]
-    if bounds != sorted(bounds) or bounds[-1] != m:
-        raise OperandError(
-            f"{call}: offs must rise to the {m} rows of a; got {ends_G.tolist()}; give the end of each group's rows"
-        )
-
+    gemm = checked_scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=chip
+    )
+    a_MK, b_GKN, scale_a_M, scale_b_GN, bounds, out_format = gemm
     products = [
         scaled_mm(
             b_GKN[group].T,
@@ -164,7 +131,7 @@ def scaled_grouped_mm(
         ).T
         for group, (start, stop) in enumerate(pairwise(bounds))
     ]
-    return np.concatenate([convert(np.zeros((0, n), np.float32), out_format), *products])
+    return np.concatenate([convert(np.zeros((0, b_GKN.shape[2]), np.float32), out_format), *products])
 
 
 def mm(
@@ -185,13 +152,9 @@ def mm(
         SpecError: an unknown `out_dtype`, or a `split_k` below 1.
         UnsupportedError: an `out_dtype` that no GEMM gives.
     """
-    a_MK, _ = typed_array(a, (BFLOAT16,), "mm: a")
-    b_KN, _ = typed_array(b, (BFLOAT16,), "mm: b")
-    _check_inner(a_MK, b_KN, "mm")
-    _check_split(split_k, "mm")
-    out_format = output_format("mm", out_dtype)
+    a_MK, b_NK, out_format = checked_mm(a, b, out_dtype, split_k)
     model = chip.bfloat16
-    accumulated = _accumulated(operand(a_MK, BFLOAT16, model), operand(b_KN.T, BFLOAT16, model), model, split_k)
+    accumulated = _accumulated(operand(a_MK, BFLOAT16, model), operand(b_NK, BFLOAT16, model), model, split_k)
     return convert(accumulated, out_format)
 
 
@@ -248,40 +211,3 @@ def _tiled(m: int, n: int, tile: Callable[[slice, slice], NDArray[np.float32]]) 
             rows, columns = slice(i, i + height), slice(j, j + width)
             result[rows, columns] = tile(rows, columns)
     return result
-
-
-def _scale(
-    scale: ArrayLike, granularity: Granularity, shape: tuple[int, int], call: str, *, transposed: bool = False
-) -> NDArray[np.float32]:
-    """Scales that broadcast against [rows, blocks of K], or, `transposed`, against [blocks of K, rows]."""
-    array, _ = typed_array(scale, (FLOAT32,), call)
-    expected = granularity.scale_shape(*shape)
-    expected = expected[::-1] if transposed else expected
-    if granularity is Granularity.TENSORWISE and array.size == 1:
-        return array.reshape(1, 1)
-    if array.shape != expected:
-        raise OperandError(
-            f"{call} must have shape {expected} for {granularity.value}; got {array.shape}; "
-            "the scales of b are seen through its transpose"
-        )
-    if granularity is Granularity.BLOCKWISE_128X128:
-        rows = shape[0]
-        array = array.repeat(128, axis=1)[:, :rows] if transposed else array.repeat(128, axis=0)[:rows]
-    return array
-
-
-def _bias(bias: ArrayLike, n: int, call: str) -> NDArray[np.float32]:
-    values = as_float32(bias, call)
-    if values.shape != (n,):
-        raise OperandError(f"{call} must have shape ({n},), one value a column; got {values.shape}; reshape it")
-    return values
-
-
-def _check_inner(a_MK: Array, b_KN: Array, call: str) -> None:
-    if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
-        raise OperandError(f"{call}: a must be [M, K] and b [K, N]; got {a_MK.shape} and {b_KN.shape}; transpose b?")
-
-
-def _check_split(split_k: int, call: str) -> None:
-    if split_k < 1:
-        raise SpecError(f"{call}: split_k must be at least 1; got {split_k}; 1 is no split")
