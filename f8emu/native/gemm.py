@@ -143,10 +143,7 @@ def run(
         slice_k(model, sizes[2], split_k),
         ctypes.pointer(model_of(model)),
     )
-    number = library.width_numbers().get(width or library.widths()[0])
-    if number is None:
-        raise ValueError(f"no width {width!r}")
-    if found.f8_run(ctypes.byref(gemm), number):
+    if found.f8_run(ctypes.byref(gemm), library.width_number(width)):
         raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {threads} threads")
 
 

@@ -43,6 +43,8 @@ def _load() -> _Found:
         library.f8_width_name.argtypes = library.f8_width_runs_here.argtypes = [ctypes.c_int]
         library.f8_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
         library.f8_run_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+        library.f8_run_cast.argtypes = [ctypes.c_void_p, ctypes.c_int]
+        library.f8_scales.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 3]
     except (OSError, AttributeError) as problem:
         machine = f"{platform.system()} on {platform.machine()}"
         return _Found(
@@ -75,3 +77,17 @@ def width_numbers() -> dict[str, int]:
 def widths() -> tuple[str, ...]:
     """The names of the widths that run on this machine, fastest first."""
     return tuple(width_numbers())
+
+
+def width_number(width: str | None) -> int:
+    """The number of a width in the library; None is the fastest.
+
+    Raises:
+        ValueError: this machine has no such width.
+    """
+    numbers = width_numbers()
+    if width is None:
+        return next(iter(numbers.values()))
+    if width not in numbers:
+        raise ValueError(f"no width {width!r}; this machine has {', '.join(numbers)}")
+    return numbers[width]

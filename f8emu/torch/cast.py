@@ -10,6 +10,7 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format, Overflow
 from f8emu.spec.scaling import Granularity, granularity_by_name
+from f8emu.torch import cpu_casts
 from f8emu.torch.dtypes import (
     FLOAT8_DTYPES,
     HIGH_PRECISION_DTYPES,
@@ -17,8 +18,9 @@ from f8emu.torch.dtypes import (
     output_dtype,
     require_tensor,
     require_values,
+    rows_of,
 )
-from f8emu.torch.scale import canonical_nan, spread_scale
+from f8emu.torch.scale import canonical_nan, checked_scale, spread_scale
 
 _DECODABLE = (*FLOAT8_DTYPES, torch.float8_e8m0fnu, torch.bfloat16, torch.float16)
 
@@ -82,6 +84,11 @@ def quantize(
     require_values("quantize", x)
     target = float8_format("quantize", format)
     granularity = granularity_by_name("quantize", granularity)
+    if cpu_casts.takes(x) and (x.ndim == 2 or x.is_contiguous()):
+        grid = checked_scale("quantize", "inv_scale", inv_scale, x, granularity)
+        codes, matrix = torch.empty_like(x, dtype=getattr(torch, target.name)), rows_of("quantize", x)
+        cpu_casts.quantize(x.view(matrix), grid, target, granularity, codes.view(matrix))
+        return codes
     factor = spread_scale("quantize", "inv_scale", inv_scale, x, granularity)
     # float() first: a bfloat16 tensor times a 0-dimensional float32 tensor is a bfloat16 product.
     return _encode(x.detach().float() * factor, target, Overflow.SATURATE)

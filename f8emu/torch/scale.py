@@ -11,6 +11,7 @@ from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name, scale_number
 from f8emu.spec.trace import Scales
+from f8emu.torch import cpu_casts
 from f8emu.torch.dtypes import float8_format, require_tensor, require_values, rows_of
 from f8emu.torch.library import is_known
 
@@ -39,6 +40,8 @@ def amax(x: Tensor, granularity: Granularity | str = Granularity.TENSORWISE) -> 
     shape = Granularity.scale_shape(granularity, rows, k)  # this way torch 2.11 can trace it
     if rows == 0 or k == 0:
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    if cpu_casts.takes(x):
+        return cpu_casts.amax(x.reshape(rows, k), granularity)
     magnitude = x.detach().reshape(rows, k).abs()
     match granularity:
         case Granularity.TENSORWISE:
@@ -78,6 +81,8 @@ def scale_from_amax(
     if amax.dtype is not torch.float32:
         raise OperandError(f"scale_from_amax: amax must be float32, as amax() gives it; got {amax.dtype}")
     require_margin("scale_from_amax", margin)
+    if cpu_casts.takes(amax):
+        return Scales(*cpu_casts.scales(amax, target, rule, margin))
     floored = amax.detach().double().clamp(min=rule.amax_floor)  # NaN stays NaN
     inv_scale = (torch.full_like(floored, target.max * 2.0**-margin) / floored).float()
     if rule.power_of_two:
@@ -98,8 +103,8 @@ def require_margin(call: str, margin: int) -> None:
         raise SpecError(f"{call}: margin must be in 0..{MAX_MARGIN}; got {margin}")
 
 
-def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:
-    """A scale of `x` [..., K], expanded so that it broadcasts against `x`.
+def checked_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:
+    """The scales of `x` [..., K]: [1, 1], or `granularity.scale_shape(rows, K)`.
 
     Raises:
         OperandError: not the float32 scales of `x` at this granularity.
@@ -118,13 +123,23 @@ def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granula
         )
     if scale.device != x.device:
         raise OperandError(f"{call}: {name} is on {scale.device} and x on {x.device}; move one to the other's device")
-    scale = scale.detach()
-    if is_one:
-        return scale.reshape(1, 1)
+    return scale.detach().reshape(1, 1) if is_one else scale.detach()
+
+
+def spread_scale(call: str, name: str, scale: Tensor | float, x: Tensor, granularity: Granularity) -> Tensor:
+    """A scale of `x` [..., K], expanded so that it broadcasts against `x`.
+
+    Raises:
+        OperandError: not the float32 scales of `x` at this granularity.
+    """
+    scale = checked_scale(call, name, scale, x, granularity)
+    if granularity is Granularity.TENSORWISE:
+        return scale
+    sizes = rows_of(call, x)
     for dim, block in enumerate(granularity.block):
         if block is not None and block > 1:
             # Not repeat_interleave and a slice: compiled for the CPU by torch 2.13, the last block gets wrong scales.
-            group = torch.arange((rows, k)[dim], device=x.device) // block
+            group = torch.arange(sizes[dim], device=x.device) // block
             scale = scale.index_select(dim, group)
     return scale if x.ndim == 2 else scale.reshape(*x.shape[:-1], scale.shape[1])
 

@@ -1,4 +1,4 @@
-/* The emulated GEMM: what a call says, and what the parts of the engine say to each other.
+/* The emulated GEMM and the casts before it: what a call says, and what the parts of the engine say to each other.
 
    Data flow of one GEMM:
 
@@ -6,7 +6,8 @@
 
    gemm.c cuts the GEMM into panels, hands them to threads, and finishes; a width (avx512.c, avx2.c, portable.c) is
    kernel.h on vectors of its own: it packs operands, runs the steps of the tensor core and promotes; step.c is one
-   step of one output for every model and every operand. All widths give the same bits. Rule ids are those of
+   step of one output for every model and every operand. cast.c cuts a cast into parts; its loops are cast.h, on every
+   width. threads.c runs both. All widths give the same bits. Rule ids are those of
    reference/NUMERICS.md. */
 #ifndef F8EMU_ENGINE_H
 #define F8EMU_ENGINE_H
@@ -68,6 +69,45 @@ typedef struct {
 int f8_run(const f8_gemm *gemm, int width);
 /* The same `groups` GEMMs in one call: gemms[g]. */
 int f8_run_all(const f8_gemm *gemms, int64_t groups, int width);
+/* ---- Casts ---- */
+
+/* A float8 format to round to. */
+typedef struct {
+    uint32_t fraction_bits, nan_code;
+    uint32_t zero_sign; /* 0x80 where zero keeps its sign, otherwise 0 */
+    uint32_t max_bits, min_normal_bits; /* of the largest value and the smallest normal one, as float32 */
+    uint32_t exponent_offset; /* (127 - bias) << fraction_bits */
+    float subnormal;          /* whose last place as a float32 is the smallest subnormal */
+} f8_target;
+
+/* inv_scale = largest / max(amax, amax_floor), without its fraction where power_of_two; scale = 1 / inv_scale. */
+typedef struct {
+    double largest, amax_floor;
+    int32_t power_of_two;
+} f8_rule;
+
+enum { F8_FIND = 1, F8_SCALE = 2, F8_ENCODE = 4 };
+
+/* A matrix [lines, positions], its positions one after the other in memory: amaxes, scales and codes of its blocks.
+
+   Stages that are left out take the results of those before them from the same place. */
+typedef struct {
+    const void *x;
+    int64_t line_stride, lines, positions;
+    int64_t line_block, position_block; /* what shares a scale; 0: all of them */
+    float *amax, *inv_scale, *scale;    /* of a block */
+    int64_t scale_line_stride, scale_position_stride;
+    uint8_t *codes;
+    int64_t code_line_stride, code_position_stride; /* one of them is 1 */
+    f8_target target;
+    f8_rule rule;
+    int32_t format, stages, threads;
+} f8_cast;
+
+/* 0, or -1 where memory is short. */
+int f8_run_cast(const f8_cast *cast, int width);
+void f8_scales(const f8_rule *rule, int64_t count, const float *amax, float *inv_scale, float *scale);
+
 /* The widths compiled in, fastest first; null past the last. */
 const char *f8_width_name(int width);
 int f8_width_runs_here(int width);

@@ -1,11 +1,7 @@
 /* A whole GEMM: panels, threads, promotion, slices of K, and the epilogue. */
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
 
 #include "width.h"
 
@@ -27,6 +23,8 @@ static const f8_width *const widths[] = {
 enum { WIDTHS = sizeof widths / sizeof *widths };
 
 const char *f8_width_name(int width) { return width < 0 || width >= WIDTHS ? NULL : widths[width]->name; }
+
+const f8_width *f8_width_at(int width) { return widths[width]; }
 
 int f8_width_runs_here(int width) { return width >= 0 && width < WIDTHS && widths[width]->runs_here(); }
 
@@ -236,23 +234,14 @@ static char *prepare(const job *job, workspace *space) {
     return memory;
 }
 
-static void *work(void *given) {
+static void work(void *given) {
     job *job = given;
     workspace space;
-#if defined(__x86_64__)
-    /* The caller may have set another rounding, or that subnormals are 0. */
-    unsigned state = _mm_getcsr();
-    _mm_setcsr(0x1F80);
-#endif
     char *memory = prepare(job, &space);
     if (!memory) job->failed = 1;
     for (int64_t i; memory && (i = job->next++) < job->panels_m * job->panels_n;)
         panel(job, &space, i / job->panels_n * job->rows, i % job->panels_n * job->columns);
     free(memory);
-#if defined(__x86_64__)
-    _mm_setcsr(state);
-#endif
-    return 0;
 }
 
 /* Panels small enough that every thread has some, and no larger than the outputs. */
@@ -284,13 +273,7 @@ int f8_run(const f8_gemm *gemm, int width) {
     int64_t threads = smaller(gemm->threads, (int64_t)(multiply_adds / (double)WORTH_A_THREAD));
     threads = threads < 1 ? 1 : threads;
     cut(&job, threads);
-    threads = smaller(threads, job.panels_m * job.panels_n);
-    pthread_t others[256];
-    int64_t started = 0;
-    /* Where a thread does not start, its share is done by the others. */
-    while (started < threads - 1 && started < 256 && !pthread_create(&others[started], 0, work, &job)) started++;
-    work(&job);
-    for (int64_t i = 0; i < started; i++) pthread_join(others[i], 0);
+    f8_on_threads(smaller(threads, job.panels_m * job.panels_n), work, &job);
     return job.next >= job.panels_m * job.panels_n && !job.failed ? 0 : -1;
 }
 

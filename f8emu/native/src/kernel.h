@@ -17,6 +17,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "cast.h"
 #include "width.h"
 
 enum {
@@ -453,4 +454,4 @@ static void promote(const f8_factors *factors, int64_t rows, float *accumulators
     }
 }
 
-const f8_width NAME = {NAME_TEXT, runs_here, COLUMNS, MAGNITUDES, pack_a, pack_b, steps, promote};
+const f8_width NAME = {NAME_TEXT, runs_here, COLUMNS, MAGNITUDES, pack_a, pack_b, steps, promote, largest, enlarge, encode};

@@ -56,9 +56,22 @@ typedef struct {
                   f8_columns b, int64_t row_blocks, float *accumulators);
     /* totals = totals + accumulators [CHAIN-2], or [EPI-5]; accumulators = 0. */
     void (*promote)(const f8_factors *factors, int64_t rows, float *accumulators, float *totals);
+    /* The largest magnitude of x, in bits of its format: as integers, NaN is above infinity. */
+    uint32_t (*largest)(const void *x, int format, int64_t count);
+    /* found[i] = the larger of itself and the magnitude of x[i]. */
+    void (*enlarge)(const void *x, int format, int64_t count, uint32_t *found);
+    /* codes[i] = cast(x[i] * factor), by one factor for all, or by one each. */
+    void (*encode)(const void *x, int format, int64_t count, const float *factor, int each, const f8_target *target,
+                   uint8_t *codes);
 } f8_width;
 
 extern const f8_width f8_avx512, f8_avx2, f8_portable;
+const f8_width *f8_width_at(int width);
+
+/* threads.c: `work(job)` on so many threads, this one among them; the floating-point environment meanwhile. */
+void f8_on_threads(int64_t threads, void (*work)(void *job), void *job);
+uint64_t f8_enter(void);
+void f8_leave(uint64_t state);
 
 /* [OP-1] The value and the raw exponent of a code; F8_ABSENT of zero, infinity and NaN. */
 enum { F8_ABSENT = -4000 };

@@ -1,4 +1,4 @@
-"""The fused casts in plain torch: what the kernels compute, in terms of the verbs.
+"""The fused casts in terms of the verbs, which the engine computes on CPUs: what the kernels compute.
 
 They run where the kernels do not: on a CPU, on a GPU without float8, without Triton, and for empty tensors.
 """
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch import cpu_casts
 from f8emu.torch.cast import quantize
 from f8emu.torch.scale import amax, scale_from_amax
 
@@ -47,6 +48,8 @@ def raise_amax(amax: Tensor, x: Tensor) -> None:
 
 def cast_rows(x: Tensor, fmt: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales [M, 1] and amaxes [M, 1] of the rows, each scaled by its own amax."""
+    if cpu_casts.takes(x):
+        return cpu_casts.cast(x, Granularity.ROWWISE, fmt, rule)
     largest = row_amax(x)
     found = scale_from_amax(largest, fmt, rule)
     return _row_major(quantize(x, found.inv_scale, fmt, Granularity.ROWWISE)), found.scale, largest
@@ -69,11 +72,16 @@ def cast_rows_by(x: Tensor, fmt: Format, amax: Tensor, rule: ScaleRule) -> tuple
 def cast_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
     """The codes of `x` under given inv_scales: one, or one per row."""
     granularity = Granularity.TENSORWISE if inv_scale.numel() == 1 else Granularity.ROWWISE
+    if cpu_casts.takes(x):
+        codes = x.new_empty(x.shape, dtype=getattr(torch, fmt.name))
+        return cpu_casts.quantize(x, inv_scale.reshape(-1, 1), fmt, granularity, codes)
     return _row_major(quantize(x, inv_scale, fmt, granularity))
 
 
 def cast_blocks(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:
     """Codes and scales by block; 1x128 scales are column-major."""
+    if cpu_casts.takes(x):
+        return cpu_casts.cast(x, granularity, fmt, rule)[:2]
     found = scale_from_amax(amax(x, granularity), fmt, rule)
     codes = _row_major(quantize(x, found.inv_scale, fmt, granularity))
     return codes, _row_major(found.scale.t()).t() if granularity is Granularity.BLOCKWISE_1X128 else found.scale

@@ -1,0 +1,180 @@
+"""Amaxes, scales and codes of one matrix by the engine, on memory that the caller owns."""
+
+import ctypes
+import functools
+import struct
+from typing import NamedTuple
+
+from f8emu.native import library
+from f8emu.native.gemm import FORMATS
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import Granularity, ScaleRule
+
+FIND, SCALE, ENCODE = 1, 2, 4
+"""The stages of a cast: `F8_FIND` and those after it in engine.h."""
+
+
+class Values(NamedTuple):
+    """A matrix [rows, K] in high precision: address, strides in elements, one of which is 1, and format."""
+
+    address: int
+    rows: int
+    k: int
+    row_stride: int
+    k_stride: int
+    format: str
+
+
+class Grid(NamedTuple):
+    """Amaxes, inv_scales and scales of a matrix, float32 of `Granularity.scale_shape` each, or 0: address, strides."""
+
+    amax: int = 0
+    inv_scale: int = 0
+    scale: int = 0
+    row_stride: int = 0
+    block_stride: int = 0
+
+
+class Codes(NamedTuple):
+    """Where the codes go: address, strides in elements, one of which is 1."""
+
+    address: int = 0
+    row_stride: int = 0
+    k_stride: int = 1
+
+
+class _Target(ctypes.Structure):
+    """`f8_target` of engine.h."""
+
+    _fields_ = (
+        ("fraction_bits", ctypes.c_uint32),
+        ("nan_code", ctypes.c_uint32),
+        ("zero_sign", ctypes.c_uint32),
+        ("max_bits", ctypes.c_uint32),
+        ("min_normal_bits", ctypes.c_uint32),
+        ("exponent_offset", ctypes.c_uint32),
+        ("subnormal", ctypes.c_float),
+    )
+
+
+class _Rule(ctypes.Structure):
+    """`f8_rule` of engine.h."""
+
+    _fields_ = (("largest", ctypes.c_double), ("amax_floor", ctypes.c_double), ("power_of_two", ctypes.c_int32))
+
+
+class _Cast(ctypes.Structure):
+    """`f8_cast` of engine.h."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("line_stride", ctypes.c_int64),
+        ("lines", ctypes.c_int64),
+        ("positions", ctypes.c_int64),
+        ("line_block", ctypes.c_int64),
+        ("position_block", ctypes.c_int64),
+        ("amax", ctypes.c_void_p),
+        ("inv_scale", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("scale_line_stride", ctypes.c_int64),
+        ("scale_position_stride", ctypes.c_int64),
+        ("codes", ctypes.c_void_p),
+        ("code_line_stride", ctypes.c_int64),
+        ("code_position_stride", ctypes.c_int64),
+        ("target", _Target),
+        ("rule", _Rule),
+        ("format", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+    )
+
+
+def run(
+    x: Values,
+    granularity: Granularity,
+    grid: Grid,
+    format: Format | None,
+    rule: ScaleRule | None,
+    codes: Codes,
+    stages: int,
+    *,
+    threads: int,
+    width: str | None = None,
+) -> None:
+    """Some stages of `amax`, `scale_from_amax` and `quantize` of a matrix that is not empty, in one reading.
+
+    Shapes: x and codes [rows, K]; those of `grid` `granularity.scale_shape(rows, K)`.
+    Exactness: the three functions of `f8ref.numpy`, every bit, at every width.
+
+    Args:
+        x: the matrix.
+        granularity: what shares a scale.
+        grid: results, and what stages that are left out have found.
+        format: of the codes; None without SCALE and ENCODE.
+        rule: of the scales; None without SCALE.
+        codes: where they go.
+        stages: FIND, SCALE and ENCODE, added up.
+        threads: at most so many; small matrices take one.
+        width: one of `library.widths()`; None is the fastest.
+
+    Raises:
+        MemoryError: memory is short.
+    """
+    found = library.library()
+    assert found is not None, library.unavailable()
+    # Lines are what lies in one piece.
+    block_rows, block_k = granularity.block
+    order = 1 if x.k_stride == 1 else -1
+    call = _Cast(
+        x.address,
+        x.row_stride if order == 1 else x.k_stride,
+        *(x.rows, x.k)[::order],
+        *(block_rows or 0, block_k or 0)[::order],
+        grid.amax,
+        grid.inv_scale,
+        grid.scale,
+        *(grid.row_stride, grid.block_stride)[::order],
+        codes.address,
+        *(codes.row_stride, codes.k_stride)[::order],
+        _Target() if format is None else _target(format),
+        _Rule() if format is None or rule is None else _rule(format, rule, 0),
+        FORMATS[x.format],
+        stages,
+        threads,
+    )
+    if found.f8_run_cast(ctypes.byref(call), library.width_number(width)):
+        raise MemoryError(f"there is no memory for the amaxes of a matrix of {x.rows} by {x.k}")
+
+
+def scales(
+    amax: int, inv_scale: int, scale: int, count: int, format: Format, rule: ScaleRule, *, margin: int = 0
+) -> None:
+    """`scale_from_amax` of `count` amaxes, float32 one after the other, as are both results.
+
+    Exactness: `f8ref.numpy.scale_from_amax`, every bit; a NaN is any NaN.
+    """
+    found = library.library()
+    assert found is not None, library.unavailable()
+    found.f8_scales(ctypes.byref(_rule(format, rule, margin)), count, amax, inv_scale, scale)
+
+
+@functools.cache
+def _target(format: Format) -> _Target:
+    return _Target(
+        format.fraction_bits,
+        format.nan_code,
+        0x80 if format.has_negative_zero else 0,
+        _bits(format.max),
+        _bits(format.smallest_normal),
+        (127 - format.bias) << format.fraction_bits,
+        2.0 ** (format.min_exponent - format.fraction_bits + 23),
+    )
+
+
+@functools.cache
+def _rule(format: Format, rule: ScaleRule, margin: int) -> _Rule:
+    return _Rule(format.max * 2.0**-margin, rule.amax_floor, rule.power_of_two)
+
+
+def _bits(x: float) -> int:
+    return struct.unpack("<I", struct.pack("<f", x))[0]

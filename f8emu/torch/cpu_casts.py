@@ -1,0 +1,84 @@
+"""Amaxes, scales and codes of CPU tensors by the engine, in one call where torch has several operations.
+
+Exactness: the bits of the torch operations that they stand for, in `f8emu.torch.scale` and `f8emu.torch.cast`.
+"""
+
+import torch
+from torch import Tensor
+
+from f8emu.native import cast as native
+from f8emu.native import library
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.library import is_watched
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the engine casts `x`: a CPU tensor with elements, and nothing watches torch's operations on it."""
+    return x.device.type == "cpu" and not is_watched(x) and x.numel() > 0 and not x.is_neg() and _is_compiled()
+
+
+def _is_compiled() -> bool:
+    return library.library() is not None
+
+
+def amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """The amaxes of `x` [rows, K], `granularity.scale_shape(rows, K)`."""
+    values, _ = _values(x)
+    found = x.new_empty(Granularity.scale_shape(granularity, *x.shape), dtype=torch.float32)
+    grid = native.Grid(found.data_ptr(), 0, 0, *found.stride())
+    _run(values, granularity, grid, None, None, native.Codes(), native.FIND)
+    return found
+
+
+def scales(amax: Tensor, format: Format, rule: ScaleRule, margin: int) -> tuple[Tensor, Tensor]:
+    """inv_scale and scale for each amax, of its shape."""
+    amax = amax.contiguous()
+    inv_scale, scale = torch.empty_like(amax), torch.empty_like(amax)
+    native.scales(amax.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), amax.numel(), format, rule, margin=margin)
+    return inv_scale, scale
+
+
+def quantize(x: Tensor, inv_scale: Tensor, format: Format, granularity: Granularity, codes: Tensor) -> Tensor:
+    """`codes`, filled with those of `x` [rows, K]; one of its strides is 1."""
+    values, _keep = _values(x)
+    grid = native.Grid(0, inv_scale.data_ptr(), 0, *inv_scale.stride())
+    _run(values, granularity, grid, format, None, native.Codes(codes.data_ptr(), *codes.stride()), native.ENCODE)
+    return codes
+
+
+def cast(x: Tensor, granularity: Granularity, format: Format, rule: ScaleRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, row-major, scales and amaxes of `x` [rows, K], from one reading; 1x128 scales are column-major."""
+    values, _keep = _values(x)
+    shape = Granularity.scale_shape(granularity, *x.shape)
+    if granularity is Granularity.BLOCKWISE_1X128:
+        inv_scale, scale, found = x.new_empty((3, *reversed(shape)), dtype=torch.float32).transpose(1, 2).unbind()
+    else:
+        inv_scale, scale, found = x.new_empty((3, *shape), dtype=torch.float32).unbind()
+    codes = x.new_empty(x.shape, dtype=getattr(torch, format.name))
+    grid = native.Grid(found.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), *scale.stride())
+    stages = native.FIND + native.SCALE + native.ENCODE
+    _run(values, granularity, grid, format, rule, native.Codes(codes.data_ptr(), *codes.stride()), stages)
+    return codes, scale, found
+
+
+def _run(
+    values: native.Values,
+    granularity: Granularity,
+    grid: native.Grid,
+    format: Format | None,
+    rule: ScaleRule | None,
+    codes: native.Codes,
+    stages: int,
+) -> None:
+    native.run(values, granularity, grid, format, rule, codes, stages, threads=torch.get_num_threads())
+
+
+def _values(x: Tensor) -> tuple[native.Values, Tensor]:
+    """`x` [rows, K] for the engine, and the tensor whose memory that is."""
+    row_stride, k_stride = x.stride()
+    if row_stride != 1 and k_stride != 1:
+        x = x.contiguous()
+        row_stride, k_stride = x.stride()
+    name = str(x.dtype).removeprefix("torch.")
+    return native.Values(x.data_ptr(), *x.shape, row_stride, k_stride, name), x
