@@ -51,15 +51,18 @@ def cast(x: Tensor, granularity: Granularity, format: Format, rule: ScaleRule) -
     """Codes, row-major, scales and amaxes of `x` [rows, K], from one reading; 1x128 scales are column-major."""
     values, _keep = _values(x)
     shape = Granularity.scale_shape(granularity, *x.shape)
-    if granularity is Granularity.BLOCKWISE_1X128:
-        inv_scale, scale, found = x.new_empty((3, *reversed(shape)), dtype=torch.float32).transpose(1, 2).unbind()
-    else:
-        inv_scale, scale, found = x.new_empty((3, *shape), dtype=torch.float32).unbind()
+    scale, inv_scale, found = (_new_floats(x, shape, granularity) for _ in range(3))
     codes = x.new_empty(x.shape, dtype=getattr(torch, format.name))
     grid = native.Grid(found.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), *scale.stride())
     stages = native.FIND + native.SCALE + native.ENCODE
     _run(values, granularity, grid, format, rule, native.Codes(codes.data_ptr(), *codes.stride()), stages)
     return codes, scale, found
+
+
+def _new_floats(x: Tensor, shape: tuple[int, int], granularity: Granularity) -> Tensor:
+    if granularity is Granularity.BLOCKWISE_1X128:
+        return x.new_empty(shape[::-1], dtype=torch.float32).t()
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def _run(

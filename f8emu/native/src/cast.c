@@ -210,7 +210,7 @@ static int run(const f8_cast *cast, const f8_width *width, int stages, uint32_t 
     job.parts = job.parts_of_lines * quotient(cast->positions, job.positions);
     /* 2. Run them. */
     int64_t threads = smaller(smaller(cast->threads, cast->lines * cast->positions / WORTH_A_THREAD), job.parts);
-    f8_on_threads(threads, work, &job);
+    f8_on_threads(threads, cast->threads, work, &job);
     if (largest) *largest = job.largest;
     return job.failed ? -1 : 0;
 }

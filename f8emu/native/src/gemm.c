@@ -273,7 +273,7 @@ int f8_run(const f8_gemm *gemm, int width) {
     int64_t threads = smaller(gemm->threads, (int64_t)(multiply_adds / (double)WORTH_A_THREAD));
     threads = threads < 1 ? 1 : threads;
     cut(&job, threads);
-    f8_on_threads(smaller(threads, job.panels_m * job.panels_n), work, &job);
+    f8_on_threads(smaller(threads, job.panels_m * job.panels_n), gemm->threads, work, &job);
     return job.next >= job.panels_m * job.panels_n && !job.failed ? 0 : -1;
 }
 

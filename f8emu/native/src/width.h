@@ -68,8 +68,8 @@ typedef struct {
 extern const f8_width f8_avx512, f8_avx2, f8_portable;
 const f8_width *f8_width_at(int width);
 
-/* threads.c: `work(job)` on so many threads, this one among them; the floating-point environment meanwhile. */
-void f8_on_threads(int64_t threads, void (*work)(void *job), void *job);
+/* threads.c: `work(job)` on `threads`, this one among them, or on a team of `most`, and the environment meanwhile. */
+void f8_on_threads(int64_t threads, int64_t most, void (*work)(void *job), void *job);
 uint64_t f8_enter(void);
 void f8_leave(uint64_t state);
 
