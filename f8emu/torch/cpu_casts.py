@@ -83,5 +83,5 @@ def _values(x: Tensor) -> tuple[native.Values, Tensor]:
     if row_stride != 1 and k_stride != 1:
         x = x.contiguous()
         row_stride, k_stride = x.stride()
-    name = str(x.dtype).removeprefix("torch.")
-    return native.Values(x.data_ptr(), *x.shape, row_stride, k_stride, name), x
+    rows, k = x.shape
+    return native.Values(x.data_ptr(), rows, k, row_stride, k_stride, str(x.dtype).removeprefix("torch.")), x
