@@ -26,7 +26,11 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], format: Format, ki
     dtype = np.dtype(getattr(ml_dtypes, format.name))
     if kind == "every code":
         return rng.integers(0, 1 << format.bits, shape).astype(f"u{dtype.itemsize}").view(dtype)
+    if kind == "one sign":  # the largest significand: sums are as large as they can be
+        return np.full(shape, (2 - 2.0**-format.fraction_bits) * 2.0 ** rng.integers(-4, 4)).astype(dtype)
     x = rng.standard_normal(shape)
+    if kind == "tiny":  # products and accumulators about the smallest float32, between zeros
+        x = x * 2.0 ** rng.integers(-78, -40, shape) * rng.integers(0, 2, (1, shape[1]))
     if kind == "wide range":
         x = x * 30 * 2.0 ** rng.integers(-20, 6, shape)
     return np.clip(x, -240, 240).astype(np.float32).astype(dtype)
@@ -62,7 +66,7 @@ def _bits(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("width", library.widths())
-@pytest.mark.parametrize("kind", ["normal", "wide range", "every code"])
+@pytest.mark.parametrize("kind", ["normal", "wide range", "every code", "one sign", "tiny"])
 def test_accumulators_of_every_chip(kind: str, width: str) -> None:
     rng = np.random.default_rng(0)
     for chip, formats, fast in CASES:

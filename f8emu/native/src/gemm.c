@@ -123,7 +123,8 @@ static f8_kind kind_of(const f8_model *model, int format_a, int format_b) {
     int bits = model->aligned_fraction_bits, step = model->step_k;
     if (is_one_sum && is_plain && bits == 13 && model->result_fraction_bits == 13 && (step == 16 || step == 32))
         return F8_NARROW;
-    return is_one_sum && bits <= 25 && model->result_fraction_bits == 23 ? F8_WIDE : F8_SINGLE;
+    int fits = step == 8 || step == 16 || (step == 32 && format_a < F8_BFLOAT16 && format_b < F8_BFLOAT16);
+    return is_one_sum && fits && bits <= 25 && model->result_fraction_bits == 23 ? F8_WIDE : F8_SINGLE;
 }
 
 /* K between two promotions; 0: none. */
@@ -198,7 +199,8 @@ static void panel(const job *job, const workspace *space, int64_t row, int64_t c
         column_terms terms;
         for (int64_t n = 0; n < some; n++) {
             int64_t at = column + first + n;
-            terms.scale[n] = gemm->b.scale && gemm->scaling < F8_VECTORS ? gemm->b.scale[at * gemm->b.scale_row_stride] : 1;
+            int is_scaled = gemm->b.scale && gemm->scaling < F8_VECTORS;
+            terms.scale[n] = is_scaled ? gemm->b.scale[at * gemm->b.scale_row_stride] : 1;
             terms.bias[n] = gemm->bias ? high_precision(gemm->bias, gemm->bias_format, at * gemm->bias_stride) : 0;
         }
         for (int64_t i = 0; i < rows; i++)

@@ -11,9 +11,10 @@
    - With magnitudes: fma(|a|, |b|, M), rounded toward zero, where M = 2^23 units. The product is below 2^15 units, so
      the sum stays in M's binade, whose last place is one unit: the low bits of the word are the cut product. A dot
      product of 16-bit words adds them with the sign, and multiplies the high half, which is M's, by 0.
-   - Without: a * b is exact in float32, so is its multiple by 1/unit, a power of two; the conversion to an integer cuts.
+   - Without: a * b is exact in float32, and so is that times 1/unit, a power of two; the conversion to an integer cuts.
 
-   [ACC-4] Sums are integers, exact: 32 terms below 2^15 and the accumulator (narrow), 16 terms below 2^27 (wide). */
+   [ACC-4] Sums are integers of 32 bits, exact. Narrow: 32 terms below 2^15, and the accumulator. Wide, of half a step:
+   the accumulator, below 2^26, and 8 terms below 2^27, or 16 terms of float8, below 1.76 * 2^26. */
 #include <math.h>
 #include <string.h>
 
@@ -22,15 +23,16 @@
 
 enum {
     BIAS = 127,
-    /* Narrow exponents are bytes: the biased exponent of the product is the sum of both. A zero has 0: its sums are below
-       those of all products, and of all accumulators, that are not 0. What is no number has 255, and so have its sums. */
+    /* Narrow exponents are bytes: the biased exponent of the product is the sum of both. A zero has 0: its sums are
+       below those of all products, and of all accumulators, that are not 0. What is no number has 255, and so have its
+       sums. */
     BIAS_A = 63,
     BIAS_B = 64,
     NO_NUMBER = 255,
     LARGEST_NARROW = 230, /* the largest exponent of a step of numbers is below */
     SMALLEST_NARROW = 64, /* and that of a step of numbers that are not all 0 is above, since units are 2^-45 or more */
-    /* Wide exponents are half-words, not biased. A zero's sums are far below those of numbers, those of what is no number
-       far above, also with a zero; none leaves a half-word. */
+    /* Wide exponents are half-words, not biased. A zero's sums are far below those of numbers, those of what is no
+       number far above, also with a zero; none leaves a half-word. */
     ZERO_WIDE = -8192,
     NO_NUMBER_WIDE = 12288,
     /* The largest exponents of which units, products and sums are normal float32 numbers. */
@@ -40,61 +42,93 @@ enum {
 
 /* ---- Packing ---- */
 
+/* A magnitude, shifted to where float32 has its fields, is the value divided by `factor`. */
 typedef struct {
-    int shift, first_special, special_is_infinite, fraction_bits, exponent_offset;
+    int shift;
     float factor;
+    uint32_t first_special; /* magnitudes from here on are no numbers */
 } fields;
 
-/* A float8 magnitude, shifted to where float32 has its fields, is the value divided by `factor`. */
-static fields fields_of(int format, int bias) {
-    fields e4m3 = {20, 0x7F, 0, 3, bias - 7, 0x1p120f}, e5m2 = {21, 0x7C, 1, 2, bias - 15, 0x1p112f};
-    return format == F8_E5M2 ? e5m2 : e4m3;
+static fields fields_of(const f8_format *f) {
+    float factor;
+    uint32_t bits = (uint32_t)(2 * BIAS - f->bias) << 23;
+    memcpy(&factor, &bits, 4);
+    return (fields){23 - f->fraction_bits, factor, f->infinity ? f->infinity : f->nan};
 }
 
-/* Magnitudes, biased exponents and signs (1: negative) of `count` codes. */
-static inline void decode_narrow(fields f, const uint8_t *codes, int count, float *value, uint8_t *exponent,
-                                 uint8_t *negative) {
+/* Magnitudes, exponents biased by `bias`, and signs (1: negative) of `count` codes. */
+static inline void decode_narrow(int format, int bias, const uint8_t *codes, int count, float *value,
+                                 uint8_t *exponent, uint8_t *negative) {
+    const f8_format *of = &f8_formats[format];
+    fields f = fields_of(of);
     uint32_t bits[COLUMNS > F8_GROUP ? COLUMNS : F8_GROUP];
-    int specials = 0;
+    uint8_t first_special = (uint8_t)f.first_special, offset = (uint8_t)(bias - of->bias), specials = 0;
+    int fraction_bits = of->fraction_bits;
     for (int j = 0; j < count; j++) bits[j] = (uint32_t)(codes[j] & 0x7F) << f.shift;
     memcpy(value, bits, sizeof(float) * count);
     for (int j = 0; j < count; j++) value[j] *= f.factor;
     for (int j = 0; j < count; j++) {
-        uint8_t magnitude = codes[j] & 0x7F, field = magnitude >> f.fraction_bits;
+        uint8_t magnitude = codes[j] & 0x7F, field = magnitude >> fraction_bits;
         field = field < 1 ? 1 : field;
-        uint8_t special = magnitude >= f.first_special;
-        exponent[j] = magnitude == 0 ? 0 : special ? NO_NUMBER : (uint8_t)(field + f.exponent_offset);
+        uint8_t special = magnitude >= first_special;
+        exponent[j] = magnitude == 0 ? 0 : special ? NO_NUMBER : (uint8_t)(field + offset);
         negative[j] = codes[j] >> 7;
         specials |= special;
     }
     if (specials)
         for (int j = 0; j < count; j++)
-            if ((codes[j] & 0x7F) >= f.first_special)
-                value[j] = f.special_is_infinite && (codes[j] & 0x7F) == f.first_special ? INFINITY : NAN;
+            if ((codes[j] & 0x7F) >= first_special) value[j] = (codes[j] & 0x7F) == of->infinity ? INFINITY : NAN;
 }
 
-static uint16_t wide_exponent(int exponent, float value) {
-    return (uint16_t)(int16_t)(exponent != F8_ABSENT ? exponent : value == 0 ? ZERO_WIDE : NO_NUMBER_WIDE);
+/* Values and wide exponents of `count` codes. */
+static inline void decode_wide(int format, int converts, const uint16_t *codes, int count, float *value,
+                               int16_t *exponent) {
+    const f8_format *of = &f8_formats[format];
+    fields f = fields_of(of);
+    uint32_t bits[COLUMNS > F8_GROUP ? COLUMNS : F8_GROUP], sign = 1u << (of->bits - 1), specials = 0;
+    /* A subnormal's is that of field 1; of a float8 that becomes a float16 [CHIP-1], float16's. */
+    int32_t smallest = 1 - (converts ? 15 : of->bias);
+    for (int j = 0; j < count; j++) bits[j] = (codes[j] & (sign - 1)) << f.shift;
+    memcpy(value, bits, sizeof(float) * count);
+    for (int j = 0; j < count; j++) value[j] *= f.factor;
+    memcpy(bits, value, sizeof(float) * count);
+    for (int j = 0; j < count; j++) {
+        uint32_t magnitude = codes[j] & (sign - 1), special = (magnitude >= f.first_special) | (codes[j] == of->nan);
+        int32_t e = (int32_t)(bits[j] >> 23) - BIAS;
+        e = e < smallest ? smallest : e;
+        exponent[j] = (int16_t)(special ? NO_NUMBER_WIDE : magnitude == 0 ? ZERO_WIDE : e);
+        bits[j] |= (codes[j] & sign) << (32 - of->bits);
+        specials |= special;
+    }
+    memcpy(value, bits, sizeof(float) * count);
+    if (specials)
+        for (int j = 0; j < count; j++) {
+            int ignored;
+            if (exponent[j] == NO_NUMBER_WIDE) f8_decode(codes[j], format, converts, &value[j], &ignored);
+        }
 }
 
-static uint32_t code_at(const f8_operand *x, int64_t row, int64_t k) {
-    int64_t at = row * x->row_stride + k * x->k_stride;
-    return x->format >= F8_BFLOAT16 ? ((const uint16_t *)x->codes)[at] : ((const uint8_t *)x->codes)[at];
-}
-
-/* The value and the wide exponent at place k of the order in which K is consumed [CHIP-2]; of a zero from `end` on. */
-static uint16_t decode_wide(const f8_operand *x, const f8_model *model, int64_t row, int64_t k, int64_t end,
-                            float *value) {
-    int exponent = F8_ABSENT;
-    *value = 0;
-    if (model->order_length) k += model->order[k % model->order_length] - k % model->order_length;
-    if (k < end) f8_decode(code_at(x, row, k), x->format, model->converts, value, &exponent);
-    return wide_exponent(exponent, *value);
+/* codes[row * row_step + j * k_step]: 16 of K from k on, in the order in which K is consumed [CHIP-2]; 0 from `end`. */
+static void gather_wide(const f8_operand *x, const f8_model *model, int64_t first, int64_t rows, int64_t k, int64_t end,
+                        uint16_t *codes, int row_step, int k_step) {
+    int64_t offset[F8_GROUP];
+    int length = model->order_length, inside[F8_GROUP];
+    for (int j = 0; j < F8_GROUP; j++) {
+        int64_t at = length ? (k + j) / length * length + model->order[(k + j) % length] : k + j;
+        inside[j] = at < end, offset[j] = inside[j] ? at * x->k_stride : 0;
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t start = (first + row) * x->row_stride;
+        for (int j = 0; j < F8_GROUP; j++) {
+            uint16_t code = x->format < F8_BFLOAT16 ? ((const uint8_t *)x->codes)[start + offset[j]]
+                                                    : ((const uint16_t *)x->codes)[start + offset[j]];
+            codes[row * row_step + j * k_step] = inside[j] ? code : 0;
+        }
+    }
 }
 
 static void pack_a(const f8_operand *a, const f8_model *model, f8_kind kind, int64_t first, int64_t rows, int64_t k,
                    int64_t count, int64_t padded, f8_group *panel) {
-    fields f = fields_of(a->format, BIAS_A);
     for (int64_t row = 0; row < rows + (F8_ROWS - rows % F8_ROWS) % F8_ROWS; row++) {
         for (int64_t g = 0; g < padded / F8_GROUP; g++) {
             f8_group *group = panel + (row / F8_ROWS) * (padded / F8_GROUP) + g;
@@ -109,7 +143,7 @@ static void pack_a(const f8_operand *a, const f8_model *model, f8_kind kind, int
                     memcpy(codes, from, F8_GROUP);
                 else
                     for (int64_t j = 0; j < inside; j++) codes[j] = from[j * a->k_stride];
-                decode_narrow(f, codes, F8_GROUP, group->value[r], exponent, negative);
+                decode_narrow(a->format, BIAS_A, codes, F8_GROUP, group->value[r], exponent, negative);
                 for (int j = 0; j < F8_GROUP; j++) {
                     group->exponent[r][j] = exponent[j] * 0x01010101u;
                     group->sign[r][j] = negative[j] * (uint32_t)(COLUMNS * sizeof(int32_t));
@@ -118,10 +152,11 @@ static void pack_a(const f8_operand *a, const f8_model *model, f8_kind kind, int
                     for (int j = 0; j < F8_GROUP; j++)
                         group->value[r][j] = negative[j] ? -group->value[r][j] : group->value[r][j];
             } else {
-                int64_t end = row < rows ? k + count : 0;
-                for (int j = 0; j < F8_GROUP; j++)
-                    group->exponent[r][j] = 0x00010001u * decode_wide(a, model, first + row, k + g * F8_GROUP + j, end,
-                                                                      &group->value[r][j]);
+                uint16_t codes[F8_GROUP] = {0};
+                int16_t exponent[F8_GROUP];
+                if (row < rows) gather_wide(a, model, first + row, 1, k + g * F8_GROUP, k + count, codes, 0, 1);
+                decode_wide(a->format, model->converts, codes, F8_GROUP, group->value[r], exponent);
+                for (int j = 0; j < F8_GROUP; j++) group->exponent[r][j] = (uint16_t)exponent[j] * 0x00010001u;
             }
         }
     }
@@ -166,14 +201,14 @@ static void eight_of_k(const f8_operand *b, int64_t first, int64_t columns, int6
 static void pack_b(const f8_operand *b, const f8_model *model, f8_kind kind, int64_t first, int64_t columns, int64_t k,
                    int64_t count, int64_t padded, f8_columns panel) {
     if (kind == F8_NARROW) {
-        fields f = fields_of(b->format, BIAS_B);
         for (int64_t part = 0; part < padded; part += 8) {
             uint8_t codes[8][COLUMNS];
             eight_of_k(b, first, columns, k + part, count - part, codes);
             for (int64_t j = 0; j < 8; j++) {
                 uint8_t negative[COLUMNS];
                 float *value = panel.value + (part + j) * COLUMNS;
-                decode_narrow(f, codes[j], COLUMNS, value, panel.exponent + (part + j) * COLUMNS, negative);
+                uint8_t *exponent = panel.exponent + (part + j) * COLUMNS;
+                decode_narrow(b->format, BIAS_B, codes[j], COLUMNS, value, exponent, negative);
                 if (MAGNITUDES) {
                     int32_t *sign = panel.sign + (part + j) * 2 * COLUMNS;
                     /* 1 or -1 in the low half of the word, 0 in the high half */
@@ -186,31 +221,33 @@ static void pack_b(const f8_operand *b, const f8_model *model, f8_kind kind, int
         }
         return;
     }
-    for (int64_t j = 0; j < padded; j++) {
-        uint16_t *exponents = (uint16_t *)panel.exponent + j * COLUMNS;
-        for (int64_t n = 0; n < COLUMNS; n++)
-            exponents[n] = decode_wide(b, model, first + n, k + j, n < columns ? k + count : 0,
-                                       &panel.value[j * COLUMNS + n]);
+    for (int64_t part = 0; part < padded; part += F8_GROUP) {
+        uint16_t codes[F8_GROUP][COLUMNS] = {0};
+        gather_wide(b, model, first, columns, k + part, k + count, codes[0], 1, COLUMNS);
+        for (int64_t j = 0; j < F8_GROUP; j++)
+            decode_wide(b->format, model->converts, codes[j], COLUMNS, panel.value + (part + j) * COLUMNS,
+                        (int16_t *)panel.exponent + (part + j) * COLUMNS);
     }
 }
 
 /* ---- One step of one output, from the panels ---- */
 
-/* The k-th value and exponent of row r of a row block, from its first group. */
+/* The k-th value of row r of a row block, from its first group. */
 static float value_a(const f8_group *a, int r, int k, int magnitudes) {
     const f8_group *group = a + k / F8_GROUP;
     float value = group->value[r][k % F8_GROUP];
     return magnitudes && group->sign[r][k % F8_GROUP] ? -value : value;
 }
 
-static __attribute__((noinline, cold)) float single(const f8_model *model, f8_kind kind, const f8_group *a, int r,
-                                                    f8_columns b, int n, float accumulator) {
+/* `from` is the place of the step in its first group of a. */
+static __attribute__((noinline, cold)) float single(const f8_model *model, f8_kind kind, const f8_group *a, int from,
+                                                    int r, f8_columns b, int n, float accumulator) {
     float values_a[F8_LONGEST_STEP], values_b[F8_LONGEST_STEP];
     int32_t exponent[F8_LONGEST_STEP];
     int magnitudes = kind == F8_NARROW && MAGNITUDES;
     for (int k = 0; k < model->step_k; k++) {
-        uint32_t e = a[k / F8_GROUP].exponent[r][k % F8_GROUP];
-        values_a[k] = value_a(a, r, k, magnitudes);
+        uint32_t e = a[(from + k) / F8_GROUP].exponent[r][(from + k) % F8_GROUP];
+        values_a[k] = value_a(a, r, from + k, magnitudes);
         values_b[k] = b.value[k * COLUMNS + n];
         if (magnitudes && b.sign[k * 2 * COLUMNS + n] != 1) values_b[k] = -values_b[k];
         if (kind == F8_NARROW) {
@@ -290,14 +327,15 @@ static inline __attribute__((always_inline)) void narrow_step(const f8_model *mo
                     memcpy(&bits, &before[r][n], 4);
                     if (largest[r][part + n] >= LARGEST_NARROW || ((bits >> 23) & 0xFF) >= LARGEST_NARROW)
                         accumulators[r * COLUMNS + part + n] =
-                            single(model, F8_NARROW, a, r, b, part + n, before[r][n]);
+                            single(model, F8_NARROW, a, 0, r, b, part + n, before[r][n]);
                 }
     }
 }
 
-static __attribute__((noinline)) void narrow_steps(const f8_model *model, int64_t padded, const f8_group *a,
-                                                   int64_t stride, f8_columns b, int64_t row_blocks,
-                                                   float *accumulators) {
+static __attribute__((noinline)) void narrow_steps(const f8_model *model, f8_kind kind, int64_t padded,
+                                                   const f8_group *a, int64_t stride, f8_columns b,
+                                                   int64_t row_blocks, float *accumulators) {
+    (void)kind;
     for (int64_t k = 0; k < padded; k += model->step_k) {
         f8_columns step = {b.value + k * COLUMNS, b.sign + k * 2 * COLUMNS, b.exponent + k * COLUMNS};
         for (int64_t i = 0; i < row_blocks; i++) {
@@ -313,124 +351,115 @@ static __attribute__((noinline)) void narrow_steps(const f8_model *model, int64_
 
 /* ---- Wide steps ---- */
 
-/* Whether the vectors cannot compute an output whose largest exponent this is; zeros alone they can. */
-static int is_beyond_wide(int32_t e) { return e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2); }
-
-/* One step of four rows and all columns of a tile. */
-static void wide_step(const f8_model *model, const f8_group *a, f8_columns b, float *accumulators) {
-    const int16_t *exponents = (const int16_t *)b.exponent;
-    int count = model->step_k, bits = model->aligned_fraction_bits;
-    int32_t sums[2][F8_ROWS][COLUMNS] __attribute__((aligned(64))); /* of the first and the second 16 of K */
-    int32_t e_max[F8_ROWS][COLUMNS];
-    /* 1. [ACC-2] The largest exponent. */
-    {
-        int16_t largest[F8_ROWS][COLUMNS];
-        for (int r = 0; r < F8_ROWS; r++) {
-            for (int n = 0; n < COLUMNS; n++) largest[r][n] = INT16_MIN;
-            for (int k = 0; k < count; k++) {
-                int16_t of_a = (int16_t)a[k / F8_GROUP].exponent[r][k % F8_GROUP];
-                for (int n = 0; n < COLUMNS; n++) {
-                    int16_t e = (int16_t)(of_a + exponents[k * COLUMNS + n]);
-                    largest[r][n] = e > largest[r][n] ? e : largest[r][n];
-                }
-            }
-            for (int n = 0; n < COLUMNS; n++) {
-                uint32_t word;
-                memcpy(&word, accumulators + r * COLUMNS + n, 4);
-                int32_t field = (word >> 23) & 0xFF;
-                int32_t e = word << 1 ? (field ? field : 1) - BIAS : ZERO_WIDE;
-                e_max[r][n] = e > largest[r][n] ? e : largest[r][n];
-            }
-        }
+/* Whether the vectors cannot compute an output, from the largest exponent of its products and its accumulator; zeros
+   alone they can. */
+static int is_beyond_wide(int32_t e, float accumulator) {
+    if (accumulator != 0) {
+        uint32_t word;
+        memcpy(&word, &accumulator, 4);
+        int32_t of_accumulator = (int32_t)((word >> 23) & 0xFF) - BIAS;
+        e = e > of_accumulator ? e : of_accumulator;
     }
-    /* 2. [ACC-3], [ACC-4] Where the unit is no normal number, the result is not used. */
-    for (int part = 0; part < COLUMNS; part += TOGETHER * LANES)
-        for (int first = 0; first < count; first += F8_GROUP) {
-            vi sum[F8_ROWS][TOGETHER];
-            vf to_units[F8_ROWS][TOGETHER];
-            for (int r = 0; r < F8_ROWS; r++)
-                for (int v = 0; v < TOGETHER; v++) {
-                    vi e = vi_max(vi_load(e_max[r] + part + v * LANES), vi_all(SMALLEST_WIDE));
-                    e = vi_min(e, vi_all(LARGEST_WIDE));
-                    to_units[r][v] = vf_bits(vi_shift_left_23(vi_sub(vi_all(BIAS + bits), e)));
-                    sum[r][v] = vi_all(0);
-                }
-            int end = first + F8_GROUP < count ? first + F8_GROUP : count;
-            for (int k = first; k < end; k++)
-                for (int r = 0; r < F8_ROWS; r++) {
-                    vf of_a = vf_all(a[k / F8_GROUP].value[r][k % F8_GROUP]);
-                    for (int v = 0; v < TOGETHER; v++) {
-                        vf of_b = vf_load(b.value + k * COLUMNS + part + v * LANES);
-                        sum[r][v] = vi_add(sum[r][v], vi_cut(vf_mul(vf_mul(of_a, of_b), to_units[r][v])));
-                    }
-                }
-            for (int r = 0; r < F8_ROWS; r++)
-                for (int v = 0; v < TOGETHER; v++) vi_store(sums[first / F8_GROUP][r] + part + v * LANES, sum[r][v]);
+    return e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2);
+}
+
+/* One step of four rows and all columns of a tile, which starts at `from` of its first group. `count` is a constant of
+   8, 16 or 32 where this is inlined. */
+static inline __attribute__((always_inline)) void wide_step(const f8_model *model, const f8_group *a, int from,
+                                                            f8_columns b, float *accumulators, int count) {
+    /* 1. [ACC-2] The largest exponent of the products: COLUMNS / 2 of them an instruction. */
+    int16_t largest[F8_ROWS][COLUMNS] __attribute__((aligned(64)));
+    for (int half = 0; half < 2; half++) {
+        vb e_max[F8_ROWS];
+        for (int r = 0; r < F8_ROWS; r++) e_max[r] = vb_all(0x80008000u);
+        for (int k = 0; k < count; k++) {
+            vb e = vb_load(b.exponent + (2 * k + half) * COLUMNS);
+            for (int r = 0; r < F8_ROWS; r++) {
+                uint32_t of_a = a[(from + k) / F8_GROUP].exponent[r][(from + k) % F8_GROUP];
+                e_max[r] = vb_max_16(e_max[r], vb_add_16(e, vb_all(of_a)));
+            }
         }
-    /* 3. [ACC-5] The sum, an integer below 2^33, is exact as float64; its 24 leading bits are kept. */
-    for (int r = 0; r < F8_ROWS; r++) {
-        float *start = accumulators + r * COLUMNS, result[COLUMNS];
-        int32_t apart = 0;
-        for (int n = 0; n < COLUMNS; n++) {
-            int32_t e = e_max[r][n];
-            apart |= is_beyond_wide(e);
-            e = e < SMALLEST_WIDE ? SMALLEST_WIDE : e > LARGEST_WIDE ? LARGEST_WIDE : e;
-            int32_t units_word = (BIAS + bits - e) << 23, scale_word = (BIAS - bits + e) << 23;
-            float to_units, scale;
-            memcpy(&to_units, &units_word, 4);
-            memcpy(&scale, &scale_word, 4);
-            double total = (double)sums[0][r][n] + (count > F8_GROUP ? (double)sums[1][r][n] : 0.0);
-            /* Where the accumulator cannot be an integer of 32 bits, the result is not used. */
-            float term = start[n] * to_units;
-            total += (double)(int32_t)(fabsf(term) < 0x1p30f ? term : 0);
-            uint64_t word;
-            memcpy(&word, &total, 8);
-            word &= 0xFFFFFFFFE0000000;
-            memcpy(&total, &word, 8);
-            result[n] = (float)total * scale;
+        for (int r = 0; r < F8_ROWS; r++) vb_store((uint8_t *)largest[r] + half * COLUMNS, e_max[r]);
+    }
+
+    int32_t bits = model->aligned_fraction_bits;
+    for (int part = 0; part < COLUMNS; part += TOGETHER * LANES) {
+        vi sum[2][F8_ROWS][TOGETHER]; /* of half a step each: below 2^31 */
+        vf to_units[F8_ROWS][TOGETHER];
+        float before[F8_ROWS][TOGETHER * LANES];
+        v_mask apart = v_no_mask();
+        for (int r = 0; r < F8_ROWS; r++)
+            for (int v = 0; v < TOGETHER; v++) {
+                /* 2. The accumulator takes part; its term is cut like the others. */
+                vf start = vf_load(accumulators + r * COLUMNS + part + v * LANES);
+                vi e = vi_where_zero(start, vi_all(ZERO_WIDE), vi_sub(vi_exponent(start), vi_all(BIAS)));
+                e = vi_max(e, vi_from_halves(largest[r] + part + v * LANES));
+                vi normal = vi_max(e, vi_all(SMALLEST_WIDE));
+                apart = v_or_above(apart, e, LARGEST_WIDE + 1);
+                apart = v_or_above(apart, vi_min(vi_sub(normal, e), vi_sub(e, vi_all(ZERO_WIDE / 2))), 1);
+                to_units[r][v] = vf_bits(vi_shift_left_23(vi_sub(vi_all(BIAS + bits), normal)));
+                sum[0][r][v] = vi_cut(vf_mul(start, to_units[r][v]));
+                sum[1][r][v] = vi_all(0);
+            }
+        int is_apart = v_any(apart);
+        if (is_apart)
+            for (int r = 0; r < F8_ROWS; r++)
+                memcpy(before[r], accumulators + r * COLUMNS + part, sizeof before[r]);
+        /* 3. [ACC-3], [ACC-4] */
+        #pragma GCC unroll 32
+        for (int k = 0; k < count; k++) {
+            vf of_b[TOGETHER];
+            for (int v = 0; v < TOGETHER; v++) of_b[v] = vf_load(b.value + k * COLUMNS + part + v * LANES);
+            for (int r = 0; r < F8_ROWS; r++) {
+                vf of_a = vf_all(a[(from + k) / F8_GROUP].value[r][(from + k) % F8_GROUP]);
+                vi *of_half = sum[k >= count / 2][r];
+                for (int v = 0; v < TOGETHER; v++)
+                    of_half[v] = vi_add(of_half[v], vi_cut(vf_mul(vf_mul(of_a, of_b[v]), to_units[r][v])));
+            }
         }
-        if (apart)
-            for (int n = 0; n < COLUMNS; n++)
-                if (is_beyond_wide(e_max[r][n])) result[n] = single(model, F8_WIDE, a, r, b, n, start[n]);
-        memcpy(start, result, sizeof result);
+        /* 4. [ACC-5] The 24 leading bits of the sum, which has up to 33, and it is scaled. */
+        for (int r = 0; r < F8_ROWS; r++)
+            for (int v = 0; v < TOGETHER; v++) {
+                vf unit = vf_bits(vi_sub(vi_all((int32_t)(2u * BIAS << 23)), vi_bits(to_units[r][v])));
+                vf_store(accumulators + r * COLUMNS + part + v * LANES,
+                         vf_mul(vf_from_both(sum[0][r][v], sum[1][r][v]), unit));
+            }
+        /* 5. Outputs whose unit, products or sum are no normal numbers, and [SPEC-1]. */
+        if (is_apart)
+            for (int r = 0; r < F8_ROWS; r++)
+                for (int n = 0; n < TOGETHER * LANES; n++)
+                    if (is_beyond_wide(largest[r][part + n], before[r][n]))
+                        accumulators[r * COLUMNS + part + n] =
+                            single(model, F8_WIDE, a, from, r, b, part + n, before[r][n]);
     }
 }
 
-static void wide_steps(const f8_model *model, f8_kind kind, int64_t padded, const f8_group *a, int64_t stride,
-                       f8_columns b, int64_t row_blocks, float *accumulators) {
-    /* A step of 8 lies in one half of a group. */
+static __attribute__((noinline)) void wide_steps(const f8_model *model, f8_kind kind, int64_t padded,
+                                                 const f8_group *a, int64_t stride, f8_columns b, int64_t row_blocks,
+                                                 float *accumulators) {
     for (int64_t k = 0; k < padded; k += model->step_k) {
         f8_columns step = {b.value + k * COLUMNS, b.sign, b.exponent + k * COLUMNS * sizeof(uint16_t)};
+        int from = (int)(k % F8_GROUP); /* a step of 8 may lie in the second half of a group */
         for (int64_t i = 0; i < row_blocks; i++) {
             const f8_group *groups = a + i * stride + k / F8_GROUP;
-            f8_group half;
-            if (k % F8_GROUP) {
-                half = *groups;
-                for (int r = 0; r < F8_ROWS; r++) {
-                    memmove(half.value[r], half.value[r] + k % F8_GROUP, sizeof half.value[r] / 2);
-                    memmove(half.exponent[r], half.exponent[r] + k % F8_GROUP, sizeof half.exponent[r] / 2);
-                }
-                groups = &half;
-            }
             float *of_block = accumulators + i * F8_ROWS * COLUMNS;
-            if (kind == F8_WIDE)
-                wide_step(model, groups, step, of_block);
+            if (kind != F8_WIDE)
+                for (int j = 0; j < F8_ROWS * COLUMNS; j++)
+                    of_block[j] = single(model, kind, groups, from, j / COLUMNS, step, j % COLUMNS, of_block[j]);
+            else if (model->step_k == 32)
+                wide_step(model, groups, 0, step, of_block, 32);
+            else if (model->step_k == 16)
+                wide_step(model, groups, 0, step, of_block, 16);
             else
-                for (int r = 0; r < F8_ROWS; r++)
-                    for (int n = 0; n < COLUMNS; n++)
-                        of_block[r * COLUMNS + n] = single(model, kind, groups, r, step, n, of_block[r * COLUMNS + n]);
+                wide_step(model, groups, from, step, of_block, 8);
         }
     }
 }
 
 static void steps(const f8_model *model, f8_kind kind, int64_t padded, const f8_group *a, int64_t stride, f8_columns b,
                   int64_t row_blocks, float *accumulators) {
-    if (kind != F8_NARROW) {
-        wide_steps(model, kind, padded, a, stride, b, row_blocks, accumulators);
-        return;
-    }
-    v_toward_zero();
-    narrow_steps(model, padded, a, stride, b, row_blocks, accumulators);
+    if (kind != F8_SINGLE) v_toward_zero();
+    (kind == F8_NARROW ? narrow_steps : wide_steps)(model, kind, padded, a, stride, b, row_blocks, accumulators);
     v_to_nearest();
 }
 
@@ -443,7 +472,8 @@ static void promote(const f8_factors *factors, int64_t rows, float *accumulators
         of_b[n] = factors->scale_b[(factors->b_offset + n) / factors->b_shared * factors->b_stride];
     for (int64_t row = 0; row < rows; row++) {
         float *partial = accumulators + row * COLUMNS, *total = totals + row * COLUMNS;
-        float of_a = is_scaled ? factors->scale_a[(factors->a_offset + row) / factors->a_shared * factors->a_stride] : 1;
+        float of_a = 1;
+        if (is_scaled) of_a = factors->scale_a[(factors->a_offset + row) / factors->a_shared * factors->a_stride];
         if (factors->scaling == F8_VECTORS) /* [EPI-5] */
             for (int n = 0; n < COLUMNS; n++) total[n] = fmaf(partial[n] * of_a, of_b[n], total[n]);
         else if (factors->scaling == F8_SQUARES)

@@ -25,28 +25,25 @@ static int exponent_of(double x) {
     return exponent - 1;
 }
 
+const f8_format f8_formats[] = {
+    [F8_E4M3FN] = {8, 3, 7, 0, 0x7F},             [F8_E5M2] = {8, 2, 15, 0x7C, 0x7D},
+    [F8_E4M3FNUZ] = {8, 3, 8, 0, 0x80},           [F8_E5M2FNUZ] = {8, 2, 16, 0, 0x80},
+    [F8_BFLOAT16] = {16, 7, 127, 0x7F80, 0x7F81}, [F8_FLOAT16] = {16, 10, 15, 0x7C00, 0x7C01},
+};
+
 void f8_decode(uint32_t code, int format, int converts, float *value, int *exponent) {
-    /* 1. Fields: bits of the fraction, the bias, and the codes that are no numbers. */
-    static const struct {
-        int bits, fraction_bits, bias;
-        uint32_t infinity; /* its magnitude; 0: none */
-        uint32_t nan;      /* from this magnitude on; of FNUZ formats the code itself */
-    } formats[] = {
-        [F8_E4M3FN] = {8, 3, 7, 0, 0x7F},          [F8_E5M2] = {8, 2, 15, 0x7C, 0x7D},
-        [F8_E4M3FNUZ] = {8, 3, 8, 0, 0x80},        [F8_E5M2FNUZ] = {8, 2, 16, 0, 0x80},
-        [F8_BFLOAT16] = {16, 7, 127, 0x7F80, 0x7F81}, [F8_FLOAT16] = {16, 10, 15, 0x7C00, 0x7C01},
-    };
-    int bits = formats[format].bits, fraction_bits = formats[format].fraction_bits, bias = formats[format].bias;
+    f8_format f = f8_formats[format];
+    int bits = f.bits, fraction_bits = f.fraction_bits, bias = f.bias;
     uint32_t magnitude = code & ((1u << (bits - 1)) - 1), negative = code >> (bits - 1);
     int is_fnuz = format == F8_E4M3FNUZ || format == F8_E5M2FNUZ;
-    /* 2. What is no number, and zero. */
-    int is_nan = is_fnuz ? code == formats[format].nan : magnitude >= formats[format].nan;
+    /* 1. What is no number, and zero. */
+    int is_nan = is_fnuz ? code == f.nan : magnitude >= f.nan;
     *exponent = F8_ABSENT;
     if (is_nan) {
         *value = from_bits(0x7FFFFFFF);
         return;
     }
-    if (formats[format].infinity && magnitude == formats[format].infinity) {
+    if (f.infinity && magnitude == f.infinity) {
         *value = from_bits(negative << 31 | 0x7F800000);
         return;
     }
@@ -54,7 +51,7 @@ void f8_decode(uint32_t code, int format, int converts, float *value, int *expon
         *value = from_bits(negative << 31);
         return;
     }
-    /* 3. A subnormal has the exponent of field 1 and no hidden bit: it is not normalised. */
+    /* 2. A subnormal has the exponent of field 1 and no hidden bit: it is not normalised. */
     int field = (int)(magnitude >> fraction_bits);
     int significand = (int)(magnitude & ((1u << fraction_bits) - 1)) | (field ? 1 << fraction_bits : 0);
     *exponent = (field ? field : 1) - bias;

@@ -7,7 +7,7 @@
 /* How the steps of a model are computed. */
 typedef enum {
     F8_NARROW, /* 13 fraction bits, [ACC-1..5]: a step of float8 fits in 32-bit integers */
-    F8_WIDE,   /* up to 25 fraction bits, cut to 23: sums of 16 terms fit */
+    F8_WIDE,   /* up to 25 fraction bits, cut to 23: half a step fits */
     F8_SINGLE  /* everything else: one output at a time, by step.c */
 } f8_kind;
 
@@ -72,6 +72,13 @@ const f8_width *f8_width_at(int width);
 void f8_on_threads(int64_t threads, int64_t most, void (*work)(void *job), void *job);
 uint64_t f8_enter(void);
 void f8_leave(uint64_t state);
+
+typedef struct {
+    int bits, fraction_bits, bias;
+    uint32_t infinity; /* its magnitude; 0: none */
+    uint32_t nan;      /* from this magnitude on; of FNUZ formats the code itself */
+} f8_format;
+extern const f8_format f8_formats[];
 
 /* [OP-1] The value and the raw exponent of a code; F8_ABSENT of zero, infinity and NaN. */
 enum { F8_ABSENT = -4000 };

@@ -228,7 +228,8 @@ void *f8_xla_gemm(const xla_call *call) {
     xla_options options;
     const xla_attributes *attributes = &call->attributes;
     const xla_array *packed = attributes->count == 1 ? attributes->items[0] : 0;
-    if (!packed || attributes->kinds[0] != XLA_IS_ARRAY || packed->dtype != XLA_UINT8 || packed->count != sizeof options)
+    if (!packed || attributes->kinds[0] != XLA_IS_ARRAY || packed->dtype != XLA_UINT8 ||
+        packed->count != sizeof options)
         return error(call->api, "f8emu: this program was made by another version of f8emu; make it again",
                      XLA_INVALID_ARGUMENT);
     memcpy(&options, packed->data, sizeof options);
