@@ -33,7 +33,7 @@ def _run(x: Any, granularity: Granularity, format: Format, rule: ScaleRule, orde
     grid = native.Grid(*[found.ctypes.data for found in grids], *strides)
     row_stride, k_stride = (stride // x.itemsize for stride in x.strides)
     of_codes = native.Codes(codes.ctypes.data, *codes.strides)
-    values = native.Values(x.ctypes.data, *x.shape, row_stride, k_stride, x.dtype.name)
+    values = native.Values(x.ctypes.data, x.shape[0], x.shape[1], row_stride, k_stride, x.dtype.name)
     for stages in options.pop("stages"):
         native.run(values, granularity, grid, format, rule, of_codes, stages, **options)
     return [*grids, codes]
