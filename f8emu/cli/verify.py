@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from f8emu.cli.conclusion import Files, conclude, opened_files
 from f8emu.cli.frame import STATUSES, find_modules_here, guarded, say
-from f8emu.spec import MissingExtraError
+from f8emu.spec import MissingExtraError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,10 +44,10 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Argument(
                 metavar="[SUBJECT]...",
-                help="f8ref.numpy, f8ref.jax, torch, f8emu.jax; a known kernel such as fbgemm.rowwise (--kernels "
-                "lists them); or path/to/file.py:function or package.module:function, a Kernel or a function with the "
-                "arguments of torch._scaled_mm (--contract). By default those of the first four whose packages are "
-                "installed.",
+                help="f8ref.numpy, f8ref.jax, f8emu.native (every vector width that runs here; f8emu.native:portable "
+                "is one), torch, f8emu.jax; a known kernel such as fbgemm.rowwise (--kernels lists them); or "
+                "path/to/file.py:function or package.module:function, a Kernel or a function with the arguments of "
+                "torch._scaled_mm (--contract). By default those of the first five whose packages are installed.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -170,6 +170,8 @@ def _verify(
             workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
         loaded, not_run = _load(names, arrays, timeout)
         subjects = list(loaded.values())
+        if not names:  # the engine has GEMMs alone
+            subjects = [one for one in subjects if any(stage.is_offered_by(one) for stage in named)]
         only = stages_with(chosen.cases, named, subjects, recorded) if chosen.cases else None
         processes = jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
         if workers and processes != 2:
@@ -218,7 +220,9 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
 
     if any(":" in name for name in names):
         find_modules_here()
-    chosen = names or list(SUBJECTS)
+    # The engine's name stands for all its widths.
+    several = {name: [one for one in SUBJECTS if one == name or one.startswith(f"{name}:")] for name in names}
+    chosen = [one for name in names for one in several[name] or [name]] or list(SUBJECTS)
     has_kernels = any(name not in SUBJECTS for name in chosen)
     # torch first: JAX then knows that it must leave the GPU's memory to others
     loaded: dict[str, Subject] = {}
@@ -228,7 +232,7 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
             # beside kernels the others run as ever; without any, a timeout is refused
             seconds = None if has_kernels and name in SUBJECTS else timeout
             loaded[name] = load_and_call(name, arrays=arrays, timeout=seconds)
-        except MissingExtraError as error:
+        except (MissingExtraError, UnsupportedError) as error:
             if names:
                 raise
             not_run[name] = str(error)

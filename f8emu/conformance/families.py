@@ -4,6 +4,7 @@ Values of scales and of the bias reach everybody's arithmetic. The others are fo
 of calls matter to code that is written for tiles, and to a compiler each size would be a program.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -164,8 +165,11 @@ def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
 # Families for kernels alone
 
 
-def size_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
-    """One row; rows and columns that end a tile, cross it or are odd; K from a step to what a library splits."""
+def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> Iterator[GemmCase]:
+    """One row; rows and columns that end a tile, cross it or are odd; K from a step to what a library splits.
+
+    `most` is the number of products of the largest GEMM.
+    """
     blocks = [one for one in combinations if one.granularities[0].is_blockwise]
     dense = [one for one in combinations if not one.granularities[0].is_blockwise]
     kinds = dict.fromkeys((one.granularities, one.use_fast_accum) for one in dense)
@@ -179,7 +183,8 @@ def size_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
         for turn, shape in enumerate(SOME_MEET[family]):
             plan += [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
         for number, (shape, combination, out_dtype) in enumerate(plan):
-            yield _drawn(family, number, combination, shape, out_dtype=out_dtype)
+            if math.prod(shape) <= most:
+                yield _drawn(family, number, combination, shape, out_dtype=out_dtype)
 
 
 def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:

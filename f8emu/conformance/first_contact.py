@@ -47,7 +47,7 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     """
     load = partial(subjects.load_subject, name, timeout=timeout)
     subject = load(arrays=arrays)
-    if ":" not in name:
+    if name in subjects.SUBJECTS or ":" not in name:
         return subject
     found = _contact(subject)
     if found.is_made:

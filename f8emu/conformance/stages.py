@@ -57,6 +57,11 @@ class Stage:
     is_whole: bool = True
     """False: some of its cases alone, which may be too few to tell which S are a subject's own."""
 
+    def is_offered_by(self, subject: Subject) -> bool:
+        """Whether a subject has the verbs; without those it cannot run any of it."""
+        has_layer = subject.train is not None or "linear" in subject.verbs
+        return set(self.needs) <= subject.verbs.keys() if self.needs else has_layer
+
 
 # 1 Formats
 

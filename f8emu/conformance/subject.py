@@ -15,6 +15,7 @@ import numpy as np
 
 from f8emu.conformance import jax_layer, torch_layer
 from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
+from f8emu.conformance.engine_cases import engine_cases
 from f8emu.conformance.gemm import GemmCase, Verbs
 from f8emu.conformance.gemm import NotOffered as NotOffered
 from f8emu.conformance.gemm_cases import ALIGNED, is_aligned
@@ -35,7 +36,8 @@ from f8emu.conformance.kernels.kernel import (
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.layer import LayerCase
 from f8emu.conformance.layer_trace import SplitK, planned
-from f8emu.spec import HIGH_PRECISION, HOPPER, F8Error, MissingExtraError, SpecError
+from f8emu.native import library
+from f8emu.spec import HIGH_PRECISION, HOPPER, F8Error, MissingExtraError, SpecError, UnsupportedError
 
 VERBS = (
     "decode",
@@ -140,7 +142,7 @@ class Subject:
 
 
 def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
-    """The subject `f8ref.numpy`, `f8ref.jax`, `torch`, `f8emu.jax`, a known kernel or `package.module:attribute`.
+    """One of `SUBJECTS`, such as `f8ref.numpy` or `torch`, a known kernel or `package.module:attribute`.
 
     `arrays` names the framework whose arrays your own kernel takes: torch, numpy or jax. With a `timeout`, in seconds
     for each GEMM, a kernel runs in its own process, so that a crash or a hang is an error of one case only.
@@ -149,6 +151,7 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
         SpecError: an unknown subject, module or attribute, unknown arrays, or a timeout for a subject that is not a
             kernel.
         MissingExtraError: torch or jax is needed and not installed.
+        UnsupportedError: the engine is not compiled.
     """
     if arrays not in FRAMEWORKS:
         raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
@@ -291,6 +294,23 @@ def _f8ref_jax() -> Subject:
     )
 
 
+def _f8emu_native(width: str | None = None) -> Subject:
+    """The engine at one of its widths, the fastest by default, called with numpy's own memory."""
+    problem = library.unavailable()
+    if problem is not None:
+        raise UnsupportedError(f"f8emu verify f8emu.native: {problem}")
+    from f8emu.numpy import emulation
+
+    names = ("scaled_mm", "scaled_grouped_mm", "mm")
+    return Subject(
+        name="f8emu.native" if width is None else f"f8emu.native:{width.lower()}",
+        engine=f"f8emu.native, {width or library.widths()[0]} on cpu",
+        verbs={name: partial(getattr(emulation, name), chip=HOPPER, width=width) for name in names},
+        is_thread_safe=True,
+        more_gemms=engine_cases,
+    )
+
+
 def _torch() -> Subject:
     call = "f8emu verify torch"
     framework = torch_arrays(call)
@@ -348,6 +368,8 @@ def without_split_k(verbs: Verbs) -> Verbs:
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "f8ref.numpy": _f8ref_numpy,
     "f8ref.jax": _f8ref_jax,
+    "f8emu.native": _f8emu_native,
+    **{f"f8emu.native:{width.lower()}": partial(_f8emu_native, width) for width in library.widths()[1:]},
     "torch": _torch,
     "f8emu.jax": _f8emu_jax,
 }

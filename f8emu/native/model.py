@@ -7,7 +7,6 @@ from f8emu.spec.chip import AccumulationModel, Rounding
 from f8emu.spec.formats import FLOAT16, FLOAT32
 
 _LONGEST_ORDER = 32
-_LONGEST_STEP = 32
 _GROUP_K = 16
 
 
@@ -33,13 +32,13 @@ class Model(ctypes.Structure):
 def fits(model: AccumulationModel) -> bool:
     """Whether the engine has a model: all of `f8emu.spec.CHIPS`, and most of those that a user makes.
 
-    Its panels hold whole steps, orders of K and promotions; a step is a divisor of 32, a promotion whole groups of 16.
+    Its panels hold whole steps, orders of K and promotions: steps of 8, 16 or 32, promotions of whole groups of 16.
     """
-    order, promote_k = len(model.order) or 1, model.promote_k or _LONGEST_STEP
+    order, promote_k = len(model.order) or 1, model.promote_k or 32
     return (
         model.accumulator == FLOAT32
         and model.operand in (None, FLOAT16)
-        and _LONGEST_STEP % model.step_k == 0
+        and model.step_k in (8, 16, 32)
         and promote_k % model.step_k == promote_k % _GROUP_K == 0
         and _LONGEST_ORDER % order == model.split_k_multiple % order == 0
         and (model.floored is None or model.floored.interleaved in (1, 2, 4, 8))

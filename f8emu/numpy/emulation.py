@@ -23,6 +23,11 @@ from f8emu.spec.scaling import Granularity
 from f8ref import numpy as oracle
 from f8ref.numpy.checks import checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 
+_SQUARE = 128
+"""Rows that share a 128x128 scale."""
+_Operand = tuple[Array, Array | None, int]
+"""[rows, K]; its scales, [1 or rows, 1 or blocks of K]; and how many rows share one of these."""
+
 
 def scaled_mm(
     a: ArrayLike,
@@ -52,9 +57,18 @@ def scaled_mm(
     gemm = checked_scaled_mm(a, b, scale_a, scale_b, **options)
     if not _is_native(gemm.model):
         return oracle.scaled_mm(a, b, scale_a, scale_b, **options)
-    scaling = engine.scaling_of(gemm.granularities)
     out = _empty(gemm.a_MK.shape[0], gemm.b_NK.shape[0], gemm.out_format)
-    _run(gemm.a_MK, gemm.b_NK, out, gemm.model, scaling, gemm.scale_a, gemm.scale_b.T, gemm.bias, split_k, width)
+    shared = [_SQUARE if granularity is Granularity.BLOCKWISE_128X128 else 1 for granularity in gemm.granularities]
+    _run(
+        (gemm.a_MK, gemm.scale_a[:: shared[0]], shared[0]),
+        (gemm.b_NK, gemm.scale_b.T[:: shared[1]], shared[1]),
+        out,
+        gemm.model,
+        engine.scaling_of(gemm.granularities),
+        bias=gemm.bias,
+        split_k=split_k,
+        width=width,
+    )
     return out
 
 
@@ -78,8 +92,9 @@ def scaled_grouped_mm(
         return oracle.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
     out = _empty(gemm.a_MK.shape[0], gemm.b_GKN.shape[2], gemm.out_format)
     for group, (start, stop) in enumerate(pairwise(gemm.bounds)):
-        of_group = gemm.scale_a_M[start:stop, None], gemm.scale_b_GN[group, :, None]
-        _run(gemm.a_MK[start:stop], gemm.b_GKN[group].T, out[start:stop], model, engine.GROUPED, *of_group, width=width)
+        a_group = gemm.a_MK[start:stop], gemm.scale_a_M[start:stop, None], 1
+        b_group = gemm.b_GKN[group].T, gemm.scale_b_GN[group, :, None], 1
+        _run(a_group, b_group, out[start:stop], model, engine.GROUPED, width=width)
     return out
 
 
@@ -91,30 +106,29 @@ def mm(
     if not _is_native(chip.bfloat16):
         return oracle.mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=chip)
     out = _empty(a_MK.shape[0], b_NK.shape[0], out_format)
-    _run(a_MK, b_NK, out, chip.bfloat16, engine.UNSCALED, split_k=split_k, width=width)
+    _run((a_MK, None, 1), (b_NK, None, 1), out, chip.bfloat16, engine.UNSCALED, split_k=split_k, width=width)
     return out
 
 
 def _run(
-    a_MK: Array,
-    b_NK: Array,
+    a: _Operand,
+    b: _Operand,
     out: Array,
     model: AccumulationModel,
     scaling: int,
-    scale_a: Array | None = None,
-    scale_b: Array | None = None,
+    *,
     bias: Array | None = None,
     split_k: int = 1,
     width: str | None = None,
 ) -> None:
-    """Writes to `out`. Scales are [1, 1], [rows, 1] or [rows, blocks of K]."""
-    a, b = _readable(a_MK), _readable(b_NK)
-    of_a, of_b, addend = (None if x is None else _readable(x) for x in (scale_a, scale_b, bias))
+    """Writes to `out`."""
+    alive: list[Array] = []  # copies among what is read
+    addend = None if bias is None else _readable(bias, alive)
     of_bias = (0, 0) if addend is None else (addend.ctypes.data, addend.strides[0] // addend.itemsize)
     engine.run(
-        (*out.shape, a.shape[1]),
-        _matrix(a, of_a),
-        _matrix(b, of_b),
+        (*out.shape, a[0].shape[1]),
+        _matrix(*a, alive),
+        _matrix(*b, alive),
         engine.Output(out.ctypes.data, *_strides(out), out.dtype.name, *of_bias, "float32"),
         model,
         scaling,
@@ -124,12 +138,14 @@ def _run(
     )
 
 
-def _matrix(x: Array, scale: Array | None) -> engine.Matrix:
-    """An operand [rows, K]; a scale of all rows, or of all K, has a stride of 0."""
+def _matrix(codes: Array, scale: Array | None, rows_per_scale: int, alive: list[Array]) -> engine.Matrix:
+    """An operand; a scale of all rows, or of all K, has a stride of 0."""
+    x = _readable(codes, alive)
     if scale is None:
         return engine.Matrix(x.ctypes.data, *_strides(x), x.dtype.name)
-    rows, blocks = (0 if extent == 1 else n for n, extent in zip(_strides(scale), scale.shape, strict=True))
-    return engine.Matrix(x.ctypes.data, *_strides(x), x.dtype.name, 1, scale.ctypes.data, rows, blocks)
+    factors = _readable(scale, alive)
+    rows, blocks = (0 if extent == 1 else n for n, extent in zip(_strides(factors), factors.shape, strict=True))
+    return engine.Matrix(x.ctypes.data, *_strides(x), x.dtype.name, rows_per_scale, factors.ctypes.data, rows, blocks)
 
 
 def _strides(x: Array) -> tuple[int, int]:
@@ -137,9 +153,12 @@ def _strides(x: Array) -> tuple[int, int]:
     return x.strides[0] // x.itemsize, x.strides[1] // x.itemsize
 
 
-def _readable(x: Array) -> Array:
+def _readable(x: Array, alive: list[Array]) -> Array:
     """`x`, or a copy of one that does not lie as an array of C does."""
-    return x if x.flags.aligned and not any(stride % x.itemsize for stride in x.strides) else x.copy()
+    if not x.flags.aligned or any(stride % x.itemsize for stride in x.strides):
+        x = x.copy()
+    alive.append(x)
+    return x
 
 
 def _empty(m: int, n: int, format: Format) -> Array:

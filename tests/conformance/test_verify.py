@@ -25,6 +25,7 @@ from f8emu.conformance.side_by_side import parts_of, processes_for
 from f8emu.conformance.stages import STAGES
 from f8emu.conformance.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.conformance.verify import StageResult, joined
+from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
 
 
@@ -210,7 +211,9 @@ def test_what_stands_beside_a_sample_is_not_zero() -> None:
 def test_unknown_stage_and_subject() -> None:
     with pytest.raises(SpecError, match=r"unknown stage 'recorded'; known stages are formats, .*golden"):
         verify([], stages=["recorded"])
-    with pytest.raises(SpecError, match=r"unknown subject 'numpy'; known .* f8ref.numpy, f8ref.jax, torch, f8emu.jax"):
+    with pytest.raises(
+        SpecError, match=r"unknown subject 'numpy'; known .* f8ref.numpy, f8ref.jax, f8emu.native.*, torch, f8emu.jax"
+    ):
         load_subject("numpy")
     with pytest.raises(SpecError, match="arrays must be one of torch, numpy, jax"):
         load_subject("f8ref.numpy", arrays="cupy")
@@ -219,12 +222,18 @@ def test_unknown_stage_and_subject() -> None:
 @pytest.mark.parametrize("name", list(SUBJECTS))
 def test_every_subject_takes_and_gives_numpy(name: str) -> None:
     pytest.importorskip({"f8ref.jax": "jax", "f8emu.jax": "jax"}.get(name, "torch" if name == "torch" else "numpy"))
+    if name == "f8emu.native" and library.unavailable():
+        pytest.skip(str(library.unavailable()))
     subject = load_subject(name)
+    assert name.partition(":")[0].rpartition(".")[2] in subject.engine
+    if name.startswith("f8emu.native"):  # its rooms give no casts
+        one = np.ones((1, 1), "bfloat16")
+        assert subject.verbs["mm"](one, one, out_dtype="float32", split_k=1).tolist() == [[1]]
+        return
     x = np.array([[1.0, -0.0, np.nan, 500.0]], np.float32)
     codes = subject.verbs["cast"](x, E4M3FN)
     assert codes.dtype.name == "float8_e4m3fn" and codes.tolist()[0][0] == 1.0
     assert codes.view(np.uint8).tolist() == [[0x38, 0x80, 0x7F, 0x7E]]
-    assert name.rpartition(".")[2] in subject.engine
 
 
 def test_processes_ask_the_same(golden: GoldenFile, tmp_path: Path) -> None:

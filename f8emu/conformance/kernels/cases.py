@@ -44,7 +44,8 @@ GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112),
 def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
     """The GEMMs for this kernel alone, beside those for every subject."""
     if kernel.is_grouped:
-        yield from _grouped(kernel)
+        is_fast = kernel.accumulation is Accumulation.FAST
+        yield from grouped_cases((True, False) if kernel.chooses_accumulation else (is_fast,))
     squares = Granularity.BLOCKWISE_128X128
     asked = {(Granularity.BLOCKWISE_1X128, squares) if pair == (squares, squares) else pair for pair in kernel.scales}
     for pair in HOPPER.granularity_pairs:
@@ -101,13 +102,11 @@ def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:
         yield replace(case, scale_a=scale_a, scale_b=scale_b)
 
 
-def _grouped(kernel: Kernel) -> Iterator[GemmCase]:
-    """Sizes of groups with both accumulations and all distributions, values of scales, and calls in turn."""
-    is_fast = kernel.accumulation is Accumulation.FAST
-    table = product(GROUPS, (True, False) if kernel.chooses_accumulation else (is_fast,))
+def grouped_cases(use_fast_accum: tuple[bool, ...] = (True, False)) -> Iterator[GemmCase]:
+    """Sizes of groups with these accumulations and all distributions, values of scales, and calls in turn."""
     cases = [
         _grouped_case(number, ends, CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)], fast)
-        for number, (ends, fast) in enumerate(table)
+        for number, (ends, fast) in enumerate(product(GROUPS, use_fast_accum))
     ]
     yield from cases
     for number, case in enumerate(cases):
