@@ -174,7 +174,11 @@ class _NoDerivative(torch.autograd.Function):
 
 def refuse_gradient(name: str, *args: Any) -> None:
     """Raise UnsupportedError if the result of the call would need a gradient."""
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+    if not torch.is_grad_enabled():
+        return
+    for x in args:
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            continue
         raise UnsupportedError(
             f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "
             "meaning; differentiate the linear layer around them, or call under torch.no_grad()"

@@ -26,8 +26,8 @@ from f8emu.torch.stand_in import seen_as_mm
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware requires."""
 _DEFAULT = f'"{HOPPER.name}"'
-_CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine]] = {}
-"""Signature of a `scaled_mm` that was checked -> its granularities and engine; emptied when it is full."""
+_CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine, int | None]] = {}
+"""Signature of a `scaled_mm` that was checked -> its granularities, engine and S; emptied when it is full."""
 _MOST_CHECKED = 4096
 
 
@@ -38,17 +38,36 @@ def _plain_scaled_mm(
     signature = signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias)
     known = _CHECKED.get((signature, settings))
     if known is None:
-        known = _checked(a, b, scale_a, scale_b, bias, *settings)
+        pair, found = _checked(a, b, scale_a, scale_b, bias, *settings)
+        known = pair, found, None if found is Engine.HARDWARE else _split_k(a, b, pair, *settings)
         if len(_CHECKED) >= _MOST_CHECKED:
             _CHECKED.clear()  # one step, whatever other threads do
         _CHECKED[signature, settings] = known
-    pair, found = known
-    out_dtype, use_fast_accum, _, _, _, *rest = settings
+    pair, found, split_k = known
+    out_dtype, use_fast_accum, _, _, _, _, *chip = settings
     if found is Engine.HARDWARE:
         options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
         return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
     names = found.value, pair[0].value, pair[1].value
-    return run_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, *rest)
+    return run_scaled_mm.function(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, split_k, *chip)
+
+
+def _split_k(
+    a: Tensor,
+    b: Tensor,
+    pair: tuple[Granularity, Granularity],
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    engine: str,
+    granularity_a: str | None,
+    granularity_b: str | None,
+    split_k: int | None,
+    chip: str = HOPPER.name,
+) -> int:
+    """S of an emulated `scaled_mm`: the one that is given, or the plan's [PLAN-1]."""
+    if split_k is not None:
+        return split_k
+    return scaled_mm_split_k(a, b, pair, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=CHIPS[chip])
 
 
 def _checked(
