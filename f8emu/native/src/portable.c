@@ -1,100 +1,72 @@
-/* Vectors of plain C, which a compiler may make of what it likes. */
+/* 128-bit vectors as gcc and clang have them on every machine: SSE2 on x86-64, NEON on aarch64. */
 #include <stdint.h>
 
 #define NAME f8_portable
+#if defined(__aarch64__)
+#define NAME_TEXT "NEON"
+#else
 #define NAME_TEXT "portable"
-#define LANES 8
+#endif
+#define LANES 4
 #define COLUMNS 16
 #define TOGETHER 1
 #define MAGNITUDES 0
 
-typedef struct { float x[LANES]; } vf;
-typedef struct { int32_t x[LANES]; } vi;
-typedef struct { uint8_t x[COLUMNS]; } vb;
-typedef int v_mask;
+typedef float vf __attribute__((vector_size(16)));
+typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vu __attribute__((vector_size(16)));
+typedef uint8_t vb __attribute__((vector_size(16)));
+typedef int16_t vb_halves __attribute__((vector_size(16)));
+typedef vi v_mask;
+
+/* Comparisons give all ones or zeros. */
 #define EACH(count) for (int i = 0; i < (count); i++)
+#define SELECT(mask, x, y) (((mask) & (x)) | (~(mask) & (y)))
 
-static inline vb vb_load(const uint8_t *x) { vb z; EACH(COLUMNS) z.x[i] = x[i]; return z; }
-static inline void vb_store(uint8_t *x, vb y) { EACH(COLUMNS) x[i] = y.x[i]; }
-static inline vb vb_all(uint32_t x) { vb z; EACH(COLUMNS / 4) __builtin_memcpy(z.x + 4 * i, &x, 4); return z; }
-static inline vb vb_max(vb x, vb y) { EACH(COLUMNS) x.x[i] = x.x[i] > y.x[i] ? x.x[i] : y.x[i]; return x; }
-static inline vb vb_add_saturated(vb x, vb y) {
-    EACH(COLUMNS) { int sum = x.x[i] + y.x[i]; x.x[i] = (uint8_t)(sum > 255 ? 255 : sum); }
-    return x;
-}
+static inline vb vb_load(const uint8_t *x) { vb z; __builtin_memcpy(&z, x, sizeof z); return z; }
+static inline void vb_store(uint8_t *x, vb y) { __builtin_memcpy(x, &y, sizeof y); }
+static inline vb vb_all(uint32_t x) { return (vb)((vi){0} + (int32_t)x); }
+static inline vb vb_max(vb x, vb y) { EACH(16) x[i] = x[i] > y[i] ? x[i] : y[i]; return x; }
+static inline vb vb_min(vb x, vb y) { EACH(16) x[i] = x[i] < y[i] ? x[i] : y[i]; return x; }
+static inline vb vb_add_saturated(vb x, vb y) { return vb_min(x, ~y) + y; }
+static inline vb vb_max_16(vb x, vb y) { vb larger = (vb)((vb_halves)x > (vb_halves)y); return SELECT(larger, x, y); }
+static inline vb vb_add_16(vb x, vb y) { return (vb)((vb_halves)x + (vb_halves)y); }
 
-static inline vb vb_max_16(vb x, vb y) {
-    int16_t a[COLUMNS / 2], b[COLUMNS / 2];
-    __builtin_memcpy(a, &x, sizeof x);
-    __builtin_memcpy(b, &y, sizeof y);
-    EACH(COLUMNS / 2) a[i] = a[i] > b[i] ? a[i] : b[i];
-    __builtin_memcpy(&x, a, sizeof x);
-    return x;
-}
-static inline vb vb_add_16(vb x, vb y) {
-    uint16_t a[COLUMNS / 2], b[COLUMNS / 2];
-    __builtin_memcpy(a, &x, sizeof x);
-    __builtin_memcpy(b, &y, sizeof y);
-    EACH(COLUMNS / 2) a[i] = (uint16_t)(a[i] + b[i]);
-    __builtin_memcpy(&x, a, sizeof x);
-    return x;
-}
-
-static inline vf vf_load(const float *x) { vf z; EACH(LANES) z.x[i] = x[i]; return z; }
-static inline void vf_store(float *x, vf y) { EACH(LANES) x[i] = y.x[i]; }
-static inline vf vf_all(float x) { vf z; EACH(LANES) z.x[i] = x; return z; }
-static inline vf vf_mul(vf x, vf y) { EACH(LANES) x.x[i] *= y.x[i]; return x; }
-static inline vf vf_bits(vi x) { vf z; __builtin_memcpy(&z, &x, sizeof z); return z; }
-static inline vf vf_and(vf x, uint32_t y) {
-    EACH(LANES) { uint32_t bits; __builtin_memcpy(&bits, &x.x[i], 4); bits &= y; __builtin_memcpy(&x.x[i], &bits, 4); }
-    return x;
-}
-static inline vi vi_bits(vf x) { vi z; __builtin_memcpy(&z, &x, sizeof z); return z; }
-static inline vf vf_from(vi x) { vf z; EACH(LANES) z.x[i] = (float)x.x[i]; return z; }
-
+static inline vf vf_load(const float *x) { vf z; __builtin_memcpy(&z, x, sizeof z); return z; }
+static inline void vf_store(float *x, vf y) { __builtin_memcpy(x, &y, sizeof y); }
+static inline vf vf_all(float x) { return (vf){x, x, x, x}; }
+static inline vf vf_mul(vf x, vf y) { return x * y; }
+static inline vf vf_bits(vi x) { return (vf)x; }
+static inline vi vi_bits(vf x) { return (vi)x; }
+static inline vf vf_and(vf x, uint32_t y) { return (vf)((vi)x & (int32_t)y); }
+static inline vf vf_from(vi x) { return __builtin_convertvector(x, vf); }
 static inline vf vf_from_both(vi x, vi y) {
-    vf z;
-    EACH(LANES) {
-        double sum = (double)x.x[i] + (double)y.x[i];
-        uint64_t bits;
-        __builtin_memcpy(&bits, &sum, 8);
-        bits &= 0xFFFFFFFFE0000000;
-        __builtin_memcpy(&sum, &bits, 8);
-        z.x[i] = (float)sum;
-    }
-    return z;
+    typedef double vd __attribute__((vector_size(32)));
+    typedef int64_t vl __attribute__((vector_size(32)));
+    vd sum = __builtin_convertvector(x, vd) + __builtin_convertvector(y, vd);
+    return __builtin_convertvector((vd)((vl)sum & ~0x1FFFFFFFLL), vf);
 }
 
-static inline vi vi_all(int32_t x) { vi z; EACH(LANES) z.x[i] = x; return z; }
-static inline vi vi_add(vi x, vi y) { EACH(LANES) x.x[i] = (int32_t)((uint32_t)x.x[i] + (uint32_t)y.x[i]); return x; }
-static inline vi vi_sub(vi x, vi y) { EACH(LANES) x.x[i] = (int32_t)((uint32_t)x.x[i] - (uint32_t)y.x[i]); return x; }
-static inline vi vi_max(vi x, vi y) { EACH(LANES) x.x[i] = x.x[i] > y.x[i] ? x.x[i] : y.x[i]; return x; }
-static inline vi vi_min(vi x, vi y) { EACH(LANES) x.x[i] = x.x[i] < y.x[i] ? x.x[i] : y.x[i]; return x; }
-static inline vi vi_shift_left_23(vi x) { EACH(LANES) x.x[i] = (int32_t)((uint32_t)x.x[i] << 23); return x; }
-static inline vi vi_from_bytes(const uint8_t *x) { vi z; EACH(LANES) z.x[i] = x[i]; return z; }
-static inline vi vi_from_halves(const int16_t *x) { vi z; EACH(LANES) z.x[i] = x[i]; return z; }
-static inline vi vi_exponent(vf x) {
-    vi z;
-    __builtin_memcpy(&z, &x, sizeof z);
-    EACH(LANES) z.x[i] = (int32_t)((uint32_t)z.x[i] >> 23 & 0xFF);
-    return z;
-}
+static inline vi vi_all(int32_t x) { return (vi){x, x, x, x}; }
+static inline vi vi_add(vi x, vi y) { return (vi)((vu)x + (vu)y); }
+static inline vi vi_sub(vi x, vi y) { return (vi)((vu)x - (vu)y); }
+static inline vi vi_max(vi x, vi y) { vi larger = x > y; return SELECT(larger, x, y); }
+static inline vi vi_min(vi x, vi y) { vi smaller = x < y; return SELECT(smaller, x, y); }
+static inline vi vi_shift_left_23(vi x) { return (vi)((vu)x << 23); }
+static inline vi vi_from_bytes(const uint8_t *x) { return (vi){x[0], x[1], x[2], x[3]}; }
+static inline vi vi_from_halves(const int16_t *x) { return (vi){x[0], x[1], x[2], x[3]}; }
+static inline vi vi_exponent(vf x) { return (vi)x >> 23 & 0xFF; }
 /* What no integer holds is outside what C defines; its output is not used. */
-static inline vi vi_cut(vf x) {
-    vi z;
-    EACH(LANES) z.x[i] = (int32_t)(x.x[i] > -0x1p31f && x.x[i] < 0x1p31f ? x.x[i] : 0);
-    return z;
-}
+static inline vi vi_cut(vf x) { return __builtin_convertvector(x, vi); }
+static inline vi vi_where_zero(vf x, vi y, vi z) { vi is_zero = x == 0; return SELECT(is_zero, y, z); }
 
-static inline vi vi_where_zero(vf x, vi y, vi z) { EACH(LANES) z.x[i] = x.x[i] == 0 ? y.x[i] : z.x[i]; return z; }
-
-static inline v_mask v_no_mask(void) { return 0; }
-static inline v_mask v_or_above(v_mask mask, vi x, int32_t limit) { EACH(LANES) mask |= x.x[i] >= limit; return mask; }
-static inline int v_any(v_mask mask) { return mask; }
+static inline v_mask v_no_mask(void) { return (vi){0}; }
+static inline v_mask v_or_above(v_mask mask, vi x, int32_t limit) { return mask | (x >= limit); }
+static inline int v_any(v_mask mask) { return (mask[0] | mask[1] | mask[2] | mask[3]) != 0; }
 
 static inline vi v_add_cut(vi sum, vf a, vf b, vf to_units, const char *signs) {
     (void)signs;
-    return vi_add(sum, vi_cut(vf_mul(vf_mul(a, b), to_units)));
+    return vi_add(sum, vi_cut(a * b * to_units));
 }
 static inline void v_toward_zero(void) {}
 static inline void v_to_nearest(void) {}
