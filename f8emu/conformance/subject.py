@@ -305,7 +305,7 @@ def _f8emu_native(width: str | None = None) -> Subject:
     return Subject(
         name="f8emu.native" if width is None else f"f8emu.native:{width.lower()}",
         engine=f"f8emu.native, {width or library.widths()[0]} on cpu",
-        verbs={name: partial(getattr(emulation, name), chip=HOPPER, width=width) for name in names},
+        verbs={name: partial(getattr(emulation, name), width=width) for name in names},
         is_thread_safe=True,
         more_gemms=engine_cases,
     )

@@ -18,6 +18,7 @@ from f8emu.native import library
 from f8emu.native.model import fits
 from f8emu.numpy.dtypes import Array, dtype_of
 from f8emu.spec.chip import AccumulationModel, Chip
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
 from f8ref import numpy as oracle
@@ -35,13 +36,13 @@ def scaled_mm(
     scale_a: ArrayLike,
     scale_b: ArrayLike,
     *,
-    granularity_a: Granularity,
-    granularity_b: Granularity,
+    granularity_a: Granularity | str = Granularity.TENSORWISE,
+    granularity_b: Granularity | str = Granularity.TENSORWISE,
     bias: ArrayLike | None = None,
-    out_dtype: Format | str,
-    use_fast_accum: bool,
-    split_k: int,
-    chip: Chip,
+    out_dtype: Format | str = "bfloat16",
+    use_fast_accum: bool = False,
+    split_k: int = 1,
+    chip: Chip = HOPPER,
     width: str | None = None,
 ) -> Array:
     """`f8ref.numpy.scaled_mm`."""
@@ -79,9 +80,9 @@ def scaled_grouped_mm(
     scale_b: ArrayLike,
     offs: ArrayLike,
     *,
-    out_dtype: Format | str,
-    use_fast_accum: bool,
-    chip: Chip,
+    out_dtype: Format | str = "bfloat16",
+    use_fast_accum: bool = False,
+    chip: Chip = HOPPER,
     width: str | None = None,
 ) -> Array:
     """`f8ref.numpy.scaled_grouped_mm`."""
@@ -99,7 +100,13 @@ def scaled_grouped_mm(
 
 
 def mm(
-    a: ArrayLike, b: ArrayLike, *, out_dtype: Format | str, split_k: int, chip: Chip, width: str | None = None
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    out_dtype: Format | str = "bfloat16",
+    split_k: int = 1,
+    chip: Chip = HOPPER,
+    width: str | None = None,
 ) -> Array:
     """`f8ref.numpy.mm`."""
     a_MK, b_NK, out_format = checked_mm(a, b, out_dtype, split_k)

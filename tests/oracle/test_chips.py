@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import f8ref.exact as exact
-import f8ref.numpy as reference
+import tests.oracle.together as reference
 from f8emu.conformance.distributions import draw_codes
 from f8emu.spec import E4M3FN, E5M2, FLOAT32, HOPPER, AccumulationModel, Chip, Evidence, Granularity, UnsupportedError
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import f8ref.numpy as ref
+import tests.oracle.together as ref
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,

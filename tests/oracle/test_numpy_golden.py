@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-import f8ref.numpy as f8
+import tests.oracle.together as f8
 from f8emu.conformance.golden import GoldenCase, shipped_golden
 
 GOLDEN = shipped_golden()

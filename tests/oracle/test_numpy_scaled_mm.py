@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import f8ref.numpy as f8
+import tests.oracle.together as f8
 from f8emu.spec import Granularity, OperandError, SpecError
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
