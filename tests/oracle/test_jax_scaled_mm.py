@@ -34,21 +34,36 @@ def test_tiles_are_put_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> Non
         return tiles.window(jnp.asarray(matrix), m_0, n_0, rows, columns)
 
     # The last row and column of tiles overlap their neighbours.
-    for limit, shape in ((tiles.TileLimit(400, 40), (16, 32)), (tiles.TileLimit(1200, 64), (24, 48))):
-        assert limit.shape(m, n) == shape
-        monkeypatch.setattr(tiles, "CPU_TILE", limit)
+    for limit, shape in ((400, (18, 20)), (1200, (27, 32)), (5100, (53, 96))):
+        monkeypatch.setattr(tiles, "LIMIT", limit)
+        assert tiles.tile_shape(m, n) == shape
         assert equal(jax.jit(functools.partial(tiles.tiled, m, n, tile))(), matrix)
 
 
-@pytest.mark.parametrize("limit", [tiles.CPU_TILE, tiles.WIDE_TILE])
-def test_tile_extents(limit: tiles.TileLimit) -> None:
+def test_tile_extents() -> None:
     rng = np.random.default_rng(61)
-    for m, n in (2.0 ** rng.uniform(0, 14, (500, 2))).astype(int).tolist():
-        wide = tiles.compact_extents(m, n, 1).n
-        rows, columns = limit.shape(m, wide)
-        assert 1 <= rows <= m and 1 <= columns <= wide
-        assert rows * columns <= 1.3 * limit.outputs + 16 * rows
-        assert rows * columns >= min(m * wide, limit.outputs) / 4
+    for m, n in (2.0 ** rng.uniform(0, 15, (500, 2))).astype(int).tolist():
+        rows, columns = tiles.tile_shape(m, n)
+        assert 1 <= rows <= m and 1 <= columns <= n
+        assert min(m * n, tiles.LIMIT) / 4 <= rows * columns <= tiles.LIMIT
+
+
+def test_tiled_gemms_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by blocks, and of groups that share tiles."""
+    rng = np.random.default_rng(63)
+    a, b = drawn(rng, (37, 300)), drawn(rng, (300, 45))
+    scale_a, scale_b = (jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32) for shape in ((37, 3), (3, 1)))
+    pair: Any = {"granularity_a": Granularity.BLOCKWISE_1X128, "granularity_b": Granularity.BLOCKWISE_128X128}
+    scales = jnp.ones(37, jnp.float32), jnp.ones((2, 45), jnp.float32), jnp.asarray([20, 33], jnp.int32)
+
+    def both() -> tuple[jax.Array, jax.Array]:
+        jax.clear_caches()
+        blockwise = scaled_mm(a, b, scale_a, scale_b, **pair)
+        return blockwise, scaled_grouped_mm(a, jnp.stack([b, -b]), *scales)
+
+    whole = both()
+    monkeypatch.setattr(tiles, "LIMIT", 400)
+    assert all(map(equal, both(), whole))
 
 
 def test_promotion_and_split_k_are_sums_of_parts() -> None:
@@ -162,15 +177,14 @@ def test_groups_are_transposed_rowwise_gemms_of_their_rows() -> None:
 
 
 def test_memory_of_the_compiled_program() -> None:
-    size = 2048
-    codes = jax.ShapeDtypeStruct((size, size), jnp.float8_e4m3fn)
+    """The operands unpacked, the accumulators, and a few times those of a tile."""
     scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    decoded = 2 * size * size * 4
-    for use_fast_accum in (False, True):
+    for size, use_fast_accum in ((2048, False), (2048, True), (16384, False)):
+        codes = jax.ShapeDtypeStruct((size, size), jnp.float8_e4m3fn)
         call = functools.partial(scaled_mm, use_fast_accum=use_fast_accum)
         memory = jax.jit(call).lower(codes, codes, scale, scale).compile().memory_analysis()
         assert memory is not None
-        assert memory.temp_size_in_bytes <= decoded
+        assert memory.temp_size_in_bytes <= 2 * 2 * size**2 + 4 * size**2 + 3 * 4 * min(size**2, tiles.LIMIT)
 
 
 def test_refusals() -> None:
@@ -198,30 +212,3 @@ def test_refusals() -> None:
         scaled_grouped_mm(a, b[None], row_a[:, 0], row_b, offs.astype(jnp.float32))
     with pytest.raises(OperandError, match=r"\[total_M, K\], \[G, K, N\]"):
         scaled_grouped_mm(a, b, row_a[:, 0], row_b, offs)
-
-
-def test_small_gemms_share_programs() -> None:
-    """After the first, other extents, formats and slices compile no sums; all give what programs of their own give."""
-    compiled: list[str] = []
-
-    def listen(event: str, duration_secs: float, **facts: str | int) -> None:
-        compiled.append(f"{event} {facts.get('fun_name')}")
-
-    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
-    rng = np.random.default_rng(67)
-    jax.clear_caches()  # of what other tests have compiled
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for m, n, k, a_dtype, b_dtype, slices in (
-            (33, 50, 270, e4m3, e4m3, 2),
-            (64, 17, 500, e5m2, e4m3, 3),
-            (1, 64, 140, e4m3, e5m2, 2),
-        ):
-            a, b = drawn(rng, (m, k), a_dtype), drawn(rng, (k, n), b_dtype)
-            compiled.clear()
-            observed = F32_MM(a, b, split_k=slices)
-            programs = [name for name in compiled if "backend_compile" in name]
-            assert (m == 33) == any("accumulators" in name for name in programs)
-            assert equal(observed, jax.jit(functools.partial(F32_MM, split_k=slices))(a, b))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

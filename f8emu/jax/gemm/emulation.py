@@ -198,7 +198,7 @@ def _program(gemm: _Gemm) -> Any:
 
 
 def _run(*operands: Any, gemm: _Gemm) -> jax.Array:
-    """An eager call: one program for each shape, or those that the eager GEMMs of f8ref.jax share."""
+    """An eager call: one program for each shape, or those of f8ref.jax."""
     is_on_cpu = all(device.platform == "cpu" for device in operands[0].devices())
     return _program(gemm)(*operands) if is_on_cpu and _is_registered() else gemm.emulated(*operands)
 

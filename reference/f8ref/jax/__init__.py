@@ -1,4 +1,4 @@
-"""The jit-able oracle: float8 as a GPU computes it, and the engine of the emulation on a CPU.
+"""The jit-able oracle: float8 as a GPU computes it, and the emulation on GPUs.
 
 Every verb gives the same bits eagerly and inside a user's `jax.jit`, on CPU and GPU, with x64 on and off. Formats,
 granularities, rules, output formats and flags are static. Nothing depends on what XLA does to floats (NUMERICS 6):

@@ -43,7 +43,7 @@ class Operand(NamedTuple):
 
 
 def unpacked_float8(code: jax.Array, format: Format) -> jax.Array:
-    """Float8 codes (uint32) of any format in one layout of 16 bits, so that a program serves them all.
+    """Float8 codes (uint32) of any format in one layout of 16 bits, which a step takes apart quickly.
 
     Bits 0 to 3 are the significand with its leading bit, in units of 2^-3; 4 to 10 the raw exponent plus 57, which is 0
     for a zero; 13 and 14 say NaN and not finite, both with the significand of a zero; 15 is the sign.

@@ -1,14 +1,14 @@
 """Between values and codes: decode, cast, quantize, dequantize."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from f8emu.spec import FLOAT8, FLOAT32, FORMATS, Format, Granularity, Overflow, float8_format, granularity_by_name
 from f8ref.jax import softfloat
 from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format, round_to_code, typed
-from f8ref.jax.compiling import program
 from f8ref.jax.scale import require_scales, spread
-from f8ref.jax.sharing import elementwise
 
 _DECODABLE = tuple(f.name for f in FORMATS.values() if f is not FLOAT32)
 
@@ -25,7 +25,7 @@ def decode(x: jax.Array) -> jax.Array:
         OperandError: the dtype is not a float8 format, float16 or bfloat16.
     """
     format = dtype_format(x, "decode", "x", _DECODABLE)
-    return elementwise(_decode, jnp.asarray(x), format=format)
+    return _decode(jnp.asarray(x), format)
 
 
 def cast(x: jax.Array, format: Format | str, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -45,7 +45,7 @@ def cast(x: jax.Array, format: Format | str, *, overflow: Overflow = Overflow.SA
     """
     target = float8_format("cast", format)
     source = high_precision_format(x, "cast", "x")
-    return elementwise(_cast, jnp.asarray(x), source=source, target=target, overflow=Overflow(overflow))
+    return _cast(jnp.asarray(x), source, target, Overflow(overflow))
 
 
 def quantize(
@@ -64,8 +64,7 @@ def quantize(
     granularity = granularity_by_name("quantize", granularity)
     source = high_precision_format(x, "quantize", "x")
     require_scales(inv_scale, x, granularity, "quantize", "inv_scale", "x")
-    factor = spread(jnp.asarray(inv_scale), granularity, *x.shape)
-    return elementwise(_quantize, jnp.asarray(x), factor, source=source, target=target)
+    return _quantize(jnp.asarray(x), jnp.asarray(inv_scale), granularity, source, target)
 
 
 def dequantize(
@@ -82,26 +81,29 @@ def dequantize(
     granularity = granularity_by_name("dequantize", granularity)
     source = dtype_format(codes, "dequantize", "codes", tuple(f.name for f in FLOAT8))
     require_scales(scale, codes, granularity, "dequantize", "scale", "codes")
-    factor = spread(jnp.asarray(scale), granularity, *codes.shape)
-    return elementwise(_dequantize, jnp.asarray(codes), factor, source=source)
+    return _dequantize(jnp.asarray(codes), jnp.asarray(scale), granularity, source)
 
 
-@program("format")
+@functools.partial(jax.jit, static_argnames="format")
 def _decode(x: jax.Array, format: Format) -> jax.Array:
     return softfloat.from_bits(float32_bits(codes(x, format), format))
 
 
-@program("source", "target", "overflow")
+@functools.partial(jax.jit, static_argnames=("source", "target", "overflow"))
 def _cast(x: jax.Array, source: Format, target: Format, overflow: Overflow) -> jax.Array:
     return typed(round_to_code(float32_bits(codes(x, source), source), target, overflow), target)
 
 
-@program("source", "target")
-def _quantize(x: jax.Array, factor: jax.Array, source: Format, target: Format) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("granularity", "source", "target"))
+def _quantize(
+    x: jax.Array, inv_scale: jax.Array, granularity: Granularity, source: Format, target: Format
+) -> jax.Array:
+    factor = spread(inv_scale, granularity, *x.shape)
     product = softfloat.multiply(float32_bits(codes(x, source), source), softfloat.bits(factor))
     return typed(round_to_code(product, target, Overflow.SATURATE), target)
 
 
-@program("source")
-def _dequantize(x: jax.Array, factor: jax.Array, source: Format) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("granularity", "source"))
+def _dequantize(x: jax.Array, scale: jax.Array, granularity: Granularity, source: Format) -> jax.Array:
+    factor = spread(scale, granularity, *x.shape)
     return softfloat.from_bits(softfloat.multiply(float32_bits(codes(x, source), source), softfloat.bits(factor)))

@@ -7,7 +7,6 @@ or the unit of a split-K slice.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec import BFLOAT16, E4M3FN, AccumulationModel, Format, Rounding
+from f8emu.spec import BFLOAT16, AccumulationModel, Format, Rounding
 from f8ref.jax import softfloat
 from f8ref.jax.accumulate import (
     Operand,
@@ -43,17 +42,6 @@ class Step(Enum):
     """Arithmetic on wide integers; the accumulator is a bit pattern."""
 
 
-class Span(NamedTuple):
-    """How far the sums of a GEMM go, in blocks: traced, so that one program serves many K."""
-
-    blocks: Index
-    per_slice: Index
-    is_promoted: bool | jax.Array
-    """[CHAIN-2] Read where the chain serves both."""
-    is_vector_pair: bool | jax.Array = False
-    """[EPI-5] Likewise: whether both operands have 1 x 128 scales."""
-
-
 class Chain(NamedTuple):
     """What is static about the sums of one GEMM."""
 
@@ -66,8 +54,6 @@ class Chain(NamedTuple):
     """K that shares a block scale."""
     has_start: bool = False
     """Whether the chain starts from any number, not from zero."""
-    serves_both: bool = False
-    """Whether the span says if partials are promoted, or how they are scaled, so that one program serves both."""
 
     @property
     def step(self) -> Step:
@@ -103,28 +89,6 @@ class Chain(NamedTuple):
         return self.blocks * self.block_k
 
     @property
-    def span(self) -> Span:
-        return Span(self.blocks, self.blocks_per_slice, self.model.promote_k is not None)
-
-    def compiled_for(self, k: int, *, is_shared: bool) -> "Chain":
-        """What a program of operands padded to `k` depends on; how far the sums go is its argument.
-
-        Unpacked float8 codes are of no format, and only that there are slices counts. Where GEMMs share a program of
-        float8 not even that does, nor whether partials are promoted: all chains are slices, of which one may be all.
-        """
-        if self.step is not Step.FLOAT8:
-            return self._replace(k=k, split_k=2 if self.blocks_per_slice < self.blocks else 1)
-        found = self._replace(a_format=E4M3FN, b_format=E4M3FN, k=k)
-        if not is_shared:
-            return found._replace(split_k=2 if self.blocks_per_slice < self.blocks else 1)
-        return found.for_both()._replace(split_k=2)
-
-    def for_both(self) -> "Chain":
-        """The chain of a program that learns from the span whether partials are promoted."""
-        model = replace(self.model, promote_k=None, split_k_multiple=self.unit_k)
-        return self._replace(model=model, serves_both=True)
-
-    @property
     def blocks_per_slice(self) -> int:
         """[CHAIN-3], [BF16-2] A slice is `ceil(K / S)` long, rounded up to whole blocks."""
         if self.split_k == 1:
@@ -132,13 +96,21 @@ class Chain(NamedTuple):
         multiple = self.model.split_k_multiple
         return max(1, math.ceil(math.ceil(self.k / self.split_k) / multiple) * (multiple // self.unit_k))
 
+    @property
+    def slices(self) -> int:
+        return math.ceil(self.blocks / self.blocks_per_slice)
+
+    def slice_blocks(self, s: Index) -> tuple[Index, Index]:
+        """The first block of a slice, and that after its last."""
+        return s * self.blocks_per_slice, jnp.minimum((s + 1) * self.blocks_per_slice, self.blocks)
+
 
 def operand(step: Step, x: jax.Array, format: Format) -> jax.Array:
     """A typed operand as the steps take it: unpacked float8 codes, or codes, as unsigned integers; 0 is a zero."""
     return unpacked_float8(codes(x, format), format) if step is Step.FLOAT8 else narrow_codes(x, format)
 
 
-def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Array:
+def chained_sum(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
     """The accumulators of one tile before any scale, as uint32 float32 bit patterns.
 
     Shapes: operands a [TM, padded_k], b [padded_k, TN] -> [TM, TN].
@@ -146,27 +118,17 @@ def chained_sum(chain: Chain, span: Span, a: jax.Array, b: jax.Array) -> jax.Arr
     zero = _zero(chain, a, b)
     # What is finite of float8 is 0 or of 2^-33 to 2^60: XLA's own float32 addition has nothing to flush.
     add = jnp.add if chain.step is Step.FLOAT8 else functools.partial(rounded_sum, chain.model)
-    blocks_sum, block_sum = _blocks_sum(chain, a, b), _block_sum(chain, a, b)
-
-    def either(i: jax.Array, total: jax.Array) -> jax.Array:
-        partial = block_sum(i, jnp.where(span.is_promoted, zero, total))
-        return jnp.where(span.is_promoted, add(total, partial), partial)
+    block_sum = _block_sum(chain, a, b)
 
     def one_slice(first: Index, end: Index) -> jax.Array:
-        if chain.serves_both:
-            return lax.fori_loop(first, end, either, zero)
         if chain.model.promote_k is None:  # [CHAIN-1]
-            return blocks_sum(first, end, zero)
+            return lax.fori_loop(first, end, block_sum, zero)
         return lax.fori_loop(first, end, lambda i, total: add(total, block_sum(i, zero)), zero)  # [CHAIN-2]
 
-    if chain.split_k == 1:
-        total = one_slice(0, span.blocks)
-    else:
+    def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
+        return add(total, one_slice(*chain.slice_blocks(s)))
 
-        def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
-            return add(total, one_slice(*_slice(span, s)))
-
-        total = lax.fori_loop(0, _slices(span), add_slice, zero)
+    total = one_slice(0, chain.blocks) if chain.slices == 1 else lax.fori_loop(0, chain.slices, add_slice, zero)
     return _with_specials(chain, a, b, total)
 
 
@@ -190,7 +152,6 @@ def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.
 
 def blockwise_sum(
     chain: Chain,
-    span: Span,
     a: jax.Array,
     b: jax.Array,
     promote: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
@@ -211,24 +172,15 @@ def blockwise_sum(
     def one_slice(first: Index, end: Index) -> jax.Array:
         return lax.fori_loop(first, end, one_block, jnp.zeros(zero.shape, jnp.uint32))
 
-    if chain.split_k == 1:
-        return one_slice(0, span.blocks)
+    if chain.slices == 1:
+        return one_slice(0, chain.blocks)
 
     def add_slice(s: jax.Array, total: jax.Array) -> jax.Array:  # [CHAIN-3]
-        found = one_slice(*_slice(span, s))
+        found = one_slice(*chain.slice_blocks(s))
         # The first total is not added to +0, which would turn -0 into +0.
         return jnp.where(s == 0, found, softfloat.add(total, found))
 
-    return lax.fori_loop(0, _slices(span), add_slice, jnp.zeros(zero.shape, jnp.uint32))
-
-
-def _slices(span: Span) -> Index:
-    return (span.blocks + span.per_slice - 1) // span.per_slice
-
-
-def _slice(span: Span, s: Index) -> tuple[Index, Index]:
-    """The first block of a slice, and that after its last."""
-    return s * span.per_slice, jnp.minimum((s + 1) * span.per_slice, span.blocks)
+    return lax.fori_loop(0, chain.slices, add_slice, jnp.zeros(zero.shape, jnp.uint32))
 
 
 def _zero(chain: Chain, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -240,34 +192,22 @@ def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, i * chain.block_k, chain.block_k, axis)
 
 
-def _blocks_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[Index, Index, jax.Array], jax.Array]:
-    """(first block, that after the last, accumulator) -> the accumulator after all their steps [CHAIN-1]."""
-    if chain.step is Step.FLOAT8:
-        steps, one_step = chain.block_k // chain.model.step_k, _step_along_k(chain, a, b)
-        return lambda first, end, accumulator: lax.fori_loop(first * steps, end * steps, one_step, accumulator)
-    block_sum = _block_sum(chain, a, b)
-    return lambda first, end, accumulator: lax.fori_loop(first, end, block_sum, accumulator)
-
-
-def _step_along_k(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[Index, jax.Array], jax.Array]:
-    """(index of the step along K, accumulator) -> the accumulator after it."""
-    step_k = chain.model.step_k
-
-    def one_step(i: Index, accumulator: jax.Array) -> jax.Array:
-        a_s = float8_operand(lax.dynamic_slice_in_dim(a, i * step_k, step_k, 1))
-        b_s = float8_operand(lax.dynamic_slice_in_dim(b, i * step_k, step_k, 0))
-        return float8_step(chain.model, accumulator, a_s, b_s)
-
-    return one_step
-
-
 def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """(block index, accumulator) -> the accumulator after all steps of the block."""
     step_k = chain.model.step_k
     steps = chain.block_k // step_k
     if chain.step is Step.FLOAT8:
-        step_at = _step_along_k(chain, a, b)
-        return lambda i, accumulator: lax.fori_loop(0, steps, lambda s, acc: step_at(i * steps + s, acc), accumulator)
+
+        def one_float8_step(k: jax.Array, accumulator: jax.Array) -> jax.Array:
+            a_s = float8_operand(lax.dynamic_slice_in_dim(a, k, step_k, 1))
+            b_s = float8_operand(lax.dynamic_slice_in_dim(b, k, step_k, 0))
+            return float8_step(chain.model, accumulator, a_s, b_s)
+
+        def float8_sum(i: jax.Array, accumulator: jax.Array) -> jax.Array:
+            first = i * chain.block_k
+            return lax.fori_loop(0, steps, lambda s, acc: one_float8_step(first + s * step_k, acc), accumulator)
+
+        return float8_sum
 
     fraction_bits = chain.a_format.fraction_bits + chain.b_format.fraction_bits
 

@@ -16,7 +16,6 @@ from f8emu.spec import (
 )
 from f8ref.jax import softfloat
 from f8ref.jax.codec import dtype_format
-from f8ref.jax.compiling import program
 from f8ref.jax.scale import Numbers, numbers_of, scales
 
 
@@ -53,7 +52,7 @@ def update_delayed_state(
     return _update(jax.tree.map(jnp.asarray, state), jnp.asarray(amax), numbers, is_newest)
 
 
-@program()
+@jax.jit
 def _update(state: DelayedState, amax: jax.Array, numbers: Numbers, is_newest: np.bool_) -> DelayedState:
     new = softfloat.bits(amax).reshape(1)
     is_usable = (new[0] > 0) & (new[0] < softfloat.INFINITY)

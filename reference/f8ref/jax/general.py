@@ -3,6 +3,8 @@
 Products are int32 and their sums 64 bits wide. The accumulator is a float32 bit pattern, which holds float16 too.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -10,7 +12,6 @@ from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Overflow,
 from f8ref.jax import softfloat, wide
 from f8ref.jax.accumulate import ZERO_EXPONENT, Operand
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
-from f8ref.jax.compiling import program
 from f8ref.jax.wide import Wide
 
 _INT32_TERMS = 16
@@ -32,13 +33,13 @@ def taken(
     return a, b, formats
 
 
-@program("format", "into")
+@functools.partial(jax.jit, static_argnames=("format", "into"))
 def _converted(x: jax.Array, format: Format, into: Format) -> jax.Array:
     # On bit patterns: XLA may flush what is subnormal.
     return typed(round_to_code(float32_bits(codes(x, format), format), into, Overflow.NONFINITE), into)
 
 
-@program("order")
+@functools.partial(jax.jit, static_argnames="order")
 def _ordered(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % len(order))])
     groups = x.reshape(*x.shape[:-1], -1, len(order))

@@ -1,5 +1,6 @@
 """A whole linear layer under a recipe, forward and backward: every amax, scale, code and product."""
 
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -26,10 +27,8 @@ from f8emu.spec import (
 from f8ref.jax import softfloat
 from f8ref.jax.cast import quantize
 from f8ref.jax.codec import codes, float32_bits, high_precision_format, round_to_code, typed
-from f8ref.jax.compiling import program
 from f8ref.jax.scale import amax, reciprocal, scale_from_amax
 from f8ref.jax.scaled_mm import mm, scaled_mm
-from f8ref.jax.sharing import elementwise, transpose
 
 
 def linear(
@@ -93,9 +92,7 @@ def _gemm(
 ) -> GemmTrace:
     gemm = recipe.gemms[name]
     a, b = (
-        _operand(
-            recipe, source, cast, transpose(tensors[source]) if transposed else tensors[source], states.get(source)
-        )
+        _operand(recipe, source, cast, tensors[source].T if transposed else tensors[source], states.get(source))
         for source, cast, transposed in zip(OPERANDS[name], (gemm.a, gemm.b), TRANSPOSED[name], strict=True)
     )
     return GemmTrace(a=a, b=b, product=_product(gemm, a, b, dtype, split_k, chip))
@@ -120,7 +117,7 @@ def _operand(recipe: Recipe, tensor: str, cast: Cast, x: jax.Array, state: Delay
 
 def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_k: int, chip: Chip) -> jax.Array:
     if gemm.is_high_precision:
-        return mm(a.codes, transpose(b.codes), out_dtype=dtype, split_k=split_k, chip=chip)
+        return mm(a.codes, b.codes.T, out_dtype=dtype, split_k=split_k, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = a.scale, b.scale
     if granularity_a is Granularity.ROWWISE:  # one scale beside rowwise ones is repeated
@@ -128,9 +125,9 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_
         scale_b = jnp.broadcast_to(scale_b, (b.codes.shape[0], 1))
     return scaled_mm(
         a.codes,
-        transpose(b.codes),
+        b.codes.T,
         scale_a,
-        transpose(scale_b),
+        scale_b.T,
         granularity_a=granularity_a,
         granularity_b=granularity_b,
         out_dtype=dtype,
@@ -141,20 +138,20 @@ def _product(gemm: Gemm, a: OperandTrace, b: OperandTrace, dtype: Format, split_
 
 
 def _rounded_to(format: Format, x: jax.Array) -> jax.Array:
-    return elementwise(_rounded, x, source=high_precision_format(x, "linear", "x"), format=format)
+    return _rounded(x, high_precision_format(x, "linear", "x"), format)
 
 
-@program("source", "format")
+@functools.partial(jax.jit, static_argnames=("source", "format"))
 def _rounded(x: jax.Array, source: Format, format: Format) -> jax.Array:
     return typed(round_to_code(float32_bits(codes(x, source), source), format, Overflow.NONFINITE), format)
 
 
 def _add_bias(product: jax.Array, bias: jax.Array, dtype: Format) -> jax.Array:
     """`product + bias` in the product's dtype: the bias is rounded to it, and the float32 sum again."""
-    return elementwise(_sum, product, _rounded_to(dtype, bias), dtype=dtype)
+    return _sum(product, _rounded_to(dtype, bias)[None, :], dtype)
 
 
-@program("dtype")
+@functools.partial(jax.jit, static_argnames="dtype")
 def _sum(x: jax.Array, y: jax.Array, dtype: Format) -> jax.Array:
     total = softfloat.add(float32_bits(codes(x, dtype), dtype), float32_bits(codes(y, dtype), dtype))
     return typed(round_to_code(total, dtype, Overflow.NONFINITE), dtype)

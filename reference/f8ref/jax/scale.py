@@ -1,7 +1,8 @@
 """Scales of an operand `[rows, K]`: amax and the scale rule."""
 
+import functools
 import struct
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,7 @@ from f8emu.spec import (
 )
 from f8ref.jax import softfloat
 from f8ref.jax.codec import dtype_format, float32_bits, high_precision_format, narrow_codes
-from f8ref.jax.compiling import program
-from f8ref.jax.sharing import elementwise, extended, is_shared, like, repeated, shared_extent
+from f8ref.jax.tiles import padded
 
 
 def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) -> jax.Array:
@@ -39,14 +39,7 @@ def amax(x: jax.Array, granularity: Granularity | str = Granularity.TENSORWISE) 
     granularity = granularity_by_name("amax", granularity)
     source = high_precision_format(x, "amax", "x")
     require_matrix(x, "amax", "x")
-    x = jnp.asarray(x)
-    if not is_shared(x):
-        return _amax(x, source, granularity)
-    blocks = _blocks(np, np.asarray(x), granularity)
-    shape = blocks.shape[0] * blocks.shape[2], blocks.shape[1] * blocks.shape[3]
-    groups = blocks.transpose(0, 2, 1, 3).reshape(shape)
-    found = _amax_of_rows(like(x, extended(groups, *map(shared_extent, shape))), source)
-    return like(x, np.asarray(found)[: shape[0]].reshape(blocks.shape[::2]))
+    return _amax(jnp.asarray(x), source, granularity)
 
 
 def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
@@ -66,12 +59,13 @@ def scale_from_amax(amax: jax.Array, format: Format | str, rule: ScaleRule = Sca
     dtype_format(amax, "scale_from_amax", "amax", (FLOAT32.name,))
     if not 0 <= margin <= MAX_MARGIN:
         raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}")
-    return elementwise(scales, jnp.asarray(amax), numbers=numbers_of(target, rule, margin))
+    return scales(jnp.asarray(amax), numbers_of(target, rule, margin))
 
 
+@jax.jit
 def reciprocal(inv_scale: jax.Array) -> jax.Array:
     """`1 / inv_scale`, correctly rounded: the scale that belongs to it."""
-    return elementwise(_reciprocal, inv_scale)
+    return softfloat.from_bits(softfloat.divide(jnp.uint32(softfloat.ONE), softfloat.bits(inv_scale)))
 
 
 def require_matrix(x: jax.Array, call: str, name: str) -> tuple[int, int]:
@@ -98,40 +92,26 @@ def spread(scale: jax.Array, granularity: Granularity, rows: int, k: int) -> jax
     """The scale of every element, broadcastable to [rows, k], from scales of `granularity.scale_shape(rows, k)`."""
     shape = granularity.scale_shape(rows, k)
     if not granularity.is_blockwise:
-        return scale if scale.shape == shape else scale.reshape(shape)
+        return scale.reshape(shape)
     for axis, (block, extent) in enumerate(zip(granularity.block, (rows, k), strict=True)):
-        scale = repeated(scale, block or extent, axis, extent)
+        scale = jnp.repeat(scale, block or extent, axis=axis)
+        scale = jax.lax.slice_in_dim(scale, 0, extent, axis=axis)
     return scale
 
 
-@program("source", "granularity")
+@functools.partial(jax.jit, static_argnames=("source", "granularity"))
 def _amax(x: jax.Array, source: Format, granularity: Granularity) -> jax.Array:
-    return _largest(_blocks(jnp, narrow_codes(x, source), granularity), (1, 3), source)
-
-
-@program("source")
-def _amax_of_rows(x: jax.Array, source: Format) -> jax.Array:
-    return _largest(narrow_codes(x, source), (1,), source)
-
-
-def _largest(codes: jax.Array, axes: tuple[int, ...], source: Format) -> jax.Array:
+    groups_m, groups_k = granularity.scale_shape(*x.shape)
+    block_m, block_k = (size or extent for size, extent in zip(granularity.block, x.shape, strict=True))
+    magnitude = narrow_codes(x, source) & source.magnitude_mask
+    magnitude = padded(magnitude, groups_m * block_m, groups_k * block_k)
     # Codes without a sign are ordered as what they mean, every NaN beyond infinity: the integer maximum propagates one.
-    magnitude = jnp.max(codes & source.magnitude_mask, axis=axes, initial=0)
-    return softfloat.from_bits(float32_bits(magnitude.astype(jnp.uint32), source))
-
-
-def _blocks(numpy: Any, x: Any, granularity: Granularity) -> Any:
-    """The elements that share a scale, zeros among them, along the second and last dimension; of numpy's or JAX's."""
-    rows, k = x.shape
-    groups_m, groups_k = granularity.scale_shape(rows, k)
-    block_m, block_k = granularity.block
-    block_m, block_k = block_m or rows, block_k or k
-    padding = ((0, groups_m * block_m - rows), (0, groups_k * block_k - k))
-    return numpy.pad(x, padding).reshape(groups_m, block_m, groups_k, block_k)
+    largest = jnp.max(magnitude.reshape(groups_m, block_m, groups_k, block_k), axis=(1, 3), initial=0)
+    return softfloat.from_bits(float32_bits(largest.astype(jnp.uint32), source))
 
 
 class Numbers(NamedTuple):
-    """What a rule makes of amaxes, as arguments of a program that serves them all."""
+    """What a rule makes of amaxes."""
 
     numerator: np.uint32
     floored: np.uint32
@@ -153,7 +133,7 @@ def numbers_of(target: Format, rule: ScaleRule, margin: int) -> Numbers:
     )
 
 
-@program()
+@jax.jit
 def scales(amax: jax.Array, numbers: Numbers) -> Scales:
     """`scale_from_amax` by the numbers of a rule."""
     bits = softfloat.bits(amax)
@@ -163,12 +143,7 @@ def scales(amax: jax.Array, numbers: Numbers) -> Scales:
     inv_scale = jnp.where(is_low & (magnitude <= softfloat.INFINITY), numbers.floored, inv_scale)
     # The mask alone would make an infinity of a NaN.
     inv_scale = jnp.where(inv_scale > softfloat.INFINITY, inv_scale, inv_scale & numbers.kept)
-    return Scales(softfloat.from_bits(inv_scale), _reciprocal(softfloat.from_bits(inv_scale)))
-
-
-@program()
-def _reciprocal(inv_scale: jax.Array) -> jax.Array:
-    return softfloat.from_bits(softfloat.divide(jnp.uint32(softfloat.ONE), softfloat.bits(inv_scale)))
+    return Scales(softfloat.from_bits(inv_scale), reciprocal(softfloat.from_bits(inv_scale)))
 
 
 def _float32_bits(value: float) -> int:

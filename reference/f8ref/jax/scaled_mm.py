@@ -22,7 +22,6 @@ from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_fo
 from f8ref.jax.epilogue import finish, product
 from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators, multiply_adds
 from f8ref.jax.general import taken
-from f8ref.jax.sharing import repeated
 
 
 def scaled_mm(
@@ -72,14 +71,13 @@ def scaled_mm(
     chain = Chain(model, *formats, a.shape[1], slices, scale_block_k=pair[0].block[1] if is_blockwise else None)
     addend = _bias(call, bias, n)
     if is_blockwise:
-        every_row, every_column = _spread(scale_a, pair[0], 0, m), _spread(scale_b, pair[1], 1, n)
-        return finish(blockwise_totals(a, b, every_row, every_column, chain, pair), (), addend, out, m=m, n=n)
+        return finish(blockwise_totals(a, b, scale_a, scale_b, chain, pair), (), addend, out)
     is_tensorwise = pair[0] is Granularity.TENSORWISE
     if is_tensorwise:
         factors = (product(scale_a.reshape(1, 1), scale_b.reshape(1, 1)),)
     else:
         factors = (scale_b, scale_a)
-    return finish(accumulators(a, b, chain), factors, addend, out, m=m, n=n, adds_zero=is_tensorwise)
+    return finish(accumulators(a, b, chain), factors, addend, out, adds_zero=is_tensorwise)
 
 
 def scaled_grouped_mm(
@@ -155,10 +153,10 @@ def mm(
     """
     dtype_format(a, "mm", "a", (BFLOAT16.name,))
     dtype_format(b, "mm", "b", (BFLOAT16.name,))
-    m, n, k = _extents("mm", a, b)
+    _, _, k = _extents("mm", a, b)
     chain = Chain(chip.bfloat16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
     totals = accumulators(jnp.asarray(a), jnp.asarray(b), chain)
-    return finish(totals, (), None, output_format("mm", out_dtype), m=m, n=n)
+    return finish(totals, (), None, output_format("mm", out_dtype))
 
 
 def mma(
@@ -189,13 +187,6 @@ def mma(
     a, transposed, formats = taken(model, a, b.T, formats)
     chain = Chain(model, *formats, a.shape[1], has_start=True)
     return finish(multiply_adds(a, transposed.T, float32_bits(codes(c, out), out), chain), (), None, out)
-
-
-def _spread(scale: jax.Array, granularity: Granularity, axis: int, extent: int) -> jax.Array:
-    """128 x 128 scales repeated for each of their rows (or columns); other scales as they are."""
-    if granularity is not Granularity.BLOCKWISE_128X128:
-        return scale
-    return repeated(scale, granularity.block[0] or extent, axis, extent)
 
 
 def _extents(call: str, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
