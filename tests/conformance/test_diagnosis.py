@@ -659,7 +659,9 @@ def test_torch_on_a_cpu_scales_first_and_adds_in_float32() -> None:
         pytest.skip("here it is the hardware")
     (found,) = diagnose(load_subject("torch:_scaled_mm"), kinds=[BY_NAME["tensorwise fast"]], memory=MEMORY)
     assert found.best is not None and found.best.alterations[0].startswith("scales "), found
-    assert found.best.is_complete or found.is_nearly_explained, found  # oneDNN has a kernel for each CPU
+    # oneDNN has a kernel for each CPU, and adds in an order of its own: two in three of what differs are explained.
+    unexplained = found.outputs_total - found.best.outputs_equal
+    assert 3 * unexplained <= found.outputs_total - found.outputs_equal, found
 
 
 def test_xla_on_a_cpu_adds_in_float32() -> None:

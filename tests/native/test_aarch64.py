@@ -19,7 +19,7 @@ if library.unavailable() or not (shutil.which(COMPILER) and shutil.which(EMULATO
 from f8emu.spec import FLOAT8, HOPPER, Granularity  # noqa: E402
 from tests.native import test_cast, test_gemm  # noqa: E402
 
-SOURCES = Path(library.path()).parent / "src"
+SOURCES = Path(library.__file__).with_name("src")
 SIZES = {FORMATS[name]: size for name, size in (("bfloat16", 2), ("float16", 2), ("float32", 4))}
 
 
