@@ -1,4 +1,4 @@
-"""S as cuBLAS's own heuristic gives it, beside the shipped plan [PLAN-1..6].
+"""S as cuBLAS's own heuristic gives it, beside a shipped plan [PLAN-1..7].
 
     python -m benchmarks.proofs.split_k --json OUT        on a GPU, a minute; no GEMM runs
     python -m benchmarks.proofs.split_k --describe        anywhere: the questions as they would be asked
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import facts, write_json
+from f8emu.cublaslt import WORKSPACE_BYTES, CublasLt, loaded_path, question
+from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.formats import E4M3FN, E5M2
-from f8emu.spec.plan import BLOCKWISE_GEMMS, LAYOUTS, PlannedGemm, shipped_plan
-from f8emu.torch.gemm.cublaslt import WORKSPACE_BYTES, CublasLt, question
+from f8emu.spec.plan import BLOCKWISE_GEMMS, LAYOUTS, Plan, PlannedGemm, shipped_plan
 
 SEED = 20261123
 OUTPUTS = ("float32", "bfloat16", "float16")
@@ -48,9 +49,9 @@ def random_gemms(kind: dict[str, Any], count: int) -> Iterator[PlannedGemm]:
             yield PlannedGemm(m=m, n=n, k=k, **kind)
 
 
-def compare(split_k: Callable[[PlannedGemm], int], count: int) -> dict[str, dict[str, int]]:
+def compare(plan: Plan, split_k: Callable[[PlannedGemm], int], count: int) -> dict[str, dict[str, int]]:
     """How often the plan's rule says what the library says, all shapes and those that are split."""
-    plan, rows = shipped_plan(), {}
+    rows: dict[str, dict[str, int]] = {}
     for table, kind in KINDS.items():
         recorded = [shape for of, *shape in plan.recorded if of == table]
         sets = {
@@ -74,17 +75,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--count", type=int, default=4000, help="random shapes of each table")
     parser.add_argument("--describe", action="store_true", help="print one question of each table")
+    parser.add_argument("--chip", default=HOPPER.name, help="the profile whose plan is compared: Hopper, H100")
     arguments = parser.parse_args()
     if arguments.describe:
         for table, kind in KINDS.items():
             print(table, question(next(random_gemms(kind, 1))))
         return
-    library = CublasLt()
-    rows = compare(lambda gemm: library.split_k(question(gemm)), arguments.count)
+    import torch
+
+    path = loaded_path()
+    assert path, "torch has loaded no cublasLt"
+    library, plan = CublasLt(path), shipped_plan(CHIPS[arguments.chip].plan)
+    rows = compare(plan, lambda gemm: library.split_k(question(gemm)), arguments.count)
     print(json.dumps(rows, indent=1))
     if arguments.json:
-        import torch
-
         told = facts("benchmarks.proofs.split_k", sys.argv[1:], torch.device("cuda"))
         write_json(arguments.json, {**told, "cublasLt": library.version, "seed": SEED, "tables": rows})
 

@@ -1,36 +1,56 @@
-"""Asks cuBLAS's heuristic for S of millions of shapes [PLAN-1..6]: the labels that `split_k_fit` fits trees on.
+"""Asks cuBLAS's heuristic for S of millions of shapes [PLAN-1..7]: the labels that `split_k_fit` fits trees on.
 
-    python -m benchmarks.proofs.split_k_labels LABELS [--chunks 228 162 39]   on a GPU: random shapes of every table
-    python -m benchmarks.proofs.split_k_labels LABELS --selected ROUND        on a GPU: shapes that split_k_fit selected
+    python -m benchmarks.proofs.split_k_labels LABELS --seconds 480        on a GPU with 16 cores: 20 million labels
 
-A library's answer takes a core 0.2 ms, so the first takes five minutes of 16 cores. `LABELS` is a folder: `random.npz`
-has S by table, [chunk, shape], of the shapes that `drawn` gives; `selected_{ROUND}.npz` S of those of
-`shapes_{ROUND}.npz`, a row (M, N / 16, K / 16) each.
+An answer takes a core 0.2 ms. Each table's first labels are random shapes; the later ones those of random shapes on
+which four trees, each fitted on a part of the labels, do not agree: there the library changes from one tile to another,
+and a label says more than one of a random shape. The trees are fitted again when there are 0.4 times as many labels
+more.
+
+`LABELS` is a folder. `random.npz` has S by table, [chunk, shape], of the shapes that `drawn` gives; `selected_*.npz` by
+table which of `candidates` were asked, a bit each, and their S. Needs scikit-learn, which f8emu does not.
 """
 
 import argparse
+import contextlib
+import functools
 import multiprocessing
-import sys
-from collections.abc import Iterator
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.proofs.split_k import KINDS, SEED, SHORTEST_K
-from f8emu.spec.plan import BLOCKWISE_GEMMS, MAX_K, MAX_M, MAX_N, PlannedGemm
-from f8emu.torch.gemm.cublaslt import WORKSPACE_BYTES, asked_split_k
+from benchmarks.proofs.split_k_trees import fit, held_out, predicted
+from f8emu.cublaslt import WORKSPACE_BYTES, CublasLt, loaded_path, question
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.plan import MAX_K, MAX_M, MAX_N, PlannedGemm
 
 CHUNK = 20_000
 """Shapes that are drawn at a time."""
 LOG_UNIFORM = CHUNK * 3 // 5
 """So many of a chunk, the first ones; the others are sizes as layers have them."""
+CANDIDATES = 5 * CHUNK
+"""That are drawn to select from at a time."""
 GROUPS = {
     "bfloat16 tn, nn": ["bfloat16 tn", "bfloat16 nn"],
     "bfloat16 nt, tt": ["bfloat16 nt", "bfloat16 tt"],
-    "float8": [t for t, kind in KINDS.items() if kind["gemm"] != "bfloat16" and t not in BLOCKWISE_GEMMS],
+    "float8": [table for table, kind in KINDS.items() if kind["gemm"] != "bfloat16"],
 }
-"""Tables that are asked for the same shapes. Block scales with float32 outputs have no trees of their own."""
+"""Tables that are asked for the same shapes."""
+TABLES = {table: group for group, tables in GROUPS.items() for table in tables}
+SHARES = {**dict.fromkeys(TABLES, 1.0), "bfloat16 tn": 15, "bfloat16 nn": 15, "bfloat16 nt": 5, "bfloat16 tt": 7}
+"""How many labels a table gets, beside the others."""
+RANDOM = {group: chunks * CHUNK for group, chunks in zip(GROUPS, (40, 20, 8), strict=True)}
+"""The labels of random shapes that the first trees of a table are fitted on."""
+COMMITTEE = 4
+"""So many trees are fitted, each on a random part of the labels."""
+PART = 0.6
 
 
 def drawn(group: str, chunk: int, count: int = CHUNK) -> np.ndarray:
@@ -77,44 +97,166 @@ def as_asked(shapes: np.ndarray, table: str) -> np.ndarray:
     return shapes + -shapes % (4, 1, 1) if table.startswith("blockwise_1x128") else shapes
 
 
-def _answers(job: tuple[str, np.ndarray]) -> np.ndarray:
-    """S of each shape, in a process of its own."""
-    table, shapes = job
-    asked = (PlannedGemm(m=m, n=n, k=k, **KINDS[table]) for m, n, k in shapes.tolist())
-    return np.array([asked_split_k(gemm) for gemm in asked], np.uint8)
+class Table:
+    """The labels of one table."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.share = name, SHARES[name]
+        self.random: dict[int, np.ndarray] = {}
+        self.selected: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        """The shapes that were selected from a chunk of candidates, S of each, and a bit for each candidate."""
+        self.asked = self.count = self.coming = self.fitted_on = 0
+        self.trees: list[Path] = []
+        """The committee, once it is fitted."""
+        self.is_fitting = False
+
+    def labels(self) -> tuple[np.ndarray, np.ndarray]:
+        """Shapes and S of all that may be fitted on."""
+        drawn_shapes = np.concatenate([drawn(TABLES[self.name], chunk) for chunk in self.random])
+        shapes = np.concatenate([as_asked(drawn_shapes, self.name), *(found[0] for found in self.selected.values())])
+        split = np.concatenate([*self.random.values(), *(found[1] for found in self.selected.values())])
+        kept = ~held_out(*shapes.T) & (split > 0)
+        return shapes[kept], split[kept]
 
 
-def _random(pool: Any, chunks: list[int]) -> Iterator[tuple[str, np.ndarray]]:
-    for (group, tables), count in zip(GROUPS.items(), chunks, strict=True):
-        for table in tables:
-            yield table, np.stack(list(pool.imap(_answers, ((table, drawn(group, at)) for at in range(count)))))
-            print(f"{table}: {count} chunks of {CHUNK}", file=sys.stderr)
+class Asking:
+    """All tables, and the processes that ask for them until the time is over."""
+
+    def __init__(self, pool: ProcessPoolExecutor, path: str, tables: list[str], trees: Path, until: float) -> None:
+        self.pool, self.path, self.trees, self.until = pool, path, trees, until
+        self.tables = [Table(name) for name in tables]
+        self.running: dict[Future[Any], Callable[[Any], None]] = {}
+
+    def run(self, processes: int) -> None:
+        while True:
+            while len(self.running) < 2 * processes and time.monotonic() < self.until:
+                self._ask(min(self.tables, key=lambda table: (table.count + table.coming) / table.share))
+            if not self.running:
+                return
+            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
+                self.running.pop(future)(future.result())
+
+    def _ask(self, table: Table) -> None:
+        """More labels of a table, and the trees that select them."""
+        chunk, is_random = table.asked, not table.trees
+        expected = CHUNK if is_random else CHUNK // 8
+        table.asked, table.coming = chunk + 1, table.coming + expected
+
+        def take(found: Any) -> None:
+            table.coming -= expected
+            table.count += len(found) if is_random else len(found[0])
+            (table.random if is_random else table.selected)[chunk] = found
+            if table.count >= max(RANDOM[TABLES[table.name]], 1.4 * table.fitted_on) and not table.is_fitting:
+                self._fit(table)
+
+        if is_random:
+            self.running[self.pool.submit(_random, self.path, table.name, chunk)] = take
+        else:
+            self.running[self.pool.submit(_selected, self.path, table.name, chunk, table.trees)] = take
+
+    def _fit(self, table: Table) -> None:
+        if time.monotonic() > self.until - LAST_FIT:
+            return
+        shapes, split = table.labels()
+        table.is_fitting, table.fitted_on = True, table.count
+        rng = np.random.default_rng(table.count)
+        paths = [self.trees / f"{table.name} {table.count} {at}" for at in range(COMMITTEE)]
+        left = [*paths]
+
+        def take(fitted: Path) -> None:
+            left.remove(fitted)
+            if not left:
+                table.trees, table.is_fitting = paths, False
+                print(f"{table.name}: {table.count} labels, trees of {table.fitted_on}", flush=True)
+
+        for path in paths:
+            part = rng.random(len(split)) < PART
+            self.running[self.pool.submit(_fitted, path, table.name, shapes[part], split[part])] = take
+
+    def write(self, folder: Path) -> None:
+        random: dict[str, Any] = {}
+        for table in self.tables:
+            count = next(chunk for chunk in range(len(table.random) + 1) if chunk not in table.random)
+            random[table.name] = np.stack([table.random[chunk] for chunk in range(count)])
+            selected = sum(len(split) for _, split, _ in table.selected.values())
+            print(f"{table.name}: {count * CHUNK} random, {selected} selected", flush=True)
+        np.savez_compressed(folder / "random.npz", **random)
+        for at, group in enumerate((["bfloat16 tn"], ["bfloat16 nn"], GROUPS["bfloat16 nt, tt"], GROUPS["float8"])):
+            found: dict[str, Any] = {}
+            for table in self.tables:
+                if table.name in group and table.selected:
+                    _, split, asked = zip(*table.selected.values(), strict=True)
+                    found[f"{table.name}: chunks"] = np.array([*table.selected])
+                    found[f"{table.name}: asked"], found[f"{table.name}: S"] = np.stack(asked), np.concatenate(split)
+            np.savez_compressed(folder / f"selected_{at}.npz", **found)
 
 
-def _selected(pool: Any, shapes: Any) -> Iterator[tuple[str, np.ndarray]]:
-    for table in shapes.files:
-        rows = shapes[table].astype(np.int64) * (1, 16, 16)
-        parts = np.array_split(rows, max(1, len(rows) // 1000))
-        yield table, np.concatenate(list(pool.imap(_answers, ((table, part) for part in parts))))
-        print(f"{table}: {len(rows)} shapes", file=sys.stderr)
+LAST_FIT = 50
+"""Seconds before the end after which no tree would be of use."""
+
+
+@functools.cache
+def _library(path: str) -> CublasLt:
+    return CublasLt(path)
+
+
+def _answers(path: str, table: str, shapes: np.ndarray) -> np.ndarray:
+    """S of each shape; 0 where the library has no answer."""
+    library, found = _library(path), np.zeros(len(shapes), np.uint8)
+    for at, (m, n, k) in enumerate(shapes.tolist()):
+        with contextlib.suppress(UnsupportedError):
+            found[at] = library.split_k(question(PlannedGemm(m=m, n=n, k=k, **KINDS[table])))
+    return found
+
+
+def _random(path: str, table: str, chunk: int) -> np.ndarray:
+    return _answers(path, table, drawn(TABLES[table], chunk))
+
+
+def _fitted(path: Path, table: str, shapes: np.ndarray, split: np.ndarray) -> Path:
+    path.write_bytes(pickle.dumps(fit(shapes, split, table, max_features=25)))
+    return path
+
+
+@functools.lru_cache(8 * COMMITTEE)
+def _read(path: Path) -> Any:
+    return pickle.loads(path.read_bytes())
+
+
+def candidates(table: str, chunk: int) -> np.ndarray:
+    """Random shapes to select from."""
+    return as_asked(drawn(TABLES[table], 1_000_000 + chunk, CANDIDATES), table)
+
+
+def _selected(path: str, table: str, chunk: int, trees: list[Path]) -> tuple[np.ndarray, ...]:
+    shapes = candidates(table, chunk)
+    said = predicted([_read(tree) for tree in trees], shapes, table)
+    asked = (said != said[0]).any(0) & ~held_out(*shapes.T)
+    return shapes[asked], _answers(path, table, shapes[asked]), np.packbits(asked)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("labels", type=Path)
-    parser.add_argument("--chunks", type=int, nargs=len(GROUPS), default=[228, 162, 39], help="of each group of tables")
-    parser.add_argument("--selected", type=int, metavar="ROUND")
+    parser.add_argument("--seconds", type=float, default=480)
+    parser.add_argument("--tables", nargs="+", default=list(TABLES), help="to ask for (default: all)")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     arguments = parser.parse_args()
+    until = time.monotonic() + arguments.seconds
     arguments.labels.mkdir(parents=True, exist_ok=True)
-    with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
-        if arguments.selected is None:
-            name, labels = "random.npz", _random(pool, arguments.chunks)
-        else:
-            name, shapes = f"selected_{arguments.selected}.npz", f"shapes_{arguments.selected}.npz"
-            labels = _selected(pool, np.load(arguments.labels / shapes))
-        found: dict[str, Any] = dict(labels)
-    np.savez_compressed(arguments.labels / name, **found)
+    import torch  # noqa: F401 - it loads cublasLt
+
+    path = loaded_path()
+    assert path, "torch has loaded no cublasLt"
+    with (
+        tempfile.TemporaryDirectory() as trees,
+        ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn")) as pool,
+    ):
+        asking = Asking(pool, path, arguments.tables, Path(trees), until)
+        try:
+            asking.run(arguments.processes)
+        finally:
+            asking.write(arguments.labels)
 
 
 if __name__ == "__main__":

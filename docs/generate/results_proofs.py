@@ -72,20 +72,20 @@ def _explanation(diagnosis: list[Entry]) -> str:
 
 def split_k() -> str:
     """How often the plan names the S that cuBLAS takes."""
-    h200, h100 = (record(f"split_k_asked-{gpu}")["tables"] for gpu in ("h200", "h100"))
-    fitted = record("split_k_rule-h200")["tables"]
-
-    def right(found: Entry, what: str) -> str:
-        return f"{100 * found[f'{what} right'] / found[what]:.1f} %"
-
-    rows = []
-    for name, found in h200.items():
-        layers = fitted.get(name, {}).get("layers")
-        share = f"{100 * layers[1] / layers[0]:.1f} %" if layers else NO_FIGURE
+    fitted = [record(f"split_k_rule-{gpu}")["tables"] for gpu in ("h200", "h100")]
+    rows: list[list[str]] = []
+    for name, found in record("split_k_asked-h100")["tables"].items():
         label = name.replace("float8_e5m2", "E5M2").replace("float8_e4m3fn", "E4M3").replace("_", " ")
-        rows.append([label, right(found, "random"), right(found, "random split"), share, right(h100[name], "random")])
-    columns = ["GEMM", "H200, random shapes", "of those that split", "shapes of layers", "H100, random shapes"]
-    sources = lines("split_k_asked-h200", "split_k_rule-h200", "split_k_asked-h100", packages=("torch", "scikit-learn"))
+        scores = [scores[name][sample] for scores in fitted for sample in ("log-uniform", "layers")]
+        scores.append([found["random"], found["random right"]])
+        rows.append([label, *(f"{100 * right / shapes:.1f} %" for shapes, right, *_ in scores)])
+    columns = [
+        "GEMM",
+        *(f"{gpu}, {what}" for gpu in ("H200", "H100") for what in ("random shapes", "shapes of layers")),
+    ]
+    columns += ["H100 by the H200's plan"]
+    names = ("split_k_rule-h200", "split_k_rule-h100", "split_k_asked-h100", "split_k_asked-h200")
+    sources = lines(*names, packages=("torch", "scikit-learn"))
     return f"{table(columns, rows)}\n\n{sources}"
 
 

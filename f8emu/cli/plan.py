@@ -31,18 +31,20 @@ def add_to(app: "typer.Typer") -> None:
         plan_file: Annotated[
             Path | None, typer.Option("--plan", metavar="FILE", help="Shapes that `f8emu record --plans` recorded.")
         ] = None,
+        chip: Annotated[str, typer.Option(metavar="NAME", help="Whose plan: Hopper, an H200's, or H100.")] = "Hopper",
     ) -> None:
         """Show the split-K that cuBLAS uses for these GEMMs: recorded, predicted or unknown."""
-        raise typer.Exit(guarded(_plan, shapes, json_file, plan_file))
+        raise typer.Exit(guarded(_plan, shapes, json_file, plan_file, chip))
 
 
-def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None) -> int:
+def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
+    from f8emu.spec.chips import chip_by_name
     from f8emu.spec.plan import shipped_plan
     from f8emu.spec.plan_file import gemms_from_json, plan_from_json, with_splits
 
     with opened("plan", json_file) as out:
         items = gemms_from_json(text_of("plan", shapes), str(shapes))
-        plan = shipped_plan()
+        plan = shipped_plan(chip_by_name("plan", chip).plan)
         if plan_file is not None:
             plan = plan_from_json(text_of("plan", plan_file), str(plan_file)).over(plan)
         found = with_splits(items, [plan.split_k(gemm) for _, gemm in items])

@@ -54,7 +54,7 @@ FORMATS_IN_FILES: dict[str, Format] = {
     "E4M3FNUZ": E4M3FNUZ,
     "E5M2FNUZ": E5M2FNUZ,
 }
-PROFILES: dict[str, Chip] = {"H100": HOPPER, "H200": HOPPER, "L40S": ADA, "B200": BLACKWELL_MMA, **CHIPS}
+PROFILES: dict[str, Chip] = {"H200": HOPPER, "L40S": ADA, "B200": BLACKWELL_MMA, **CHIPS}
 """Names of chips in files -> their profiles."""
 SUBJECTS = ("f8ref.numpy", "f8ref.jax", "f8ref.exact")
 EXACT_CASES = 100

@@ -20,7 +20,7 @@ from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.record import tracked
 from f8emu.conformance.record_cuda import CudaLauncher, Refused
 from f8emu.spec import BFLOAT16, HOPPER, Granularity, SpecError, format_by_name
-from f8emu.spec.plan import BLOCKWISE_GEMMS, Plan, PlannedGemm, Source, shipped_plan
+from f8emu.spec.plan import BLOCKWISE_GEMMS, CHIP, PLANS, Plan, PlannedGemm, Source, shipped_plan
 from f8emu.spec.plan_file import plan_from_json, plan_to_json
 
 COLUMNS = 16
@@ -85,7 +85,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
                 "write to another file"
             )
         plan = replace(plan, recorded=old.recorded)
-    shipped = shipped_plan()
+    shipped = shipped_plan(plan.chip if plan.chip in PLANS else CHIP)
     is_shipped = (plan.library, plan.chip) == (shipped.library, shipped.chip)
     recorded = dict(plan.recorded)
     not_found: dict[str, list[str]] = {}

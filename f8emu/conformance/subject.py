@@ -95,7 +95,7 @@ class Subject:
     chooses_split_k: bool = False
     """True: the library chooses the split-K itself [CHAIN-3]; the verbs do not pass `split_k` on."""
     slices_of: SplitK = planned
-    """S of the GEMMs of its layers: the plan's, or on another Hopper GPU than the plan's what its library says."""
+    """S of the GEMMs of its layers: the plan's, or on a Hopper GPU what its library says."""
     question: Callable[[GemmCase], GemmCase] = lambda case: case
     """A generated GEMM in the form in which this subject can run it; its oracle gets the same."""
     more_gemms: Callable[[], Iterable[GemmCase]] = tuple
@@ -314,7 +314,7 @@ def _f8emu_native(width: str | None = None) -> Subject:
 def _torch() -> Subject:
     call = "f8emu verify torch"
     framework = torch_arrays(call)
-    modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.torch.gemm.cublaslt")
+    modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.cublaslt")
     implementation, engine, cublaslt = map(importlib.import_module, modules)
     device = "cuda" if framework.on_gpu else "cpu"
     at = framework.load(np.zeros(1, np.float32)).device
@@ -334,7 +334,9 @@ def _torch() -> Subject:
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
-        slices_of=cublaslt.split_k_on_this_gpu if engine.is_device_of(HOPPER, at) else planned,
+        slices_of=(lambda gemm: cublaslt.split_k_at_hand(gemm, HOPPER).split_k)
+        if engine.is_device_of(HOPPER, at)
+        else planned,
     )
 
 

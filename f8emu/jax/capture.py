@@ -31,8 +31,7 @@ from f8emu.jax.training.matmul import LAYOUTS, Plan
 from f8emu.jax.training.operands import Operand
 from f8emu.jax.training.sharding import Divided
 from f8emu.spec.chips import CHIPS
-from f8emu.spec.plan import CHIP as PLAN_CHIP
-from f8emu.spec.plan import LIBRARY
+from f8emu.spec.plan import plans_of
 from f8emu.spec.recipe import Recipe
 
 _CALL = "f8emu.jax.capture"
@@ -64,11 +63,15 @@ def capture(
         "framework": "jax",
         "device": jax.devices()[0].device_kind,
         "versions": versions(),
-        "plan": f"{LIBRARY} on {PLAN_CHIP}",
         "recipes": recipes,
     }
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
-    options["header"] = lambda number, reason: StepHeader(step=number, reason=reason, **shared)
+
+    def header(number: int, reason: str) -> StepHeader:
+        chips = [CHIPS[recipe.chip] for recipe in recipes.values()]
+        return StepHeader(step=number, reason=reason, plan=plans_of(chips), **shared)
+
+    options["header"] = header
     return Capture(Session(_CALL, path, rank=jax.process_index(), **options), recipes, tensors)
 
 

@@ -1,11 +1,11 @@
-"""S, the number of slices of K, of a GEMM whose caller gives none: that of the plan [PLAN-1..6]."""
+"""S, the number of slices of K, of a GEMM whose caller gives none: that of the plan [PLAN-1..7]."""
 
 from f8emu.numpy.dtypes import Array
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.formats import Format
-from f8emu.spec.plan import is_planned
-from f8emu.spec.planned import bfloat16_gemm, planned_split_k, scaled_gemm
+from f8emu.spec.plan import is_planned, split_k
+from f8emu.spec.planned import bfloat16_gemm, known_split_k, scaled_gemm
 from f8emu.spec.scaling import Granularity
 
 _CALLER = "f8emu.numpy"
@@ -27,7 +27,7 @@ def scaled_mm_split_k(
         return 1
     dtypes = out_dtype.name, formats[0].name, formats[1].name
     gemm = scaled_gemm(HOPPER.padded_sizes(*sizes), granularities, dtypes, use_fast_accum=use_fast_accum)
-    return planned_split_k(_CALLER, gemm, stacklevel=_STACKLEVEL)
+    return known_split_k(_CALLER, gemm, split_k(gemm, chip=chip.plan), chip, stacklevel=_STACKLEVEL)
 
 
 def mm_split_k(sizes: tuple[int, int, int], layout: str, *, out_dtype: Format, chip: Chip) -> int:
@@ -35,7 +35,7 @@ def mm_split_k(sizes: tuple[int, int, int], layout: str, *, out_dtype: Format, c
     if 0 in sizes or not is_planned(_CALLER, chip):
         return 1
     gemm = bfloat16_gemm(HOPPER.padded_sizes(*sizes), layout, out_dtype.name)
-    return planned_split_k(_CALLER, gemm, stacklevel=_STACKLEVEL)
+    return known_split_k(_CALLER, gemm, split_k(gemm, chip=chip.plan), chip, stacklevel=_STACKLEVEL)
 
 
 def layout_of(a: Array, b: Array) -> str:

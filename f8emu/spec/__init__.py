@@ -11,6 +11,7 @@ from f8emu.spec.chips import BLACKWELL_MMA as BLACKWELL_MMA
 from f8emu.spec.chips import BLACKWELL_TCGEN05 as BLACKWELL_TCGEN05
 from f8emu.spec.chips import CDNA3 as CDNA3
 from f8emu.spec.chips import CHIPS as CHIPS
+from f8emu.spec.chips import H100 as H100
 from f8emu.spec.chips import HOPPER as HOPPER
 from f8emu.spec.chips import chip_by_name as chip_by_name
 from f8emu.spec.errors import F8Error as F8Error

@@ -132,6 +132,8 @@ class Chip:
     """[CHAIN-3] The `split_k_multiple` of `block_scaled` if one operand has 128x128 scales."""
     instructions: tuple[Instruction, ...] = ()
     """Single instructions, for `mma`; if two fit, the first is taken."""
+    plan: str = ""
+    """The GPU of the split-K plan [PLAN-7], as its driver names it; "": there is none, and S is 1."""
 
     def __repr__(self) -> str:
         """The name alone: the fields of a profile are screens of every signature that has one as a default."""

@@ -1,5 +1,7 @@
 """The profiles of chips. `HOPPER` is measured on an NVIDIA H200; each of the others names its `evidence`.
 
+`H100` differs from it in the split-K plan alone.
+
 Sources: recordings of single instructions by north-numerical-computing/MATLAB-tensor-core (BSD-2, arXiv 2512.07004),
 replayed by `f8emu verify --recordings`; MMA-Sim (arXiv 2511.10909) for the profiles marked unverified (NUMERICS 11).
 """
@@ -70,10 +72,14 @@ HOPPER = Chip(
     square_split_k_multiple=512,  # four blocks, to which the library pads the columns of 128x128 scales
     bfloat16=_BFLOAT16_CHAIN,
     instructions=_instructions("wgmma", _HOPPER_CHAIN, _CONVERTED, "mma", _BFLOAT16_CHAIN),
+    plan="NVIDIA H200",
 )
-"""H100 and H200, sm_90; the bits were recorded on an H200."""
+"""sm_90: the H200, on which the bits were recorded, and any other Hopper GPU if that multiplies by itself."""
 
-_UNBLOCKED = replace(HOPPER, block_scaled_format_pairs=(), granularity_pairs=HOPPER.granularity_pairs[:2])
+H100 = replace(HOPPER, name="H100", plan="NVIDIA H100 80GB HBM3")
+"""The H100 with 80 GB of HBM3, whose library splits K otherwise than an H200's [PLAN-7]."""
+
+_UNBLOCKED = replace(HOPPER, block_scaled_format_pairs=(), granularity_pairs=HOPPER.granularity_pairs[:2], plan="")
 """What the other profiles begin with: nothing is known of their block scales."""
 
 _ADA_CHAIN = replace(_HOPPER_CHAIN, step_k=16)
@@ -151,7 +157,7 @@ CDNA3 = replace(
 )
 """MI300, gfx942, as MMA-Sim describes it [CHIP-6]."""
 
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in (HOPPER, ADA, BLACKWELL_MMA, BLACKWELL_TCGEN05, CDNA3)}
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in (HOPPER, H100, ADA, BLACKWELL_MMA, BLACKWELL_TCGEN05, CDNA3)}
 """Every known chip by name."""
 
 OPERAND_FORMATS: tuple[Format, ...] = tuple(dict.fromkeys(f for chip in CHIPS.values() for f in chip.operand_formats))

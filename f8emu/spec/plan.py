@@ -1,14 +1,15 @@
-"""The split-K of a library, as data [PLAN-1..6]: the `split_k` that a GEMM's bits depend on.
+"""The split-K of a library, as data [PLAN-1..7]: the `split_k` that a GEMM's bits depend on.
 
 cuBLAS chooses S from M, N, K, the layout and the types, by a heuristic that depends on its version and on the chip
-[CHAIN-3]. Recorded shapes are looked up. For other shapes S is predicted: by a formula beside 128x128 scales and with
-float32 outputs, else by decision trees. The trees were fitted to the heuristic's answers for other shapes, so that all
-recorded rows test them. Everything is in `data/`, one file per chip and library.
+[CHAIN-3]. Recorded shapes are looked up. For other shapes S is predicted by decision trees. The trees were fitted to
+the heuristic's answers for other shapes, so that all recorded rows test them. Everything is in `data/`: for each chip
+and library one file, and a second one that is read when it is needed, with the trees that only a bare bfloat16 `mm` in
+tn, nn or tt asks.
 """
 
 import warnings
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -16,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from f8emu.spec.chip import Chip
-from f8emu.spec.chips import HOPPER
+from f8emu.spec.chips import H100, HOPPER
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, HIGH_PRECISION
 from f8emu.spec.scaling import Granularity
@@ -34,14 +35,14 @@ ACCUMULATIONS = ("fast", "promoted")
 LAYOUTS = ("tn", "nt", "nn", "tt")
 """The names of cuBLAS, whose first operand is `b`: t if K is contiguous in `b`, then n if K is contiguous in `a`."""
 LIBRARY = "cuBLAS 13.1.0.3"
-CHIP = "NVIDIA H200"
+CHIP = HOPPER.plan
 _OPERANDS = (E4M3FN.name, E5M2.name)
 _OUTPUTS = tuple(fmt.name for fmt in HIGH_PRECISION)
 _ALIGNED = 8
 """The number of bfloat16 in 16 bytes."""
 
 MAX_M, MAX_N, MAX_K = 8192, 32768, 32768
-"""[PLAN-4] The range of the shapes on which the trees were fitted; the formulas are used in the same."""
+"""[PLAN-4] The range of the shapes on which the trees were fitted."""
 
 
 class Source(Enum):
@@ -51,8 +52,10 @@ class Source(Enum):
     """Measured for this shape."""
     PREDICTED = "predicted"
     """Predicted by the rule."""
+    ASKED = "asked"
+    """What the library of the GPU at hand says, `f8emu.cublaslt`."""
     UNKNOWN = "unknown"
-    """Neither: S is 1, and the hardware's may be another."""
+    """None of these: S is 1, and the hardware's may be another."""
 
 
 class Split(NamedTuple):
@@ -244,25 +247,6 @@ def _power_of_two(size: int) -> int:
     return min(size & -size, 128)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Formula:
-    """[PLAN-6] Beside 128x128 scales: as many slices as K has room for, as the workspace holds, and as run at once."""
-
-    tile: tuple[int, int]
-    """The tile of the output, N by M."""
-    blocks: int
-    """How many tiles of a slice run at once."""
-    workspace_bytes: int
-    """The float32 results of all slices take less."""
-    slice_bytes: int
-    """The plan's `slice_bytes`."""
-
-    def split_k(self, gemm: PlannedGemm) -> int:
-        """S of a shape."""
-        stored = _most_stored(gemm, self.workspace_bytes)
-        return max(1, min(_most_slices(gemm, self.slice_bytes), stored, self.blocks // _tiles(gemm, self.tile)))
-
-
 def _most_slices(gemm: PlannedGemm, slice_bytes: int) -> int:
     """[PLAN-2] How many slices of more than `slice_bytes` there are room for."""
     return max(1, (gemm.bytes_of_k - 1) // slice_bytes)
@@ -287,7 +271,9 @@ class Plan:
     """The version of torch that called the library."""
     recorded: Mapping[tuple[str, int, int, int], int]
     """(table, M, N, K) -> S."""
-    rules: Mapping[str, FittedTree | Formula] = field(default_factory=dict[str, FittedTree | Formula])
+    rules: Mapping[str, FittedTree] = field(default_factory=dict[str, FittedTree])
+    more_rules: Callable[[], Mapping[str, FittedTree]] = field(default=dict[str, FittedTree], compare=False)
+    """Those that are read when a GEMM has none in `rules`."""
     slice_bytes: int | None = None
     """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
 
@@ -310,8 +296,9 @@ class Plan:
             return Split(1, Source.PREDICTED)
         if gemm.k > MAX_K:
             return _UNKNOWN
-        # [PLAN-6] Of block scales float16 outputs were not asked: their rule is that of float32.
-        rule = self.rules.get(gemm.table) or self.rules.get(gemm.gemm)
+        # [PLAN-6] Of block scales, float16 outputs have the rule of bfloat16 ones.
+        rule = self.rules.get(gemm.table) or self.rules.get(f"{gemm.gemm} bfloat16")
+        rule = rule or self.more_rules().get(gemm.table)
         if rule is None:
             return _UNKNOWN
         if 8 * gemm.rows * gemm.n >= rule.workspace_bytes:  # [PLAN-4]: two slices would not fit
@@ -329,16 +316,19 @@ def split_k(gemm: PlannedGemm, *, library: str = LIBRARY, chip: str = CHIP) -> S
     Raises:
         SpecError: the plan file of this installation is damaged.
     """
-    plan = shipped_plan()
-    return plan.split_k(gemm) if (library, chip) == (plan.library, plan.chip) else _UNKNOWN
+    return shipped_plan(chip).split_k(gemm) if library == LIBRARY and chip in PLANS else _UNKNOWN
 
 
 def is_planned(caller: str, chip: Chip) -> bool:
     """Whether there is a plan for the GEMMs of `chip`; if not, S is 1 of unknown source, and a warning says so once."""
-    is_known = chip is HOPPER or chip == HOPPER  # a copy has the same bits
-    if not is_known:
+    if not chip.plan:
         warn_without_plan(caller, str(chip))
-    return is_known
+    return bool(chip.plan)
+
+
+def plans_of(chips: Iterable[Chip]) -> str:
+    """The plans of some chips, in words for a report."""
+    return " and ".join(sorted({f"{LIBRARY} on {chip.plan}" for chip in chips if chip.plan})) or "none"
 
 
 @cache
@@ -351,12 +341,25 @@ def warn_without_plan(caller: str, chip: str) -> None:
     )
 
 
+PLANS = {HOPPER.plan: "h200_cublas_13_1_0_3_split_k", H100.plan: "h100_cublas_13_1_0_3_split_k"}
+"""GPU -> the name of its file."""
+
+
 @cache
-def shipped_plan() -> Plan:
-    """The plan that f8emu comes with, read once."""
+def shipped_plan(chip: str = CHIP) -> Plan:
+    """The plan for a chip that f8emu comes with, read once.
+
+    Raises:
+        SpecError: a chip without one, or the file is damaged.
+    """
+    _one_of("chip", chip, tuple(PLANS))
+    return replace(_read(PLANS[chip]), more_rules=lambda: _read(f"{PLANS[chip]}_mm").rules)
+
+
+@cache
+def _read(name: str) -> Plan:
     from importlib.resources import files
 
     from f8emu.spec.plan_file import plan_from_json
 
-    name = "h200_cublas_13_1_0_3_split_k.json"
-    return plan_from_json((files("f8emu.spec") / "data" / name).read_text(encoding="utf-8"), name)
+    return plan_from_json((files("f8emu.spec") / "data" / f"{name}.json").read_text(encoding="utf-8"), name)

@@ -15,7 +15,6 @@ from f8emu.spec.plan import (
     PLAIN_FEATURES,
     Feature,
     FittedTree,
-    Formula,
     Plan,
     PlannedGemm,
     Split,
@@ -102,19 +101,13 @@ def plan_from_json(text: str, name: str) -> Plan:
         ) from None
 
 
-def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, FittedTree | Formula]]:
+def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, FittedTree]]:
     features = tuple(_feature(entry) for entry in data.get("features", []))
     if len(features) > LEAF:
         raise ValueError(f"at most {LEAF} features; got {len(features)}")
-    rules: dict[str, Any] = data.get("rules", {})
-    trees = {name: _tree(rule["tree"], len(features)) for name, rule in rules.items() if "tree" in rule}
-    for name, rule in rules.items():
+    for name, rule in data.get("rules", {}).items():
         slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
-        if "tile" in rule:
-            n, m, blocks = _sizes([*rule["tile"], rule["blocks"]])
-            yield name, Formula(tile=(n, m), blocks=blocks, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
-            continue
-        tree = trees[rule.get("tree_of", name)]
+        tree = _tree(rule["tree"], len(features))
         yield name, FittedTree(tree=tree, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
 
 

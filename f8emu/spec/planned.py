@@ -1,8 +1,9 @@
-"""S, the number of slices of K, of a GEMM whose caller gives none: the plan's [PLAN-1..6], for every backend."""
+"""S, the number of slices of K, of a GEMM whose caller gives none: the plan's [PLAN-1..7], for every backend."""
 
 import warnings
 
-from f8emu.spec.plan import CHIP, LIBRARY, PlannedGemm, Source, scaled_gemm_name, split_k
+from f8emu.spec.chip import Chip
+from f8emu.spec.plan import LIBRARY, PlannedGemm, Source, Split, scaled_gemm_name
 from f8emu.spec.scaling import Granularity
 
 _SAID: set[tuple[str, str]] = set()
@@ -36,13 +37,12 @@ def bfloat16_gemm(sizes: tuple[int, int, int], layout: str, out_dtype: str) -> P
     return PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=out_dtype)
 
 
-def planned_split_k(caller: str, gemm: PlannedGemm, *, stacklevel: int = 2) -> int:
+def known_split_k(caller: str, gemm: PlannedGemm, split: Split, chip: Chip, *, stacklevel: int = 2) -> int:
     """S of a GEMM that `caller` emulates; a warning says once for a kind of GEMM that it is not known."""
-    split = split_k(gemm)
     if split.source is Source.UNKNOWN and (caller, gemm.table) not in _SAID:
         _SAID.add((caller, gemm.table))
         warnings.warn(
-            f"{caller}: the plan of {LIBRARY} on {CHIP} has no split-K for this GEMM: {gemm}. It is emulated "
+            f"{caller}: the plan of {LIBRARY} on {chip.plan} has no split-K for this GEMM: {gemm}. It is emulated "
             "without split-K, and has the hardware's bits if the hardware does not split K either. Pass split_k if you "
             "know it; `f8emu record OUT --plans IN.json` finds it on a GPU. This warning appears once per kind of GEMM",
             stacklevel=stacklevel,

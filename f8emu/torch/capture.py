@@ -20,8 +20,8 @@ from f8emu.capture.record import GemmRecord, StepHeader, TensorRecord
 from f8emu.capture.session import LIMIT_BYTES, Handle, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
-from f8emu.spec.plan import CHIP as PLAN_CHIP
-from f8emu.spec.plan import LIBRARY
+from f8emu.spec.chips import CHIPS
+from f8emu.spec.plan import plans_of
 from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.layer_names import float8_layers
 from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
@@ -234,7 +234,7 @@ def _header(layers: Mapping[str, Float8Linear]) -> Any:
         "framework": "torch",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
-        "plan": f"{LIBRARY} on {PLAN_CHIP}",
+        "plan": plans_of(CHIPS[layer.recipe.chip] for layer in layers.values()),
         "recipes": {layer.recipe.content_hash: layer.recipe for layer in layers.values()},
     }
     return lambda **own: StepHeader(**shared, **own)

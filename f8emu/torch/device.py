@@ -5,6 +5,7 @@ from functools import cache
 import torch
 
 from f8emu.spec.chip import Chip
+from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import UnsupportedError
 from f8emu.torch.dtypes import CHIP
 
@@ -21,8 +22,10 @@ def has_float8_hardware(device: torch.device) -> bool:
 
 
 def is_device_of(chip: Chip, device: torch.device) -> bool:
-    """Whether the library of `device` is the one whose bits the profile has."""
-    return has_float8_hardware(device) and capability_of(device) == chip.capability
+    """Whether the library of `device` is the one whose bits the profile has; `HOPPER` is any Hopper GPU."""
+    if not has_float8_hardware(device) or capability_of(device) != chip.capability:
+        return False
+    return chip.plan in ("", HOPPER.plan) or chip.plan == torch.cuda.get_device_name(device)
 
 
 @cache

@@ -28,7 +28,7 @@ SURFACE = {
         ADA AccumulationModel AmaxHistoryReduction BFLOAT16 BLACKWELL_MMA BLACKWELL_TCGEN05 BLOCKWISE CDNA3 CHIPS Cast
         Chip DELAYED DelayedScaling DelayedState E4M3FN E4M3FNUZ E5M2 E5M2FNUZ E8M0FNU Evidence F8Error FLOAT16 FLOAT32
         FLOAT8 FORMATS Float8State FlooredSum Format
-        GEMM_NAMES Gemm GemmTrace GoldenFileError Granularity HIGH_PRECISION HIGH_PRECISION_CAST HOPPER Instruction
+        GEMM_NAMES Gemm GemmTrace GoldenFileError Granularity H100 HIGH_PRECISION HIGH_PRECISION_CAST HOPPER Instruction
         LinearTrace MAX_MARGIN MIN_AMAX_FLOOR MissingExtraError OPERANDS OperandError OperandTrace Overflow
         RECIPES RECIPE_ALIASES ROWWISE ROWWISE_WITH_GW_HP Recipe Rounding ScaleRule Scales SpecError Specials TENSORS
         TENSORWISE TRANSPOSED UnsupportedError chip_by_name float8_format format_by_name granularity_by_name

@@ -5,6 +5,7 @@ and every block has a magnitude of its own: an index error shows.
 """
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -117,9 +118,10 @@ def test_a_program_for_hopper_has_one_kernel(pair: str, monkeypatch: pytest.Monk
 
 
 def test_other_chips_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "cuda_capabilities", lambda: ((8, 9),))
+    ada, hopper = (SimpleNamespace(platform="gpu", compute_capability=capability) for capability in ("8.9", "9.0"))
+    monkeypatch.setattr(choice, "cuda_devices", lambda: (ada,))
     assert lowered((VECTOR, VECTOR)).count(TRITON) == 0
-    monkeypatch.setattr(choice, "cuda_capabilities", lambda: ((9, 0), (9, 0)))
+    monkeypatch.setattr(choice, "cuda_devices", lambda: (hopper, hopper))
     assert lowered((VECTOR, VECTOR)).count(TRITON) == 1
 
 

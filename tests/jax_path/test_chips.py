@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 import f8emu.jax as f8
 import f8ref.numpy as reference
-from f8emu.spec import ADA, TENSORWISE, SpecError, UnsupportedError
+from f8emu.jax.gemm import planned
+from f8emu.spec import ADA, BLOCKWISE, HOPPER, TENSORWISE, SpecError, UnsupportedError
+from f8emu.spec.plan import Source, Split
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +44,40 @@ def test_scaled_mm_of_another_chip() -> None:
     assert not np.array_equal(bits(f8.scaled_mm(a, b.T, one, one, out_dtype="float32", use_fast_accum=True)), expected)
 
 
+def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says 2 where the plan says 3."""
+    monkeypatch.setattr(planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, jax.devices()[0]))
+    monkeypatch.setattr(planned, "split_k_at_hand", lambda gemm, chip: Split(2, Source.ASKED))
+    a, b = (jnp.asarray(drawn(rows, 8192)).astype("float8_e4m3fn") for rows in (8, 64))
+    one, options = jnp.ones((1, 1)), {"out_dtype": "float32", "use_fast_accum": True, "engine": "emulated"}
+    found = {s: bits(f8.scaled_mm(a, b.T, one, one, **options, split_k=s)) for s in (None, 2, 3)}
+    assert np.array_equal(found[None], found[2]) and not np.array_equal(found[None], found[3])
+    traced = f8.jit(lambda *xs: f8.scaled_mm(*xs, **options))(a, b.T, one, one)
+    assert np.array_equal(bits(traced), found[2])
+    a, b = a.astype("bfloat16"), b.T.astype("bfloat16")
+    of_mm = [bits(f8.mm(a, b, out_dtype="float32", engine="emulated", split_k=s)) for s in (None, 2)]
+    assert np.array_equal(*of_mm)
+    split = planned.layer_split_k(
+        TENSORWISE.gemms["output"], (8, 64, 8192), "tn", ("float32", "float8_e4m3fn", "float8_e4m3fn"), chip=HOPPER
+    )
+    assert split == (2, Source.ASKED)
+
+
+@pytest.mark.gpu
+def test_on_a_hopper_gpu_its_library_is_asked() -> None:
+    """An H100 and an H200 cut this otherwise; the kernel for block scales is given S."""
+    m, n, k = 20, 512, 11904
+    kind = ("float32", "float8_e4m3fn", "float8_e4m3fn")
+    split = planned.layer_split_k(BLOCKWISE.gemms["grad_weight"], (m, n, k), "tn", kind, chip=HOPPER)
+    assert split.source is Source.ASKED and split.split_k > 2
+    a, b = (drawn(rows, k).astype(ml_dtypes.float8_e4m3fn) for rows in (m, n))
+    scale_a, scale_b = (np.exp(drawn(rows + 1, k // 128)[:rows]) for rows in (m, n))
+    options = {"out_dtype": "float32", "granularity_a": "blockwise_1x128", "granularity_b": "blockwise_1x128"}
+    expected = reference.scaled_mm(a, b.T, scale_a, scale_b.T, **options, split_k=split.split_k)
+    for engine in ("hardware", "emulated"):
+        assert np.array_equal(bits(f8.scaled_mm(a, b.T, scale_a, scale_b.T, **options, engine=engine)), bits(expected))
+
+
 def test_dot_general_follows_the_chip_of_its_recipe() -> None:
     recipe = replace(TENSORWISE, name="ada", chip="Ada")
     x, weight, grad = drawn(16, 160), drawn(32, 160), drawn(17, 32)[:16]
@@ -61,7 +98,7 @@ def test_what_is_said_and_refused() -> None:
         f8.engine_of(cpu, chip="Blackwell tcgen05") == "Blackwell tcgen05 (unverified) emulated by f8emu.native on cpu"
     )
     a = jnp.zeros((16, 16), "bfloat16")
-    with pytest.raises(SpecError, match="mm: chip must be one of 'Hopper', 'Ada'"):
+    with pytest.raises(SpecError, match="mm: chip must be one of 'Hopper', 'H100', 'Ada'"):
         f8.mm(a, a, chip="Volta")
     with pytest.raises(UnsupportedError, match=r"engine='hardware' needs a device .* CDNA3 .* has no such device; got"):
         f8.mm(a, a, engine="hardware", chip="CDNA3")

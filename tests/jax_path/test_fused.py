@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -172,7 +173,8 @@ def test_what_kernels_do_not_take_is_plain(name, monkeypatch) -> None:
     assert lowered(CASTS[name], matrix((1 << 12, (most >> 12) + 1))).count(TRITON) == 0
     assert lowered(CASTS[name], matrix((0, 64))).count(TRITON) == 0
     assert lowered(CASTS[name], matrix((256, 256), sharding=sharding)).count(TRITON) == 0
-    monkeypatch.setattr(choice, "cuda_capabilities", lambda: ((8, 0),))
+    without = SimpleNamespace(platform="gpu", compute_capability="8.0")
+    monkeypatch.setattr(choice, "cuda_devices", lambda: (without,))
     assert lowered(CASTS[name], matrix((256, 256))).count(TRITON) == 0
 
 

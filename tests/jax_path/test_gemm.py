@@ -6,6 +6,7 @@ The suite's stages (`f8emu verify f8emu.jax`) put all recorded and generated GEM
 import itertools
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,10 +18,12 @@ import f8emu.jax as f8
 import f8ref.jax
 import f8ref.numpy as reference
 from f8emu.jax.compiling import Options
+from f8emu.jax.fused.choice import is_device_of
 from f8emu.jax.gemm import engine, hardware
 from f8emu.jax.gemm.hardware import Form, form_of
 from f8emu.spec import (
     BFLOAT16,
+    CHIPS,
     E4M3FN,
     E5M2,
     FLOAT16,
@@ -193,7 +196,7 @@ def test_split_k_is_refused_where_hardware_runs() -> None:
 
 
 def test_a_gpu_that_is_not_the_chip_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "cuda_capabilities", lambda: ((8, 9),))
+    monkeypatch.setattr(engine, "cuda_devices", lambda: (gpu("8.9", "L40S"),))
     monkeypatch.setattr(engine.jax, "default_backend", lambda: "gpu")
     engine.warn_of_idle_gpu.cache_clear()
 
@@ -206,6 +209,19 @@ def test_a_gpu_that_is_not_the_chip_is_named_once(monkeypatch: pytest.MonkeyPatc
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lowered()
-        monkeypatch.setattr(engine, "cuda_capabilities", lambda: ((9, 0),))
+        monkeypatch.setattr(engine, "cuda_devices", lambda: (gpu("9.0", "NVIDIA H200"),))
         assert "dot_general" in lowered()
     engine.warn_of_idle_gpu.cache_clear()
+
+
+def gpu(capability: str, name: str) -> SimpleNamespace:
+    return SimpleNamespace(platform="gpu", compute_capability=capability, device_kind=name)
+
+
+def test_which_chip_a_gpu_is() -> None:
+    """An H100 is itself and Hopper; no other GPU is an H100."""
+    names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe")
+    found = [[chip.name for chip in CHIPS.values() if is_device_of(chip, gpu("9.0", name))] for name in names]
+    assert found == [["Hopper"], ["Hopper", "H100"], ["Hopper"]]
+    assert [chip.name for chip in CHIPS.values() if is_device_of(chip, gpu("8.9", "L40S"))] == ["Ada"]
+    assert not any(is_device_of(chip, jax.devices("cpu")[0]) for chip in CHIPS.values())

@@ -122,17 +122,26 @@ def test_a_profile_says_what_it_stands_on() -> None:
     assumed = "instructions recorded, GEMMs around them assumed"
     assert found == {
         "Hopper": "recorded",
+        "H100": "recorded",
         "Ada": assumed,
         "Blackwell mma.sync": assumed,
         "Blackwell tcgen05": "unverified",
         "CDNA3": "unverified",
     }
     assert list(map(str, CHIPS.values())) == [
-        *("Hopper", "Ada", "Blackwell mma.sync"),
+        *("Hopper", "H100", "Ada", "Blackwell mma.sync"),
         *("Blackwell tcgen05 (unverified)", "CDNA3 (unverified)"),
     ]
     refusal = CHIPS["CDNA3"].refusal((E4M3FN, E4M3FN), (T, T))
     assert refusal is not None and refusal.startswith("CDNA3 (unverified) multiplies float8_e4m3fnuz x")
+
+
+def test_an_h100_adds_as_hopper_and_splits_by_a_plan_of_its_own() -> None:
+    assert replace(CHIPS["H100"], name=HOPPER.name, plan=HOPPER.plan) == HOPPER
+    assert {name: chip.plan for name, chip in CHIPS.items() if chip.plan} == {
+        "Hopper": "NVIDIA H200",
+        "H100": "NVIDIA H100 80GB HBM3",
+    }
 
 
 def test_a_profile_is_named_in_signatures() -> None:
@@ -164,7 +173,7 @@ def test_instructions_of_the_public_recordings() -> None:
 def test_a_chip_is_named_or_given() -> None:
     assert chip_by_name("test", "Ada") is chip_by_name("test", CHIPS["Ada"]) is CHIPS["Ada"]
     for unknown in ("ada", replace(HOPPER, size_multiple=8), 7):
-        with pytest.raises(SpecError, match="test: chip must be one of 'Hopper', 'Ada', "):
+        with pytest.raises(SpecError, match="test: chip must be one of 'Hopper', 'H100', 'Ada', "):
             chip_by_name("test", unknown)  # pyright: ignore[reportArgumentType]
 
 

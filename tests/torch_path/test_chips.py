@@ -77,7 +77,7 @@ def test_what_is_said_and_refused() -> None:
     one = torch.tensor(1.0)
     with pytest.warns(UserWarning, match=r"no split-K plan for Blackwell tcgen05 \(unverified\)"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Blackwell tcgen05")
-    with pytest.raises(SpecError, match="scaled_mm: chip must be one of 'Hopper', 'Ada'"):
+    with pytest.raises(SpecError, match="scaled_mm: chip must be one of 'Hopper', 'H100', 'Ada'"):
         f8.scaled_mm(a, a.t(), one, one, out_dtype=torch.float32, chip="Volta")
     blocks = {"granularity_a": "blockwise_1x128", "granularity_b": "blockwise_1x128"}
     with pytest.raises(UnsupportedError, match="scaled_mm: Ada takes scales tensorwise x tensorwise"):

@@ -292,8 +292,11 @@ def ask_the_device_again() -> Iterator[None]:
         function.cache_clear()
 
 
-def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
+def pretend_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "another GPU"
+) -> torch.device:
     """A CUDA device of that capability, as far as f8emu asks."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "hip", None)
@@ -301,18 +304,29 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) 
 
 
 @pytest.mark.parametrize(
-    "capability, own", [((8, 0), None), ((8, 9), "Ada"), ((9, 0), "Hopper"), ((10, 0), "Blackwell tcgen05")], ids=str
+    ("capability", "device", "own"),
+    [
+        ((8, 0), "A100", []),
+        ((8, 9), "L40S", ["Ada"]),
+        ((9, 0), "NVIDIA H200", ["Hopper"]),
+        ((9, 0), "NVIDIA H100 PCIe", ["Hopper"]),
+        ((9, 0), "NVIDIA H100 80GB HBM3", ["Hopper", "H100"]),
+        ((10, 0), "B200", ["Blackwell tcgen05"]),
+    ],
+    ids=str,
 )
-def test_the_engine_of_a_gpu(capability: tuple[int, int], own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_a_gpu(
+    capability: tuple[int, int], device: str, own: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hardware where it is the chip whose bits are asked for; a GPU that stands idle is said, once."""
-    gpu = pretend_a_gpu(monkeypatch, capability)
+    gpu = pretend_a_gpu(monkeypatch, capability, device)
     for name, chip in CHIPS.items():
         assert resolve_engine("call", gpu, "emulated", chip) is Engine.EMULATED
-        if name == own:
+        if name in own:
             assert resolve_engine("call", gpu, "auto", chip) is Engine.HARDWARE
             assert resolve_engine("call", gpu, "hardware", chip) is Engine.HARDWARE
             continue
-        with contextlib.nullcontext() if own is None else pytest.warns(RuntimeWarning, match=f"pass chip='{own}'"):
+        with pytest.warns(RuntimeWarning, match=f"pass chip='{own[0]}'") if own else contextlib.nullcontext():
             assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         assert resolve_engine("call", gpu, "auto", chip) is Engine.EMULATED
         wanted = (
@@ -356,7 +370,6 @@ def test_autocast_leaves_the_gemm_in_high_precision_alone() -> None:
 
 def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = pretend_a_gpu(monkeypatch, (10, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "another GPU")
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
     with FakeTensorMode():
         model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)

@@ -27,11 +27,14 @@ from f8emu.spec import (
     ScaleRule,
     UnsupportedError,
 )
+from f8emu.spec.plan import Source
 from f8emu.torch.gemm import hardware
+from f8emu.torch.gemm.planned import layer_split_k
 
 # Other people's deprecations are not what is tested here.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
+E4M3 = torch.float8_e4m3fn
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PAIRS = pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda p: f"{p[0].value}-{p[1].value}")
 PARTS = 16
@@ -436,6 +439,26 @@ print(f8.engine_of("cuda", "emulated"), memory["pool_bytes"] < 0.01 * memory["by
 def test_the_report_names_the_hardware() -> None:
     assert f8.engine_of("cuda") == f"torch._scaled_mm on {torch.cuda.get_device_name()}"
     assert f8.engine_of("cpu") == "emulated by f8emu.native on cpu"
+
+
+@pytest.mark.parametrize(
+    ("pair", "m", "n", "k"), [(0, 20, 512, 11904), (2, 20, 512, 11904), (3, 4, 4096, 8448)], ids=str
+)
+def test_the_emulation_on_the_gpu_asks_its_library_for_s(pair: int, m: int, n: int, k: int, assert_same_bits) -> None:
+    """An H100 cuts these otherwise than an H200."""
+    args = [on_gpu(x) for x in gemm_operands(HOPPER.granularity_pairs[pair], m, n, k)]
+    options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": pair == 0}
+    found, expected = (f8.scaled_mm(*args, **options, engine=engine) for engine in ("emulated", "hardware"))
+    assert_same_bits(found, expected)
+
+
+def test_the_emulated_mm_and_what_is_captured_ask_too(assert_same_bits) -> None:
+    a, b = spread(1, 56, 7936).bfloat16().cuda(), spread(2, 128, 7936).bfloat16().cuda()
+    found, expected = (f8.mm(a, b.t(), out_dtype=torch.float32, engine=engine) for engine in ("emulated", "hardware"))
+    assert_same_bits(found, expected)
+    output = RECIPES["tensorwise"].gemms["output"]
+    split = layer_split_k(output, a.to(E4M3), b.to(E4M3), out_dtype=torch.float32, chip=HOPPER)
+    assert split.source is Source.ASKED and split.split_k > 1
 
 
 def test_the_hardware_chooses_its_own_split() -> None:

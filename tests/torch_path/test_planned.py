@@ -14,7 +14,9 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.layer import LayerCase, LayerMode, Place
 from f8emu.conformance.layer_trace import layer_parts, planned_slices
 from f8emu.conformance.subject import load_subject
-from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe, planned
+from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe, planned
+from f8emu.spec.plan import Source, Split
+from f8emu.torch.gemm import planned as torch_planned
 
 pytest.importorskip("jax")
 # Loading the compiler warns about torch's own old code.
@@ -132,6 +134,27 @@ def test_both_oracles_cut_layers_alike_and_otherwise_without() -> None:
     for s in (1, 2):
         assert products["f8ref.numpy", s].tobytes() == products["f8ref.jax", s].tobytes()
     assert products["f8ref.numpy", 1].tobytes() != products["f8ref.numpy", 2].tobytes()
+
+
+def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says 2 where the plan says 3."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch_planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
+    monkeypatch.setattr(
+        torch_planned, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED)
+    )
+    a, b, one = codes(1, 8, 8192), codes(2, 64, 8192).t(), torch.ones(())
+    options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": True, "engine": "emulated"}
+    found = {s: f8.scaled_mm(a, b, one, one, **options, split_k=s) for s in (None, 2, 3)}
+    assert torch.equal(found[None], found[2]) and not torch.equal(found[None], found[3])
+    high: dict[str, Any] = {"out_dtype": torch.float32, "engine": "emulated"}
+    of_mm = {s: f8.mm(a.bfloat16(), b.bfloat16(), **high, split_k=s) for s in (None, 2)}
+    assert torch.equal(of_mm[None], of_mm[2])
+    split = torch_planned.layer_split_k(TENSORWISE.gemms["output"], a, b.t(), out_dtype=torch.float32, chip=HOPPER)
+    assert split == (2, Source.ASKED)
+    assert [(gemm.table, gemm.k) for gemm in asked] == [
+        *(("tensorwise float32", 8192), ("bfloat16 tn", 8192), ("tensorwise float32", 8192))
+    ]
 
 
 def test_what_the_plan_does_not_know_is_said_once_for_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from f8emu.jax.lowering import is_partitioned
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import HOPPER
 
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability that converts to float8 and multiplies it."""
@@ -22,12 +24,12 @@ FLOAT8_CAPABILITY = (8, 9)
 
 def has_float8_conversions() -> bool:
     """Whether all CUDA devices here convert to float8; true where there are none, and another machine will run it."""
-    return all(capability >= FLOAT8_CAPABILITY for capability in cuda_capabilities())
+    return all(capability_of(device) >= FLOAT8_CAPABILITY for device in cuda_devices())
 
 
 def are_hopper() -> bool:
     """Whether all CUDA devices here have Hopper's tensor cores, whose bits were measured; true where there are none."""
-    return all(major == 9 for major, _ in cuda_capabilities())
+    return all(capability_of(device)[0] == 9 for device in cuda_devices())
 
 
 def kernel_or_plain(
@@ -100,10 +102,22 @@ batching.primitive_batchers[_choice] = _batch
 
 
 @cache
-def cuda_capabilities() -> tuple[tuple[int, ...], ...]:
-    """The compute capabilities of the CUDA devices here."""
+def cuda_devices() -> tuple[Any, ...]:
+    """The CUDA devices here."""
     try:
-        devices = jax.local_devices(backend="cuda")
+        return tuple(jax.local_devices(backend="cuda"))
     except RuntimeError:
         return ()
-    return tuple(tuple(map(int, str(device.compute_capability).split("."))) for device in devices)
+
+
+def capability_of(device: Any) -> tuple[int, int]:
+    """CUDA's compute capability; (0, 0) of anything else."""
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    return (int(major), int(minor or 0)) if device.platform == "gpu" and major.isdigit() else (0, 0)
+
+
+def is_device_of(chip: Chip, device: Any) -> bool:
+    """Whether the library of `device` is the one whose bits the profile has; `HOPPER` is any Hopper GPU."""
+    if chip.capability is None or capability_of(device) != chip.capability:
+        return False
+    return chip.plan in ("", HOPPER.plan, device.device_kind)

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
 
 from f8emu.jax.compiling import Options, compiler_options, eager_options, is_eager
-from f8emu.jax.fused.choice import cuda_capabilities
+from f8emu.jax.fused.choice import capability_of, cuda_devices, is_device_of
 from f8emu.jax.gemm import emulation, hardware, partition, planned
 from f8emu.jax.lowering import refuse_lowering
 from f8emu.spec.chip import Chip
@@ -62,7 +62,7 @@ def engine_of(device: Any = None, engine: str = "auto", *, chip: Chip | str = HO
     chip = chip_by_name("engine_of", chip)
     if device is None or isinstance(device, str):
         device = jax.devices(device)[0]
-    if engine != Engine.EMULATED.value and _is_device_of(chip, device):
+    if engine != Engine.EMULATED.value and is_device_of(chip, device):
         return f"cuBLASLt on {device.device_kind}"
     if engine == Engine.HARDWARE.value:
         raise UnsupportedError(_no_hardware("engine_of", str(device), chip))
@@ -99,9 +99,7 @@ def scaled_mm(
     def slices(a: jax.Array, b: jax.Array) -> int:
         if split_k is not None:
             return split_k
-        return planned.scaled_mm_split_k(
-            (a.shape[0], b.shape[1], a.shape[1]), formats, granularities, **chain, chip=chip
-        )
+        return planned.scaled_mm_split_k(a, b, formats, granularities, **chain, chip=chip)
 
     def on_hardware(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any) -> jax.Array:
         return hardware.scaled_mm(
@@ -175,8 +173,7 @@ def mm(
         return hardware.mm(a, b, out_dtype=out_dtype, options=options, transposed=transposed)
 
     def emulated(a: Any, b: Any) -> jax.Array:
-        sizes = (a.shape[0], b.shape[1], a.shape[1])
-        slices = planned.mm_split_k(sizes, layout, out_dtype=out_dtype, chip=chip) if split_k is None else split_k
+        slices = planned.mm_split_k(a, b, layout, out_dtype=out_dtype, chip=chip) if split_k is None else split_k
         return emulation.mm(a, b, out_dtype=out_dtype, split_k=slices, chip=chip, transposed=transposed)
 
     key = (out_dtype, split_k, layout)
@@ -211,8 +208,11 @@ def _choose(
     )
 
     def on_cuda(*operands: Any) -> jax.Array:
-        if not all(capability == chip.capability for capability in cuda_capabilities()) or chip.capability is None:
-            if not wants_hardware and jax.default_backend() == "gpu" and max(cuda_capabilities()) >= _FLOAT8_CAPABILITY:
+        if chip.capability is None or not all(is_device_of(chip, device) for device in cuda_devices()):
+            multiplies = (
+                jax.default_backend() == "gpu" and max(map(capability_of, cuda_devices())) >= _FLOAT8_CAPABILITY
+            )
+            if multiplies and not wants_hardware:
                 warn_of_idle_gpu(chip)
             return elsewhere(*operands)
         if has_split_k:
@@ -240,10 +240,10 @@ def _choose(
                 (call, engine, layout, chip, *key), jax.jit(lambda *x: either(*x), compiler_options=compiler_options())
             )
             return program(*operands)
-        if engine == Engine.EMULATED.value or not _is_device_of(chip, device):
+        if engine == Engine.EMULATED.value or not is_device_of(chip, device):
             if wants_hardware:
                 raise UnsupportedError(_no_hardware(call, str(device), chip))
-            if engine == Engine.AUTO.value and _capability(device) >= _FLOAT8_CAPABILITY:
+            if engine == Engine.AUTO.value and capability_of(device) >= _FLOAT8_CAPABILITY:
                 warn_of_idle_gpu(chip)
             return emulated(*operands)
         if has_split_k:
@@ -275,14 +275,3 @@ def warn_of_idle_gpu(chip: Chip) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
-
-
-def _is_device_of(chip: Chip, device: Any) -> bool:
-    """Whether the library of `device` is the one whose bits the profile has."""
-    return chip.capability is not None and _capability(device) == chip.capability
-
-
-def _capability(device: Any) -> tuple[int, int]:
-    """CUDA's compute capability; (0, 0) of anything else."""
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    return (int(major), int(minor or 0)) if device.platform == "gpu" and major.isdigit() else (0, 0)

@@ -42,8 +42,9 @@ def scaled_mm(
 
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
     traced. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the library's
-    heuristic chose [CHAIN-3]. None takes it from the plan, `f8emu.spec.plan` [PLAN-1..6], and is the only value that
-    the hardware accepts. A shape that the plan does not cover is emulated without split-K, with one warning.
+    heuristic chose [CHAIN-3]. None asks the library itself on a GPU that is the chip (a trace: if JAX's default device
+    is one), else the plan, `f8emu.spec.plan` [PLAN-1..7], and is the only value that the hardware accepts. A shape that
+    the plan does not cover is emulated without split-K, with one warning.
 
     Args:
         a: left operand.
@@ -56,9 +57,9 @@ def scaled_mm(
         engine: "auto" (the hardware on a CUDA device that is the chip, else the emulation), "hardware" or "emulated".
         granularity_a: the granularity of `scale_a`, if its shape is ambiguous.
         granularity_b: the granularity of `scale_b`, if its shape is ambiguous.
-        split_k: the number of slices of K that the emulation accumulates separately; None: the plan's.
+        split_k: the number of slices of K that the emulation accumulates separately; None: the library's or the plan's.
         chip: the chip to emulate: a profile of `f8emu.spec.CHIPS` or its name. `evidence` says what a profile rests on.
-            Only Hopper has a plan; for other chips S is 1.
+            Hopper (an H200's) and H100 have plans; for other chips S is 1.
 
     Raises:
         OperandError: wrong dtype, shape or scales.

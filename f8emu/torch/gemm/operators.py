@@ -156,7 +156,7 @@ def run_scaled_mm(
     split_k: int | None,
     chip: str = HOPPER.name,
 ) -> Tensor:
-    """A checked `scaled_mm`, on the chosen engine; `split_k` None is the plan's [PLAN-1]."""
+    """A checked `scaled_mm`, on the chosen engine; `split_k` None is the library's or the plan's."""
     pair = Granularity(granularity_a), Granularity(granularity_b)
     options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     if engine == Engine.HARDWARE.value:
@@ -215,7 +215,7 @@ def mm(
 def run_mm(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, engine: str, split_k: int | None, chip: str = HOPPER.name
 ) -> Tensor:
-    """A checked `mm`, on the chosen engine; `split_k` None is the plan's [PLAN-1]."""
+    """A checked `mm`, on the chosen engine; `split_k` None is the library's or the plan's."""
     if engine == Engine.HARDWARE.value:
         return hardware.mm(a, b, out_dtype=out_dtype)
     if split_k is None:

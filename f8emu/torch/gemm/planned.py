@@ -1,13 +1,17 @@
-"""S, the number of slices of K, of an emulated GEMM whose caller gives none: the plan's [PLAN-1..6]."""
+"""S, the number of slices of K, of an emulated GEMM whose caller gives none: the library's on a Hopper GPU, else the
+plan's.
+"""
 
 import torch
 from torch import Tensor
 
+from f8emu.cublaslt import split_k_at_hand
 from f8emu.spec.chip import Chip
 from f8emu.spec.plan import PlannedGemm, Source, Split, is_planned, split_k
-from f8emu.spec.planned import bfloat16_gemm, planned_split_k, scaled_gemm
+from f8emu.spec.planned import bfloat16_gemm, known_split_k, scaled_gemm
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.device import is_device_of
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 
 _CALLER = "f8emu.torch"
@@ -26,16 +30,19 @@ def scaled_mm_split_k(
     if not _has_plan(a, b, chip):
         return 1
     gemm = _scaled_mm(a, b, granularities, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
-    return planned_split_k(_CALLER, gemm)
+    return known_split_k(_CALLER, gemm, _split(gemm, a.device, chip), chip)
 
 
 def mm_split_k(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> int:
     """S of a bfloat16 `mm`."""
-    return planned_split_k(_CALLER, _mm(a, b, out_dtype)) if _has_plan(a, b, chip) else 1
+    if not _has_plan(a, b, chip):
+        return 1
+    gemm = _mm(a, b, out_dtype)
+    return known_split_k(_CALLER, gemm, _split(gemm, a.device, chip), chip)
 
 
 def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> Split:
-    """The plan of a GEMM of a layer, `a @ b^T`, as it runs: zero-padded.
+    """S of a GEMM of a layer, `a @ b^T`, as it runs: zero-padded.
 
     Shapes:
         a [M, K], b [N, K], before padding; only sizes, strides and dtypes are read.
@@ -48,8 +55,14 @@ def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, c
     pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
     padded_a, padded_b = _padded(a, 0, pad_k), _padded(b, pad_n, pad_k).t()  # of rows the plan knows that itself
     if pair is None:
-        return split_k(_mm(padded_a, padded_b, out_dtype))
-    return split_k(_scaled_mm(padded_a, padded_b, pair, out_dtype=out_dtype, use_fast_accum=spec.use_fast_accum))
+        gemm = _mm(padded_a, padded_b, out_dtype)
+    else:
+        gemm = _scaled_mm(padded_a, padded_b, pair, out_dtype=out_dtype, use_fast_accum=spec.use_fast_accum)
+    return _split(gemm, a.device, chip)
+
+
+def _split(gemm: PlannedGemm, device: torch.device, chip: Chip) -> Split:
+    return split_k_at_hand(gemm, chip) if is_device_of(chip, device) else split_k(gemm, chip=chip.plan)
 
 
 def _has_plan(a: Tensor, b: Tensor, chip: Chip) -> bool:
