@@ -79,11 +79,8 @@ def split_k() -> str:
         scores = [scores[name][sample] for scores in fitted for sample in ("log-uniform", "layers")]
         scores.append([found["random"], found["random right"]])
         rows.append([label, *(f"{100 * right / shapes:.1f} %" for shapes, right, *_ in scores)])
-    columns = [
-        "GEMM",
-        *(f"{gpu}, {what}" for gpu in ("H200", "H100") for what in ("random shapes", "shapes of layers")),
-    ]
-    columns += ["H100 by the H200's plan"]
+    samples = [f"{gpu}, {what}" for gpu in ("H200", "H100") for what in ("random shapes", "shapes of layers")]
+    columns = ["GEMM", *samples, "H100 by the H200's plan"]
     names = ("split_k_rule-h200", "split_k_rule-h100", "split_k_asked-h100", "split_k_asked-h200")
     sources = lines(*names, packages=("torch", "scikit-learn"))
     return f"{table(columns, rows)}\n\n{sources}"

@@ -49,7 +49,8 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
     monkeypatch.setattr(planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, jax.devices()[0]))
     monkeypatch.setattr(planned, "split_k_at_hand", lambda gemm, chip: Split(2, Source.ASKED))
     a, b = (jnp.asarray(drawn(rows, 8192)).astype("float8_e4m3fn") for rows in (8, 64))
-    one, options = jnp.ones((1, 1)), {"out_dtype": "float32", "use_fast_accum": True, "engine": "emulated"}
+    one = jnp.ones((1, 1))
+    options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "engine": "emulated"}
     found = {s: bits(f8.scaled_mm(a, b.T, one, one, **options, split_k=s)) for s in (None, 2, 3)}
     assert np.array_equal(found[None], found[2]) and not np.array_equal(found[None], found[3])
     traced = f8.jit(lambda *xs: f8.scaled_mm(*xs, **options))(a, b.T, one, one)
@@ -72,7 +73,11 @@ def test_on_a_hopper_gpu_its_library_is_asked() -> None:
     assert split.source is Source.ASKED and split.split_k > 2
     a, b = (drawn(rows, k).astype(ml_dtypes.float8_e4m3fn) for rows in (m, n))
     scale_a, scale_b = (np.exp(drawn(rows + 1, k // 128)[:rows]) for rows in (m, n))
-    options = {"out_dtype": "float32", "granularity_a": "blockwise_1x128", "granularity_b": "blockwise_1x128"}
+    options: dict[str, Any] = {
+        "out_dtype": "float32",
+        "granularity_a": "blockwise_1x128",
+        "granularity_b": "blockwise_1x128",
+    }
     expected = reference.scaled_mm(a, b.T, scale_a, scale_b.T, **options, split_k=split.split_k)
     for engine in ("hardware", "emulated"):
         assert np.array_equal(bits(f8.scaled_mm(a, b.T, scale_a, scale_b.T, **options, engine=engine)), bits(expected))

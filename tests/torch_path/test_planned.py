@@ -16,6 +16,7 @@ from f8emu.conformance.layer_trace import layer_parts, planned_slices
 from f8emu.conformance.subject import load_subject
 from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe, planned
 from f8emu.spec.plan import Source, Split
+from f8emu.torch.gemm import operators
 from f8emu.torch.gemm import planned as torch_planned
 
 pytest.importorskip("jax")
@@ -139,6 +140,7 @@ def test_both_oracles_cut_layers_alike_and_otherwise_without() -> None:
 def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 2 where the plan says 3."""
     asked: list[Any] = []
+    monkeypatch.setattr(operators, "_CHECKED", {})  # which remembers S
     monkeypatch.setattr(torch_planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
     monkeypatch.setattr(
         torch_planned, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED)

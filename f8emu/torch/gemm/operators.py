@@ -64,7 +64,7 @@ def _split_k(
     split_k: int | None,
     chip: str = HOPPER.name,
 ) -> int:
-    """S of an emulated `scaled_mm`: the one that is given, or the plan's [PLAN-1]."""
+    """S of an emulated `scaled_mm`: the one that is given, or the library's or the plan's."""
     if split_k is not None:
         return split_k
     return scaled_mm_split_k(a, b, pair, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=CHIPS[chip])
