@@ -127,7 +127,7 @@ def test_another_chip_is_named_by_the_user(tmp_path: Path) -> None:
     assert verified("f8ref.numpy", "--recordings", str(path), "--chip", "L4=Ada")[0] == 0
     status, out = verified("f8ref.numpy", "--recordings", str(path), "--chip", "L4=Blackwell tcgen05")
     assert status == 1 and "L4: profile Blackwell tcgen05 (unverified)\n" in out
-    with pytest.raises(SpecError, match="PROFILE to be one of Hopper, Ada"):
+    with pytest.raises(SpecError, match="PROFILE to be one of Hopper, H100, Ada"):
         read_recordings(path, {"L4": "Turing"})
     for chip in ("L4", "=Ada", "L4="):
         assert verified("--recordings", str(path), "--chip", chip)[0] == 2
@@ -182,6 +182,7 @@ def test_an_instruction_that_a_profile_has_not(tmp_path: Path) -> None:
 
 def test_names_in_files_have_profiles() -> None:
     found: dict[str, Chip] = instructions.PROFILES
-    assert found["H100"] is found["H200"] is HOPPER and found["L40S"] is CHIPS["Ada"] and found["Ada"] is CHIPS["Ada"]
+    assert found["H200"] is HOPPER and found["L40S"] is CHIPS["Ada"]
+    assert all(found[name] is chip for name, chip in CHIPS.items())
     assert found["B200"] is CHIPS["Blackwell mma.sync"]
     assert all(isinstance(i, Instruction) for chip in CHIPS.values() for i in chip.instructions)

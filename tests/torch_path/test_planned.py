@@ -137,6 +137,24 @@ def test_both_oracles_cut_layers_alike_and_otherwise_without() -> None:
     assert products["f8ref.numpy", 1].tobytes() != products["f8ref.numpy", 2].tobytes()
 
 
+def test_an_h100_has_a_plan_of_its_own() -> None:
+    """20 x 512 x 11904 is cut into 4 on an H200 and into 3 on an H100, by every backend."""
+    import jax.numpy as jnp
+
+    import f8emu.jax
+    import f8emu.numpy
+
+    a, b, one = codes(1, 20, 11904), codes(2, 512, 11904).t(), torch.ones(())
+    arrays = [ARRAYS.store(x) for x in (a, b, one, one)]
+    for chip, s in (("Hopper", 4), ("H100", 3)):
+        options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "chip": chip}
+        expected = f8emu.numpy.scaled_mm(*arrays, **options, split_k=s)
+        assert f8emu.numpy.scaled_mm(*arrays, **options).tobytes() == expected.tobytes()
+        assert np.asarray(f8emu.jax.scaled_mm(*map(jnp.asarray, arrays), **options)).tobytes() == expected.tobytes()
+        assert equal(f8.scaled_mm(a, b, one, one, **options), expected)
+        assert f8emu.numpy.scaled_mm(*arrays, **options, split_k=7 - s).tobytes() != expected.tobytes()
+
+
 def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 2 where the plan says 3."""
     asked: list[Any] = []
