@@ -47,7 +47,8 @@ def add_to(app: "typer.Typer") -> None:
                 help="f8ref.numpy, f8ref.jax, f8emu.native (every vector width that runs here; f8emu.native:portable "
                 "is one), torch, f8emu.jax; a known kernel such as fbgemm.rowwise (--kernels lists them); or "
                 "path/to/file.py:function or package.module:function, a Kernel or a function with the arguments of "
-                "torch._scaled_mm (--contract). By default those of the first five whose packages are installed.",
+                "torch._scaled_mm (--contract). By default those of the first five whose packages are installed; "
+                "f8ref.jax if JAX has a GPU.",
             ),
         ] = None,
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
@@ -170,7 +171,7 @@ def _verify(
             workers = stack.enter_context(Workers(2, parts_of(list(STAGES), list(SUBJECTS))))
         loaded, not_run = _load(names, arrays, timeout)
         subjects = list(loaded.values())
-        if not names:  # the engine has GEMMs alone
+        if not names:  # the engine has GEMMs and layers alone
             subjects = [one for one in subjects if any(stage.is_offered_by(one) for stage in named)]
         only = stages_with(chosen.cases, named, subjects, recorded) if chosen.cases else None
         processes = jobs or (processes_for(subjects, is_whole=is_whole) if only is None else 1)
@@ -232,8 +233,10 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
             # beside kernels the others run as ever; without any, a timeout is refused
             seconds = None if has_kernels and name in SUBJECTS else timeout
             loaded[name] = load_and_call(name, arrays=arrays, timeout=seconds)
+            if loaded[name].is_idle and not names:
+                not_run[name] = f"{name}, which emulates on GPUs, and here is none; f8emu verify {name} runs it"
         except (MissingExtraError, UnsupportedError) as error:
             if names:
                 raise
             not_run[name] = str(error)
-    return {name: loaded[name] for name in chosen if name in loaded}, not_run
+    return {name: loaded[name] for name in chosen if name in loaded and name not in not_run}, not_run

@@ -1,4 +1,4 @@
-"""Who judges whom: f8ref.numpy, or where that is the subject f8ref.exact or f8ref.jax. Never a subject itself."""
+"""Who judges whom: f8ref.numpy, or where that is the subject f8ref.exact and the engine. Never a subject itself."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -10,6 +10,7 @@ import numpy as np
 from f8emu.conformance.compare import bits
 from f8emu.conformance.distributions import dtype_of
 from f8emu.conformance.subject import NotOffered, Subject, load_subject
+from f8emu.native import library
 from f8emu.spec import (
     FLOAT32,
     DelayedScaling,
@@ -32,15 +33,15 @@ def value_oracle(subject: str) -> Subject:
 
 @cache
 def gemm_oracle(subject: str) -> Subject:
-    """For whole GEMMs and layers: f8ref.numpy; for f8ref.numpy itself f8ref.jax, which is fast enough.
+    """For whole GEMMs and layers: f8ref.numpy; for f8ref.numpy itself the engine, or without it f8ref.jax.
 
     Raises:
-        NotOffered: the subject is f8ref.numpy and JAX is not installed.
+        NotOffered: the subject is f8ref.numpy, the engine is not compiled and JAX is not installed.
     """
     if not _is_numpy(subject):
         return load_subject("f8ref.numpy")
     try:
-        return load_subject("f8ref.jax")
+        return load_subject("f8emu.native" if library.library() else "f8ref.jax")
     except MissingExtraError as error:
         raise NotOffered(f"f8ref.numpy is the oracle here, and its own would be f8ref.jax: {error}") from None
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from f8emu.conformance import jax_layer, torch_layer
+from f8emu.conformance import engine_layer, jax_layer, torch_layer
 from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.engine_cases import engine_cases
 from f8emu.conformance.gemm import GemmCase, Verbs
@@ -90,6 +90,8 @@ class Subject:
     """True: a sampled GEMM is run at its full size, on which the library's choice of kernel depends."""
     is_thread_safe: bool = False
     """True: cases may run side by side."""
+    is_idle: bool = False
+    """True: nothing on this machine computes with it, so that it runs only if it is asked for."""
     is_kernel: bool = False
     """True: its operands lie where a case says; its verbs take `placement`, and `in_turn` is one of them."""
     chooses_split_k: bool = False
@@ -291,6 +293,7 @@ def _f8ref_jax() -> Subject:
         engine=f"f8ref.jax, jax {framework.version}, {framework.device}",
         verbs={verb: travelling(framework, getattr(f8ref.jax, verb)) for verb in VERBS},
         is_thread_safe=not framework.on_gpu,
+        is_idle=not framework.on_gpu and library.library() is not None,
     )
 
 
@@ -299,13 +302,19 @@ def _f8emu_native(width: str | None = None) -> Subject:
     problem = library.unavailable()
     if problem is not None:
         raise UnsupportedError(f"f8emu verify f8emu.native: {problem}")
+    import f8ref.numpy
     from f8emu.numpy import emulation
 
-    names = ("scaled_mm", "scaled_grouped_mm", "mm")
+    names = ("amax", "quantize", "scaled_mm", "scaled_grouped_mm", "mm")
+    verbs: dict[str, Any] = {name: partial(getattr(emulation, name), width=width) for name in names}
+    verbs["scale_from_amax"] = emulation.scale_from_amax
+    verbs["linear"] = partial(engine_layer.linear, dict(verbs))
+    # The states, which layers need, are the oracle's.
+    verbs |= {name: getattr(f8ref.numpy, name) for name in ("initial_delayed_state", "update_delayed_state")}
     return Subject(
         name="f8emu.native" if width is None else f"f8emu.native:{width.lower()}",
         engine=f"f8emu.native, {width or library.widths()[0]} on cpu",
-        verbs={name: partial(getattr(emulation, name), width=width) for name in names},
+        verbs=verbs,
         is_thread_safe=True,
         more_gemms=engine_cases,
     )

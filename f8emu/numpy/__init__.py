@@ -1,8 +1,8 @@
 """f8emu for numpy: casts, scales, GEMMs and a linear layer with the bits of a Hopper GPU.
 
-The GEMMs are computed by `f8emu.native`. Where that is not compiled, the oracle, `f8ref.numpy`, computes them with the
-same bits, slowly, and a warning says so once. The other functions are the oracle's. The verbs and their arguments are
-named as in `f8emu.torch` and `f8emu.jax`, and give the same bits.
+GEMMs, amaxes, scales and codes are computed by `f8emu.native`. Where that is not compiled, the oracle, `f8ref.numpy`,
+computes them with the same bits, slowly, and a warning says so once. The other functions are the oracle's. The verbs
+and their arguments are named as in `f8emu.torch` and `f8emu.jax`, and give the same bits.
 
 Arguments: a format is a `Format`, its name or a dtype (`"float8_e4m3fn"`, `ml_dtypes.float8_e4m3fn`, `np.float32`).
 Lists, numbers, float64 and integer arrays have no format of their own. They are taken as float32, or as the one format

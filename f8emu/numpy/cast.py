@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import (
     Array,
     FormatLike,
@@ -72,7 +73,7 @@ def quantize(
     values = typed("quantize", "x", x)
     factors = typed("quantize", "inv_scale", inv_scale)
     matrix = values.reshape(rows_of("quantize", "x", values))
-    return oracle.quantize(matrix, factors, target, granularity).reshape(values.shape)
+    return emulation.quantize(matrix, factors, target, granularity).reshape(values.shape)
 
 
 def dequantize(

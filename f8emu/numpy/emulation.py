@@ -1,4 +1,4 @@
-"""The GEMMs on arrays of numpy, by the native engine or, where it is missing, by the oracle; the bits are the same.
+"""GEMMs and casts of numpy's arrays by the native engine or, where it is missing, by the oracle; the bits are the same.
 
 The functions have the arguments of the oracle's, and `width`: which of the engine's vectors, `library.widths()`
 computes; None is the fastest. Only this module of f8emu.numpy knows the engine.
@@ -13,16 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from f8emu.native import cast as caster
 from f8emu.native import gemm as engine
 from f8emu.native import library
 from f8emu.native.model import fits
 from f8emu.numpy.dtypes import Array, dtype_of
 from f8emu.spec.chip import AccumulationModel, Chip
 from f8emu.spec.chips import HOPPER
-from f8emu.spec.formats import Format
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.formats import HIGH_PRECISION, Format, float8_format
+from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
+from f8emu.spec.trace import Scales
 from f8ref import numpy as oracle
 from f8ref.numpy.checks import checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.codec import canonical_nan, typed_array
+from f8ref.numpy.linear import Verbs
+from f8ref.numpy.scale import as_matrix, checked_amax, checked_scale
 
 _SQUARE = 128
 """Rows that share a 128x128 scale."""
@@ -117,6 +122,80 @@ def mm(
     return out
 
 
+def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE, *, width: str | None = None) -> Array:
+    """`f8ref.numpy.amax`."""
+    granularity = granularity_by_name("amax", granularity)
+    values, _ = typed_array(as_matrix(x, "amax: x"), HIGH_PRECISION, "amax: x")
+    if not _is_compiled() or values.size == 0:
+        return oracle.amax(values, granularity)
+    found = np.empty(granularity.scale_shape(*values.shape), np.float32)
+    grid = caster.Grid(amax=found.ctypes.data, **_places(found))
+    _cast(values, granularity, grid, None, caster.Codes(), caster.FIND, width)
+    return found
+
+
+def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
+    """`f8ref.numpy.scale_from_amax`."""
+    values, target = checked_amax(amax, format, margin)
+    if not _is_compiled():
+        return oracle.scale_from_amax(values, target, rule, margin=margin)
+    given = np.ascontiguousarray(values)
+    inv_scale, scale = np.empty(values.shape, np.float32), np.empty(values.shape, np.float32)
+    addresses = given.ctypes.data, inv_scale.ctypes.data, scale.ctypes.data
+    caster.scales(*addresses, given.size, target, rule, margin=margin)
+    return Scales(canonical_nan(inv_scale), canonical_nan(scale))
+
+
+def quantize(
+    x: ArrayLike,
+    inv_scale: ArrayLike,
+    format: Format | str,
+    granularity: Granularity | str = Granularity.TENSORWISE,
+    *,
+    width: str | None = None,
+) -> Array:
+    """`f8ref.numpy.quantize`."""
+    granularity, target = granularity_by_name("quantize", granularity), float8_format("quantize", format)
+    values, _ = typed_array(as_matrix(x, "quantize: x"), HIGH_PRECISION, "quantize: x")
+    factors = checked_scale(inv_scale, granularity, values.shape, "quantize: inv_scale")
+    if not _is_compiled() or values.size == 0:
+        return oracle.quantize(values, factors, target, granularity)
+    alive: list[Array] = []
+    factors = _readable(factors, alive)
+    codes = np.empty(values.shape, np.uint8)
+    grid = caster.Grid(inv_scale=factors.ctypes.data, **_places(factors))
+    of_codes = caster.Codes(codes.ctypes.data, *codes.strides)
+    _cast(values, granularity, grid, target, of_codes, caster.ENCODE, width)
+    return codes.view(dtype_of(target))
+
+
+VERBS = Verbs(amax, scale_from_amax, quantize, scaled_mm, mm)
+"""What a linear layer is made of."""
+
+
+def _cast(
+    x: Array,
+    granularity: Granularity,
+    grid: caster.Grid,
+    format: Format | None,
+    codes: caster.Codes,
+    stages: int,
+    width: str | None,
+) -> None:
+    alive: list[Array] = []
+    x = _readable(x, alive)
+    if 1 not in _strides(x):
+        x = np.ascontiguousarray(x)
+    (rows, k), (row_stride, k_stride) = x.shape, _strides(x)
+    values = caster.Values(x.ctypes.data, rows, k, row_stride, k_stride, x.dtype.name)
+    caster.run(values, granularity, grid, format, None, codes, stages, threads=_threads(), width=width)
+
+
+def _places(grid: Array) -> dict[str, int]:
+    row_stride, block_stride = _strides(grid)
+    return {"row_stride": row_stride, "block_stride": block_stride}
+
+
 def _run(
     a: _Operand,
     b: _Operand,
@@ -179,18 +258,23 @@ def _threads() -> int:
 
 
 def _is_native(model: AccumulationModel) -> bool:
-    """Whether the engine multiplies; where it is missing, a warning says so once."""
+    """Whether the engine multiplies by a model."""
+    return _is_compiled() and fits(model)
+
+
+def _is_compiled() -> bool:
+    """Whether there is an engine; where it is missing, a warning says so once."""
     if library.library() is None:
         _warn_without_engine()
         return False
-    return fits(model)
+    return True
 
 
 @functools.cache
 def _warn_without_engine() -> None:
     warnings.warn(
-        f"f8emu.numpy: {library.unavailable()}; until then GEMMs are computed by f8ref.numpy, which has the same bits "
-        "and is slower. This warning appears once",
+        f"f8emu.numpy: {library.unavailable()}; until then f8ref.numpy computes, with the same bits and slower. This "
+        "warning appears once",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -13,7 +13,7 @@ from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import format_by_name
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, LinearTrace
-from f8ref.numpy.linear import Gemms, traced
+from f8ref.numpy.linear import traced
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """GEMM -> its layout in a linear layer, as cuBLAS names it."""
@@ -93,5 +93,5 @@ def linear(
         delayed_state=delayed_state,
         split_k=slices,
         chip=on,
-        gemms=Gemms(emulation.scaled_mm, emulation.mm),
+        verbs=emulation.VERBS,
     )

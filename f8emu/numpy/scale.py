@@ -3,10 +3,10 @@
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import FormatLike, float8_format, rows_of, typed
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
-from f8ref import numpy as oracle
 
 
 def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) -> NDArray[np.float32]:
@@ -23,7 +23,7 @@ def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) 
         SpecError: unknown granularity.
     """
     values = typed("amax", "x", x)
-    return oracle.amax(values.reshape(rows_of("amax", "x", values)), granularity)
+    return emulation.amax(values.reshape(rows_of("amax", "x", values)), granularity)
 
 
 def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
@@ -42,4 +42,4 @@ def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = Scale
         SpecError: unknown format, or a margin out of range.
     """
     target = float8_format("scale_from_amax", format)
-    return oracle.scale_from_amax(typed("scale_from_amax", "amax", amax), target, rule, margin=margin)
+    return emulation.scale_from_amax(typed("scale_from_amax", "amax", amax), target, rule, margin=margin)

@@ -1,4 +1,4 @@
-"""f8ref.numpy, whose GEMMs the engine computes too, at every width that runs here: AssertionError if a bit differs.
+"""f8ref.numpy, whose work the engine does too, at every width that runs here: AssertionError if a bit differs.
 
 Takes the place of `f8ref.numpy` in the tests of the oracle, so that the engine has the same ones.
 """
@@ -12,12 +12,12 @@ import f8ref.numpy
 from f8emu.native import library
 from f8emu.numpy import emulation
 
-GEMMS = ("scaled_mm", "scaled_grouped_mm", "mm")
+OF_ENGINE = ("scaled_mm", "scaled_grouped_mm", "mm", "amax", "quantize")
 
 
 def __getattr__(name: str) -> Any:
     verb = getattr(f8ref.numpy, name)
-    return _together(verb, getattr(emulation, name)) if name in GEMMS else verb
+    return _together(verb, getattr(emulation, name)) if name in OF_ENGINE else verb
 
 
 def _together(verb: Callable[..., np.ndarray], of_engine: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -30,3 +30,10 @@ def _together(verb: Callable[..., np.ndarray], of_engine: Callable[..., np.ndarr
         return result
 
     return call
+
+
+def scale_from_amax(*args: Any, **options: Any) -> Any:
+    """The engine has it in one width."""
+    result, found = (verb(*args, **options) for verb in (f8ref.numpy.scale_from_amax, emulation.scale_from_amax))
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in result]
+    return result

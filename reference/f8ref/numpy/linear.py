@@ -39,9 +39,12 @@ from f8ref.numpy.scaled_mm import mm, scaled_mm
 DelayedStates = Mapping[str, DelayedState]
 
 
-class Gemms(NamedTuple):
-    """What multiplies: functions with the arguments and the bits of `f8ref.numpy`'s."""
+class Verbs(NamedTuple):
+    """What computes a layer: functions with the arguments and the bits of those of `f8ref.numpy`."""
 
+    amax: Callable[..., NDArray[np.float32]]
+    scale_from_amax: Callable[..., Scales]
+    quantize: Callable[..., Array]
     scaled_mm: Callable[..., Array]
     mm: Callable[..., Array]
 
@@ -82,7 +85,7 @@ def linear(
         delayed_state=delayed_state,
         split_k=split_k or {},
         chip=CHIPS[recipe.chip] if chip is None else chip,
-        gemms=Gemms(scaled_mm, mm),
+        verbs=Verbs(amax, scale_from_amax, quantize, scaled_mm, mm),
     )
 
 
@@ -96,9 +99,9 @@ def traced(
     delayed_state: DelayedStates | None,
     split_k: Mapping[str, int],
     chip: Chip,
-    gemms: Gemms,
+    verbs: Verbs,
 ) -> LinearTrace:
-    """`linear` whose products `gemms` computes."""
+    """`linear` that `verbs` compute."""
     x, out_format = typed_array(input, HIGH_PRECISION, "linear: input")
     tensors = {"input": x, "weight": typed_array(weight, HIGH_PRECISION, "linear: weight")[0]}
     if grad_output is not None:
@@ -109,10 +112,10 @@ def traced(
     def gemm(name: str) -> GemmTrace:
         spec = recipe.gemms[name]
         a, b = (
-            _operand(tensors[source].T if is_transposed else tensors[source], source, cast, recipe, states.get(source))
-            for source, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
+            _operand(tensors[t].T if is_transposed else tensors[t], t, cast, recipe, states.get(t), verbs)
+            for t, cast, is_transposed in zip(OPERANDS[name], (spec.a, spec.b), TRANSPOSED[name], strict=True)
         )
-        return GemmTrace(a, b, _product(a, b, spec, out_format, split_k.get(name, 1), chip, gemms))
+        return GemmTrace(a, b, _product(a, b, spec, out_format, split_k.get(name, 1), chip, verbs))
 
     output = gemm("output")
     grad_input = grad_weight = None
@@ -121,18 +124,20 @@ def traced(
     return LinearTrace(output, grad_input, grad_weight, _add_bias(output.product, bias, out_format))
 
 
-def _operand(x: Array, tensor: str, cast: Cast, recipe: Recipe, state: DelayedState | None) -> OperandTrace:
+def _operand(
+    x: Array, tensor: str, cast: Cast, recipe: Recipe, state: DelayedState | None, verbs: Verbs
+) -> OperandTrace:
     """One operand, made of `tensor` and seen as [rows, summed dimension], through its cast."""
     if cast.format is None:
         return OperandTrace(None, None, None, convert(as_float32(x, "linear"), BFLOAT16))
-    own_amax = amax(x, cast.granularity)
+    own_amax = verbs.amax(x, cast.granularity)
     delayed = recipe.delayed_scaling_of(tensor)
     if delayed is not None and state is not None and state.initialized:
         scales = _scales_of_state(state)
     else:
         margin = 0 if delayed is None else delayed.margin
-        scales = scale_from_amax(own_amax, cast.format, recipe.scale_rule, margin=margin)
-    codes = quantize(x, scales.inv_scale, cast.format, cast.granularity)
+        scales = verbs.scale_from_amax(own_amax, cast.format, recipe.scale_rule, margin=margin)
+    codes = verbs.quantize(x, scales.inv_scale, cast.format, cast.granularity)
     return OperandTrace(own_amax, scales.inv_scale, scales.scale, codes)
 
 
@@ -144,18 +149,18 @@ def _scales_of_state(state: DelayedState) -> Scales:
 
 
 def _product(
-    a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, split_k: int, chip: Chip, gemms: Gemms
+    a: OperandTrace, b: OperandTrace, gemm: Gemm, out_format: Format, split_k: int, chip: Chip, verbs: Verbs
 ) -> Array:
     """`a @ b^T` on the matrix unit that the recipe chose."""
     if gemm.is_high_precision:
-        return gemms.mm(a.codes, b.codes.T, out_dtype=out_format, split_k=split_k, chip=chip)
+        return verbs.mm(a.codes, b.codes.T, out_dtype=out_format, split_k=split_k, chip=chip)
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = (
         # Beside rowwise, the one scale of a tensorwise operand is that of every row.
         np.broadcast_to(trace.scale, (trace.codes.shape[0], 1)) if granularity is Granularity.ROWWISE else trace.scale
         for trace, granularity in ((a, granularity_a), (b, granularity_b))
     )
-    return gemms.scaled_mm(
+    return verbs.scaled_mm(
         a.codes,
         b.codes.T,
         scale_a,

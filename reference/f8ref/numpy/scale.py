@@ -61,10 +61,7 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
         OperandError: `amax` is not float32.
         SpecError: a format that is not in FLOAT8, or a margin outside of 0 to MAX_MARGIN.
     """
-    target = float8_format("scale_from_amax", format)
-    values, _ = typed_array(amax, (FLOAT32,), "scale_from_amax: amax")
-    if not 0 <= margin <= MAX_MARGIN:
-        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}; it counts powers of two")
+    values, target = checked_amax(amax, format, margin)
     with np.errstate(divide="ignore", invalid="ignore"):  # amax infinity has scale 1 / 0; a NaN may be a signalling one
         quotient = target.max * 2.0**-margin / np.maximum(values.astype(np.float64), rule.amax_floor)
         inv_scale = np.asarray(quotient, np.float32)
@@ -76,6 +73,15 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
     return Scales(canonical_nan(inv_scale), canonical_nan(scale))
 
 
+def checked_amax(amax: ArrayLike, format: Format | str, margin: int) -> tuple[NDArray[np.float32], Format]:
+    """The amaxes and the format of a `scale_from_amax`; raises what that raises."""
+    target = float8_format("scale_from_amax", format)
+    values, _ = typed_array(amax, (FLOAT32,), "scale_from_amax: amax")
+    if not 0 <= margin <= MAX_MARGIN:
+        raise SpecError(f"scale_from_amax: margin must be in 0..{MAX_MARGIN}; got {margin}; it counts powers of two")
+    return values, target
+
+
 def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
     """The scales of an operand `[rows, K]`, repeated so that they broadcast against it.
 
@@ -84,6 +90,18 @@ def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, .
     Raises:
         OperandError: not float32, or not of the granularity's shape (tensorwise: one element).
     """
+    factors = checked_scale(scale, granularity, shape, call)
+    rows, k = shape
+    block = granularity.block
+    if block[0] not in (None, 1):
+        factors = factors.repeat(block[0], axis=0)[:rows]
+    if block[1] is not None:
+        factors = factors.repeat(block[1], axis=1)[:, :k]
+    return factors
+
+
+def checked_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, ...], call: str) -> NDArray[np.float32]:
+    """The scales of an operand `[rows, K]`, of its `scale_shape`; raises what `expand_scale` raises."""
     factors, _ = typed_array(scale, (FLOAT32,), call)
     rows, k = shape
     expected = granularity.scale_shape(rows, k)
@@ -94,11 +112,6 @@ def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, .
             f"{call} must have shape {expected} for {granularity.value} scales of an operand {shape}; "
             f"got {factors.shape}; take it from amax with this granularity"
         )
-    block = granularity.block
-    if block[0] not in (None, 1):
-        factors = factors.repeat(block[0], axis=0)[:rows]
-    if block[1] is not None:
-        factors = factors.repeat(block[1], axis=1)[:, :k]
     return factors
 
 
