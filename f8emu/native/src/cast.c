@@ -26,29 +26,16 @@ typedef struct {
     atomic_int failed;
 } job;
 
-static int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 static int64_t quotient(int64_t x, int64_t y) { return (x + y - 1) / y; }
-
-static uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-static float float_from(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
 
 /* A magnitude in bits of `format`, as float32; every NaN is the canonical one [SPEC-1]. */
 static float magnitude_from(uint32_t bits, int format) {
-    float found = float_from(format == F8_FLOAT32 ? bits : bits << 16);
+    float found = f8_float(format == F8_FLOAT32 ? bits : bits << 16);
     if (format == F8_FLOAT16) {
         int exponent;
         f8_decode(bits, format, 0, &found, &exponent);
     }
-    return found == found ? found : float_from(0x7FFFFFFF);
+    return found == found ? found : f8_float(0x7FFFFFFF);
 }
 
 /* ---- Scales ---- */
@@ -57,7 +44,7 @@ static float magnitude_from(uint32_t bits, int format) {
 static float inverse_scale(const f8_rule *rule, float amax) {
     double floored = amax < rule->amax_floor ? rule->amax_floor : amax;
     float found = (float)(rule->largest / floored);
-    return rule->power_of_two && found == found ? float_from(bits_of(found) & 0xFF800000) : found;
+    return rule->power_of_two && found == found ? f8_float(f8_bits(found) & 0xFF800000) : found;
 }
 
 static float reciprocal(float inv_scale) { return (float)(1.0 / (double)inv_scale); }
@@ -119,7 +106,7 @@ static void find_amaxes(const job *job, int64_t line, int64_t end, int64_t posit
             continue;
         }
         for (int64_t j = 0; j < positions; j += block) {
-            int64_t count = smaller(block, positions - j);
+            int64_t count = f8_smaller(block, positions - j);
             uint32_t magnitude = job->width->largest(at(cast, i, position + j), cast->format, count);
             if (magnitude > found[j / block]) found[j / block] = magnitude;
         }
@@ -133,8 +120,8 @@ static void encode(const job *job, int64_t line, int64_t lines, int64_t position
     int direct = cast->code_position_stride == 1;
     uint8_t codes[TILE][TILE], *out = cast->codes;
     for (int64_t j = 0, count; j < positions; j += count) {
-        int64_t stop = block == 1 ? positions : smaller(positions, (j / block + 1) * block);
-        count = direct ? stop - j : smaller(stop - j, TILE);
+        int64_t stop = block == 1 ? positions : f8_smaller(positions, (j / block + 1) * block);
+        count = direct ? stop - j : f8_smaller(stop - j, TILE);
         const float *factor = factors + j / block;
         for (int64_t i = 0; i < lines; i++) {
             uint8_t *to = direct ? out + (line + i) * cast->code_line_stride + position + j : codes[i];
@@ -156,7 +143,7 @@ static int part(job *job, int64_t line, int64_t lines, int64_t position, int64_t
     if (!amaxes) return -1;
     float *factors = (float *)(amaxes + blocks);
     for (int64_t i = 0; i < lines; i += of_lines) {
-        int64_t some = smaller(of_lines, lines - i);
+        int64_t some = f8_smaller(of_lines, lines - i);
         if (job->stages & F8_FIND) {
             memset(amaxes, 0, (size_t)blocks * sizeof(uint32_t));
             find_amaxes(job, line + i, line + i + some, position, positions, amaxes);
@@ -177,7 +164,7 @@ static int part(job *job, int64_t line, int64_t lines, int64_t position, int64_t
             if (job->stages & F8_ENCODE) factors[j] = cast->inv_scale[to];
         }
         for (int64_t first = 0; job->stages & F8_ENCODE && first < some; first += TILE)
-            encode(job, line + i + first, smaller(TILE, some - first), position, positions, of_positions, factors);
+            encode(job, line + i + first, f8_smaller(TILE, some - first), position, positions, of_positions, factors);
     }
     free(amaxes);
     return 0;
@@ -188,8 +175,8 @@ static void work(void *given) {
     const f8_cast *cast = job->cast;
     for (int64_t i; (i = job->next++) < job->parts;) {
         int64_t line = i % job->parts_of_lines * job->lines, position = i / job->parts_of_lines * job->positions;
-        if (part(job, line, smaller(job->lines, cast->lines - line), position,
-                 smaller(job->positions, cast->positions - position)))
+        if (part(job, line, f8_smaller(job->lines, cast->lines - line), position,
+                 f8_smaller(job->positions, cast->positions - position)))
             job->failed = 1;
     }
 }
@@ -209,7 +196,7 @@ static int run(const f8_cast *cast, const f8_width *width, int stages, uint32_t 
     job.parts_of_lines = quotient(cast->lines, job.lines);
     job.parts = job.parts_of_lines * quotient(cast->positions, job.positions);
     /* 2. Run them. */
-    int64_t threads = smaller(smaller(cast->threads, cast->lines * cast->positions / WORTH_A_THREAD), job.parts);
+    int64_t threads = f8_smaller(f8_smaller(cast->threads, cast->lines * cast->positions / WORTH_A_THREAD), job.parts);
     f8_on_threads(threads, cast->threads, work, &job);
     if (largest) *largest = job.largest;
     return job.failed ? -1 : 0;
@@ -217,7 +204,6 @@ static int run(const f8_cast *cast, const f8_width *width, int stages, uint32_t 
 
 int f8_run_cast(const f8_cast *cast, int width) {
     const f8_width *of = f8_width_at(width);
-    uint64_t state = f8_enter();
     int stages = cast->stages, failed = 0;
     if (!cast->line_block && !cast->position_block) {
         uint32_t largest = 0;
@@ -229,6 +215,5 @@ int f8_run_cast(const f8_cast *cast, int width) {
         stages &= F8_ENCODE;
     }
     if (stages && !failed) failed = run(cast, of, stages, 0);
-    f8_leave(state);
     return failed;
 }

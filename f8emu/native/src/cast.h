@@ -1,27 +1,13 @@
 /* The loops of a cast, which a compiler turns into vectors of the width that includes them. */
-#include <string.h>
-
 #include "width.h"
 
-static inline uint32_t cast_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-static inline float cast_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-static inline float from_bfloat16(uint16_t x) { return cast_float((uint32_t)x << 16); }
+static inline float from_bfloat16(uint16_t x) { return f8_float((uint32_t)x << 16); }
 
 /* Exponents of float16 begin 112 below those of float32; its infinity and NaN keep all ones. */
 static inline float from_float16(uint16_t x) {
     uint32_t magnitude = (uint32_t)(x & 0x7FFF) << 13, sign = (uint32_t)(x & 0x8000) << 16;
-    uint32_t finite = cast_bits(cast_float(magnitude) * 0x1p112f);
-    return cast_float((magnitude >= 0x0F800000 ? magnitude | 0x7F800000 : finite) | sign);
+    uint32_t finite = f8_bits(f8_float(magnitude) * 0x1p112f);
+    return f8_float((magnitude >= 0x0F800000 ? magnitude | 0x7F800000 : finite) | sign);
 }
 
 static inline float from_float32(float x) { return x; }
@@ -29,11 +15,11 @@ static inline float from_float32(float x) { return x; }
 /* Round to nearest even at `fraction` bits, saturate; NaN is the format's. `fraction` is a constant where inlined. */
 static inline uint8_t code_of(float x, const f8_target *target, int fraction) {
     int shift = 23 - fraction;
-    uint32_t bits = cast_bits(x), magnitude = bits & 0x7FFFFFFF;
+    uint32_t bits = f8_bits(x), magnitude = bits & 0x7FFFFFFF;
     uint32_t m = magnitude < target->max_bits ? magnitude : target->max_bits;
     uint32_t normal = ((m + (1u << (shift - 1)) - 1 + (m >> shift & 1)) >> shift) - target->exponent_offset;
     /* Of a subnormal the float32 sum has the last place where the format has it. */
-    uint32_t subnormal = cast_bits(cast_float(m) + target->subnormal) - cast_bits(target->subnormal);
+    uint32_t subnormal = f8_bits(f8_float(m) + target->subnormal) - f8_bits(target->subnormal);
     uint32_t code = m < target->min_normal_bits ? subnormal : normal;
     code |= bits >> 24 & 0x80 & (code ? 0x80 : target->zero_sign);
     return (uint8_t)(magnitude > 0x7F800000 ? target->nan_code : code);

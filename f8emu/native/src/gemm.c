@@ -28,36 +28,23 @@ const f8_width *f8_width_at(int width) { return widths[width]; }
 
 int f8_width_runs_here(int width) { return width >= 0 && width < WIDTHS && widths[width]->runs_here(); }
 
-static int64_t smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 static int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 /* ---- The epilogue ---- */
 
-static float float_from(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-static uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
 /* [EPI-4] One rounding to nearest even; every NaN is all ones but the sign. */
 static uint16_t bfloat16_from(float x) {
-    uint32_t bits = bits_of(x);
+    uint32_t bits = f8_bits(x);
     if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 static uint16_t float16_from(float x) {
-    uint32_t bits = bits_of(x), magnitude = bits & 0x7FFFFFFF, sign = bits >> 16 & 0x8000;
+    uint32_t bits = f8_bits(x), magnitude = bits & 0x7FFFFFFF, sign = bits >> 16 & 0x8000;
     if (magnitude > 0x7F800000) return 0x7FFF;
     if (magnitude >= 0x477FF000) return (uint16_t)(sign | 0x7C00);
     if (magnitude < 0x38800000) /* subnormal: the sum is rounded at float16's smallest place */
-        return (uint16_t)(sign | (bits_of(float_from(magnitude) + 0.5f) - 0x3F000000));
+        return (uint16_t)(sign | (f8_bits(f8_float(magnitude) + 0.5f) - 0x3F000000));
     return (uint16_t)(sign | ((magnitude - 0x38000000 + 0xFFF + (magnitude >> 13 & 1)) >> 13));
 }
 
@@ -91,7 +78,7 @@ static void finish(const f8_gemm *gemm, int64_t row, int64_t column, int64_t col
     int64_t step = gemm->out_column_stride, at = row * gemm->out_row_stride + column * step;
     if (gemm->out_format == F8_FLOAT32)
         for (int64_t n = 0; n < columns; n++)
-            ((float *)gemm->out)[at + n * step] = found[n] == found[n] ? found[n] : float_from(0x7FFFFFFF);
+            ((float *)gemm->out)[at + n * step] = found[n] == found[n] ? found[n] : f8_float(0x7FFFFFFF);
     else if (gemm->out_format == F8_BFLOAT16)
         for (int64_t n = 0; n < columns; n++) ((uint16_t *)gemm->out)[at + n * step] = bfloat16_from(found[n]);
     else
@@ -156,18 +143,18 @@ static void block_of_k(const job *job, const workspace *space, int64_t row, int6
     int64_t row_blocks = (rows + F8_ROWS - 1) / F8_ROWS;
     width->pack_a(&gemm->a, gemm->model, job->kind, row, rows, k, count, padded, space->a);
     for (int64_t first = 0; first < columns; first += tile) {
-        int64_t some = smaller(tile, columns - first), at = first / tile * job->rows * tile;
+        int64_t some = f8_smaller(tile, columns - first), at = first / tile * job->rows * tile;
         width->pack_b(&gemm->b, gemm->model, job->kind, column + first, some, k, count, padded, space->b);
         /* Parts of the block up to the next promotion. */
         for (int64_t done = 0; done < count;) {
-            int64_t part = promoted ? smaller(promoted - (k - slice + done) % promoted, padded - done) : padded;
+            int64_t part = promoted ? f8_smaller(promoted - (k - slice + done) % promoted, padded - done) : padded;
             int64_t bytes = job->kind == F8_NARROW ? 1 : 2;
             f8_columns b = {space->b.value + done * tile, space->b.sign + done * 2 * tile,
                             space->b.exponent + done * tile * bytes};
             width->steps(gemm->model, job->kind, part, space->a + done / F8_GROUP, padded / F8_GROUP, b, row_blocks,
                          space->accumulators + at);
             done += part;
-            int64_t end = smaller(k + done, slice_end);
+            int64_t end = f8_smaller(k + done, slice_end);
             if (promoted && ((end - slice) % promoted == 0 || end == slice_end)) {
                 f8_factors factors = factors_of(gemm, row, column + first, some, end);
                 width->promote(&factors, rows, space->accumulators + at, space->totals + at);
@@ -178,24 +165,24 @@ static void block_of_k(const job *job, const workspace *space, int64_t row, int6
 
 static void panel(const job *job, const workspace *space, int64_t row, int64_t column) {
     const f8_gemm *gemm = job->gemm;
-    int64_t tile = job->width->columns, rows = smaller(job->rows, gemm->m - row);
-    int64_t columns = smaller(job->columns, gemm->n - column), tiles = (columns + tile - 1) / tile;
+    int64_t tile = job->width->columns, rows = f8_smaller(job->rows, gemm->m - row);
+    int64_t columns = f8_smaller(job->columns, gemm->n - column), tiles = (columns + tile - 1) / tile;
     size_t bytes = sizeof(float) * (size_t)(tiles * job->rows * tile);
     float *result = promotion_k(gemm) ? space->totals : space->accumulators;
     if (gemm->k == 0) memset(result, 0, bytes);
     for (int64_t slice = 0; slice < gemm->k; slice += gemm->slice_k) { /* [CHAIN-3] */
-        int64_t end = smaller(gemm->k, slice + gemm->slice_k);
+        int64_t end = f8_smaller(gemm->k, slice + gemm->slice_k);
         memset(space->accumulators, 0, bytes);
         if (promotion_k(gemm)) memset(space->totals, 0, bytes);
         for (int64_t k = slice; k < end; k += PANEL_K)
-            block_of_k(job, space, row, rows, column, columns, slice, end, k, smaller(PANEL_K, end - k));
+            block_of_k(job, space, row, rows, column, columns, slice, end, k, f8_smaller(PANEL_K, end - k));
         if (slice == 0 && end == gemm->k) break;
         for (int64_t i = 0; i < tiles * job->rows * tile; i++)
             space->sums[i] = slice == 0 ? result[i] : space->sums[i] + result[i];
     }
     if (gemm->slice_k < gemm->k) result = space->sums;
     for (int64_t first = 0; first < columns; first += tile) {
-        int64_t some = smaller(tile, columns - first);
+        int64_t some = f8_smaller(tile, columns - first);
         column_terms terms;
         for (int64_t n = 0; n < some; n++) {
             int64_t at = column + first + n;
@@ -213,7 +200,7 @@ static void panel(const job *job, const workspace *space, int64_t row, int64_t c
 /* Memory for one thread; 0 where it is short. */
 static char *prepare(const job *job, workspace *space) {
     int64_t tile = job->width->columns, slices = job->gemm->slice_k < job->gemm->k;
-    int64_t k = rounded_up(smaller(PANEL_K, job->gemm->k ? job->gemm->k : 1), F8_LONGEST_STEP);
+    int64_t k = rounded_up(f8_smaller(PANEL_K, job->gemm->k ? job->gemm->k : 1), F8_LONGEST_STEP);
     size_t of_outputs = sizeof(float) * (size_t)(job->rows * rounded_up(job->columns, tile));
     size_t sizes[] = {
         sizeof(f8_group) * (size_t)(job->rows / F8_ROWS * (k / F8_GROUP)),
@@ -250,8 +237,8 @@ static void work(void *given) {
 static void cut(job *job, int64_t threads) {
     const f8_gemm *gemm = job->gemm;
     int64_t tile = job->width->columns;
-    job->rows = smaller(PANEL_ROWS, rounded_up(gemm->m, F8_ROWS));
-    job->columns = smaller(PANEL_COLUMNS, rounded_up(gemm->n, tile));
+    job->rows = f8_smaller(PANEL_ROWS, rounded_up(gemm->m, F8_ROWS));
+    job->columns = f8_smaller(PANEL_COLUMNS, rounded_up(gemm->n, tile));
     for (;;) {
         job->panels_m = (gemm->m + job->rows - 1) / job->rows;
         job->panels_n = (gemm->n + job->columns - 1) / job->columns;
@@ -272,10 +259,10 @@ int f8_run(const f8_gemm *gemm, int width) {
     job job = {.gemm = gemm, .width = widths[width],
                .kind = kind_of(gemm->model, gemm->a.format, gemm->b.format)};
     double multiply_adds = (double)gemm->m * (double)gemm->n * (double)gemm->k;
-    int64_t threads = smaller(gemm->threads, (int64_t)(multiply_adds / (double)WORTH_A_THREAD));
+    int64_t threads = f8_smaller(gemm->threads, (int64_t)(multiply_adds / (double)WORTH_A_THREAD));
     threads = threads < 1 ? 1 : threads;
     cut(&job, threads);
-    f8_on_threads(smaller(threads, job.panels_m * job.panels_n), gemm->threads, work, &job);
+    f8_on_threads(f8_smaller(threads, job.panels_m * job.panels_n), gemm->threads, work, &job);
     return job.next >= job.panels_m * job.panels_n && !job.failed ? 0 : -1;
 }
 

@@ -50,9 +50,7 @@ typedef struct {
 } fields;
 
 static fields fields_of(const f8_format *f) {
-    float factor;
-    uint32_t bits = (uint32_t)(2 * BIAS - f->bias) << 23;
-    memcpy(&factor, &bits, 4);
+    float factor = f8_float((uint32_t)(2 * BIAS - f->bias) << 23);
     return (fields){23 - f->fraction_bits, factor, f->infinity ? f->infinity : f->nan};
 }
 
@@ -322,13 +320,11 @@ static inline __attribute__((always_inline)) void narrow_step(const f8_model *mo
         /* 5. [SPEC-1] Outputs that have met what is no number. */
         if (is_apart)
             for (int r = 0; r < F8_ROWS; r++)
-                for (int n = 0; n < TOGETHER * LANES; n++) {
-                    uint32_t bits;
-                    memcpy(&bits, &before[r][n], 4);
-                    if (largest[r][part + n] >= LARGEST_NARROW || ((bits >> 23) & 0xFF) >= LARGEST_NARROW)
+                for (int n = 0; n < TOGETHER * LANES; n++)
+                    if (largest[r][part + n] >= LARGEST_NARROW ||
+                        ((f8_bits(before[r][n]) >> 23) & 0xFF) >= LARGEST_NARROW)
                         accumulators[r * COLUMNS + part + n] =
                             single(model, F8_NARROW, a, 0, r, b, part + n, before[r][n]);
-                }
     }
 }
 
@@ -355,9 +351,7 @@ static __attribute__((noinline)) void narrow_steps(const f8_model *model, f8_kin
    alone they can. */
 static int is_beyond_wide(int32_t e, float accumulator) {
     if (accumulator != 0) {
-        uint32_t word;
-        memcpy(&word, &accumulator, 4);
-        int32_t of_accumulator = (int32_t)((word >> 23) & 0xFF) - BIAS;
+        int32_t of_accumulator = (int32_t)((f8_bits(accumulator) >> 23) & 0xFF) - BIAS;
         e = e > of_accumulator ? e : of_accumulator;
     }
     return e > LARGEST_WIDE || (e < SMALLEST_WIDE && e > ZERO_WIDE / 2);

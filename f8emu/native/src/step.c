@@ -4,12 +4,6 @@
 
 #include "width.h"
 
-static float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 /* 2^n as float64, -1022 <= n <= 1023. */
 static double power_of_two(int n) {
     uint64_t bits = (uint64_t)(n + 1023) << 52;
@@ -40,15 +34,15 @@ void f8_decode(uint32_t code, int format, int converts, float *value, int *expon
     int is_nan = is_fnuz ? code == f.nan : magnitude >= f.nan;
     *exponent = F8_ABSENT;
     if (is_nan) {
-        *value = from_bits(0x7FFFFFFF);
+        *value = f8_float(0x7FFFFFFF);
         return;
     }
     if (f.infinity && magnitude == f.infinity) {
-        *value = from_bits(negative << 31 | 0x7F800000);
+        *value = f8_float(negative << 31 | 0x7F800000);
         return;
     }
     if (magnitude == 0) {
-        *value = from_bits(negative << 31);
+        *value = f8_float(negative << 31);
         return;
     }
     /* 2. A subnormal has the exponent of field 1 and no hidden bit: it is not normalised. */
@@ -97,19 +91,19 @@ static double floored_total(const f8_model *model, double dot, int e_dot, double
 
 /* [ACC-5] The sum cut, or [CHIP-4] rounded, to 1 + result_fraction_bits significant bits, in float32's range. */
 static float normalised(const f8_model *model, double total) {
-    if (isnan(total)) return from_bits(0x7FFFFFFF);
+    if (isnan(total)) return f8_float(0x7FFFFFFF);
     if (isinf(total)) return (float)total;
     if (total == 0) return 0;
     int exponent = exponent_of(total);
     double to_places = power_of_two(model->result_fraction_bits - (exponent < -126 ? -126 : exponent));
     double places = total * to_places;
     double result = (model->nearest_even ? nearbyint(places) : trunc(places)) / to_places + 0.0; /* never -0 */
-    return fabs(result) > 0x1.fffffep127 ? from_bits(result < 0 ? 0xFF800000 : 0x7F800000) : (float)result;
+    return fabs(result) > 0x1.fffffep127 ? f8_float(result < 0 ? 0xFF800000 : 0x7F800000) : (float)result;
 }
 
 float f8_step(const f8_model *model, float accumulator, const float *a, const float *b, const int32_t *exponent,
               int count) {
-    if (isnan(accumulator)) return from_bits(0x7FFFFFFF);
+    if (isnan(accumulator)) return f8_float(0x7FFFFFFF);
     double product[F8_LONGEST_STEP], total;
     /* [OP-2] The products are exact and not normalised. */
     for (int k = 0; k < count; k++) product[k] = (double)a[k] * b[k];

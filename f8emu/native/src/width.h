@@ -2,7 +2,23 @@
 #ifndef F8EMU_WIDTH_H
 #define F8EMU_WIDTH_H
 
+#include <string.h>
+
 #include "engine.h"
+
+static inline uint32_t f8_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+static inline float f8_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline int64_t f8_smaller(int64_t x, int64_t y) { return x < y ? x : y; }
 
 /* How the steps of a model are computed. */
 typedef enum {
