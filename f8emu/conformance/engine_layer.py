@@ -34,12 +34,13 @@ def linear(
                 return OperandTrace(None, None, None, x.astype(np.float32).astype(ml_dtypes.bfloat16))
         amax = verbs["amax"](x, cast.granularity)
         delayed = recipe.delayed_scaling_of(tensor)
-        margin = 0 if delayed is None else delayed.margin
-        inv_scale, scale = verbs["scale_from_amax"](amax, cast.format, recipe.scale_rule, margin=margin)
         if delayed is not None and delayed_state is not None and delayed_state[tensor].initialized:
             inv_scale = np.float32(delayed_state[tensor].inv_scale).reshape(1, 1)
             with np.errstate(divide="ignore"):
                 scale = np.float32(1) / inv_scale
+        else:
+            margin = 0 if delayed is None else delayed.margin
+            inv_scale, scale = verbs["scale_from_amax"](amax, cast.format, recipe.scale_rule, margin=margin)
         return OperandTrace(amax, inv_scale, scale, verbs["quantize"](x, inv_scale, cast.format, cast.granularity))
 
     def product(name: str, a: OperandTrace, b: OperandTrace) -> GemmTrace:

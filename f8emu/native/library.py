@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import platform
+import warnings
 from importlib import resources
 from typing import NamedTuple
 
@@ -63,6 +64,19 @@ def library() -> ctypes.CDLL | None:
 def unavailable() -> str | None:
     """Why there is no engine, and the remedy, in one sentence; None: there is one."""
     return _load().problem
+
+
+def is_there(caller: str, until_then: str) -> bool:
+    """Whether there is an engine; where it is missing, a warning says once what `caller` does `until_then`."""
+    if library() is None:
+        _warn_once(f"{caller}: {unavailable()}; until then {until_then}. This warning appears once")
+        return False
+    return True
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 @functools.cache

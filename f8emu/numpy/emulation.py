@@ -6,7 +6,6 @@ computes; None is the fastest. Only this module of f8emu.numpy knows the engine.
 
 import functools
 import os
-import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -263,18 +262,5 @@ def _is_native(model: AccumulationModel) -> bool:
 
 
 def _is_compiled() -> bool:
-    """Whether there is an engine; where it is missing, a warning says so once."""
-    if library.library() is None:
-        _warn_without_engine()
-        return False
-    return True
-
-
-@functools.cache
-def _warn_without_engine() -> None:
-    warnings.warn(
-        f"f8emu.numpy: {library.unavailable()}; until then f8ref.numpy computes, with the same bits and slower. This "
-        "warning appears once",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    """Whether there is an engine."""
+    return library.is_there("f8emu.numpy", "f8ref.numpy computes, with the same bits and slower")

@@ -15,11 +15,13 @@ from f8emu.torch.library import is_watched
 
 def takes(x: Tensor) -> bool:
     """Whether the engine casts `x`: a CPU tensor with elements, and nothing watches torch's operations on it."""
-    return x.device.type == "cpu" and not is_watched(x) and x.numel() > 0 and not x.is_neg() and _is_compiled()
-
-
-def _is_compiled() -> bool:
-    return library.library() is not None
+    return (
+        x.device.type == "cpu"
+        and not is_watched(x)
+        and x.numel() > 0
+        and not x.is_neg()
+        and library.library() is not None
+    )
 
 
 def amax(x: Tensor, granularity: Granularity) -> Tensor:
@@ -27,7 +29,7 @@ def amax(x: Tensor, granularity: Granularity) -> Tensor:
     values, _ = _values(x)
     found = x.new_empty(Granularity.scale_shape(granularity, *x.shape), dtype=torch.float32)
     grid = native.Grid(found.data_ptr(), 0, 0, *found.stride())
-    _run(values, granularity, grid, None, None, native.Codes(), native.FIND)
+    native.run(values, granularity, grid, None, None, native.Codes(), native.FIND, threads=torch.get_num_threads())
     return found
 
 
@@ -43,7 +45,8 @@ def quantize(x: Tensor, inv_scale: Tensor, format: Format, granularity: Granular
     """`codes`, filled with those of `x` [rows, K]; one of its strides is 1."""
     values, _keep = _values(x)
     grid = native.Grid(0, inv_scale.data_ptr(), 0, *inv_scale.stride())
-    _run(values, granularity, grid, format, None, native.Codes(codes.data_ptr(), *codes.stride()), native.ENCODE)
+    of_codes = native.Codes(codes.data_ptr(), *codes.stride())
+    native.run(values, granularity, grid, format, None, of_codes, native.ENCODE, threads=torch.get_num_threads())
     return codes
 
 
@@ -54,8 +57,9 @@ def cast(x: Tensor, granularity: Granularity, format: Format, rule: ScaleRule) -
     scale, inv_scale, found = (_new_floats(x, shape, granularity) for _ in range(3))
     codes = x.new_empty(x.shape, dtype=getattr(torch, format.name))
     grid = native.Grid(found.data_ptr(), inv_scale.data_ptr(), scale.data_ptr(), *scale.stride())
+    of_codes = native.Codes(codes.data_ptr(), *codes.stride())
     stages = native.FIND + native.SCALE + native.ENCODE
-    _run(values, granularity, grid, format, rule, native.Codes(codes.data_ptr(), *codes.stride()), stages)
+    native.run(values, granularity, grid, format, rule, of_codes, stages, threads=torch.get_num_threads())
     return codes, scale, found
 
 
@@ -63,18 +67,6 @@ def _new_floats(x: Tensor, shape: tuple[int, int], granularity: Granularity) -> 
     if granularity is Granularity.BLOCKWISE_1X128:
         return x.new_empty(shape[::-1], dtype=torch.float32).t()
     return x.new_empty(shape, dtype=torch.float32)
-
-
-def _run(
-    values: native.Values,
-    granularity: Granularity,
-    grid: native.Grid,
-    format: Format | None,
-    rule: ScaleRule | None,
-    codes: native.Codes,
-    stages: int,
-) -> None:
-    native.run(values, granularity, grid, format, rule, codes, stages, threads=torch.get_num_threads())
 
 
 def _values(x: Tensor) -> tuple[native.Values, Tensor]:

@@ -177,12 +177,11 @@ def refuse_gradient(name: str, *args: Any) -> None:
     if not torch.is_grad_enabled():
         return
     for x in args:
-        if not isinstance(x, Tensor) or not x.requires_grad:
-            continue
-        raise UnsupportedError(
-            f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "
-            "meaning; differentiate the linear layer around them, or call under torch.no_grad()"
-        )
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise UnsupportedError(
+                f"{name}: f8emu.torch GEMMs and casts are not differentiable: a gradient through float8 codes has no "
+                "meaning; differentiate the linear layer around them, or call under torch.no_grad()"
+            )
 
 
 def _without_gradient(name: str, function: Implementation) -> Implementation:

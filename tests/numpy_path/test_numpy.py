@@ -14,7 +14,6 @@ import f8emu.numpy as f8
 import f8ref.numpy as oracle
 from f8emu.native import library
 from f8emu.native.model import fits
-from f8emu.numpy import emulation
 from f8emu.spec import (
     ADA,
     E4M3FN,
@@ -258,7 +257,7 @@ def test_gemms_are_the_oracles(chip: Chip) -> None:
 
 def test_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "library", lambda: None)
-    emulation._warn_without_engine.cache_clear()
+    library._warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match=r"f8emu\.numpy: .* until then f8ref\.numpy computes") as said:
         found = every_gemm(f8, HOPPER)
     assert len(said) == 1 and found == every_gemm(oracle, HOPPER)

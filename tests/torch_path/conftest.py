@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import f8ref.numpy as reference
+from f8emu.native import library
+from f8emu.torch import cpu_casts
 from tests.torch_path import exact
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
@@ -74,3 +76,12 @@ def expect(to_numpy: Callable[[torch.Tensor], np.ndarray]) -> Callable[..., np.n
         return getattr(reference, verb)(*(to_numpy(x) for x in tensors), **options)
 
     return call
+
+
+@pytest.fixture(params=(True, False), ids=("engine", "torch"))
+def engine_and_torch(request, monkeypatch) -> None:
+    """The engine's casts, and the operations of torch that run on GPUs, under compilers and without an engine."""
+    if request.param and library.unavailable():
+        pytest.skip(str(library.unavailable()))
+    if not request.param:
+        monkeypatch.setattr(cpu_casts, "takes", lambda x: False)

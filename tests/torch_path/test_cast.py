@@ -10,20 +10,9 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.native import library
 from f8emu.spec import E4M3FN, E5M2, E8M0FNU, FLOAT8, Format, Granularity, OperandError, Overflow, SpecError
-from f8emu.torch import cpu_casts
 
-
-@pytest.fixture(autouse=True, params=(True, False), ids=("engine", "torch"))
-def _both_ways(request, monkeypatch) -> None:
-    """The engine's casts, and the operations of torch that run on GPUs, under compilers and without an engine."""
-    if request.param and library.unavailable():
-        pytest.skip(str(library.unavailable()))
-    if not request.param:
-        monkeypatch.setattr(cpu_casts, "takes", lambda x: False)
-
-
+pytestmark = pytest.mark.usefixtures("engine_and_torch")
 ALL_16_BIT = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
 
 

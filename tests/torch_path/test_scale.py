@@ -6,7 +6,6 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
-from f8emu.native import library
 from f8emu.spec import (
     E4M3FN,
     E5M2,
@@ -18,18 +17,8 @@ from f8emu.spec import (
     ScaleRule,
     SpecError,
 )
-from f8emu.torch import cpu_casts
 
-
-@pytest.fixture(autouse=True, params=(True, False), ids=("engine", "torch"))
-def _both_ways(request, monkeypatch) -> None:
-    """The engine's casts, and the operations of torch that run on GPUs, under compilers and without an engine."""
-    if request.param and library.unavailable():
-        pytest.skip(str(library.unavailable()))
-    if not request.param:
-        monkeypatch.setattr(cpu_casts, "takes", lambda x: False)
-
-
+pytestmark = pytest.mark.usefixtures("engine_and_torch")
 ODD_AMAX = [0.0, 1e-45, 1e-38, 1e-13, 1e-12, 1.0, 447.99997, 448.0, 57344.0, 3.4e38, float("inf"), float("nan")]
 
 

@@ -7,8 +7,6 @@ JAX compiles a program for every shape, which takes about a second.
 """
 
 import contextlib
-import functools
-import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -146,22 +144,10 @@ def emulator_name(device: torch.device) -> str:
 
 
 def _is_native(device: torch.device) -> bool:
-    """Whether the engine multiplies; where it is missing on a CPU, a warning says so once."""
-    if device.type != "cpu":
-        return False
-    if library.library() is None:
-        _warn_without_engine()
-        return False
-    return True
-
-
-@functools.cache
-def _warn_without_engine() -> None:
-    warnings.warn(
-        f"f8emu.torch: {library.unavailable()}; until then GEMMs on CPUs are emulated by f8ref.jax, which has the same "
-        "bits, needs JAX and is slower. This warning appears once",
-        RuntimeWarning,
-        stacklevel=2,
+    """Whether the engine multiplies."""
+    return device.type == "cpu" and library.is_there(
+        "f8emu.torch",
+        "GEMMs on CPUs are emulated by f8ref.jax, which has the same bits, needs JAX and is slower",
     )
 
 

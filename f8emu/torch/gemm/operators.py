@@ -36,38 +36,22 @@ def _plain_scaled_mm(
 ) -> Tensor:
     """`scaled_mm` in plain eager code: checked once per signature."""
     signature = signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias)
+    out_dtype, use_fast_accum, _, _, _, split_k, *chip = settings
+    options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     known = _CHECKED.get((signature, settings))
     if known is None:
         pair, found = _checked(a, b, scale_a, scale_b, bias, *settings)
-        known = pair, found, None if found is Engine.HARDWARE else _split_k(a, b, pair, *settings)
+        if found is not Engine.HARDWARE and split_k is None:
+            split_k = scaled_mm_split_k(a, b, pair, **options, chip=CHIPS[chip[0] if chip else HOPPER.name])
+        known = pair, found, split_k
         if len(_CHECKED) >= _MOST_CHECKED:
             _CHECKED.clear()  # one step, whatever other threads do
         _CHECKED[signature, settings] = known
     pair, found, split_k = known
-    out_dtype, use_fast_accum, _, _, _, _, *chip = settings
     if found is Engine.HARDWARE:
-        options: dict[str, Any] = {"bias": bias, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-        return hardware.scaled_mm(a, b, scale_a, scale_b, pair, **options)
+        return hardware.scaled_mm(a, b, scale_a, scale_b, pair, bias=bias, **options)
     names = found.value, pair[0].value, pair[1].value
     return run_scaled_mm.function(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, split_k, *chip)
-
-
-def _split_k(
-    a: Tensor,
-    b: Tensor,
-    pair: tuple[Granularity, Granularity],
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    engine: str,
-    granularity_a: str | None,
-    granularity_b: str | None,
-    split_k: int | None,
-    chip: str = HOPPER.name,
-) -> int:
-    """S of an emulated `scaled_mm`: the one that is given, or the library's or the plan's."""
-    if split_k is not None:
-        return split_k
-    return scaled_mm_split_k(a, b, pair, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=CHIPS[chip])
 
 
 def _checked(
