@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     report = facts("benchmarks.emulator", given, device) | {
         "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "load_before": round(os.getloadavg()[0], 1),
     }

@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,16 +28,8 @@ from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
 from f8emu.torch.training.checkpoint import SAVED_OPS
-from tests.torch_path.exact import exact_products
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
-
-
-@pytest.fixture(autouse=True)
-def exact() -> Iterator[None]:
-    """No GEMM is emulated: what is measured on a CPU is of no interest."""
-    with exact_products():
-        yield
 
 
 TINY = ["--device", "cpu", "--tokens", "128", "--dim", "128", "--hidden", "128", "--rounds", "1", "--steps", "1"]

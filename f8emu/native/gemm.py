@@ -62,7 +62,7 @@ class _Operand(ctypes.Structure):
     )
 
 
-class _Gemm(ctypes.Structure):
+class Gemm(ctypes.Structure):
     """`f8_gemm` of engine.h."""
 
     _fields_ = (
@@ -125,9 +125,23 @@ def run(
     Raises:
         MemoryError: memory is short.
     """
-    found = library.library()
-    assert found is not None, library.unavailable()
-    gemm = _Gemm(
+    gemm = described(sizes, a, b, out, model, scaling, split_k=split_k)
+    gemm.threads = threads
+    _run(gemm, width)
+
+
+def described(
+    sizes: tuple[int, int, int],
+    a: Matrix,
+    b: Matrix,
+    out: Output,
+    model: AccumulationModel,
+    scaling: int,
+    *,
+    split_k: int,
+) -> Gemm:
+    """A GEMM as the engine takes it, for `run_at`; arguments as for `run`."""
+    return Gemm(
         *sizes,
         _operand(a),
         _operand(b),
@@ -139,12 +153,31 @@ def run(
         FORMATS[out.format],
         FORMATS[out.bias_format],
         scaling,
-        threads,
+        1,
         slice_k(model, sizes[2], split_k),
         ctypes.pointer(model_of(model)),
     )
+
+
+def run_at(gemm: Gemm, a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int, *, threads: int) -> None:
+    """The described GEMM on other memory: addresses of codes, scales, output and bias (0: none).
+
+    Raises:
+        MemoryError: memory is short.
+    """
+    call = Gemm.from_buffer_copy(gemm)  # other threads may run the same description
+    of_a, of_b = call.a, call.b
+    of_a.codes, of_a.scale, of_b.codes, of_b.scale = a, scale_a, b, scale_b
+    call.out, call.bias, call.threads = out, bias, threads
+    _run(call, None)
+
+
+def _run(gemm: Gemm, width: str | None) -> None:
+    found = library.library()
+    assert found is not None, library.unavailable()
     if found.f8_run(ctypes.byref(gemm), library.width_number(width)):
-        raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {threads} threads")
+        sizes = gemm.m, gemm.n, gemm.k
+        raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {gemm.threads} threads")
 
 
 def _operand(x: Matrix) -> _Operand:

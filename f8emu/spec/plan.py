@@ -8,12 +8,10 @@ tn, nn or tt asks.
 """
 
 import warnings
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from f8emu.spec.chip import Chip
@@ -176,43 +174,33 @@ class Tree(NamedTuple):
 
     codes: bytes
     """128 + S of a leaf, or the index of a feature."""
-    limits: bytes
-    """The limits of the inner nodes, feature by feature, three bytes each: first the lowest bytes of all, then the
-    middle, then the highest. In this order they compress best."""
+    to_come: bytes
+    """The number of subtrees that start at a node or behind it: one more after an inner node, one less after a leaf."""
+    limits: Sequence[int]
+    """The limits of the inner nodes."""
 
     def split_k(self, value: Callable[[int], int]) -> int:
         """S, where `value` gives a feature by its index."""
-        codes, (limits, others) = self.codes, _limits_and_branches(self)
+        codes, to_come, limits = self
         at = 0
         while (code := codes[at]) < LEAF:
-            at = at + 1 if value(code) <= limits[at] else others[at]
+            # Inner nodes before this one: all before it are inner nodes or leaves, and to_come is 1 + their difference.
+            inner = (at + to_come[at] - 1) // 2
+            # The second branch starts where as many subtrees are to come as here: the first branch adds one.
+            at = at + 1 if value(code) <= limits[inner] else to_come.find(to_come[at], at + 1)
         return code - LEAF
-
-
-@cache
-def _limits_and_branches(tree: Tree) -> tuple[Sequence[int], Sequence[int]]:
-    """For each node its limit, and where its second branch starts; 0 and 0 for a leaf."""
-    third = len(tree.limits) // 3
-    planes = (tree.limits[:third], tree.limits[third : 2 * third], tree.limits[2 * third :])
-    given = array("i", (low | middle << 8 | high << 16 for low, middle, high in zip(*planes, strict=True)))
-    first = accumulate((tree.codes.count(feature) for feature in range(LEAF)), initial=0)
-    by_feature = [iter(given[start:end]) for start, end in pairwise(first)]
-    limits, others = (array("i", bytes(4 * len(tree.codes))) for _ in range(2))
-    waiting: list[int] = []
-    for at, code in enumerate(tree.codes):
-        if code < LEAF:
-            limits[at] = next(by_feature[code])
-            waiting.append(at)
-        elif waiting:
-            others[waiting.pop()] = at + 1
-    return limits, others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedTree:
     """S of a tree, and no more than [PLAN-2] and [PLAN-4] leave."""
 
-    tree: Tree
+    tree: Callable[[], Tree]
+    """Decodes the tree when it is first asked for.
+
+    Raises:
+        SpecError: the file is damaged.
+    """
     features: tuple[Feature, ...]
     workspace_bytes: int
     """[PLAN-4] The float32 results of all slices take less."""
@@ -239,7 +227,7 @@ class FittedTree:
                 return tiles
             return min(slices, -(-feature[3] // tiles) if feature[2] == "at least" else feature[3] // tiles)
 
-        return min(self.tree.split_k(value), slices)
+        return min(self.tree().split_k(value), slices)
 
 
 def _power_of_two(size: int) -> int:

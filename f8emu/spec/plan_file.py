@@ -5,7 +5,8 @@ import json
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
+from functools import cache, partial
+from itertools import accumulate, islice
 from typing import Any, cast
 
 from f8emu.spec.errors import SpecError
@@ -89,25 +90,30 @@ def plan_from_json(text: str, name: str) -> Plan:
             chip=str(data["chip"]),
             torch=str(data.get("torch", "")),
             recorded=dict(_recorded(data["recorded"])),
-            rules=dict(_rules(data)),
+            rules=dict(_rules(data, name)),
             slice_bytes=None if data.get("slice_bytes") is None else _sizes([data["slice_bytes"]])[0],
         )
     except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
         if isinstance(error, SpecError):
             raise
-        raise SpecError(
-            f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
-            "`f8emu record OUT --plans IN.json` writes one"
-        ) from None
+        raise _damaged(name, error) from None
 
 
-def _rules(data: Mapping[str, Any]) -> Iterator[tuple[str, FittedTree]]:
+def _damaged(name: str, error: Exception) -> SpecError:
+    return SpecError(
+        f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
+        "`f8emu record OUT --plans IN.json` writes one"
+    )
+
+
+def _rules(data: Mapping[str, Any], file: str) -> Iterator[tuple[str, FittedTree]]:
     features = tuple(_feature(entry) for entry in data.get("features", []))
     if len(features) > LEAF:
         raise ValueError(f"at most {LEAF} features; got {len(features)}")
     for name, rule in data.get("rules", {}).items():
         slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
-        tree = _tree(rule["tree"], len(features))
+        codes, limits = (str(rule["tree"][part]) for part in ("codes", "limits"))
+        tree = cache(partial(_tree, codes, limits, len(features), file))
         yield name, FittedTree(tree=tree, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
 
 
@@ -122,16 +128,24 @@ def _feature(entry: Any) -> Feature:
     return feature
 
 
-def _tree(texts: Mapping[str, str], features: int) -> Tree:
-    """Base64 of zlib of the bytes of a tree."""
-    codes, limits = (_unpacked(texts[name]) for name in ("codes", "limits"))
-    # so many nodes are still to come: none at the end, and not before
-    to_come = list(accumulate(array("b", codes.translate(_MORE_TO_COME)), initial=1))
-    is_whole = to_come.pop() == 0 and min(to_come, default=0) > 0
-    is_known = not codes.translate(None, delete=bytes([*range(features), *range(LEAF + 1, 256)]))
-    if not (is_whole and is_known and len(limits) == 3 * (len(codes) // 2)):
-        raise ValueError("a tree whose nodes do not fit together")
-    return Tree(codes, limits)
+def _tree(codes: str, limits: str, features: int, file: str) -> Tree:
+    """Both texts are base64 of zlib. The limits lie feature by feature, three bytes each: first the lowest bytes of
+    all, then the middle, then the highest. In this order they compress best.
+    """
+    try:
+        nodes, planes = _unpacked(codes), _unpacked(limits)
+        to_come = bytes(accumulate(array("b", nodes.translate(_MORE_TO_COME)), initial=1))
+        is_whole = to_come.find(0) == len(nodes) > 0  # none is to come at the end, and not before
+        inner, third = nodes.translate(None, delete=bytes(range(LEAF, 256))), len(nodes) // 2
+        is_known = not nodes.translate(None, delete=bytes([*range(features), *range(LEAF + 1, 256)]))
+        if not (is_whole and is_known and len(planes) == 3 * third):
+            raise ValueError("a tree whose nodes do not fit together")
+    except (ValueError, zlib.error) as error:
+        raise _damaged(file, error) from None
+    bytes_of_limits = (planes[:third], planes[third : 2 * third], planes[2 * third :])
+    given = iter([low | middle << 8 | high << 16 for low, middle, high in zip(*bytes_of_limits, strict=True)])
+    by_feature = [iter(list(islice(given, inner.count(feature)))) for feature in range(features)]
+    return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
 
 
 _MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))

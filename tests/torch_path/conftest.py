@@ -1,6 +1,6 @@
 """What the torch tests share: torch to numpy without a change of bits, and comparison of bits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +11,6 @@ import torch
 import f8ref.numpy as reference
 from f8emu.native import library
 from f8emu.torch import cpu_casts
-from tests.torch_path import exact
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -57,13 +56,6 @@ def to_numpy() -> Callable[[torch.Tensor], np.ndarray]:
 def assert_same_bits() -> Callable[..., None]:
     """Compare a tensor or array with another, bit for bit."""
     return _assert_same_bits
-
-
-@pytest.fixture
-def exact_products() -> Iterator[None]:
-    """GEMMs are not emulated."""
-    with exact.exact_products():
-        yield
 
 
 @pytest.fixture

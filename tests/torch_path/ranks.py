@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.torch_path.exact import exact_products
-
 Raised = list[dict[str, str]]
 """Of each rank: case -> what it raised; empty if nothing."""
 
@@ -49,12 +47,6 @@ def forked() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "connect_to_new_process", lambda fds: next(turns).connect_to_new_process(fds))
         yield mp.get_context("forkserver")
-
-
-def with_exact_products(case: Callable[[], None]) -> None:
-    """Run a case, its GEMMs not emulated."""
-    with exact_products():
-        case()
 
 
 def join(rank: int, ranks: int, directory: Path, *, seconds: int = 60) -> None:

@@ -19,8 +19,6 @@ from f8emu.spec.trace import DelayedState
 from f8emu.torch.training import delayed_update
 from f8emu.torch.training.float8_linear import Float8Linear
 
-pytestmark = pytest.mark.usefixtures("exact_products")
-
 Model = Any
 """A sequence of two layers with a ReLU between them."""
 State = dict[str, Tensor]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
-from tests.torch_path.ranks import Raised, run_cases, spawned, with_exact_products
+from tests.torch_path.ranks import Raised, run_cases, spawned
 
 STEPS = 4
 LOUDER = 64.0
@@ -226,15 +226,10 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-EMULATED = ("ddp, eager",)
-"""Cases with emulated products; the others have exact ones."""
-
-
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     """All cases."""
     cases = CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")}
-    exact = {name: functools.partial(with_exact_products, case) for name, case in cases.items()}
-    run_cases(rank, ranks, directory, exact | {name: cases[name] for name in EMULATED})
+    run_cases(rank, ranks, directory, cases)
 
 
 @pytest.fixture(scope="module")

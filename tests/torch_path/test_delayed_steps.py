@@ -23,7 +23,6 @@ from tests.torch_path.layers import by_calls_alone
 
 # Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
 pytestmark = [
-    pytest.mark.usefixtures("exact_products"),  # of float8 models beside float8 models
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]

@@ -17,7 +17,6 @@ from f8emu.spec import RECIPES
 from f8emu.torch.gemm import emulation
 
 pytestmark = [
-    pytest.mark.usefixtures("exact_products"),  # of float8 models beside float8 models
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
@@ -59,7 +58,7 @@ def step(model: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 @pytest.fixture
-def gemms(monkeypatch: pytest.MonkeyPatch, exact_products: None) -> list[str]:
+def gemms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The GEMMs that ran."""
     ran: list[str] = []
     for verb in ("scaled_mm", "mm"):

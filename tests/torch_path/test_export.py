@@ -16,7 +16,6 @@ from tests.torch_path.layers import draw
 
 # Dynamo itself instantiates every autograd function that it traces.
 pytestmark = [
-    pytest.mark.usefixtures("exact_products"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]

@@ -34,7 +34,6 @@ HUGGING_FACE = ("gate_proj", "down_proj", "up_proj")
 FUSED = ("delayed", "blockwise")
 
 pytestmark = [
-    pytest.mark.usefixtures("exact_products"),  # of blocks beside three layers
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]

@@ -21,7 +21,6 @@ from f8emu.spec import OperandError, Recipe, UnsupportedError
 # What Dynamo may raise by itself, as in other tests of compiled layers.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.usefixtures("exact_products"),  # of float8 models beside float8 models
 ]
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3

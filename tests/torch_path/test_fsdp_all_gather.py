@@ -23,7 +23,7 @@ from f8emu.spec import UnsupportedError, recipe_by_name
 from f8emu.torch.training import weight_scales
 from f8emu.torch.training.sharded_weight import ShardedWeight
 from tests.torch_path.layers import by_calls_alone
-from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned, with_exact_products
+from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
@@ -409,14 +409,9 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
 }
 
 
-EMULATED = {f"{recipe}, reshards True" for recipe in RECIPES}
-"""Cases of two ranks with emulated products; the others have exact ones."""
-
-
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     """All cases of a number of ranks."""
-    exact = {name: functools.partial(with_exact_products, case) for name, case in CASES[ranks].items()}
-    run_cases(rank, ranks, directory, exact | {name: CASES[ranks][name] for name in EMULATED & CASES[ranks].keys()})
+    run_cases(rank, ranks, directory, CASES[ranks])
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -13,7 +13,6 @@ from f8emu.torch import Outcome
 transformers: Any = pytest.importorskip("transformers")
 
 # The emulated GEMMs below a Hugging Face model run in tests/test_examples.py.
-pytestmark = pytest.mark.usefixtures("exact_products")
 SIZE, HEADS, ROWS = 32, 2, 16
 LLAMA = {
     "hidden_size": SIZE,

@@ -45,7 +45,6 @@ from f8emu.torch.training import observation
 from f8emu.torch.training.layer_names import float8_layers
 from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
 from f8emu.torch.training.operands import Operand
-from tests.torch_path.exact import exact_products
 
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]
@@ -406,7 +405,7 @@ def test_statistics_are_of_the_pass_that_the_operand_is_of(tmp_path: Path) -> No
     """Two forward passes before the first backward, as in pipelines; a teacher's pass in between."""
     path, model = tmp_path / "run.jsonl", model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=1)
     inputs = [draw(32, 32, seed=i) * 10**i for i in range(3)]
-    with exact_products(), f8.inspect(model, {"path": str(path), "statistics": ["amax", "error"], "gemms": ["wgrad"]}):
+    with f8.inspect(model, {"path": str(path), "statistics": ["amax", "error"], "gemms": ["wgrad"]}):
         first, second = (model(x).sum() for x in inputs[:2])
         with torch.no_grad():
             model(inputs[2])
@@ -417,7 +416,7 @@ def test_statistics_are_of_the_pass_that_the_operand_is_of(tmp_path: Path) -> No
     assert all(r["error_total"] < 0.1 for r in found if r["operand"] == "product")
     # A backward pass whose forward pass was in another step: its statistics are not known, and are not another's.
     path.unlink()
-    with exact_products(), f8.inspect(model, {"path": str(path), "gemms": ["wgrad"]}) as inspector:
+    with f8.inspect(model, {"path": str(path), "gemms": ["wgrad"]}) as inspector:
         loss = model(inputs[0]).sum()
         inspector.step()
         model(inputs[1])
@@ -441,7 +440,7 @@ def test_which_matrix_an_operand_was_cast_from_is_asked_at_the_end(
     monkeypatch.setattr(pairing, "_read", counted)
     path, model = tmp_path / "run.jsonl", model_of(ROWWISE, lambda: nn.Linear(32, 32), layers=3)
     inputs = [draw(32, 32, seed=i) * 10**i for i in range(3)]
-    with exact_products(), f8.inspect(model, {"path": str(path)}) as inspector:
+    with f8.inspect(model, {"path": str(path)}) as inspector:
         model(inputs[0]).sum().backward()
         assert not waits
         model(inputs[1]).sum().backward()
@@ -478,13 +477,13 @@ def test_an_inspection_ends_whatever_is_raised(tmp_path: Path, monkeypatch: pyte
     def fail(event: Any) -> None:
         raise RuntimeError("stop")
 
-    with exact_products(), pytest.raises(RuntimeError, match="stop"):
+    with pytest.raises(RuntimeError, match="stop"):
         with f8.inspect(model, {"path": str(path)}, optimizer=optimizer, on_event=fail):
             model(draw(16, 32, seed=1) * torch.inf)
     assert "tap" not in model[0].__dict__ and not optimizer._optimizer_step_post_hooks
     # Many records are read before the end of their step.
     monkeypatch.setattr(recorder, "MOST_PENDING", 7)
-    with exact_products(), f8.inspect(model, {"path": str(path)}) as inspector:
+    with f8.inspect(model, {"path": str(path)}) as inspector:
         for _ in range(5):
             model(draw(16, 32, seed=1))
         assert len(path.read_text().splitlines()) > 14 and len(inspector._recorder.pending) == 1

@@ -17,7 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{category}")
     for category in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning")
 ]
-pytestmark.append(pytest.mark.usefixtures("exact_products"))  # of float8 models beside float8 models
 STEPS = 6
 HALF = 3
 sync = f8.sync_float8_amax_and_scale_history

@@ -46,13 +46,6 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def products(request: pytest.FixtureRequest) -> None:
-    """Emulated beside the oracle; exact where float8 layers are compared with float8 layers."""
-    if "oracle" not in request.fixturenames:
-        request.getfixturevalue("exact_products")
-
-
-@pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
     """A test's compiled code counts toward no other's limit of recompilations."""
     yield

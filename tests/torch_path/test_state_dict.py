@@ -12,8 +12,6 @@ from torch import nn
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE
 
-pytestmark = pytest.mark.usefixtures("exact_products")  # of float8 models beside float8 models
-
 
 class Block(nn.Module):
     def __init__(self) -> None:

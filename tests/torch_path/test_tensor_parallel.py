@@ -35,7 +35,7 @@ from f8emu.torch.training import sharding
 from f8emu.torch.training.autograd import gemm
 from f8emu.torch.training.operands import cast_both, find_source
 from tests.torch_path.layers import draw
-from tests.torch_path.ranks import Raised, assert_nothing, run_cases, spawned, with_exact_products
+from tests.torch_path.ranks import Raised, assert_nothing, run_cases, spawned
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 GATHERED = ("tensorwise", "rowwise", "delayed")
@@ -533,15 +533,12 @@ CASES_OF_4: dict[str, Callable[[], None]] = {
     **{f"with FSDP2, float8 gather, {recipe}": functools.partial(with_fsdp2, recipe, True) for recipe in GATHERED},
     "with FSDP2, compiled": functools.partial(with_fsdp2, "tensorwise", False, "aot_eager"),
 }
-EMULATED = {"torch's styles, tensorwise"}
-"""The case with emulated products; the others have exact ones."""
 CASES = {2: CASES_OF_2, 3: CASES_OF_3, 4: CASES_OF_4}
 
 
 def run_rank(rank: int, ranks: int, directory: Path) -> None:
     """All cases of a number of ranks."""
-    exact = {name: functools.partial(with_exact_products, case) for name, case in CASES[ranks].items()}
-    run_cases(rank, ranks, directory, exact | {name: CASES[ranks][name] for name in EMULATED & CASES[ranks].keys()})
+    run_cases(rank, ranks, directory, CASES[ranks])
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -20,7 +20,6 @@ from f8emu.torch.training.float8_linear import Float8Linear
 from f8emu.torch.training.layer_names import all_float8_layers
 
 pytestmark = [
-    pytest.mark.usefixtures("exact_products"),
     # Dynamo itself instantiates every autograd function that it traces.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     # Or asks a tensor between two graphs for its gradient.

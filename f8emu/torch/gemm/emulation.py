@@ -32,40 +32,52 @@ def scaled_mm(
     use_fast_accum: bool,
     split_k: int,
     chip: Chip,
+    gemm: native.Gemm | None = None,
 ) -> Tensor:
-    """A checked `scaled_mm`.
+    """A checked `scaled_mm`; `gemm` is what `described_scaled_mm` gave for operands of the same signature.
 
     Raises:
         MissingExtraError: it is not the engine's, and jax is not installed.
     """
-    (m, k), n = a.shape, b.shape[1]
-    if _is_native(a.device):
-        is_blockwise = granularities[0].is_blockwise
-        model = (
-            chip.block_scaled_model(granularities) if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum)
-        )
-        out = a.new_empty((m, n), dtype=out_dtype)
-        native.run(
-            (m, n, k),
-            _matrix(a, scale_a, granularities[0]),
-            _matrix(b.t(), scale_b.t() if scale_b.ndim == 2 else scale_b, granularities[1]),
-            _output(out, bias),
-            model,
-            native.scaling_of(granularities),
-            split_k=split_k,
-            threads=torch.get_num_threads(),
-        )
+    options: dict[str, Any] = {"use_fast_accum": use_fast_accum, "split_k": split_k, "chip": chip}
+    gemm = gemm or described_scaled_mm(a, b, scale_a, scale_b, granularities, bias=bias, out_dtype=out_dtype, **options)
+    if gemm is not None:
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+        of_bias = 0 if bias is None else bias.data_ptr()
+        addresses = a.data_ptr(), b.data_ptr(), scale_a.data_ptr(), scale_b.data_ptr(), out.data_ptr(), of_bias
+        native.run_at(gemm, *addresses, threads=torch.get_num_threads())
         return out
-    return _run(
-        "scaled_mm",
-        (a, b, scale_a, scale_b),
-        bias=bias,
-        granularity_a=granularities[0],
-        granularity_b=granularities[1],
-        out_dtype=_name(out_dtype),
-        use_fast_accum=use_fast_accum,
+    operands, names = (a, b, scale_a, scale_b), {"granularity_a": granularities[0], "granularity_b": granularities[1]}
+    return _run("scaled_mm", operands, bias=bias, out_dtype=_name(out_dtype), **names, **options)
+
+
+def described_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    granularities: tuple[Granularity, Granularity],
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    split_k: int,
+    chip: Chip,
+) -> native.Gemm | None:
+    """The engine's description of a `scaled_mm`, which holds for all operands of the same shapes, strides and dtypes;
+    None: it is not the engine's.
+    """
+    if not _is_native(a.device):
+        return None
+    is_blockwise = granularities[0].is_blockwise
+    return native.described(
+        (a.shape[0], b.shape[1], a.shape[1]),
+        _matrix(a, scale_a, granularities[0]),
+        _matrix(b.t(), scale_b.t() if scale_b.ndim == 2 else scale_b, granularities[1]),
+        _output(a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype), bias),
+        chip.block_scaled_model(granularities) if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum),
+        native.scaling_of(granularities),
         split_k=split_k,
-        chip=chip,
     )
 
 

@@ -7,6 +7,7 @@ the GEMM: emulated, blockwise, in bfloat16, and where Inductor tunes GEMMs. Disp
 """
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from f8emu.torch.stand_in import seen_as_mm
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware requires."""
 _DEFAULT = f'"{HOPPER.name}"'
-_CHECKED: dict[Any, tuple[tuple[Granularity, Granularity], Engine, int | None]] = {}
-"""Signature of a `scaled_mm` that was checked -> its granularities, engine and S; emptied when it is full."""
+_CHECKED: dict[Any, tuple[ModuleType, dict[str, Any]]] = {}
+"""Signature of a `scaled_mm` that was checked -> its engine, a module, and options; emptied when it is full."""
 _MOST_CHECKED = 4096
 
 
@@ -36,22 +37,31 @@ def _plain_scaled_mm(
 ) -> Tensor:
     """`scaled_mm` in plain eager code: checked once per signature."""
     signature = signature_of(a), signature_of(b), signature_of(scale_a), signature_of(scale_b), signature_of(bias)
-    out_dtype, use_fast_accum, _, _, _, split_k, *chip = settings
-    options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     known = _CHECKED.get((signature, settings))
     if known is None:
-        pair, found = _checked(a, b, scale_a, scale_b, bias, *settings)
-        if found is not Engine.HARDWARE and split_k is None:
-            split_k = scaled_mm_split_k(a, b, pair, **options, chip=CHIPS[chip[0] if chip else HOPPER.name])
-        known = pair, found, split_k
+        known = _prepared(a, b, scale_a, scale_b, bias, *settings)
         if len(_CHECKED) >= _MOST_CHECKED:
             _CHECKED.clear()  # one step, whatever other threads do
         _CHECKED[signature, settings] = known
-    pair, found, split_k = known
+    engine, options = known
+    return engine.scaled_mm(a, b, scale_a, scale_b, bias=bias, **options)
+
+
+def _prepared(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, *settings: Any
+) -> tuple[ModuleType, dict[str, Any]]:
+    """The engine of a `scaled_mm`, and its options, for all operands of the same signature."""
+    operands = a, b, scale_a, scale_b
+    pair, found = _checked(*operands, bias, *settings)
+    out_dtype, use_fast_accum, _, _, _, split_k, *chips = settings
+    options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
     if found is Engine.HARDWARE:
-        return hardware.scaled_mm(a, b, scale_a, scale_b, pair, bias=bias, **options)
-    names = found.value, pair[0].value, pair[1].value
-    return run_scaled_mm.function(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, *names, split_k, *chip)
+        return hardware, {"granularities": pair, **options}
+    chip = CHIPS[chips[0]] if chips else HOPPER
+    if split_k is None:
+        split_k = scaled_mm_split_k(a, b, pair, **options, chip=chip)
+    options |= {"granularities": pair, "split_k": split_k, "chip": chip}
+    return emulation, {**options, "gemm": emulation.described_scaled_mm(*operands, bias=bias, **options)}
 
 
 def _checked(
