@@ -28,20 +28,26 @@ def matmul_plot() -> str:
     return inline(bars(title, labels, {"float8": speeds}, line=(1.0, "bfloat16")))
 
 
+_EMULATORS = {
+    "emulator-cpu": "AMD EPYC, 2 cores",
+    "emulator-cpu-intel": "Intel Xeon, 2 cores",
+    "emulator-h100": "H100, by `f8ref.jax`",
+}
+
+
 def emulator() -> str:
-    """The emulated GEMM beside a float32 one."""
+    """The emulated GEMM beside a float32 one, and the engine on the narrower vectors of the same CPU."""
     rows = []
-    for name, machine in (("emulator-cpu", "2 CPU cores"), ("emulator-h200", "H200")):
-        for size in (512, 1024, 2048, 4096):
-            found = [f for f in record(name)["figures"] if f["size"] == size and f["use_fast_accum"]]
-            reference, torch = (next(f for f in found if f["subject"] == s) for s in ("f8ref.jax", "f8emu.torch"))
-            memory = torch["xla_temporary_bytes"] / 2**20
-            rate = f"{torch['giga_multiply_adds_per_second']:.0f}"
-            figures = (f"{torch['ratio']:.1f}", rate, f"{reference['ratio']:.1f}", f"{memory:.0f}")
-            rows.append([f"{machine}, {size}", *figures])
-    columns = ["M = N = K", "`f8emu.torch`, times `torch.mm`", "G multiply-adds/s", "`f8ref.jax`, times `torch.mm`"]
-    sources = lines("emulator-cpu", "emulator-h200", packages=("torch", "jax"))
-    return f"{table([*columns, 'temporary MiB'], rows)}\n\n{sources}"
+    for name, machine in _EMULATORS.items():
+        figures = {(f["subject"], f["size"]): f for f in record(name)["figures"] if f["use_fast_accum"]}
+        for size in dict.fromkeys(size for _, size in figures):
+            called = figures["f8emu.torch", size]
+            widths = (figures.get((f"f8emu.native {width}", size)) for width in ("AVX2", "portable"))
+            shown = (f"{1e3 * called['seconds']:.3f}", f"{called['giga_multiply_adds_per_second']:.0f}")
+            ratios = (NO_FIGURE if figure is None else f"{figure['ratio']:.1f}" for figure in (called, *widths))
+            rows.append([f"{machine}, {size}", *shown, *ratios])
+    columns = ["M = N = K", "ms", "G multiply-adds/s", "times `torch.mm`", "with AVX2 only", "in plain C"]
+    return f"{table(columns, rows)}\n\n{lines(*_EMULATORS, packages=('torch', 'jax'))}"
 
 
 def kernels() -> str:

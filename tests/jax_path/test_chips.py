@@ -64,6 +64,7 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_on_a_hopper_gpu_its_library_is_asked() -> None:
     """An H100 and an H200 cut this otherwise; the kernel for block scales is given S."""
     m, n, k = 20, 512, 11904
