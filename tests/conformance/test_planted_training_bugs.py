@@ -104,9 +104,11 @@ def other_accumulation() -> Planted:
 
 
 def engine_ignores_fast_accum() -> Planted:
-    for module in (emulation, hardware):
+    fast = {"use_fast_accum": True}
+    # The engine's description of a GEMM holds the option too.
+    for module, others in ((emulation, fast | {"gemm": None}), (hardware, fast)):
         run = module.scaled_mm
-        yield patch.object(module, "scaled_mm", lambda *a, _run=run, **o: _run(*a, **o | {"use_fast_accum": True}))
+        yield patch.object(module, "scaled_mm", lambda *a, _run=run, _others=others, **o: _run(*a, **o | _others))
 
 
 def bias_twice() -> Planted:
