@@ -20,19 +20,19 @@ from f8emu.spec import SpecError
 
 KERNELS = '''
 import numpy as np
-import f8ref.numpy as f8
+from f8emu.numpy import emulation as f8
 
 SEEN, ROWS = [], set()
 
 def right(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
-    """The oracle in the argument layout of torch._scaled_mm."""
+    """The GEMM in the argument layout of torch._scaled_mm."""
     SEEN.append((type(a).__module__.split(".")[0], np.ndim(scale_a), str(out_dtype)))
-    return oracle(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
+    return gemm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
 
 from f8emu.spec import Granularity
 R = Granularity.ROWWISE
 
-def oracle(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, split_k=1):
+def gemm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, split_k=1):
     rowwise = {} if np.ndim(scale_a) == 0 else {"granularity_a": R, "granularity_b": R}
     options = {"bias": bias, "out_dtype": str(out_dtype), "use_fast_accum": use_fast_accum, "split_k": split_k}
     return f8.scaled_mm(a, b, scale_a, scale_b, **options, **rowwise)
@@ -44,7 +44,7 @@ def padded(a, b, scale_a, scale_b, bias, *rest):
     a, b = np.pad(a, ((0, up_m), (0, up_k))), np.pad(b, ((0, up_k), (0, up_n)))
     if np.ndim(scale_a):
         scale_a, scale_b = np.pad(scale_a, ((0, up_m), (0, 0))), np.pad(scale_b, ((0, 0), (0, up_n)))
-    return oracle(a, b, scale_a, scale_b, None if bias is None else np.pad(bias, (0, up_n)), *rest)[:m, :n]
+    return gemm(a, b, scale_a, scale_b, None if bias is None else np.pad(bias, (0, up_n)), *rest)[:m, :n]
 
 def tiles(a, b, scale_a, scale_b, bias, out_dtype, fast):
     """In an order of its own, and written to a column-major output."""
@@ -54,13 +54,13 @@ def tiles(a, b, scale_a, scale_b, bias, out_dtype, fast):
         for row in reversed(range(0, m, 512)):
             i, j = slice(row, row + 512), slice(col, col + 1024)
             scales = (scale_a[i], scale_b[:, j]) if np.ndim(scale_a) else (scale_a, scale_b)
-            out[i, j] = oracle(a[i], b[:, j], *scales, None if bias is None else bias[j], out_dtype, fast)
+            out[i, j] = gemm(a[i], b[:, j], *scales, None if bias is None else bias[j], out_dtype, fast)
     return out
 
 def rows(a, b, scale_a, scale_b, *rest):
     if len(a) > 16 or a.shape[1] > 600:
         return tiles(a, b, scale_a, scale_b, *rest)
-    found = [oracle(a[i:i + 1], b, scale_a[i:i + 1] if np.ndim(scale_a) else scale_a, scale_b, *rest)
+    found = [gemm(a[i:i + 1], b, scale_a[i:i + 1] if np.ndim(scale_a) else scale_a, scale_b, *rest)
              for i in range(len(a))]
     return np.concatenate(found)
 
@@ -68,9 +68,9 @@ def transposed(a, b, scale_a, scale_b, bias, out_dtype, fast):
     """The GEMM of the transposes, where no order of scales tells them apart."""
     if np.ndim(scale_a) or bias is not None:
         return padded(a, b, scale_a, scale_b, bias, out_dtype, fast)
-    return oracle(b.T, a.T, scale_b, scale_a, None, out_dtype, fast).T
+    return gemm(b.T, a.T, scale_b, scale_a, None, out_dtype, fast).T
 
-WAYS = [oracle, padded, tiles, rows, transposed]
+WAYS = [gemm, padded, tiles, rows, transposed]
 
 def all_ways(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     """Right in another way each time."""
@@ -79,13 +79,13 @@ def all_ways(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     return WAYS[len(SEEN) % len(WAYS)](a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum)
 
 def halves(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
-    return oracle(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, split_k=2)
+    return gemm(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum, split_k=2)
 
 def wrong_halves(a, b, scale_a, *rest, **options):
     return halves(a, b, scale_a, *rest, **options) * (np.ndim(scale_a) == 0)
 
 def always_promoted(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
-    return oracle(a, b, scale_a, scale_b, bias, out_dtype, False)
+    return gemm(a, b, scale_a, scale_b, bias, out_dtype, False)
 
 def first_wrong(*args, **options):
     out = right(*args, **options)
