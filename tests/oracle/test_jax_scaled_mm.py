@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import f8ref.numpy
 from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Granularity, OperandError, SpecError
-from f8ref.jax import mm, scaled_grouped_mm, scaled_mm, tiles
+from f8ref.jax import gemm, mm, scaled_grouped_mm, scaled_mm, tiles
 from f8ref.jax.chain import Chain
 
 Array = npt.NDArray[Any]
@@ -49,21 +50,28 @@ def test_tile_extents() -> None:
 
 
 def test_tiled_gemms_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled by blocks, and of groups that share tiles."""
+    """Scaled by blocks, and of groups that share tiles; the whole ones are those of f8ref.numpy."""
     rng = np.random.default_rng(63)
-    a, b = drawn(rng, (37, 300)), drawn(rng, (300, 45))
-    scale_a, scale_b = (jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32) for shape in ((37, 3), (3, 1)))
+    a, b = (np.asarray(drawn(rng, shape)) for shape in ((37, 300), (300, 45)))
+    scale_a, scale_b = (rng.uniform(0.5, 2, shape).astype(np.float32) for shape in ((37, 3), (3, 1)))
     pair: Any = {"granularity_a": Granularity.BLOCKWISE_1X128, "granularity_b": Granularity.BLOCKWISE_128X128}
-    scales = jnp.ones(37, jnp.float32), jnp.ones((2, 45), jnp.float32), jnp.asarray([20, 33], jnp.int32)
+    scales = np.ones(37, np.float32), np.ones((2, 45), np.float32), np.asarray([20, 33], np.int32)
+    tile_shapes: list[tuple[int, int]] = []
 
-    def both() -> tuple[jax.Array, jax.Array]:
-        jax.clear_caches()
-        blockwise = scaled_mm(a, b, scale_a, scale_b, **pair)
-        return blockwise, scaled_grouped_mm(a, jnp.stack([b, -b]), *scales)
+    def tile_shape(m: int, n: int) -> tuple[int, int]:
+        tile_shapes.append(tiles.tile_shape(m, n))
+        return tile_shapes[-1]
 
-    whole = both()
     monkeypatch.setattr(tiles, "LIMIT", 400)
-    assert all(map(equal, both(), whole))
+    monkeypatch.setattr(gemm, "tile_shape", tile_shape)
+    monkeypatch.setattr(gemm, "tiled", lambda m, n, tile: tile_shape(m, n) and tiles.tiled(m, n, tile))
+    blockwise = scaled_mm(a, b, scale_a, scale_b, **pair)  # pyright: ignore[reportArgumentType]
+    assert equal(blockwise, f8ref.numpy.scaled_mm(a, b, scale_a, scale_b, **pair))
+    groups = np.stack([b, -b])
+    grouped = scaled_grouped_mm(a, groups, *scales)  # pyright: ignore[reportArgumentType]
+    of_groups = f8ref.numpy.scaled_grouped_mm(a[:33], groups, scales[0][:33], *scales[1:])
+    assert equal(grouped, np.concatenate([of_groups, np.zeros((4, 45), of_groups.dtype)]))
+    assert len(tile_shapes) == 2 and all(rows < 37 and columns < 45 for rows, columns in tile_shapes)
 
 
 def test_promotion_and_split_k_are_sums_of_parts() -> None:
@@ -159,19 +167,13 @@ def test_groups_are_transposed_rowwise_gemms_of_their_rows() -> None:
     scale_b = jnp.asarray(rng.uniform(0.5, 2, (len(sizes), n)), jnp.float32)
     offs = jnp.asarray(np.cumsum(sizes), jnp.int32)
     observed = np.asarray(scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype="float32"))
+    rowwise: Any = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
     start = 0
     for g, end in enumerate(np.cumsum(sizes).tolist()):
-        rows = slice(start, end)
-        alone = scaled_mm(
-            b[g].T,
-            jnp.asarray(np.array(a)[rows]).T,
-            scale_b[g][:, None],
-            scale_a[None, rows],
-            granularity_a=Granularity.ROWWISE,
-            granularity_b=Granularity.ROWWISE,
-            out_dtype="float32",
-        )
-        assert equal(alone.T, observed[rows])
+        scales = np.asarray(scale_b)[g][:, None], np.asarray(scale_a)[None]
+        turned = np.asarray(b)[g].T, np.asarray(a).T
+        of_all_rows = scaled_mm(*turned, *scales, **rowwise, out_dtype="float32")  # pyright: ignore[reportArgumentType]
+        assert np.array_equal(np.asarray(of_all_rows).T[start:end].view(np.uint32), observed[start:end].view(np.uint32))
         start = end
     assert not observed[start:].any()
 
