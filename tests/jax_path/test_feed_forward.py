@@ -153,7 +153,7 @@ def test_what_is_frozen_is_left_out(recipe: str) -> None:
 
 
 def test_jitted_and_mapped() -> None:
-    x, weights, g = block(rows=(2, 7))
+    x, weights, g = block()
     expected = step(three_layers, "tensorwise", x, weights, None, g)
     assert_same_bits(jax.jit(lambda x, g: step(fused, "tensorwise", x, weights, None, g))(x, g), expected)
     run = functools.partial(fused, "tensorwise", weights=weights, states=None)

@@ -96,7 +96,7 @@ def test_operation_by_operation() -> None:
     a = float8_operand(unpacked_float8(jnp.asarray(np.asarray(A[:2, :32]).view(np.uint8), jnp.uint32), E5M2))
     b = float8_operand(unpacked_float8(jnp.asarray(np.asarray(B[:32, :3]).view(np.uint8), jnp.uint32), E4M3FN))
     total = jnp.asarray([[0.0, 0.75, -3.0], [1e-9, 7.0, -1e4]], jnp.float32)
-    x, y = softfloat.bits(X[:2, :3]), softfloat.bits(SCALE_A[:2])
+    x, y = softfloat.bits(X[:2, :3]), softfloat.bits(jnp.broadcast_to(SCALE_A[:2], (2, 3)))
     calls: list[Callable[[], Any]] = [
         lambda: float8_step(HOPPER.float8, total, a, b),
         lambda: softfloat.multiply(x, y),

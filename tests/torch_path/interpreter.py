@@ -71,13 +71,14 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests of a file in a process with the interpreter; some must have run, and all passed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+def run_interpreted(*files: str) -> None:
+    """Run the tests of files in a process with the interpreter; some of each must have run, and all passed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rp", "-p", "no:cacheprovider", *files]
     outer = ("PYTEST_", "TRITON_")  # settings of the run that this one is in
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     environment["TRITON_INTERPRET"] = "1"
     root = Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout.splitlines()[-1], run.stdout[-4000:]
+    for file in files:
+        assert f"PASSED {file}::" in run.stdout, run.stdout[-4000:]

@@ -22,7 +22,7 @@ from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError, ScaleRule
 from f8emu.torch.fused import operators
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.training import feed_forward
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 from tests.torch_path.layers import draw
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="needs no kernel, or a GPU")
@@ -206,12 +206,6 @@ def test_every_gate(assert_same_bits: Any) -> None:
         expected = [silu(gate) * up, torch.ops.aten.silu_backward(grad_hidden * up, gate), grad_hidden * silu(gate)]
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_bits(ours, theirs)
-
-
-@NOT_INTERPRETED
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install triton)")
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @NOT_INTERPRETED

@@ -37,7 +37,7 @@ from f8emu.torch.inspection.recorder import Recorder
 from f8emu.torch.inspection.statistics import Statistics
 from f8emu.torch.training.observation import GemmSeen, TensorSeen
 from f8emu.torch.training.operands import Delayed, Operand
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 VALUES = ("amax", "nan", "inf", "zero", "mean", "l1_norm", "l2_norm")
@@ -297,9 +297,3 @@ def test_more_elements_than_an_int32_counts() -> None:
     codes[-1, -1] = 0x7F
     operand = Operand(codes.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda"))
     assert numbers(operand_statistics(operand, cast, ("nan_codes",)))["nan_codes"] == 1
-
-
-@pytest.mark.skipif(INTERPRETED, reason="it is this process")
-def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    run_interpreted(__file__)

@@ -20,7 +20,7 @@ from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import cast_columns, transpose_codes
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
 
@@ -305,11 +305,6 @@ def test_any_layout_of_x(kernels, assert_same_bits) -> None:
 NEEDS_TRITON = pytest.mark.skipif(
     INTERPRETED or find_spec("triton") is None, reason="Triton is not installed (pip install triton), or interprets"
 )
-
-
-@NEEDS_TRITON
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @NEEDS_TRITON
