@@ -7,7 +7,7 @@ written for this file, whose rules can be bent; straight, it must pass.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from f8emu.conformance.golden import GoldenFile, shipped_golden, write_golden
 from f8emu.conformance.layer import LayerCase
 from f8emu.conformance.layer_cases import REGULAR, layer_cases
 from f8emu.conformance.subject import Subject, load_subject
+from f8emu.conformance.verify import _Run
 from f8emu.spec import (
     BFLOAT16,
     FLOAT32,
@@ -424,6 +425,16 @@ def few_layers(*, full_size: bool) -> tuple[LayerCase, ...]:
     return tuple(c for c in layer_cases() if c.shape != REGULAR or f"{c.recipe.name} {c.dtype}" in long)
 
 
+ANSWERS: dict[Any, Any] = {}
+"""What the oracle answers of each case: the same for every bug."""
+
+
+def answered(run: _Run, begin: Callable[..., None], *args: Any) -> None:
+    """A run that knows the answers of earlier ones."""
+    begin(run, *args)
+    run.known = ANSWERS
+
+
 def run_cli(planted: Subject, golden: Path, json_path: Path, *stage_names: str) -> tuple[int, dict[str, Any], str]:
     stage_options = [word for name in stage_names for word in ("--stage", name)]
     arguments = ["verify", planted.name, "--golden", str(golden), "--json", str(json_path), *stage_options]
@@ -431,6 +442,7 @@ def run_cli(planted: Subject, golden: Path, json_path: Path, *stage_names: str) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(subject.SUBJECTS, planted.name, lambda: planted)
         patch.setattr(stages, "layer_cases", few_layers)
+        patch.setattr(_Run, "__init__", partialmethod(answered, _Run.__init__))
         result = CliRunner().invoke(cli.build_app(), arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -109,7 +109,7 @@ def _replay(program: Path, recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("kind", ["every code", "one sign", "tiny"])
 def test_gemms(kind: str, replay: Path, recorder: Recorder) -> None:
-    test_gemm.test_accumulators_of_every_chip(kind, library.widths()[0])
+    test_gemm.check_accumulators(kind, library.widths()[:1])
     _replay(replay, recorder)
 
 
@@ -117,7 +117,7 @@ def test_gemms(kind: str, replay: Path, recorder: Recorder) -> None:
     "pair", [HOPPER.granularity_pairs[0], HOPPER.granularity_pairs[-1]], ids=["tensorwise", "blockwise"]
 )
 def test_epilogues(pair: tuple[Granularity, Granularity], replay: Path, recorder: Recorder) -> None:
-    test_gemm.test_epilogues_slices_and_strides(pair, library.widths()[0])
+    test_gemm.check_epilogues(pair, library.widths()[:1])
     _replay(replay, recorder)
 
 
@@ -125,5 +125,5 @@ def test_casts(replay: Path, recorder: Recorder) -> None:
     for format in FLOAT8:
         test_cast.test_every_16_bit_input_is_cast_as_the_oracle_casts_it(format, library.widths()[0])
     for granularity in Granularity:
-        test_cast.test_amaxes_scales_and_codes_equal_the_oracle(FLOAT8[0], granularity, library.widths()[0])
+        test_cast.check_casts(FLOAT8[0], granularity, library.widths()[:1])
     _replay(replay, recorder)

@@ -1,5 +1,6 @@
 """The engine against `f8ref.numpy`, every output bit, at every width that this machine has."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -65,30 +66,38 @@ def _bits(x: Any) -> Any:
     return x.view(f"u{x.itemsize}")
 
 
-@pytest.mark.parametrize("width", library.widths())
 @pytest.mark.parametrize("kind", ["normal", "wide range", "every code", "one sign", "tiny"])
-def test_accumulators_of_every_chip(kind: str, width: str) -> None:
+def test_accumulators_of_every_chip(kind: str) -> None:
+    check_accumulators(kind, library.widths())
+
+
+def check_accumulators(kind: str, widths: Sequence[str]) -> None:
     rng = np.random.default_rng(0)
     for chip, formats, fast in CASES:
         for m, n, k in SHAPES:
             a, b = _random(rng, (m, k), formats[0], kind), _random(rng, (n, k), formats[1], kind)
-            out = np.empty((m, n), np.float32)
             if formats[0] == BFLOAT16:
                 expected = oracle.mm(a, b.T, out_dtype="float32", chip=chip)
-                _run(a, b, chip.bfloat16, native.UNSCALED, out, width)
+                model = chip.bfloat16
             else:
                 one = np.ones((m, 1), np.float32), np.ones((1, n), np.float32)
                 rowwise: dict[str, Any] = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
                 expected = oracle.scaled_mm(
                     a, b.T, *one, **rowwise, out_dtype="float32", use_fast_accum=fast, chip=chip
                 )
-                _run(a, b, chip.float8_model(use_fast_accum=fast), native.UNSCALED, out, width)
-            np.testing.assert_array_equal(_bits(out), _bits(expected), f"{chip} {formats} {fast} {(m, n, k)}")
+                model = chip.float8_model(use_fast_accum=fast)
+            for width in widths:
+                out = _run(a, b, model, native.UNSCALED, np.empty((m, n), np.float32), width)
+                case = f"{width} {chip} {formats} {fast} {(m, n, k)}"
+                np.testing.assert_array_equal(_bits(out), _bits(expected), case)
 
 
-@pytest.mark.parametrize("width", library.widths())
 @pytest.mark.parametrize("pair", HOPPER.granularity_pairs, ids=lambda pair: f"{pair[0].value}-{pair[1].value}")
-def test_epilogues_slices_and_strides(pair: tuple[Granularity, Granularity], width: str) -> None:
+def test_epilogues_slices_and_strides(pair: tuple[Granularity, Granularity]) -> None:
+    check_epilogues(pair, library.widths())
+
+
+def check_epilogues(pair: tuple[Granularity, Granularity], widths: Sequence[str]) -> None:
     rng = np.random.default_rng(1)
     m, n, k = 36, 144, 1300
     chip: Chip = HOPPER
@@ -125,20 +134,11 @@ def test_epilogues_slices_and_strides(pair: tuple[Granularity, Granularity], wid
                     use_fast_accum=fast,
                     split_k=split_k,
                 )
-                out = np.empty((n, m), out_dtype).T  # columns first
-                _run(
-                    a,
-                    b,
-                    model,
-                    native.scaling_of(pair),
-                    out,
-                    width,
-                    bias,
-                    of_a=scales[0],
-                    of_b=scales[1],
-                    split_k=split_k,
-                )
-                np.testing.assert_array_equal(_bits(out), _bits(expected), f"{fast} {out_dtype} {split_k}")
+                options: dict[str, Any] = {"of_a": scales[0], "of_b": scales[1], "split_k": split_k}
+                for width in widths:
+                    out = np.empty((n, m), out_dtype).T  # columns first
+                    _run(a, b, model, native.scaling_of(pair), out, width, bias, **options)
+                    np.testing.assert_array_equal(_bits(out), _bits(expected), f"{width} {fast} {out_dtype} {split_k}")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
