@@ -33,8 +33,8 @@ from torch.distributed.tensor import parallel as tp
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import f8emu.torch as f8
-import f8emu.torch.distributed.tensor_parallel as float8_tp
-from f8emu.torch.distributed.checkpoints import export_safetensors
+import f8emu.torch.parallel.tensor_parallel as float8_tp
+from f8emu.torch.parallel.checkpoints import export_safetensors
 
 
 class Size(NamedTuple):

@@ -58,8 +58,9 @@ def only_this_module_is_searched_for_garbage() -> None:
 @pytest.fixture
 def assert_layers_equal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Sequence[Any]], None]:
     """The stage of layers with these cases alone: every code, scale, product and gradient of the subject."""
-    from f8emu.conformance import load_subject, stages, verify
-    from f8emu.conformance.report import mismatch_lines
+    from f8emu.conformance import load_subject, verify
+    from f8emu.conformance.run import stages
+    from f8emu.conformance.run.report import mismatch_lines
 
     def check(subject: str, cases: Sequence[Any]) -> None:
         monkeypatch.setattr(stages, "layer_cases", lambda full_size: cases)

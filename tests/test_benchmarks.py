@@ -27,7 +27,7 @@ from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import BLOCKWISE, DELAYED, RECIPES, ROWWISE_WITH_GW_HP, TENSORWISE
-from f8emu.torch.training.checkpoint import SAVED_OPS
+from f8emu.torch.layer.checkpoint import SAVED_OPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
 

@@ -24,7 +24,7 @@ PUBLIC = {
     "f8emu.conformance",
     "f8emu.jax",
     "f8emu.torch",
-    "f8emu.torch.distributed.checkpoints",
+    "f8emu.torch.parallel.checkpoints",
     "f8emu.torch.integrations.huggingface",
     *(f"f8emu.jax.hosts.{host}" for host in HOSTS),
 }

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.proofs.recorded_layers import differences, layers
 from f8emu.spec import RECIPES
-from f8emu.spec.plan import CHIP
+from f8emu.split_k.plan import CHIP
 
 pytest.importorskip("jax")
 

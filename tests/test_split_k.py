@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from benchmarks.proofs.split_k import KINDS, OUTPUTS, compare
-from f8emu import cublaslt
-from f8emu.cublaslt import Question, question, split_k_at_hand
 from f8emu.spec import H100, HOPPER, UnsupportedError
-from f8emu.spec.plan import PlannedGemm, Source, shipped_plan
+from f8emu.split_k import ask as cublaslt
+from f8emu.split_k.ask import Question, question, split_k_at_hand
+from f8emu.split_k.plan import PlannedGemm, Source, shipped_plan
 
 
 def test_agreement_is_counted() -> None:

@@ -38,7 +38,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 import f8emu.torch as f8
 from benchmarks.ranks import DividedError, Ranks, join, leave, together
 from benchmarks.report import draw, facts, say, write_json
-from f8emu.torch.distributed.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 RANKS = 2
 """With more, the sum of gradients depends on the order in which the library adds them."""

@@ -23,9 +23,9 @@ import numpy as np
 
 import f8ref.numpy as f8
 import f8ref.numpy.accumulate as accumulate_module
+from f8emu.conformance.cases.golden import GoldenFile, shipped_golden
 from f8emu.conformance.compare import different
-from f8emu.conformance.golden import GoldenFile, shipped_golden
-from f8emu.conformance.record import tracked
+from f8emu.conformance.record.record import tracked
 from f8emu.spec import HOPPER
 from f8ref.numpy.accumulate import Operand
 from f8ref.numpy.codec import ABSENT

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.proofs.exhaustive_checks import BACKENDS, DEFAULT_BACKENDS, Backend, Tally, check_cast, check_scales
-from f8emu.conformance.record import tracked
+from f8emu.conformance.record.record import tracked
 from f8emu.environment import versions
 from f8emu.spec import FLOAT32, HOPPER, Overflow, ScaleRule
 

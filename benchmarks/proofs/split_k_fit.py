@@ -24,9 +24,9 @@ import numpy as np
 from benchmarks.proofs.split_k_labels import CHUNK, LOG_UNIFORM, TABLES, as_asked, candidates, drawn
 from benchmarks.proofs.split_k_trees import FEATURES, WORKSPACE, distilled, family, fit, held_out, packed, predicted
 from f8emu.spec import CHIPS
-from f8emu.spec.plan import LIBRARY
+from f8emu.split_k.plan import LIBRARY
 
-DATA = Path(__file__).parents[2] / "f8emu/spec/data"
+DATA = Path(__file__).parents[2] / "f8emu/split_k/data"
 SET_ASIDE = Path(__file__).parents[2] / "tests/spec/split_k_set_aside.json"
 TAUGHT = 40 * CHUNK
 """Random shapes of a float8 table for which trees stand in for the library."""

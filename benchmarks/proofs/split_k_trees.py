@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from sklearn.tree import DecisionTreeClassifier  # pyright: ignore[reportMissingImports]
 
-from f8emu.cublaslt import WORKSPACE_BYTES
-from f8emu.spec.plan import LEAF, PLAIN_FEATURES
+from f8emu.split_k.ask import WORKSPACE_BYTES
+from f8emu.split_k.plan import LEAF, PLAIN_FEATURES
 
 ELEMENT_BYTES = {"float8": 1, "bfloat16": 2}
 WORKSPACE = {"float8": WORKSPACE_BYTES["tensorwise"], "bfloat16": WORKSPACE_BYTES["bfloat16"]}
@@ -24,7 +24,7 @@ FILLED = [(64, m) for m in (8, 16, 24, 32, 48, 64)] + [(128, m) for m in (8, 16,
 FILLED += [(192, 8), (256, 8), (16, 64), (24, 64), (32, 64), (48, 64)]
 FEATURES: list[Any] = [*PLAIN_FEATURES, *(list(tile) for tile in TILES)]
 FEATURES += [[*tile, "at least", 88] for tile in FILLED] + [[*tile, "at most", 132] for tile in FILLED]
-"""As `f8emu.spec.plan.FittedTree` reads them."""
+"""As `f8emu.split_k.plan.FittedTree` reads them."""
 
 
 def family(table: str) -> str:
@@ -74,7 +74,7 @@ def distilled(shapes: np.ndarray, split: np.ndarray, table: str, more: np.ndarra
 
 
 def packed(tree: DecisionTreeClassifier) -> dict[str, str]:
-    """The bytes of `f8emu.spec.plan.Tree`, as text."""
+    """The bytes of `f8emu.split_k.plan.Tree`, as text."""
     inner = tree.tree_
     split = tree.classes_[inner.value[:, 0, :].argmax(1)]
     codes, limits, waiting = bytearray(), list[int](), [0]

@@ -18,7 +18,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "f8emu.numpy": ("f8emu.numpy",),
     "f8emu.torch": (
         "f8emu.torch",
-        "f8emu.torch.distributed.checkpoints",
+        "f8emu.torch.parallel.checkpoints",
         "f8emu.torch.integrations.huggingface",
         "f8emu.torch.integrations.torchtitan",
     ),

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from f8emu.spec import CHIPS, E4M3FN, E5M2, FLOAT8, FLOAT32, H100, HOPPER, Chip, Granularity
-from f8emu.spec.plan import PlannedGemm, split_k
+from f8emu.split_k.plan import PlannedGemm, split_k
 from f8ref import exact
 from f8ref import numpy as f8
 from f8ref.exact.accumulate import k_slices

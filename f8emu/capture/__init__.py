@@ -1,6 +1,6 @@
 """The format of a captured step on disk: its records as data, and the writer. The standard library alone.
 
-`f8emu.torch.capture` writes with it; `f8emu.conformance.captures.file` reads the files.
+`f8emu.torch.capture` writes with it; `f8emu.capture.read` reads the files.
 """
 
 from f8emu.capture.record import CaptureError as CaptureError

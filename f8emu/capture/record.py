@@ -12,10 +12,10 @@ from typing import Any, Self, get_type_hints
 
 from f8emu.spec.errors import F8Error, SpecError
 from f8emu.spec.formats import FORMATS
-from f8emu.spec.plan import Source
 from f8emu.spec.recipe import GEMM_NAMES, Recipe
 from f8emu.spec.scaling import TENSORS, Granularity
 from f8emu.spec.serialize import recipe_from_dict
+from f8emu.split_k.plan import Source
 
 SCHEMA = 1
 """Version of the layout; raised when its meaning changes."""

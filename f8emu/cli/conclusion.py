@@ -12,7 +12,7 @@ from f8emu.untrusted import printable
 
 if TYPE_CHECKING:
     from f8emu.conformance.diagnosis.report import Diagnoses
-    from f8emu.conformance.verify import Result
+    from f8emu.conformance.run.verify import Result
 
 
 class Files(NamedTuple):
@@ -74,9 +74,9 @@ def conclude(
 
 def _print(result: "Result", facts: Mapping[str, Any], source: str, asked: Mapping[str, Sequence[str]]) -> None:
     """The verdict, why, an output of each case, what ran, and what can be pasted."""
-    from f8emu.conformance import report
     from f8emu.conformance.breakdown.tables import breakdown_tables
     from f8emu.conformance.diagnosis.report import diagnosis_lines
+    from f8emu.conformance.run import report
 
     say(f"{report.verdict(result)}; {source}; {facts['seconds']:.1f} s")
     for part in (diagnosis_lines(facts["diagnoses"]), report.mismatch_lines(result, facts["errors"])):
@@ -104,14 +104,14 @@ def _paragraph(lines: Iterable[str]) -> None:
 
 
 def _write_json(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:
-    from f8emu.conformance.report import to_json
+    from f8emu.conformance.run.report import to_json
 
     if file is not None:
         file.write_json(to_json(result, **facts))
 
 
 def _write_html(result: "Result", file: Report | None, facts: Mapping[str, Any]) -> None:
-    from f8emu.conformance.page.report import to_html
+    from f8emu.report.verify import to_html
 
     if file is not None:
         file.write(to_html(result, **facts))

@@ -31,10 +31,10 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
-    from f8emu.conformance.captures import report as capture_report
-    from f8emu.conformance.captures.diff import diff_captures
-    from f8emu.conformance.captures.file import read_capture
-    from f8emu.conformance.report import progress_bar
+    from f8emu.capture import report as capture_report
+    from f8emu.capture.diff import diff_captures
+    from f8emu.capture.read import read_capture
+    from f8emu.conformance.run.report import progress_bar
 
     start = time.perf_counter()
     with opened("diff", json_file) as out:

@@ -69,11 +69,11 @@ def add_to(app: "typer.Typer") -> None:
 def _fit(
     kernel: str, json_file: Path | None, arrays: str, kinds: list[str], ms: list[int], timeout: float | None
 ) -> int:
-    from f8emu.conformance import report
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
-    from f8emu.conformance.first_contact import load_and_call
+    from f8emu.conformance.run import report
+    from f8emu.conformance.run.first_contact import load_and_call
 
     start = time.perf_counter()
     known = {kind.name: kind for kind in KINDS}

@@ -10,7 +10,7 @@ from f8emu.untrusted import printable
 if TYPE_CHECKING:
     import typer
 
-    from f8emu.conformance.inspection_log import Place, Run
+    from f8emu.report.inspection_log import Place, Run
 
 _COLUMNS = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
 _MOST_EVENTS = 20
@@ -44,7 +44,7 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Path | None) -> int:
-    from f8emu.conformance.inspection_log import MEASURES, read_run
+    from f8emu.report.inspection_log import MEASURES, read_run
     from f8emu.spec import SpecError
 
     if by not in MEASURES:
@@ -57,7 +57,7 @@ def _inspect(log: Path, by: str, top: int, json_file: Path | None, html_file: Pa
             found = {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
             out.write_json(found)
         if page is not None:
-            from f8emu.conformance.page.inspection import to_html
+            from f8emu.report.inspection import to_html
 
             page.write(to_html(run, worst, by, log))
     _print(run, worst, by, log)

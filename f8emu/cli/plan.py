@@ -39,8 +39,8 @@ def add_to(app: "typer.Typer") -> None:
 
 def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
     from f8emu.spec.chips import chip_by_name
-    from f8emu.spec.plan import shipped_plan
-    from f8emu.spec.plan_file import gemms_from_json, plan_from_json, with_splits
+    from f8emu.split_k.plan import shipped_plan
+    from f8emu.split_k.tables import gemms_from_json, plan_from_json, with_splits
 
     with opened("plan", json_file) as out:
         items = gemms_from_json(text_of("plan", shapes), str(shapes))

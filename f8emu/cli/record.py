@@ -33,7 +33,7 @@ def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int
         if seed is not None or check:
             raise SpecError("record: --seed and --verify go with a golden file, not with --plans; leave them out")
         return _record_plans(out, plans)
-    from f8emu.conformance.record import SEED, record
+    from f8emu.conformance.record.record import SEED, record
 
     recording = record(out, seed=SEED if seed is None else seed, verify=check)
     print("\n".join(recording.lines()))
@@ -41,8 +41,8 @@ def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int
 
 
 def _record_plans(out: Path, plans: Path) -> int:
-    from f8emu.conformance.record_plans import record_plans
-    from f8emu.spec.plan_file import gemms_from_json
+    from f8emu.conformance.record.plans import record_plans
+    from f8emu.split_k.tables import gemms_from_json
 
     gemms = [gemm for _, gemm in gemms_from_json(text_of("record", plans), str(plans))]
     recording = record_plans(out, gemms)

@@ -11,8 +11,8 @@ from f8emu.spec import Evidence, MissingExtraError, SpecError
 
 def verify_recordings(names: Sequence[str], path: Path, chips: Sequence[str], files: Files, errors: int) -> int:
     """The exit status of the command; `chips` are `NAME=PROFILE`."""
-    from f8emu.conformance.instructions import SUBJECTS, instruction_subject, read_recordings, replay
-    from f8emu.conformance.report import progress_bar
+    from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
+    from f8emu.conformance.run.report import progress_bar
 
     start = time.perf_counter()
     with opened_files(files) as outputs:

@@ -47,10 +47,10 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path | None, errors: int) -> int:
-    from f8emu.conformance.captures import report as capture_report
-    from f8emu.conformance.captures.file import read_capture
-    from f8emu.conformance.captures.replay import replay
-    from f8emu.conformance.report import progress_bar
+    from f8emu.capture import report as capture_report
+    from f8emu.capture.read import read_capture
+    from f8emu.capture.replay import replay
+    from f8emu.conformance.run.report import progress_bar
 
     start = time.perf_counter()
     with opened("replay", json_file) as out:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import typer
 
-    from f8emu.conformance.subject import Subject
+    from f8emu.conformance.run.subject import Subject
 
 
 TIMEOUT = 120.0
@@ -151,14 +151,14 @@ def _verify(
     diagnose: bool,
     jobs: int | None,
 ) -> int:
-    from f8emu.conformance.chosen import stages_with
+    from f8emu.conformance.cases.golden import read_golden, shipped_golden
     from f8emu.conformance.diagnosis.report import diagnosed
-    from f8emu.conformance.golden import read_golden, shipped_golden
-    from f8emu.conformance.report import progress_bar
-    from f8emu.conformance.side_by_side import Workers, parts_of, processes_for
-    from f8emu.conformance.stages import STAGES
-    from f8emu.conformance.subject import SUBJECTS
-    from f8emu.conformance.verify import stages_by_name, verify
+    from f8emu.conformance.run.chosen import stages_with
+    from f8emu.conformance.run.report import progress_bar
+    from f8emu.conformance.run.side_by_side import Workers, parts_of, processes_for
+    from f8emu.conformance.run.stages import STAGES
+    from f8emu.conformance.run.subject import SUBJECTS
+    from f8emu.conformance.run.verify import stages_by_name, verify
 
     start = time.perf_counter()
     named = stages_by_name(chosen.stages)  # a misspelt name is told before anything is loaded
@@ -206,7 +206,7 @@ def _asked(
     subjects: "Mapping[str, Subject]", golden: Path | None, arrays: str, timeout: float | None
 ) -> dict[str, list[str]]:
     """Name of a subject -> the words that name it on the command line, and what its cases depend on."""
-    from f8emu.conformance.subject import SUBJECTS
+    from f8emu.conformance.run.subject import SUBJECTS
 
     shared = [] if golden is None else ["--golden", str(golden)]
     own = [] if arrays == Arrays.TORCH.value else ["--arrays", arrays]
@@ -216,8 +216,8 @@ def _asked(
 
 def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
     """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
-    from f8emu.conformance.first_contact import load_and_call
-    from f8emu.conformance.subject import SUBJECTS
+    from f8emu.conformance.run.first_contact import load_and_call
+    from f8emu.conformance.run.subject import SUBJECTS
 
     if any(":" in name for name in names):
         find_modules_here()

@@ -2,19 +2,21 @@
 
 `f8emu verify` is `verify` with a table; from Python:
 
-    from f8emu.conformance import load_subject, verify
+    from f8emu.conformance import load_subject
+
+    from f8emu.conformance.run import verify
 
     result = verify([load_subject("f8ref.numpy")])
     assert result.is_equal
 """
 
+from f8emu.conformance.cases.gemm import GemmCase as GemmCase
+from f8emu.conformance.cases.golden import GoldenCase as GoldenCase
+from f8emu.conformance.cases.golden import GoldenFile as GoldenFile
+from f8emu.conformance.cases.golden import read_golden as read_golden
+from f8emu.conformance.cases.golden import shipped_golden as shipped_golden
+from f8emu.conformance.cases.golden import write_golden as write_golden
 from f8emu.conformance.compare import Mismatch as Mismatch
-from f8emu.conformance.gemm import GemmCase as GemmCase
-from f8emu.conformance.golden import GoldenCase as GoldenCase
-from f8emu.conformance.golden import GoldenFile as GoldenFile
-from f8emu.conformance.golden import read_golden as read_golden
-from f8emu.conformance.golden import shipped_golden as shipped_golden
-from f8emu.conformance.golden import write_golden as write_golden
 from f8emu.conformance.kernels.kernel import BLOCKWISE_1X128_128X128 as BLOCKWISE_1X128_128X128
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128 as BLOCKWISE_128X128
 from f8emu.conformance.kernels.kernel import K_BY_ROWS as K_BY_ROWS
@@ -28,11 +30,11 @@ from f8emu.conformance.kernels.kernel import Arg as Arg
 from f8emu.conformance.kernels.kernel import Kernel as Kernel
 from f8emu.conformance.kernels.kernel import OperandLayout as OperandLayout
 from f8emu.conformance.kernels.kernel import ScaleLayout as ScaleLayout
-from f8emu.conformance.stages import STAGES as STAGES
-from f8emu.conformance.subject import SUBJECTS as SUBJECTS
-from f8emu.conformance.subject import NotOffered as NotOffered
-from f8emu.conformance.subject import Subject as Subject
-from f8emu.conformance.subject import load_subject as load_subject
-from f8emu.conformance.verify import Result as Result
-from f8emu.conformance.verify import Status as Status
-from f8emu.conformance.verify import verify as verify
+from f8emu.conformance.run.stages import STAGES as STAGES
+from f8emu.conformance.run.subject import SUBJECTS as SUBJECTS
+from f8emu.conformance.run.subject import NotOffered as NotOffered
+from f8emu.conformance.run.subject import Subject as Subject
+from f8emu.conformance.run.subject import load_subject as load_subject
+from f8emu.conformance.run.verify import Result as Result
+from f8emu.conformance.run.verify import Status as Status
+from f8emu.conformance.run.verify import verify as verify

@@ -25,14 +25,14 @@ from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.jax.gemm.engine import engine_of
 from f8emu.jax.gemm.planned import layer_split_k
-from f8emu.jax.training.dot_general import DelayedDotGeneral, DotGeneral
-from f8emu.jax.training.feed_forward import NAMES, DelayedFeedForward, FeedForward
-from f8emu.jax.training.matmul import LAYOUTS, Plan
-from f8emu.jax.training.operands import Operand
-from f8emu.jax.training.sharding import Divided
+from f8emu.jax.layer.dot_general import DelayedDotGeneral, DotGeneral
+from f8emu.jax.layer.feed_forward import NAMES, DelayedFeedForward, FeedForward
+from f8emu.jax.layer.matmul import LAYOUTS, Plan
+from f8emu.jax.layer.operands import Operand
+from f8emu.jax.layer.sharding import Divided
 from f8emu.spec.chips import CHIPS
-from f8emu.spec.plan import plans_of
 from f8emu.spec.recipe import Recipe
+from f8emu.split_k.plan import plans_of
 
 _CALL = "f8emu.jax.capture"
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

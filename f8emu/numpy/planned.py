@@ -4,9 +4,9 @@ from f8emu.numpy.dtypes import Array
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.formats import Format
-from f8emu.spec.plan import is_planned, split_k
-from f8emu.spec.planned import bfloat16_gemm, known_split_k, scaled_gemm
 from f8emu.spec.scaling import Granularity
+from f8emu.split_k.gemms import bfloat16_gemm, known_split_k, scaled_gemm
+from f8emu.split_k.plan import is_planned, split_k
 
 _CALLER = "f8emu.numpy"
 _STACKLEVEL = 4
@@ -31,7 +31,7 @@ def scaled_mm_split_k(
 
 
 def mm_split_k(sizes: tuple[int, int, int], layout: str, *, out_dtype: Format, chip: Chip) -> int:
-    """S of a bfloat16 `mm` of M, N and K; `layout` as cuBLAS names it (`f8emu.spec.plan.LAYOUTS`)."""
+    """S of a bfloat16 `mm` of M, N and K; `layout` as cuBLAS names it (`f8emu.split_k.plan.LAYOUTS`)."""
     if 0 in sizes or not is_planned(_CALLER, chip):
         return 1
     gemm = bfloat16_gemm(HOPPER.padded_sizes(*sizes), layout, out_dtype.name)

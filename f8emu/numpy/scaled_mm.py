@@ -52,7 +52,7 @@ def scaled_mm(
         granularity_a: of `scale_a`, if its shape is ambiguous.
         granularity_b: of `scale_b`, if its shape is ambiguous.
         split_k: the number of slices of K that are accumulated separately [CHAIN-3]; None takes it from the plan,
-            `f8emu.spec.plan` [PLAN-1..7]. A shape that the plan does not know is not split; a warning says so once.
+            `f8emu.split_k.plan` [PLAN-1..7]. A shape that the plan does not know is not split; a warning says so once.
         chip: whose bits: a profile such as those of `f8emu.spec.CHIPS`, or the name of one of them. Each says what it
             stands on (`evidence`). Hopper (an H200's) and H100 have a `plan`; for others S is 1.
 

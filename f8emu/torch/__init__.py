@@ -18,11 +18,23 @@ from f8emu.torch.cast import cast as cast
 from f8emu.torch.cast import decode as decode
 from f8emu.torch.cast import dequantize as dequantize
 from f8emu.torch.cast import quantize as quantize
+from f8emu.torch.conversion.convert import convert_to_float8_training as convert_to_float8_training
+from f8emu.torch.conversion.convert import dequantize_float8_training as dequantize_float8_training
+from f8emu.torch.conversion.convert import plan_conversion as plan_conversion
+from f8emu.torch.conversion.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
+from f8emu.torch.conversion.report import ConversionEntry as ConversionEntry
+from f8emu.torch.conversion.report import ConversionReport as ConversionReport
+from f8emu.torch.conversion.report import OtherWeight as OtherWeight
+from f8emu.torch.conversion.report import Outcome as Outcome
+from f8emu.torch.conversion.small_layers import filter_small_layers as filter_small_layers
+from f8emu.torch.delayed.state import DelayedScalingError as DelayedScalingError
+from f8emu.torch.delayed.sync import DelayedScalingState as DelayedScalingState
+from f8emu.torch.delayed.sync import delayed_state_dict as delayed_state_dict
+from f8emu.torch.delayed.sync import load_delayed_state_dict as load_delayed_state_dict
+from f8emu.torch.delayed.sync import set_amax_reduction_group as set_amax_reduction_group
+from f8emu.torch.delayed.sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 from f8emu.torch.delayed_state import initial_delayed_state as initial_delayed_state
 from f8emu.torch.delayed_state import update_delayed_state as update_delayed_state
-from f8emu.torch.distributed.fsdp import (
-    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
-)
 from f8emu.torch.gemm.engine import engine_of as engine_of
 from f8emu.torch.gemm.scaled_mm import mm as mm
 from f8emu.torch.gemm.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
@@ -30,33 +42,21 @@ from f8emu.torch.gemm.scaled_mm import scaled_mm as scaled_mm
 from f8emu.torch.inspection.config import InspectConfig as InspectConfig
 from f8emu.torch.inspection.inspector import Inspector as Inspector
 from f8emu.torch.inspection.inspector import inspect as inspect
+from f8emu.torch.layer.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy
+from f8emu.torch.layer.feed_forward import Float8FeedForward as Float8FeedForward
+from f8emu.torch.layer.float8_linear import Float8Linear as Float8Linear
+from f8emu.torch.parallel.fsdp import (
+    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
+)
 from f8emu.torch.scale import amax as amax
 from f8emu.torch.scale import scale_from_amax as scale_from_amax
-from f8emu.torch.training.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy
-from f8emu.torch.training.conversion_report import ConversionEntry as ConversionEntry
-from f8emu.torch.training.conversion_report import ConversionReport as ConversionReport
-from f8emu.torch.training.conversion_report import OtherWeight as OtherWeight
-from f8emu.torch.training.conversion_report import Outcome as Outcome
-from f8emu.torch.training.convert import convert_to_float8_training as convert_to_float8_training
-from f8emu.torch.training.convert import dequantize_float8_training as dequantize_float8_training
-from f8emu.torch.training.convert import plan_conversion as plan_conversion
-from f8emu.torch.training.convert import swap_linear_with_float8_linear as swap_linear_with_float8_linear
-from f8emu.torch.training.delayed import DelayedScalingError as DelayedScalingError
-from f8emu.torch.training.delayed_sync import DelayedScalingState as DelayedScalingState
-from f8emu.torch.training.delayed_sync import delayed_state_dict as delayed_state_dict
-from f8emu.torch.training.delayed_sync import load_delayed_state_dict as load_delayed_state_dict
-from f8emu.torch.training.delayed_sync import set_amax_reduction_group as set_amax_reduction_group
-from f8emu.torch.training.delayed_sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
-from f8emu.torch.training.feed_forward import Float8FeedForward as Float8FeedForward
-from f8emu.torch.training.float8_linear import Float8Linear as Float8Linear
-from f8emu.torch.training.float8_weight import Float8Weight as Float8Weight
-from f8emu.torch.training.master_weights import MasterWeights as MasterWeights
-from f8emu.torch.training.small_layers import filter_small_layers as filter_small_layers
+from f8emu.torch.weights.float8_weight import Float8Weight as Float8Weight
+from f8emu.torch.weights.master_weights import MasterWeights as MasterWeights
 
 if _typing.TYPE_CHECKING:
-    from f8emu.torch.distributed.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel
-    from f8emu.torch.distributed.tensor_parallel import Float8RowwiseParallel as Float8RowwiseParallel
-    from f8emu.torch.distributed.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
+    from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel
+    from f8emu.torch.parallel.tensor_parallel import Float8RowwiseParallel as Float8RowwiseParallel
+    from f8emu.torch.parallel.tensor_parallel import PrepareFloat8ModuleInput as PrepareFloat8ModuleInput
 
 _PARALLEL_STYLES = ("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput")
 """Loaded on first use: they derive from classes of torch that take half a second to load."""
@@ -65,7 +65,7 @@ _PARALLEL_STYLES = ("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFl
 def __getattr__(name: str) -> _typing.Any:
     if name not in _PARALLEL_STYLES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from f8emu.torch.distributed import tensor_parallel
+    from f8emu.torch.parallel import tensor_parallel
 
     return getattr(tensor_parallel, name)
 

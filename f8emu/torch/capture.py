@@ -21,12 +21,12 @@ from f8emu.capture.session import LIMIT_BYTES, Handle, Session
 from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.spec.chips import CHIPS
-from f8emu.spec.plan import plans_of
-from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.layer_names import float8_layers
-from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
-from f8emu.torch.training.operands import Operand
-from f8emu.torch.training.torch_internals import is_dtensor, not_compiled
+from f8emu.split_k.plan import plans_of
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.names import float8_layers
+from f8emu.torch.layer.operands import Operand
+from f8emu.torch.layer.taps import GemmSeen, TensorSeen, observe
+from f8emu.torch.torch_internals import is_dtensor, not_compiled
 
 _CALL = "f8emu.torch.capture"
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

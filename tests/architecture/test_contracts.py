@@ -19,7 +19,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/torch/cast.py", "import f8emu.conformance"),
         ("f8emu/jax/cast.py", "import f8emu.torch"),
         ("f8emu/numpy/cast.py", "import f8emu.jax"),
-        ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.report"),
+        ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.run.report"),
         ("f8emu/homeless.py", ""),
     ],
     "root": [
@@ -139,10 +139,10 @@ def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: 
     ("file", "line", "rule"),
     [
         ("f8emu/conformance/compare.py", "import torch", "TID253"),
-        ("f8emu/conformance/subject.py", "import f8ref.jax", "TID253"),
+        ("f8emu/conformance/run/subject.py", "import f8ref.jax", "TID253"),
         ("f8emu/interop/arrays.py", "from jax import numpy", "TID253"),
         ("f8emu/cli/verify.py", "from f8emu.torch import cast", "TID253"),
-        ("f8emu/conformance/jax_layer.py", "import f8emu.jax", "TID253"),
+        ("f8emu/conformance/layers/jax_layer.py", "import f8emu.jax", "TID253"),
         ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
         ("f8emu/torch/cast.py", "from . import scale", "TID252"),
     ],

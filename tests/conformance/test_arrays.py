@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from f8emu.conformance.arrays import FRAMEWORKS, travelling
-from f8emu.conformance.cases import all_codes
-from f8emu.conformance.distributions import codes_of
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.cases.tables import all_codes
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, E8M0FNU, FLOAT16, FLOAT32, Format, Scales
 
 NAMES = list(FRAMEWORKS)

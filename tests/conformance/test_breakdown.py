@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from f8emu.conformance import Subject, load_subject, report, shipped_golden, verify
+from f8emu.conformance import Subject, load_subject, shipped_golden, verify
 from f8emu.conformance.breakdown.breakdown import Tally, breakdowns, percent
 from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.difference_map import MAX_CELLS, difference_map
 from f8emu.conformance.breakdown.tables import breakdown_tables
 from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
-from f8emu.conformance.check import Case, answer, run_case
 from f8emu.conformance.compare import different
-from f8emu.conformance.verify import Result
+from f8emu.conformance.run import report
+from f8emu.conformance.run.check import Case, answer, run_case
+from f8emu.conformance.run.verify import Result
 
 NOBODY = Subject(name="nobody", engine="none", verbs={})
 

@@ -29,12 +29,12 @@ from f8emu.capture import (
     TensorRecord,
     writer,
 )
+from f8emu.capture.diff import diff_captures, ulps
+from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
-from f8emu.conformance.captures.diff import diff_captures, ulps
-from f8emu.conformance.captures.file import read_capture
-from f8emu.conformance.captures.replay import replay
-from f8emu.conformance.captures.report import diff_verdict, replay_verdict
-from f8emu.conformance.distributions import draw, dtype_of
+from f8emu.capture.replay import replay
+from f8emu.capture.report import diff_verdict, replay_verdict
+from f8emu.conformance.cases.distributions import draw, dtype_of
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
@@ -49,7 +49,7 @@ from f8emu.spec import (
     Recipe,
     SpecError,
 )
-from f8emu.spec.plan import CHIP
+from f8emu.split_k.plan import CHIP
 
 M, N, K = 40, 144, 272
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -7,17 +7,18 @@ from itertools import product
 import numpy as np
 import pytest
 
-from f8emu.conformance import cases, load_subject
-from f8emu.conformance.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
-from f8emu.conformance.executed import padded
-from f8emu.conformance.families import BLOCKS, DENSE, code_cases
-from f8emu.conformance.gemm import Family, Mode
-from f8emu.conformance.gemm_cases import gemm_cases, is_aligned
+from f8emu.conformance import load_subject
+from f8emu.conformance.cases import tables as cases
+from f8emu.conformance.cases.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
+from f8emu.conformance.cases.families import BLOCKS, DENSE, code_cases
+from f8emu.conformance.cases.gemm import Family, Mode
+from f8emu.conformance.cases.gemm_cases import gemm_cases, is_aligned
 from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.layer import LayerMode, Place, place_of
-from f8emu.conformance.layer_cases import layer_cases
-from f8emu.conformance.layer_trace import describe_layer, layer_parts, planned_slices, trace_parts
+from f8emu.conformance.layers.executed import padded
+from f8emu.conformance.layers.layer import LayerMode, Place, place_of
+from f8emu.conformance.layers.layer_cases import layer_cases
+from f8emu.conformance.layers.trace import describe_layer, layer_parts, planned_slices, trace_parts
 from f8emu.spec import (
     E4M3FN,
     E5M2,

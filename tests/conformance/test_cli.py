@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 import f8emu
 from f8emu import cli
-from f8emu.conformance import read_golden, shipped_golden, stages, subject, write_golden
-from f8emu.conformance import report as verify_report
+from f8emu.conformance import read_golden, shipped_golden, write_golden
 from f8emu.conformance.breakdown import tables
-from f8emu.conformance.page import report as page_report
-from f8emu.conformance.subject import load_subject
+from f8emu.conformance.run import report as verify_report
+from f8emu.conformance.run import stages, subject
+from f8emu.conformance.run.subject import load_subject
+from f8emu.report import verify as page_report
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +277,9 @@ def test_interrupted_runs_keep_their_finished_stages(
 def test_sigterm_is_ctrl_c() -> None:
     """It stops a container."""
     stopped = "import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
-    code = f"\nfrom f8emu.conformance import subject\ndef stop(): {stopped}\nsubject.SUBJECTS['planted'] = stop{MAIN}"
+    code = (
+        f"\nfrom f8emu.conformance.run import subject\ndef stop(): {stopped}\nsubject.SUBJECTS['planted'] = stop{MAIN}"
+    )
     found = python(code, "verify", "planted")
     assert (found.returncode, found.stderr) == (130, "interrupted\n")
 

@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from f8emu.conformance.check import Case, answer, run_case
 from f8emu.conformance.compare import abbreviated, different, mismatches, shape_fault
-from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.run.check import Case, answer, run_case
+from f8emu.conformance.run.subject import NotOffered, Subject
 
 
 def f32(*values: float) -> np.ndarray:

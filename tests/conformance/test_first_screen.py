@@ -21,10 +21,10 @@ import f8ref.numpy as f8
 from f8emu import cli
 from f8emu.cli.supervised import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
-from f8emu.conformance.check import run_case
-from f8emu.conformance.gemm import Mode
-from f8emu.conformance.gemm_cases import gemm_cases
-from f8emu.conformance.stages import STAGES
+from f8emu.conformance.cases.gemm import Mode
+from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.run.check import run_case
+from f8emu.conformance.run.stages import STAGES
 from f8emu.spec import Granularity, SpecError
 
 ROOT = Path(__file__).parents[2]

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from f8emu import cli
 from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
+from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis import confirmation, sizes
 from f8emu.conformance.diagnosis import fit as fitting
@@ -30,10 +31,9 @@ from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_lines, fit_verdict
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
-from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.kernels.interpreter import INTERPRETED
-from f8emu.conformance.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
-from f8emu.conformance.verify import Result, StageResult, SubjectResult
+from f8emu.conformance.run.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
+from f8emu.conformance.run.verify import Result, StageResult, SubjectResult
 from f8emu.spec import HOPPER, OperandError
 
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from f8emu.conformance import GoldenCase, read_golden, shipped_golden, write_golden
-from f8emu.conformance.container import decode_container, encode_container
-from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.layouts import slices_of_k
+from f8emu.conformance.cases.container import decode_container, encode_container
+from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.cases.layouts import slices_of_k
 from f8emu.spec import GoldenFileError, Granularity
 
 REMEDY = "f8emu record OUT"

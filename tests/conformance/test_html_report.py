@@ -15,14 +15,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import load_subject, shipped_golden, subject, verify, write_golden
+from f8emu.conformance import load_subject, shipped_golden, verify, write_golden
 from f8emu.conformance.breakdown.difference_map import DifferenceMap
-from f8emu.conformance.page import palette
-from f8emu.conformance.page.figures import map_plot
-from f8emu.conformance.page.html import render
-from f8emu.conformance.page.page import Cell, Page, Section, Share, Table, Text
-from f8emu.conformance.page.report import to_html
-from f8emu.conformance.page.svg import runs, ticks
+from f8emu.conformance.run import subject
+from f8emu.report import palette
+from f8emu.report.figures import map_plot
+from f8emu.report.html import render
+from f8emu.report.page import Cell, Page, Section, Share, Table, Text
+from f8emu.report.svg import runs, ticks
+from f8emu.report.verify import to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install chromium")

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import instructions
-from f8emu.conformance.container import decode_container, encode_container
-from f8emu.conformance.instructions import instruction_subject, read_recordings, replay
+from f8emu.conformance.cases.container import decode_container, encode_container
+from f8emu.conformance.record import instructions
+from f8emu.conformance.record.instructions import instruction_subject, read_recordings, replay
 from f8emu.spec import CHIPS, HOPPER, AccumulationModel, Chip, GoldenFileError, Instruction, Rounding, SpecError
 
 SAMPLE = Path(__file__).parent / "data" / "instructions.safetensors"

@@ -17,12 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import load_subject, shipped_golden, stages, write_golden
-from f8emu.conformance.gemm import GemmCase, NotOffered
-from f8emu.conformance.gemm_cases import gemm_cases
+from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance.cases.gemm import GemmCase, NotOffered
+from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.kernels import isolation
 from f8emu.conformance.kernels.faults import ChangedInput, KernelFault, ProcessEnded, TimedOut, WroteOutOfBounds
-from f8emu.conformance.subject import Subject
+from f8emu.conformance.run import stages
+from f8emu.conformance.run.subject import Subject
 from f8emu.spec import SpecError
 
 KERNELS = '''
@@ -164,7 +165,7 @@ def test_every_fault_is_the_error_of_its_case(subject: Subject) -> None:
 def test_after_three_hangs_in_a_row_nothing_is_waited_for(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that always hangs fails its cases, and which cases these are is not its to say."""
     monkeypatch.setattr(stages, "gemm_cases", lambda: [replace(with_rows(16), id=name) for name in "abcd"])
-    monkeypatch.setattr("f8emu.conformance.subject.kernel_cases", lambda kernel: ())
+    monkeypatch.setattr("f8emu.conformance.run.subject.kernel_cases", lambda kernel: ())
     report = module / "report.json"
     words = ["verify", "faulty_kernels:HANGS", "--stage", "gemms", "--timeout", "0.3", "--json"]
     ran = CliRunner().invoke(cli.build_app(), [*words, str(report)])
@@ -205,7 +206,7 @@ def test_the_process_ends_with_its_parent(module: Path) -> None:
         "subject.gemm(tests_case.CASE)\n"
     )
     (module / "tests_case.py").write_text(
-        "from dataclasses import replace\nimport numpy as np\nfrom f8emu.conformance.gemm_cases import gemm_cases\n"
+        "from dataclasses import replace\nimport numpy as np\nfrom f8emu.conformance.cases.gemm_cases import gemm_cases\n"
         "from f8emu.spec import BFLOAT16\n"
         "case = next(c for c in gemm_cases() if c.a.shape == (16, 544))\n"
         "CASE = replace(case, a=np.resize(case.a, (48, 544)), out_dtype=BFLOAT16, bias=None)\n"

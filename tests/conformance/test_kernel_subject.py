@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from f8emu import cli
-from f8emu.conformance import load_subject, shipped_golden, subject, write_golden
-from f8emu.conformance.gemm import NotOffered
+from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.contract import CONTRACT
+from f8emu.conformance.run import subject
 from f8emu.spec import SpecError
 
 KERNELS = '''

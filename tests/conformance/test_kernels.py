@@ -21,15 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import f8ref.numpy as f8
 from f8emu.conformance import Arg, Kernel, ScaleLayout, load_subject
 from f8emu.conformance.arrays import torch_arrays
+from f8emu.conformance.cases.gemm import Family, GemmCase, NotOffered, Placement
+from f8emu.conformance.cases.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.compare import different
-from f8emu.conformance.gemm import Family, GemmCase, NotOffered, Placement
-from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.kernels.call import question
 from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds
 from f8emu.conformance.kernels.kernel import PADDED_ROWS_BY_K, ROWWISE_VECTORS, Accumulation, OperandLayout
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.subject import kernel_subject
+from f8emu.conformance.run.subject import kernel_subject
 from f8emu.spec import BFLOAT16, FLOAT32, Granularity, SpecError
 
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128

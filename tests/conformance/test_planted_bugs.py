@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 
 import f8ref.numpy as reference
 from f8emu import cli
-from f8emu.conformance import stages, subject
-from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.gemm import Family
-from f8emu.conformance.gemm_cases import gemm_cases
-from f8emu.conformance.golden import GoldenFile, shipped_golden, write_golden
-from f8emu.conformance.layer import LayerCase
-from f8emu.conformance.layer_cases import REGULAR, layer_cases
-from f8emu.conformance.subject import Subject, load_subject
-from f8emu.conformance.verify import _Run
+from f8emu.conformance.cases.distributions import codes_of, dtype_of
+from f8emu.conformance.cases.gemm import Family
+from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.cases.golden import GoldenFile, shipped_golden, write_golden
+from f8emu.conformance.layers.layer import LayerCase
+from f8emu.conformance.layers.layer_cases import REGULAR, layer_cases
+from f8emu.conformance.run import stages, subject
+from f8emu.conformance.run.subject import Subject, load_subject
+from f8emu.conformance.run.verify import _Run
 from f8emu.spec import (
     BFLOAT16,
     FLOAT32,

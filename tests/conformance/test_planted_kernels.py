@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.cases.gemm import Family, NotOffered
+from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.compare import different
-from f8emu.conformance.distributions import codes_of
-from f8emu.conformance.gemm import Family, NotOffered
-from f8emu.conformance.gemm_cases import gemm_cases
 from f8emu.conformance.kernels.kernel import BLOCKWISE_1X128_128X128, K_BY_ROWS, Arg, Kernel
-from f8emu.conformance.subject import kernel_subject, scaled_mm_kernel
+from f8emu.conformance.run.subject import kernel_subject, scaled_mm_kernel
 from f8emu.numpy import emulation as f8
 from f8emu.spec import Granularity
 

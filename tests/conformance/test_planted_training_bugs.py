@@ -11,17 +11,20 @@ from unittest.mock import patch
 
 import pytest
 
-from f8emu.conformance import Status, load_subject, stages, verify
-from f8emu.conformance.layer import LayerCase, LayerMode
-from f8emu.conformance.layer_cases import COMPILED, ODD, REGULAR, SITUATIONS, layer_cases
-from f8emu.conformance.report import mismatch_lines
+from f8emu.conformance import Status, load_subject, verify
+from f8emu.conformance.layers.layer import LayerCase, LayerMode
+from f8emu.conformance.layers.layer_cases import COMPILED, ODD, REGULAR, SITUATIONS, layer_cases
+from f8emu.conformance.run import stages
+from f8emu.conformance.run.report import mismatch_lines
 from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+from f8emu.torch.delayed import update as delayed_update  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
-from f8emu.torch.training import autograd, delayed_update, float8_linear, operands  # noqa: E402
+from f8emu.torch.layer import float8_linear, operands
+from f8emu.torch.layer import matmul as autograd  # noqa: E402
 
 Planted = Iterator[Any]
 """Patches."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from f8emu.conformance.arrays import torch_arrays
-from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.golden import read_golden
-from f8emu.conformance.record import record
-from f8emu.conformance.record_cases import DISTRIBUTIONS, PAIRS, PlannedCase, plan
-from f8emu.conformance.record_cuda import CudaLauncher, Launched, Refused, _Call, kernels_in_trace
-from f8emu.conformance.subject import load_subject
+from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.cases.golden import read_golden
+from f8emu.conformance.record.cases import DISTRIBUTIONS, PAIRS, PlannedCase, plan
+from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused, _Call, kernels_in_trace
+from f8emu.conformance.record.record import record
+from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import FLOAT32, GoldenFileError, Granularity, MissingExtraError, UnsupportedError
 
 KERNELS = (("nvjet_sm90_qqtst_64x8_128x16_1x4_h_bz_TNT", (4, 1, 1)), ("second", (2, 1, 1)))

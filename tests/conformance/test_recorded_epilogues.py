@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from f8emu.conformance import read_golden
+from f8emu.conformance.cases.distributions import codes_of
+from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.rules import ScaleOrder, rules_of
-from f8emu.conformance.distributions import codes_of
-from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.subject import load_subject
+from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import FLOAT32, HOPPER, format_by_name
 from f8ref.exact import cast, group_of_row, scaled_dot
 

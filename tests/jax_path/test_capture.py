@@ -13,9 +13,9 @@ import pytest
 
 import f8emu.jax as f8
 from f8emu.capture import GemmRecord
-from f8emu.conformance.captures.diff import diff_captures
-from f8emu.conformance.captures.file import read_capture
-from f8emu.conformance.captures.replay import replay
+from f8emu.capture.diff import diff_captures
+from f8emu.capture.read import read_capture
+from f8emu.capture.replay import replay
 from f8emu.jax.fused.gated import gated
 from f8emu.spec import recipe_by_name
 

@@ -14,7 +14,7 @@ import f8emu.jax as f8
 import f8ref.numpy as reference
 from f8emu.jax.gemm import planned
 from f8emu.spec import ADA, BLOCKWISE, HOPPER, TENSORWISE, SpecError, UnsupportedError
-from f8emu.spec.plan import Source, Split
+from f8emu.split_k.plan import Source, Split
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 import f8emu.jax as f8
 from f8emu.jax import compiling
-from f8emu.jax.training import matmul
+from f8emu.jax.layer import matmul
 from f8emu.spec import (
     BLOCKWISE,
     RECIPES,

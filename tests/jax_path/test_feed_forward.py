@@ -18,7 +18,7 @@ import f8emu.jax as f8
 from f8emu.jax.fused import computed, gated
 from f8emu.jax.fused import computed_kernels as kernels
 from f8emu.jax.fused.kernels import Launch
-from f8emu.jax.training import feed_forward_vjp
+from f8emu.jax.layer import feed_forward_vjp
 from f8emu.spec import E4M3FN, E5M2, OperandError, SpecError, UnsupportedError
 from f8emu.spec.trace import Float8State
 from tests.jax_path.test_fused import TRITON, assert_same_bits, lowered

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from f8emu.conformance.layer import LayerMode
-from f8emu.conformance.layer_cases import layer_cases
+from f8emu.conformance.layers.layer import LayerMode
+from f8emu.conformance.layers.layer_cases import layer_cases
 
 CHOSEN = {
     LayerMode.EAGER: (

@@ -8,7 +8,7 @@ import pytest
 
 import f8ref.exact as exact
 import tests.oracle.together as reference
-from f8emu.conformance.distributions import draw_codes
+from f8emu.conformance.cases.distributions import draw_codes
 from f8emu.spec import E4M3FN, E5M2, FLOAT32, HOPPER, AccumulationModel, Chip, Evidence, Granularity, UnsupportedError
 
 jax_reference = pytest.importorskip("f8ref.jax")

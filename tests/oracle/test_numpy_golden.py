@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tests.oracle.together as f8
-from f8emu.conformance.golden import GoldenCase, shipped_golden
+from f8emu.conformance.cases.golden import GoldenCase, shipped_golden
 
 GOLDEN = shipped_golden()
 VERBS = {"scaled_mm": f8.scaled_mm, "scaled_grouped_mm": f8.scaled_grouped_mm, "mm": f8.mm}

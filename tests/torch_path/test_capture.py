@@ -16,12 +16,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import f8emu.torch
 from f8emu.capture import CaptureError, GemmRecord, writer
-from f8emu.conformance.captures.diff import diff_captures
-from f8emu.conformance.captures.file import read_capture
-from f8emu.conformance.captures.replay import replay
+from f8emu.capture.diff import diff_captures
+from f8emu.capture.read import read_capture
+from f8emu.capture.replay import replay
 from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
-from f8emu.torch.training.observation import TensorSeen
+from f8emu.torch.layer.taps import TensorSeen
 
 # What torch warns about itself when it compiles.
 pytestmark = [

@@ -26,7 +26,7 @@ from torch.optim import AdamW, Optimizer
 
 import f8emu.torch as f8
 from f8emu.spec import MissingExtraError
-from f8emu.torch.distributed.checkpoints import export_safetensors
+from f8emu.torch.parallel.checkpoints import export_safetensors
 from tests.torch_path.ranks import forked, join, started
 
 RANKS = (1, 2, 3, 4)

@@ -12,7 +12,7 @@ import torch
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import ADA, CHIPS, E4M3FNUZ, TENSORWISE, Cast, Gemm, Recipe, SpecError, UnsupportedError
-from f8emu.spec.plan import warn_without_plan
+from f8emu.split_k.plan import warn_without_plan
 from tests.torch_path.layers import draw
 
 

@@ -22,7 +22,7 @@ import f8emu
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
-from f8emu.torch.training import replacement
+from f8emu.torch.layer import replacement
 
 pytestmark = [  # of Dynamo's
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

@@ -23,7 +23,7 @@ from f8emu.spec import (
     UnsupportedError,
 )
 from f8emu.torch import Outcome
-from f8emu.torch.training import convert, small_layers
+from f8emu.torch.conversion import convert, small_layers
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

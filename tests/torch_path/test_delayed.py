@@ -30,8 +30,8 @@ from f8emu.spec import (
     Recipe,
     ScaleRule,
 )
+from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.delayed import UNCALLED
-from f8emu.torch.training.delayed import DelayedBuffers
 
 BF16 = torch.bfloat16
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))

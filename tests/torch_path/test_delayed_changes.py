@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import f8emu.torch as f8
 from f8emu.spec.trace import DelayedState
-from f8emu.torch.training import delayed_update
-from f8emu.torch.training.float8_linear import Float8Linear
+from f8emu.torch.delayed import update as delayed_update
+from f8emu.torch.layer.float8_linear import Float8Linear
 
 Model = Any
 """A sequence of two layers with a ReLU between them."""

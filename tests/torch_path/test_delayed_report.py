@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe, ScaleRule
+from f8emu.torch.delayed import report as delayed_report
+from f8emu.torch.delayed import update as delayed_update
+from f8emu.torch.delayed.report import Report, report_of
+from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.delayed import STATE
-from f8emu.torch.training import delayed_report, delayed_update
-from f8emu.torch.training.delayed import DelayedBuffers
-from f8emu.torch.training.delayed_report import Report, report_of
 
 CUDA = torch.device("cuda", 0)
 sync = f8.sync_float8_amax_and_scale_history

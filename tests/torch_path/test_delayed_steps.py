@@ -418,7 +418,7 @@ def test_an_update_that_is_due_is_not_lost(way: str) -> None:
 
 def test_models_that_are_trained_together_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one call, in the order of their creation, whichever is called first: each call is an all-reduce over ranks."""
-    from f8emu.torch.training import delayed_update
+    from f8emu.torch.delayed import update as delayed_update
 
     calls: list[list[Any]] = []
     update = delayed_update.update_states

@@ -21,7 +21,7 @@ import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError, ScaleRule
 from f8emu.torch.fused import operators
 from f8emu.torch.fused import silu as fused
-from f8emu.torch.training import feed_forward
+from f8emu.torch.layer import feed_forward
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 from tests.torch_path.layers import draw
 
@@ -66,7 +66,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         import triton.language as tl  # pyright: ignore[reportMissingImports]
         import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
 
-        from f8emu.torch.fused import silu_arithmetic
+        from f8emu.torch.fused.kernels import silu_arithmetic
 
         def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], Any]:
             def call(x: Any) -> Any:
@@ -176,7 +176,7 @@ if find_spec("triton") is not None:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-    from f8emu.torch.fused import silu_arithmetic
+    from f8emu.torch.fused.kernels import silu_arithmetic
 
     @triton.jit
     def values_kernel(grad_hidden, gate, up, hidden, grad_gate, grad_up):

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
-from f8emu.torch.training import weight_scales
-from f8emu.torch.training.sharded_weight import ShardedWeight
+from f8emu.torch.weights import scales as weight_scales
+from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.layers import by_calls_alone
 from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned
 

@@ -13,8 +13,8 @@ import torch
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from benchmarks.models import FeedForward
-from f8emu.conformance.layer import LayerMode
-from f8emu.conformance.layer_cases import layer_cases
+from f8emu.conformance.layers.layer import LayerMode
+from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.spec import (
     E4M3FN,
     E5M2,
@@ -27,7 +27,7 @@ from f8emu.spec import (
     ScaleRule,
     UnsupportedError,
 )
-from f8emu.spec.plan import Source
+from f8emu.split_k.plan import Source
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm.planned import layer_split_k
 

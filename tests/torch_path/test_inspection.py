@@ -41,10 +41,10 @@ from f8emu.torch.gemm.planned import layer_split_k, mm_split_k
 from f8emu.torch.inspection import pairing, recorder
 from f8emu.torch.inspection.config import STATISTICS, config_of
 from f8emu.torch.inspection.log import JsonLog
-from f8emu.torch.training import observation
-from f8emu.torch.training.layer_names import float8_layers
-from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
-from f8emu.torch.training.operands import Operand
+from f8emu.torch.layer import taps as observation
+from f8emu.torch.layer.names import float8_layers
+from f8emu.torch.layer.operands import Operand
+from f8emu.torch.layer.taps import GemmSeen, TensorSeen, observe
 
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]

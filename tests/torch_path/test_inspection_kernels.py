@@ -35,8 +35,8 @@ from f8emu.torch.inspection.pairing import grid_of
 from f8emu.torch.inspection.pending import Pending, Read, read
 from f8emu.torch.inspection.recorder import Recorder
 from f8emu.torch.inspection.statistics import Statistics
-from f8emu.torch.training.observation import GemmSeen, TensorSeen
-from f8emu.torch.training.operands import Delayed, Operand
+from f8emu.torch.layer.operands import Delayed, Operand
+from f8emu.torch.layer.taps import GemmSeen, TensorSeen
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)

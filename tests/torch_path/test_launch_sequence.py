@@ -27,7 +27,7 @@ from f8emu.torch.launch_sequence import (
     note_zeros,
     repeatable,
 )
-from f8emu.torch.training.observation import GemmSeen, TensorSeen, observe
+from f8emu.torch.layer.taps import GemmSeen, TensorSeen, observe
 
 
 @pytest.fixture

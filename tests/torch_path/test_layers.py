@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from f8emu.conformance.layer import LayerMode
-from f8emu.conformance.layer_cases import layer_cases
+from f8emu.conformance.layers.layer import LayerMode
+from f8emu.conformance.layers.layer_cases import layer_cases
 
 
 @pytest.mark.parametrize("mode", [LayerMode.EAGER, LayerMode.COMPILED], ids=lambda mode: mode.value)

@@ -32,7 +32,7 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch.training.delayed import DelayedBuffers
+from f8emu.torch.delayed.state import DelayedBuffers
 from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16

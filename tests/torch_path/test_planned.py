@@ -11,11 +11,12 @@ from torch import Tensor
 import f8emu.torch as f8
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.compare import different
-from f8emu.conformance.layer import LayerCase, LayerMode, Place
-from f8emu.conformance.layer_trace import layer_parts, planned_slices
-from f8emu.conformance.subject import load_subject
-from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe, planned
-from f8emu.spec.plan import Source, Split
+from f8emu.conformance.layers.layer import LayerCase, LayerMode, Place
+from f8emu.conformance.layers.trace import layer_parts, planned_slices
+from f8emu.conformance.run.subject import load_subject
+from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.split_k import gemms as planned
+from f8emu.split_k.plan import Source, Split
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm import planned as torch_planned
 

@@ -31,9 +31,9 @@ import f8emu.torch as f8
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import recipe_by_name
 from f8emu.torch.inspection.pending import read
-from f8emu.torch.training import sharding
-from f8emu.torch.training.autograd import gemm
-from f8emu.torch.training.operands import cast_both, find_source
+from f8emu.torch.layer.matmul import gemm
+from f8emu.torch.layer.operands import cast_both, find_source
+from f8emu.torch.parallel import sharding
 from tests.torch_path.layers import draw
 from tests.torch_path.ranks import Raised, assert_nothing, run_cases, spawned
 

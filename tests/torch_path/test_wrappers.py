@@ -16,8 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import f8emu.torch as f8
 from f8emu.spec import OperandError
-from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.layer_names import all_float8_layers
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.names import all_float8_layers
 
 pytestmark = [
     # Dynamo itself instantiates every autograd function that it traces.

@@ -12,8 +12,8 @@ from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 
 if TYPE_CHECKING:
-    from f8emu.conformance.check import Outcome
-    from f8emu.conformance.verify import StageResult
+    from f8emu.conformance.run.check import Outcome
+    from f8emu.conformance.run.verify import StageResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """What cases have in common: the traits by which differences are counted, in the words of a report."""
 
-from f8emu.conformance.distributions import CODES, VALUES
-from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.layer import LayerCase
+from f8emu.conformance.cases.distributions import CODES, VALUES
+from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.layers.layer import LayerCase
 
 _K_BOUNDS = (128, 512, 2048)
 _ROW_BOUNDS = (1, 16, 64, 128, 256)

@@ -11,11 +11,11 @@ from itertools import groupby
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.probe import Kind
 from f8emu.conformance.diagnosis.rules import Adder
-from f8emu.conformance.distributions import dtype_of
-from f8emu.conformance.gemm import GemmCase, Mode
-from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, MissingExtraError
 
 LEAVES = 128

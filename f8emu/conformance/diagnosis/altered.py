@@ -12,6 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import codes_of, dtype_of
+from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.adding import (
     adding_rules,
     pairwise_sum,
@@ -33,8 +35,6 @@ from f8emu.conformance.diagnosis.reading import (
     reading_of,
 )
 from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misplaced, Places, Rounding, Rules, ScaleOrder
-from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
 from f8ref.numpy.accumulate import Operand, operand, side_by_side
 from f8ref.numpy.cast import convert

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.compare import different, shape_fault
 from f8emu.conformance.diagnosis.altered import compute
 from f8emu.conformance.diagnosis.memory import Memory
@@ -11,10 +13,8 @@ from f8emu.conformance.diagnosis.probe import Kind
 from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.diagnosis.rules import Rules
-from f8emu.conformance.distributions import dtype_of
-from f8emu.conformance.gemm import GemmCase
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
-from f8emu.conformance.subject import NotOffered, Subject
+from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.conformance.words import said_by
 from f8emu.spec import MissingExtraError, OperandError
 

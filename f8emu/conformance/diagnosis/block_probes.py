@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import draw_codes, rng
+from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.probe import (
     MANY,
     Probe,
@@ -14,8 +16,6 @@ from f8emu.conformance.diagnosis.probe import (
     tie_of_a_step,
 )
 from f8emu.conformance.diagnosis.reading import Part
-from f8emu.conformance.distributions import draw_codes, rng
-from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Format, Granularity
 
 _LONG_K = 3584

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from f8emu.conformance.breakdown.contrast import Contrast
+from f8emu.conformance.cases.distributions import rng
+from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.cases.gemm_cases import scaled_case
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask_one
 from f8emu.conformance.diagnosis.memory import Memory
@@ -17,10 +20,7 @@ from f8emu.conformance.diagnosis.probe import Kind
 from f8emu.conformance.diagnosis.reading import Part
 from f8emu.conformance.diagnosis.remainder import what_is_left
 from f8emu.conformance.diagnosis.rules import Rules
-from f8emu.conformance.distributions import rng
-from f8emu.conformance.gemm import GemmCase
-from f8emu.conformance.gemm_cases import scaled_case
-from f8emu.conformance.subject import Subject
+from f8emu.conformance.run.subject import Subject
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format
 
 _DISTRIBUTIONS = ("normal", "bits", "same", "cancellation", "subnormals")

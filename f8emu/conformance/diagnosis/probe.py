@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import dtype_of, rng
+from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.diagnosis.reading import Part
-from f8emu.conformance.distributions import dtype_of, rng
-from f8emu.conformance.gemm import GemmCase
 from f8emu.spec import E4M3FN, HOPPER, Format, Granularity
 
 SHORT_K, MIDDLE_K, LONG_K = 128, 240, 2304

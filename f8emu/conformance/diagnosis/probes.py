@@ -13,6 +13,8 @@ from functools import cache
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import draw, draw_codes, dtype_of, rng
+from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.diagnosis.block_probes import block_probes
 from f8emu.conformance.diagnosis.probe import (
     LONG_K,
@@ -28,8 +30,6 @@ from f8emu.conformance.diagnosis.probe import (
     tie_of_a_step,
 )
 from f8emu.conformance.diagnosis.reading import Part
-from f8emu.conformance.distributions import draw, draw_codes, dtype_of, rng
-from f8emu.conformance.gemm import GemmCase, Mode
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, Granularity
 
 SIZE = 16

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import codes_of, dtype_of
+from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.rules import Misplaced, Misreading, Places, Reading, Rules, Taken
-from f8emu.conformance.distributions import codes_of, dtype_of
-from f8emu.conformance.gemm import GemmCase
 from f8emu.spec import (
     E4M3FN,
     E4M3FNUZ,

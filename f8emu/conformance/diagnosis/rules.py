@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
 
-from f8emu.conformance.gemm import GemmCase, Mode
+from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.spec import AccumulationModel, Chip, FlooredSum, Format, Granularity
 
 

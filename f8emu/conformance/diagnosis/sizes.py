@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from f8emu.conformance.cases.distributions import rng
+from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.cases.gemm_cases import scaled_case
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask_one
 from f8emu.conformance.diagnosis.confirmation import places
 from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules
-from f8emu.conformance.distributions import rng
-from f8emu.conformance.gemm import GemmCase
-from f8emu.conformance.gemm_cases import scaled_case
-from f8emu.conformance.subject import Subject
+from f8emu.conformance.run.subject import Subject
 from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Granularity
 
 MS = (1, 2, 7, 16, 17, 64, 128, 129, 256)

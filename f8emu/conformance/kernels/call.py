@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.distributions import dtype_of
-from f8emu.conformance.gemm import Call, GemmCase, Mode, NotOffered, Placement
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.gemm import Call, GemmCase, Mode, NotOffered, Placement
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, filled

@@ -9,11 +9,9 @@ from itertools import accumulate, product
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.probe import KINDS, Kind
-from f8emu.conformance.diagnosis.probes import probes
-from f8emu.conformance.distributions import draw_codes, rng
-from f8emu.conformance.drawn_gemm import scaled_case
-from f8emu.conformance.families import (
+from f8emu.conformance.cases.distributions import draw_codes, rng
+from f8emu.conformance.cases.drawn_gemm import scaled_case
+from f8emu.conformance.cases.families import (
     BLOCKS,
     DENSE,
     VECTOR_SCALES,
@@ -23,8 +21,10 @@ from f8emu.conformance.families import (
     size_cases,
     turn_cases,
 )
-from f8emu.conformance.gemm import Family, GemmCase, Mode
-from f8emu.conformance.gemm_cases import CODE_DISTRIBUTIONS
+from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
+from f8emu.conformance.cases.gemm_cases import CODE_DISTRIBUTIONS
+from f8emu.conformance.diagnosis.probe import KINDS, Kind
+from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.kernels.kernel import Accumulation, Kernel
 from f8emu.spec import E4M3FN, HOPPER, Granularity
 

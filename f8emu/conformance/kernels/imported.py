@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.gemm import NotOffered
+from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.kernels.contained import contained
 from f8emu.conformance.kernels.contract import REMEDY
 from f8emu.conformance.kernels.kernel import Kernel

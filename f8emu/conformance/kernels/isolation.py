@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from f8emu.conformance.gemm import NotOffered
+from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
 from f8emu.conformance.kernels.kernel import Kernel
@@ -241,7 +241,7 @@ def _gpu_computes() -> bool:
 
 
 def _loaded(name: str, arrays: str) -> tuple[Kernel, Any]:
-    from f8emu.conformance.subject import kernel_subject, load_kernel
+    from f8emu.conformance.run.subject import kernel_subject, load_kernel
 
     kernel = load_kernel(name)
     return kernel, kernel_subject(kernel, arrays)

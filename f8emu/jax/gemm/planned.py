@@ -5,15 +5,15 @@ plan's. A trace does not know where it will run, and is taken to be for JAX's de
 import jax
 from jax.core import Tracer
 
-from f8emu.cublaslt import split_k_at_hand
 from f8emu.jax.dtypes import CHIP as TARGET
 from f8emu.jax.fused.choice import is_device_of
 from f8emu.spec.chip import Chip
 from f8emu.spec.formats import Format
-from f8emu.spec.plan import PlannedGemm, Source, Split, is_planned, split_k
-from f8emu.spec.planned import bfloat16_gemm, known_split_k, scaled_gemm
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
+from f8emu.split_k.ask import split_k_at_hand
+from f8emu.split_k.gemms import bfloat16_gemm, known_split_k, scaled_gemm
+from f8emu.split_k.plan import PlannedGemm, Source, Split, is_planned, split_k
 
 _CALLER = "f8emu.jax"
 
@@ -38,7 +38,7 @@ def scaled_mm_split_k(
 
 
 def mm_split_k(a: jax.Array, b: jax.Array, layout: str, *, out_dtype: Format, chip: Chip) -> int:
-    """S of a bfloat16 `mm`; `layout` as cuBLAS names it (`f8emu.spec.plan.LAYOUTS`)."""
+    """S of a bfloat16 `mm`; `layout` as cuBLAS names it (`f8emu.split_k.plan.LAYOUTS`)."""
     sizes = a.shape[0], b.shape[1], a.shape[1]
     if 0 in sizes or not is_planned(_CALLER, chip):
         return 1

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from f8emu.jax.training.dot_general import DelayedDotGeneral
+from f8emu.jax.layer.dot_general import DelayedDotGeneral
 from f8emu.spec.errors import OperandError
 
 

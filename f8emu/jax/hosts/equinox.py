@@ -21,8 +21,8 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from f8emu.jax.compiling import is_eager
-from f8emu.jax.training.delayed import linear_delayed_state, overwrite_with_gradient
-from f8emu.jax.training.dot_general import delayed_dot_general, dot_general
+from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
+from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.trace import Float8State
 

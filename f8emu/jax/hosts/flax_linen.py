@@ -14,8 +14,8 @@ import jax
 from flax import linen as nn
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from f8emu.jax.training.delayed import linear_delayed_state, overwrite_with_gradient
-from f8emu.jax.training.dot_general import delayed_dot_general, dot_general
+from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
+from f8emu.jax.layer.dot_general import delayed_dot_general, dot_general
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe, recipe_by_name
 from f8emu.spec.trace import Float8State

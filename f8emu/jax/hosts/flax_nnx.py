@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from f8emu.jax.training.delayed import linear_delayed_state, overwrite_with_gradient
-from f8emu.jax.training.dot_general import delayed_dot_general
+from f8emu.jax.layer.delayed import linear_delayed_state, overwrite_with_gradient
+from f8emu.jax.layer.dot_general import delayed_dot_general
 from f8emu.spec.recipe import Recipe
 
 

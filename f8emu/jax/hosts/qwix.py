@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from qwix import QuantizationProvider, QuantizationRule
 
-from f8emu.jax.training.dot_general import DotGeneral, dot_general
+from f8emu.jax.layer.dot_general import DotGeneral, dot_general
 from f8emu.spec.errors import SpecError
 from f8emu.spec.recipe import Recipe
 

@@ -19,9 +19,12 @@ from torch import Tensor
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, format_by_name
 from f8emu.torch.device import compares_pairs
-from f8emu.torch.fused import block_kernels, cast_kernels, delayed_kernels, scale_kernels
 from f8emu.torch.fused.arguments import AMAX_TILE, amax_tiles, new_zeros
 from f8emu.torch.fused.delayed import UNCALLED, chosen_inv_scale, is_known_set, tell_owner
+from f8emu.torch.fused.kernels import blocks as block_kernels
+from f8emu.torch.fused.kernels import casts as cast_kernels
+from f8emu.torch.fused.kernels import delayed as delayed_kernels
+from f8emu.torch.fused.kernels import scales as scale_kernels
 from f8emu.torch.launch_sequence import Launch, note_condition, note_effect, note_launch
 
 # The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from f8emu.torch.aten_equivalents import seen_as_max
 from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
@@ -48,7 +49,6 @@ from f8emu.torch.fused.arguments import (
 from f8emu.torch.launch_sequence import repeatable
 from f8emu.torch.library import Implementation, Operator, fake, operator
 from f8emu.torch.scale import require_margin
-from f8emu.torch.stand_in import seen_as_max
 
 
 @cache

@@ -1,6 +1,6 @@
 """The launches of `silu_kernels`, as plans (see `launch`). Importing this module needs Triton."""
 
-from f8emu.torch.fused import silu_kernels
+from f8emu.torch.fused.kernels import silu as silu_kernels
 from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, planned, rule_constants
 
 # Not measured yet. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.

@@ -17,12 +17,12 @@ from torch.utils.flop_counter import register_flop_formula
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.aten_equivalents import seen_as_mm
 from f8emu.torch.gemm import emulation, hardware
 from f8emu.torch.gemm.checks import check_group_ends, check_mm, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.torch.gemm.engine import Engine, resolve_engine
 from f8emu.torch.gemm.planned import mm_split_k, scaled_mm_split_k
 from f8emu.torch.library import fake, has_dispatch_mode, operator, signature_of
-from f8emu.torch.stand_in import seen_as_mm
 
 _TAGS = (torch.Tag.needs_exact_strides,)
 """A compiler must not change the layouts that the hardware requires."""

@@ -5,12 +5,12 @@ plan's.
 import torch
 from torch import Tensor
 
-from f8emu.cublaslt import split_k_at_hand
 from f8emu.spec.chip import Chip
-from f8emu.spec.plan import PlannedGemm, Source, Split, is_planned, split_k
-from f8emu.spec.planned import bfloat16_gemm, known_split_k, scaled_gemm
 from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
+from f8emu.split_k.ask import split_k_at_hand
+from f8emu.split_k.gemms import bfloat16_gemm, known_split_k, scaled_gemm
+from f8emu.split_k.plan import PlannedGemm, Source, Split, is_planned, split_k
 from f8emu.torch.device import is_device_of
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 

@@ -26,10 +26,10 @@ from f8emu.torch.inspection.events import Event, event_of
 from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
 from f8emu.torch.inspection.pending import listed, read
 from f8emu.torch.inspection.recorder import Recorder
-from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.layer_names import float8_layers
-from f8emu.torch.training.observation import Observation, observe
-from f8emu.torch.training.torch_internals import not_compiled
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.names import float8_layers
+from f8emu.torch.layer.taps import Observation, observe
+from f8emu.torch.torch_internals import not_compiled
 
 _log = logging.getLogger("f8emu")
 SCHEMA = 1

@@ -12,8 +12,8 @@ cast is a float64 difference of its float32 product, which no compiler can turn 
 import triton
 import triton.language as tl
 
-from f8emu.torch.fused.cast_kernels import clamp
-from f8emu.torch.fused.scale_kernels import inv_scale_of, magnitudes, one_nan, reciprocal
+from f8emu.torch.fused.kernels.casts import clamp
+from f8emu.torch.fused.kernels.scales import inv_scale_of, magnitudes, one_nan, reciprocal
 
 _INFINITY = tl.constexpr(0x7F800000)
 _BLOCK = tl.constexpr(128)

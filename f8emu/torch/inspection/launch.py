@@ -7,7 +7,7 @@ from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, operand_format
 from f8emu.torch.fused.arguments import CODES
-from f8emu.torch.fused.cast_kernels import DTYPES
+from f8emu.torch.fused.kernels.casts import DTYPES
 from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, planned, rule_constants
 from f8emu.torch.inspection import kernels
 from f8emu.torch.inspection.statistics import tie_of

@@ -29,8 +29,8 @@ from f8emu.torch.inspection.statistics import (
     of_cast,
     value_statistics,
 )
+from f8emu.torch.layer.operands import Delayed, Operand
 from f8emu.torch.scale import scale_from_amax
-from f8emu.torch.training.operands import Delayed, Operand
 
 _COUNTED = ("amax", "nan", "inf", "zero")
 _SUMMED = ("mean", "l1_norm", "l2_norm")

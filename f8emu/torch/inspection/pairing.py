@@ -17,8 +17,8 @@ from f8emu.torch.cast import cast, decode
 from f8emu.torch.inspection.gemm_error import Sample
 from f8emu.torch.inspection.matrix import launches_for
 from f8emu.torch.inspection.statistics import Statistics
-from f8emu.torch.training.operands import Operand
-from f8emu.torch.training.torch_internals import to_list
+from f8emu.torch.layer.operands import Operand
+from f8emu.torch.torch_internals import to_list
 
 _SIDE = 32
 """Rows and columns of a grid."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from f8emu.torch.inspection.pairing import ALIKE
 from f8emu.torch.inspection.statistics import Statistics
-from f8emu.torch.training.torch_internals import to_list
+from f8emu.torch.torch_internals import to_list
 
 
 class Pending(NamedTuple):

@@ -16,9 +16,9 @@ from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.pairing import Prepared, Taken, Waiting, grid_of
 from f8emu.torch.inspection.pending import Pending
 from f8emu.torch.inspection.statistics import Statistics, exact_values, only
-from f8emu.torch.training.float8_linear import Float8Linear
-from f8emu.torch.training.observation import GemmSeen, TensorSeen
-from f8emu.torch.training.operands import Delayed, Operand
+from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.layer.operands import Delayed, Operand
+from f8emu.torch.layer.taps import GemmSeen, TensorSeen
 
 MOST_PENDING = 4096
 """Records that wait for the end of the step; then they are read before it."""

@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 from torchtitan.protocols.model import BaseModel, ModelConfigConverter  # pyright: ignore[reportMissingImports]
 
+from f8emu.torch.conversion.linear_subclass import surrounds_forward
 from f8emu.torch.integrations.torchtitan.conversion import convert, precompute
-from f8emu.torch.training.linear_subclass import surrounds_forward
 
 
 class Float8Converter(ModelConfigConverter):

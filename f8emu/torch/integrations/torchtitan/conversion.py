@@ -5,11 +5,11 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from f8emu.torch.distributed.fsdp import precompute_float8_dynamic_scale_for_fsdp
+from f8emu.torch.conversion.convert import convert_to_float8_training
+from f8emu.torch.conversion.small_layers import ModuleFilter, filter_small_layers
+from f8emu.torch.delayed.sync import DelayedScalingState
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
-from f8emu.torch.training.convert import convert_to_float8_training
-from f8emu.torch.training.delayed_sync import DelayedScalingState
-from f8emu.torch.training.small_layers import ModuleFilter, filter_small_layers
+from f8emu.torch.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
 
 _AUTO_FILTER = "auto_filter_small_kn"
 """torchtitan's entry of `filter_fqns` that also leaves out layers too small for float8."""

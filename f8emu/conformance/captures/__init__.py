@@ -1,1 +1,0 @@
-"""Captured training steps: reading them, computing them again, comparing them."""

@@ -1,0 +1,1 @@
+"""The GEMMs and values that the suite asks for."""

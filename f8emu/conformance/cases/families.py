@@ -1,0 +1,304 @@
+"""Families of generated GEMMs, each for one way in which a kernel is wrong only now and then. No expected values.
+
+Values of scales and of the bias reach everybody's arithmetic. The others are for kernels alone: sizes, memory and order
+of calls matter to code that is written for tiles, and to a compiler each size would be a program.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from typing import NamedTuple
+
+import numpy as np
+
+from f8emu.conformance.cases.distributions import codes_of, dtype_of, rng
+from f8emu.conformance.cases.drawn_gemm import scaled_case
+from f8emu.conformance.cases.gemm import Family, GemmCase, Placement
+from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HIGH_PRECISION, HOPPER, Format, Granularity
+
+Shape = tuple[int, int, int]
+"""M, N, K."""
+
+
+OUTPUTS = ((FLOAT32, False), (BFLOAT16, False), (BFLOAT16, True), (FLOAT16, False), (FLOAT16, True))
+"""Type of the output, and whether there is a bias."""
+
+
+class Combination(NamedTuple):
+    """What every family meets all of."""
+
+    granularities: tuple[Granularity, Granularity]
+    formats: tuple[Format, Format]
+    use_fast_accum: bool
+
+
+DENSE = tuple(
+    Combination((granularity, granularity), formats, fast)
+    for formats, granularity, fast in product(
+        HOPPER.format_pairs, (Granularity.TENSORWISE, Granularity.ROWWISE), (True, False)
+    )
+)
+BLOCKS = tuple(
+    Combination(pair, formats, False)
+    for pair in HOPPER.granularity_pairs
+    if pair[0].is_blockwise
+    for formats in HOPPER.block_scaled_format_pairs
+)
+
+# Sizes. Tiles of kernels have 64, 128 or 256 rows or columns, and their launches change at larger powers of two.
+
+ALL_MEET: dict[Family, tuple[Shape, ...]] = {
+    Family.ROW: ((1, 48, 144),),
+    Family.ROWS: ((300, 16, 48), (4112, 16, 16)),
+    Family.COLUMNS: ((5, 416, 48), (3, 8208, 16)),
+    Family.TILES: ((272, 272, 16),),
+    Family.K: ((16, 16, 16), (16, 16, 528), (16, 16, 8240)),
+    Family.TWO_SIZES: ((80, 80, 2064),),
+}
+"""Shapes that every combination meets."""
+ROWS = (
+    *range(2, 18), 24, 31, 33, 40, 48, 63, 64, 65, 80, 100, 127, 128, 129, 160, 192, 224, 255, 256, 257, 384, 511, 512,
+    513, 700, 768, 1000, 1024, 1025, 1536, 2048, 2049, 3000, 4096, 4099, 8192, 8209, 16400,
+)  # fmt: skip
+COLUMNS = (
+    1, 7, 17, 31, 32, 33, 63, 64, 65, 80, 96, 112, 127, 128, 129, 144, 160, 192, 224, 255, 256, 257, 272, 320, 384, 417,
+    512, 513, 528, 640, 768, 1024, 1040, 1536, 2048, 2064, 4096, 4112, 8192, 16400,
+)  # fmt: skip
+LENGTHS = (
+    1, 7, 17, 32, 33, 48, 64, 80, 96, 112, 128, 144, 160, 192, 240, 256, 272, 320, 384, 400, 512, 640, 768, 1024, 1040,
+    1536, 2048, 2064, 3072, 4096, 4208, 6144, 8192, 12288, 16384, 16400, 32768,
+)  # fmt: skip
+SOME_MEET: dict[Family, tuple[Shape, ...]] = {
+    Family.ROW: ((1, 1, 16), (1, 16, 8240), (1, 528, 80), (1, 2064, 48), (1, 65, 33), (3, 48, 144), (5, 272, 528)),
+    Family.ROWS: (*((m, 48 if i % 2 else 16, 48) for i, m in enumerate(ROWS)), (65553, 16, 16), (1040, 16, 1040)),
+    Family.COLUMNS: (*((33 if i % 2 else 5, n, 48) for i, n in enumerate(COLUMNS)), (3, 65552, 16), (16, 1040, 1040)),
+    Family.TILES: (
+        (64, 64, 64), (65, 129, 80), (129, 257, 80), (192, 320, 64), (256, 256, 128), (130, 144, 1040), (260, 272, 272),
+        (130, 144, 528), (131, 160, 272), (300, 416, 48), (513, 528, 32), (1040, 1056, 16),
+    ),
+    Family.K: tuple((16, 16, k) for k in (*LENGTHS, 65552)),
+    Family.TWO_SIZES: (
+        (2064, 2064, 16), (2064, 16, 2064), (16, 2064, 2064), (144, 144, 4112), (272, 272, 528), (1, 4112, 2064),
+        (528, 48, 1040), (48, 528, 1040), (1, 528, 8208), (4112, 80, 80),
+    ),
+}  # fmt: skip
+"""Shapes that tensorwise and rowwise scales, fast and promoted, meet, each with the next pair of formats."""
+BLOCK_SHAPES: dict[Family, tuple[Shape, ...]] = {
+    Family.ROW: ((1, 48, 256), (1, 272, 144), (3, 16, 1040)),
+    Family.ROWS: tuple((m, 16, 128) for m in (17, 127, 129, 255, 257, 385, 520, 1041, 4112)),
+    Family.COLUMNS: tuple((5, n, 128) for n in (1, 17, 129, 255, 257, 417, 1040, 4112)),
+    Family.TILES: ((129, 257, 144), (300, 416, 256)),
+    Family.K: tuple((16, 16, k) for k in (16, 128, 144, 255, 384, 640, 1040, 2048, 4096, 8320, 16384)),
+    Family.TWO_SIZES: ((144, 144, 2064), (1, 1040, 1040), (1040, 272, 128)),
+}
+"""Shapes that every pair of block scales meets."""
+
+# Values
+
+SUBNORMAL = 1.3 * 2.0**-130
+HUGE = 1.7 * 2.0**120
+SCALES: tuple[tuple[float, float], ...] = (
+    (0.0, 1.5), (1.5, 0.0), (-0.0, 1.5), (1.5, -0.0), (-1.5, 0.75), (0.75, -1.5), (-1.5, -0.75),
+    (SUBNORMAL, 2.0**110), (2.0**110, SUBNORMAL), (SUBNORMAL, 1.0), (1.0, SUBNORMAL), (2.0**-149, 2.0**120),
+    (2.0**120, 2.0**-149), (HUGE, 1 / HUGE), (1 / HUGE, HUGE), (HUGE, 1.0), (1.0, HUGE), (2.0**80, 2.0**80),
+    (2.0**-80, 2.0**-80), (np.inf, 1.0), (1.0, np.inf), (-np.inf, 1.0), (1.0, -np.inf), (np.inf, 0.0), (0.0, np.inf),
+    (np.nan, 1.0), (1.0, np.nan),
+)  # fmt: skip
+"""Tensorwise scales of a and b. What is very small or large is met by its opposite, so that a result is of any size."""
+VECTOR_SCALES = (
+    0.0, -0.0, -1.5, 1.0, SUBNORMAL, -SUBNORMAL, 2.0**-149, HUGE, -HUGE, 1 / HUGE, 2.0**110, np.inf, -np.inf, np.nan,
+    0.75, -(2.0**-60),
+)  # fmt: skip
+"""Scales of rows and columns, in another order: each row meets each column, so each value meets each value."""
+BIASES = (-0.0, 0.0, -1.0, np.inf, -np.inf, np.nan, 0.5, -0.0)
+"""And subnormals, and the largest of the type."""
+VALUE_SHAPES: dict[tuple[Format, Format], Shape] = {
+    HOPPER.format_pairs[0]: (16, 48, 544),
+    HOPPER.format_pairs[1]: (48, 16, 176),
+    HOPPER.format_pairs[2]: (16, 32, 80),
+}
+"""The shapes of the distributions: for a compiler another shape would be another program."""
+
+
+def value_cases() -> Iterator[GemmCase]:
+    """Scales and biases of every kind: every one with every combination."""
+    for number, (combination, values) in enumerate(product(DENSE, SCALES)):
+        if combination.granularities[0] is Granularity.TENSORWISE:
+            yield _scaled_by(values, number, combination, VALUE_SHAPES[combination.formats])
+    for combination in DENSE:
+        yield from _values_in(combination, VALUE_SHAPES[combination.formats])
+
+
+def _scaled_by(values: tuple[float, float], number: int | str, combination: Combination, shape: Shape) -> GemmCase:
+    """A GEMM with these tensorwise scales."""
+    case = _drawn(Family.SCALES, number, combination, shape, zeros=True, with_bias=False)
+    one, other = (np.full((1, 1), value, np.float32) for value in values)
+    return replace(case, id=f"{case.id} {values[0]:.3g} and {values[1]:.3g}", scale_a=one, scale_b=other)
+
+
+def _values_in(combination: Combination, shape: Shape) -> Iterator[GemmCase]:
+    """Scales of rows and columns, and biases, of every kind in one GEMM of each output type."""
+    m, n, _ = shape
+    words = (
+        f"{'fast' if combination.use_fast_accum else 'promoted'} {combination.formats[0]} x {combination.formats[1]}"
+    )
+    for turn, out_dtype in enumerate(HIGH_PRECISION):
+        if combination.granularities[0] is Granularity.ROWWISE:
+            name = f"{m} {words} {out_dtype}"
+            case = _drawn(Family.SCALES, name, combination, shape, out_dtype=out_dtype, zeros=True, with_bias=False)
+            values = np.array(VECTOR_SCALES, np.float32)
+            scale_a, scale_b = np.resize(values, m), np.resize(np.roll(values, turn), n)
+            yield replace(case, scale_a=scale_a[:, None], scale_b=scale_b[None])
+    for out_dtype, sign in product((BFLOAT16, FLOAT16), (1, -1)):
+        name = f"{m} {words} {out_dtype} {sign}"
+        case = _drawn(Family.BIAS, name, combination, shape, out_dtype=out_dtype, zeros=True)
+        assert case.scale_a is not None
+        least = 2.0 ** (out_dtype.min_exponent - out_dtype.fraction_bits)
+        values = np.array([*BIASES, 3 * least, -least, out_dtype.max, -out_dtype.max], np.float32)
+        # Where the scaled sum is a zero, of the sign of the scale, or as small as they, -0 and subnormals show.
+        factors = np.where(np.arange(len(case.scale_a)) % 2 == 0, sign, sign * 1e-9).astype(np.float32)
+        bias = np.resize(values, n).astype(dtype_of(out_dtype))
+        yield replace(case, bias=bias, scale_a=case.scale_a * factors[:, None])
+
+
+# Families for kernels alone
+
+
+def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> Iterator[GemmCase]:
+    """One row; rows and columns that end a tile, cross it or are odd; K from a step to what a library splits.
+
+    `most` is the number of products of the largest GEMM.
+    """
+    blocks = [one for one in combinations if one.granularities[0].is_blockwise]
+    dense = [one for one in combinations if not one.granularities[0].is_blockwise]
+    kinds = dict.fromkeys((one.granularities, one.use_fast_accum) for one in dense)
+    groups = [[one for one in dense if (one.granularities, one.use_fast_accum) == kind] for kind in kinds]
+    for family in ALL_MEET:
+        types = HIGH_PRECISION if family in (Family.ROW, Family.TILES) else (None,)
+        plan = [
+            *product(ALL_MEET[family], dense, types),
+            *product(BLOCK_SHAPES[family], blocks, (None,)),
+        ]
+        for turn, shape in enumerate(SOME_MEET[family]):
+            plan += [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
+        for number, (shape, combination, out_dtype) in enumerate(plan):
+            if math.prod(shape) <= most:
+                yield _drawn(family, number, combination, shape, out_dtype=out_dtype)
+
+
+def code_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
+    """Every code of a times every code of b, at one place along K; and every code in the corners of the operands."""
+    for number, combination in enumerate(combinations):
+        k = 128 if combination.granularities[0].is_blockwise else (16, 48)[number // 2 % 2]
+        case = _drawn(Family.EVERY_CODE, number, combination, (256, 256, k), out_dtype=FLOAT32)
+        r = rng("every code", number)
+        for operand in (case.a, case.b):
+            codes_of(operand)[:] = 0
+            codes_of(operand)[:, (0, -1)[number % 2]] = r.permutation(256)
+        yield case
+        zeros = _drawn(Family.EVERY_CODE, f"{number} zeros", combination, (80, 144, k), out_dtype=BFLOAT16)
+        codes_of(zeros.a if number % 2 else zeros.b)[:] = 0x80
+        assert zeros.scale_a is not None
+        yield replace(zeros, scale_a=-zeros.scale_a if number % 3 else zeros.scale_a)
+    corners = list(product((0, -1), repeat=2))
+    by_formats = {one.formats: [c for c in combinations if c.formats == one.formats] for one in combinations}
+    for formats, ones in by_formats.items():
+        r = rng("corners", formats[0].name, formats[1].name)
+        drawn = [r.permutation(256) for _ in range(2 * len(corners))]
+        for number, (combination, codes) in enumerate(zip(cycle(ones), np.array(drawn).T, strict=False)):
+            shape = (16, 16, 128 if combination.granularities[0].is_blockwise else 16)
+            words = f"corners {formats[0]} x {formats[1]} {number}"
+            case = _drawn(Family.EVERY_CODE, words, combination, shape)
+            for (operand, corner), code in zip(product((case.a, case.b), corners), codes, strict=True):
+                codes_of(operand)[corner] = code
+            yield case
+
+
+PADDED_SHAPES: tuple[Shape, ...] = ((48, 80, 144), (144, 272, 48), (1, 48, 144), (5, 80, 528), (272, 48, 48))
+PADDINGS = ((16, 0), (0, 16), (112, 48))
+OFFSETS = (16, 32, 64, 128)
+
+
+def memory_cases(combinations: Iterable[Combination], *, padded_a: bool, padded_b: bool) -> Iterator[GemmCase]:
+    """Rows that are apart, in the operands that may be so, and operands that begin between boundaries."""
+    combinations = tuple(combinations)
+    table = product(PADDED_SHAPES, combinations, PADDINGS)
+    for number, (shape, combination, (padding_a, padding_b)) in enumerate(table):
+        placement = Placement(padding_a=padding_a * padded_a, padding_b=padding_b * padded_b)
+        if placement != Placement():
+            yield _drawn(Family.STRIDES, number, combination, shape, placement=placement)
+    placements = [Placement(**{f"offset_{side}": n for side in sides}) for n in OFFSETS for sides in ("a", "b", "ab")]
+    for number, (placement, combination) in enumerate(product(placements, combinations)):
+        shape = (144, 272, 48) if number % 5 == 0 else (48, 80, 144)
+        yield _drawn(Family.ALIGNMENT, number, combination, shape, placement=placement)
+
+
+def large_value_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
+    """Values of scales and of the bias beyond the first tiles."""
+    for number, combination in enumerate(combinations):
+        if not combination.granularities[0].is_blockwise:
+            yield from _values_in(combination, (160, 272, 48))
+        if combination.granularities[0] is Granularity.TENSORWISE:
+            for turn, values in enumerate(SCALES):
+                yield _scaled_by(values, f"of tiles {number}.{turn}", combination, (144, 144, 16))
+
+
+def turn_cases(combinations: Iterable[Combination]) -> Iterator[GemmCase]:
+    """A GEMM, others, and the first again: other codes, other scales and another bias, another size, and many."""
+    for number, (combination, kind) in enumerate(product(combinations, range(4))):
+        with_bias = not combination.granularities[0].is_blockwise
+        out_dtype = (BFLOAT16, FLOAT16)[number % 2]
+        case, other, larger = (
+            _drawn(Family.TURNS, f"{number}{word}", combination, shape, out_dtype=out_dtype, with_bias=with_bias)
+            for word, shape in (("", (16, 48, 144)), (" other", (16, 48, 144)), (" larger", (80, 64, 272)))
+        )
+        scaled = replace(case, id=f"{case.id} scaled", scale_a=other.scale_a, scale_b=other.scale_b, bias=other.bias)
+        yield replace(case, between=((other,), (scaled,), (larger,), 3 * (other, scaled, larger))[kind])
+
+
+def _drawn(
+    family: Family,
+    number: int | str,
+    combination: Combination,
+    shape: Shape,
+    *,
+    out_dtype: Format | None = None,
+    zeros: bool = False,
+    with_bias: bool | None = None,
+    placement: Placement | None = None,
+) -> GemmCase:
+    """A GEMM of a family, of any output type and with a bias or without it where neither is asked for.
+
+    Those go in turn with a number, so that each meets each threshold. With `zeros` rows of a are +0 and -0: their
+    accumulators are +0. Otherwise dense scales have any sign.
+    """
+    pair, formats, fast = combination
+    name = f"{family.value} {number} {pair[0].value}" + ("" if pair[0] is pair[1] else f" x {pair[1].value}")
+    r = rng(name)
+    turn = number if isinstance(number, int) else int(r.integers(len(OUTPUTS)))
+    next_dtype, next_bias = OUTPUTS[turn % len(OUTPUTS)]
+    if out_dtype is None:
+        out_dtype = next_dtype
+    else:
+        next_bias = bool(r.integers(2))
+    has_any = out_dtype != FLOAT32 and not pair[0].is_blockwise  # the library has no bias otherwise
+    case = scaled_case(
+        name,
+        pair,
+        formats,
+        shape,
+        "bits",
+        with_bias=has_any and next_bias if with_bias is None else with_bias,
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
+    )
+    if zeros:
+        codes_of(case.a)[3::8], codes_of(case.a)[4::8] = 0x00, 0x80
+    elif not pair[0].is_blockwise:
+        assert case.scale_a is not None and case.scale_b is not None
+        signs_a, signs_b = (
+            r.choice(np.array([-1, 1], np.float32), scale.shape) for scale in (case.scale_a, case.scale_b)
+        )
+        case = replace(case, scale_a=case.scale_a * signs_a, scale_b=case.scale_b * signs_b)
+    return replace(case, family=family, placement=placement)

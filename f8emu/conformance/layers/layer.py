@@ -1,0 +1,177 @@
+"""One linear layer as data: its tensors, what surrounds it, and the names of its parts.
+
+A layer takes some steps; a step is some passes, forward and backward, that add up gradients. Where there are several
+steps, passes or layers, the name of a part says which: `step 2 pass 1 layer 2 output.a.codes`.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from f8emu.conformance.cases.distributions import draw, dtype_of
+from f8emu.spec import FLOAT32, GEMM_NAMES, Format, Recipe
+
+MAGNITUDES = (1.0, 4.0, 0.0, 2.0**-6)
+"""Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
+subnormal; an amax of zero updates nothing."""
+_MORE_OUTPUTS = 16
+"""What the second layer has beyond the first, so that their GEMMs have different sizes."""
+
+
+class LayerMode(Enum):
+    """How a layer is run."""
+
+    TRACE = "trace"
+    """The verb `linear`, which gives every amax and inv_scale too."""
+    EAGER = "eager"
+    COMPILED = "compiled"
+
+
+class Place(NamedTuple):
+    """Which step, pass and layer; all count from 1."""
+
+    step: int = 1
+    turn: int = 1
+    """The pass."""
+    layer: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCase:
+    """A linear layer, forward and backward, under a recipe."""
+
+    recipe: Recipe
+    mode: LayerMode
+    shape: tuple[int, int, int]
+    """M, N, K."""
+    dtype: Format
+    """The format of input, grad_output and products."""
+    weight_dtype: Format
+    distribution: str = "normal"
+    """The distribution of input and weight."""
+    gradient: str = "gradient"
+    """Distribution of grad_output."""
+    with_bias: bool = True
+    """Whether the layer has a bias; it is float32, and the layer rounds it."""
+    batch: tuple[int, ...] = ()
+    """The leading dimensions of an input that is not a matrix; their product is M."""
+    is_autocast: bool = False
+    """The input is float32, and autocast brings it to `dtype`."""
+    trained: tuple[str, ...] = ("input", "weight")
+    """Tensors whose gradients are computed; none is a forward pass alone."""
+    layers: int = 1
+    """2 share one input tensor."""
+    passes: int = 1
+    """Forward and backward passes of a step, whose gradients add up."""
+    steps: int = 1
+
+    @property
+    def name(self) -> str:
+        """Everything but the mode, which changes nothing that is computed."""
+        bias = "bias" if self.with_bias else ""
+        frozen = [f"no {tensor}.grad" for tensor in ("input", "weight") if tensor not in self.trained]
+        words = [
+            self.recipe.name,
+            self.dtype.name,
+            "" if self.weight_dtype == self.dtype else f"weight {self.weight_dtype}",
+            "x".join(map(str, self.shape)),
+            self.distribution,
+            "" if self.gradient == "gradient" else f"grad_output {self.gradient}",
+            bias,
+            f"batch {'x'.join(map(str, self.batch))}" if self.batch else "",
+            "autocast" if self.is_autocast else "",
+            *(frozen if self.trained else ["forward only"]),
+            "shared input" if self.layers > 1 else "",
+            f"{self.passes} passes" if self.passes > 1 else "",
+            f"{self.steps} steps" if self.steps > 1 else "",
+        ]
+        return " ".join(word for word in words if word)
+
+    @property
+    def id(self) -> str:
+        return f"{self.name} {self.mode.value}"
+
+    @property
+    def input_dtype(self) -> Format:
+        return FLOAT32 if self.is_autocast else self.dtype
+
+    @property
+    def updates(self) -> bool:
+        """Whether every pass ends with an update of delayed scaling."""
+        return self.recipe.delayed is not None and bool(self.trained)
+
+    def sizes(self, layer: int) -> tuple[int, int, int]:
+        """M, N and K of a layer."""
+        m, n, k = self.shape
+        return m, n + _MORE_OUTPUTS * (layer - 1), k
+
+    def gemm_sizes(self, layer: int) -> dict[str, tuple[int, int, int]]:
+        """GEMM -> rows of a, rows of b, dimension that is summed."""
+        m, n, k = self.sizes(layer)
+        return {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
+
+    @property
+    def gemms(self) -> tuple[str, ...]:
+        """The GEMMs that run, in order."""
+        needs = dict(zip(GEMM_NAMES, (None, "input", "weight"), strict=True))
+        return tuple(gemm for gemm, tensor in needs.items() if tensor is None or tensor in self.trained)
+
+    def tensors(self, place: Place) -> dict[str, np.ndarray]:
+        """The tensors input [M, K], weight [N, K], grad_output [M, N] and bias [N] of one pass through one layer.
+
+        Layers share the input; weight and bias are new in every step, as after a step of an optimizer.
+        """
+        m, n, k = self.sizes(place.layer)
+        step, turn, layer = place
+        magnitude = np.float32(MAGNITUDES[step - 1] * 2.0 ** (turn - 1))
+
+        def drawn(tensor: str, distribution: str, shape: tuple[int, int], fmt: Format, *key: int) -> np.ndarray:
+            return draw(distribution, shape, fmt, (self.name, tensor, *key))
+
+        def sized(x: np.ndarray) -> np.ndarray:
+            with np.errstate(over="ignore", invalid="ignore"):
+                return (x.astype(np.float32) * magnitude).astype(x.dtype)
+
+        found = {
+            "input": sized(drawn("input", self.distribution, (m, k), self.input_dtype, step, turn)),
+            "weight": drawn("weight", self.distribution, (n, k), self.weight_dtype, step, layer),
+            "grad_output": sized(drawn("grad_output", self.gradient, (m, n), self.dtype, step, turn, layer)),
+        }
+        if self.with_bias:
+            found["bias"] = drawn("bias", "normal", (1, n), FLOAT32, step, layer)[0]
+        return found
+
+    def linear_tensors(self, place: Place) -> dict[str, np.ndarray]:
+        """The arguments of the verb `linear`: the input in `dtype`; no grad_output of a forward pass alone."""
+        found = self.tensors(place)
+        with np.errstate(over="ignore", invalid="ignore"):
+            found["input"] = found["input"].astype(dtype_of(self.dtype))
+        if not self.trained:
+            del found["grad_output"]
+        return found
+
+    def part(self, place: Place, name: str, *, of: str = "layer") -> str:
+        """The name of a part: of a layer, of a pass or of a step."""
+        words = [f"step {place.step}"] if self.steps > 1 else []
+        if self.passes > 1 and of != "step":
+            words.append(f"pass {place.turn}")
+        if self.layers > 1 and of != "pass":
+            words.append(f"layer {place.layer}")
+        return " ".join([*words, name])
+
+    def in_mode(self, mode: LayerMode) -> "LayerCase":
+        """The same layer, run otherwise."""
+        return replace(self, mode=mode)
+
+
+_PART = re.compile(r"(?:step (\d+) )?(?:pass (\d+) )?(?:layer (\d+) )?(.*)")
+
+
+def place_of(part: str) -> tuple[Place, str]:
+    """What `LayerCase.part` put together."""
+    match = _PART.fullmatch(part)
+    assert match is not None, "everything matches"
+    return Place(*(int(word or 1) for word in match.groups()[:3])), match[4]

@@ -1,0 +1,183 @@
+"""The table of layers: every recipe with every dtype, in every situation of training, eager and compiled.
+
+On a CPU a compiled case takes seconds of a C++ compiler, so it holds several situations; and a shape takes seconds of
+the emulation's compiler, so there are few of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+from f8emu.conformance.layers.layer import LayerCase, LayerMode
+from f8emu.spec import (
+    BFLOAT16,
+    BLOCKWISE,
+    DELAYED,
+    E4M3FN,
+    FLOAT32,
+    HIGH_PRECISION,
+    RECIPES,
+    ROWWISE,
+    ROWWISE_WITH_GW_HP,
+    TENSORWISE,
+    AmaxHistoryReduction,
+    Cast,
+    DelayedScaling,
+    Gemm,
+    Granularity,
+    Recipe,
+)
+
+REGULAR = (144, 160, 176)
+"""M, N, K: multiples of 16; tails of 32 and of 128 in all three sums."""
+ODD = (33, 50, 70)
+"""Nothing is a multiple of 16."""
+BLOCKWISE_ODD = (130, 37, 200)
+ONE_ROW = (1, 16, 32)
+FULL_SIZES = (ONE_ROW, (19, 32, 48), (21, 20, 37), (150, 144, 272), (256, 512, 384))
+"""On hardware, in both modes: a single row, tails of tiles and of 128-blocks, several tiles."""
+LONG = ((16, 32, 8192), (16, 8192, 32), (8192, 32, 64))
+"""On hardware, in both modes: `output`, `grad_input` or `grad_weight` has a long sum and few outputs, and is cut
+[PLAN-1] but for rowwise float8."""
+TILES = (8, 1024, 16384)
+"""On hardware: `output` has many tiles, and how often it is cut depends on how fast the chip's memory is [PLAN-7]."""
+DISTRIBUTIONS = ("blocks", "normal", "outlier", "gradient", "specials", "cancellation", "subnormals")
+
+DELAYED_MOST_RECENT = replace(
+    DELAYED,
+    name="delayed most_recent",
+    delayed=DelayedScaling(history_length=3, reduction=AmaxHistoryReduction.MOST_RECENT, margin=2),
+)
+"""The fields of delayed scaling that no named recipe sets."""
+
+_TENSOR, _ROW, _VECTOR, _SQUARE = (Cast(format=E4M3FN, granularity=granularity) for granularity in Granularity)
+_HIGH = Gemm(a=Cast(format=None), b=Cast(format=None))
+MIXED = (
+    Recipe(
+        name="mixed tensor row",
+        output=Gemm(a=_TENSOR, b=_ROW),
+        grad_input=Gemm(a=_ROW, b=_TENSOR),
+        grad_weight=Gemm(a=_ROW, b=_ROW),
+    ),
+    Recipe(
+        name="mixed block tensor high",
+        output=Gemm(a=_VECTOR, b=_SQUARE),
+        grad_input=Gemm(a=_TENSOR, b=_TENSOR),
+        grad_weight=_HIGH,
+    ),
+    Recipe(
+        name="mixed high high tensor",
+        output=_HIGH,
+        grad_input=_HIGH,
+        grad_weight=Gemm(a=_TENSOR, b=_ROW),
+    ),
+    Recipe(
+        name="mixed square high block",
+        output=Gemm(a=_SQUARE, b=_VECTOR),
+        grad_input=_HIGH,
+        grad_weight=Gemm(a=_VECTOR, b=_VECTOR),
+    ),
+    Recipe(
+        name="mixed delayed row",
+        output=Gemm(a=_TENSOR, b=_TENSOR, use_fast_accum=True),
+        grad_input=Gemm(a=_ROW, b=_TENSOR),
+        grad_weight=Gemm(a=_ROW, b=_TENSOR),
+        delayed=DelayedScaling(margin=1, tensors=("input", "weight")),
+    ),
+    Recipe(
+        name="mixed delayed high",
+        output=_HIGH,
+        grad_input=Gemm(a=_TENSOR, b=_TENSOR),
+        grad_weight=_HIGH,
+        delayed=DelayedScaling(tensors=("weight",)),
+    ),
+)
+"""What no named recipe does: a matrix in two granularities, in float8 in one GEMM only, delayed beside dynamic."""
+
+ALL_RECIPES = (*RECIPES.values(), DELAYED_MOST_RECENT)
+
+SITUATIONS: dict[str, dict[str, Any]] = {
+    "batch": {"weight_dtype": FLOAT32, "gradient": "integers", "batch": (3, 11)},
+    "autocast": {"weight_dtype": FLOAT32, "is_autocast": True, "with_bias": False},
+    "frozen weight": {"trained": ("input",), "gradient": "integers", "distribution": "outlier"},
+    "first layer": {"trained": ("weight",), "distribution": "blocks"},
+    "forward only": {"trained": (), "distribution": "specials"},
+    # Weights change from step to step, and under delayed scaling the scales.
+    "long": {"weight_dtype": FLOAT32, "passes": 2, "steps": 4, "gradient": "integers"},
+}
+"""What differs from a bfloat16 layer with a bias, of shape ODD."""
+SHARED: dict[str, Any] = {"layers": 2, "weight_dtype": FLOAT32, "passes": 2, "gradient": "integers"}
+COMPILED: tuple[dict[str, Any], ...] = (
+    {"batch": (3, 11), "weight_dtype": FLOAT32, "passes": 2, "steps": 2, "gradient": "integers"},
+    {"shape": REGULAR, "is_autocast": True, "weight_dtype": FLOAT32, "distribution": "blocks"},
+)
+"""Under every named recipe."""
+
+
+@cache
+def layer_cases(*, full_size: bool = False) -> tuple[LayerCase, ...]:
+    """All layers in all modes; on hardware (`full_size`) more of them compiled."""
+    found = [case.in_mode(mode) for case in _both() for mode in (LayerMode.TRACE, LayerMode.EAGER)]
+    found += [*_eager(), *_compiled()]
+    return (*found, *_full_size()) if full_size else tuple(found)
+
+
+def _case(recipe: Recipe, mode: LayerMode, **fields: Any) -> LayerCase:
+    defaults: dict[str, Any] = {"shape": ODD, "dtype": BFLOAT16, "weight_dtype": BFLOAT16}
+    return LayerCase(recipe=recipe, mode=mode, **defaults | fields)
+
+
+def _both() -> Iterator[LayerCase]:
+    """What the verb `linear` is asked too: all dtypes, a tail in every sum, several steps."""
+    i = 0
+    for recipe, dtype in product(ALL_RECIPES, HIGH_PRECISION):
+        odd = BLOCKWISE_ODD if recipe.output.a.granularity.is_blockwise else ODD
+        # Products in float32 show every bit of the accumulator.
+        for shape in (REGULAR, odd) if dtype == FLOAT32 else (REGULAR,):
+            yield _case(
+                recipe,
+                LayerMode.TRACE,
+                shape=shape,
+                dtype=dtype,
+                weight_dtype=dtype,
+                distribution=DISTRIBUTIONS[i % len(DISTRIBUTIONS)],
+                with_bias=i % 2 == 0,
+                steps=2 if recipe.delayed and shape != REGULAR else 1,
+            )
+            i += 1
+    for recipe in ALL_RECIPES:
+        yield _case(recipe, LayerMode.TRACE, **SITUATIONS["long"])
+    for recipe in MIXED:
+        yield _case(recipe, LayerMode.TRACE, steps=2 if recipe.delayed else 1)
+
+
+def _eager() -> Iterator[LayerCase]:
+    for recipe, (name, fields) in product(ALL_RECIPES, SITUATIONS.items()):
+        if name != "long":
+            yield _case(recipe, LayerMode.EAGER, **fields)
+    for recipe in (TENSORWISE, ROWWISE_WITH_GW_HP, DELAYED):
+        yield _case(recipe, LayerMode.EAGER, **SHARED)
+    for recipe in (TENSORWISE, ROWWISE, DELAYED, BLOCKWISE):
+        yield _case(recipe, LayerMode.EAGER, shape=ONE_ROW)
+
+
+def _compiled() -> Iterator[LayerCase]:
+    for recipe, fields in product(RECIPES.values(), COMPILED):
+        yield _case(recipe, LayerMode.COMPILED, **fields)
+    yield _case(TENSORWISE, LayerMode.COMPILED, **SHARED)
+
+
+def _full_size() -> Iterator[LayerCase]:
+    for recipe, shape, weight_dtype in product(RECIPES.values(), FULL_SIZES, (BFLOAT16, FLOAT32)):
+        for mode in (LayerMode.EAGER, LayerMode.COMPILED):
+            yield _case(recipe, mode, shape=shape, weight_dtype=weight_dtype, distribution="blocks", steps=2)
+    # Products in float32 show every bit, and outliers how they were added.
+    for recipe, shape, mode in product(RECIPES.values(), LONG, (LayerMode.EAGER, LayerMode.COMPILED)):
+        yield _long(recipe, mode, shape, steps=2)
+    yield _long(TENSORWISE, LayerMode.EAGER, TILES, trained=())
+
+
+def _long(recipe: Recipe, mode: LayerMode, shape: tuple[int, int, int], **fields: Any) -> LayerCase:
+    return _case(recipe, mode, shape=shape, dtype=FLOAT32, weight_dtype=FLOAT32, distribution="outlier", **fields)

@@ -1,0 +1,1 @@
+"""New evidence, recorded on a GPU."""

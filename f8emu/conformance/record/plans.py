@@ -1,0 +1,194 @@
+"""S of more shapes, found on a GPU: `f8emu record OUT --plans IN.json`.
+
+The library runs each shape once, and S is one with which `f8ref.numpy` gives the same bits: the predicted one if it is
+among them, otherwise the smallest. Several are if they cut K into slices of the same length. In most GEMMs others are
+too: a bfloat16 output hides almost every difference, and promoted partials of like magnitude are added exactly. So the
+operands are made to show S: the magnitude changes from block to block, and the second half of K takes back the first,
+so that what is left of a sum is what was cut and rounded away on the way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.compare import different
+from f8emu.conformance.record.cuda import CudaLauncher, Refused
+from f8emu.conformance.record.record import tracked
+from f8emu.spec import BFLOAT16, HOPPER, Granularity, SpecError, format_by_name
+from f8emu.split_k.plan import BLOCKWISE_GEMMS, CHIP, PLANS, Plan, PlannedGemm, Source, shipped_plan
+from f8emu.split_k.tables import plan_from_json, plan_to_json
+
+COLUMNS = 16
+"""How many columns of b differ; the others repeat them."""
+_BLOCK = 128
+_MAX_SLICES = 64
+_SEED = 20261121
+
+
+class PlanRunner(Protocol):
+    """What runs a planned GEMM; `CudaLauncher` unless a test takes its place."""
+
+    def metadata(self) -> dict[str, str]: ...
+
+    def planned(self, gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray) -> np.ndarray | Refused:
+        """One row of `a @ b^T`, [C]: every row of a is `a_K`, and the columns are those of `b_CK` in turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecording:
+    """The outcome for the shapes that were requested."""
+
+    path: Path
+    plan: Plan
+    found: int
+    predicted: int
+    """How many of the shapes found the shipped plan also predicts, if it is of the same library and chip."""
+    predicted_right: int
+    not_found: dict[str, list[str]]
+    """Reason -> shapes."""
+
+    def lines(self) -> list[str]:
+        """What to print."""
+        lines = [f"{self.path}: {self.found} shapes recorded on {self.plan.chip}, {self.plan.library}"]
+        if self.predicted:
+            lines += [f"the shipped rule predicts {self.predicted_right} of {self.predicted} of them"]
+        for reason, shapes in self.not_found.items():
+            lines += [f"{len(shapes)} not recorded, first {shapes[0]}: {reason}"]
+        return lines
+
+
+def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRunner | None = None) -> PlanRecording:
+    """Finds S of each GEMM on this machine's GPU and writes a plan file; one that is there already is added to.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        UnsupportedError: no CUDA GPU with float8.
+        SpecError: the file cannot be written, or is that of another library or chip.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise SpecError(f"record: cannot write {path}: no directory {path.parent}; make it first")
+    run = CudaLauncher() if runner is None else runner
+    facts = run.metadata()
+    plan = Plan(library=f"cuBLAS {facts['cublas']}", chip=facts["device"], torch=facts["torch"], recorded={})
+    if path.exists():
+        old = plan_from_json(path.read_text(encoding="utf-8"), str(path))
+        if (old.library, old.chip) != (plan.library, plan.chip):
+            raise SpecError(
+                f"record: {path} holds shapes of {old.library} on {old.chip}; this is {plan.library} on {plan.chip}; "
+                "write to another file"
+            )
+        plan = replace(plan, recorded=old.recorded)
+    shipped = shipped_plan(plan.chip if plan.chip in PLANS else CHIP)
+    is_shipped = (plan.library, plan.chip) == (shipped.library, shipped.chip)
+    recorded = dict(plan.recorded)
+    not_found: dict[str, list[str]] = {}
+    guesses: list[bool] = []
+    found = 0
+    for gemm in tracked(gemms, "recording", len(gemms)):
+        guess = shipped.predicted(gemm)
+        result = _split_k(gemm, run, guess.split_k)
+        if isinstance(result, Refused):
+            shape = f"{gemm.m} x {gemm.n} x {gemm.k} {gemm.table}"
+            not_found.setdefault(result.reason, []).append(shape)
+            continue
+        found += 1
+        if is_shipped and guess.source is Source.PREDICTED:
+            guesses.append(guess.split_k == result)
+        recorded[gemm.table, gemm.rows, gemm.n, gemm.k] = result
+    plan = replace(plan, recorded=recorded)
+    path.write_text(plan_to_json(plan), encoding="utf-8")
+    return PlanRecording(
+        path=path,
+        plan=plan,
+        found=found,
+        predicted=len(guesses),
+        predicted_right=sum(guesses),
+        not_found=not_found,
+    )
+
+
+def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
+    # One row is compared, which does not depend on M, N and the layout: a list of many shapes has few of them.
+    kind = replace(gemm, m=1, n=COLUMNS, layout="tn")
+    out = run.planned(gemm, *_operands(kind))
+    if isinstance(out, Refused):
+        return out
+    for split_k in _candidates(gemm, guess):
+        if not different(_row(kind, split_k), out).any():
+            return split_k
+    return Refused(reason="no split-K gives these bits")
+
+
+@lru_cache(maxsize=64)
+def _operands(kind: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
+    return revealing_operands(kind)
+
+
+@lru_cache(maxsize=4096)
+def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
+    return emulated(kind, *_operands(kind), split_k)
+
+
+def _candidates(gemm: PlannedGemm, first: int) -> Iterator[int]:
+    """S that cut K differently, the likeliest first, then ascending."""
+    if gemm.is_blockwise:
+        multiple = HOPPER.block_scaled_model(BLOCKWISE_GEMMS[gemm.gemm]).split_k_multiple
+    else:
+        multiple = (HOPPER.bfloat16 if gemm.gemm == "bfloat16" else HOPPER.float8).split_k_multiple
+    seen: set[int] = set()
+    for split_k in (first, *range(1, _MAX_SLICES + 1)):
+        length = -(-gemm.k // (split_k * multiple))
+        if length not in seen:
+            seen.add(length)
+            yield split_k
+
+
+def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int) -> np.ndarray:
+    """What `f8ref.numpy` makes of one row, [C]."""
+    import f8ref.numpy as oracle
+
+    out_dtype = format_by_name(gemm.out_dtype)
+    if gemm.gemm == "bfloat16":
+        return oracle.mm(a_K[None], b_CK.T, out_dtype=out_dtype, split_k=split_k)[0]
+    kind = None if gemm.is_blockwise else Granularity(gemm.gemm)
+    pair = (kind, kind) if kind is not None else BLOCKWISE_GEMMS[gemm.gemm]
+    return oracle.scaled_mm(
+        a_K[None],
+        b_CK.T,
+        np.ones(pair[0].scale_shape(1, gemm.k), np.float32),
+        np.ones(pair[1].scale_shape(len(b_CK), gemm.k), np.float32).T,
+        granularity_a=pair[0],
+        granularity_b=pair[1],
+        out_dtype=out_dtype,
+        use_fast_accum=gemm.accumulation == "fast",
+        split_k=split_k,
+    )[0]
+
+
+def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
+    """A row of a, [K], and `COLUMNS` columns of b, [C, K], whose dot products are zero but for what is rounded away."""
+    rng = np.random.default_rng(_SEED)
+    formats = (BFLOAT16, BFLOAT16)
+    if gemm.gemm != "bfloat16":
+        formats = format_by_name(gemm.a_dtype), format_by_name(gemm.b_dtype)
+    half = gemm.k // (2 * _BLOCK) * _BLOCK
+    # 1. Blocks of one magnitude each. Under promotion one product a block, so that what is promoted is exact, and S
+    # shows in the roundings of the float32 total alone.
+    magnitude = np.repeat(np.exp2(rng.integers(-6, 8, size=half // _BLOCK)), _BLOCK)
+    if gemm.accumulation == "promoted" or gemm.is_blockwise:
+        magnitude[np.arange(half) % _BLOCK != 0] = 0
+    first_a = rng.uniform(1, 2, half) * magnitude
+    first_b = rng.uniform(1, 2, (COLUMNS, half)) * magnitude * rng.choice([-1, 1], (COLUMNS, half))
+    # 2. The same blocks again, in another order and with the other sign.
+    order = rng.permutation(half // _BLOCK)[:, None] * _BLOCK + np.arange(_BLOCK)
+    a_K, b_CK = np.zeros(gemm.k), np.zeros((COLUMNS, gemm.k))
+    a_K[: 2 * half] = np.concatenate([first_a, -first_a[order.ravel()]])
+    b_CK[:, : 2 * half] = np.concatenate([first_b, first_b[:, order.ravel()]], axis=1)
+    return a_K.astype(dtype_of(formats[0])), b_CK.astype(dtype_of(formats[1]))

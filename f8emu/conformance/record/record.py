@@ -1,0 +1,173 @@
+"""New golden cases, recorded on a GPU: `f8emu record OUT`.
+
+Every GEMM of `record_cases` is put to the library. What it gives is stored in the format of `golden`, with the kernels
+that ran and their grids; what it refuses is stored in the metadata as `refused`. No emulation takes part.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from f8emu import __version__
+from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.cases.golden import GoldenCase, read_golden, write_golden
+from f8emu.conformance.compare import different, mismatches
+from f8emu.conformance.record.cases import PlannedCase, plan
+from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused
+from f8emu.conformance.run.subject import load_subject
+from f8emu.spec import GoldenFileError
+
+_T = TypeVar("_T")
+
+SEED = 20261122
+"""The seed of the operands. Another seed records other operands, and other distributions for each shape."""
+
+
+class Launcher(Protocol):
+    """What runs a GEMM; `CudaLauncher` unless a test takes its place."""
+
+    def metadata(self) -> dict[str, str]: ...
+
+    def __call__(self, gemm: GemmCase) -> Launched | Refused: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """f8ref.numpy against a new file."""
+
+    cases_equal: int
+    outputs_equal: int
+    differences: tuple[str, ...]
+    """The first of each case that differs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What became of a recording."""
+
+    path: Path
+    device: str
+    cases: int
+    outputs: int
+    refused: dict[str, list[str]]
+    """Reason -> the GEMMs that the library did not run for it."""
+    verified: Verified | None
+    """None if that was not requested."""
+
+    @property
+    def has_difference(self) -> bool:
+        """Whether the comparison ran and found a difference."""
+        return self.verified is not None and self.verified.cases_equal < self.cases
+
+    def lines(self) -> list[str]:
+        """What to print."""
+        found = [f"{self.path}: {self.cases} cases, {self.outputs} outputs, recorded on {self.device}"]
+        if self.refused:
+            total = sum(map(len, self.refused.values()))
+            found += [f"{total} not recorded, listed in the file under 'refused':"]
+            found += [f"  {len(gemms)}, first {gemms[0]}: {reason}" for reason, gemms in self.refused.items()]
+        if self.verified is None:
+            return [*found, f"not verified; to do so: f8emu verify --golden {self.path}"]
+        equal = self.verified
+        found += [
+            f"f8ref.numpy equals {equal.cases_equal} of {self.cases} cases, "
+            f"{equal.outputs_equal} of {self.outputs} outputs"
+        ]
+        return found + [f"  {line}" for line in equal.differences]
+
+
+def record(
+    path: str | Path,
+    *,
+    seed: int = SEED,
+    verify: bool = False,
+    launcher: Launcher | None = None,
+    cases: Sequence[PlannedCase] | None = None,
+) -> Recording:
+    """Runs every planned GEMM on this machine's GPU and writes a golden file.
+
+    With `verify`, the file is then read back and f8ref.numpy compared with it; a difference is a finding about this
+    chip or library, and the file stays as it is.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+        UnsupportedError: no CUDA GPU with float8.
+        GoldenFileError: the file cannot be written, or the library ran none of the cases.
+    """
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise GoldenFileError(f"record: cannot write {path}: no directory {path.parent}; make it first")
+    launch = CudaLauncher() if launcher is None else launcher
+    planned = plan(seed) if cases is None else cases
+    golden: list[GoldenCase] = []
+    refused: list[dict[str, str]] = []
+    for case in tracked(planned, "recording", len(planned)):
+        result = launch(case.gemm)
+        if isinstance(result, Refused):
+            refused.append(_refusal(case, result))
+        else:
+            golden.append(GoldenCase(name=case.name, gemm=case.gemm, out=result.out, kernels=result.kernels))
+    if not golden:
+        raise GoldenFileError(
+            f"record: the library refused all {len(planned)} cases, first: {refused[0]['reason'] if refused else '-'}; "
+            "nothing is written"
+        )
+    by_reason: dict[str, list[str]] = {}
+    for entry in refused:
+        by_reason.setdefault(entry["reason"], []).append(f"{entry['id']} {entry['name']} ({entry['gemm']})")
+    facts = launch.metadata()
+    metadata = {**facts, "seed": str(seed), "f8emu": __version__, "refused": json.dumps(refused)}
+    write_golden(path, golden, metadata)
+    stored = read_golden(path)
+    for case, back in zip(golden, stored.cases, strict=True):
+        assert not different(back.out, case.out).any(), f"{case.id} did not survive the file"
+    return Recording(
+        path=path,
+        device=facts["device"],
+        cases=len(golden),
+        outputs=sum(case.out.size for case in golden),
+        refused=by_reason,
+        verified=_verify(stored.cases) if verify else None,
+    )
+
+
+def _refusal(case: PlannedCase, result: Refused) -> dict[str, str]:
+    gemm = case.gemm
+    m, n = gemm.output_shape if gemm.sample is None else (gemm.sample.m, gemm.sample.n)
+    dtypes = f"{gemm.a.dtype.name} x {gemm.b.dtype.name} -> {gemm.out_dtype}"
+    chain = "" if gemm.mode is Mode.BF16 else f", use_fast_accum={gemm.use_fast_accum}"
+    return {
+        "id": gemm.id,
+        "name": case.name,
+        "mode": gemm.mode.value,
+        "gemm": f"{m} x {n} x {gemm.k}, {dtypes}{chain}",
+        "reason": result.reason,
+    }
+
+
+def _verify(cases: Sequence[GoldenCase]) -> Verified:
+    subject = load_subject("f8ref.numpy")
+    outputs_equal = 0
+    differences: list[str] = []
+    for case in tracked(cases, "f8ref.numpy", len(cases)):
+        observed = subject.gemm(case.gemm)
+        wrong = int(different(observed, case.out).sum())
+        outputs_equal += case.out.size - wrong
+        if wrong:
+            first = next(mismatches(case.id, "", observed, case.out)).line()
+            differences.append(f"{wrong} of {case.out.size}: {first}")
+    return Verified(
+        cases_equal=len(cases) - len(differences), outputs_equal=outputs_equal, differences=tuple(differences)
+    )
+
+
+def tracked(items: Iterable[_T], title: str, total: int) -> Iterable[_T]:
+    """The items, with a bar on standard error where rich is installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return items
+    return track(items, title, total, console=Console(stderr=True), transient=True)

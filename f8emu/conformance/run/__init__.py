@@ -1,0 +1,1 @@
+"""The runner of the suite: stages, subjects, oracles, results."""

@@ -1,0 +1,150 @@
+"""One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
+from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
+from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
+from f8emu.conformance.run.own_split import Split
+from f8emu.conformance.run.subject import NotOffered, Subject
+from f8emu.conformance.words import said_by
+from f8emu.spec import MissingExtraError
+
+Parts = Mapping[str, np.ndarray]
+"""Name -> array, in the order in which they are computed; a case with one output calls it ""."""
+DescribePart = Callable[[str, tuple[int, ...]], str]
+"""(part, index of an output) -> the inputs that lead to it."""
+Traits = Mapping[str, str]
+"""Trait -> value: `accumulation` -> `promoted`. What a breakdown counts differences by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question that is put to a subject and to its judge."""
+
+    id: str
+    run: Callable[[Subject], Parts]
+    recorded: Parts | None = None
+    """The answer, if it was recorded on hardware; None leaves it to the judge."""
+    describe: DescribePart | None = None
+    snippet: Callable[[Mismatch], str] | None = None
+    """A program that computes one output of it, of a case that is a GEMM."""
+    traits: Traits = field(default_factory=dict)
+    own_split: Callable[[Parts, Parts], Split | None] | None = None
+    """(given, expected) -> the S that explains what differs, of a subject that picks it; None where there is none."""
+    context: Hashable = None
+    """What the answer depends on besides the question; cases of one id and context share an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a case."""
+
+    case: str
+    is_equal: bool = False
+    own_split: Split | None = None
+    """The S that the subject picked, where another one was expected, and under which every bit is right."""
+    outputs_total: int = 0
+    outputs_equal: int = 0
+    not_offered: str = ""
+    """Why the subject cannot run this case; such a case counts neither as equal nor as different."""
+    first_difference: str = ""
+    """The first part that differs."""
+    mismatch: Mismatch | None = None
+    """The first output that differs, or what happened."""
+    traits: Traits = field(default_factory=dict)
+    ulps: Mapping[str, UlpHistogram] = field(default_factory=dict)
+    """dtype -> how far off its outputs are that differ, of all parts; empty of a case that is equal."""
+    place: DifferenceMap | None = None
+    """Where the first part that differs does so."""
+
+    @property
+    def is_different(self) -> bool:
+        return not self.is_equal and self.own_split is None
+
+    def excused(self) -> "Outcome":
+        """The outcome under the subject's own S: counted neither as equal nor as different."""
+        return replace(self, outputs_equal=0, first_difference="", mismatch=None, ulps={}, place=None)
+
+
+def answer(case: Case, judge: Subject | None) -> Parts | Exception:
+    """What is expected: the recording, or what the judge gives. An exception in the judge is kept, not raised."""
+    if case.recorded is not None:
+        return case.recorded
+    assert judge is not None, "a case without a recording has a judge"
+    try:
+        return case.run(judge)
+    except Exception as error:  # reported as a failed case by run_case
+        return error
+
+
+def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcome:
+    """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
+    if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
+        return _failed(case, {}, f"the oracle raised {said_by(answers)}")
+    try:
+        given = case.run(subject)
+    except (NotOffered, MissingExtraError) as reason:  # torch without JAX casts, and emulates no GEMM
+        return Outcome(case=case.id, not_offered=str(reason), traits=case.traits)
+    except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
+        return _failed(case, answers, f"raised {said_by(error)}")
+
+    total = sum(array.size for array in answers.values())
+    wrong = 0
+    first: str | None = None
+    found: Mismatch | None = None
+    place: DifferenceMap | None = None
+    ulps: dict[str, UlpHistogram] = {}
+    for part, expected in answers.items():
+        array = given.get(part)
+        fault = shape_fault(array, expected)
+        if fault or array is None:
+            histogram = UlpHistogram(apart={NOT_COMPARED: expected.size})
+        else:
+            histogram = ulp_histogram(array, expected)
+        wrong += histogram.total
+        if histogram.total:
+            ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), histogram))
+        if first is None and (fault or histogram.total):  # what follows a difference follows from it
+            first = part
+            if fault or array is None:
+                found = Mismatch(case=case.id, part=part, error=fault)
+            else:
+                found = next(mismatches(case.id, part, array, expected, _describe(case, part)))
+                found = replace(found, outputs=expected.size, differing=histogram.total)
+                found = replace(found, snippet=case.snippet(found) if case.snippet else "")
+                place = difference_map(case.id, part, array, expected)
+    return Outcome(
+        case=case.id,
+        is_equal=first is None,
+        own_split=case.own_split(given, answers) if case.own_split and place is not None else None,
+        outputs_total=total,
+        outputs_equal=total - wrong,
+        first_difference=first or "",
+        mismatch=found,
+        traits=case.traits,
+        ulps=ulps,
+        place=place,
+    )
+
+
+def _describe(case: Case, part: str) -> Describe | None:
+    describe = case.describe
+    return None if describe is None else lambda index: describe(part, index)
+
+
+def _failed(case: Case, answers: Parts, error: str) -> Outcome:
+    ulps: dict[str, UlpHistogram] = {}
+    for expected in answers.values():
+        missing = UlpHistogram(apart={NOT_COMPARED: expected.size})
+        ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), missing))
+    return Outcome(
+        case=case.id,
+        outputs_total=sum(array.size for array in answers.values()),
+        mismatch=Mismatch(case=case.id, error=error),
+        traits=case.traits,
+        ulps=ulps,
+    )

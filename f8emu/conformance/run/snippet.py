@@ -1,0 +1,82 @@
+"""One output of a GEMM as a program in plain torch: its row, its column, their scales and bias, bit by bit."""
+
+import numpy as np
+
+from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.compare import Mismatch
+from f8emu.spec import Granularity
+
+_LONGEST_K = 1024
+_COPIES = 16
+"""How many copies of the column to multiply: torch takes N in multiples of 16."""
+_WIDTH = 80
+_DIGITS = 72
+"""Hexadecimal, of a line."""
+
+
+def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
+    """The program; empty of bfloat16 GEMMs, of a long K, and of what raised.
+
+    An output depends on its row of a and its column of b alone: M is 1, and the column stands 16 times. K is padded
+    with zeros to a multiple of 16, or of 128 beside block scales.
+    """
+    if gemm.mode is Mode.BF16 or gemm.k > _LONGEST_K or len(mismatch.index) != 2:
+        return ""
+    assert gemm.scale_a is not None and gemm.scale_b is not None
+    row, column = mismatch.index
+    b, scale_b, of_b = gemm.b, gemm.scale_b, gemm.granularity_b
+    if gemm.offs is not None:
+        group = gemm.group_of(row)
+        b, scale_b, of_b = b[group], scale_b[group][None], Granularity.ROWWISE
+    of_a = Granularity.ROWWISE if gemm.offs is not None else gemm.granularity_a
+    is_blockwise = of_a.is_blockwise
+    a_scale, a_shape = _scale(gemm.scale_a, of_a, row)
+    b_scale, b_shape = _scale(scale_b.T, of_b, column)
+    out = gemm.out_dtype
+    copies = 1 if of_b in (Granularity.TENSORWISE, Granularity.BLOCKWISE_128X128) else _COPIES
+    turn = "" if of_b is Granularity.TENSORWISE else ".T"
+    lines = [
+        "import torch",
+        'device = "cuda" if torch.cuda.is_available() else "cpu"',
+        "bits = lambda text, dtype, *shape: torch.frombuffer(bytearray.fromhex(text),",
+        "    dtype=torch.uint8).view(dtype).reshape(shape).to(device)",
+        *_array("a", _padded(gemm.a[row], is_blockwise), gemm.a.dtype.name, "1, -1"),
+        *_array("b", _padded(b[column], is_blockwise), b.dtype.name, f"{_COPIES}, -1", _COPIES, ".T"),
+        *_array("scale_a", a_scale, "float32", a_shape),
+        *_array("scale_b", b_scale, "float32", b_shape.replace("1, ", f"{copies}, "), copies, turn),
+    ]
+    if gemm.bias is None:
+        lines += ["bias = None"]
+    else:
+        lines += _array("bias", gemm.bias[column : column + 1], out.name, str(_COPIES), _COPIES)
+    call = "out = torch._scaled_mm(a, b, scale_a, scale_b, bias=bias,"
+    lines += [call, f"    out_dtype=torch.{out.name}, use_fast_accum={gemm.use_fast_accum})"]
+    shown = f"out.view(torch.int{out.bits})[0, 0].item() % 2**{out.bits}"
+    lines += [
+        f"# expected {mismatch.expected}, observed {mismatch.observed}",
+        "# Only a Hopper GPU prints the expected bits: a CPU may print others.",
+        f"print(hex({shown}))",
+    ]
+    return "\n".join(lines)
+
+
+def _scale(scale: np.ndarray, granularity: Granularity, row: int) -> tuple[np.ndarray, str]:
+    """The scales of one row of an operand [R, K], and their shape."""
+    if granularity is Granularity.TENSORWISE:
+        return scale.reshape(1), ""
+    rows = granularity.block[0] or 1
+    return scale[row // rows], "1, -1"
+
+
+def _padded(codes: np.ndarray, is_blockwise: bool) -> np.ndarray:
+    return np.pad(codes.view(np.uint8), (0, -len(codes) % (128 if is_blockwise else 16)))
+
+
+def _array(name: str, values: np.ndarray, dtype: str, shape: str, copies: int = 1, turn: str = "") -> list[str]:
+    text = np.ascontiguousarray(values).tobytes().hex()
+    times = f" * {copies}" if copies > 1 else ""
+    end = f"{times}, torch.{dtype}{f', {shape}' if shape else ''}){turn}"
+    if len(line := f'{name} = bits("{text}"{end}') <= _WIDTH:
+        return [line]
+    parts = [f'    "{text[i : i + _DIGITS]}"' for i in range(0, len(text), _DIGITS)]
+    return [f"{name} = bits(", *parts, f"   {end}"]

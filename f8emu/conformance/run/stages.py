@@ -1,0 +1,289 @@
+"""The stages of the suite, in the order in which a mistake would spread: formats, scales, GEMMs, layers.
+
+A stage is a list of cases and who judges them. `Stage.cases` leaves out what is outside of a subject's range.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, product
+
+import numpy as np
+
+from f8emu.conformance.breakdown.traits import gemm_traits, layer_traits, recorded_inputs
+from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.cases.golden import GoldenFile
+from f8emu.conformance.cases.tables import (
+    CASTS,
+    DECODED,
+    DELAYED_AMAXES,
+    DELAYED_TRACES,
+    SCALE_RULES,
+    all_codes,
+    amax_corners,
+    amax_inputs,
+    cast_inputs,
+    inv_scales,
+    live_cases,
+    quantize_inputs,
+    values,
+)
+from f8emu.conformance.compare import abbreviated, different, hexadecimal
+from f8emu.conformance.layers.layer import LayerCase, LayerMode
+from f8emu.conformance.layers.layer_cases import layer_cases
+from f8emu.conformance.layers.trace import SplitK, describe_layer, layer_parts, trace_parts
+from f8emu.conformance.run.check import Case, Parts, Traits
+from f8emu.conformance.run.gemm_description import describe_gemm, options_of
+from f8emu.conformance.run.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.run.own_split import OwnSplit, Split
+from f8emu.conformance.run.snippet import torch_snippet
+from f8emu.conformance.run.subject import NotOffered, Subject
+from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One part of the suite."""
+
+    name: str
+    title: str
+    needs: tuple[str, ...]
+    """The verbs without which a subject cannot run any of it."""
+    cases: Callable[[Subject, GoldenFile], Iterator[Case]]
+    """Raises NotOffered where the subject or the machine has no such thing."""
+    judge: Callable[[str], Subject] | None
+    """Name of a subject -> its oracle; None is a recording."""
+    is_whole: bool = True
+    """False: some of its cases alone, which may be too few to tell which S are a subject's own."""
+
+    def is_offered_by(self, subject: Subject) -> bool:
+        """Whether a subject has the verbs; without those it cannot run any of it."""
+        has_layer = subject.train is not None or "linear" in subject.verbs
+        return set(self.needs) <= subject.verbs.keys() if self.needs else has_layer
+
+
+# 1 Formats
+
+
+def _formats(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    """Every code decoded; every bfloat16 and float16 and the boundaries of float32 cast, under both policies."""
+    for fmt in DECODED:
+        x = all_codes(fmt)
+        traits = {"operation": "decode", "format": fmt.name}
+        yield _value_case(f"decode {fmt}", lambda s, x=x: s.verbs["decode"](x), x, traits=traits)
+    for source, target, overflow in CASTS:
+        x = cast_inputs(source, target)
+        yield _value_case(
+            f"cast {source} to {target} {overflow.value}",
+            lambda s, x=x, target=target, overflow=overflow: s.verbs["cast"](x, target, overflow=overflow),
+            x,
+            traits={"operation": "cast", "format": target.name, "from": source.name, "overflow": overflow.value},
+        )
+
+
+def _value_case(name: str, run: Callable[[Subject], np.ndarray], *inputs: np.ndarray, traits: Traits) -> Case:
+    """A case whose output has the shape of its inputs."""
+    return Case(
+        id=name,
+        run=lambda subject: {"": run(subject)},
+        describe=lambda part, index: " ".join(hexadecimal(x[index]) for x in inputs),
+        traits=traits,
+    )
+
+
+# 2 Scales
+
+
+def _scales(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    """Amax, scales, quantisation and its inverse, and the states of delayed scaling over 19 steps."""
+    for i, (distribution, shape, granularity) in enumerate(amax_inputs()):
+        x = values(distribution, shape, HIGH_PRECISION[i % 3])
+        yield Case(
+            id=f"amax {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value}",
+            run=lambda s, x=x, g=granularity: {"": s.verbs["amax"](x, g)},
+            describe=lambda part, index, x=x: abbreviated(x, "x"),
+            traits={"operation": "amax", "granularity": granularity.value, "inputs": distribution},
+        )
+    for i, (distribution, shape, granularity) in enumerate(quantize_inputs()):
+        x, target = values(distribution, shape, HIGH_PRECISION[i % 3]), HOPPER.operand_formats[i // 2 % 2]
+        factors = inv_scales(x, granularity, target)
+        yield Case(
+            id=f"quantize {distribution} {x.dtype} {shape[0]}x{shape[1]} {granularity.value} to {target}",
+            run=partial(_quantize, x, factors, target, granularity),
+            describe=partial(_describe_quantize, x, factors, granularity),
+            traits={
+                "operation": "quantize and dequantize",
+                "granularity": granularity.value,
+                "inputs": distribution,
+                "format": target.name,
+            },
+        )
+    for (rule, margin), target in product(SCALE_RULES, HOPPER.operand_formats):
+        amax = amax_corners()
+        power = " power of two" if rule.power_of_two else ""
+        yield Case(
+            id=f"scale_from_amax {target}{power} floor {rule.amax_floor:g} margin {margin}",
+            run=partial(_scale_from_amax, amax, target, rule, margin),
+            describe=lambda part, index, amax=amax: hexadecimal(amax[index]),
+            traits={"operation": "scale_from_amax", "format": target.name, "rule": _rule(rule)},
+        )
+    for delayed, rule, target in DELAYED_TRACES:
+        name = f"delayed {delayed.reduction.value} of {delayed.history_length} margin {delayed.margin} {target}"
+        yield Case(
+            id=name + (" power of two" if rule.power_of_two else ""),
+            run=partial(_delayed, delayed, rule, target),
+            describe=lambda part, index: "amaxes " + " ".join(f"{x:g}" for x in DELAYED_AMAXES),
+            traits={"operation": "delayed scaling", "format": target.name, "rule": _rule(rule)},
+        )
+
+
+def _rule(rule: ScaleRule) -> str:
+    return "power of two" if rule.power_of_two else "any scale"
+
+
+def _quantize(x: np.ndarray, factors: np.ndarray, fmt: Format, granularity: Granularity, subject: Subject) -> Parts:
+    codes = subject.verbs["quantize"](x, factors, fmt, granularity)
+    return {"codes": codes, "values": subject.verbs["dequantize"](codes, factors, granularity)}
+
+
+def _describe_quantize(
+    x: np.ndarray, factors: np.ndarray, granularity: Granularity, part: str, index: tuple[int, ...]
+) -> str:
+    rows, columns = granularity.block
+    factor = factors[index[0] // (rows or x.shape[0]), index[1] // (columns or x.shape[1])]
+    return f"x={hexadecimal(x[index])} factor={hexadecimal(factor)}"
+
+
+def _scale_from_amax(amax: np.ndarray, fmt: Format, rule: ScaleRule, margin: int, subject: Subject) -> Parts:
+    scales = subject.verbs["scale_from_amax"](amax, fmt, rule, margin=margin)
+    return {"inv_scale": scales.inv_scale, "scale": scales.scale}
+
+
+def _delayed(delayed: DelayedScaling, rule: ScaleRule, fmt: Format, subject: Subject) -> Parts:
+    state = subject.verbs["initial_delayed_state"](delayed)
+    parts: dict[str, np.ndarray] = {}
+    for step, amax in enumerate((None, *DELAYED_AMAXES)):
+        if amax is not None:
+            x = np.full((1, 1), amax, np.float32)
+            state = subject.verbs["update_delayed_state"](state, x, fmt, rule, delayed)
+        parts |= {f"step {step} {field}": np.asarray(value) for field, value in state._asdict().items()}
+    return parts
+
+
+# 3 GEMMs
+
+
+def _golden(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    own_split = _own_split(subject)
+    for case in golden.cases:
+        mode = case.gemm.mode.value
+        name = case.id if mode in case.id else f"{case.id} {mode}"
+        traits = gemm_traits(case.gemm, recorded_inputs(case.name, case.gemm.mode))
+        yield _gemm_case(case.gemm, f"{name} {options_of(case.gemm)}", traits, own_split, recorded=case.out)
+
+
+def _gemms(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    own_split = _own_split(subject)
+    first = subject.first_call
+    if first is not None:
+        case = _gemm_case(
+            first.gemm, f"first call: {first.gemm.id} {options_of(first.gemm)}", gemm_traits(first.gemm), own_split
+        )
+        judged = case.run
+        yield replace(case, run=lambda asked: first.outputs() if asked is subject else judged(asked))
+    for gemm in (*gemm_cases(), *subject.more_gemms()):
+        if subject.takes(gemm):
+            asked = subject.question(gemm)
+            yield _gemm_case(asked, f"{asked.id} {options_of(asked)}", gemm_traits(asked), own_split)
+
+
+def _live(subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+    if not subject.runs_full_size:
+        raise NotOffered("no GPU: these GEMMs are run at full size, on the hardware that chooses their kernels")
+    own_split = _own_split(subject)
+    for gemm in live_cases():
+        asked = subject.question(gemm)
+        name = asked.id if asked is gemm else f"{asked.id} {options_of(asked)}"
+        yield _gemm_case(asked, name, gemm_traits(asked), own_split)
+
+
+def _own_split(subject: Subject) -> OwnSplit | None:
+    return OwnSplit(gemm_oracle(subject.name).gemm) if subject.chooses_split_k else None
+
+
+def _gemm_case(
+    gemm: GemmCase, name: str, traits: Traits, own_split: OwnSplit | None, recorded: np.ndarray | None = None
+) -> Case:
+    turns = gemm.in_turn
+
+    def explained(given: Parts, expected: Parts) -> Split | None:
+        found: Split | None = None
+        for part, right in expected.items():
+            if own_split is not None and different(given[part], right).any():
+                found = own_split(turns[part], given[part], right)
+                if found is None:
+                    break
+        return found
+
+    return Case(
+        id=name,
+        run=lambda subject: subject.outputs(gemm),
+        recorded=None if recorded is None else {"": recorded},
+        own_split=explained,
+        describe=lambda part, index: describe_gemm(turns[part], index),
+        snippet=lambda mismatch: torch_snippet(turns[mismatch.part], mismatch),
+        traits=traits,
+    )
+
+
+# 4 Layers
+
+
+def layers_of(mode: LayerMode) -> Stage:
+    """The stage with the layers of one mode only."""
+    return replace(STAGES["layers"], cases=partial(_layers, only=mode))
+
+
+def share_of(stage: Stage, index: int, count: int) -> Stage:
+    """The stage with one of `count` shares of its cases."""
+    return replace(stage, cases=lambda subject, golden: islice(stage.cases(subject, golden), index, None, count))
+
+
+def _layers(subject: Subject, golden: GoldenFile, only: LayerMode | None = None) -> Iterator[Case]:
+    """The layers that a subject trains itself, eager and compiled; for another subject, those of the verb `linear`."""
+    if subject.train is None and "linear" not in subject.verbs:
+        raise NotOffered(f"{subject.name} has neither a layer that trains nor linear")
+    for case in layer_cases(full_size=subject.runs_full_size):
+        if (case.mode is LayerMode.TRACE) == (subject.train is None) and only in (None, case.mode):
+            yield Case(
+                id=case.id,
+                run=partial(_run_layer, case, subject.slices_of),
+                describe=partial(describe_layer, case),
+                traits=layer_traits(case),
+                context=subject.slices_of,
+            )
+
+
+def _run_layer(case: LayerCase, slices_of: SplitK, subject: Subject) -> Parts:
+    """`slices_of` is that of the subject that is verified, its judge included."""
+    if case.mode is LayerMode.TRACE:
+        return trace_parts(case, subject.verbs, slices_of)
+    return layer_parts(case, subject.verbs, slices_of) if subject.train is None else subject.train(case)
+
+
+_VALUES = ("decode", "cast")
+_SCALES = ("amax", "scale_from_amax", "quantize", "dequantize", "initial_delayed_state", "update_delayed_state")
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(name="formats", title="formats and casts", needs=_VALUES, cases=_formats, judge=value_oracle),
+        Stage(name="scales", title="scales", needs=_SCALES, cases=_scales, judge=value_oracle),
+        Stage(name="golden", title="recorded GEMMs", needs=("scaled_mm",), cases=_golden, judge=None),
+        Stage(name="gemms", title="generated GEMMs", needs=("scaled_mm",), cases=_gemms, judge=gemm_oracle),
+        Stage(name="layers", title="layers, forward and backward", needs=(), cases=_layers, judge=gemm_oracle),
+        Stage(name="live", title="Llama-3 GEMMs on the GPU", needs=("scaled_mm",), cases=_live, judge=gemm_oracle),
+    )
+}
+"""Name -> stage, in the order in which they run."""

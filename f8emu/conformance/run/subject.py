@@ -1,0 +1,387 @@
+"""Who is verified: the implementations of f8emu, and anyone's own kernel.
+
+A subject is a set of verbs that take and give numpy arrays of ml_dtypes, and the name of the engine behind them: an
+emulated torch must never be taken for hardware.
+"""
+
+import importlib
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
+from f8emu.conformance.cases.engine_cases import engine_cases
+from f8emu.conformance.cases.gemm import GemmCase, Verbs
+from f8emu.conformance.cases.gemm import NotOffered as NotOffered
+from f8emu.conformance.cases.gemm_cases import ALIGNED, is_aligned
+from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_run
+from f8emu.conformance.kernels.cases import kernel_cases
+from f8emu.conformance.kernels.faults import KernelFault
+from f8emu.conformance.kernels.imported import attribute
+from f8emu.conformance.kernels.interpreter import INTERPRETED, is_interpreted
+from f8emu.conformance.kernels.isolation import isolated
+from f8emu.conformance.kernels.kernel import (
+    PADDED_K_BY_ROWS,
+    PADDED_ROWS_BY_K,
+    ROWWISE_MATRICES,
+    TENSORWISE_SCALARS,
+    Arg,
+    Kernel,
+)
+from f8emu.conformance.kernels.known import KERNELS
+from f8emu.conformance.layers import engine_layer, jax_layer, torch_layer
+from f8emu.conformance.layers.layer import LayerCase
+from f8emu.conformance.layers.trace import SplitK, planned
+from f8emu.native import library
+from f8emu.spec import HIGH_PRECISION, HOPPER, F8Error, MissingExtraError, SpecError, UnsupportedError
+
+VERBS = (
+    "decode",
+    "cast",
+    "amax",
+    "scale_from_amax",
+    "quantize",
+    "dequantize",
+    "scaled_mm",
+    "scaled_grouped_mm",
+    "mm",
+    "initial_delayed_state",
+    "update_delayed_state",
+    "linear",
+)
+"""What an implementation of f8emu offers."""
+
+
+class FirstCall(NamedTuple):
+    """The first GEMM that a kernel was given, before a run, and what it gave."""
+
+    gemm: GemmCase
+    output: np.ndarray | Exception
+
+    def outputs(self) -> Mapping[str, np.ndarray]:
+        """The output by name.
+
+        Raises:
+            Exception: what the kernel raised.
+        """
+        if isinstance(self.output, Exception):
+            raise self.output
+        return {"": self.output}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """One implementation under test."""
+
+    name: str
+    engine: str
+    """The software and hardware that compute: `f8ref.numpy, numpy 2.4.6`, `torch._scaled_mm on NVIDIA H200`, ..."""
+    verbs: Verbs
+    """The verbs that the subject has, out of `VERBS`."""
+    train: Callable[[LayerCase], Mapping[str, np.ndarray]] | None = None
+    """Runs the layer that people train, and returns its parts."""
+    takes_any_size: bool = True
+    """False: M, N and K of a GEMM must be multiples of 16, as for the hardware's library."""
+    runs_full_size: bool = False
+    """True: a sampled GEMM is run at its full size, on which the library's choice of kernel depends."""
+    is_thread_safe: bool = False
+    """True: cases may run side by side."""
+    is_idle: bool = False
+    """True: nothing on this machine computes with it, so that it runs only if it is asked for."""
+    is_kernel: bool = False
+    """True: its operands lie where a case says; its verbs take `placement`, and `in_turn` is one of them."""
+    chooses_split_k: bool = False
+    """True: the library chooses the split-K itself [CHAIN-3]; the verbs do not pass `split_k` on."""
+    slices_of: SplitK = planned
+    """S of the GEMMs of its layers: the plan's, or on a Hopper GPU what its library says."""
+    question: Callable[[GemmCase], GemmCase] = lambda case: case
+    """A generated GEMM in the form in which this subject can run it; its oracle gets the same."""
+    more_gemms: Callable[[], Iterable[GemmCase]] = tuple
+    """Generated GEMMs for this subject alone."""
+    rows_run: Callable[[GemmCase], int] = lambda case: case.a.shape[0]
+    """The number of rows with which a GEMM is run: more than it has if M is padded."""
+    first_call: FirstCall | None = None
+    """The first call of a kernel, made before the run; it is compared with the generated GEMMs."""
+
+    def takes(self, case: GemmCase) -> bool:
+        """Whether a generated GEMM is in this subject's range."""
+        if case.split_k != 1 and self.chooses_split_k:
+            return False
+        return self.takes_any_size or is_aligned(case)
+
+    def outputs(self, case: GemmCase) -> Mapping[str, np.ndarray]:
+        """The outputs of a GEMM by name: one, or those of several calls in turn, all read after the last.
+
+        Raises:
+            NotOffered: the subject has no such GEMM.
+        """
+        turns = case.in_turn
+        if not (self.is_kernel and case.between):
+            return {name: self.gemm(one) for name, one in turns.items()}
+        return dict(zip(turns, self.verbs["in_turn"]([one.call() for one in turns.values()]), strict=True))
+
+    def gemm(self, case: GemmCase) -> np.ndarray:
+        """The output of a GEMM; for a sampled GEMM the sampled outputs.
+
+        Raises:
+            NotOffered: the subject has no such GEMM.
+        """
+        if case.verb not in self.verbs:
+            raise NotOffered(f"{self.name} has no {case.verb}")
+        if case.sample is None:
+            return case.run(self.verbs, is_placed=self.is_kernel)
+        if self.runs_full_size:
+            output = case.embedded(case.sample).run(self.verbs)
+            return output[np.ix_(case.sample.rows, case.sample.cols)]
+        if self.takes_any_size:
+            return case.run(self.verbs)
+        padded, sample = case.padded(ALIGNED)
+        return padded.run(self.verbs)[np.ix_(sample.rows, sample.cols)]
+
+
+def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = None) -> Subject:
+    """One of `SUBJECTS`, such as `f8ref.numpy` or `torch`, a known kernel or `package.module:attribute`.
+
+    `arrays` names the framework whose arrays your own kernel takes: torch, numpy or jax. With a `timeout`, in seconds
+    for each GEMM, a kernel runs in its own process, so that a crash or a hang is an error of one case only.
+
+    Raises:
+        SpecError: an unknown subject, module or attribute, unknown arrays, or a timeout for a subject that is not a
+            kernel.
+        MissingExtraError: torch or jax is needed and not installed.
+        UnsupportedError: the engine is not compiled.
+    """
+    if arrays not in FRAMEWORKS:
+        raise SpecError(f"load_subject: arrays must be one of {', '.join(FRAMEWORKS)}; got {arrays!r}")
+    if name in SUBJECTS:
+        if timeout is not None:
+            raise SpecError(
+                f"load_subject: a timeout isolates a kernel, and {name!r} is not one; leave out --isolate and --timeout"
+            )
+        return SUBJECTS[name]()
+    if ":" not in name and name not in KERNELS:
+        if name.endswith(".py"):
+            raise SpecError(f"load_subject: which function of {name}? Name it: {name}:FUNCTION")
+        raise SpecError(
+            f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}; a kernel of your own "
+            "is package.module:function or path/to/file.py:function; f8emu verify --kernels lists the known ones"
+        )
+    if timeout is not None:
+        return isolated_subject(name, arrays, timeout)
+    return kernel_subject(load_kernel(name), arrays)
+
+
+def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
+    """A declared kernel as a subject.
+
+    Raises:
+        SpecError: its function cannot be imported, or it writes to arrays of JAX.
+        MissingExtraError: the arrays' framework is not installed.
+    """
+    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
+    engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
+    told = {"predicted": kernel.predicted, "seen": kernel.seen}
+    verbs = kernel_verbs(kernel, framework)
+    engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
+    engine = "; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)])
+    return _of_kernel(kernel, engine, verbs, runs_full_size=framework.on_gpu)
+
+
+def _of_kernel(kernel: Kernel, engine: str, verbs: Verbs, *, runs_full_size: bool) -> Subject:
+    """A kernel in this process, or in a separate one."""
+    return Subject(
+        name=kernel.name,
+        engine=engine,
+        verbs=verbs,
+        runs_full_size=runs_full_size,
+        is_kernel=True,
+        chooses_split_k=True,
+        question=partial(question, kernel),
+        more_gemms=partial(kernel_cases, kernel),
+        rows_run=partial(rows_run, kernel),
+    )
+
+
+def load_kernel(path: str) -> Kernel:
+    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is.
+
+    Raises:
+        SpecError: nothing of that name can be imported.
+        MissingExtraError: it is a function of f8emu whose framework is not installed.
+    """
+    if path in KERNELS:
+        return KERNELS[path]
+    try:
+        found = attribute(path)
+        if not callable(found) and not isinstance(found, Kernel):
+            raise AttributeError(f"{path} is not callable, and not a Kernel")
+    except MissingExtraError:
+        raise  # says what to install
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
+            f"{error}. Run it where the module can be imported, or set PYTHONPATH"
+        ) from None
+    except KernelFault as fault:
+        raise SpecError(f"f8emu verify {path}: {fault}") from None
+    except F8Error:
+        raise
+    except Exception as error:  # the module's own
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}:{place.lineno}"
+        raise SpecError(f"f8emu verify {path}: its import raised {type(error).__name__}: {error} ({where})") from None
+    return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
+
+
+def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
+    """A function called as `torch._scaled_mm` is, by `contract.CONTRACT`."""
+    return Kernel(
+        name=name,
+        function=function,
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
+        keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
+        scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
+        a=PADDED_ROWS_BY_K,
+        b=PADDED_K_BY_ROWS,
+        out_dtypes=HIGH_PRECISION,
+        multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
+    )
+
+
+def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
+    """A kernel that runs in its own process, which is started anew after a crash or a hang.
+
+    A known kernel whose package cannot be imported is not offered, and stops no other.
+
+    Raises:
+        SpecError: as `load_subject`, and a timeout that is not positive.
+    """
+    if not timeout > 0:
+        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
+    try:
+        kernel = isolated(name, arrays, timeout)
+    except SpecError as error:
+        if name not in KERNELS:
+            raise
+        return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
+    about = kernel.about
+    verbs = {verb: partial(kernel.run, verb) for verb in about.verbs}
+    return _of_kernel(about.kernel, about.engine, verbs, runs_full_size=about.runs_full_size)
+
+
+def _f8ref_numpy() -> Subject:
+    import f8ref.numpy
+
+    return Subject(
+        name="f8ref.numpy",
+        engine=f"f8ref.numpy, numpy {np.__version__}",
+        verbs={verb: getattr(f8ref.numpy, verb) for verb in VERBS},
+    )
+
+
+@cache
+def _f8ref_jax() -> Subject:
+    framework = jax_arrays("f8emu verify f8ref.jax")
+    import f8ref.jax
+
+    return Subject(
+        name="f8ref.jax",
+        engine=f"f8ref.jax, jax {framework.version}, {framework.device}",
+        verbs={verb: travelling(framework, getattr(f8ref.jax, verb)) for verb in VERBS},
+        is_thread_safe=not framework.on_gpu,
+        is_idle=not framework.on_gpu and library.library() is not None,
+    )
+
+
+def _f8emu_native(width: str | None = None) -> Subject:
+    """The engine at one of its widths, the fastest by default, called with numpy's own memory."""
+    problem = library.unavailable()
+    if problem is not None:
+        raise UnsupportedError(f"f8emu verify f8emu.native: {problem}")
+    import f8ref.numpy
+    from f8emu.numpy import emulation
+
+    names = ("amax", "quantize", "scaled_mm", "scaled_grouped_mm", "mm")
+    verbs: dict[str, Any] = {name: partial(getattr(emulation, name), width=width) for name in names}
+    verbs["scale_from_amax"] = emulation.scale_from_amax
+    verbs["linear"] = partial(engine_layer.linear, dict(verbs))
+    # The states, which layers need, are the oracle's.
+    verbs |= {name: getattr(f8ref.numpy, name) for name in ("initial_delayed_state", "update_delayed_state")}
+    return Subject(
+        name="f8emu.native" if width is None else f"f8emu.native:{width.lower()}",
+        engine=f"f8emu.native, {width or library.widths()[0]} on cpu",
+        verbs=verbs,
+        is_thread_safe=True,
+        more_gemms=engine_cases,
+    )
+
+
+def _torch() -> Subject:
+    call = "f8emu verify torch"
+    framework = torch_arrays(call)
+    modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.split_k.ask")
+    implementation, engine, cublaslt = map(importlib.import_module, modules)
+    device = "cuda" if framework.on_gpu else "cpu"
+    at = framework.load(np.zeros(1, np.float32)).device
+    on_hardware = engine.has_float8_hardware(at)
+    try:
+        multiplies = engine.engine_of(device)
+    except MissingExtraError:  # its casts run all the same
+        multiplies = "no GEMMs: JAX, which would emulate them, is not installed"
+    names = [verb for verb in VERBS if verb != "linear"]  # its layer is Float8Linear, and that trains
+    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in names}
+    return Subject(
+        name="torch",
+        engine=f"torch {framework.version}, {multiplies}",
+        verbs=without_split_k(verbs) if on_hardware else verbs,
+        train=partial(torch_layer.train, framework),
+        takes_any_size=False,
+        is_thread_safe=not framework.on_gpu,
+        runs_full_size=on_hardware,
+        chooses_split_k=on_hardware,
+        slices_of=(lambda gemm: cublaslt.split_k_at_hand(gemm, HOPPER).split_k)
+        if engine.is_device_of(HOPPER, at)
+        else planned,
+    )
+
+
+def _f8emu_jax() -> Subject:
+    framework = jax_arrays("f8emu verify f8emu.jax")
+    implementation, engine = (importlib.import_module(name) for name in ("f8emu.jax", "f8emu.jax.gemm.engine"))
+    multiplies = engine.engine_of()
+    on_hardware = not multiplies.startswith("emulated")
+    names = [verb for verb in VERBS if verb != "linear"]  # its layer is made of dot_general, and that trains
+    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in names}
+    return Subject(
+        name="f8emu.jax",
+        engine=f"jax {framework.version}, {multiplies}",
+        verbs=without_split_k(verbs) if on_hardware else verbs,
+        train=partial(jax_layer.train, framework),
+        is_thread_safe=not framework.on_gpu,
+        runs_full_size=on_hardware,
+        chooses_split_k=on_hardware,
+    )
+
+
+def without_split_k(verbs: Verbs) -> Verbs:
+    """The verbs of a library that chooses the split-K itself."""
+
+    def run(verb: Callable[..., np.ndarray], *args: Any, split_k: int, **options: Any) -> np.ndarray:
+        return verb(*args, **options)
+
+    return {**verbs, **{name: partial(run, verbs[name]) for name in ("scaled_mm", "mm") if name in verbs}}
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "f8ref.numpy": _f8ref_numpy,
+    "f8ref.jax": _f8ref_jax,
+    "f8emu.native": _f8emu_native,
+    **{f"f8emu.native:{width.lower()}": partial(_f8emu_native, width) for width in library.widths()[1:]},
+    "torch": _torch,
+    "f8emu.jax": _f8emu_jax,
+}
+"""Name -> loader, in the order in which they are verified by default."""

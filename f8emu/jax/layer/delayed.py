@@ -1,0 +1,306 @@
+"""Delayed scaling as explicit state: a tree of float32 that goes into the layer and is updated once a step.
+
+    state = linear_delayed_state(recipe)
+    grads, amaxes = jax.grad(loss, argnums=(0, 1))(params, state)  # delayed_dot_general(recipe)(..., state, ...)
+    state = linear_delayed_update(state, amaxes, recipe)
+
+JAX sums the gradients of a state that is used twice, and a sum of amaxes is not an amax. So one state is for one call
+of a step: give each use of a shared one its own copy with `shared_delayed_state`, and take `linear_delayed_maximum` of
+the gradients of several passes. Layers in a scan have stacked states, and `jax.vmap` of these functions serves them.
+
+The gradient of a state, for each of its tensors:
+
+    amax_history  [amax, 0, ..]  the amax of the casts, where the newest one will be; 0 without a cast
+    inv_scale     1              the number of uses: what JAX adds shows here, also without `initialized`
+    initialized   0              not 0 in a next state (`overwrite_with_gradient`), which is no gradient of amaxes
+
+A next state that JAX added has an `initialized` above 1. Such states, and gradients with another number than one use
+(or none, of a layer that did not run), are broken: an error where values are known, in a trace an inv_scale of NaN.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from f8emu.jax.delayed_state import initial_delayed_state, update_delayed_state
+from f8emu.jax.layer.dot_general import described_state
+from f8emu.jax.layer.operands import float8_of
+from f8emu.spec.errors import OperandError, SpecError
+from f8emu.spec.recipe import TENSORS, Recipe, recipe_by_name
+from f8emu.spec.trace import DelayedState, Float8State
+
+_INFINITY = 0x7F800000
+
+
+def linear_delayed_state(recipe: Recipe | str = "delayed") -> Float8State:
+    """The state of a linear layer before its first step: empty histories, scales that are not set.
+
+    Shapes:
+        for each tensor with delayed scales amax_history [history_length], inv_scale [], initialized [], all float32.
+
+    Exactness: no arithmetic.
+
+    Raises:
+        SpecError: a recipe without delayed scaling.
+    """
+    recipe = _delayed("linear_delayed_state", recipe)
+    assert recipe.delayed is not None
+    first = initial_delayed_state(recipe.delayed)
+    first = first._replace(initialized=first.initialized.astype(jnp.float32))
+    # Each its own arrays, so that all may be donated.
+    return Float8State(*(jax.tree.map(jnp.array, first) if t in recipe.delayed_tensors else None for t in TENSORS))
+
+
+def linear_delayed_update(state: Float8State, amaxes: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
+    """The state of the next step, by the rule of `DelayedScaling`; `amaxes` is the gradient of the state.
+
+    Shapes:
+        those of `linear_delayed_state`; states stacked by `jax.vmap` too.
+
+    Exactness: as for `update_delayed_state`, so that the states equal those of `f8emu.torch`.
+
+    Raises:
+        SpecError: a recipe without delayed scaling.
+        OperandError: states of another recipe; amaxes that JAX added or an optimizer changed, and a state without a
+            scale (in a trace: inv_scale NaN).
+    """
+    call = "linear_delayed_update"
+    recipe = _delayed(call, recipe)
+    _require_float8_states(call, state=state, amaxes=amaxes)
+    for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
+        if (tensor in recipe.delayed_tensors) != (of_tensor is not None) or (of_tensor is None) != (gradient is None):
+            raise OperandError(
+                f"{call}: state and amaxes must have a DelayedState for each tensor with delayed scales of recipe "
+                f"{recipe.name!r}; got {type(of_tensor).__name__} and {type(gradient).__name__} for {tensor}"
+            )
+    updated, broken = _updated(state, amaxes, recipe)
+    of_tensors = zip(TENSORS, updated, broken, strict=True)
+    return Float8State(
+        *(new if new is None else _loud(call, tensor, new, is_one) for tensor, new, is_one in of_tensors)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="recipe")
+def _updated(state: Float8State, amaxes: Float8State, recipe: Recipe) -> tuple[Float8State, list[jax.Array | None]]:
+    """The next state, and which tensors' state or amaxes are invalid."""
+    found: list[DelayedState | None] = []
+    broken: list[jax.Array | None] = []
+    for tensor, of_tensor, gradient in zip(TENSORS, state, amaxes, strict=True):
+        if of_tensor is None or gradient is None:
+            found.append(None)
+            broken.append(None)
+            continue
+        assert recipe.delayed is not None, "only such a recipe has a state"
+        format = float8_of(*(cast for _, _, cast in recipe.casts(tensor)))
+        is_set = jnp.ones((), jnp.bool_) if of_tensor.initialized is None else of_tensor.initialized != 0
+        new = update_delayed_state(
+            of_tensor._replace(initialized=is_set), gradient.amax_history[0], format, recipe.scale_rule, recipe.delayed
+        )
+        flag = None if of_tensor.initialized is None else new.initialized.astype(jnp.float32)
+        found.append(new._replace(initialized=flag))
+        broken.append(_is_broken(of_tensor) | _is_sum(gradient))
+    return Float8State(*found), broken
+
+
+def linear_delayed_maximum(a: Float8State, b: Float8State) -> Float8State:
+    """The larger amaxes of two gradients of a state, for the passes of a step that accumulates gradients.
+
+    Shapes:
+        any, the same for both.
+
+    Exactness: a maximum of integers, which keeps NaN.
+
+    Raises:
+        OperandError: arguments that are not states, or states that differ in tensors, lengths or `initialized`.
+    """
+    call = "linear_delayed_maximum"
+    _require_float8_states(call, a=a, b=b)
+    if jax.tree.structure(a) != jax.tree.structure(b) or jax.tree.map(jnp.shape, a) != jax.tree.map(jnp.shape, b):
+        raise OperandError(
+            f"{call}: both must be gradients of one state; got {described_state(a)} and {described_state(b)}; settle "
+            "states (linear_delayed_settled) between steps, not between the passes of one"
+        )
+
+    def larger(x: jax.Array, y: jax.Array) -> jax.Array:
+        bits = (lax.bitcast_convert_type(v, jnp.int32) for v in (x, y))
+        return lax.bitcast_convert_type(jnp.maximum(*bits), jnp.float32)
+
+    found = jax.tree.map(larger, a, b)
+    # Next states are no amaxes: added flags show it.
+    return _with_flags(found, jax.tree.map(jnp.add, _flags(a), _flags(b)))
+
+
+def linear_delayed_settled(state: Float8State) -> Float8State:
+    """The state without `initialized`, once every scale is set: casts then take one pass over their tensor, not two.
+
+    Use it in a loop after the first steps; a function that takes the result is traced anew. A state that overwrites
+    itself keeps the flag (`overwrite_with_gradient`).
+
+    Shapes:
+        any, as those of the state.
+
+    Exactness: casts have the same bits as with the flag.
+
+    Raises:
+        OperandError: a scale that is not set yet or is not above 0, a traced state, or not a state.
+    """
+    call = "linear_delayed_settled"
+    _require_float8_states(call, state=state)
+    for tensor, of_tensor in zip(TENSORS, state, strict=True):
+        if of_tensor is None:
+            continue
+        flag = 1 if of_tensor.initialized is None else of_tensor.initialized
+        if any(isinstance(leaf, Tracer) for leaf in of_tensor) or not bool(
+            jnp.all(flag == 1) & jnp.all(_is_scale(of_tensor.inv_scale))
+        ):
+            raise OperandError(
+                f"{call}: every scale must be set, and known outside of a trace; the scale of {tensor} is not; call it "
+                "between steps, after an update with a positive amax of every tensor; a layer without a gradient, or "
+                "with a gradient of zeros, never casts a grad_output, and cannot be settled"
+            )
+    return Float8State(*(None if of_tensor is None else of_tensor._replace(initialized=None) for of_tensor in state))
+
+
+def shared_delayed_state(state: Float8State, uses: int) -> Float8State:
+    """`uses` copies of a state, stacked in front, for as many calls in a step. Their gradient is the largest amaxes.
+
+    Apply `overwrite_with_gradient` to the state, not to its copies.
+
+    Shapes:
+        leaf [..] -> [uses, ..].
+
+    Exactness: copies; the gradient is a maximum of integers, which keeps NaN.
+
+    Raises:
+        OperandError: not a state, or `uses` below 1.
+    """
+    call = "shared_delayed_state"
+    _require_float8_states(call, state=state)
+    if not isinstance(uses, int) or uses < 1:
+        raise OperandError(f"{call}: uses must be a number of calls, at least 1; got {uses!r}")
+    return _shared(uses, state)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shared(uses: int, state: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (uses, *leaf.shape)), state)
+
+
+def _largest(uses: int, _: None, gradient: Any) -> tuple[Any]:
+    def of_leaf(leaf: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(jnp.max(lax.bitcast_convert_type(leaf, jnp.int32), axis=0), jnp.float32)
+
+    # Next states are no amaxes: added flags show it.
+    flags = jax.tree.map(lambda flag: flag.sum(0), _flags(gradient))
+    return (_with_flags(jax.tree.map(of_leaf, gradient), flags),)
+
+
+_shared.defvjp(lambda uses, state: (_shared(uses, state), None), _largest)
+
+
+def overwrite_with_gradient(state: Float8State, recipe: Recipe | str = "delayed") -> Float8State:
+    """The state, whose gradient is now the state of the next step: flax's overwrite-with-gradient.
+
+    A layer that gets no gradient in a step (not called, or behind `jax.lax.stop_gradient`) has a next state of zeros,
+    and starts anew: in the next step its scales come from the tensors themselves. `linear_delayed_update` keeps the
+    scales.
+
+    Shapes:
+        those of `linear_delayed_state`.
+
+    Exactness: as for `linear_delayed_update`.
+
+    Raises:
+        SpecError: a recipe without delayed scaling.
+        OperandError: a settled state, since its flag is what shows that it got no gradient or several; a state that JAX
+            added or an optimizer changed (in a trace: inv_scale NaN).
+    """
+    call = "overwrite_with_gradient"
+    recipe = _delayed(call, recipe)
+    _require_float8_states(call, state=state)
+    if any(of_tensor is not None and of_tensor.initialized is None for of_tensor in state):
+        raise OperandError(
+            f"{call}: a state that overwrites itself must keep initialized; got a settled one; use "
+            "linear_delayed_update with settled states"
+        )
+    return _overwritten(recipe, state)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _overwritten(recipe: Recipe, state: Any) -> Any:
+    of_tensors = (
+        None if t is None else _loud("overwrite_with_gradient", name, t, _is_broken(t))
+        for name, t in zip(TENSORS, state, strict=True)
+    )
+    return Float8State(*of_tensors)
+
+
+def _next(recipe: Recipe, state: Any, amaxes: Any) -> tuple[Any]:
+    return (linear_delayed_update(state, amaxes, recipe),)
+
+
+_overwritten.defvjp(lambda recipe, state: (_overwritten(recipe, state), state), _next)
+
+
+def _is_scale(inv_scale: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(inv_scale, jnp.int32)
+    return (bits > 0) & (bits <= _INFINITY)
+
+
+def _is_broken(state: DelayedState) -> jax.Array:
+    """Whether a state is invalid: a sum, changed by an optimizer, or with a scale that is marked as set and is not."""
+    flag = jnp.ones((), jnp.float32) if state.initialized is None else jnp.asarray(state.initialized)
+    return ~((flag == 0) | ((flag == 1) & _is_scale(jnp.asarray(state.inv_scale))))
+
+
+def _is_sum(gradient: DelayedState) -> jax.Array:
+    """Whether a gradient is the sum of several uses, or not a gradient of a state."""
+    uses = jnp.asarray(gradient.inv_scale)
+    flag = jnp.zeros((), jnp.float32) if gradient.initialized is None else jnp.asarray(gradient.initialized)
+    return ~(((uses == 0) | (uses == 1)) & (flag == 0))
+
+
+def _loud(call: str, tensor: str, state: DelayedState, broken: jax.Array) -> DelayedState:
+    """The state, its inv_scale NaN if it is broken; OperandError where that is known."""
+    if isinstance(broken, Tracer):
+        return state._replace(inv_scale=jnp.where(broken, jnp.float32(jnp.nan), state.inv_scale))
+    if bool(jnp.any(broken)):
+        raise OperandError(
+            f"{call}: a state serves one call per pass, and its gradient is not for an optimizer; got a state of "
+            f"{tensor}, or a gradient of it, that was summed, scaled or changed in another way, or has no scale; "
+            "give each call a copy (shared_delayed_state), and combine passes with linear_delayed_maximum"
+        )
+    return state
+
+
+def _flags(state: Float8State) -> list[Any]:
+    return [None if of_tensor is None else of_tensor.initialized for of_tensor in state]
+
+
+def _with_flags(state: Float8State, flags: list[Any]) -> Float8State:
+    pairs = zip(state, flags, strict=True)
+    return Float8State(*(None if t is None else t._replace(initialized=flag) for t, flag in pairs))
+
+
+def _require_float8_states(call: str, **states: Any) -> None:
+    for name, state in states.items():
+        fits = isinstance(state, Float8State) and all(isinstance(t, DelayedState | None) for t in state)
+        if not fits or any(jnp.result_type(leaf) != jnp.float32 for leaf in jax.tree.leaves(state)):
+            raise OperandError(
+                f"{call}: {name} must be a Float8State of float32 arrays; got {described_state(state)}; start with "
+                "linear_delayed_state(recipe), or restore with linear_delayed_state(recipe) as the template"
+            )
+
+
+def _delayed(call: str, recipe: Any) -> Recipe:
+    recipe = recipe_by_name(recipe) if isinstance(recipe, str) else recipe
+    if not isinstance(recipe, Recipe) or recipe.delayed is None:
+        raise SpecError(
+            f"{call}: needs a recipe with delayed scaling; got {getattr(recipe, 'name', recipe)!r}; its scales have no "
+            "state: use dot_general"
+        )
+    return recipe

@@ -1,0 +1,332 @@
+"""The three GEMMs and six casts of a linear layer, as one function with its own backward pass.
+
+    output      = cast(input)         @ cast(weight)^T        forward
+    grad_input  = cast(grad_output)   @ cast(weight^T)^T      backward
+    grad_weight = cast(grad_output^T) @ cast(input^T)^T       backward
+
+Input and gradient are cast once for both of their GEMMs. Kept for the backward pass are the codes of `input^T`, a byte
+an element, or its bfloat16 values if the recipe keeps `grad_weight` in high precision, and the weight itself, which is
+a parameter and there anyway: it is cast for `grad_input` when its time has come, under the scales that were found in
+the forward pass. So is the input of a layer that widens it (`keeps_input`). What no gradient needs is neither cast nor
+kept.
+"""
+
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from f8emu.jax.compiling import known_options
+from f8emu.jax.gemm import engine as engines
+from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_both, cast_delayed
+from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
+from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
+from f8emu.jax.sharing import transpose
+from f8emu.spec.chips import CHIPS
+from f8emu.spec.formats import E4M3FN, Format
+from f8emu.spec.recipe import Cast, Gemm, Recipe
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.spec.trace import DelayedState, Float8State
+
+LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+"""How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
+TWICE = (
+    "a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
+    "would make it 0; use jax.lax.dot_general where second derivatives are needed, or jax.lax.stop_gradient around "
+    "what an inner gradient is taken of"
+)
+
+_MAPPED = (
+    "a state serves one call per step; got operands that jax.vmap maps and a state that it does not, so that JAX "
+    "would add the amaxes of its entries; put the mapped axis into the rows of the input instead, or give every entry "
+    "a state: shared_delayed_state(state, size), mapped too"
+)
+
+
+class Tap(Protocol):
+    """Is shown what a layer casts and multiplies, by callbacks in the program where it is traced."""
+
+    def tensor(self, tensor: str, value: jax.Array) -> None:
+        """A matrix before its casts: input [M, K], weight [N, K] or grad_output [M, N]."""
+
+    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
+        """A GEMM: operands [rows, summed dimension], product [rows of a, rows of b]."""
+
+
+class Plan(NamedTuple):
+    """The settings of a call, which do not depend on the values of its arrays."""
+
+    recipe: Recipe
+    engine: str
+    out_dtype: Format
+    input_dtype: Format
+    """The format of `input` and of the products of the backward pass."""
+    weight_dtype: Format
+    is_input_transposed: bool
+    """Whether `input` is given as [K, M]."""
+    is_weight_transposed: bool
+    """Whether `weight` is given as [K, N]."""
+    sharded_k: str
+    """What is done where XLA divides both operands of a GEMM along K (`gemm.partition`)."""
+    divided: Divided = Divided()
+    """The mesh axes along which the matrices are divided in `jax.shard_map`."""
+    settled: tuple[bool, bool, bool] | None = None
+    """Which of the states have no `initialized`."""
+    tap: Tap | None = None
+    """Who is shown what is cast and multiplied."""
+    recompute_casts: bool = True
+    """Whether the weight is cast for the backward pass when its time has come, so that its codes need not be kept."""
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs."""
+
+    input: Side
+    """An `Operand`; `Deferred` of a layer that keeps its input itself."""
+    weight: Side
+    """`Deferred`, or in high precision an `Operand`."""
+    grad_output: DelayedState | None
+    amaxes: tuple[jax.Array | None, jax.Array | None] | None
+    """The amaxes of input and weight; None if no gradient of the state is needed."""
+    state: Float8State | None
+    """If its gradient is asked for: along which axes of `jax.shard_map` it varies, so does that."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def float8_matmul(plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None) -> jax.Array:
+    """`input @ weight^T` under a recipe.
+
+    Shapes:
+        input [M, K], or [K, M] if the plan says so, weight [N, K] or [K, N] -> [M, N] in `plan.out_dtype`.
+
+    Exactness: every code, scale and product equals that of `f8ref.numpy.linear`, on Hopper and emulated.
+    """
+    return _forward(plan, input, weight, state, (False, False, False))[0]
+
+
+def _forward(
+    plan: Plan, input: jax.Array, weight: jax.Array, state: Float8State | None, wanted: tuple[bool, bool, bool]
+) -> tuple[jax.Array, Kept]:
+    """The output, and what the gradients of input, weight and state need."""
+    recipe = plan.recipe
+    wants_input, wants_weight, wants_state = wanted
+    of_input, of_weight, of_grad_output = (None, None, None) if state is None else state
+    # 1. Both operands of input and of weight.
+    x_cols = recipe.grad_weight.b if wants_weight else None
+    w_cols = recipe.grad_input.b if wants_input else None
+    axes, x_is_t, w_is_t = plan.divided, plan.is_input_transposed, plan.is_weight_transposed
+    if plan.tap is not None:
+        plan.tap.tensor("input", input.T if x_is_t else input)
+        plan.tap.tensor("weight", weight.T if w_is_t else weight)
+    keeps = keeps_input(plan, input, weight)
+    x, x_kept, x_amax = cast_matrix(
+        plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
+    )
+    w, w_kept, w_amax = cast_matrix(
+        plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=plan.recompute_casts
+    )
+    # 2. The product.
+    w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
+    output = gemm("output", recipe.output, x, w, plan.out_dtype, plan)
+    amaxes = (x_amax, w_amax) if wants_state else None
+    kept = _kept(x_cols, x_kept, input), _kept(w_cols, w_kept, weight)
+    return output, Kept(*kept, of_grad_output, amaxes, state if wants_state else None)
+
+
+def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
+    wanted = (input.perturbed, weight.perturbed, any(leaf.perturbed for leaf in jax.tree.leaves(state)))
+    values = input.value, weight.value, jax.tree.map(lambda leaf: leaf.value, state)
+    x, w, s = differentiable_no_more(values, f"dot_general: {TWICE}")
+    if wanted[2]:
+        s = mapped_with("delayed_dot_general", s, x, w)
+    return _forward(plan, x, w, s, wanted)
+
+
+def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, Any]:
+    recipe = plan.recipe
+    if isinstance(grad_output, SymbolicZero):
+        return None, None, None
+    grad_output = differentiable_no_more(grad_output, f"dot_general: {TWICE}")
+    if plan.tap is not None:
+        plan.tap.tensor("grad_output", grad_output)
+    # 1. Both operands of grad_output.
+    rows = None if kept.weight is None else recipe.grad_input.a
+    cols = None if kept.input is None else recipe.grad_weight.a
+    axes = plan.divided
+    g, g_transposed, amax = cast_matrix(plan, grad_output, rows, cols, kept.grad_output, axes.grad_output, False)
+    # 2. The products, in the layouts of input and weight.
+    d_input = d_weight = d_state = None
+    input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
+    if g is not None:
+        w = taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
+        w = _gathered(w, recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
+        d_input = gemm("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
+    if g_transposed is not None:
+        x = taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
+        d_weight = gemm("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
+        n, k = axes.gathered_n, axes.gathered_k
+        d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
+    # 3. The amaxes, as the gradient of the state.
+    if kept.amaxes is not None:
+        assert kept.state is not None, "it is kept with the amaxes"
+        d_state = cotangent(plan, (*kept.amaxes, amax), kept.state)
+    return d_input, d_weight, d_state
+
+
+float8_matmul.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+def mapped_with(call: str, state: Float8State, *operands: jax.Array) -> Float8State:
+    """The state; UnsupportedError where `jax.vmap` maps an operand and not it."""
+
+    def checked(of_tensor: DelayedState) -> DelayedState:
+        inv_scale = refuse_mapped_alone(of_tensor.inv_scale, *operands, refusal=f"{call}: {_MAPPED}")
+        return of_tensor._replace(inv_scale=inv_scale)
+
+    return Float8State(*(of_tensor if of_tensor is None else checked(of_tensor) for of_tensor in state))
+
+
+def cast_matrix(
+    plan: Plan,
+    x: jax.Array,
+    rows: Cast | None,
+    cols: Cast | None,
+    state: DelayedState | None,
+    axes: tuple[Axes, Axes],
+    is_transposed: bool,
+    *,
+    defers_cols: bool = False,
+) -> tuple[Any, Any, jax.Array | None]:
+    """The operands `rows` of a matrix and `cols` of its transpose, of which `x` is the one or the other; its amax.
+
+    Operands are `Operand`s; with `defers_cols` a second one under float8 is `Deferred`.
+    """
+    recipe = plan.recipe
+    deferred = int(not is_transposed) if defers_cols and cols is not None else None
+    if is_transposed:
+        rows, cols, axes = cols, rows, (axes[1], axes[0])
+    amax = None
+    if state is None:
+        by_rows, by_cols = cast_both(x, rows, cols, recipe.scale_rule, axes=axes, deferred=deferred)
+    else:
+        delayed = recipe.delayed
+        assert delayed is not None, "only such a recipe has a state"
+        by_rows, by_cols, amax = cast_delayed(
+            x, rows, cols, state, delayed, recipe.scale_rule, axes=axes, deferred=deferred
+        )
+    return (by_cols, by_rows, amax) if is_transposed else (by_rows, by_cols, amax)
+
+
+def keeps_input(plan: Plan, input: jax.Array, weight: jax.Array) -> bool:
+    """Whether the input itself is kept, and cast again: where it takes less memory than codes of grad_output.
+
+    A block's memory is at its peak when such a layer's grad_output comes. XLA then has room for an array of the input's
+    size, where a gradient of that size will be, and lays codes, which are smaller, beside it. A cast by blocks is left
+    as it is: it finds scales and codes of both operands in one pass.
+    """
+    cast = plan.recipe.grad_weight.b
+    rows = input.shape[1 if plan.is_input_transposed else 0]
+    features = weight.shape[1 if plan.is_weight_transposed else 0]
+    return input.nbytes < rows * features and not cast.is_high_precision and not cast.granularity.is_blockwise
+
+
+def _float8(cast: Cast | None) -> Cast | None:
+    """A cast to float8; one to high precision is made where it is used (`_kept`)."""
+    return None if cast is None or cast.is_high_precision else cast
+
+
+def gemm(
+    name: str,
+    spec: Gemm,
+    a: Operand | None,
+    b: Operand | None,
+    out_dtype: Format,
+    plan: Plan,
+    transposed: bool = False,
+) -> jax.Array:
+    """`a @ b^T` as one GEMM of the recipe, or its transpose."""
+    assert a is not None and b is not None, "they were cast for it"
+    where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": known_options()}
+    where |= {"transposed": transposed, "sharded_k": plan.sharded_k, "chip": CHIPS[plan.recipe.chip]}
+    if spec.is_high_precision:
+        product = engines.mm(a.codes, transpose(b.codes), out_dtype=out_dtype, layout=LAYOUTS[name], **where)
+    else:
+        granularities = spec.scaled_gemm_granularities
+        product = engines.scaled_mm(
+            a.codes,
+            transpose(b.codes),
+            _scale(a, granularities[0]),
+            transpose(_scale(b, granularities[1])),
+            granularities,
+            bias=None,
+            out_dtype=out_dtype,
+            use_fast_accum=spec.use_fast_accum,
+            powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
+            **where,
+        )
+    if plan.tap is not None:
+        plan.tap.gemm(name, a, b, product.T if transposed else product, plan)
+    return product
+
+
+def _scale(operand: Operand, granularity: Granularity) -> jax.Array:
+    """The operand's scale at the GEMM's granularity: paired with a rowwise operand, it is repeated for every row."""
+    assert operand.scale is not None, "a float8 operand has a scale"
+    if granularity is Granularity.ROWWISE:
+        return jnp.broadcast_to(operand.scale, (operand.codes.shape[0], 1))
+    return operand.scale
+
+
+def _has_safe_powers_of_two(recipe: Recipe, spec: Gemm) -> bool:
+    """Whether a product may be rounded before it is scaled: what `hardware.form_of` asks for."""
+    is_usual = recipe.scale_rule == ScaleRule(power_of_two=True) and recipe.delayed is None
+    return is_usual and spec.a.format == spec.b.format == E4M3FN
+
+
+def scales_follow(recipe: Recipe, spec: Gemm) -> bool:
+    """Whether the scales of a GEMM are those of rows, and on hardware multiply a product that is rounded already."""
+    return spec.scaled_gemm_granularities[0] is Granularity.ROWWISE and _has_safe_powers_of_two(recipe, spec)
+
+
+def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
+    """What is kept for a cast of the backward pass: an operand; of one in high precision `x` as it lies."""
+    return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand
+
+
+def taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Operand | None:
+    """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
+    if isinstance(side, Deferred):
+        return side.operand(cast, rule, 0 if is_transposed else 1, after=after)
+    if side is None or side.scale is not None or is_transposed:
+        return side
+    return Operand(transpose(side.codes), None)
+
+
+def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> Operand | None:
+    """An operand of the weight [rows, K], gathered along `axes`."""
+    if operand is None or not any(axes):
+        return operand
+    codes, scale = gathered(operand.codes, axes), operand.scale
+    if scale is not None:
+        rows, k = cast.granularity.block
+        scale = gathered(scale, (axes[0] if rows else (), axes[1] if k else ()))
+    return Operand(codes, scale)
+
+
+def cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
+    """The gradient of a state: the encoding is that of `training.delayed`."""
+    delayed, settled = plan.recipe.delayed, plan.settled
+    assert delayed is not None and settled is not None, "only such a recipe has a state"
+
+    def of_tensor(amax: jax.Array | None, is_settled: bool, of_state: DelayedState | None) -> DelayedState | None:
+        if amax is None:
+            return None
+        assert of_state is not None, "the amax is of a cast with a state"
+        amax = as_gradient(amax, varying(of_state.amax_history), plan.divided)
+        uses, zero = (as_gradient(jnp.full((), n, jnp.float32), varying(of_state.inv_scale)) for n in (1, 0))
+        history = jnp.concatenate([amax.reshape(1), jnp.zeros(delayed.history_length - 1, jnp.float32)])
+        return DelayedState(amax_history=history, inv_scale=uses, initialized=None if is_settled else zero)
+
+    return Float8State(*map(of_tensor, amaxes, settled, state))

@@ -1,0 +1,179 @@
+"""A page as one self-contained file that asks nothing of the network.
+
+Scripts and styles are inlined once; a content security policy forbids everything else, also what a name or a message
+of a foreign kernel might smuggle in.
+"""
+
+import base64
+import hashlib
+from html import escape
+from importlib.resources import files
+from typing import assert_never
+
+from f8emu.report.page import (
+    Block,
+    Cell,
+    Code,
+    Details,
+    Facts,
+    Page,
+    Plot,
+    Plots,
+    Section,
+    Share,
+    Table,
+    Text,
+    Tone,
+)
+from f8emu.report.palette import variables
+
+
+def render(command: str, page: Page) -> str:
+    """The page as HTML; `command` is what made it."""
+    data = files("f8emu.conformance") / "page"
+    style = variables() + (data / "page.css").read_text(encoding="utf-8")
+    script = (data / "page.js").read_text(encoding="utf-8")
+    hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, script))
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
+    links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
+    body = "".join(_section(part, f"part-{i}", 2) for i, part in enumerate(page.sections, 1))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(page.title)} - {escape(command)}</title>
+<link rel="icon" href="data:,">
+<script>{_EARLY}</script>
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#content">To the content</a>
+<header><div>
+<div class="kicker"><span>{escape(command)}</span><button type="button" id="theme" hidden></button></div>
+<h1>{escape(page.title)}</h1>
+{f'<p class="lead">{escape(page.lead)}</p>' if page.lead else ""}
+{_verdict(page.verdict)}
+{f'<nav aria-label="Parts"><ul>{links}</ul></nav>' if len(page.sections) > 1 else ""}
+</div></header>
+<main id="content">
+{body}
+</main>
+<footer><p>One file, readable offline: it loads nothing and sends nothing.</p></footer>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+_EARLY = """const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+document.documentElement.dataset.theme = prefersDark.matches ? "dark" : "light";"""
+"""Before anything is seen: otherwise a page in the dark would flash."""
+
+
+def _sha256(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+_SIGNS: dict[Tone, str] = {"good": "\N{CHECK MARK}", "bad": "\N{MULTIPLICATION X}", "warn": "\N{WARNING SIGN}"}
+
+
+def _sign(tone: Tone) -> str:
+    """Before the words, for the eye alone."""
+    return f'<span aria-hidden="true">{_SIGNS[tone]}\N{NO-BREAK SPACE}</span>' if tone in _SIGNS else ""
+
+
+def _verdict(verdict: Cell | None) -> str:
+    if verdict is None:
+        return ""
+    return (
+        f'<p class="verdict {verdict.tone}" id="verdict">{_sign(verdict.tone)}<span>{escape(verdict.text)}</span></p>'
+    )
+
+
+def _section(section: Section, key: str, level: int) -> str:
+    lead = f"<p>{escape(section.lead)}</p>" if section.lead else ""
+    blocks = "".join(_block(block, f"{key}-{i}") for i, block in enumerate(section.blocks, 1))
+    parts = "".join(_section(part, f"{key}-s{i}", level + 1) for i, part in enumerate(section.sections, 1))
+    heading = f'<h{level} id="{key}-title">{escape(section.title)}</h{level}>'
+    return f'<section id="{key}" aria-labelledby="{key}-title">{heading}{lead}{blocks}{parts}</section>\n'
+
+
+def _block(block: Block, key: str) -> str:
+    match block:
+        case Table():
+            return _table(block)
+        case Facts():
+            items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in block.items)
+            return f"<dl>{items}</dl>"
+        case Text():
+            if len(block.points) == 1:
+                return f"<p>{escape(block.points[0])}</p>"
+            return f'<ul class="points">{"".join(f"<li>{escape(point)}</li>" for point in block.points)}</ul>'
+        case Code():
+            return f'<pre class="scroll" tabindex="0">{escape(chr(10).join(block.lines))}</pre>'
+        case Details():
+            inner = "".join(_block(part, f"{key}-{i}") for i, part in enumerate(block.blocks, 1))
+            return f"<details><summary>{escape(block.summary)}</summary>{inner}</details>"
+        case Plot():
+            return _plot(block, key)
+        case Plots():
+            return f'<div class="plots">{"".join(_plot(p, f"{key}-{i}") for i, p in enumerate(block.plots, 1))}</div>'
+    assert_never(block)
+
+
+def _plot(plot: Plot, key: str) -> str:
+    numbers = f"<details><summary>The numbers</summary>{_table(plot.data)}</details>" if plot.data else ""
+    caption = f'<strong id="{key}-title">{escape(plot.title)}</strong>{escape(plot.alt)}'
+    return (
+        f'<figure aria-labelledby="{key}-title"><figcaption>{caption}</figcaption>'
+        f'<div class="frame" tabindex="0" role="group" aria-labelledby="{key}-title">{plot.svg}</div>'
+        f"{numbers}</figure>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    heads = "".join(f"<th scope=col{_class(i, table)}>{escape(name)}</th>" for i, name in enumerate(table.columns))
+    rows = "".join(_row(n, table) for n in range(len(table.rows)))
+    caption = f"<caption>{escape(table.caption)}</caption>"
+    # wide tables scroll by themselves, also by the keyboard
+    label = f'tabindex="0" role="region" aria-label="{escape(table.caption)}"'
+    inner = f"{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>"
+    return f'<div class="scroll" {label}><table>{inner}</table></div>'
+
+
+def _row(number: int, table: Table) -> str:
+    row = table.rows[number]
+    if not table.starts:
+        return f"<tr>{''.join(_cell(cell, column, table) for column, cell in enumerate(row))}</tr>"
+    cells = "".join(_cell(cell, column, table) for column, cell in enumerate(row) if column)
+    if number not in table.starts:
+        return f"<tr>{cells}</tr>"
+    end = min((start for start in table.starts if start > number), default=len(table.rows))
+    head = escape(row[0] if isinstance(row[0], str) else row[0].text)
+    return f'<tr class="start"><th scope="rowgroup" rowspan="{end - number}">{head}</th>{cells}</tr>'
+
+
+def _cell(cell: str | Cell | Share, column: int, table: Table) -> str:
+    if isinstance(cell, Share):
+        width = f"{100 * cell.value:.2f}%"
+        bar = f'<span class="track"><span{"" if cell.value else " class=none"} style="width:{width}"></span></span>'
+        return f'<td{_label(column, table)}><div class="share">{bar}<span>{escape(cell.text)}</span></div></td>'
+    cell = Cell(text=cell) if isinstance(cell, str) else cell
+    text = f"{_sign(cell.tone)}{escape(cell.text)}"
+    tag, scope = ("th", " scope=row") if column == 0 else ("td", _label(column, table))
+    return f"<{tag}{scope}{_class(column, table, cell)}>{text}</{tag}>"
+
+
+def _label(column: int, table: Table) -> str:
+    """What heads the cell on a narrow screen, where rows are stacked."""
+    return f' data-label="{escape(table.columns[column])}"'
+
+
+def _class(column: int, table: Table, cell: Cell | None = None) -> str:
+    names = ["number"] if column in table.numeric else []
+    if cell is not None:
+        names += ["mono"] * cell.is_code + [cell.tone] * bool(cell.tone)
+    return f' class="{" ".join(names)}"' if names else ""

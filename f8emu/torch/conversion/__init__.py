@@ -1,0 +1,1 @@
+"""Conversion of a model's linear layers, and its report."""

@@ -1,0 +1,290 @@
+"""Convert a model to float8 training: `nn.Linear` layers become `Float8Linear`, in place, and a report says which.
+
+A layer that cannot be converted is reported here, at conversion, and not in the middle of training.
+"""
+
+import logging
+import warnings
+from collections.abc import Collection
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from f8emu.spec.chips import CHIPS
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import Recipe
+from f8emu.torch.conversion.linear_subclass import float8_subclass, float_layer, linear_class
+from f8emu.torch.conversion.outcomes import linear_layers, report_of, sharded_layers
+from f8emu.torch.conversion.report import ConversionReport, Outcome
+from f8emu.torch.conversion.small_layers import ModuleFilter
+from f8emu.torch.conversion.torchao_config import RecipeLike
+from f8emu.torch.delayed.update import UpdateGroup
+from f8emu.torch.gemm.checks import SIZE_MULTIPLE
+from f8emu.torch.gemm.engine import resolve_engine
+from f8emu.torch.layer.float8_linear import Float8Linear, resolve_recipe
+from f8emu.torch.layer.replacement import watch_replacements
+from f8emu.torch.torch_internals import replace_modules
+from f8emu.torch.weights.float8_weight import Float8Weight
+from f8emu.torch.weights.primary_weights import hold_as_float8, release, require_primary
+from f8emu.torch.weights.sharded_weight import gather_as_float8, require_gatherable_weights
+
+_log = logging.getLogger("f8emu")
+_DEFAULT = "tensorwise"
+"""The recipe of a conversion that names none, as in torchao."""
+
+
+def convert_to_float8_training(
+    module: nn.Module,
+    *,
+    config: RecipeLike | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    engine: str = "auto",
+    pad: bool = False,
+    recompute_casts: bool = False,
+    subclasses: Collection[type[nn.Linear]] = (),
+    enable_fsdp_float8_all_gather: bool = False,
+    float8_primary_weights: bool = False,
+) -> nn.Module:
+    """Replace every `nn.Linear` in `module` by a `Float8Linear` with the same parameters.
+
+    Shared modules and parameters stay shared. A linear layer that contains others, such as adapters, keeps them, and
+    they are converted too. The report is logged at INFO on the logger "f8emu". A module that reads its layers' weights
+    directly still computes with them in high precision, as torch's nn.TransformerEncoderLayer does in evaluation; the
+    report has a note. If another library replaces the new layers, a warning follows.
+
+    Args:
+        module: the model, or a single linear layer. A single layer is not changed itself: its converted copy is
+            returned, and the layers inside it are converted in place.
+        config: the recipe, its name, or torchao's Float8LinearConfig or Float8LinearRecipeName for it. None is
+            "tensorwise", torchao's default; a log line says so once.
+        module_filter_fn: (layer, its name before the model was wrapped) -> whether to convert it; None converts all.
+        engine: as for `scaled_mm`. "hardware" is checked at once if the model is on an accelerator, else at the first
+            call, so that a model can be converted before it moves.
+        pad: also convert layers whose sizes are not multiples of 16. Their GEMMs are zero-padded: the results are
+            bit-identical, the copies cost time.
+        recompute_casts: let compiled code repeat tensorwise and rowwise casts of a layer's input in the backward pass
+            if that input is saved anyway or cheap to recompute: less memory, more time (measured, H200: a Hugging Face
+            Llama from 17.7 to 15.8 GiB; a feed-forward block 5 to 8 % slower). The codes are those of the input as
+            the backward pass computes it; delayed and blockwise casts are not repeated.
+        subclasses: classes derived from nn.Linear to convert too. Their `forward` may only surround
+            `super().forward()`, which then computes in float8; a class that never calls it is left alone. The new layer
+            is an instance of both its old class and Float8Linear.
+        enable_fsdp_float8_all_gather: under FSDP2 (`fully_shard` after this call) gather the weights as float8, with
+            the scales of the whole weight: see `precompute_float8_dynamic_scale_for_fsdp`. The shards stay in high
+            precision. For tensorwise, rowwise, rowwise_with_gw_hp and delayed.
+        float8_primary_weights: like TransformerEngine's `fp8_model_init`: on the device a layer holds only float8 codes
+            and scales of its weight. They take 1 byte an element under tensorwise and delayed, 2 under rowwise and
+            rowwise_with_gw_hp, whose two casts of a weight have different codes. The values move to the host, and
+            become the float32 masters of the optimizer, `MasterWeights`, which is made after this call. The state dict
+            holds these masters. Not with blockwise, sharding, or weights that other modules read.
+
+    Returns:
+        `module`, converted in place; for a single linear layer, the new one.
+
+    Raises:
+        SpecError: an unknown recipe.
+        OperandError: sizes that are not multiples of 16, or a model that was converted under another recipe or engine;
+            the model is unchanged.
+        UnsupportedError: `engine="hardware"` on a device that is not the recipe's chip; formats that layers do not cast
+            to; weights that are already sharded; weights that cannot be stored or gathered as float8.
+    """
+    recipe = resolve_recipe("convert_to_float8_training", _DEFAULT if config is None else config)
+    if enable_fsdp_float8_all_gather:
+        require_gatherable_weights("convert_to_float8_training", recipe)
+    report = report_of(module, recipe, module_filter_fn, pad, subclasses)
+    layers = dict(linear_layers(module))
+    _check_sharded(report)
+    _check_sizes(report)
+    _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine, recompute_casts)
+    chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
+    for device in {layer.weight.device for layer in chosen.values()}:
+        _check_device(recipe, device, engine)
+    if float8_primary_weights:
+        _check_primary(recipe, module, layers, report, enable_fsdp_float8_all_gather)
+    new: dict[int, Float8Linear] = {}
+    group = UpdateGroup()
+    for fqn, layer in chosen.items():
+        if id(layer) not in new:
+            # By the class that defines it: a subclass may have a from_float of its own.
+            from_float = Float8Linear.__dict__["from_float"].__func__
+            new[id(layer)] = from_float(
+                float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
+            )
+            if (delayed := new[id(layer)].delayed) is not None:
+                delayed.notes.name = fqn
+                new[id(layer)].update_with(group)
+    if float8_primary_weights:
+        hold_as_float8(list(new.values()))
+    if enable_fsdp_float8_all_gather:
+        gather_as_float8([*new.values(), *(layers[fqn] for fqn in report.names(Outcome.ALREADY))])
+    watch_replacements()
+    module = replace_modules(module, new)
+    _log.info("convert_to_float8_training: %s", report)
+    if config is None and chosen:
+        _say_default(report.summary, f"{report.share:.1%}")
+    float64 = [entry for entry in report.entries if "its weight is torch.float64" in entry.reason]
+    if not chosen and len(float64) == len(report.entries) > 0:
+        warnings.warn(
+            f"convert_to_float8_training: nothing to convert: the weights are float64 in all {len(float64)} linear "
+            "layers; call model.float() or model.bfloat16() first",
+            UserWarning,
+            stacklevel=2,
+        )
+    elif not chosen:
+        left = [entry for entry in report.entries if entry.reason]
+        already = len(report.names(Outcome.ALREADY))
+        found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
+        why = f"; {left[0].fqn or 'the module'}: {left[0].reason}" if left else ""
+        told = f"nothing to convert; {found}; {report.summary}{why}; plan_conversion(model) gives the report"
+        warnings.warn(f"convert_to_float8_training: {told}", UserWarning, stacklevel=2)
+    return module
+
+
+def plan_conversion(
+    module: nn.Module,
+    *,
+    config: RecipeLike | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    pad: bool = False,
+    subclasses: Collection[type[nn.Linear]] = (),
+) -> ConversionReport:
+    """Report what `convert_to_float8_training` would do, and which weights it would not consider; change nothing.
+
+    Raises:
+        SpecError: an unknown recipe.
+    """
+    recipe = resolve_recipe("plan_conversion", _DEFAULT if config is None else config)
+    return report_of(module, recipe, module_filter_fn, pad, subclasses)
+
+
+def dequantize_float8_training(module: nn.Module) -> nn.Module:
+    """Turn every `Float8Linear` in `module` back into the `nn.Linear` that it was, with the same parameters.
+
+    The inverse of `convert_to_float8_training`. Hooks, mode and subclass stay, shared layers stay shared; the state of
+    delayed scaling is dropped. The results are ordinary layers for other libraries, such as torchao's `quantize_`.
+
+    Returns:
+        `module`, changed in place; for a single layer, the new one.
+
+    Raises:
+        OperandError: a class derived from Float8Linear, which never was an nn.Linear; the model is unchanged.
+        UnsupportedError: a sharded model; it is unchanged.
+    """
+    layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
+    sharded = sharded_layers(module)
+    new: dict[int, nn.Linear] = {}
+    released: dict[int, nn.Parameter] = {}
+    for fqn, layer in layers.items():
+        if id(layer) in sharded:
+            raise UnsupportedError(
+                f"dequantize_float8_training: the weights must be whole tensors; got sharded ones in "
+                f"{fqn or 'the module'}; load the state dict into a model of nn.Linear, whose keys are the same"
+            )
+        cls = linear_class(type(layer))
+        if cls is None:
+            raise OperandError(
+                f"dequantize_float8_training: {fqn or 'the module'} must be a Float8Linear that a conversion made; got "
+                f"{type(layer).__name__}, a class of its own; replace it with the layer that it stands for"
+            )
+        if id(layer) not in new:
+            new[id(layer)] = float_layer(layer, cls)
+            release(new[id(layer)], released)
+    return replace_modules(module, new)
+
+
+def swap_linear_with_float8_linear(
+    module: nn.Module,
+    *,
+    config: RecipeLike | None = None,
+    module_filter_fn: ModuleFilter | None = None,
+    engine: str = "auto",
+    pad: bool = False,
+    recompute_casts: bool = False,
+    subclasses: Collection[type[nn.Linear]] = (),
+    enable_fsdp_float8_all_gather: bool = False,
+    float8_primary_weights: bool = False,
+) -> nn.Module:
+    """Alias of `convert_to_float8_training`, its older name."""
+    return convert_to_float8_training(
+        module,
+        config=config,
+        module_filter_fn=module_filter_fn,
+        engine=engine,
+        pad=pad,
+        recompute_casts=recompute_casts,
+        subclasses=subclasses,
+        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
+        float8_primary_weights=float8_primary_weights,
+    )
+
+
+@cache
+def _say_default(summary: str, share: str) -> None:
+    """Say which recipe a conversion took that named none: at WARNING, which is seen where no logging is set up."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(
+            "convert_to_float8_training: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; "
+            "name one to choose: config='rowwise' (f8emu.RECIPES)",
+            summary,
+            share,
+        )
+
+
+def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
+    if device.type not in ("cpu", "meta"):  # from these the model may still move
+        resolve_engine("convert_to_float8_training", device, engine, CHIPS[recipe.chip])
+
+
+def _check_primary(
+    recipe: Recipe, module: nn.Module, layers: dict[str, nn.Linear], report: ConversionReport, is_gathered: bool
+) -> None:
+    call = "convert_to_float8_training"
+    if is_gathered:
+        raise UnsupportedError(
+            f"{call}: float8_primary_weights holds whole weights as float8, enable_fsdp_float8_all_gather shards them "
+            "in high precision; got both; choose the second for fully_shard"
+        )
+    other = [fqn for fqn in report.names(Outcome.ALREADY) if not isinstance(layers[fqn].weight, Float8Weight)]
+    if other:
+        raise OperandError(
+            f"{call}: with float8_primary_weights=True every converted layer holds only float8 weights; "
+            f"{', '.join(name or 'the module' for name in other)} was converted without it; convert the model once, "
+            "from nn.Linear"
+        )
+    require_primary(call, recipe, module, {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)})
+
+
+def _check_sharded(report: ConversionReport) -> None:
+    sharded = report.names(Outcome.SHARDED)
+    if sharded:
+        raise UnsupportedError(
+            f"convert_to_float8_training: the weights must be whole tensors; got sharded ones in "
+            f"{', '.join(name or 'the module' for name in sharded)}; convert the model first, then call fully_shard or "
+            "another sharding"
+        )
+
+
+def _check_sizes(report: ConversionReport) -> None:
+    odd = [f"{e.fqn or 'the module'} {list(e.shape)}" for e in report.entries if e.outcome is Outcome.SIZE]
+    if odd:
+        raise OperandError(
+            f"convert_to_float8_training: in_features and out_features must be multiples of {SIZE_MULTIPLE}; got "
+            f"[out, in] of {', '.join(odd)}; leave these layers out with module_filter_fn, or pass pad=True, which "
+            "zero-pads their GEMMs"
+        )
+
+
+def _check_converted(
+    report: ConversionReport, layers: dict[str, nn.Linear], engine: str, recompute_casts: bool
+) -> None:
+    for fqn, layer in layers.items():
+        assert isinstance(layer, Float8Linear), "only these are converted already"
+        if layer.recipe != report.recipe or layer.engine != engine or layer.recompute_casts != recompute_casts:
+            raise OperandError(
+                f"convert_to_float8_training: {fqn or 'the module'} is a Float8Linear under recipe "
+                f"{layer.recipe.label!r}, engine {layer.engine!r} and recompute_casts={layer.recompute_casts} already; "
+                f"requested are {report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, "
+                "from nn.Linear"
+            )

@@ -1,0 +1,1 @@
+"""Delayed scaling of torch layers: state, update, checkpoints."""

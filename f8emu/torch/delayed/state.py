@@ -1,0 +1,233 @@
+"""The state of delayed scaling of one layer.
+
+Between two updates each tensor keeps the maximum of the amaxes of all its casts (gradient accumulation). The update
+(`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.errors import F8Error, OperandError
+from f8emu.spec.recipe import TENSORS, Recipe
+from f8emu.torch.fused.delayed import (
+    AMAXES,
+    COUNTS,
+    INV_SCALES,
+    OWNER,
+    STATE,
+    UNCALLED,
+    UNSET,
+    is_known_set,
+    mark_set,
+    owners,
+)
+from f8emu.torch.layer.operands import Delayed, DelayedStates
+from f8emu.torch.torch_internals import own_buffers, to_list
+
+
+class DelayedScalingError(F8Error, RuntimeError):
+    """The ranks of a process group have different layers with delayed scaling."""
+
+
+class HostNotes:
+    """What the host knows of one layer. Not a module, because attributes of modules are slow."""
+
+    def __init__(self) -> None:
+        self.name = ""  # the layer's in its model; empty if it is not known
+        self.is_sharded = False  # whether tensor parallelism distributed the weight, so that `are_set` is asked
+        self.are_set: tuple[bool, bool, bool] = (False, False, False)  # see `DelayedBuffers.are_set`
+        self.reported: set[str] = set()  # the tensors whose first infinity or NaN was reported
+        self.is_loaded = False  # whether the state was loaded apart from the weights, and not used since
+        self.has_own_entry = False  # whether checkpoints hold it separately (`DelayedScalingState`)
+
+
+class DelayedBuffers(nn.Module):
+    """The state of one layer.
+
+    A module, so that compilers know its tensors as static, but no submodule of its layer: neither DDP's broadcast of
+    buffers nor an average of weights may reach it. Its tensors follow the layer from device to device and stay float32.
+    They are in the metadata of the layer's state dict, so that the keys stay those of `nn.Linear`.
+    """
+
+    amax_history: Tensor  # [3, history_length], of TENSORS
+    counts: Tensor  # [3, 3] int64: updates whose amax was not usable, a row for each of `COUNTS`, a column a tensor
+    # [1, 1] each: separate tensors, since a cast updates one and compiled code reads them apart.
+    inv_scale_input: Tensor
+    inv_scale_weight: Tensor
+    inv_scale_grad_output: Tensor
+    amax_input: Tensor  # the maximum since the last update
+    amax_weight: Tensor
+    amax_grad_output: Tensor
+
+    def __init__(self, recipe: Recipe, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        assert recipe.delayed is not None, "only such a recipe has a state"
+        self.recipe = recipe
+        self.formats = _formats(recipe)
+        self.notes = HostNotes()
+        self.owner = 0
+        """The number of the group that updates the state (`delayed_update.UpdateGroup`)."""
+        shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(COUNTS), 3)}
+        for name in STATE:  # in this order
+            dtype = torch.int64 if name == "counts" else torch.float32
+            buffer = torch.empty(shapes.get(name, (1, 1)), dtype=dtype, device=device)
+            self.register_buffer(name, buffer, persistent=False)
+        self.reset()
+
+    def reset(self) -> None:
+        """The state before the first pass."""
+        with torch.no_grad():
+            self.amax_history.zero_()
+            self.counts.zero_()
+            for inv_scale, amax in zip(self.inv_scales, self.amaxes, strict=True):
+                inv_scale.fill_(UNSET)
+                amax.fill_(UNCALLED)
+        self._begin_anew((False, False, False))
+
+    def follow(self, device: torch.device) -> None:
+        """Move to `device`, without memory as before the first pass; tensors that were replaced keep their owner."""
+        if self.amax_input.device != device:
+            self.to_empty(device=device) if self.amax_input.is_meta else self.to(device)
+        if None in [getattr(inv_scale, OWNER, None) for inv_scale in self.inv_scales]:
+            self.belong_to(self.owner)
+
+    def belong_to(self, owner: int) -> None:
+        """Tell the owner of that number of every cast from now on."""
+        self.owner = owner
+        for inv_scale, tensor in zip(self.inv_scales, TENSORS, strict=True):
+            setattr(inv_scale, OWNER, (owner, tensor == "grad_output"))
+
+    def of_tensors(self) -> DelayedStates:
+        """What the casts of a call read and update: of input, weight and grad_output; None with dynamic scales.
+
+        That of grad_output is never None: by it an update learns of a backward pass.
+        """
+        assert self.recipe.delayed is not None, "as in __init__"
+        margin, tensors = self.recipe.delayed.margin, self.recipe.delayed.tensors
+        pairs = zip(self.inv_scales, self.amaxes, strict=True)
+        x, w, g = [Delayed(inv_scale, amax, margin) for inv_scale, amax in pairs]
+        return x if "input" in tensors else None, w if "weight" in tensors else None, g
+
+    # By `own_buffers`: `nn.Module.__getattr__` takes longer than all else that the host does here.
+
+    @property
+    def amaxes(self) -> tuple[Tensor, ...]:
+        """The amaxes of TENSORS, which the casts update."""
+        return tuple([own_buffers(self)[name] for name in AMAXES])
+
+    @property
+    def inv_scales(self) -> tuple[Tensor, ...]:
+        """The inv_scales of TENSORS; `UNSET` before the first update."""
+        return tuple([own_buffers(self)[name] for name in INV_SCALES])
+
+    @property
+    def initialized(self) -> Tensor:  # [3] bool, of TENSORS
+        return self.state()["initialized"]
+
+    @property
+    def inv_scale(self) -> Tensor:  # [3], of TENSORS; 1 where it is not initialized
+        return self.state()["inv_scale"]
+
+    def _begin_anew(self, is_set: Sequence[bool]) -> None:
+        """Forget what was known of the old values; `is_set` of TENSORS are known to be set."""
+        _mark(self.inv_scales, is_set)
+        self.notes.reported = set()
+        self.notes.are_set = (False, False, False)
+
+    def are_set(self) -> tuple[bool, bool, bool]:
+        """Which inv_scales of TENSORS are set, alike on all ranks of a layer; eager code waits for those that were not.
+
+        True for a tensor with dynamic scales. Compiled code is compiled again when it changes.
+        """
+        if not torch.compiler.is_compiling() and False in self.notes.are_set and not self.amax_input.is_meta:
+            if not (self.amax_input.is_cuda and torch.cuda.is_current_stream_capturing()):
+                found = zip(TENSORS, to_list(torch.cat(self.inv_scales).flatten()), strict=True)
+                x, w, g = [value > UNSET or self.recipe.delayed_scaling_of(tensor) is None for tensor, value in found]
+                self.notes.are_set = x, w, g
+        return self.notes.are_set
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint holds: the `DelayedState` of each of TENSORS, stacked, counts, and the step's amaxes."""
+        return stacked(self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors themselves. The metadata of a state dict refers to them, as the state dict to the weights."""
+        return dict(self.named_buffers())
+
+    def load(self, call: str, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` returned.
+
+        Raises:
+            OperandError: the state of another recipe, or a missing or malformed entry.
+        """
+        for name, mine in self.state().items():
+            found = state.get(name)
+            if found is None or found.shape != mine.shape or found.dtype is not mine.dtype:
+                got = "nothing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+                raise OperandError(
+                    f"{call}: delayed state {name!r} must be {mine.dtype} of shape {list(mine.shape)} under recipe "
+                    f"{self.recipe.name!r}; got {got}; load a checkpoint of the same recipe, or one without its state"
+                )
+        initialized = state["initialized"]
+        with torch.no_grad():
+            self.amax_history.copy_(state["amax_history"])
+            self.counts.copy_(state["counts"])
+            inv_scale = torch.where(initialized, state["inv_scale"], torch.full_like(state["inv_scale"], UNSET))
+            for i in range(3):
+                self.inv_scales[i].copy_(inv_scale[i])
+                self.amaxes[i].copy_(state["amax"][i])
+        self._begin_anew((False, False, False) if initialized.is_meta else to_list(initialized))
+        owner = None if initialized.is_meta else owners.get(self.owner)
+        if owner is not None and not float(self.amax_grad_output) < 0:  # UNCALLED; it may be NaN
+            owner.is_pending = True  # it was saved before the update after a backward pass
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move to another device, never to another dtype; reset if the values were not copied (`to_empty`)."""
+        is_lost, known = False, [is_known_set(inv_scale) for inv_scale in self.inv_scales]
+        for name, buffer in self._buffers.items():
+            assert buffer is not None, "all are there"
+            # As integers: `Module.to(dtype)` converts floating-point buffers only.
+            viewed = buffer.view(torch.int32) if buffer.dtype is torch.float32 else buffer
+            moved = fn(viewed)
+            if moved is viewed:
+                continue
+            if moved.dtype is not viewed.dtype:
+                moved = viewed.to(moved.device)
+            if not moved.is_meta:
+                is_lost = is_lost or buffer.is_meta or not torch.equal(viewed, moved.to(viewed.device))
+            self._buffers[name] = moved.view(buffer.dtype) if viewed is not buffer else moved
+        _mark(self.inv_scales, known)
+        if is_lost:
+            self.reset()
+        self.belong_to(self.owner)
+        return self
+
+
+def _mark(inv_scales: Sequence[Tensor], is_set: Sequence[bool]) -> None:
+    for inv_scale, known in zip(inv_scales, is_set, strict=True):
+        mark_set(inv_scale, known)
+
+
+def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`DelayedBuffers.state` of what `DelayedBuffers.tensors` returned."""
+    inv_scale = torch.cat([tensors[f"inv_scale_{tensor}"] for tensor in TENSORS]).flatten()
+    is_set = inv_scale > UNSET
+    return {
+        "amax_history": tensors["amax_history"],
+        "inv_scale": torch.where(is_set, inv_scale, torch.ones_like(inv_scale)),
+        "initialized": is_set,
+        "counts": tensors["counts"],
+        "amax": torch.cat([tensors[f"amax_{tensor}"] for tensor in TENSORS]).flatten(),
+    }
+
+
+def _formats(recipe: Recipe) -> str:
+    """The names of the three tensors' float8 formats, with commas; empty for one without delayed scales."""
+    names = {
+        tensor: {cast.format.name for _, _, cast in recipe.casts(tensor) if cast.format is not None}
+        for tensor in recipe.delayed_tensors
+    }
+    return ",".join("".join(names.get(tensor, ())) for tensor in TENSORS)

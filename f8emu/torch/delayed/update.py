@@ -1,0 +1,203 @@
+"""The update of delayed scaling: when it runs, and what it does to all layers of a model at once.
+
+The end of every backward pass updates the scales of the models that took part in it. The first cast of a gradient asks
+autograd for a call at that end. Where autograd makes none (compiled autograd, a pass that raised an error), the next
+pass begins with the update. A CUDA graph, whose replays run no host code, has an update at the begin of each captured
+forward pass: it changes nothing where nothing was cast.
+"""
+
+import itertools
+import threading
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from f8emu.spec.scaling import AmaxHistoryReduction
+from f8emu.torch.delayed.report import Report, report_of
+from f8emu.torch.delayed.state import DelayedBuffers, DelayedScalingError
+from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
+from f8emu.torch.torch_internals import (
+    backward_pass,
+    call_at_end_of_backward,
+    is_dtensor,
+    is_in_backward_pass,
+    own_buffers,
+    own_parameters,
+    to_list,
+)
+
+if TYPE_CHECKING:
+    from f8emu.torch.layer.float8_linear import Float8Linear
+
+
+class UpdateGroup:
+    """Layers that are updated together: those that one call converted. A copy of a model has its own group.
+
+    Their casts tell it that they run (`fused.delayed.tell_owner`).
+    """
+
+    def __init__(self, ranks: Any = None) -> None:
+        self.ranks = ranks  # a process group over which amaxes are reduced; False for none; None chooses
+        self.number = next(_numbers)
+        owners[self.number] = self
+        # In the order in which they were added, which all ranks share.
+        self.layers: weakref.WeakValueDictionary[int, Float8Linear] = weakref.WeakValueDictionary()
+        self.is_pending = False  # whether a gradient was cast since the last update
+        self.is_captured = False  # whether the CUDA graph that is captured has an update already
+        self.end = -1  # the backward pass at whose end the group is updated; -1 while there is none
+
+    def add(self, layer: "Float8Linear") -> None:
+        """Update the layer, which has a state, with the others."""
+        assert layer.delayed is not None
+        self.layers[id(layer)] = layer
+        layer.delayed.belong_to(self.number)
+
+    def begin_pass(self, is_cuda: bool) -> None:
+        """Update before the first cast of a forward pass, if no backward pass could do it."""
+        if is_in_backward_pass():  # what checkpointing computes again has the scales of the first time
+            self._update_at_end()
+            return
+        self.end = -1  # a pass that an error ended has no end
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            if not self.is_captured:
+                self.is_captured = True
+                _Groups([self]).update()
+        else:
+            self.is_captured = False
+            if self.is_pending:
+                _Groups([self]).update()
+
+    def note_gradient(self) -> None:
+        """Update at the end of the backward pass that runs now."""
+        self.is_pending, self.is_captured = True, False
+        self._update_at_end()
+
+    def _update_at_end(self) -> None:
+        """At the end of the outer pass, where reentrant checkpointing runs one within another."""
+        if self.end != -1 or (number := backward_pass()) == -1:
+            return
+        self.end = number
+        with _lock:  # several GPUs have a thread each
+            groups = _passes.get(number)
+            if groups is None:
+                groups = _passes[number] = _Groups()
+                call_at_end_of_backward(groups.update)
+        groups.append(self)
+
+    def __deepcopy__(self, memo: Any) -> "UpdateGroup":
+        copied = UpdateGroup(self.ranks)
+        copied.is_pending = self.is_pending
+        return copied
+
+    def __reduce__(self) -> Any:
+        return UpdateGroup, (), {"is_pending": self.is_pending}
+
+
+class _Groups(list[UpdateGroup]):
+    """Groups that are updated at once."""
+
+    def update(self) -> None:
+        """Update their layers, in an order which all ranks share."""
+        for group in self:
+            group.is_pending, group.end = False, -1
+        groups = {group.number: group for group in self}
+        update_states([layer for number in sorted(groups) for layer in groups[number].layers.values()])
+
+
+# Number of a backward pass -> the groups that it updates at its end; autograd alone keeps them.
+_passes: "weakref.WeakValueDictionary[int, _Groups]" = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+_numbers = itertools.count(1)
+
+
+@torch.no_grad()
+def update_states(layers: Sequence["Float8Linear"]) -> None:
+    """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers.
+
+    Tensors and process groups are looked up anew: to make sure that nothing has changed takes as long.
+    """
+    alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
+    for layer, groups in zip(layers, _groups_of(layers), strict=True):
+        buffers = layer.delayed
+        assert buffers is not None, "only such a layer has a state"
+        key = own_buffers(buffers)["amax_input"].device, groups, id(buffers.recipe)
+        alike.setdefault(key, []).append(buffers)
+        buffers.notes.is_loaded = False
+    reports: list[tuple[Report, list[DelayedBuffers]]] = []
+    for (device, groups, _), found in alike.items():
+        states = [x for buffers in found for x in own_buffers(buffers).values()]  # in the order of STATE
+        taken = amaxes_of(states)
+        for group in groups:
+            _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
+            _reduce_max(taken, group)
+        report = report_of(found, device)
+        numbers = taken.new_empty(len(found), 3) if report is None else report.numbers
+        reports += [] if report is None else [(report, found)]
+        delayed, rule = found[0].recipe.delayed, found[0].recipe.scale_rule
+        assert delayed is not None, "only such a recipe has a state"
+        is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
+        settings = (rule.power_of_two, rule.amax_floor, delayed.margin, is_most_recent)
+        update_delayed(states, numbers, taken, found[0].formats, *settings)
+    for layer in layers:
+        if layer.delayed is not None and layer.delayed.notes.is_sharded:
+            layer.delayed.are_set()
+    for report, found in reports:  # last: a warning may be an error
+        report.read(found)
+
+
+def _reduce_max(x: Tensor, group: Any) -> None:
+    dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
+    """For each layer the process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks."""
+    is_distributed = dist.is_available() and dist.is_initialized()
+    world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
+    found: list[tuple[Any, ...]] = []
+    mesh, of_mesh = None, ()
+    for layer in layers:
+        assert layer.update_group is not None, "it has a state"
+        if (chosen := layer.update_group.ranks) is not None:
+            found.append(() if chosen is False else (chosen,))
+        elif is_distributed and is_dtensor(weight := _parameter_of(layer)):
+            its: Any = getattr(weight, "device_mesh")  # noqa: B009
+            if its is not mesh:  # most layers have that of the layer before, and to ask for groups takes long
+                mesh = its
+                of_mesh = tuple([group for i, group in enumerate(its.get_all_groups()) if its.size(i) > 1])
+            found.append(of_mesh)
+        else:
+            found.append(world)
+    return found
+
+
+def _parameter_of(layer: "Float8Linear") -> nn.Parameter | None:
+    """The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters."""
+    own = own_parameters(layer).get("weight")
+    return next((x for name, x in layer.named_parameters() if name != "bias"), None) if own is None else own
+
+
+_checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.device) -> None:
+    """Once for the same names: all ranks of the group must have the same layers, or the all-reduce would mix them."""
+    known = _checked.setdefault(group, set())
+    if names in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    mine = torch.tensor([len(names), zlib.crc32("\n".join(names).encode())], dtype=torch.int64)
+    both = torch.cat([mine, -mine]).to(device)
+    _reduce_max(both, group)
+    most, largest, least, smallest = to_list(both)
+    if (most, largest) != (-least, -smallest):
+        others = f"from {-least} to {most}" if most != -least else "as many, by other names"
+        raise DelayedScalingError(
+            "delayed scaling: the ranks of a process group must have the same delayed layers; this "
+            f"rank has {len(names)}, beginning with {names[0]!r}, others have {others}; name the ranks that train the "
+            "same layers with f8emu.torch.set_amax_reduction_group(model, group)"
+        )
+    known.add(names)

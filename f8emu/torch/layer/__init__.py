@@ -1,0 +1,1 @@
+"""Float8Linear, its matrix products and what it saves."""

@@ -1,0 +1,319 @@
+"""Float8Linear: an `nn.Linear` that computes under a recipe."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
+from f8emu.torch.bias import add_bias
+from f8emu.torch.conversion.torchao_config import RecipeLike, recipe_of_torchao
+from f8emu.torch.delayed.state import DelayedBuffers, stacked
+from f8emu.torch.delayed.update import UpdateGroup
+from f8emu.torch.dtypes import CHIP, require_values
+from f8emu.torch.gemm.engine import check_engine
+from f8emu.torch.layer.matmul import Plan, cast_input, float8_matmul
+from f8emu.torch.layer.operands import DelayedStates
+from f8emu.torch.layer.shared_input import TracedInput, find_operands, keep_operands
+from f8emu.torch.layer.taps import Tap, show_tensor
+from f8emu.torch.layer.transforms import refuse_torchscript, require_no_transform
+from f8emu.torch.library import is_exporting
+from f8emu.torch.parallel.placements import local_call
+from f8emu.torch.parallel.sharding import Gathered
+from f8emu.torch.torch_internals import (
+    Linear,
+    bias_of,
+    copied_attributes,
+    is_dtensor,
+    is_in_autograd_function,
+    own_parameters,
+)
+from f8emu.torch.weights.float8_weight import Float8Weight, refill, written_over
+
+_METADATA_KEY = "f8emu_delayed"
+"""The key of a layer's state of delayed scaling in the metadata of a state dict."""
+
+
+class Float8Linear(Linear):
+    """`input @ weight^T + bias`, with the three GEMMs of forward and backward under a float8 recipe.
+
+    Parameters and state dict are those of `nn.Linear`. The bias is rounded to the dtype of the input and added to the
+    rounded product. Under autocast the input is converted to autocast's dtype first; the weight is cast to float8 from
+    its own dtype. Sizes that are not multiples of 16 are zero-padded; results are bit-identical.
+
+    The state of delayed scaling is stored in the metadata of the state dict. Loading a state dict without it resets
+    delayed scaling.
+
+    Shapes:
+        input [..., in_features] -> [..., out_features], in the dtype of input.
+
+    Exactness: every code, scale, product, output and gradient equals that of `f8ref.numpy.linear`.
+
+    Raises:
+        OperandError: an input of another dtype or size.
+        UnsupportedError: `engine="hardware"` on a device without it.
+    """
+
+    recipe: Recipe
+    engine: str
+    recompute_casts: bool
+    delayed: DelayedBuffers | None
+    update_group: UpdateGroup | None
+    """The layers whose scales are updated with this one's; None under dynamic scaling."""
+    reduce_to: Sequence[Any] | None = None
+    """Under tensor parallelism, the placements to which the layer reduces a partial sum (`Float8RowwiseParallel`)."""
+    traced_input: TracedInput | None = None
+    """The cast input that the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
+
+    tap: Tap | None = None
+    """Where observers watch the layer (`observation`); None without observers."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: RecipeLike = TENSORWISE,
+        engine: str = "auto",
+        recompute_casts: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_recipe(recipe, engine, recompute_casts)
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Linear,
+        *,
+        recipe: RecipeLike = TENSORWISE,
+        engine: str = "auto",
+        recompute_casts: bool = False,
+    ) -> Self:
+        """A layer with the parameters, hooks and mode of `module`, which is not changed."""
+        if isinstance(module, Float8Linear) or not issubclass(cls, type(module)):  # float8_subclass has other classes
+            raise OperandError(
+                f"Float8Linear.from_float: module must be an nn.Linear, not a subclass; got {type(module).__name__}"
+                "; a subclass may compute something of its own: see subclasses of convert_to_float8_training"
+            )
+        if "forward" in module.__dict__:
+            raise OperandError(
+                "Float8Linear.from_float: module must have the forward of nn.Linear; got one of its own, which would "
+                "go on computing in high precision; convert the model before a library replaces it"
+            )
+        if is_dtensor(module.weight):
+            raise UnsupportedError(
+                "Float8Linear.from_float: the weight of module must be a plain tensor; got a DTensor; convert the "
+                "model first, then shard it"
+            )
+        layer = cls.__new__(cls)
+        layer.__dict__.update(copied_attributes(module))
+        layer._compiled_call_impl = None  # set by layer.compile(); it would run nn.Linear's forward
+        layer._set_recipe(recipe, engine, recompute_casts)
+        return layer
+
+    def _set_recipe(self, recipe: RecipeLike, engine: str, recompute_casts: bool) -> None:
+        check_engine("Float8Linear", engine)
+        self.recipe = resolve_recipe("Float8Linear", recipe)
+        self.engine = engine
+        self.recompute_casts = recompute_casts
+        state = None if self.recipe.delayed is None else DelayedBuffers(self.recipe, self.weight.device)
+        self.__dict__["delayed"] = state  # no submodule: see DelayedBuffers
+        self.update_with(None if state is None else UpdateGroup())
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`input @ weight^T + bias` under the recipe."""
+        require_no_transform("Float8Linear", self, input)
+        device = input.device.type
+        is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
+        dtype = torch.get_autocast_dtype(device) if is_autocast else input.dtype
+        if input.ndim == 0 or (input.shape[-1] != self.in_features and not is_dtensor(input)):
+            raise OperandError(
+                f"Float8Linear: input must be [..., in_features] with in_features = {self.in_features}; got shape "
+                f"{list(input.shape)}"
+            )
+        x, weight, bias, parts = input, self.weight, bias_of(self), None
+        delayed = self.delayed_states(x, weight)
+        if is_dtensor(input) or is_dtensor(weight):
+            is_set = (True, True, True) if self.delayed is None or delayed is None else self.delayed.are_set()
+            parts = local_call("Float8Linear", input, weight, bias, self.recipe, self.reduce_to, is_set)
+            x, weight, bias = parts.input, parts.weight, parts.bias
+        x = x.to(dtype)
+        require_values("Float8Linear", x, name="input")
+        if x.ndim == 1:
+            x = x.unsqueeze(0)
+        elif x.ndim != 2:
+            x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
+        keeps_input = torch.is_grad_enabled() and weight.requires_grad and not is_exporting()
+        layout = None if parts is None else parts.layout
+        plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
+        shared = None
+        tokens = None if layout is None else layout.input.gather
+        is_kept = delayed is None and not torch.compiler.is_compiling()
+        traced = self.traced_input if delayed is None and not is_kept else None
+        if is_kept:
+            shared = find_operands(input, dtype, plan)
+        elif traced is not None:
+            shared = traced.find(input, dtype, plan)
+        if shared is None and (is_kept or tokens is not None):
+            with torch.no_grad():
+                shared = cast_input(x.detach(), plan, None if delayed is None else delayed[0])
+            if tokens is not None:
+                shared = shared._replace(gathered=Gathered.apply(x, tokens))
+            if is_kept:
+                keep_operands(input, dtype, plan, shared)
+            elif traced is not None:
+                traced.keep(input, dtype, plan, shared)
+        if shared is not None and shared.gathered is not None:
+            if self.tap is not None:
+                # This rank's: what replaces it has no values.
+                show_tensor(self.tap.forward, "input", x.detach(), is_delayed=delayed is not None)
+            x = shared.gathered
+        if isinstance(weight, Float8Weight):
+            weight.note_call(delayed)
+        output = float8_matmul(x, weight, plan, shared, delayed, self.tap)
+        if bias is not None:
+            output = add_bias(output, bias)
+        if parts is not None:
+            return parts.as_dtensor(output.reshape(*parts.lead, output.shape[1]))
+        return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, for every module in the one that it is given."""
+        refuse_torchscript("Float8Linear")
+
+    def extra_repr(self) -> str:
+        """The text of `nn.Linear`, with recipe and engine."""
+        recompute = ", recompute_casts=True" if self.recompute_casts else ""
+        return f"{super().extra_repr()}, recipe={self.recipe.label}, engine={self.engine}{recompute}"
+
+    def reset_parameters(self) -> None:
+        """Initialise the parameters like `nn.Linear`, and reset delayed scaling."""
+        super().reset_parameters()
+        if (delayed := self.__dict__.get("delayed")) is not None:
+            delayed.reset()
+            refill(self.weight)
+
+    def delayed_states(self, input: Tensor, weight: Tensor) -> DelayedStates | None:
+        """The states that the casts of a call read and update; None if tensors are scaled by their own amaxes.
+
+        Under delayed scaling that happens in passes through which no gradient flows back: they change no state.
+        """
+        if self.delayed is None:
+            return None
+        is_traced = torch.compiler.is_compiling()
+        if not (torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)) or is_exporting():
+            if is_traced or torch.is_grad_enabled() or not is_in_autograd_function():
+                return None
+        if not is_traced:
+            self.delayed.notes.is_loaded = False
+            self.delayed.follow(input.device)  # `fully_shard` moves parameters only
+            assert self.update_group is not None, "it has a state"
+            self.update_group.begin_pass(input.is_cuda)
+        return self.delayed.of_tensors()
+
+    def update_with(self, group: UpdateGroup | None) -> None:
+        """Update the scales together with those of the other layers of `group`."""
+        if (old := self.__dict__.get("update_group")) is not None:
+            old.layers.pop(id(self), None)
+        self.update_group = group
+        if group is not None:
+            group.add(self)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """`nn.Module.register_parameter`; also notes that tensor parallelism distributes the weight."""
+        super().register_parameter(name, param)
+        if name == "weight" and is_dtensor(param) and (delayed := self.__dict__.get("delayed")) is not None:
+            delayed.notes.is_sharded = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        if self.delayed is not None:
+            self.delayed._apply(fn, recurse)  # pyright: ignore[reportPrivateUsage]
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.update_with(self.update_group)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        weight = own_parameters(self).get("weight")
+        if isinstance(weight, Float8Weight) and not keep_vars:
+            destination[f"{prefix}weight"] = weight.master.detach()
+        metadata = getattr(destination, "_metadata", None)
+        if self.delayed is not None and metadata is not None:
+            metadata.setdefault(prefix[:-1], {})[_METADATA_KEY] = self.delayed.tensors()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        held = own_parameters(self).get("weight")
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if isinstance(held, Float8Weight) and self.weight is not held:
+            written_over(self, held)
+        if self.delayed is None:
+            return
+        if self.delayed.inv_scale.device != self.weight.device:  # the new parameter may be on another device
+            self.delayed.to_empty(device=self.weight.device)
+        state = local_metadata.get(_METADATA_KEY)
+        if state is None:
+            if self.delayed.notes.is_loaded or not any(f"{prefix}{name}" in state_dict for name in self._parameters):
+                return  # the state came first; or what is loaded is of other layers, as adapters are
+            self.delayed.reset()
+            refill(self.weight)
+            if not self.delayed.notes.has_own_entry:
+                warnings.warn(
+                    "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some "
+                    "checkpoint formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging "
+                    "Face Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
+                    "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
+                    'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
+                    "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return
+        try:
+            self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", stacked(state))
+            refill(self.weight)
+        except OperandError as error:
+            error_msgs.append(str(error))
+
+
+def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
+    """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
+
+    Raises:
+        SpecError: no such recipe, or not a recipe.
+        UnsupportedError: a recipe with formats of another chip that layers do not cast to.
+    """
+    if isinstance(config, str):
+        return recipe_by_name(config)
+    config = recipe_of_torchao(call, config) or config
+    if not isinstance(config, Recipe):
+        raise SpecError(
+            f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"
+        )
+    for _, _, cast in config.casts():
+        if cast.format is not None and cast.format not in CHIP.operand_formats:
+            known = " or ".join(format.name for format in CHIP.operand_formats)
+            raise UnsupportedError(
+                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with "
+                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={config.chip!r})"
+            )
+    return config

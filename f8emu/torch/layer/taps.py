@@ -1,0 +1,276 @@
+"""The tap of a layer: what it casts and multiplies, shown to observers while a model trains.
+
+A layer without an observer has no tap (`Float8Linear.tap` is None): its code, and the graphs that a compiler makes of
+it, are the same as if there were no taps. In a graph that was traced with a tap, the calls below are opaque operators.
+They write to a token, a small CPU tensor, so that no compiler drops, repeats or reorders them; its first element says
+whose tap it is, so that layers of the same code share their graphs.
+
+Observers see tensors as they are, on their device, and must not change them. They run where the layer runs: those of a
+backward pass on a GPU on the thread of that pass. What activation checkpointing repeats is seen once.
+
+Exactness: an observed layer has the bits of one that is not.
+"""
+
+import itertools
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from f8emu.spec.chips import CHIPS
+from f8emu.spec.errors import OperandError
+from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
+from f8emu.torch.gemm.engine import resolve_engine
+from f8emu.torch.gemm.planned import layer_split_k
+from f8emu.torch.launch_sequence import note_effect
+from f8emu.torch.layer.operands import Operand
+from f8emu.torch.library import fake, operator
+from f8emu.torch.torch_internals import is_in_backward_pass
+
+
+class Tap(NamedTuple):
+    """The tokens of one layer: int64 [2] on the CPU, the number of the layer and that of the calls.
+
+    Two, since a graph may not write to one tensor in both passes. Copies and pickles of a layer have no tap.
+    """
+
+    forward: Tensor
+    backward: Tensor
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class TensorSeen(NamedTuple):
+    """A matrix before it is cast."""
+
+    layer: str
+    tensor: str
+    """input, weight or grad_output."""
+    value: Tensor
+    """[rows, columns] in high precision; under tensor parallelism that of this rank."""
+    recipe: Recipe
+    is_delayed: bool = False
+    """Whether it is cast by the state of delayed scaling, if the recipe has one for it, and not by its own amax."""
+
+
+class GemmSeen(NamedTuple):
+    """A GEMM that was computed."""
+
+    layer: str
+    gemm: str
+    """output, grad_input or grad_weight."""
+    a: Operand
+    """Codes [M, K]; scale of `Granularity.scale_shape`, None in high precision."""
+    b: Operand
+    """Codes [N, K]."""
+    product: Tensor
+    """[M, N], without a bias; under tensor parallelism before it is added to that of other ranks."""
+    spec: Gemm
+    engine: str
+    """hardware or emulated."""
+    split_k: int
+    """S of the plan [PLAN-1], for the GEMM as it ran: zero-padded."""
+    split_source: str
+    """How well the plan knows `split_k`: a value of `f8emu.split_k.plan.Source`."""
+    recipe: Recipe
+
+
+class Observer(Protocol):
+    """What is shown. The tensors are the layer's own: an observer that keeps one copies it."""
+
+    def tensor(self, seen: TensorSeen) -> None: ...
+    def gemm(self, seen: GemmSeen) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    """A layer with a tap."""
+
+    name: str
+    layer: weakref.ref[Any]
+    """Not the layer itself: an observer that is never removed goes with it."""
+    observers: list[Observer]
+
+
+_watched: dict[int, _Watched] = {}
+"""Number of the layer, as its tokens have it -> who watches it; until the last removal, or as long as the layer is."""
+_numbers = itertools.count(1)
+
+
+class Observation:
+    """An observer's place at the taps of some layers."""
+
+    def __init__(self, observer: Observer, numbers: list[int]) -> None:
+        self._observer, self._numbers = observer, numbers
+
+    def remove(self) -> None:
+        """Stop showing it anything. A layer without another observer then has no tap. Safe to call twice."""
+        for number in self._numbers:
+            watched = _watched.get(number)
+            layer = None if watched is None else watched.layer()
+            if watched is None or layer is None:
+                continue
+            watched.observers.remove(self._observer)
+            if not watched.observers:
+                del layer.tap  # then the class's None counts, as before: compiled code is found again
+                del _watched[number]
+        self._numbers = []
+
+
+def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module] | None = None) -> Observation:
+    """Show `observer` what the layers cast and multiply, from their next forward pass on.
+
+    Compiled code of a layer is compiled once more with its tap; without it, it runs as before.
+
+    Args:
+        model: the model.
+        observer: is called in the middle of a pass; an error that it raises ends the pass. It is kept until it is
+            removed or the layers are gone, so it should not keep them itself.
+        layers: name -> `Float8Linear`, of those to watch; None: all of the model. A layer with two names has the first.
+
+    Raises:
+        OperandError: a layer that is no Float8Linear.
+    """
+    from f8emu.torch.layer.float8_linear import Float8Linear
+
+    if layers is None:
+        from f8emu.torch.layer.names import all_float8_layers
+
+        layers = all_float8_layers(model)
+    for name, layer in layers.items():
+        if not isinstance(layer, Float8Linear):
+            raise OperandError(
+                f"observe: every layer must be a Float8Linear; got {type(layer).__name__} for {name!r}; convert the "
+                "model first, with convert_to_float8_training"
+            )
+    numbers: list[int] = []
+    for name, layer in layers.items():
+        assert isinstance(layer, Float8Linear), "checked above"
+        if layer.tap is None:
+            number = next(_numbers)
+            with torch.inference_mode(False):
+                layer.tap = Tap(torch.tensor([number, 0]), torch.tensor([number, 0]))
+            _watched[number] = _Watched(name=name, layer=weakref.ref(layer), observers=[])
+            weakref.finalize(layer, _watched.pop, number, None).atexit = False
+        else:
+            number = int(layer.tap.forward[0])
+        if number not in numbers:
+            _watched[number].observers.append(observer)
+            numbers.append(number)
+    return Observation(observer, numbers)
+
+
+def show_tensor(token: Tensor, tensor: str, value: Tensor, *, is_delayed: bool) -> None:
+    """Show a matrix; nothing of a weight that exists only as float8 codes."""
+    if type(value) in (Tensor, nn.Parameter):
+        observe_tensor(token, tensor, value, is_delayed)
+
+
+def show_gemm(token: Tensor, gemm: str, a: Operand, b: Operand, product: Tensor) -> None:
+    """Show a GEMM."""
+    is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
+    # An operand in high precision goes as the matrix that it is a transpose of, which is in memory. With the transpose
+    # Inductor placed that matrix elsewhere, and fused the code before it otherwise: other roundings to bfloat16.
+    codes_a = a.codes.t() if a.scale is None and is_a_transposed else a.codes
+    codes_b = b.codes.t() if b.scale is None and is_b_transposed else b.codes
+    observe_gemm(token, gemm, codes_a, a.scale, codes_b, b.scale, product)
+
+
+@operator(mutates_args={"token"})
+def observe_tensor(token: Tensor, tensor: str, value: Tensor, is_delayed: bool) -> None:
+    """Call the observers of the layer to which `token` belongs."""
+    watched = _at(token, tensor != "grad_output", value)
+    if watched is not None:
+        _show(watched, tensor, value, is_delayed)
+
+
+@operator(mutates_args={"token"})
+def observe_gated(token: Tensor, tensor: str, gate: Tensor, up: Tensor, grad_hidden: Tensor | None) -> None:
+    """Show a matrix of the fused feed-forward block, which is never in memory: hidden, grad_gate or grad_up."""
+    watched = _at(token, grad_hidden is None, gate)
+    if watched is None:
+        return
+    # The arithmetic of `fused.silu`.
+    if grad_hidden is None:
+        _show(watched, "input", silu(gate) * up)
+    elif tensor == "grad_gate":
+        _show(watched, "grad_output", torch.ops.aten.silu_backward(grad_hidden * up, gate))
+    else:
+        _show(watched, "grad_output", grad_hidden * silu(gate))
+
+
+@operator(mutates_args={"token"}, tags=(torch.Tag.needs_exact_strides,))
+def observe_gemm(
+    token: Tensor, gemm: str, a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor | None, product: Tensor
+) -> None:
+    """Call the observers of the layer to which `token` belongs; `a` and `b` as `show_gemm` gives them."""
+    watched = _at(token, gemm == "output", product)
+    if watched is None:
+        return
+    is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
+    a = a.t() if scale_a is None and is_a_transposed else a
+    b = b.t() if scale_b is None and is_b_transposed else b
+    layer = watched.layer()
+    if layer is None:
+        return
+    recipe, spec = layer.recipe, layer.recipe.gemms[gemm]
+    chip = CHIPS[recipe.chip]
+    engine = resolve_engine("observe", a.device, layer.engine, chip).value
+    split, source = layer_split_k(spec, a, b, out_dtype=product.dtype, chip=chip)
+    seen = GemmSeen(
+        watched.name,
+        gemm,
+        Operand(a, scale_a),
+        Operand(b, scale_b),
+        product.detach(),
+        spec,
+        engine,
+        split,
+        source.value,
+        recipe,
+    )
+    for observer in tuple(watched.observers):
+        observer.gemm(seen)
+
+
+@fake(observe_tensor)
+def _(token: Tensor, *_: Any) -> None:
+    return None
+
+
+@fake(observe_gated)
+def _(token: Tensor, *_: Any) -> None:
+    return None
+
+
+@fake(observe_gemm)
+def _(token: Tensor, *_: Any) -> None:
+    return None
+
+
+def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
+    """Who watches, and is called; the call is counted in the token."""
+    note_effect()
+    torch.autograd.graph.increment_version(token)
+    token[1] += 1
+    # A backward pass that runs a forward pass repeats it: activation checkpointing.
+    if x.is_meta or (is_forward and is_in_backward_pass()):
+        return None
+    return _watched.get(int(token[0]))
+
+
+def _show(watched: _Watched, tensor: str, value: Tensor, is_delayed: bool = True) -> None:
+    layer = watched.layer()
+    if layer is None:  # the graph of a layer that is gone
+        return
+    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe, is_delayed)
+    for observer in tuple(watched.observers):
+        observer.tensor(seen)

@@ -1,0 +1,1 @@
+"""Layers on several devices: FSDP2, tensor parallelism, checkpoints."""

@@ -1,0 +1,71 @@
+"""A trained model, sharded or not, as one plain file for other libraries."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from f8emu.spec.errors import MissingExtraError
+from f8emu.torch.weights.sharded_weight import ShardedWeight
+
+
+@torch.no_grad()
+def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the weights of `model` to a safetensors file, under the names of the model before its conversion.
+
+    Every rank calls it. Shards are gathered one tensor at a time, and rank 0 writes. The file appears when it is
+    complete. A tied weight is stored once, under its first name. The state of delayed scaling is not stored: only a
+    resumed training needs it, and `torch.distributed.checkpoint` saves all of that.
+
+    Args:
+        model: converted or not, whole or sharded by FSDP2 and tensor parallelism, compiled or wrapped.
+        path: the file; an existing one is replaced.
+        dtype: the dtype of the floating-point tensors in the file; other tensors keep theirs.
+
+    Exactness: each weight is rounded once, to nearest even, from its own dtype to `dtype`.
+
+    Raises:
+        MissingExtraError: safetensors is not installed.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("export_safetensors", "safetensors", "torch") from error
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    state = get_model_state_dict(model)
+    repeated = _repeated(state)
+    tensors: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or name in repeated:
+            continue
+        value = value.to(dtype) if value.is_floating_point() else value
+        whole = _plain(value.full_tensor() if isinstance(value, DTensor) else value)
+        if is_first:
+            tensors[name] = whole.detach().cpu().contiguous()
+    if is_first:
+        unfinished = Path(f"{os.fspath(path)}.unfinished")
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        unfinished.replace(path)
+
+
+def _repeated(state: Mapping[str, Any]) -> set[str]:
+    """The names of tensors that have an earlier name too. Rank 0 decides: its shards are never empty."""
+    names: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        local = _plain(value.to_local() if isinstance(value, DTensor) else value)
+        if isinstance(local, Tensor) and (place := local.untyped_storage().data_ptr()):
+            names.setdefault((place, local.storage_offset(), tuple(value.shape)), []).append(name)
+    found = [{name for known in names.values() for name in known[1:]}]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _plain(x: Any) -> Any:
+    return x.plain if isinstance(x, ShardedWeight) else x

@@ -1,0 +1,247 @@
+"""A layer's call with DTensors: the tensors of this rank, how they are sharded, and where the output lies.
+
+Every dimension of the mesh splits the layer in one way, as the placements of input [..., K] and weight [N, K] say:
+
+| input | weight | output | |
+|---|---|---|---|
+| replicated | replicated | replicated | |
+| by tokens | replicated | by tokens | |
+| replicated | by N | by N | column-parallel |
+| by tokens | by N | by N | column-parallel with sequence parallelism: the input is gathered as float8 |
+| by K | by K | a partial sum | row-parallel; added up here if the layer has a bias or was told where it goes |
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import Cast, Recipe
+from f8emu.spec.scaling import Granularity
+from f8emu.torch.parallel.sharding import Layout, Shards, Tokens
+from f8emu.torch.torch_internals import is_dtensor
+
+_BLOCK = 128
+"""Elements that share a scale along a dimension that a block of blockwise scaling spans."""
+# How one dimension of the mesh splits a layer.
+_REPLICATED = "replicated"
+_TOKENS = "tokens"
+_COLUMNS = "columns"
+_GATHERED = "gathered"
+_PARTIAL = "partial"
+_SUMMED = "summed"
+_SCATTERED = "scattered"
+
+
+class LocalCall(NamedTuple):
+    """What this rank computes with, and where its output lies."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    layout: Layout
+    lead: tuple[int, ...]
+    """The leading dimensions of this rank's output."""
+    shape: tuple[int, ...]
+    """The shape of the whole output."""
+    mesh: Any
+    placements: tuple[Any, ...]
+
+    def as_dtensor(self, output: Tensor) -> Tensor:
+        """This rank's output as a part of the whole."""
+        from torch.distributed.tensor import DTensor
+
+        strides = [1]
+        for size in self.shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        shape, stride = torch.Size(self.shape), tuple(strides)
+        return DTensor.from_local(output, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_call(
+    call: str,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    recipe: Recipe,
+    reduce_to: Sequence[Any] | None,
+    is_set: tuple[bool, bool, bool],
+) -> LocalCall:
+    """This rank's part of `input @ weight^T + bias`, of which input and weight are DTensors.
+
+    Args:
+        call: the caller, for errors.
+        input: [..., K].
+        weight: [N, K].
+        bias: [N], or None.
+        recipe: of the layer.
+        reduce_to: the placements of a sum of partial products; None leaves the sum to the caller, unless a bias has to
+            be added to it.
+        is_set: whether the scales of input, weight and grad_output are set, under delayed scaling.
+
+    Raises:
+        OperandError: a DTensor and a plain tensor, or two meshes; an input of another size.
+        UnsupportedError: other placements; blocks of blockwise scaling that lie on several ranks; a gather that the
+            recipe cannot do in float8.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if not (is_dtensor(input) and is_dtensor(weight)) or input.device_mesh != weight.device_mesh:
+        got = " and ".join(
+            f"a DTensor of {x.device_mesh}" if is_dtensor(x) else "a plain tensor" for x in (input, weight)
+        )
+        raise OperandError(
+            f"{call}: input and weight must be DTensors of the same mesh, or plain tensors; got {got}; give the layer "
+            "a parallel style (torch.distributed.tensor.parallel.parallelize_module), or pass it input.to_local()"
+        )
+    mesh, last, dims = weight.device_mesh, input.ndim - 1, range(weight.device_mesh.ndim)
+    # 1. Local steps, and sums that nothing can replace.
+    wanted = [_usable(x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
+    if wanted != list(input.placements):
+        input = input.redistribute(placements=wanted)
+    # 2. How each dimension of the mesh splits the layer.
+    of_input, of_weight = input.placements, weight.placements
+    kinds = [_kind(call, of_input[i], of_weight[i], last) for i in dims]
+    for i in dims:
+        if kinds[i] == _PARTIAL and (reduce_to is not None or bias is not None):
+            kinds[i] = _SCATTERED if reduce_to is not None and reduce_to[i].is_shard() else _SUMMED
+    groups = [mesh.get_group(i).group_name for i in dims]
+    gather = scatter = None
+    for i in dims:
+        place = of_input[i] if kinds[i] == _GATHERED else reduce_to[i] if kinds[i] == _SCATTERED and reduce_to else None
+        if place is None:
+            continue
+        if gather is not None or scatter is not None:
+            raise UnsupportedError(f"{call}: tokens can be gathered along one dimension of a mesh; got {mesh}")
+        require_gatherable(call, recipe)
+        tokens = _tokens(input.shape, place.dim % input.ndim, groups[i], mesh.size(i), mesh.get_local_rank(i))
+        gather, scatter = (tokens, None) if kinds[i] == _GATHERED else (None, tokens)
+    _require_whole_blocks(call, recipe, input, weight, kinds)
+
+    def over(*chosen: str) -> tuple[str, ...]:
+        return tuple(group for group, kind in zip(groups, kinds, strict=True) if kind in chosen)
+
+    layout = Layout(
+        Shards(over(_TOKENS, _GATHERED), over(_PARTIAL, _SUMMED, _SCATTERED), gather, is_set[0]),
+        Shards(over(_COLUMNS, _GATHERED), over(_PARTIAL, _SUMMED, _SCATTERED), None, is_set[1]),
+        Shards(over(_TOKENS, _SCATTERED), over(_COLUMNS, _GATHERED), scatter, is_set[2]),
+        over(_SUMMED),
+        scatter,
+    )
+    # 3. The tensors of this rank; the placements of their gradients are what this rank will compute.
+    by_column = (_COLUMNS, _GATHERED)
+    x = input.to_local(grad_placements=[Partial() if kinds[i] == _COLUMNS else of_input[i] for i in dims])
+    w = weight.to_local(grad_placements=[Partial() if kinds[i] == _TOKENS else of_weight[i] for i in dims])
+    if x.shape[-1] != w.shape[1]:
+        raise OperandError(
+            f"{call}: input must be [..., in_features] with in_features = {weight.shape[1]}, {w.shape[1]} of them on "
+            f"this rank; got shape {list(x.shape)} on this rank"
+        )
+    b = None
+    if bias is not None:
+        whole = [Shard(0) if kind in by_column else Replicate() for kind in kinds]
+        grads = [Partial() if kinds[i] in (_TOKENS, _SCATTERED) else whole[i] for i in dims]
+        b = (bias if list(bias.placements) == whole else bias.redistribute(placements=whole)).to_local(
+            grad_placements=grads
+        )
+    # 4. The output.
+    lead = list(x.shape[:-1])
+    output: list[Any] = []
+    for i in dims:
+        if kinds[i] == _GATHERED:
+            lead[of_input[i].dim] = input.shape[of_input[i].dim]
+        if kinds[i] == _SCATTERED and scatter is not None and reduce_to is not None:
+            lead[reduce_to[i].dim % input.ndim] = scatter.mine
+        output.append(
+            Shard(last)
+            if kinds[i] in by_column
+            else Partial()
+            if kinds[i] == _PARTIAL
+            else Replicate()
+            if kinds[i] == _SUMMED or reduce_to is None or kinds[i] != _SCATTERED
+            else Shard(reduce_to[i].dim % input.ndim)
+        )
+        if kinds[i] == _TOKENS:
+            output[i] = of_input[i]
+    shape = (*input.shape[:-1], weight.shape[0])
+    return LocalCall(x, w, b, layout, tuple(lead), shape, mesh, tuple(output))
+
+
+def require_gatherable(call: str, recipe: Recipe) -> None:
+    """Raise UnsupportedError for a recipe whose activations and gradients cannot be gathered as float8."""
+    casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
+    if any(cast.format is None for cast in casts):
+        reason = "has operands in high precision, which would be gathered as such"
+    elif any(_spans_blocks(cast) for cast in casts):
+        reason = "has scales of blocks of tokens, which may lie on several ranks"
+    else:
+        return
+    raise UnsupportedError(
+        f"{call}: recipe {recipe.label} {reason}; gather in bfloat16 with ColwiseParallel, RowwiseParallel and "
+        "PrepareModuleInput of torch.distributed.tensor.parallel, or train with tensorwise, rowwise or delayed"
+    )
+
+
+def _usable(x: Any, w: Any, last: int) -> Any:
+    """The placement that an input gets first: partial sums are added; of a replicated one each rank takes its K."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if x.is_partial():
+        x = Replicate()
+    return Shard(last) if x.is_replicate() and w.is_shard(1) else x
+
+
+def _kind(call: str, x: Any, w: Any, last: int) -> str:
+    if x.is_replicate() and w.is_replicate():
+        return _REPLICATED
+    if x.is_replicate() and w.is_shard(0):
+        return _COLUMNS
+    if x.is_shard() and x.dim != last and (w.is_replicate() or w.is_shard(0)):
+        return _TOKENS if w.is_replicate() else _GATHERED
+    if x.is_shard(last) and w.is_shard(1):
+        return _PARTIAL
+    raise UnsupportedError(
+        f"{call}: a weight sharded along N needs an input that is replicated or sharded along tokens, a weight sharded "
+        f"along K an input that is replicated or sharded along K, a replicated weight any but the latter; got an input "
+        f"with {x} and a weight with {w}; redistribute the input before, which gathers it in high precision"
+    )
+
+
+def _tokens(shape: Sequence[int], dim: int, group: str, ranks: int, rank: int) -> Tokens:
+    before = after = 1
+    for i, size in enumerate(shape[:-1]):
+        before, after = before * (size if i < dim else 1), after * (size if i > dim else 1)
+    per_rank = -(-shape[dim] // ranks)
+    mine = max(0, min(per_rank, shape[dim] - rank * per_rank))
+    return Tokens(group, ranks, before, shape[dim], after, mine)
+
+
+def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, kinds: Sequence[str]) -> None:
+    """Raise UnsupportedError if a block with one scale lies on several ranks."""
+    spans = [_spans_blocks(c) for c in (recipe.output.a, recipe.output.b, recipe.grad_weight.b, recipe.grad_weight.a)]
+    if not any(spans):
+        return
+    for i, kind in enumerate(kinds):
+        ranks = weight.device_mesh.size(i)
+        if kind == _TOKENS:
+            tokens = _tokens(input.shape, input.placements[i].dim, "", ranks, 0)
+            name, run = "tokens", tokens.per_rank * tokens.after if tokens.before == 1 else 1
+        elif kind == _COLUMNS:
+            name, run = "out_features", -(-weight.shape[0] // ranks)
+        elif kind in (_PARTIAL, _SUMMED):
+            name, run = "in_features", -(-weight.shape[1] // ranks)
+        else:
+            continue
+        if ranks > 1 and run % _BLOCK:
+            raise UnsupportedError(
+                f"{call}: under recipe {recipe.label} {_BLOCK} neighbouring {name} share a scale, so each rank must "
+                f"have a multiple of {_BLOCK}; got {run} of {ranks} ranks; choose such sizes, or another recipe"
+            )
+
+
+def _spans_blocks(cast: Cast) -> bool:
+    return cast.format is not None and (
+        cast.granularity is Granularity.BLOCKWISE_1X128 or cast.granularity is Granularity.BLOCKWISE_128X128
+    )

@@ -1,0 +1,269 @@
+"""Matrices that lie in shards on several ranks: whose amaxes count, and what is gathered as float8.
+
+Every rank computes with its local tensors, under the scales of the whole matrices: an amax that spans a sharded
+dimension is reduced over the ranks, as an integer, so that infinity and NaN count as the largest. Column-parallel
+outputs are thus slices of the output of a single device, bit for bit; row-parallel partial products have its codes.
+
+A matrix that is sharded along tokens, and of which the GEMMs need all, is cast on every rank and gathered as float8:
+one byte an element, and the scales where rows have their own. Its amaxes are reduced first, by bytes that do not
+depend on the number of tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from f8emu.spec.recipe import Cast
+from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.columns import transpose_codes
+from f8emu.torch.fused.delayed import UNSET, note_cast
+from f8emu.torch.layer.operands import (
+    Delayed,
+    Operand,
+    ScaleSource,
+    cast_both,
+    cast_cols_in_rows,
+    cast_delayed,
+    find_source,
+    format_name,
+)
+from f8emu.torch.torch_internals import Function
+
+_MAGNITUDE = 0x7FFFFFFF
+"""All bits of a float32 but its sign: as integers these have the order of the magnitudes, NaN above infinity."""
+
+
+class Tokens(NamedTuple):
+    """How the tokens of an activation or gradient [before, size, after, features] are spread over the ranks of a group.
+
+    Every rank has `per_rank` of `size`; the last ones have fewer, or none.
+    """
+
+    group: str
+    ranks: int
+    before: int
+    size: int
+    after: int
+    mine: int
+    """This rank's size along the sharded dimension."""
+
+    @property
+    def per_rank(self) -> int:
+        """The first rank's size."""
+        return -(-self.size // self.ranks)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the gathered matrix."""
+        return self.before * self.size * self.after
+
+
+class Shards(NamedTuple):
+    """The groups, by name, over whose ranks the rows and the columns of a matrix are spread."""
+
+    rows: tuple[str, ...] = ()
+    cols: tuple[str, ...] = ()
+    gather: Tokens | None = None
+    """How to gather the rows before the GEMMs; None if those need only this rank's."""
+    is_set: bool = True
+    """Whether the scale of delayed scaling is known to be set; if not, the first cast needs an amax of all ranks."""
+
+
+class Layout(NamedTuple):
+    """How the matrices of one call of a layer are sharded."""
+
+    input: Shards = Shards()
+    weight: Shards = Shards()
+    grad_output: Shards = Shards()
+    sum_over: tuple[str, ...] = ()
+    """The groups over which partial outputs are added, each rank receiving all."""
+    scatter: Tokens | None = None
+    """The same, each rank receiving its tokens; `grad_output` is then gathered as float8."""
+
+    def output_rows(self, rows: int) -> int:
+        """The rows of this rank's output, from those of its GEMM."""
+        return rows if self.scatter is None else self.scatter.before * self.scatter.mine * self.scatter.after
+
+
+def arrived(x: Tensor) -> Tensor:
+    """`x`, after the collective that computes it: torch's eager redistributions return before that."""
+    wait: Any = getattr(x, "wait", None)
+    return x if wait is None or torch.compiler.is_compiling() else wait()
+
+
+def reduce_amax(amax: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """The largest of an amax over the ranks of `groups`, element by element; NaN if any is NaN."""
+    if not groups:
+        return amax
+    bits = amax.float().view(torch.int32) & _MAGNITUDE
+    for group in groups:
+        bits = _collective("all_reduce", bits, "max", group)
+    return bits.view(torch.float32)
+
+
+def sum_products(product: Tensor, layout: Layout) -> Tensor:
+    """The sum of the ranks' partial outputs, in their dtype: all of it, or the rows of this rank's tokens."""
+    for group in layout.sum_over:
+        product = _collective("all_reduce", product, "sum", group)
+    return product if layout.scatter is None else scatter_sum(product, layout.scatter)
+
+
+def scatter_sum(x: Tensor, tokens: Tokens) -> Tensor:
+    """The sum of `x` [tokens.rows, C] over the ranks, in its dtype: the rows of this rank's tokens."""
+    width = x.shape[1]
+    last = tokens.after * width
+    missing = tokens.per_rank * tokens.ranks - tokens.size
+    whole = pad(x.reshape(tokens.before, tokens.size, last), (0, 0, 0, missing)) if missing else x
+    parts = whole.reshape(tokens.before, tokens.ranks, tokens.per_rank * last).transpose(0, 1).contiguous()
+    parts = parts.reshape(tokens.ranks * tokens.before, tokens.per_rank * last)
+    mine = _collective("reduce_scatter_tensor", parts, "sum", tokens.ranks, tokens.group)
+    mine = mine.reshape(tokens.before, tokens.per_rank, last)[:, : tokens.mine]
+    return mine.reshape(tokens.before * tokens.mine * tokens.after, width)
+
+
+class Gathered(Function):
+    """The place of a gathered input [tokens.rows, K] in the autograd graph, without its values.
+
+    Its gradient is added up over the ranks, in its dtype, and each gets that of its tokens. Layers that share an input
+    share this place, so that their gradients are added before they travel.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
+        ctx.tokens = tokens
+        return x.new_empty(1, 1).expand(tokens.rows, x.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return scatter_sum(arrived(grads[0]), ctx.tokens), None
+
+
+def gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
+    """The rows [tokens.rows, C] of all ranks from those of each, in the order of the tokens."""
+    # As bytes: gloo has no float8.
+    width = x.shape[1] * x.element_size()
+    own = x.view(torch.uint8).reshape(tokens.before, tokens.mine, tokens.after * width)
+    missing = tokens.per_rank - tokens.mine
+    own = pad(own, (0, 0, 0, missing)) if missing else own
+    found = _collective("all_gather_into_tensor", own, tokens.ranks, tokens.group)
+    found = found.reshape(tokens.ranks, tokens.before, tokens.per_rank, tokens.after * width)
+    if tokens.before > 1:
+        found = found.transpose(0, 1).contiguous()
+    found = found.reshape(tokens.before, tokens.ranks * tokens.per_rank, tokens.after * width)[:, : tokens.size]
+    return found.reshape(tokens.rows, width).contiguous().view(x.dtype)
+
+
+def _collective(name: str, x: Tensor, *arguments: Any) -> Tensor:
+    """A functional collective, finished: traced as it is."""
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(getattr(functional, name)(x.contiguous(), *arguments))
+
+
+def find_sharded_source(
+    x: Tensor, rows: Cast | None, cols: Cast | None, shards: Shards, *, is_stored: bool = False
+) -> ScaleSource:
+    """`find_source` for the whole matrix, of which `x` is this rank's part."""
+    source = find_source(x, rows, cols, is_stored=is_stored)
+    every = (*shards.rows, *shards.cols)
+    of_tensor = None
+    found: list[Tensor | None] = []
+    for cast, amax, across in ((rows, source.rows, shards.cols), (cols, source.cols, shards.rows)):
+        if cast is None or amax is None:
+            found.append(None)
+        elif cast.granularity is Granularity.ROWWISE:
+            found.append(reduce_amax(amax, across))
+        else:
+            if of_tensor is None:
+                of_tensor = reduce_amax(amax.max().reshape(1, 1), every)
+            found.append(of_tensor)
+    return ScaleSource(rows=found[0], cols=found[1])
+
+
+def cast_sharded(
+    x: Tensor,
+    rows: Cast | None,
+    cols: Cast | None,
+    rule: ScaleRule,
+    delayed: Delayed | None,
+    shards: Shards,
+    *,
+    recompute: bool = False,
+) -> tuple[Operand | None, Operand | None]:
+    """Both operands of a matrix of which `x` is this rank's part, under the scales of the whole; gathered on request.
+
+    Exactness: codes and scales are those of the whole matrix, or slices of them.
+    """
+    x = arrived(x)
+    if shards.gather is not None:
+        return _cast_gathered(x, rows, cols, rule, delayed, shards, shards.gather)
+    if delayed is not None:
+        row, col, _ = cast_delayed(x, rows, cols, global_delayed(x, rows or cols, rule, delayed, shards), rule)
+        return row, col
+    return cast_both(x, rows, cols, find_sharded_source(x, rows, cols, shards), rule, recompute=recompute)
+
+
+def _cast_gathered(
+    x: Tensor,
+    rows: Cast | None,
+    cols: Cast | None,
+    rule: ScaleRule,
+    delayed: Delayed | None,
+    shards: Shards,
+    tokens: Tokens,
+) -> tuple[Operand | None, Operand | None]:
+    """`cast_sharded` with gathered codes, in the layout of `x`; with one scale, those of `x^T` are the same codes."""
+    kinds = [None if cast is None else cast.granularity for cast in (rows, cols)]
+    if delayed is not None:
+        state = global_delayed(x, rows or cols, rule, delayed, shards)
+        own, _, _ = cast_delayed(x, rows or cols, None, state, rule)
+        assert own is not None, "it was requested"
+        row = col = _gathered(own, tokens, None)
+    else:
+        source = find_sharded_source(x, rows, cols, shards)
+        own, _ = cast_both(x, rows, None, source, rule)
+        row = col = None if own is None else _gathered(own, tokens, kinds[0])
+        if cols is not None and (kinds[1] is Granularity.ROWWISE or kinds[0] is not kinds[1]):
+            assert source.cols is not None, "it was requested"
+            own = cast_cols_in_rows(x, cols, source.cols, rule)
+            col = Operand(gather_rows(own.codes, tokens), own.scale)  # of all tokens, on every rank
+    if cols is not None:
+        assert col is not None, "it was requested"
+        col = Operand(transpose_codes(col.codes, col.codes), col.scale)
+    return row if rows is not None else None, col if cols is not None else None
+
+
+def _gathered(own: Operand, tokens: Tokens, granularity: Granularity | None) -> Operand:
+    """The operand of all tokens from that of each rank's; a scale of all tokens is on every rank."""
+    assert own.scale is not None, "high precision is not gathered"
+    scale = gather_rows(own.scale, tokens) if granularity is Granularity.ROWWISE else own.scale
+    return Operand(gather_rows(own.codes, tokens), scale)
+
+
+def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delayed, shards: Shards) -> Delayed:
+    """The state whose inv_scale is set: where it was not, by the amax of the whole matrix."""
+    name = format_name(cast)
+    every = (*shards.rows, *shards.cols)
+    if shards.is_set or name is None or not every:
+        return delayed
+    note_cast(delayed.amax, delayed.inv_scale)
+    amax = reduce_amax(fused.tensor_amax(x), every)
+    own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)
+    return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, own))
+
+
+def cast_sharded_weight(
+    weight: Tensor, rows: Cast, cols: Cast, rule: ScaleRule, delayed: Delayed | None, shards: Shards
+) -> tuple[Operand, ScaleSource]:
+    """The operand `rows` of a weight of which this is the rank's part, and the source for casting `cols` later."""
+    if delayed is None:
+        source = find_sharded_source(weight, rows, cols, shards, is_stored=True)
+        operand, _ = cast_both(weight, rows, None, source, rule)
+        source = ScaleSource(cols=source.cols)
+    else:
+        state = global_delayed(weight, rows, rule, delayed, shards)
+        operand, _, source = cast_delayed(weight, rows, None, state, rule)
+    assert operand is not None, "it was requested"
+    return operand, source

@@ -1,1 +1,0 @@
-"""Float8Linear and the code around it: autograd, delayed scaling, checkpointing, conversion."""

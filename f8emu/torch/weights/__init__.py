@@ -1,0 +1,1 @@
+"""Weights that travel or rest as float8."""

@@ -1,0 +1,311 @@
+"""A weight that its layer holds as float8 alone; its high-precision master belongs to the optimizer.
+
+The parameter of the layer is codes and scales, which `Float8Linear` multiplies without a cast. What they are cast from,
+the master, is on the host until `MasterWeights` takes it: on the device of the weight then, in float32. Every write to
+the weight, by an initialization, a state dict or a step, is a write to the master, from which the codes are cast again.
+
+Exactness: codes and scales are those that a `Float8Linear` casts in its forward and backward pass from the master.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from f8emu.spec.errors import UnsupportedError
+from f8emu.spec.recipe import Recipe
+from f8emu.torch.delayed.state import DelayedBuffers
+from f8emu.torch.fused import operators as fused
+from f8emu.torch.fused.delayed import UNCALLED, UNSET, cast_pair_delayed
+from f8emu.torch.layer.operands import DelayedStates, cast_cols_in_rows, find_source
+from f8emu.torch.torch_internals import no_torch_function, with_aliases, wrapper_of
+from f8emu.torch.weights.gathered_weight import GatheredWeight
+from f8emu.torch.weights.scales import format_of, has_one_scale
+
+_aten = torch.ops.aten
+_ALIASES = {_aten.detach.default, _aten.alias.default}
+_WHOLE = {_aten.view.default, _aten.as_strided.default}
+"""Aliases too, if the size stays."""
+_LIKE = {
+    _aten.full_like.default,
+    _aten.ones_like.default,
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.zeros_like.default,
+}
+_NEW = {_aten.new_empty.default, _aten.new_full.default, _aten.new_ones.default, _aten.new_zeros.default}
+
+
+class _Codes(NamedTuple):
+    """What is cast from a master; see `GatheredWeight`."""
+
+    rows: Tensor
+    cols: Tensor | None
+    row_scale: Tensor
+    col_scale: Tensor
+    master_amax: Tensor | None
+    """[1, 1], under delayed scaling: of which every call of the layer takes note."""
+
+
+@dataclass(slots=True)
+class MasterOf:
+    """Where the codes of a weight come from; its aliases share it."""
+
+    recipe: Recipe
+    delayed: DelayedBuffers | None
+    """The layer's."""
+    master: Tensor
+    is_taken: bool = False
+    """Whether an optimizer steps the master."""
+
+
+class Float8Weight(GatheredWeight):
+    """[N, K] in the dtype of its gradient."""
+
+    master_amax: Tensor | None
+    origin: MasterOf | None
+    """The recipe and the master; None in compiled code, which reads only the codes."""
+
+    # Results are plain tensors: torch would make each a tensor of this class.
+    __torch_function__ = no_torch_function
+
+    def __new__(cls, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> "Float8Weight":
+        return wrapper_of(cls, codes.rows, dtype)
+
+    def __init__(self, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> None:
+        super().__init__(*codes[:4], dtype)
+        self.master_amax, self.origin = codes.master_amax, origin
+
+    @classmethod
+    def of(cls, value: Tensor, recipe: Recipe, delayed: DelayedBuffers | None) -> "Float8Weight":
+        """The codes of `value` [N, K], and `value` on the host as their master."""
+        value = value.detach()
+        master = value if value.is_meta else value.to("cpu")
+        return cls(_cast(value, recipe, delayed), value.dtype, MasterOf(recipe, delayed, master))
+
+    @property
+    def master(self) -> Tensor:
+        """The values from which the codes are cast: those before the conversion, then an optimizer's float32 values.
+
+        Code that writes to it must call `refill` afterwards; a write to the weight itself does both.
+        """
+        return self._origin.master
+
+    @property
+    def _origin(self) -> MasterOf:
+        if self.origin is None:
+            raise UnsupportedError(
+                "Float8Weight: compiled code has only the codes of a weight; read or write its master outside"
+            )
+        return self.origin
+
+    @property
+    def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The weight without its gradient history, like `detach`. It cannot be assigned."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise UnsupportedError(
+            "Float8Weight: weight.data cannot be assigned, since the weight is float8 codes with a master; write "
+            "values with weight.copy_(values) under torch.no_grad()"
+        )
+
+    def dequantize(self) -> Tensor:
+        """The values of the codes that the GEMM `output` multiplies, float32 [N, K]."""
+        return self.rows.float() * self.row_scale
+
+    @torch.no_grad()
+    def refill(self, *, by_own_amax: bool = False) -> None:
+        """Cast the master into the codes, in place. Under delayed scaling use its state, or the master's own amax."""
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "Float8Linear: with float8_primary_weights=True weights are cast outside of compiled code; compile the "
+                "model, and call the optimizer's step outside"
+            )
+        origin = self._origin
+        new = _cast(origin.master.to(self.rows.device), origin.recipe, origin.delayed, by_own_amax=by_own_amax)
+        for mine, found in zip(self._codes(), new, strict=True):
+            if mine is not None and found is not None:
+                mine.copy_(found)
+
+    def note_call(self, states: DelayedStates | None) -> None:
+        """Under delayed scaling, record the master's amax, as a cast of it in this call would."""
+        delayed = None if states is None else states[1]
+        if delayed is not None and self.master_amax is not None:
+            with torch.no_grad():
+                # As integers, which keeps NaN.
+                bits = torch.maximum(delayed.amax.view(torch.int32), self.master_amax.view(torch.int32))
+                delayed.amax.copy_(bits.view(torch.float32))
+
+    def take_master(self) -> Tensor:
+        """Give the master to an optimizer: float32 and on the device of the weight from now on."""
+        origin = self._origin
+        if not origin.is_taken:
+            origin.master = origin.master.to(self.device, torch.float32)
+            origin.is_taken = True
+        return origin.master
+
+    def _codes(self) -> _Codes:
+        return _Codes(self.rows, self.cols, self.row_scale, self.col_scale, self.master_amax)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [name for name, value in self._codes()._asdict().items() if value is not None], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> "Float8Weight":
+        found: Any = [inner.get(name) for name in _Codes._fields]
+        return cls(_Codes(*found), dtype, None)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        x = args[0] if args else None
+        if isinstance(x, Float8Weight):
+            if func in _ALIASES or (func in _WHOLE and tuple(args[1]) == tuple(x.shape)):
+                return with_aliases(func, args, kwargs, cls(x._codes(), x.dtype, x.origin))
+            if func in _LIKE:
+                one = x.rows.new_empty((1, 1), dtype=x.dtype).expand(x.shape)
+                return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+            if func in _NEW:
+                return func(x.rows.new_empty((0,), dtype=x.dtype), *args[1:], **kwargs)
+            if func is _aten._to_copy.default:
+                return x._moved(kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("non_blocking")))
+            if func is _aten.empty_like.default:
+                return x._emptied(kwargs.get("device"))
+            if func is _aten.clone.default:
+                return x._copied({})
+            if func is _aten.copy_.default or x._is_initialized_by(func):
+                return x._with_master(func, args[1:], kwargs)
+        raise UnsupportedError(
+            f"{func}: the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
+            "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
+            "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
+            "pass init_sync=False; to shard it (fully_shard, DTensor) or to merge adapters into it, convert without "
+            "float8_primary_weights"
+        )
+
+    def _moved(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> "Float8Weight":
+        """The weight after `to`. The master stays where it is, and is rounded to `dtype` unless an optimizer has it."""
+        origin, dtype = self._origin, dtype or self.dtype
+        device = device or self.device
+        if dtype != self.dtype and not origin.is_taken:
+            origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(dtype))
+            return Float8Weight(_cast(origin.master.to(device), origin.recipe, origin.delayed), dtype, origin)
+        codes: Any = [x if x is None else x.to(device, non_blocking=non_blocking) for x in self._codes()]
+        if device.type == "meta":
+            origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(device))
+        return Float8Weight(_Codes(*codes), dtype, origin)
+
+    def _emptied(self, device: torch.device | None) -> "Float8Weight":
+        """A weight like this one with uninitialised codes, to be written to."""
+        device = device or self.device
+        codes: Any = [x if x is None else torch.empty_like(x, device=device) for x in self._codes()]
+        old = self._origin
+        master = torch.empty_like(old.master, device="meta" if device.type == "meta" else "cpu")
+        return Float8Weight(_Codes(*codes), self.dtype, MasterOf(old.recipe, old.delayed, master))
+
+    def _is_initialized_by(self, func: Any) -> bool:
+        """Whether the operator belongs to an initialization: outside of autograd, before gradients and an optimizer.
+
+        A view may be written to later, unseen, so none is given away.
+        """
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
+        return not (is_view or self._origin.is_taken or self.grad is not None or torch.is_grad_enabled())
+
+    def _with_master(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Apply an operator to the master, where the weight is: random numbers are those of any weight there."""
+        origin = self._origin
+        args = [x.master if isinstance(x, Float8Weight) else x for x in args]
+        if func is _aten.copy_.default and torch.promote_types(args[0].dtype, self.master.dtype) != self.master.dtype:
+            origin.master = origin.master.float()  # float32 masters are loaded, and no optimizer is made yet
+        value = self.master.to(self.device)
+        out = func(value, *args, **kwargs)
+        if not func._schema.is_mutable:
+            return out
+        if value is not self.master:
+            self.master.copy_(value)
+        self.refill(by_own_amax=True)
+        return self
+
+    def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
+        codes: Any = [x if x is None else x.clone() for x in self._codes()]
+        return Float8Weight(_Codes(*codes), self.dtype, copy.deepcopy(self.origin, memo))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        with torch.no_grad():
+            new = self._copied(memo)
+            new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
+        new.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As bytes: torch pickles float8, but does not load it again outside of torch.save.
+        codes = [x if x is None or x.dtype is torch.float32 else x.view(torch.uint8) for x in self._codes()]
+        kind = (isinstance(self, nn.Parameter), self.requires_grad)
+        return _rebuilt, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Float8Weight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)}, {self.dtype})"
+
+
+def _rebuilt(
+    codes: list[Tensor | None],
+    format: torch.dtype,
+    dtype: torch.dtype,
+    origin: MasterOf | None,
+    is_parameter: bool,
+    requires_grad: bool,
+) -> Tensor:
+    """What pickles call."""
+    found: Any = [x if x is None or x.dtype is torch.float32 else x.view(format) for x in codes]
+    new = Float8Weight(_Codes(*found), dtype, origin)
+    return nn.Parameter(new, requires_grad) if is_parameter else new
+
+
+@torch.no_grad()
+def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_amax: bool = False) -> _Codes:
+    """The codes of `x` [N, K], each in its layout, with scales and amax."""
+    fmt, rule = format_of(recipe), recipe.scale_rule
+    settings = (rule.power_of_two, rule.amax_floor)
+    x = x.contiguous()
+    if buffers is not None:
+        buffers.follow(x.device)
+    delayed = None if buffers is None else buffers.of_tensors()[1]
+    if delayed is not None:
+        amax = torch.full_like(delayed.amax, UNCALLED)
+        inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
+        state = (inv_scale, True, False, amax, *settings, delayed.margin)
+        rows, _, _, scale = cast_pair_delayed(x, fmt, *state)
+        return _Codes(rows, None, scale, scale.clone(), amax)
+    source = find_source(x, recipe.output.b, recipe.grad_input.b, is_stored=True)
+    assert source.rows is not None and source.cols is not None, "require_primary"
+    rows, row_scale, _, _ = fused.cast_pair(x, fmt, source.rows, None, *settings)
+    if has_one_scale(recipe):
+        return _Codes(rows, None, row_scale, row_scale.clone(), None)
+    cols = cast_cols_in_rows(x, recipe.grad_input.b, source.cols, rule)
+    assert cols.scale is not None, "require_primary"
+    return _Codes(rows, cols.codes, row_scale, cols.scale, None)
+
+
+def refill(weight: Tensor | None) -> None:
+    """Cast the master of a weight again, after the scales of its layer have changed; other weights have none."""
+    if isinstance(weight, Float8Weight):
+        weight.refill()
+
+
+def written_over(layer: nn.Linear, old: Float8Weight) -> None:
+    """After `load_state_dict(assign=True)` has replaced the weight `old` of a layer: its values go into `old`."""
+    value, origin = layer.weight.detach(), old.origin
+    if old.is_meta and not value.is_meta and origin is not None:
+        layer.weight = nn.Parameter(Float8Weight.of(value, origin.recipe, origin.delayed), old.requires_grad)
+        return
+    with torch.no_grad():
+        old.copy_(value)
+    assert isinstance(old, nn.Parameter), "it was the layer's"
+    layer.weight = old

@@ -1,0 +1,150 @@
+"""An optimizer over the float32 masters of weights that their layers hold as float8."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from f8emu.spec.errors import OperandError
+from f8emu.torch.weights.float8_weight import Float8Weight
+
+
+class MasterWeights(Optimizer):
+    """Any optimizer of torch.optim, for a model converted with `float8_primary_weights=True`.
+
+        optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+
+    It holds a float32 master of every float8 weight and steps it with the gradient of the layer. After each step, and
+    at no other time, it casts the masters into the codes of the layers: passes that accumulate gradients multiply the
+    same codes. Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and
+    state dict are those of `optimizer_class` over the parameters of the model.
+
+    The state dict holds what `optimizer_class` keeps for each parameter. The masters are in the state dict of the
+    model, under the keys of nn.Linear, so that a checkpoint has them once.
+
+    During a step every gradient that is not float32 is converted, all at once: 4 bytes an element on the device.
+
+    Exactness: masters, codes and optimizer state equal those of `optimizer_class` and a `Float8Linear` whose weight is
+    the master.
+
+    Args:
+        params: as for torch.optim: parameters, (name, parameter) pairs or groups of either.
+        optimizer_class: such as torch.optim.AdamW, called with the masters in the place of the float8 weights.
+        defaults: the arguments of `optimizer_class`.
+
+    Raises:
+        OperandError: `optimizer_class` is an optimizer instance, or not a class of optimizers.
+    """
+
+    inner: Optimizer
+    """The optimizer of `optimizer_class`, over the masters."""
+
+    def __init__(self, params: Iterable[Any], optimizer_class: Callable[..., Optimizer], **defaults: Any) -> None:
+        if isinstance(optimizer_class, Optimizer) or not callable(optimizer_class):
+            raise OperandError(
+                "MasterWeights: optimizer_class must be a class of optimizers, since the optimizer is made over the "
+                f"masters; got {type(optimizer_class).__name__}; pass torch.optim.AdamW and then its arguments"
+            )
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+        groups = [_listed(group) for group in groups]
+        self.inner = optimizer_class([_of_masters(group) for group in groups], **defaults)
+        super().__init__(groups, self.inner.defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """`Optimizer.add_param_group`, with the masters in the place of float8 weights."""
+        param_group = _listed(param_group)
+        if len(self.inner.param_groups) == len(self.param_groups):  # the first groups are there already
+            self.inner.add_param_group(_of_masters(param_group))
+        settings = self.inner.param_groups[len(self.param_groups)]
+        own = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+        super().add_param_group({**own, "params": param_group["params"]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the masters and cast them. A closure sees the codes of the current masters."""
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key != "params"})
+        self._take_gradients()
+        try:
+            loss = self.inner.step(None if closure is None else self._with_casts(closure))
+        finally:
+            self._cast()
+            for weight in self._weights():
+                weight.master.grad = None
+        self._share_state()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """`Optimizer.load_state_dict`. The masters are loaded with the model."""
+        self.inner.load_state_dict(state_dict)
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            own.update({key: value for key, value in inner.items() if key != "params"})
+        self._share_state()
+
+    def _with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, before it the casts of masters that have changed since its last call, after it the gradients."""
+        calls = 0
+
+        def evaluate() -> Any:
+            nonlocal calls
+            if calls:
+                self._cast()
+            calls += 1
+            with torch.enable_grad():
+                loss = closure()
+            self._take_gradients()
+            return loss
+
+        return evaluate
+
+    def _weights(self) -> list[Float8Weight]:
+        return [x for group in self.param_groups for x in group["params"] if isinstance(x, Float8Weight)]
+
+    def _take_gradients(self) -> None:
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for i, weight in enumerate(own["params"]):
+                if not isinstance(weight, Float8Weight):
+                    continue
+                if weight.grad is not None:
+                    inner["params"][i] = weight.take_master()  # it may have been frozen until now
+                weight.master.grad = None if weight.grad is None else weight.grad.to(weight.master)
+
+    def _cast(self) -> None:
+        """Cast the masters that were stepped."""
+        for weight in self._weights():
+            if weight.master.grad is not None:
+                weight.refill()
+
+    def _share_state(self) -> None:
+        """The state of each parameter is that of its master."""
+        of_masters = self.inner.state
+        self.state.clear()
+        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            for mine, master in zip(own["params"], inner["params"], strict=True):
+                if master in of_masters:
+                    self.state[mine] = of_masters[master]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "inner": self.inner}
+
+
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with a list of parameters, which may have been one, or an iterator."""
+    given: Any = group["params"]
+    return {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
+
+
+def _of_masters(group: dict[str, Any]) -> dict[str, Any]:
+    return {**group, "params": [_of_master(x) for x in group["params"]]}
+
+
+def _of_master(x: Any) -> Any:
+    """The master of a float8 weight, on the device once it is trained; other parameters as they are."""
+    if isinstance(x, tuple):
+        return tuple(_of_master(part) for part in cast("tuple[Any, ...]", x))
+    if not isinstance(x, Float8Weight):
+        return x
+    return x.take_master() if x.requires_grad else x.master
