@@ -30,7 +30,7 @@ from f8emu.report.palette import variables
 
 def render(command: str, page: Page) -> str:
     """The page as HTML; `command` is what made it."""
-    data = files("f8emu.conformance") / "page"
+    data = files("f8emu.report")
     style = variables() + (data / "page.css").read_text(encoding="utf-8")
     script = (data / "page.js").read_text(encoding="utf-8")
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, script))

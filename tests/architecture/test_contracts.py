@@ -22,6 +22,8 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
         ("f8emu/doctor/diagnosis.py", "import f8emu.conformance.run.report"),
         ("f8emu/homeless.py", ""),
     ],
+    "captures-are-written": [("f8emu/capture/writer.py", "import numpy")],
+    "captures-are-read": [("f8emu/torch/capture.py", "from f8emu.capture import read")],
     "root": [
         ("f8emu/__init__.py", "import torch"),
         ("f8emu/spec/errors.py", "import numpy"),

@@ -206,7 +206,8 @@ def test_the_process_ends_with_its_parent(module: Path) -> None:
         "subject.gemm(tests_case.CASE)\n"
     )
     (module / "tests_case.py").write_text(
-        "from dataclasses import replace\nimport numpy as np\nfrom f8emu.conformance.cases.gemm_cases import gemm_cases\n"
+        "from dataclasses import replace\nimport numpy as np\n"
+        "from f8emu.conformance.cases.gemm_cases import gemm_cases\n"
         "from f8emu.spec import BFLOAT16\n"
         "case = next(c for c in gemm_cases() if c.a.shape == (16, 544))\n"
         "CASE = replace(case, a=np.resize(case.a, (48, 544)), out_dtype=BFLOAT16, bias=None)\n"

@@ -23,7 +23,7 @@ pytest.importorskip("jax")
 
 from f8emu.torch.delayed import update as delayed_update  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
-from f8emu.torch.layer import float8_linear, operands
+from f8emu.torch.layer import float8_linear, operands  # noqa: E402
 from f8emu.torch.layer import matmul as autograd  # noqa: E402
 
 Planted = Iterator[Any]

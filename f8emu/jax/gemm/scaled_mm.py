@@ -43,8 +43,8 @@ def scaled_mm(
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy`, eagerly and
     traced. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the library's
     heuristic chose [CHAIN-3]. None asks the library itself on a GPU that is the chip (a trace: if JAX's default device
-    is one), else the plan, `f8emu.split_k.plan` [PLAN-1..7], and is the only value that the hardware accepts. A shape that
-    the plan does not cover is emulated without split-K, with one warning.
+    is one), else the plan, `f8emu.split_k.plan` [PLAN-1..7], and is the only value that the hardware accepts. A shape
+    that the plan does not cover is emulated without split-K, with one warning.
 
     Args:
         a: left operand.

@@ -42,8 +42,8 @@ def scaled_mm(
     Exactness: `engine="emulated"`: the bits of an H200 (rules ACC, CHAIN, EPI), equal to `f8ref.numpy` and to every
     recorded case. `engine="hardware"`: the bits of the device. `split_k` tells the emulation which split-K the
     library's heuristic chose [CHAIN-3]. None asks the library itself if the tensors are on a GPU that is the chip, else
-    the plan, `f8emu.split_k.plan` [PLAN-1..7], and is the only value that the hardware accepts. A shape that the plan does
-    not cover is emulated without split-K, with one warning.
+    the plan, `f8emu.split_k.plan` [PLAN-1..7], and is the only value that the hardware accepts. A shape that the plan
+    does not cover is emulated without split-K, with one warning.
 
     Args:
         a: left operand.
