@@ -141,6 +141,11 @@ def test_qwix_provider(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < difference < 15 for difference in differences)
 
 
+def test_torch_and_jax_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("output", "grad_input", "grad_weight")
+    assert run("torch_and_jax_gradients", capsys) == [f"{name} equal: True" for name in names]
+
+
 def test_torch_to_jax(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("torch_to_jax", capsys) == ["output equal: True", "gradient equal: True"]
 

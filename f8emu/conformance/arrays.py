@@ -96,33 +96,11 @@ def torch_arrays(call: str) -> Framework:
     torch = interop.require_torch(call)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
-    integers = {
-        1: (np.uint8, torch.uint8),
-        2: (np.int16, torch.int16),
-        4: (np.int32, torch.int32),
-        8: (np.int64, torch.int64),
-    }
 
     def load(array: np.ndarray) -> "torch.Tensor":
         if array.ndim >= 2 and not array.flags.c_contiguous and array.swapaxes(-1, -2).flags.c_contiguous:
             return load(array.swapaxes(-1, -2)).mT  # column-major stays column-major
-        dtype = getattr(torch, array.dtype.name)
-        codes = np.array(array, order="C")  # may be read-only, which torch does not know
-        if array.dtype.kind not in "biu":
-            codes = codes.view(integers[array.dtype.itemsize][0])  # from_numpy knows no ml_dtypes
-        # Into memory of torch's own, which is aligned for whoever shares it next; numpy copies in this thread, where
-        # torch would wait for a second one.
-        memory = torch.empty_like(torch.from_numpy(codes))
-        memory.numpy()[...] = codes
-        return memory.to(device).view(dtype)
-
-    def store(tensor: "torch.Tensor") -> np.ndarray:
-        tensor = tensor.detach().cpu().contiguous()
-        name = str(tensor.dtype).removeprefix("torch.")
-        if tensor.dtype in (torch.bool, torch.int32, torch.uint8, torch.int64):
-            return tensor.numpy()
-        _, torch_integer = integers[tensor.dtype.itemsize]
-        return tensor.view(torch_integer).numpy().view(getattr(ml_dtypes, name, name))
+        return interop.to_torch(array, device)
 
     return Framework(
         name="torch",
@@ -130,7 +108,7 @@ def torch_arrays(call: str) -> Framework:
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
         on_gpu=on_gpu,
         load=load,
-        store=store,
+        store=lambda tensor: np.asarray(interop.to_numpy(tensor, copy=None), order="C"),
         address=lambda tensor: tensor.data_ptr(),
         array_type=torch.Tensor,
         dtype=lambda fmt: getattr(torch, fmt.name),

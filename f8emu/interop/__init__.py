@@ -1,4 +1,4 @@
-"""Conversion between torch, JAX and numpy: arrays, scaled tensors, parameter trees, delayed scaling, gradients.
+"""Conversion between torch, JAX and numpy: arrays, scaled tensors, parameter trees, delayed scaling.
 
 No bit changes on the way. Every function copies by default; `copy` changes that, as in the array API standard.
 torch and numpy can write to shared memory, while JAX takes its arrays for immutable.
@@ -14,8 +14,6 @@ from f8emu.interop.delayed import float8_states_from_delayed_state_dict as float
 from f8emu.interop.frameworks import jax_device as jax_device
 from f8emu.interop.frameworks import require_jax as require_jax
 from f8emu.interop.frameworks import require_torch as require_torch
-from f8emu.interop.gradients import jax_function as jax_function
-from f8emu.interop.gradients import torch_function as torch_function
 from f8emu.interop.parameters import params_from_state_dict as params_from_state_dict
 from f8emu.interop.parameters import state_dict_from_params as state_dict_from_params
 from f8emu.interop.rules import DEFAULT_RULES as DEFAULT_RULES

@@ -283,7 +283,7 @@ def _require_values(call: str, array: Any) -> None:
     if isinstance(array, jax.core.Tracer):
         raise OperandError(
             f"{call}: the array must have values; got {array} of a function that JAX traces (jit, grad, vmap); call it "
-            "outside, or wrap the function of torch in interop.jax_function"
+            "outside, or in a jax.pure_callback"
         )
     if not array.is_fully_addressable:
         raise OperandError(

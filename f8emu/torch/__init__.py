@@ -45,13 +45,13 @@ from f8emu.torch.inspection.inspector import inspect as inspect
 from f8emu.torch.layer.checkpoint import float8_checkpoint_policy as float8_checkpoint_policy
 from f8emu.torch.layer.feed_forward import Float8FeedForward as Float8FeedForward
 from f8emu.torch.layer.float8_linear import Float8Linear as Float8Linear
-from f8emu.torch.parallel.fsdp import (
-    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
-)
 from f8emu.torch.scale import amax as amax
 from f8emu.torch.scale import scale_from_amax as scale_from_amax
 from f8emu.torch.weights.float8_weight import Float8Weight as Float8Weight
 from f8emu.torch.weights.master_weights import MasterWeights as MasterWeights
+from f8emu.torch.weights.sharded_weight import (
+    precompute_float8_dynamic_scale_for_fsdp as precompute_float8_dynamic_scale_for_fsdp,
+)
 
 if _typing.TYPE_CHECKING:
     from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel as Float8ColwiseParallel

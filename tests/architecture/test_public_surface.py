@@ -46,8 +46,8 @@ SURFACE = {
     """,
     "f8emu.interop": """
         DEFAULT_RULES ParameterRule delayed_state_dict_from_float8_states float8_states_from_delayed_state_dict
-        jax_device jax_function params_from_state_dict require_jax require_torch state_dict_from_params to_jax to_numpy
-        to_torch torch_function
+        jax_device params_from_state_dict require_jax require_torch state_dict_from_params to_jax to_numpy
+        to_torch
     """,
     "f8emu.torch": VERBS
     + """

@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a scalar, shared": (lambda: interop.to_jax(np.float32(2), copy=False), r"to_jax: copy=False asks"),
     "sparse": (lambda: interop.to_numpy(torch.eye(2).to_sparse()), r"to_numpy: .*strided memory; got layout.*to_dense"),
-    "traced": (lambda: jax.jit(interop.to_torch)(jnp.ones(2)), r"to_torch: the array must have values.*jax_function"),
+    "traced": (lambda: jax.jit(interop.to_torch)(jnp.ones(2)), r"to_torch: the array must have values.*pure_callback"),
     "traced, numpy": (lambda: jax.vmap(interop.to_numpy)(jnp.ones(2)), r"to_numpy: the array must have values"),
 }
 

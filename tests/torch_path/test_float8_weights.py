@@ -320,7 +320,7 @@ def shared() -> nn.Sequential:
 def test_a_conversion_says_what_cannot_be_float8_alone() -> None:
     """Before it changes anything."""
     for model, settings, error, message in (
-        (plain(), {"config": "blockwise"}, UnsupportedError, "under recipe 'blockwise' it cannot: block scales"),
+        (plain(), {"config": "blockwise"}, UnsupportedError, "under recipe 'blockwise' they cannot: block scales"),
         (plain(), {"enable_fsdp_float8_all_gather": True}, UnsupportedError, "got both"),
         (tied(), {}, UnsupportedError, "the one of 1 is 0.weight too"),
         (shared(), {"config": "delayed"}, UnsupportedError, "0 and 1 share a weight"),

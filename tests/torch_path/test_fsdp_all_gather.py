@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
+from f8emu.torch.weights import gather_memory
 from f8emu.torch.weights import scales as weight_scales
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.layers import by_calls_alone
@@ -303,7 +304,7 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
 def scale_of_one_rank() -> None:
     """A planted bug: ranks that scale by their own rows are noticed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_scales, "reduce_max", lambda amaxes, group: None)
+        patch.setattr(weight_scales, "reduce_amax", lambda amax, groups: amax)
         with pytest.raises(AssertionError):
             compare("tensorwise", precomputes=False)
 
@@ -441,18 +442,17 @@ def dies_in_a_step(rank: int, directory: Path) -> None:
 
 def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 calls the first hook in the stream of its copies, whose memory no other stream could use again."""
-    monkeypatch.setattr(weight_scales.dist, "all_reduce", lambda *args: None)
-    monkeypatch.setattr(weight_scales.dist, "all_gather_into_tensor", lambda out, own, group: out.copy_(own))
+    monkeypatch.setattr(gather_memory, "all_gather", lambda out, own, group: out.copy_(own))
     x = torch.randn(32, 48)
     recipe = recipe_by_name("rowwise")
     rule = recipe.scale_rule
     weight: Any = ShardedWeight(x, recipe)
-    weight.state.shard = weight_scales.Shard(n=32, ranks=1, rank=0, group=None, others=())
+    weight.state.own = weight_scales.OwnRows(n=32)
     module = SimpleNamespace(delayed=None)
     (codes,), found = weight.fsdp_pre_all_gather(None, x.shape, x.stride(), module, None)
-    assert weight.state.gathered is None
+    assert weight.state.memory is None
     gathered, memory = weight.fsdp_post_all_gather((codes.view(-1).clone().view(32, 48),), found, torch.bfloat16)
-    assert memory is weight.state.gathered and list(memory) == [memory.cols, memory.rows]
+    assert memory is weight.state.memory and list(memory) == [memory.cols, memory.rows]
     for operand, values, codes in (
         (gathered.of_output(), x, gathered.rows),
         (gathered.of_grad_input(), x.T.contiguous(), gathered.cols.T.contiguous()),

@@ -8,29 +8,29 @@ import warnings
 from collections.abc import Collection
 from functools import cache
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.conversion.linear_subclass import float8_subclass, float_layer, linear_class
-from f8emu.torch.conversion.outcomes import linear_layers, report_of, sharded_layers
-from f8emu.torch.conversion.report import ConversionReport, Outcome
+from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_layers, report_of, sharded_layers
 from f8emu.torch.conversion.small_layers import ModuleFilter
-from f8emu.torch.conversion.torchao_config import RecipeLike
+from f8emu.torch.conversion.subclass import float8_subclass, float_layer, linear_class
+from f8emu.torch.conversion.torchao import RecipeLike
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.float8_linear import Float8Linear, resolve_recipe
 from f8emu.torch.layer.replacement import watch_replacements
 from f8emu.torch.torch_internals import replace_modules
+from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight
-from f8emu.torch.weights.primary_weights import hold_as_float8, release, require_primary
-from f8emu.torch.weights.sharded_weight import gather_as_float8, require_gatherable_weights
+from f8emu.torch.weights.primary_weights import hold_as_float8, release, require_sole_reader
+from f8emu.torch.weights.sharded_weight import gather_as_float8
 
 _log = logging.getLogger("f8emu")
+_CALL = "convert_to_float8_training"
 _DEFAULT = "tensorwise"
 """The recipe of a conversion that names none, as in torchao."""
 
@@ -90,56 +90,50 @@ def convert_to_float8_training(
         UnsupportedError: `engine="hardware"` on a device that is not the recipe's chip; formats that layers do not cast
             to; weights that are already sharded; weights that cannot be stored or gathered as float8.
     """
-    recipe = resolve_recipe("convert_to_float8_training", _DEFAULT if config is None else config)
+    # 1. What is done with each layer, and whether all of that is possible: nothing has changed before it is.
+    recipe = resolve_recipe(_CALL, _DEFAULT if config is None else config)
     if enable_fsdp_float8_all_gather:
-        require_gatherable_weights("convert_to_float8_training", recipe)
+        require_codes(_CALL, recipe, "enable_fsdp_float8_all_gather")
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
     layers = dict(linear_layers(module))
-    _check_sharded(report)
-    _check_sizes(report)
-    _check_converted(report, {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}, engine, recompute_casts)
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
+    already = {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}
+    _check_report(report)
+    _check_converted(report, already, engine, recompute_casts)
     for device in {layer.weight.device for layer in chosen.values()}:
-        _check_device(recipe, device, engine)
+        if device.type not in ("cpu", "meta"):  # from these the model may still move
+            resolve_engine(_CALL, device, engine, CHIPS[recipe.chip])
     if float8_primary_weights:
-        _check_primary(recipe, module, layers, report, enable_fsdp_float8_all_gather)
+        _check_primary(recipe, module, chosen, already, enable_fsdp_float8_all_gather)
+    # 2. The new layers. By the from_float of Float8Linear itself: a subclass may have one of its own.
+    from_float = Float8Linear.__dict__["from_float"].__func__
     new: dict[int, Float8Linear] = {}
     group = UpdateGroup()
     for fqn, layer in chosen.items():
         if id(layer) not in new:
-            # By the class that defines it: a subclass may have a from_float of its own.
-            from_float = Float8Linear.__dict__["from_float"].__func__
-            new[id(layer)] = from_float(
-                float8_subclass(type(layer)), layer, recipe=recipe, engine=engine, recompute_casts=recompute_casts
-            )
-            if (delayed := new[id(layer)].delayed) is not None:
-                delayed.notes.name = fqn
-                new[id(layer)].update_with(group)
+            cls, settings = float8_subclass(type(layer)), {"engine": engine, "recompute_casts": recompute_casts}
+            made = new[id(layer)] = from_float(cls, layer, recipe=recipe, **settings)
+            if made.delayed is not None:
+                made.delayed.notes.name = fqn
+                made.update_with(group)
+    # 3. Their weights.
     if float8_primary_weights:
         hold_as_float8(list(new.values()))
     if enable_fsdp_float8_all_gather:
-        gather_as_float8([*new.values(), *(layers[fqn] for fqn in report.names(Outcome.ALREADY))])
+        gather_as_float8([*new.values(), *already.values()])
+    # 4. The model, and what is said of it.
     watch_replacements()
     module = replace_modules(module, new)
-    _log.info("convert_to_float8_training: %s", report)
-    if config is None and chosen:
+    _log.info("%s: %s", _CALL, report)
+    if not chosen:
+        _warn_of_nothing(report)
+    elif config is None:
         _say_default(report.summary, f"{report.share:.1%}")
-    float64 = [entry for entry in report.entries if "its weight is torch.float64" in entry.reason]
-    if not chosen and len(float64) == len(report.entries) > 0:
-        warnings.warn(
-            f"convert_to_float8_training: nothing to convert: the weights are float64 in all {len(float64)} linear "
-            "layers; call model.float() or model.bfloat16() first",
-            UserWarning,
-            stacklevel=2,
-        )
-    elif not chosen:
-        left = [entry for entry in report.entries if entry.reason]
-        already = len(report.names(Outcome.ALREADY))
-        found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
-        why = f"; {left[0].fqn or 'the module'}: {left[0].reason}" if left else ""
-        told = f"nothing to convert; {found}; {report.summary}{why}; plan_conversion(model) gives the report"
-        warnings.warn(f"convert_to_float8_training: {told}", UserWarning, stacklevel=2)
     return module
+
+
+swap_linear_with_float8_linear = convert_to_float8_training
+"""The older name of `convert_to_float8_training`."""
 
 
 def plan_conversion(
@@ -194,97 +188,81 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
     return replace_modules(module, new)
 
 
-def swap_linear_with_float8_linear(
-    module: nn.Module,
-    *,
-    config: RecipeLike | None = None,
-    module_filter_fn: ModuleFilter | None = None,
-    engine: str = "auto",
-    pad: bool = False,
-    recompute_casts: bool = False,
-    subclasses: Collection[type[nn.Linear]] = (),
-    enable_fsdp_float8_all_gather: bool = False,
-    float8_primary_weights: bool = False,
-) -> nn.Module:
-    """Alias of `convert_to_float8_training`, its older name."""
-    return convert_to_float8_training(
-        module,
-        config=config,
-        module_filter_fn=module_filter_fn,
-        engine=engine,
-        pad=pad,
-        recompute_casts=recompute_casts,
-        subclasses=subclasses,
-        enable_fsdp_float8_all_gather=enable_fsdp_float8_all_gather,
-        float8_primary_weights=float8_primary_weights,
-    )
-
-
 @cache
 def _say_default(summary: str, share: str) -> None:
     """Say which recipe a conversion took that named none: at WARNING, which is seen where no logging is set up."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
         _log.warning(
-            "convert_to_float8_training: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; "
-            "name one to choose: config='rowwise' (f8emu.RECIPES)",
+            "%s: %s; float8 GEMMs multiply %s of the parameters. This recipe is the default; name one to choose: "
+            "config='rowwise' (f8emu.RECIPES)",
+            _CALL,
             summary,
             share,
         )
 
 
-def _check_device(recipe: Recipe, device: torch.device, engine: str) -> None:
-    if device.type not in ("cpu", "meta"):  # from these the model may still move
-        resolve_engine("convert_to_float8_training", device, engine, CHIPS[recipe.chip])
+def _warn_of_nothing(report: ConversionReport) -> None:
+    reasons = [(entry.fqn or "the module", entry.reason) for entry in report.entries if entry.reason]
+    already = len(report.names(Outcome.ALREADY))
+    if reasons and all("its weight is torch.float64" in entry.reason for entry in report.entries):
+        of_all = f"in all {len(reasons)} linear layers; call model.float() or model.bfloat16() first"
+        told = f": the weights are float64 {of_all}"
+    else:
+        found = f"{already} layers are Float8Linear under this recipe already" if already else "see the report"
+        why = f"; {reasons[0][0]}: {reasons[0][1]}" if reasons else ""
+        told = f"; {found}; {report.summary}{why}; plan_conversion(model) gives the report"
+    warnings.warn(f"{_CALL}: nothing to convert{told}", UserWarning, stacklevel=3)
 
 
-def _check_primary(
-    recipe: Recipe, module: nn.Module, layers: dict[str, nn.Linear], report: ConversionReport, is_gathered: bool
-) -> None:
-    call = "convert_to_float8_training"
-    if is_gathered:
-        raise UnsupportedError(
-            f"{call}: float8_primary_weights holds whole weights as float8, enable_fsdp_float8_all_gather shards them "
-            "in high precision; got both; choose the second for fully_shard"
-        )
-    other = [fqn for fqn in report.names(Outcome.ALREADY) if not isinstance(layers[fqn].weight, Float8Weight)]
-    if other:
-        raise OperandError(
-            f"{call}: with float8_primary_weights=True every converted layer holds only float8 weights; "
-            f"{', '.join(name or 'the module' for name in other)} was converted without it; convert the model once, "
-            "from nn.Linear"
-        )
-    require_primary(call, recipe, module, {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)})
-
-
-def _check_sharded(report: ConversionReport) -> None:
-    sharded = report.names(Outcome.SHARDED)
+def _check_report(report: ConversionReport) -> None:
+    """Raise if the report has layers that cannot be converted."""
+    sharded = [fqn or "the module" for fqn in report.names(Outcome.SHARDED)]
     if sharded:
         raise UnsupportedError(
-            f"convert_to_float8_training: the weights must be whole tensors; got sharded ones in "
-            f"{', '.join(name or 'the module' for name in sharded)}; convert the model first, then call fully_shard or "
-            "another sharding"
+            f"{_CALL}: the weights must be whole tensors; got sharded ones in {', '.join(sharded)}; convert the model "
+            "first, then call fully_shard or another sharding"
         )
-
-
-def _check_sizes(report: ConversionReport) -> None:
     odd = [f"{e.fqn or 'the module'} {list(e.shape)}" for e in report.entries if e.outcome is Outcome.SIZE]
     if odd:
         raise OperandError(
-            f"convert_to_float8_training: in_features and out_features must be multiples of {SIZE_MULTIPLE}; got "
-            f"[out, in] of {', '.join(odd)}; leave these layers out with module_filter_fn, or pass pad=True, which "
-            "zero-pads their GEMMs"
+            f"{_CALL}: in_features and out_features must be multiples of {SIZE_MULTIPLE}; got [out, in] of "
+            f"{', '.join(odd)}; leave these layers out with module_filter_fn, or pass pad=True, which zero-pads their "
+            "GEMMs"
         )
 
 
 def _check_converted(
-    report: ConversionReport, layers: dict[str, nn.Linear], engine: str, recompute_casts: bool
+    report: ConversionReport, already: dict[str, nn.Linear], engine: str, recompute_casts: bool
 ) -> None:
-    for fqn, layer in layers.items():
+    """Raise if a layer was converted before with other settings."""
+    for fqn, layer in already.items():
         assert isinstance(layer, Float8Linear), "only these are converted already"
-        if layer.recipe != report.recipe or layer.engine != engine or layer.recompute_casts != recompute_casts:
+        if (layer.recipe, layer.engine, layer.recompute_casts) != (report.recipe, engine, recompute_casts):
             raise OperandError(
-                f"convert_to_float8_training: {fqn or 'the module'} is a Float8Linear under recipe "
-                f"{layer.recipe.label!r}, engine {layer.engine!r} and recompute_casts={layer.recompute_casts} already; "
-                f"requested are {report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, "
-                "from nn.Linear"
+                f"{_CALL}: {fqn or 'the module'} is a Float8Linear under recipe {layer.recipe.label!r}, engine "
+                f"{layer.engine!r} and recompute_casts={layer.recompute_casts} already; requested are "
+                f"{report.recipe.label!r}, {engine!r} and {recompute_casts}; convert the model once, from nn.Linear"
             )
+
+
+def _check_primary(
+    recipe: Recipe,
+    module: nn.Module,
+    chosen: dict[str, nn.Linear],
+    already: dict[str, nn.Linear],
+    is_gathered: bool,
+) -> None:
+    """Raise if the weights cannot be float8 alone."""
+    if is_gathered:
+        raise UnsupportedError(
+            f"{_CALL}: float8_primary_weights holds whole weights as float8, enable_fsdp_float8_all_gather shards them "
+            "in high precision; got both; choose the second for fully_shard"
+        )
+    other = [fqn or "the module" for fqn, layer in already.items() if not isinstance(layer.weight, Float8Weight)]
+    if other:
+        raise OperandError(
+            f"{_CALL}: with float8_primary_weights=True every converted layer holds only float8 weights; "
+            f"{', '.join(other)} was converted without it; convert the model once, from nn.Linear"
+        )
+    require_codes(_CALL, recipe, "float8_primary_weights")
+    require_sole_reader(_CALL, recipe, module, chosen)

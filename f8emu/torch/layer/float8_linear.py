@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
 from f8emu.torch.bias import add_bias
-from f8emu.torch.conversion.torchao_config import RecipeLike, recipe_of_torchao
+from f8emu.torch.conversion.torchao import RecipeLike, recipe_of_torchao
 from f8emu.torch.delayed.state import DelayedBuffers, stacked
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.dtypes import CHIP, require_values

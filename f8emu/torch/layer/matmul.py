@@ -49,7 +49,7 @@ from f8emu.torch.parallel.sharding import (
 )
 from f8emu.torch.scale import scale_of_rows
 from f8emu.torch.torch_internals import Function, top_saved_tensors_hooks
-from f8emu.torch.weights.gathered_weight import GatheredWeight, require_gathered
+from f8emu.torch.weights.coded_weight import CodedWeight, require_gathered
 
 
 class Plan(NamedTuple):
@@ -147,7 +147,7 @@ def float8_matmul(
         #    so that the region's last product is not recomputed. Nor is it computed inside of the autograd function,
         #    where torch 2.11 would save it in a compiled checkpointed region.
         gathered = w = product = None
-        if isinstance(weight, GatheredWeight):
+        if isinstance(weight, CodedWeight):
             w, of_weight, source = weight.of_output(), None, ScaleSource()
             gathered = weight.of_grad_input()
         elif plan.layout is not None:

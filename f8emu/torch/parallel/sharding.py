@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity, ScaleRule
+from f8emu.torch.collectives import collective, reduce_amax
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.fused.delayed import UNSET, note_cast
@@ -31,9 +32,6 @@ from f8emu.torch.layer.operands import (
     format_name,
 )
 from f8emu.torch.torch_internals import Function
-
-_MAGNITUDE = 0x7FFFFFFF
-"""All bits of a float32 but its sign: as integers these have the order of the magnitudes, NaN above infinity."""
 
 
 class Tokens(NamedTuple):
@@ -94,20 +92,10 @@ def arrived(x: Tensor) -> Tensor:
     return x if wait is None or torch.compiler.is_compiling() else wait()
 
 
-def reduce_amax(amax: Tensor, groups: tuple[str, ...]) -> Tensor:
-    """The largest of an amax over the ranks of `groups`, element by element; NaN if any is NaN."""
-    if not groups:
-        return amax
-    bits = amax.float().view(torch.int32) & _MAGNITUDE
-    for group in groups:
-        bits = _collective("all_reduce", bits, "max", group)
-    return bits.view(torch.float32)
-
-
 def sum_products(product: Tensor, layout: Layout) -> Tensor:
     """The sum of the ranks' partial outputs, in their dtype: all of it, or the rows of this rank's tokens."""
     for group in layout.sum_over:
-        product = _collective("all_reduce", product, "sum", group)
+        product = collective("all_reduce", product, "sum", group)
     return product if layout.scatter is None else scatter_sum(product, layout.scatter)
 
 
@@ -119,7 +107,7 @@ def scatter_sum(x: Tensor, tokens: Tokens) -> Tensor:
     whole = pad(x.reshape(tokens.before, tokens.size, last), (0, 0, 0, missing)) if missing else x
     parts = whole.reshape(tokens.before, tokens.ranks, tokens.per_rank * last).transpose(0, 1).contiguous()
     parts = parts.reshape(tokens.ranks * tokens.before, tokens.per_rank * last)
-    mine = _collective("reduce_scatter_tensor", parts, "sum", tokens.ranks, tokens.group)
+    mine = collective("reduce_scatter_tensor", parts, "sum", tokens.ranks, tokens.group)
     mine = mine.reshape(tokens.before, tokens.per_rank, last)[:, : tokens.mine]
     return mine.reshape(tokens.before * tokens.mine * tokens.after, width)
 
@@ -148,18 +136,12 @@ def gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
     own = x.view(torch.uint8).reshape(tokens.before, tokens.mine, tokens.after * width)
     missing = tokens.per_rank - tokens.mine
     own = pad(own, (0, 0, 0, missing)) if missing else own
-    found = _collective("all_gather_into_tensor", own, tokens.ranks, tokens.group)
+    found = collective("all_gather_into_tensor", own, tokens.ranks, tokens.group)
     found = found.reshape(tokens.ranks, tokens.before, tokens.per_rank, tokens.after * width)
     if tokens.before > 1:
         found = found.transpose(0, 1).contiguous()
     found = found.reshape(tokens.before, tokens.ranks * tokens.per_rank, tokens.after * width)[:, : tokens.size]
     return found.reshape(tokens.rows, width).contiguous().view(x.dtype)
-
-
-def _collective(name: str, x: Tensor, *arguments: Any) -> Tensor:
-    """A functional collective, finished: traced as it is."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(getattr(functional, name)(x.contiguous(), *arguments))
 
 
 def find_sharded_source(

@@ -9,7 +9,7 @@ Exactness: codes and scales are those that a `Float8Linear` casts in its forward
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.delayed.state import DelayedBuffers
-from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.delayed import UNCALLED, UNSET, cast_pair_delayed
-from f8emu.torch.layer.operands import DelayedStates, cast_cols_in_rows, find_source
-from f8emu.torch.torch_internals import no_torch_function, with_aliases, wrapper_of
-from f8emu.torch.weights.gathered_weight import GatheredWeight
-from f8emu.torch.weights.scales import format_of, has_one_scale
+from f8emu.torch.fused.delayed import UNCALLED, UNSET
+from f8emu.torch.layer.operands import DelayedStates
+from f8emu.torch.torch_internals import no_torch_function
+from f8emu.torch.weights.coded_weight import CodedWeight
+from f8emu.torch.weights.codes import WeightCodes, cast_rows_delayed, cast_weight
+from f8emu.torch.weights.scales import LocalWeight, OwnRows, global_scales
 
 _aten = torch.ops.aten
-_ALIASES = {_aten.detach.default, _aten.alias.default}
-_WHOLE = {_aten.view.default, _aten.as_strided.default}
-"""Aliases too, if the size stays."""
 _LIKE = {
     _aten.full_like.default,
     _aten.ones_like.default,
@@ -36,17 +33,6 @@ _LIKE = {
     _aten.zeros_like.default,
 }
 _NEW = {_aten.new_empty.default, _aten.new_full.default, _aten.new_ones.default, _aten.new_zeros.default}
-
-
-class _Codes(NamedTuple):
-    """What is cast from a master; see `GatheredWeight`."""
-
-    rows: Tensor
-    cols: Tensor | None
-    row_scale: Tensor
-    col_scale: Tensor
-    master_amax: Tensor | None
-    """[1, 1], under delayed scaling: of which every call of the layer takes note."""
 
 
 @dataclass(slots=True)
@@ -61,22 +47,18 @@ class MasterOf:
     """Whether an optimizer steps the master."""
 
 
-class Float8Weight(GatheredWeight):
+class Float8Weight(CodedWeight):
     """[N, K] in the dtype of its gradient."""
 
-    master_amax: Tensor | None
     origin: MasterOf | None
     """The recipe and the master; None in compiled code, which reads only the codes."""
 
     # Results are plain tensors: torch would make each a tensor of this class.
     __torch_function__ = no_torch_function
 
-    def __new__(cls, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> "Float8Weight":
-        return wrapper_of(cls, codes.rows, dtype)
-
-    def __init__(self, codes: _Codes, dtype: torch.dtype, origin: MasterOf | None) -> None:
-        super().__init__(*codes[:4], dtype)
-        self.master_amax, self.origin = codes.master_amax, origin
+    def __init__(self, codes: WeightCodes, dtype: torch.dtype, origin: MasterOf | None = None) -> None:
+        super().__init__(codes, dtype)
+        self.origin = origin
 
     @classmethod
     def of(cls, value: Tensor, recipe: Recipe, delayed: DelayedBuffers | None) -> "Float8Weight":
@@ -126,8 +108,8 @@ class Float8Weight(GatheredWeight):
                 "model, and call the optimizer's step outside"
             )
         origin = self._origin
-        new = _cast(origin.master.to(self.rows.device), origin.recipe, origin.delayed, by_own_amax=by_own_amax)
-        for mine, found in zip(self._codes(), new, strict=True):
+        new = _cast(origin.master.to(self.device), origin.recipe, origin.delayed, by_own_amax=by_own_amax)
+        for mine, found in zip(self.held, new, strict=True):
             if mine is not None and found is not None:
                 mine.copy_(found)
 
@@ -148,29 +130,20 @@ class Float8Weight(GatheredWeight):
             origin.is_taken = True
         return origin.master
 
-    def _codes(self) -> _Codes:
-        return _Codes(self.rows, self.cols, self.row_scale, self.col_scale, self.master_amax)
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return [name for name, value in self._codes()._asdict().items() if value is not None], self.dtype
+    def alias(self) -> "Float8Weight":
+        """The same weight as another tensor."""
+        return Float8Weight(self.held, self.dtype, self.origin)
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], dtype: Any, size: Any, stride: Any) -> "Float8Weight":
-        found: Any = [inner.get(name) for name in _Codes._fields]
-        return cls(_Codes(*found), dtype, None)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator: of copies and initializations only."""
         x = args[0] if args else None
         if isinstance(x, Float8Weight):
-            if func in _ALIASES or (func in _WHOLE and tuple(args[1]) == tuple(x.shape)):
-                return with_aliases(func, args, kwargs, cls(x._codes(), x.dtype, x.origin))
             if func in _LIKE:
-                one = x.rows.new_empty((1, 1), dtype=x.dtype).expand(x.shape)
+                one = x.held.rows.new_empty((1, 1), dtype=x.dtype).expand(x.shape)
                 return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
             if func in _NEW:
-                return func(x.rows.new_empty((0,), dtype=x.dtype), *args[1:], **kwargs)
+                return func(x.held.rows.new_empty((0,), dtype=x.dtype), *args[1:], **kwargs)
             if func is _aten._to_copy.default:
                 return x._moved(kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("non_blocking")))
             if func is _aten.empty_like.default:
@@ -194,18 +167,18 @@ class Float8Weight(GatheredWeight):
         if dtype != self.dtype and not origin.is_taken:
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(dtype))
             return Float8Weight(_cast(origin.master.to(device), origin.recipe, origin.delayed), dtype, origin)
-        codes: Any = [x if x is None else x.to(device, non_blocking=non_blocking) for x in self._codes()]
+        codes: Any = [x if x is None else x.to(device, non_blocking=non_blocking) for x in self.held]
         if device.type == "meta":
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(device))
-        return Float8Weight(_Codes(*codes), dtype, origin)
+        return Float8Weight(WeightCodes(*codes), dtype, origin)
 
     def _emptied(self, device: torch.device | None) -> "Float8Weight":
         """A weight like this one with uninitialised codes, to be written to."""
         device = device or self.device
-        codes: Any = [x if x is None else torch.empty_like(x, device=device) for x in self._codes()]
+        codes: Any = [x if x is None else torch.empty_like(x, device=device) for x in self.held]
         old = self._origin
         master = torch.empty_like(old.master, device="meta" if device.type == "meta" else "cpu")
-        return Float8Weight(_Codes(*codes), self.dtype, MasterOf(old.recipe, old.delayed, master))
+        return Float8Weight(WeightCodes(*codes), self.dtype, MasterOf(old.recipe, old.delayed, master))
 
     def _is_initialized_by(self, func: Any) -> bool:
         """Whether the operator belongs to an initialization: outside of autograd, before gradients and an optimizer.
@@ -231,8 +204,8 @@ class Float8Weight(GatheredWeight):
         return self
 
     def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
-        codes: Any = [x if x is None else x.clone() for x in self._codes()]
-        return Float8Weight(_Codes(*codes), self.dtype, copy.deepcopy(self.origin, memo))
+        codes: Any = [x if x is None else x.clone() for x in self.held]
+        return Float8Weight(WeightCodes(*codes), self.dtype, copy.deepcopy(self.origin, memo))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
@@ -246,12 +219,9 @@ class Float8Weight(GatheredWeight):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: torch pickles float8, but does not load it again outside of torch.save.
-        codes = [x if x is None or x.dtype is torch.float32 else x.view(torch.uint8) for x in self._codes()]
+        codes = [x if x is None or x.dtype is torch.float32 else x.view(torch.uint8) for x in self.held]
         kind = (isinstance(self, nn.Parameter), self.requires_grad)
         return _rebuilt, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Float8Weight({list(self.shape)}, {self.rows.dtype}, scale {list(self.row_scale.shape)}, {self.dtype})"
 
 
 def _rebuilt(
@@ -264,33 +234,25 @@ def _rebuilt(
 ) -> Tensor:
     """What pickles call."""
     found: Any = [x if x is None or x.dtype is torch.float32 else x.view(format) for x in codes]
-    new = Float8Weight(_Codes(*found), dtype, origin)
+    new = Float8Weight(WeightCodes(*found), dtype, origin)
     return nn.Parameter(new, requires_grad) if is_parameter else new
 
 
 @torch.no_grad()
-def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_amax: bool = False) -> _Codes:
-    """The codes of `x` [N, K], each in its layout, with scales and amax."""
-    fmt, rule = format_of(recipe), recipe.scale_rule
-    settings = (rule.power_of_two, rule.amax_floor)
+def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_amax: bool = False) -> WeightCodes:
+    """The codes of `x` [N, K] under its own scales, or under the state of delayed scaling."""
     x = x.contiguous()
     if buffers is not None:
         buffers.follow(x.device)
     delayed = None if buffers is None else buffers.of_tensors()[1]
-    if delayed is not None:
-        amax = torch.full_like(delayed.amax, UNCALLED)
-        inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
-        state = (inv_scale, True, False, amax, *settings, delayed.margin)
-        rows, _, _, scale = cast_pair_delayed(x, fmt, *state)
-        return _Codes(rows, None, scale, scale.clone(), amax)
-    source = find_source(x, recipe.output.b, recipe.grad_input.b, is_stored=True)
-    assert source.rows is not None and source.cols is not None, "require_primary"
-    rows, row_scale, _, _ = fused.cast_pair(x, fmt, source.rows, None, *settings)
-    if has_one_scale(recipe):
-        return _Codes(rows, None, row_scale, row_scale.clone(), None)
-    cols = cast_cols_in_rows(x, recipe.grad_input.b, source.cols, rule)
-    assert cols.scale is not None, "require_primary"
-    return _Codes(rows, cols.codes, row_scale, cols.scale, None)
+    if delayed is None:
+        (scales,) = global_scales([LocalWeight(x, recipe, OwnRows(n=x.shape[0]))])
+        return cast_weight(x, recipe, scales)
+    amax = torch.full_like(delayed.amax, UNCALLED)
+    inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
+    state = delayed._replace(inv_scale=inv_scale, amax=amax)
+    rows, scale = cast_rows_delayed(x, recipe, state)
+    return WeightCodes(rows, scale, scale.clone(), master_amax=amax)
 
 
 def refill(weight: Tensor | None) -> None:

@@ -6,32 +6,16 @@ from torch import nn
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.layer.operands import format_name
 from f8emu.torch.torch_internals import named_modules, own_parameters
 from f8emu.torch.weights.float8_weight import Float8Weight
 
 
-def require_primary(call: str, recipe: Recipe, module: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Check that the weights of `layers`, by name, can be float8 alone, before anything changes.
+def require_sole_reader(call: str, recipe: Recipe, module: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Check that nothing but `layers`, by name, reads their weights, before anything changes.
 
     Raises:
-        UnsupportedError: a recipe with block scales, or one that needs a weight in high precision too or in two
-            formats; a weight that another module reads, or two layers with different scales.
+        UnsupportedError: a weight that another module reads, or two layers with different scales.
     """
-    casts = (recipe.output.b, recipe.grad_input.b)
-    reason = ""
-    if any(cast.format is not None and cast.granularity.is_blockwise for cast in casts):
-        reason = "block scales are made where a weight is cast for each GEMM"
-    elif None in (casts[0].format, casts[1].format):
-        reason = "it multiplies the weight in high precision too"
-    elif format_name(casts[0]) != format_name(casts[1]):
-        reason = "it casts the weight to two formats"
-    if reason:
-        raise UnsupportedError(
-            f"{call}: with float8_primary_weights=True a layer holds only float8 codes of its weight; under recipe "
-            f"{recipe.label!r} it cannot: {reason}; use tensorwise, rowwise, rowwise_with_gw_hp or delayed, or leave "
-            "the argument out"
-        )
     owner: dict[int, tuple[str, nn.Linear]] = {}
     for fqn, layer in layers.items():
         first, known = owner.setdefault(id(layer.weight), (fqn, layer))

@@ -1,7 +1,6 @@
 """The scales of a whole weight, of which every rank holds some rows.
 
-Exactness: amaxes and scales are those of the whole weight on one device; the maximum over ranks is one of integers,
-which keeps NaN.
+Exactness: amaxes and scales are those of the whole weight on one device.
 """
 
 from collections.abc import Sequence
@@ -9,47 +8,37 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.collectives import reduce_amax
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import new_zeros
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor
+from f8emu.torch.weights.codes import WeightScales, format_of
 
 _ALIGNMENT = 4
 """Floats: the GEMMs take scales that lie at multiples of 16 bytes."""
 
 
-class WeightScales(NamedTuple):
-    """The scales of a whole weight, float32: each [1, 1], or a vector [N, 1] for its rows or [K, 1] for its columns."""
-
-    row_amax: Tensor
-    row_inv_scale: Tensor
-    row_scale: Tensor
-    """For the operand of `output`."""
-    col_inv_scale: Tensor
-    col_scale: Tensor
-    """For the operand of `grad_input`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """The rows of a weight that this rank holds, and who holds the others."""
+class OwnRows:
+    """Which rows of a weight this rank holds, and who holds the others."""
 
     n: int
     """Rows of the whole."""
-    ranks: int
-    rank: int
-    group: Any
-    others: tuple[tuple[Any, int], ...]
+    ranks: int = 1
+    rank: int = 0
+    group: Any = None
+    """The process group of these ranks; None if there is one rank."""
+    others: tuple[tuple[Any, int], ...] = ()
     """(process group, dimension) where tensor parallelism has cut the whole before."""
 
     @classmethod
-    def of(cls, mesh: Any, outer_size: torch.Size, module: Any, x: Tensor) -> "Shard":
+    def of(cls, mesh: Any, outer_size: torch.Size, module: Any, x: Tensor) -> "OwnRows":
         """What FSDP2 tells its hooks.
 
         Raises:
@@ -72,56 +61,33 @@ class Shard:
         )
 
     @property
-    def padded_rows(self) -> int:
+    def padded(self) -> int:
         """The rows of every rank, padding included."""
         return -(-self.n // self.ranks)
 
     @property
     def own(self) -> slice:
         """The rows of this rank."""
-        return slice(min(self.n, self.rank * self.padded_rows), min(self.n, (self.rank + 1) * self.padded_rows))
+        return slice(min(self.n, self.rank * self.padded), min(self.n, (self.rank + 1) * self.padded))
 
-    def padded(self, codes: Tensor) -> Tensor:
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """All groups that hold parts of the weight."""
+        return (*(() if self.group is None else (self.group,)), *(group for group, _ in self.others))
+
+    def pad(self, codes: Tensor) -> Tensor:
         """The codes of this rank as bytes, zero-padded to the rows that every rank sends."""
         codes = codes.view(torch.uint8)
-        missing = self.padded_rows - codes.shape[0]
+        missing = self.padded - codes.shape[0]
         return pad(codes, (0, 0, 0, missing)) if missing else codes
 
 
 class LocalWeight(NamedTuple):
     """A rank's rows of a weight."""
 
-    rows: Tensor
+    values: Tensor
     recipe: Recipe
-    shard: Shard
-
-
-@torch.no_grad()
-def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
-    """The scales of whole weights: one all-reduce, and one kernel for the scales, for all of the same ranks and recipe.
-
-    A rank fills in the amaxes of its own rows and leaves zeros for the others.
-    """
-    together: dict[Any, list[int]] = {}
-    for i, (rows, recipe, shard) in enumerate(weights):
-        together.setdefault((rows.device, recipe, shard.group), []).append(i)
-    found: dict[int, WeightScales] = {}
-    for (_, recipe, group), members in together.items():
-        parts = [part for i in members for part in _own_amaxes(weights[i])]
-        flat = new_zeros(weights[members[0]].rows, sum(part.size for part in parts))
-        # By a few launches for the hundreds of weights that a model has.
-        foreach_copy(_own_places(flat, parts), [part.own.flatten() for part in parts])
-        reduce_max(flat, group)
-        amaxes = _split(flat, parts)
-        for at, i in enumerate(members):
-            _reduce_over_others(weights[i].shard, amaxes[2 * at], amaxes[2 * at + 1])
-        rule = recipe.scale_rule
-        both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
-        inv_scales, scales = (_split(x, parts) for x in both)
-        for at, i in enumerate(members):
-            row, col = 2 * at, 2 * at + 1
-            found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], inv_scales[col], scales[col])
-    return [found[i] for i in range(len(weights))]
+    rows: OwnRows
 
 
 class _Part(NamedTuple):
@@ -138,21 +104,48 @@ class _Part(NamedTuple):
         return self.n + -self.n % _ALIGNMENT
 
 
-def _own_places(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
-    """Where in `flat` what this rank knows of `parts` belongs."""
-    pieces = torch.split(flat, [part.size for part in parts])
-    return [piece.narrow(0, part.begin, part.own.numel()) for piece, part in zip(pieces, parts, strict=True)]
+@torch.no_grad()
+def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
+    """The scales of whole weights: one all-reduce, and one kernel for the scales, for all of the same ranks and recipe.
+
+    A rank fills in the amaxes of its own rows and leaves zeros for the others.
+    """
+    together: dict[Any, list[int]] = {}
+    for i, (values, recipe, rows) in enumerate(weights):
+        together.setdefault((values.device, recipe, rows.group), []).append(i)
+    found: dict[int, WeightScales] = {}
+    for (_, recipe, group), members in together.items():
+        # 1. The amaxes that this rank knows, in one tensor, by few launches for the hundreds of weights of a model.
+        parts = [part for i in members for part in _own_amaxes(weights[i])]
+        sizes = [part.size for part in parts]
+        flat = new_zeros(weights[members[0]].values, sum(sizes))
+        places = zip(flat.split(sizes), parts, strict=True)
+        own_places = [place.narrow(0, part.begin, part.own.numel()) for place, part in places]
+        foreach_copy(own_places, [part.own.flatten() for part in parts])
+        # 2. Those of the whole weights.
+        flat = reduce_amax(flat, () if group is None else (group,))
+        amaxes = _split(flat, parts)
+        for i, row, col in zip(members, amaxes[::2], amaxes[1::2], strict=True):
+            _reduce_over_others(weights[i].rows, row, col)
+        # 3. Their scales.
+        rule = recipe.scale_rule
+        both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
+        inv_scales, scales = (_split(x, parts) for x in both)
+        for at, i in enumerate(members):
+            row, col = 2 * at, 2 * at + 1
+            found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], inv_scales[col], scales[col])
+    return [found[i] for i in range(len(weights))]
 
 
 def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
     """Views of `flat`, each [n, 1]."""
-    pieces = torch.split(flat, [part.size for part in parts])
+    pieces = flat.split([part.size for part in parts])
     return [piece[: part.n].view(part.n, 1) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     """The amaxes of this rank's rows: for `output` and for `grad_input`."""
-    x, recipe, shard = weight
+    x, recipe, whole = weight
     by_row = recipe.output.b.granularity is Granularity.ROWWISE
     by_col = recipe.grad_input.b.granularity is Granularity.ROWWISE
     of_rows = of_cols = None
@@ -163,41 +156,18 @@ def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     of_all = None if by_row and by_col else fused.tensor_amax(x if of_rows is None else of_rows)
     rows, cols = of_rows if by_row else of_all, of_cols if by_col else of_all
     assert rows is not None and cols is not None, "each operand has scales of one kind or the other"
-    row_part = _Part(rows, shard.n, shard.own.start) if by_row else _Part(rows, 1)
+    row_part = _Part(rows, whole.n, whole.own.start) if by_row else _Part(rows, 1)
     return row_part, _Part(cols, cols.numel())
 
 
-def _reduce_over_others(shard: Shard, row_amax: Tensor, col_amax: Tensor) -> None:
-    """Tensor parallelism along N, dimension 0, has cut the columns; along K, the rows."""
-    for group, dim in shard.others:
+def _reduce_over_others(rows: OwnRows, row_amax: Tensor, col_amax: Tensor) -> None:
+    """Tensor parallelism along N, dimension 0, has cut the columns; along K, the rows. In place."""
+    for group, dim in rows.others:
         for amax, cut in ((row_amax, 1), (col_amax, 0)):
             if amax.numel() == 1 or cut == dim:
-                reduce_max(amax, group)
-
-
-def reduce_max(amaxes: Tensor, group: Any) -> None:
-    """The maximum over the ranks of a group, in place."""
-    dist.all_reduce(amaxes.view(torch.int32), dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
-
-
-def all_gather(out: Tensor, own: Tensor, group: Any) -> None:
-    """`own` of all ranks of a group, in their order, into `out`."""
-    dist.all_gather_into_tensor(out, own, group)  # pyright: ignore[reportUnknownMemberType, reportDeprecated]
+                amax.copy_(reduce_amax(amax, (group,)))
 
 
 def local_tensor(x: Tensor) -> Tensor:
     """The part of a DTensor that this rank holds; any other tensor is itself."""
     return getattr(x, "_local_tensor", x)
-
-
-def has_one_scale(recipe: Recipe) -> bool:
-    """Whether both operands of a weight have the same codes."""
-    kinds = {recipe.output.b.granularity, recipe.grad_input.b.granularity}
-    return kinds == {Granularity.TENSORWISE}
-
-
-def format_of(recipe: Recipe) -> str:
-    """The float8 format of the weight."""
-    format = recipe.output.b.format
-    assert format is not None, "require_gatherable_weights"
-    return format.name

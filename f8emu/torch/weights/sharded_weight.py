@@ -8,7 +8,7 @@
    scale is that of earlier passes.
 2. `fsdp_pre_all_gather`: the codes of the rank's rows, for `output`. If `grad_input` needs other codes (rowwise), the
    backward pass gathers those instead, and both where it recomputes `output`.
-3. `fsdp_post_all_gather`: codes and scales as a `GatheredWeight`, which `Float8Linear` multiplies without a cast. The
+3. `fsdp_post_all_gather`: codes and scales as a `CodedWeight`, which `Float8Linear` multiplies without a cast. The
    first time it gathers the codes for `grad_input` itself: whether FSDP2 will gather again is not known before.
 
 Exactness: codes and scales are those of the whole weight on one device.
@@ -20,15 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.arguments import CODES
-from f8emu.torch.fused.columns import cast_columns
-from f8emu.torch.fused.delayed import cast_pair_delayed, chosen_inv_scale, mark_set
 from f8emu.torch.layer.operands import Delayed
+from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import (
     is_in_backward_pass,
     pickled_as,
@@ -36,25 +34,21 @@ from f8emu.torch.torch_internals import (
     with_known_signature,
     wrapper_of,
 )
-from f8emu.torch.weights.gathered_codes import GatheredCodes
-from f8emu.torch.weights.gathered_weight import GatheredWeight
-from f8emu.torch.weights.scales import (
-    LocalWeight,
-    Shard,
+from f8emu.torch.weights.coded_weight import ALIASES, CodedWeight
+from f8emu.torch.weights.codes import (
+    WeightCodes,
     WeightScales,
+    cast_cols,
+    cast_rows,
+    cast_rows_delayed,
     format_of,
-    global_scales,
     has_one_scale,
-    local_tensor,
-    reduce_max,
 )
+from f8emu.torch.weights.gather_memory import GatherMemory
+from f8emu.torch.weights.scales import LocalWeight, OwnRows, global_scales, local_tensor
 
 _aten = torch.ops.aten
-_VIEWS = {
-    _aten.detach.default,
-    _aten.alias.default,
-    _aten.view.default,
-    _aten.as_strided.default,
+_VIEWS = ALIASES | {
     _aten.slice.Tensor,
     _aten.split.Tensor,
     _aten._to_copy.default,
@@ -73,10 +67,20 @@ class GatherState:
     """The scales from `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes."""
     of_forward: WeightScales | None = None
     """The scales of the last forward pass, for the backward pass."""
-    gathered: GatheredCodes | None = None
+    memory: GatherMemory | None = None
     """The memory of gathered codes, if those for `grad_input` are not those for `output`."""
-    shard: Shard | None = None
-    """The shard that FSDP2 described at the first gather."""
+    own: OwnRows | None = None
+    """What FSDP2 described at the first gather."""
+
+
+class Sent(NamedTuple):
+    """From `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
+
+    n: int
+    """Rows of the whole weight, without padding."""
+    row_scale: Tensor
+    col_scale: Tensor
+    """The same tensor where both operands have the same codes."""
 
 
 class ShardedWeight(Tensor):
@@ -95,26 +99,19 @@ class ShardedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first: list[ShardedWeight] = []
-        written = func._schema.is_mutable
-
-        def unwrap(x: Any) -> Any:
-            if not isinstance(x, ShardedWeight):
-                return x
-            first.append(x)
-            return x.plain
-
         kwargs = kwargs or {}
-        plain_args, plain_kwargs = tree_map(unwrap, (args, kwargs))
-        if written:
+        is_write = func._schema.is_mutable
+        if is_write:
             for x in _written(func, args, kwargs):
                 x.state.precomputed = x.state.of_forward = None
+        plain_args, plain_kwargs = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain_args, **plain_kwargs)
-        if written:
+        if is_write:
             return with_aliases(func, args, kwargs, out)
         if func in _VIEWS or func in _NEW:
-            recipe, state = first[0].recipe, first[0].state if func in _VIEWS else None
-            out = tree_map_only(Tensor, lambda x: ShardedWeight(x, recipe, state), out)
+            first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
+            state = first.state if func in _VIEWS else None
+            out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state), out)
             return with_aliases(func, args, kwargs, out)
         return out
 
@@ -138,68 +135,71 @@ class ShardedWeight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What to gather, [padded rows of a rank, K] as bytes, and what to pass to `fsdp_post_all_gather`."""
-        is_backward = is_in_backward_pass()
         x, state, recipe = self.plain, self.state, self.recipe
-        if state.shard is None:
-            state.shard = Shard.of(mesh, outer_size, module, x)
-        shard = state.shard
+        if state.own is None:
+            state.own = OwnRows.of(mesh, outer_size, module, x)
+        own = state.own
+        # 1. Under delayed scaling the scale is known. An evaluated model scales by the amaxes of its weights.
         delayed = delayed_state(module, x.device)
-        if delayed is not None and module.training:  # an evaluated model has scales of its own amaxes
-            codes, scale = _cast_delayed(x, delayed, recipe, shard, is_set=module.delayed.are_set()[1])
-            return (shard.padded(codes),), _Gathered(shard.n, scale, scale)
+        if delayed is not None and module.training:
+            groups = Shards(rows=own.groups, is_set=module.delayed.are_set()[1])
+            delayed = global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups)
+            codes, scale = cast_rows_delayed(x, recipe, delayed)
+            return (own.pad(codes),), Sent(own.n, scale, scale)
+        # 2. Otherwise the backward pass has the scales of the forward pass.
+        is_backward = is_in_backward_pass()
         scales = state.of_forward if is_backward else state.precomputed
         if scales is None:
-            (scales,) = global_scales([LocalWeight(x, recipe, shard)])
+            (scales,) = global_scales([LocalWeight(x, recipe, own)])
         state.of_forward = scales
+        # 3. One set of codes, or those of the pass that begins.
+        memory = state.memory
         if has_one_scale(recipe):
-            codes = _codes_of_rows(x, recipe, shard, scales)
-            return (codes,), _Gathered(shard.n, scales.row_scale, scales.row_scale)
-        codes = self._gather_both(shard, scales, is_backward=is_backward)
-        return (codes,), _Gathered(shard.n, scales.row_scale, scales.col_scale)
+            return (self._own_rows(x),), Sent(own.n, scales.row_scale, scales.row_scale)
+        sent = Sent(own.n, scales.row_scale, scales.col_scale)
+        if memory is not None and is_backward:
+            if memory.begin_backward(own.group):
+                memory.gather(memory.rows, self._own_rows(x), own.group)
+            return (self._own_cols(x),), sent
+        if memory is not None and memory.begin_forward():
+            memory.gather(memory.cols, self._own_cols(x), own.group)
+        return (self._own_rows(x),), sent
 
-    def _gather_both(self, shard: Shard, scales: WeightScales, *, is_backward: bool) -> Tensor:
-        """Returns the codes that FSDP2 is to gather, and gathers the others if the pass reads them."""
-        x, state, recipe = self.plain, self.state, self.recipe
-        memory = state.gathered
-        if memory is None:  # `fsdp_post_all_gather` makes it, and gathers the others
-            return _codes_of_rows(x, recipe, shard, scales)
-        if is_backward:
-            if memory.begin_backward(shard):
-                memory.gather(memory.rows, _codes_of_rows(x, recipe, shard, scales), shard)
-            return _codes_of_columns(x, recipe, shard, scales)
-        if memory.begin_forward():
-            memory.gather(memory.cols, _codes_of_columns(x, recipe, shard, scales), shard)
-        return _codes_of_rows(x, recipe, shard, scales)
+    def _own_rows(self, x: Tensor) -> Tensor:
+        """The codes for `output` of this rank's rows `x`, padded."""
+        own, scales = self.state.own, self.state.of_forward
+        assert own is not None and scales is not None, "fsdp_pre_all_gather"
+        return own.pad(cast_rows(x, self.recipe, scales, own.own))
 
-    def _gather_cols(self, memory: GatheredCodes) -> None:
-        """Fills the codes for `grad_input` after FSDP2 has gathered for the first time."""
-        shard, scales = self.state.shard, self.state.of_forward
-        assert shard is not None and scales is not None, "fsdp_pre_all_gather"
-        x = self.plain.to(memory.cols.device)  # FSDP2 may keep shards on the host
-        memory.gather(memory.cols, _codes_of_columns(x, self.recipe, shard, scales), shard)
+    def _own_cols(self, x: Tensor) -> Tensor:
+        """The codes for `grad_input` of this rank's rows `x`, padded."""
+        own, scales = self.state.own, self.state.of_forward
+        assert own is not None and scales is not None, "fsdp_pre_all_gather"
+        return own.pad(cast_cols(x, self.recipe, scales))
 
     def _gather_rows(self) -> None:
         """Fills the codes for `output` after a pass that did not."""
-        shard, memory, scales = self.state.shard, self.state.gathered, self.state.of_forward
-        assert shard is not None and memory is not None, "they were gathered before"
-        if scales is None:
+        own, memory = self.state.own, self.state.memory
+        assert own is not None and memory is not None, "they were gathered before"
+        if self.state.of_forward is None:
             raise UnsupportedError(
                 "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
                 "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
             )
         x = self.plain.to(memory.rows.device)  # FSDP2 may keep shards on the host
-        memory.gather(memory.rows, _codes_of_rows(x, self.recipe, shard, scales), shard)
+        memory.gather(memory.rows, self._own_rows(x), own.group)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """The gathered weight, and a list of what FSDP2 frees with it; with `out`, that has been filled again."""
-        found: _Gathered = metadata
-        memory = self.state.gathered
+        sent: Sent = metadata
+        memory = self.state.memory
+        # 1. Every time but the first.
         if out is not None:
             weight = local_tensor(out)
-            assert isinstance(weight, GatheredWeight), "it was returned below"
-            weight.row_scale, weight.col_scale = found.row_scale, found.col_scale
+            assert isinstance(weight, CodedWeight), "it was returned below"
+            weight.row_scale, weight.col_scale = sent.row_scale, sent.col_scale
             if memory is not weight.memory:
                 raise UnsupportedError(
                     "Float8Linear: a weight that FSDP2 has gathered was replaced by another; load weights into it "
@@ -209,60 +209,22 @@ class ShardedWeight(Tensor):
                 memory.end_gather()
                 memory.gather_rows = self._gather_rows
             return None
+        # 2. One set of codes.
         (codes,) = outputs
         dtype = CODES[format_of(self.recipe)]
-        if found.col_scale is found.row_scale:
-            return GatheredWeight(codes[: found.n].view(dtype), None, found.row_scale, found.col_scale, param_dtype), ()
-        memory = self.state.gathered = GatheredCodes.adopt(codes)
-        self._gather_cols(memory)
-        rows, cols = (flat.view(codes.shape)[: found.n].view(dtype) for flat in (memory.rows, memory.cols))
-        weight = GatheredWeight(rows, cols, found.row_scale, found.col_scale, param_dtype)
+        if sent.col_scale is sent.row_scale:
+            rows = codes[: sent.n].view(dtype)
+            return CodedWeight(WeightCodes(rows, sent.row_scale, sent.col_scale), param_dtype), ()
+        # 3. Two: those for `grad_input` are gathered here, since FSDP2 has gathered the others.
+        memory = self.state.memory = GatherMemory.adopt(codes)
+        own = self.state.own
+        assert own is not None, "fsdp_pre_all_gather"
+        x = self.plain.to(memory.cols.device)  # FSDP2 may keep shards on the host
+        memory.gather(memory.cols, self._own_cols(x), own.group)
+        rows, cols = (flat.view(codes.shape)[: sent.n].view(dtype) for flat in (memory.rows, memory.cols))
+        weight = CodedWeight(WeightCodes(rows, sent.row_scale, sent.col_scale, cols), param_dtype)
         weight.memory, memory.operand, memory.gather_rows = memory, rows, self._gather_rows
         return weight, memory
-
-
-class _Gathered(NamedTuple):
-    """From `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
-
-    n: int
-    """Rows of the whole weight, without padding."""
-    row_scale: Tensor
-    col_scale: Tensor
-    """The same tensor where both operands have the same codes."""
-
-
-def _codes_of_rows(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
-    """The codes of this rank's rows for `output`, padded."""
-    fmt, rule = format_of(recipe), recipe.scale_rule
-    if scales.row_amax.numel() == 1:
-        codes = fused.cast_pair_given(x, fmt, scales.row_inv_scale, True, False)[0]
-    else:
-        codes = fused.cast_pair(x, fmt, scales.row_amax[shard.own], None, rule.power_of_two, rule.amax_floor)[0]
-    return shard.padded(codes)
-
-
-def _codes_of_columns(x: Tensor, recipe: Recipe, shard: Shard, scales: WeightScales) -> Tensor:
-    """The codes of this rank's rows for `grad_input`, padded."""
-    if scales.col_inv_scale.numel() == 1:
-        codes = fused.cast_pair_given(x, format_of(recipe), scales.col_inv_scale, True, False)[0]
-    else:
-        codes = cast_columns(x, format_of(recipe), scales.col_inv_scale)
-    return shard.padded(codes)
-
-
-def _cast_delayed(x: Tensor, delayed: Delayed, recipe: Recipe, shard: Shard, *, is_set: bool) -> tuple[Tensor, Tensor]:
-    """Codes of this rank's rows and their scale: that of earlier passes, before the first update that of the whole."""
-    rule, fmt = recipe.scale_rule, format_of(recipe)
-    settings = (rule.power_of_two, rule.amax_floor, delayed.margin)
-    inv_scale = delayed.inv_scale
-    if not is_set:  # on all ranks, which have the same inv_scale
-        amax = fused.tensor_amax(x)
-        for group in (shard.group, *(group for group, _ in shard.others)):
-            reduce_max(amax, group)
-        inv_scale = chosen_inv_scale(amax, inv_scale, fmt, *settings)
-        mark_set(inv_scale, True)
-    codes, _, _, scale = cast_pair_delayed(x, fmt, inv_scale, True, False, delayed.amax, *settings)
-    return codes, scale
 
 
 def delayed_state(module: Any, device: torch.device) -> Delayed | None:
@@ -272,6 +234,16 @@ def delayed_state(module: Any, device: torch.device) -> Delayed | None:
         return None
     buffers.follow(device)
     return buffers.of_tensors()[1]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[ShardedWeight]:
+    """The weights that an operator writes to."""
+    found: list[ShardedWeight] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, ShardedWeight)]
+    return found
 
 
 def gather_as_float8(layers: Iterable[nn.Linear]) -> None:
@@ -286,29 +258,25 @@ def gather_as_float8(layers: Iterable[nn.Linear]) -> None:
         layer.weight = new[id(weight)]
 
 
-def require_gatherable_weights(call: str, recipe: Recipe) -> None:
-    """Raise UnsupportedError if weights cannot travel as float8 under this recipe."""
-    casts = (recipe.output.b, recipe.grad_input.b)
-    formats = {None if cast.format is None else cast.format.name for cast in casts}
-    if any(cast.granularity.is_blockwise for cast in casts if cast.format is not None):
-        reason = "its block scales may reach over the rows of two ranks"
-    elif None in formats:
-        reason = "it multiplies a weight in high precision, so codes would not be enough"
-    elif len(formats) > 1:
-        reason = "it casts a weight to two formats"
-    else:
-        return
-    raise UnsupportedError(
-        f"{call}: with enable_fsdp_float8_all_gather=True the weights travel as float8; under recipe {recipe.label!r} "
-        f"they cannot: {reason}; use tensorwise, rowwise, rowwise_with_gw_hp or delayed, or leave the argument out"
-    )
+def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
+    """Compute the scales of all weights that FSDP2 gathers as float8, with one all-reduce for the model.
 
+    Call it after the optimizer's step, on all ranks. Without it every weight has its own all-reduce in every
+    forward pass. The scales hold until the weight changes: any write to it, also by `load_state_dict`, discards them.
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[ShardedWeight]:
-    """The weights that an operator writes to."""
-    found: list[ShardedWeight] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, ShardedWeight)]
-    return found
+    The call does nothing for weights that are gathered in high precision, for weights under delayed scaling (their
+    scales come from the update of its state), and before the first forward pass.
+
+    Exactness: codes and scales are the same with and without it.
+    """
+    states: list[GatherState] = []
+    weights: list[LocalWeight] = []
+    for parameter in model.parameters():  # each once
+        weight = local_tensor(parameter)
+        if not isinstance(weight, ShardedWeight) or weight.state.own is None:
+            continue
+        if weight.recipe.delayed_scaling_of("weight") is None:
+            states.append(weight.state)
+            weights.append(LocalWeight(weight.plain.detach(), weight.recipe, weight.state.own))
+    for state, scales in zip(states, global_scales(weights), strict=True):
+        state.precomputed = scales

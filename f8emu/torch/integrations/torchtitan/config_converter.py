@@ -1,13 +1,13 @@
 """torchtitan 0.3: a converter of configuration trees. The model that its result builds is converted as it is built."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
 from torchtitan.protocols.model import BaseModel, ModelConfigConverter  # pyright: ignore[reportMissingImports]
 
-from f8emu.torch.conversion.linear_subclass import surrounds_forward
-from f8emu.torch.integrations.torchtitan.conversion import convert, precompute
+from f8emu.torch.conversion.subclass import surrounds_forward
+from f8emu.torch.integrations.torchtitan.conversion import Options, convert, precompute
 
 
 class Float8Converter(ModelConfigConverter):
@@ -19,13 +19,8 @@ class Float8Converter(ModelConfigConverter):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ModelConfigConverter.Config):
-        """The keys of `conversion.Options`."""
-
-        recipe_name: str = "tensorwise"
-        enable_fsdp_float8_all_gather: bool = False
-        precompute_float8_dynamic_scale_for_fsdp: bool = False
-        filter_fqns: list[str] = field(default_factory=list)
+    class Config(ModelConfigConverter.Config, Options):
+        """The keys of `Options`."""
 
     def __init__(self, config: Config) -> None:
         self.options = config

@@ -1,7 +1,8 @@
 """What the adapters for torchtitan 0.2 and 0.3 share: which layers are converted, and the state in checkpoints."""
 
 from collections.abc import Collection, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -9,22 +10,23 @@ from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.small_layers import ModuleFilter, filter_small_layers
 from f8emu.torch.delayed.sync import DelayedScalingState
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
-from f8emu.torch.parallel.fsdp import precompute_float8_dynamic_scale_for_fsdp
+from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 
 _AUTO_FILTER = "auto_filter_small_kn"
 """torchtitan's entry of `filter_fqns` that also leaves out layers too small for float8."""
 
 
-class Options(Protocol):
+@dataclass(kw_only=True)
+class Options:
     """The keys of torchtitan's own float8 section, with f8emu's recipes."""
 
-    recipe_name: str
+    recipe_name: str = "tensorwise"
     """The name of a recipe in `f8emu.RECIPES`."""
-    enable_fsdp_float8_all_gather: bool
+    enable_fsdp_float8_all_gather: bool = False
     """Cast weights to float8 on each rank, before FSDP gathers them."""
-    precompute_float8_dynamic_scale_for_fsdp: bool
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
     """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
-    filter_fqns: list[str]
+    filter_fqns: list[str] = field(default_factory=list)
     """Layers whose names contain one of these stay in high precision; "auto_filter_small_kn" adds the small ones."""
 
 

@@ -1,12 +1,19 @@
 """The memory of a gathered weight whose two operands have codes of their own, and what each pass fills of it.
 
-The forward pass reads the codes for `output`, the backward pass those for `grad_input`: FSDP2 gathers the former, then
-the latter, into the storage that each has of its own, since autograd saves tensors that refer to it. After either pass
-FSDP2 frees both.
+The rules, by which half of bfloat16's bytes travel in a pass:
 
-A backward pass that recomputes `output` reads the codes for `output` too: in eager code what a checkpoint surrounds, in
-compiled code what autograd has saved. All ranks must gather the same, so they agree on it once, before the first
-backward pass. What a rank needs beyond that it keeps from its forward pass.
+1. FSDP2 gathers `rows` before a forward pass and `cols` before a backward pass. Each has a storage of its own, since
+   autograd saves tensors that refer to it; FSDP2's one buffer is laid into the storage that it is to fill. After either
+   pass FSDP2 frees both.
+2. Before the first backward pass nobody knows whether FSDP2 will gather again: the first forward pass gathers `cols`
+   too, beside FSDP2.
+3. A backward pass that recomputes `output` reads `rows` too. In eager code it recomputes what a checkpoint surrounds:
+   saved-tensor hooks are set when a layer reads `rows` in a forward pass. In compiled code it recomputes what autograd
+   has saved: then something refers to the operand `rows` beside this module and the weight (reference counts).
+4. All ranks must gather the same. They vote once, before the first backward pass: if any rank needs `rows` then, all
+   gather `rows` in every backward pass.
+5. A rank that needs `rows` later, although the vote was against it, keeps them from its forward pass (`__iter__`).
+6. A reader whom the last gather did not foresee has `rows` gathered at once, by all ranks (`before_read`).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from f8emu.torch.collectives import all_gather, reduce_max
 from f8emu.torch.torch_internals import (
     base_of,
     is_in_backward_pass,
@@ -23,14 +31,13 @@ from f8emu.torch.torch_internals import (
     references,
     top_saved_tensors_hooks,
 )
-from f8emu.torch.weights.scales import Shard, all_gather, reduce_max
 
 _OF_IDLE_OPERAND = 3
-"""Reference count of an operand that nothing else uses: `rows`, the weight, and getrefcount's own argument."""
+"""Reference count of an operand that nothing else uses: `rows`, the weight, and the argument of `references`."""
 
 
 @dataclass(slots=True)
-class GatheredCodes:
+class GatherMemory:
     """All codes of a weight as bytes, flat, with the padding of the last ranks."""
 
     cols: Tensor
@@ -44,14 +51,14 @@ class GatheredCodes:
     gather_rows: Callable[[], None] | None = None
     """Fills `rows` if FSDP2 did not."""
     is_in_checkpoint: bool = False
-    """Whether a checkpoint surrounds a reader of `rows` in the current step, so that it will read them again."""
+    """Whether a checkpoint surrounds a reader of `rows` in the current step."""
     is_recomputed: bool | None = None
-    """Whether backward passes gather `rows` too, as the ranks have agreed; None before the first gather for one."""
+    """The vote of rule 4; None before it."""
     stream: Any = None
     """The CUDA stream that computes with the weight."""
 
     @classmethod
-    def adopt(cls, output: Tensor) -> "GatheredCodes":
+    def adopt(cls, output: Tensor) -> "GatherMemory":
         """What FSDP2 has gathered first, a view of its buffer, as `rows`, and memory for `cols`, still to be filled.
 
         Called in the stream that computes with the weight, as FSDP2 hands it out. Memory of another stream would stay
@@ -63,18 +70,17 @@ class GatheredCodes:
         return memory
 
     def begin_forward(self) -> bool:
-        """FSDP2 will fill `rows`; whether `cols` must be filled too, since no gather for the backward pass is known."""
+        """FSDP2 will fill `rows`; whether `cols` must be filled too (rule 2)."""
         self.is_in_checkpoint = False
         self._lay_buffer_in(self.rows)
         return self.is_recomputed is None
 
-    def begin_backward(self, shard: Shard) -> bool:
-        """FSDP2 will fill `cols`; whether `rows` must be filled too."""
+    def begin_backward(self, group: Any) -> bool:
+        """FSDP2 will fill `cols`; whether `rows` must be filled too (rule 4)."""
         self._lay_buffer_in(self.cols)
         if self.is_recomputed is None:
-            vote = torch.full((1,), float(self._is_needed()), device=self.cols.device)
-            reduce_max(vote, shard.group)
-            self.is_recomputed = bool(vote.item())
+            vote = torch.full((1,), int(self._is_needed()), dtype=torch.int32, device=self.cols.device)
+            self.is_recomputed = bool(reduce_max(vote, (group,)).item())
         return self.is_recomputed
 
     def end_gather(self) -> None:
@@ -84,17 +90,17 @@ class GatheredCodes:
         self._lay_buffer_in(self.cols.new_empty(0))
 
     def __iter__(self) -> Iterator[Tensor]:
-        """What FSDP2 may free now, after a pass; it asks when it does."""
+        """What FSDP2 may free now, after a pass; it asks when it does (rule 5)."""
         for codes in (self.cols, self.rows):
             is_kept = codes is self.rows and self.is_recomputed is False and self._is_needed()
             if not is_freed(codes) and not is_kept:
                 yield codes
 
     def before_read(self, rows: Tensor) -> None:
-        """Called by a layer, or by compiled code, that is going to read `rows`.
+        """Called by a layer, or by compiled code, that is going to read `rows` (rules 3 and 6).
 
-        They are gathered now, by a collective of all ranks, if the last gather foresaw no reader: in a forward pass
-        that follows a backward pass without resharding, or under a reentrant checkpoint.
+        The last gather did not foresee a forward pass that follows a backward pass without resharding, or a reentrant
+        checkpoint.
         """
         if not is_in_backward_pass() and top_saved_tensors_hooks(True) is not None:
             self.is_in_checkpoint = True
@@ -102,18 +108,17 @@ class GatheredCodes:
             self.gather_rows()
 
     def _is_needed(self) -> bool:
-        """Whether this rank's backward pass reads `rows`.
+        """Whether this rank's backward pass reads `rows` (rule 3).
 
-        Compiled code saves the operand itself or a view of it: one reference more than those of `rows` and of the
-        weight. One that is left for another reason does no harm.
+        A reference to the operand that is left for another reason does no harm: more is gathered than needed.
         """
         return self.is_in_checkpoint or (self.operand is not None and references(self.operand) > _OF_IDLE_OPERAND)
 
-    def gather(self, codes: Tensor, own: Tensor, shard: Shard) -> None:
+    def gather(self, codes: Tensor, own: Tensor, group: Any) -> None:
         """Gathers `rows` or `cols` beside FSDP2, from those of this rank."""
         self._allocate(codes)
         with keeping_version(codes):
-            all_gather(codes, own.view(-1), shard.group)
+            all_gather(codes, own.view(-1), group)
 
     def _allocate(self, codes: Tensor) -> None:
         """Gives `rows` or `cols` their memory, if FSDP2 has freed it."""
