@@ -73,7 +73,7 @@ def _fit(
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
     from f8emu.conformance.run import report
-    from f8emu.conformance.run.first_contact import load_and_call
+    from f8emu.conformance.run.first_call import load_and_call
 
     start = time.perf_counter()
     known = {kind.name: kind for kind in KINDS}

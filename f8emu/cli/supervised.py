@@ -58,7 +58,7 @@ def run_supervised(command: Callable[[], None]) -> None:
 
 def _end_with(parent: int) -> None:
     """The child's side: signals are Ctrl-C, two at once are one, and on Linux nothing outlives the parent."""
-    from f8emu.conformance.kernels.contained import INTERRUPTS  # loads NumPy
+    from f8emu.conformance.kernels.faults import INTERRUPTS  # loads NumPy
 
     INTERRUPTS.are_noted = True
     last = -_ONE_KEY

@@ -134,7 +134,7 @@ def _list_kernels() -> int:
 
 
 def _show_contract() -> int:
-    from f8emu.conformance.kernels.contract import CONTRACT
+    from f8emu.conformance.kernels.loaded import CONTRACT
 
     print(CONTRACT, end="")
     return 0
@@ -153,12 +153,11 @@ def _verify(
 ) -> int:
     from f8emu.conformance.cases.golden import read_golden, shipped_golden
     from f8emu.conformance.diagnosis.report import diagnosed
-    from f8emu.conformance.run.chosen import stages_with
+    from f8emu.conformance.run.processes import Workers, parts_of, processes_for
     from f8emu.conformance.run.report import progress_bar
-    from f8emu.conformance.run.side_by_side import Workers, parts_of, processes_for
     from f8emu.conformance.run.stages import STAGES
     from f8emu.conformance.run.subject import SUBJECTS
-    from f8emu.conformance.run.verify import stages_by_name, verify
+    from f8emu.conformance.run.verify import stages_by_name, stages_with, verify
 
     start = time.perf_counter()
     named = stages_by_name(chosen.stages)  # a misspelt name is told before anything is loaded
@@ -216,7 +215,7 @@ def _asked(
 
 def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
     """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
-    from f8emu.conformance.run.first_contact import load_and_call
+    from f8emu.conformance.run.first_call import load_and_call
     from f8emu.conformance.run.subject import SUBJECTS
 
     if any(":" in name for name in names):

@@ -30,11 +30,11 @@ from f8emu.conformance.kernels.kernel import Arg as Arg
 from f8emu.conformance.kernels.kernel import Kernel as Kernel
 from f8emu.conformance.kernels.kernel import OperandLayout as OperandLayout
 from f8emu.conformance.kernels.kernel import ScaleLayout as ScaleLayout
+from f8emu.conformance.run.result import Result as Result
+from f8emu.conformance.run.result import Status as Status
 from f8emu.conformance.run.stages import STAGES as STAGES
 from f8emu.conformance.run.subject import SUBJECTS as SUBJECTS
 from f8emu.conformance.run.subject import NotOffered as NotOffered
 from f8emu.conformance.run.subject import Subject as Subject
 from f8emu.conformance.run.subject import load_subject as load_subject
-from f8emu.conformance.run.verify import Result as Result
-from f8emu.conformance.run.verify import Status as Status
 from f8emu.conformance.run.verify import verify as verify

@@ -24,7 +24,7 @@ from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.diagnosis.report import diagnosis_lines
 from f8emu.conformance.diagnosis.rules import rules_of
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
-from f8emu.conformance.kernels.interpreter import INTERPRETED
+from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.kernels.kernel import BLOCKWISE_128X128, K_BY_ROWS, Arg, Kernel, ScaleLayout
 from f8emu.conformance.run.subject import NotOffered, Subject, kernel_subject, load_subject
 from f8emu.spec import BFLOAT16, CHIPS, HIGH_PRECISION, HOPPER, Format, Granularity, format_by_name

@@ -31,7 +31,7 @@ from f8emu.conformance.diagnosis.probe import KINDS
 from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_lines, fit_verdict
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
-from f8emu.conformance.kernels.interpreter import INTERPRETED
+from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.conformance.run.verify import Result, StageResult, SubjectResult
 from f8emu.spec import HOPPER, OperandError

@@ -20,8 +20,8 @@ from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import GemmCase, NotOffered
 from f8emu.conformance.cases.gemm_cases import gemm_cases
-from f8emu.conformance.kernels import isolation
 from f8emu.conformance.kernels.faults import ChangedInput, KernelFault, ProcessEnded, TimedOut, WroteOutOfBounds
+from f8emu.conformance.kernels.loaded import IsolatedKernel
 from f8emu.conformance.run import stages
 from f8emu.conformance.run.subject import Subject
 from f8emu.spec import SpecError
@@ -130,7 +130,7 @@ NUMPY_OUT = next(c.out_dtype for c in gemm_cases() if c.out_dtype.name == "bfloa
 
 
 def process_id(subject: Subject) -> int:
-    return isolated(subject)._child._process.pid
+    return isolated(subject)._worker.process.pid
 
 
 def equals_the_oracle(subject: Subject) -> bool:
@@ -179,20 +179,20 @@ def test_after_three_hangs_in_a_row_nothing_is_waited_for(module: Path, monkeypa
 
 
 def test_ctrl_c_ends_the_process(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    child = isolated(subject)._child._process
-    ask = isolation._Child.ask
+    child = isolated(subject)._worker.process
+    ask = IsolatedKernel._answer
 
     def asked_and_interrupted(*request: Any) -> Any:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return ask(*request)
 
-    monkeypatch.setattr(isolation._Child, "ask", asked_and_interrupted)
+    monkeypatch.setattr(IsolatedKernel, "_answer", asked_and_interrupted)
     of_process = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with pytest.raises(KeyboardInterrupt):
         subject.gemm(with_rows(48))
     signal.signal(signal.SIGINT, of_process)
     assert child.poll() == -signal.SIGKILL
-    monkeypatch.setattr(isolation._Child, "ask", ask)
+    monkeypatch.setattr(IsolatedKernel, "_answer", ask)
     assert equals_the_oracle(subject)
 
 
@@ -202,7 +202,7 @@ def test_the_process_ends_with_its_parent(module: Path) -> None:
         "import tests_case, os, threading, time\n"
         "from f8emu.conformance import load_subject\n"
         "subject = load_subject('faulty_kernels:KERNEL', timeout=600)\n"
-        "print(subject.verbs['scaled_mm'].func.__self__._child._process.pid, flush=True)\n"
+        "print(subject.verbs['scaled_mm'].func.__self__._worker.process.pid, flush=True)\n"
         "subject.gemm(tests_case.CASE)\n"
     )
     (module / "tests_case.py").write_text(

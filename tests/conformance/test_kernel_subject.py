@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import NotOffered
-from f8emu.conformance.kernels.cases import kernel_cases
-from f8emu.conformance.kernels.contract import CONTRACT
+from f8emu.conformance.kernels.loaded import CONTRACT
 from f8emu.conformance.run import subject
+from f8emu.conformance.run.extra_gemms import kernel_cases
 from f8emu.spec import SpecError
 
 KERNELS = '''

@@ -25,10 +25,10 @@ from f8emu.conformance.cases.gemm import Family, GemmCase, NotOffered, Placement
 from f8emu.conformance.cases.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.compare import different
 from f8emu.conformance.kernels.call import question
-from f8emu.conformance.kernels.cases import kernel_cases
 from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds
 from f8emu.conformance.kernels.kernel import PADDED_ROWS_BY_K, ROWWISE_VECTORS, Accumulation, OperandLayout
 from f8emu.conformance.kernels.known import KERNELS
+from f8emu.conformance.run.extra_gemms import kernel_cases
 from f8emu.conformance.run.subject import kernel_subject
 from f8emu.spec import BFLOAT16, FLOAT32, Granularity, SpecError
 
@@ -325,7 +325,7 @@ for m, n, k in ((5, 7, 300), (65, 129, 256)):
         print(given.view(np.uint32).tobytes() == expected.view(np.uint32).tobytes())
 print("nothing follows for the GPU" in kernel.engine)
 print("nothing follows for the GPU" not in load_subject("torch:_scaled_mm").engine)
-from f8emu.conformance.kernels.interpreter import is_interpreted
+from f8emu.conformance.kernels.imported import is_interpreted
 def later():
     import triton
 print(is_interpreted(later))

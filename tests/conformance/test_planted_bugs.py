@@ -24,8 +24,8 @@ from f8emu.conformance.cases.golden import GoldenFile, shipped_golden, write_gol
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.layer_cases import REGULAR, layer_cases
 from f8emu.conformance.run import stages, subject
+from f8emu.conformance.run.runner import Runner
 from f8emu.conformance.run.subject import Subject, load_subject
-from f8emu.conformance.run.verify import _Run
 from f8emu.spec import (
     BFLOAT16,
     FLOAT32,
@@ -429,7 +429,7 @@ ANSWERS: dict[Any, Any] = {}
 """What the oracle answers of each case: the same for every bug."""
 
 
-def answered(run: _Run, begin: Callable[..., None], *args: Any) -> None:
+def answered(run: Runner, begin: Callable[..., None], *args: Any) -> None:
     """A run that knows the answers of earlier ones."""
     begin(run, *args)
     run.known = ANSWERS
@@ -442,7 +442,7 @@ def run_cli(planted: Subject, golden: Path, json_path: Path, *stage_names: str) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(subject.SUBJECTS, planted.name, lambda: planted)
         patch.setattr(stages, "layer_cases", few_layers)
-        patch.setattr(_Run, "__init__", partialmethod(answered, _Run.__init__))
+        patch.setattr(Runner, "__init__", partialmethod(answered, Runner.__init__))
         result = CliRunner().invoke(cli.build_app(), arguments)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

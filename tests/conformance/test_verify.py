@@ -15,17 +15,16 @@ import pytest
 
 from f8emu.cli.frame import BAD_USAGE, guarded
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, verify
-from f8emu.conformance.breakdown.breakdown import Tally
 from f8emu.conformance.cases.golden import GoldenFile, read_golden, write_golden
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.trace import planned_slices
 from f8emu.conformance.run import stages
 from f8emu.conformance.run.check import Case
 from f8emu.conformance.run.oracle import gemm_oracle, value_oracle
-from f8emu.conformance.run.side_by_side import parts_of, processes_for
+from f8emu.conformance.run.processes import parts_of, processes_for
+from f8emu.conformance.run.result import StageResult, Tally, joined
 from f8emu.conformance.run.stages import STAGES
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, without_split_k
-from f8emu.conformance.run.verify import StageResult, joined
 from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from f8emu.conformance import Status, Subject, load_subject, verify
-from f8emu.conformance.cases.engine_cases import engine_cases
 from f8emu.conformance.cases.gemm import Family, Mode
+from f8emu.conformance.run.extra_gemms import engine_cases
 from f8emu.native import library
 from f8emu.numpy import emulation
 

@@ -4,42 +4,13 @@ Every case has traits (accumulation, formats, K, ...). A tally counts, for each 
 outputs have it and how many of those differ.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
-
-if TYPE_CHECKING:
-    from f8emu.conformance.run.check import Outcome
-    from f8emu.conformance.run.verify import StageResult
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """How many there are, and how many of them differ."""
-
-    cases: int = 0
-    cases_differing: int = 0
-    outputs: int = 0
-    outputs_differing: int = 0
-
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
-            cases=self.cases + other.cases,
-            cases_differing=self.cases_differing + other.cases_differing,
-            outputs=self.outputs + other.outputs,
-            outputs_differing=self.outputs_differing + other.outputs_differing,
-        )
-
-    @property
-    def share_of_cases(self) -> float:
-        return self.cases_differing / self.cases if self.cases else 0.0
-
-    @property
-    def share_of_outputs(self) -> float:
-        return self.outputs_differing / self.outputs if self.outputs else 0.0
+from f8emu.conformance.run.result import StageResult, Tallies
+from f8emu.conformance.run.result import Tally as Tally
 
 
 def percent(share: float) -> str:
@@ -50,26 +21,6 @@ def percent(share: float) -> str:
     if 99.9 < value < 100:
         return "> 99.9 %"
     return f"{value:.1f} %" if value % 100 else f"{value:.0f} %"
-
-
-Tallies = Mapping[str, Mapping[str, Tally]]
-"""Trait -> value -> tally."""
-
-
-def tallied(outcomes: "Iterable[Outcome]") -> dict[str, dict[str, Tally]]:
-    """Every case counted under each of its traits, traits and values in the order in which they appear."""
-    found: dict[str, dict[str, Tally]] = {}
-    for outcome in outcomes:
-        one = Tally(
-            cases=1,
-            cases_differing=int(outcome.is_different),
-            outputs=outcome.outputs_total,
-            outputs_differing=outcome.outputs_total - outcome.outputs_equal if outcome.is_different else 0,
-        )
-        for trait, value in outcome.traits.items():
-            values = found.setdefault(trait, {})
-            values[value] = values.get(value, Tally()) + one
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +68,7 @@ def _counted(counted: tuple[int, int]) -> str:
     return f"{percent(counted[0] / counted[1])} ({counted[0]:,} of {counted[1]:,})"
 
 
-def breakdowns(stages: "Sequence[StageResult]") -> list[Breakdown]:
+def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
     """The breakdowns of the stages that differ, each together with those whose cases have the same traits."""
     groups: dict[tuple[str, ...], list[StageResult]] = {}
     for stage in stages:
@@ -127,7 +78,7 @@ def breakdowns(stages: "Sequence[StageResult]") -> list[Breakdown]:
     return [breakdown for breakdown in found if breakdown.whole.cases_differing]
 
 
-def _joined(stages: "Sequence[StageResult]") -> Breakdown:
+def _joined(stages: Sequence[StageResult]) -> Breakdown:
     tallies: dict[str, dict[str, Tally]] = {}
     whole = Tally()
     for stage in stages:

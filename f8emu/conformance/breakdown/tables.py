@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from f8emu.conformance.breakdown.breakdown import Breakdown, Tally, breakdowns, percent
 from f8emu.conformance.breakdown.ulps import UlpHistogram
-from f8emu.conformance.run.verify import SubjectResult
+from f8emu.conformance.run.result import SubjectResult
 from f8emu.untrusted import printable
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Seeded inputs: each distribution is there to make one kind of mistake visible.
+"""Seeded inputs, and GEMMs of them: each distribution is there to make one kind of mistake visible.
 
 Values are drawn with numpy and ml_dtypes: only which inputs a case has depends on them, never what is expected.
 """
@@ -9,7 +9,8 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 
-from f8emu.spec import Format
+from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, Format, Granularity
 
 _BLOCK = 128
 
@@ -167,3 +168,90 @@ CODES: dict[str, Callable[[tuple[int, int], Format, np.random.Generator], np.nda
     "specials": _code_specials,
 }
 """Distributions of float8 codes by name."""
+
+
+# GEMMs
+
+
+def _scales(granularity: Granularity, rows: int, k: int, *key: object) -> np.ndarray:
+    """Scales of any significand, another one in every group."""
+    shape = granularity.scale_shape(rows, k)
+    r = rng("scale", granularity.value, rows, k, *key)
+    return (r.uniform(1, 2, shape) * np.exp2(r.integers(-9, 5, shape).astype(float))).astype(np.float32)
+
+
+def scaled_case(
+    name: str,
+    pair: tuple[Granularity, Granularity],
+    formats: tuple[Format, Format],
+    shape: tuple[int, int, int],
+    distribution: str,
+    *,
+    with_bias: bool = False,
+    out_dtype: Format = FLOAT32,
+    use_fast_accum: bool = False,
+    split_k: int = 1,
+    sample: Sample | None = None,
+    family: Family = Family.CODES,
+) -> GemmCase:
+    """A scaled GEMM with drawn codes and scales."""
+    m, n, k = shape
+    return GemmCase(
+        id=name,
+        mode=Mode.BLOCKWISE if pair[0].is_blockwise else Mode(pair[0].value),
+        a=draw_codes(distribution, (m, k), formats[0], name + "a"),
+        b=draw_codes(distribution, (n, k), formats[1], name + "b"),
+        scale_a=_scales(pair[0], m, k, name, "a"),
+        scale_b=_scales(pair[1], n, k, name, "b").T,
+        granularity_a=pair[0],
+        granularity_b=pair[1],
+        bias=draw("normal", (1, n), out_dtype, name)[0] if with_bias else None,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        split_k=split_k,
+        sample=sample,
+        distribution=distribution,
+        family=family,
+    )
+
+
+def grouped_case(
+    name: str,
+    ends: tuple[int, ...],
+    shape: tuple[int, int],
+    distribution: str,
+    r: np.random.Generator,
+    *,
+    use_fast_accum: bool,
+) -> GemmCase:
+    """A grouped GEMM [EPI-6] with drawn codes, and scales of `r`; `ends` are those of the rows, `shape` is N, K."""
+    n, k = shape
+    b = draw_codes(distribution, (len(ends) * n, k), E4M3FN, name + "b")
+    return GemmCase(
+        id=name,
+        mode=Mode.GROUPED_ROWWISE,
+        a=draw_codes(distribution, (ends[-1], k), E4M3FN, name + "a"),
+        b=b.reshape(len(ends), n, k),
+        scale_a=r.uniform(0.1, 9, ends[-1]).astype(np.float32),
+        scale_b=r.uniform(0.1, 9, (len(ends), n)).astype(np.float32),
+        offs=np.array(ends, np.int32),
+        use_fast_accum=use_fast_accum,
+        distribution=distribution,
+        family=Family.GROUPS,
+    )
+
+
+def bfloat16_case(
+    name: str, shape: tuple[int, int, int], distribution: str, out_dtype: Format, *, split_k: int
+) -> GemmCase:
+    """A bfloat16 GEMM [BF16-1] with drawn values."""
+    m, n, k = shape
+    return GemmCase(
+        id=name,
+        mode=Mode.BF16,
+        a=draw(distribution, (m, k), BFLOAT16, name + "a"),
+        b=draw(distribution, (n, k), BFLOAT16, name + "b"),
+        out_dtype=out_dtype,
+        split_k=split_k,
+        distribution=distribution,
+    )

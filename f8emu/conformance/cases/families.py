@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import codes_of, dtype_of, rng
-from f8emu.conformance.cases.drawn_gemm import scaled_case
+from f8emu.conformance.cases.distributions import codes_of, dtype_of, rng, scaled_case
 from f8emu.conformance.cases.gemm import Family, GemmCase, Placement
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, HIGH_PRECISION, HOPPER, Format, Granularity
 

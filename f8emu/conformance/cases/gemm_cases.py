@@ -4,21 +4,10 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import product
 
-import numpy as np
-
-from f8emu.conformance.cases.distributions import draw, draw_codes, rng
-from f8emu.conformance.cases.drawn_gemm import scaled_case
+from f8emu.conformance.cases.distributions import bfloat16_case, grouped_case, rng, scaled_case
 from f8emu.conformance.cases.families import VALUE_SHAPES, value_cases
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
-from f8emu.spec import (
-    BFLOAT16,
-    E4M3FN,
-    FLOAT32,
-    HIGH_PRECISION,
-    HOPPER,
-    Format,
-    Granularity,
-)
+from f8emu.spec import FLOAT32, HIGH_PRECISION, HOPPER, Format, Granularity
 
 CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "specials")
 BF16_DISTRIBUTIONS = ("normal", "gradient", "blocks", "cancellation", "outlier", "specials")
@@ -81,24 +70,19 @@ def _blockwise() -> Iterator[GemmCase]:
 
 
 def _split() -> Iterator[GemmCase]:
-    pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
-    for slices, k, fast in SPLITS:
-        name = f"split-K {slices} of {k} {'fast' if fast else 'promoted'}"
-        yield scaled_case(
-            name,
-            pair,
-            HOPPER.format_pairs[0],
-            (16, 16, k),
-            "normal",
-            use_fast_accum=fast,
-            split_k=slices,
-            family=Family.SLICES,
-        )
+    tensorwise, formats = (Granularity.TENSORWISE, Granularity.TENSORWISE), HOPPER.format_pairs[0]
     pairs = [pair for pair in HOPPER.granularity_pairs if pair[0].is_blockwise]
-    for pair, (slices, k) in zip(pairs, BLOCKWISE_SPLITS, strict=True):
-        name = f"split-K {slices} of {k} {pair[0].value} x {pair[1].value}"
-        formats, shape = HOPPER.block_scaled_format_pairs[0], (16, 16, k)
-        yield scaled_case(name, pair, formats, shape, "normal", split_k=slices, family=Family.SLICES)
+    of_blocks = HOPPER.block_scaled_format_pairs[0]
+    table = (
+        *((tensorwise, formats, "fast" if fast else "promoted", fast, slices, k) for slices, k, fast in SPLITS),
+        *(
+            (pair, of_blocks, f"{pair[0].value} x {pair[1].value}", False, slices, k)
+            for pair, (slices, k) in zip(pairs, BLOCKWISE_SPLITS, strict=True)
+        ),
+    )
+    for pair, formats, words, fast, slices, k in table:
+        options = {"use_fast_accum": fast, "split_k": slices, "family": Family.SLICES}
+        yield scaled_case(f"split-K {slices} of {k} {words}", pair, formats, (16, 16, k), "normal", **options)
 
 
 def _grouped() -> Iterator[GemmCase]:
@@ -106,18 +90,7 @@ def _grouped() -> Iterator[GemmCase]:
     r = rng("grouped")
     for fast in (True, False):
         name = f"grouped {'fast' if fast else 'promoted'}"
-        yield GemmCase(
-            id=name,
-            mode=Mode.GROUPED_ROWWISE,
-            a=draw_codes("normal", (64, 208), E4M3FN, name + "a"),
-            b=draw_codes("normal", (4 * 32, 208), E4M3FN, name + "b").reshape(4, 32, 208),
-            scale_a=r.uniform(0.1, 9, 64).astype(np.float32),
-            scale_b=r.uniform(0.1, 9, (4, 32)).astype(np.float32),
-            offs=np.array([16, 16, 48, 64], np.int32),
-            use_fast_accum=fast,
-            distribution="normal",
-            family=Family.GROUPS,
-        )
+        yield grouped_case(name, (16, 16, 48, 64), (32, 208), "normal", r, use_fast_accum=fast)
 
 
 def _bf16() -> Iterator[GemmCase]:
@@ -125,12 +98,4 @@ def _bf16() -> Iterator[GemmCase]:
     for i, distribution in enumerate(BF16_DISTRIBUTIONS):
         m, n, k, slices = BF16_SHAPES[i % len(BF16_SHAPES)]
         name = f"bf16 {distribution}" + (f" split-K {slices}" if slices > 1 else "")
-        yield GemmCase(
-            id=name,
-            mode=Mode.BF16,
-            a=draw(distribution, (m, k), BFLOAT16, name + "a"),
-            b=draw(distribution, (n, k), BFLOAT16, name + "b"),
-            out_dtype=HIGH_PRECISION[i % 2],
-            split_k=slices,
-            distribution=distribution,
-        )
+        yield bfloat16_case(name, (m, n, k), distribution, HIGH_PRECISION[i % 2], split_k=slices)

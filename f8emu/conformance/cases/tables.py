@@ -10,8 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import draw, dtype_of, rng
-from f8emu.conformance.cases.drawn_gemm import scaled_case
+from f8emu.conformance.cases.distributions import draw, dtype_of, rng, scaled_case
 from f8emu.conformance.cases.gemm import Family, GemmCase, Sample
 from f8emu.spec import (
     BFLOAT16,

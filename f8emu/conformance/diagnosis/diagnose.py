@@ -12,8 +12,8 @@ from f8emu.conformance.diagnosis.hypotheses import Alteration
 from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.search import Diagnosis, Search, failed
+from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import Subject
-from f8emu.conformance.run.verify import Progress
 from f8emu.spec import HOPPER, Chip
 
 

@@ -19,8 +19,8 @@ from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.diagnosis.sizes import AtSize, at_sizes, sizes_count
+from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.conformance.run.verify import Progress
 from f8emu.spec import HOPPER, Chip
 
 Change = Callable[[Rules], Rules]

@@ -10,9 +10,9 @@ from f8emu.conformance.breakdown.contrast import Contrast
 from f8emu.conformance.diagnosis.diagnose import diagnose
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, failed
-from f8emu.conformance.kernels.interpreter import INTERPRETED
+from f8emu.conformance.kernels.imported import INTERPRETED
+from f8emu.conformance.run.result import Progress, Result, Status
 from f8emu.conformance.run.subject import Subject
-from f8emu.conformance.run.verify import Progress, Result, Status
 from f8emu.conformance.words import said_by
 from f8emu.environment import devices, versions
 

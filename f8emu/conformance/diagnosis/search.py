@@ -10,7 +10,7 @@ from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations, from
 from f8emu.conformance.diagnosis.memory import Memory
 from f8emu.conformance.diagnosis.remainder import first_wrong, what_is_left
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
-from f8emu.conformance.run.verify import Progress
+from f8emu.conformance.run.result import Progress
 from f8emu.spec import Chip
 
 _SECOND, _THIRD = 4, 2

@@ -174,7 +174,7 @@ _ALL = (
     ),
     _of_torch(
         "inductor.rowwise",
-        "f8emu.conformance.kernels.inductor:scaled_mm",
+        "f8emu.conformance.kernels.compiled:inductor_scaled_mm",
         predicted="different: acc * (scale_a * scale_b), not [EPI-2], a bias by FMA, and promoted after each autotuned "
         "BLOCK_K; in tiles too small for wgmma products of float16 [CHIP-2]",
         scales=ROWWISE_MATRICES,
@@ -267,7 +267,7 @@ _ALL = (
     ),
     _of_torch(
         "jax.dot_general",
-        "f8emu.conformance.kernels.xla:scaled_mm",
+        "f8emu.conformance.kernels.compiled:xla_scaled_mm",
         predicted=f"{_HOPPER} equal: XLA gives it to the library, default precision [CHAIN-1], HIGHEST [CHAIN-2]; on a "
         "CPU it adds in float32",
         bias=False,

@@ -25,9 +25,10 @@ from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.conformance.run.check import Case, Parts
 from f8emu.conformance.run.oracle import exact_subject
+from f8emu.conformance.run.result import Progress, Result
 from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import Subject, load_subject
-from f8emu.conformance.run.verify import Progress, Result, verify
+from f8emu.conformance.run.verify import verify
 from f8emu.spec import (
     ADA,
     BFLOAT16,

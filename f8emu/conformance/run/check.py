@@ -1,17 +1,32 @@
-"""One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed."""
+"""One case put to one subject: run, compared, and its outcome. Nothing a subject raises is swallowed.
 
-from collections.abc import Callable, Hashable, Mapping
+A kernel that is not told S picks it [CHAIN-3]: `OwnSplit` finds which S explains its bits, where another one was
+expected. A library takes few slices, of whole promotions. One S must explain a whole output, and every output of a
+stage that differs must have its S: otherwise the kernel is wrong, and no S excuses any of it. Slices of one promotion
+are what a kernel has that promotes though it was asked for fast accumulation: such an S counts where it has longer
+slices too.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
-from f8emu.conformance.compare import Describe, Mismatch, mismatches, shape_fault
-from f8emu.conformance.run.own_split import Split
+from f8emu.conformance.cases.gemm import GemmCase, Mode
+from f8emu.conformance.compare import Mismatch, different, mismatches, shape_fault
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.conformance.words import said_by
 from f8emu.spec import MissingExtraError
+
+MOST_SLICES = 32
+"""An H100's library takes 25 of a K of 65,552, the longest that is asked."""
+_PROMOTION = 128
+_LOOKED_AT = 3
+"""Rows and columns of the outputs that differ, on which most S fail."""
 
 Parts = Mapping[str, np.ndarray]
 """Name -> array, in the order in which they are computed; a case with one output calls it ""."""
@@ -19,6 +34,14 @@ DescribePart = Callable[[str, tuple[int, ...]], str]
 """(part, index of an output) -> the inputs that lead to it."""
 Traits = Mapping[str, str]
 """Trait -> value: `accumulation` -> `promoted`. What a breakdown counts differences by."""
+
+
+class Split(NamedTuple):
+    """The S that explains an output."""
+
+    slices: int
+    is_long: bool
+    """Whether its slices are longer than a promotion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +116,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
         return _failed(case, answers, f"raised {said_by(error)}")
 
     total = sum(array.size for array in answers.values())
-    wrong = 0
-    first: str | None = None
+    wrong, first = 0, ""
     found: Mismatch | None = None
     place: DifferenceMap | None = None
     ulps: dict[str, UlpHistogram] = {}
@@ -108,32 +130,29 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
         wrong += histogram.total
         if histogram.total:
             ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), histogram))
-        if first is None and (fault or histogram.total):  # what follows a difference follows from it
-            first = part
-            if fault or array is None:
-                found = Mismatch(case=case.id, part=part, error=fault)
-            else:
-                found = next(mismatches(case.id, part, array, expected, _describe(case, part)))
-                found = replace(found, outputs=expected.size, differing=histogram.total)
-                found = replace(found, snippet=case.snippet(found) if case.snippet else "")
-                place = difference_map(case.id, part, array, expected)
+        if found is not None or not (fault or histogram.total):
+            continue
+        first = part  # what follows a difference follows from it
+        if fault or array is None:
+            found = Mismatch(case=case.id, part=part, error=fault)
+        else:
+            describe = None if case.describe is None else partial(case.describe, part)
+            found = next(mismatches(case.id, part, array, expected, describe))
+            found = replace(found, outputs=expected.size, differing=histogram.total)
+            found = replace(found, snippet=case.snippet(found) if case.snippet else "")
+            place = difference_map(case.id, part, array, expected)
     return Outcome(
         case=case.id,
-        is_equal=first is None,
+        is_equal=found is None,
         own_split=case.own_split(given, answers) if case.own_split and place is not None else None,
         outputs_total=total,
         outputs_equal=total - wrong,
-        first_difference=first or "",
+        first_difference=first,
         mismatch=found,
         traits=case.traits,
         ulps=ulps,
         place=place,
     )
-
-
-def _describe(case: Case, part: str) -> Describe | None:
-    describe = case.describe
-    return None if describe is None else lambda index: describe(part, index)
 
 
 def _failed(case: Case, answers: Parts, error: str) -> Outcome:
@@ -148,3 +167,40 @@ def _failed(case: Case, answers: Parts, error: str) -> Outcome:
         traits=case.traits,
         ulps=ulps,
     )
+
+
+def are_excused(splits: Iterable[Split]) -> bool:
+    """Whether the S of a stage, in which nothing else differs, are those of a library."""
+    splits = set(splits)
+    return {split.slices for split in splits} == {split.slices for split in splits if split.is_long}
+
+
+@dataclass(slots=True)
+class OwnSplit:
+    """Looks for the S of one subject, and gives up for good after an output that no S explains."""
+
+    judge: Callable[[GemmCase], np.ndarray]
+    """The right output of a GEMM under its S."""
+    _found: list[int] = field(default_factory=list[int])
+    """The latest first."""
+    _is_refuted: bool = False
+
+    def __call__(self, case: GemmCase, observed: np.ndarray, expected: np.ndarray) -> Split | None:
+        """The S of which `observed` has every bit, where it differs from `expected`."""
+        if self._is_refuted:
+            return None
+        differs = different(observed, expected)
+        most = 1 if case.mode is Mode.GROUPED_ROWWISE else min(MOST_SLICES, -(-case.k // _PROMOTION))
+        for slices in dict.fromkeys((*self._found, *range(1, most + 1))):
+            if slices != case.split_k and self._explains(replace(case, split_k=slices), observed, differs):
+                self._found = list(dict.fromkeys((slices, *self._found)))
+                return Split(slices, slices == 1 or case.k > slices * _PROMOTION)
+        self._is_refuted = True
+        return None
+
+    def _explains(self, case: GemmCase, observed: np.ndarray, differs: np.ndarray) -> bool:
+        if case.mode in (Mode.TENSORWISE, Mode.ROWWISE):
+            rows, cols = (np.unique(places)[:_LOOKED_AT] for places in np.nonzero(differs))
+            if different(observed[np.ix_(rows, cols)], self.judge(case.part(rows, cols))).any():
+                return False
+        return not different(observed, self.judge(case)).any()

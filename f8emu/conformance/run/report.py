@@ -11,8 +11,8 @@ from typing import Any
 from f8emu.conformance.breakdown.tables import breakdown_json
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
+from f8emu.conformance.run.result import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.conformance.run.subject import SUBJECTS
-from f8emu.conformance.run.verify import Progress, Result, StageResult, Status, SubjectResult
 from f8emu.conformance.words import counted
 from f8emu.environment import devices, versions
 from f8emu.untrusted import printable

@@ -33,11 +33,9 @@ from f8emu.conformance.compare import abbreviated, different, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import SplitK, describe_layer, layer_parts, trace_parts
-from f8emu.conformance.run.check import Case, Parts, Traits
-from f8emu.conformance.run.gemm_description import describe_gemm, options_of
+from f8emu.conformance.run.check import Case, OwnSplit, Parts, Split, Traits
+from f8emu.conformance.run.gemm_text import describe_gemm, options_of, torch_snippet
 from f8emu.conformance.run.oracle import gemm_oracle, value_oracle
-from f8emu.conformance.run.own_split import OwnSplit, Split
-from f8emu.conformance.run.snippet import torch_snippet
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 

@@ -5,7 +5,6 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -14,30 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
-from f8emu.conformance.cases.engine_cases import engine_cases
 from f8emu.conformance.cases.gemm import GemmCase, Verbs
 from f8emu.conformance.cases.gemm import NotOffered as NotOffered
 from f8emu.conformance.cases.gemm_cases import ALIGNED, is_aligned
-from f8emu.conformance.kernels.call import absent, kernel_verbs, question, rows_run
-from f8emu.conformance.kernels.cases import kernel_cases
-from f8emu.conformance.kernels.faults import KernelFault
-from f8emu.conformance.kernels.imported import attribute
-from f8emu.conformance.kernels.interpreter import INTERPRETED, is_interpreted
-from f8emu.conformance.kernels.isolation import isolated
-from f8emu.conformance.kernels.kernel import (
-    PADDED_K_BY_ROWS,
-    PADDED_ROWS_BY_K,
-    ROWWISE_MATRICES,
-    TENSORWISE_SCALARS,
-    Arg,
-    Kernel,
-)
+from f8emu.conformance.kernels.call import absent, question, rows_run
+from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
+from f8emu.conformance.kernels.loaded import LoadedKernel, isolated, load_kernel, loaded
+from f8emu.conformance.kernels.loaded import scaled_mm_kernel as scaled_mm_kernel
 from f8emu.conformance.layers import engine_layer, jax_layer, torch_layer
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.trace import SplitK, planned
+from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
-from f8emu.spec import HIGH_PRECISION, HOPPER, F8Error, MissingExtraError, SpecError, UnsupportedError
+from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
 
 VERBS = (
     "decode",
@@ -176,28 +165,17 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
 
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
-    """A declared kernel as a subject.
-
-    Raises:
-        SpecError: its function cannot be imported, or it writes to arrays of JAX.
-        MissingExtraError: the arrays' framework is not installed.
-    """
-    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
-    engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
-    told = {"predicted": kernel.predicted, "seen": kernel.seen}
-    verbs = kernel_verbs(kernel, framework)
-    engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
-    engine = "; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)])
-    return _of_kernel(kernel, engine, verbs, runs_full_size=framework.on_gpu)
+    """A declared kernel as a subject; it raises as `loaded`."""
+    return _of_kernel(loaded(kernel, arrays))
 
 
-def _of_kernel(kernel: Kernel, engine: str, verbs: Verbs, *, runs_full_size: bool) -> Subject:
-    """A kernel in this process, or in a separate one."""
+def _of_kernel(found: LoadedKernel) -> Subject:
+    kernel = found.kernel
     return Subject(
         name=kernel.name,
-        engine=engine,
-        verbs=verbs,
-        runs_full_size=runs_full_size,
+        engine=found.engine,
+        verbs=found.verbs,
+        runs_full_size=found.runs_full_size,
         is_kernel=True,
         chooses_split_k=True,
         question=partial(question, kernel),
@@ -206,71 +184,17 @@ def _of_kernel(kernel: Kernel, engine: str, verbs: Verbs, *, runs_full_size: boo
     )
 
 
-def load_kernel(path: str) -> Kernel:
-    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is.
-
-    Raises:
-        SpecError: nothing of that name can be imported.
-        MissingExtraError: it is a function of f8emu whose framework is not installed.
-    """
-    if path in KERNELS:
-        return KERNELS[path]
-    try:
-        found = attribute(path)
-        if not callable(found) and not isinstance(found, Kernel):
-            raise AttributeError(f"{path} is not callable, and not a Kernel")
-    except MissingExtraError:
-        raise  # says what to install
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SpecError(
-            f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
-            f"{error}. Run it where the module can be imported, or set PYTHONPATH"
-        ) from None
-    except KernelFault as fault:
-        raise SpecError(f"f8emu verify {path}: {fault}") from None
-    except F8Error:
-        raise
-    except Exception as error:  # the module's own
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}:{place.lineno}"
-        raise SpecError(f"f8emu verify {path}: its import raised {type(error).__name__}: {error} ({where})") from None
-    return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
-
-
-def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
-    """A function called as `torch._scaled_mm` is, by `contract.CONTRACT`."""
-    return Kernel(
-        name=name,
-        function=function,
-        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
-        keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
-        scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
-        a=PADDED_ROWS_BY_K,
-        b=PADDED_K_BY_ROWS,
-        out_dtypes=HIGH_PRECISION,
-        multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
-    )
-
-
 def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
-    """A kernel that runs in its own process, which is started anew after a crash or a hang.
+    """A kernel that runs in its own process; it raises as `isolated`.
 
     A known kernel whose package cannot be imported is not offered, and stops no other.
-
-    Raises:
-        SpecError: as `load_subject`, and a timeout that is not positive.
     """
-    if not timeout > 0:
-        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
     try:
-        kernel = isolated(name, arrays, timeout)
+        return _of_kernel(isolated(name, arrays, timeout))
     except SpecError as error:
-        if name not in KERNELS:
+        if name not in KERNELS or not timeout > 0:
             raise
         return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
-    about = kernel.about
-    verbs = {verb: partial(kernel.run, verb) for verb in about.verbs}
-    return _of_kernel(about.kernel, about.engine, verbs, runs_full_size=about.runs_full_size)
 
 
 def _f8ref_numpy() -> Subject:

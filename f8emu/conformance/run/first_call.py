@@ -14,7 +14,7 @@ from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.compare import shape_fault
 from f8emu.conformance.kernels import faults
-from f8emu.conformance.kernels.contract import REMEDY
+from f8emu.conformance.kernels.imported import REMEDY
 from f8emu.conformance.run import subject as subjects
 from f8emu.conformance.run.subject import FirstCall, NotOffered, Subject
 from f8emu.conformance.words import said_by
@@ -28,7 +28,7 @@ _OWN = 24
 """GEMMs for this kernel alone of which kinds are taken."""
 
 
-class _Contact(NamedTuple):
+class _Tried(NamedTuple):
     is_made: bool
     """A GEMM had an output, none is offered, or the kernel has a fault that the suite reports."""
     tried: int = 0
@@ -49,7 +49,7 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     subject = load(arrays=arrays)
     if name in subjects.SUBJECTS or ":" not in name:
         return subject
-    found = _contact(subject)
+    found = _tried(subject)
     if found.is_made:
         return replace(subject, first_call=found.first)
     others = (other for other in FRAMEWORKS if other != arrays)
@@ -66,10 +66,10 @@ def _works(subject: Subject, load_other: Callable[[], Subject]) -> bool:
         other = load_other()
     except F8Error:  # not installed, or not for this kernel
         return False
-    return other.engine != subject.engine and _contact(other).is_made
+    return other.engine != subject.engine and _tried(other).is_made
 
 
-def _contact(subject: Subject) -> _Contact:
+def _tried(subject: Subject) -> _Tried:
     error, tried = "", 0
     first: FirstCall | None = None
     for gemm in _kinds(subject):
@@ -82,14 +82,14 @@ def _contact(subject: Subject) -> _Contact:
         except Exception as raised:  # of the kernel, which may raise anything
             first = first or FirstCall(gemm, raised)
             if getattr(faults, type(raised).__name__, None) is type(raised):
-                return _Contact(True, first=first)
+                return _Tried(True, first=first)
             fault = said_by(raised)
         if not fault:
-            return _Contact(True, first=first)
+            return _Tried(True, first=first)
         error, tried = error or fault, tried + 1
         if tried == _TRIES:
             break
-    return _Contact(not tried, tried, error)
+    return _Tried(not tried, tried, error)
 
 
 def _kinds(subject: Subject) -> Iterator[GemmCase]:

@@ -1,16 +1,18 @@
-"""Generated GEMMs for declared kernels alone: the table for everybody has few with block scales and with groups.
+"""Generated GEMMs for one subject alone, a declared kernel or the native engine, beside those for everybody.
 
-And the probes of the diagnosis: of random GEMMs with a 16-bit output, one in 10^5 shows in which order a kernel scales.
+Those for kernels are block scales, groups, the families that are written for tiles, and the probes of the diagnosis: of
+random GEMMs with a 16-bit output, one in 10^5 shows in which order a kernel scales. The engine gets those of kernels as
+far as they are cheap to judge, and what a kernel of a GPU would refuse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, product
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import draw_codes, rng
-from f8emu.conformance.cases.drawn_gemm import scaled_case
+from f8emu.conformance.cases.distributions import bfloat16_case, grouped_case, rng, scaled_case
 from f8emu.conformance.cases.families import (
     BLOCKS,
     DENSE,
@@ -21,12 +23,12 @@ from f8emu.conformance.cases.families import (
     size_cases,
     turn_cases,
 )
-from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
-from f8emu.conformance.cases.gemm_cases import CODE_DISTRIBUTIONS
+from f8emu.conformance.cases.gemm import Family, GemmCase
+from f8emu.conformance.cases.gemm_cases import BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
 from f8emu.conformance.diagnosis.probe import KINDS, Kind
 from f8emu.conformance.diagnosis.probes import probes
 from f8emu.conformance.kernels.kernel import Accumulation, Kernel
-from f8emu.spec import E4M3FN, HOPPER, Granularity
+from f8emu.spec import HIGH_PRECISION, HOPPER, Granularity
 
 BLOCK_SHAPES: tuple[tuple[int, int, int], ...] = ((128, 128, 128), (16, 256, 1536), (256, 384, 512))
 """M, N, K: one block, many along K, more than a tile of any kernel; every distribution with the first two."""
@@ -39,6 +41,14 @@ GROUPS: tuple[tuple[int, ...], ...] = (
 each, a tile and a row, large, many."""
 GROUPED_SHAPES: tuple[tuple[int, int], ...] = ((48, 512), (272, 48), (16, 4112), (32, 144))
 """N, K."""
+_MOST = 1 << 23
+"""Multiply-adds of a GEMM: more than two threads are worth, and less than a second of the oracle for all GEMMs."""
+TAILS = (37, 141, 333)
+"""M, N, K that no block of rows, tile of columns, step or promotion divides."""
+BFLOAT16_SHAPES = ((1, 1, 1), (4, 64, 256), (5, 65, 257), (3, 17, 31), (67, 130, 520), (256, 513, 48), (2, 3, 4099))
+
+
+# Declared kernels
 
 
 def kernel_cases(kernel: Kernel) -> Iterator[GemmCase]:
@@ -104,10 +114,11 @@ def _blockwise(pair: tuple[Granularity, Granularity]) -> Iterator[GemmCase]:
 
 def grouped_cases(use_fast_accum: tuple[bool, ...] = (True, False)) -> Iterator[GemmCase]:
     """Sizes of groups with these accumulations and all distributions, values of scales, and calls in turn."""
-    cases = [
-        _grouped_case(number, ends, CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)], fast)
-        for number, (ends, fast) in enumerate(product(GROUPS, use_fast_accum))
-    ]
+    cases: list[GemmCase] = []
+    for number, (ends, fast) in enumerate(product(GROUPS, use_fast_accum)):
+        distribution = CODE_DISTRIBUTIONS[number % len(CODE_DISTRIBUTIONS)]
+        name, shape = f"grouped {number} {distribution}", GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
+        cases.append(grouped_case(name, ends, shape, distribution, rng(name), use_fast_accum=fast))
     yield from cases
     for number, case in enumerate(cases):
         if case.distribution == "bits":
@@ -121,20 +132,84 @@ def grouped_cases(use_fast_accum: tuple[bool, ...] = (True, False)) -> Iterator[
             yield replace(case, id=f"{Family.TURNS.value} of groups {number}", between=(turned,), family=Family.TURNS)
 
 
-def _grouped_case(number: int, ends: tuple[int, ...], distribution: str, use_fast_accum: bool) -> GemmCase:
-    n, k = GROUPED_SHAPES[number // 2 % len(GROUPED_SHAPES)]
-    name = f"grouped {number} {distribution}"
-    r = rng(name)
-    b = draw_codes(distribution, (len(ends) * n, k), E4M3FN, name + "b")
-    return GemmCase(
-        id=name,
-        mode=Mode.GROUPED_ROWWISE,
-        a=draw_codes(distribution, (ends[-1], k), E4M3FN, name + "a"),
-        b=b.reshape(len(ends), n, k),
-        scale_a=r.uniform(0.1, 9, ends[-1]).astype(np.float32),
-        scale_b=r.uniform(0.1, 9, (len(ends), n)).astype(np.float32),
-        offs=np.array(ends, np.int32),
-        use_fast_accum=use_fast_accum,
-        distribution=distribution,
-        family=Family.GROUPS,
+# The native engine
+
+
+def _apart(x: np.ndarray) -> np.ndarray:
+    """The rows three elements apart, the first at an odd address."""
+    memory = np.zeros(len(x) * (x.shape[1] + 3) * x.itemsize + 1, np.uint8)
+    whole = memory[1:].view(x.dtype) if x.itemsize == 1 else memory[:-1].view(x.dtype)
+    rows = whole.reshape(len(x), -1)[:, : x.shape[1]]
+    rows[...] = x
+    return rows
+
+
+def _every_other(x: np.ndarray) -> np.ndarray:
+    """Along both dimensions, and NaN between."""
+    memory = np.full((2 * len(x), 2 * x.shape[1]), np.nan).astype(x.dtype)
+    memory[::2, ::2] = x
+    return memory[::2, ::2]
+
+
+LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "apart": _apart,
+    "K first": np.asfortranarray,
+    "every other": _every_other,
+    "backwards": lambda x: x[::-1, ::-1].copy()[::-1, ::-1],
+}
+"""Name -> the same matrix, lying otherwise."""
+
+
+@cache
+def engine_cases() -> tuple[GemmCase, ...]:
+    """All of them."""
+    ones = (*DENSE, *BLOCKS)
+    return (
+        *size_cases(ones, _MOST),
+        *code_cases(ones),
+        *large_value_cases(ones),
+        *_groups(),
+        *_layouts(),
+        *_bfloat16(),
     )
+
+
+def _groups() -> Iterator[GemmCase]:
+    """Of every output type: which scale comes first shows in one of 10^5 outputs of 16 bits."""
+    for i, case in enumerate(grouped_cases()):
+        if case.a.size * case.b.shape[1] <= _MOST:
+            yield replace(case, out_dtype=HIGH_PRECISION[i % 3])
+
+
+def _layouts() -> Iterator[GemmCase]:
+    """Every layout of a with another of b and of their scales, with every combination."""
+    layouts = list(LAYOUTS)
+    for number, (combination, layout) in enumerate(product((*DENSE, *BLOCKS), layouts)):
+        names = layout, layouts[(layouts.index(layout) + 1 + number // len(layouts)) % len(layouts)]
+        pair = combination.granularities
+        case = scaled_case(
+            f"{Family.STRIDES.value} {number} {names[0]} and {names[1]}",
+            pair,
+            combination.formats,
+            TAILS,
+            "bits",
+            with_bias=not pair[0].is_blockwise and number % 2 == 0,
+            out_dtype=HIGH_PRECISION[number % 3],
+            use_fast_accum=combination.use_fast_accum,
+            family=Family.STRIDES,
+        )
+        of_a, of_b = (LAYOUTS[name] for name in names)
+        assert case.scale_a is not None and case.scale_b is not None
+        bias = None if case.bias is None else of_a(case.bias[:, None])[:, 0]
+        yield replace(
+            case, a=of_a(case.a), b=of_b(case.b), scale_a=of_b(case.scale_a), scale_b=of_a(case.scale_b), bias=bias
+        )
+
+
+def _bfloat16() -> Iterator[GemmCase]:
+    """Sizes, layouts and slices of K of GEMMs without scales."""
+    for number, (shape, distribution) in enumerate(product(BFLOAT16_SHAPES, BF16_DISTRIBUTIONS)):
+        name = f"bf16 {'x'.join(map(str, shape))} {distribution}"
+        of_a, of_b = rng(name).permutation(list(LAYOUTS))[:2]
+        case = bfloat16_case(name, shape, distribution, HIGH_PRECISION[number % 3], split_k=1 + number % 3)
+        yield replace(case, a=LAYOUTS[of_a](case.a), b=LAYOUTS[of_b](case.b), family=Family.STRIDES)

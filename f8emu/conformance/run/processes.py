@@ -2,57 +2,54 @@
 
 Most of a run is a compiler's and the interpreter's own time, which threads of one process spend one after another. What
 JAX compiles for several subjects is compiled once: the processes share a cache of its programs, new with every run. A
-worker is asked by names, so it serves subjects of `SUBJECTS` and stages of the suite alone. Workers are in sessions of
-their own: Ctrl-C reaches only the parent, which keeps the stages that were finished and ends them.
+worker is told names, so it serves subjects of `SUBJECTS` and stages of the suite alone.
 """
 
 import gc
 import importlib
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
+from itertools import product
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from f8emu.conformance.cases.golden import GoldenFile, read_golden
 from f8emu.conformance.layers.layer import LayerMode
-from f8emu.conformance.run.subject import SUBJECTS
+from f8emu.conformance.run.result import Progress, StageResult, joined
+from f8emu.conformance.run.runner import Runner
+from f8emu.conformance.run.stages import STAGES, layers_of, share_of
+from f8emu.conformance.run.subject import SUBJECTS, Subject, load_subject
+from f8emu.conformance.workers import Worker
 from f8emu.spec import F8Error
 
-if TYPE_CHECKING:
-    from f8emu.conformance.cases.golden import GoldenFile
-    from f8emu.conformance.run.subject import Subject
-    from f8emu.conformance.run.verify import Progress, StageResult
-
-
+_ENVIRONMENT = {
+    # Inductor starts processes to compile in, though every core has work, and after an installation tries the compiler
+    # on all vector instructions that the CPU reports. Without both it makes the same kernels.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+    # JAX otherwise takes three quarters of a GPU's memory for the first of several processes.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+"""Variables of a worker, unless a user has set them."""
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Limits libraries to one thread in each of many workers."""
 _KEEPS_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 """JAX's cache holds what took a second to compile, if it is not told otherwise."""
-
-_INDUCTOR = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-"""Inductor starts processes to compile in, though every core has work, and after an installation tries the compiler on
-all vector instructions that the CPU reports. Without both it makes the same kernels."""
-
 _COLLECTED = (200_000, 20, 100)
 """Thresholds of Python's collector, which else keeps looking through the graphs of torch's compiler for garbage."""
-
-
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Variables that limit libraries to one thread in each of many workers, unless a user has set them."""
-
-_ON_ONE_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""JAX otherwise takes three quarters of a GPU's memory for the first of several processes."""
-
 _OF_A_WORKER = 4 << 30
 """Bytes of a GPU's memory: the contexts of torch and JAX, and the tensors of a case."""
-
 _MOST_PROCESSES = 16
 _LONG = ("golden", "gemms", "live")
 """Stages of which every process has a share; of layers, a case of which takes seconds, they have several."""
+
+Keep = Callable[[str, StageResult], None]
+"""Called with the name of a subject and a finished stage, or a share of one."""
 
 
 class WorkerEnded(F8Error, RuntimeError):
@@ -70,7 +67,7 @@ class Part(NamedTuple):
     """Which of how many shares of the cases; None is every case."""
 
 
-def processes_for(subjects: "Sequence[Subject]", is_whole: bool) -> int:
+def processes_for(subjects: Sequence[Subject], is_whole: bool) -> int:
     """How many processes run the suite for these subjects sooner than one, without filling the memory of a GPU.
 
     On a GPU the suite has layers of full size, on which compilers and the oracle, on the host, spend minutes. On a CPU
@@ -104,15 +101,28 @@ def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int = 2)
             counts["layers"] = 4 * processes + 1  # odd: cases alternate between eager and compiled
         order = sorted(stages, key=lambda stage: -counts[stage])
         return [Part((s,), tuple(subjects), share=(i, counts[s])) for s in order for i in range(counts[s])]
-    left, layers = [stage for stage in stages if stage != "layers"], [stage for stage in stages if stage == "layers"]
-    multiplied = tuple(stage for stage in left if stage in ("golden", "gemms"))
-    values = tuple(stage for stage in left if stage not in multiplied)
-    first, second = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
-    rest = tuple(name for name in subjects if name not in (*first, *second))
-    found = [Part(tuple(layers), second), Part(tuple(layers), first, LayerMode.COMPILED)]
-    found += [Part(multiplied, tuple(subjects)), Part(tuple(layers), first, LayerMode.EAGER)]
-    found += [Part(tuple(layers), rest), *(Part(values, (name,)) for name in subjects)]
+    layers = ("layers",) if "layers" in stages else ()
+    multiplied = tuple(stage for stage in stages if stage in ("golden", "gemms"))
+    values = tuple(stage for stage in stages if stage not in (*layers, *multiplied))
+    jax, torch = (tuple(name for name in subjects if name == one) for one in ("f8emu.jax", "torch"))
+    rest = tuple(name for name in subjects if name not in (*jax, *torch))
+    found = [Part(layers, torch), Part(layers, jax, LayerMode.COMPILED)]
+    found += [Part(multiplied, tuple(subjects)), Part(layers, jax, LayerMode.EAGER)]
+    found += [Part(layers, rest), *(Part(values, (name,)) for name in subjects)]
     return [part for part in found if part.stages and part.subjects]
+
+
+def whole_stages(parts: Sequence[Part], errors: int, keep: Keep) -> Keep:
+    """Gathers the shares of a stage, and keeps it once they are complete."""
+    shares: dict[tuple[str, str], list[StageResult]] = {}
+
+    def gather(subject: str, result: StageResult) -> None:
+        found = shares.setdefault((subject, result.stage), [])
+        found.append(result)
+        if len(found) == sum(subject in part.subjects and result.stage in part.stages for part in parts):
+            keep(subject, joined(found, errors) if len(found) > 1 else result)
+
+    return gather
 
 
 class Workers:
@@ -125,9 +135,13 @@ class Workers:
         early = [part.subjects for part in first[:processes]] + [()] * (processes - len(first))
         with ExitStack() as stack:
             programs = stack.enter_context(tempfile.TemporaryDirectory(prefix="f8emu-programs-"))
-            environment = _INDUCTOR | _ON_ONE_GPU | (_ONE_THREAD if processes > 2 else {}) | dict(os.environ)
+            environment = _ENVIRONMENT | (_ONE_THREAD if processes > 2 else {}) | dict(os.environ)
             environment |= {"JAX_COMPILATION_CACHE_DIR": programs, **_KEEPS_ALL}
-            self.connections = [_started(stack, environment, names) for names in early]
+            self._connections: list[Connection] = []
+            for names in early:
+                worker = Worker("f8emu.conformance.run.processes:serve", names, environment=environment)
+                stack.callback(worker.end)
+                self._connections.append(worker.connection)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Workers":
@@ -140,93 +154,55 @@ class Workers:
         """End the processes."""
         self._stack.close()
 
+    def run(self, parts: Sequence[Part], golden: GoldenFile, errors: int, progress: Progress, keep: Keep) -> None:
+        """Runs the parts; `keep` gets the stages, or their shares, as they finish.
 
-def run_parts(
-    parts: Sequence[Part],
-    golden: "GoldenFile",
-    errors: int,
-    progress: "Progress",
-    ready: Workers,
-    keep: "Callable[[str, StageResult], None]",
-) -> None:
-    """Runs the parts in the workers; `keep(subject, result)` gets the stages, or their shares, as they finish.
+        Progress shows the stage that began last.
 
-    Progress shows the stage that began last.
+        Raises:
+            WorkerEnded: a worker crashed, or was killed.
+        """
+        waiting = list(parts)
+        running: dict[Connection, Part] = {}
 
-    Raises:
-        WorkerEnded: a worker crashed, or was killed.
-    """
-    waiting = list(parts)
-    workers: dict[Connection, Part] = {}
+        def give(connection: Connection) -> None:
+            running.pop(connection, None)
+            if waiting:
+                running[connection] = waiting.pop(0)
+                with suppress(OSError):  # a worker that is gone is met when it is listened to
+                    connection.send((running[connection], str(golden.path), errors))
 
-    def give(connection: Connection) -> None:
-        if waiting:
-            workers[connection] = waiting.pop(0)
-            with suppress(OSError):  # a worker that is gone is met when it is listened to
-                connection.send((workers[connection], str(golden.path), errors))
-        else:
-            workers.pop(connection, None)
-
-    for connection in ready.connections:
-        give(connection)
-    shown: Any = None
-    while workers:
-        for one in wait(list(workers)):
-            assert isinstance(one, Connection), "nothing else is waited for"
-            try:
-                kind, *rest = one.recv()
-            except (EOFError, OSError):
-                raise WorkerEnded(
-                    f"verify: a worker process ended while it ran {', '.join(workers[one].stages)} of "
-                    f"{', '.join(workers[one].subjects)}; expected its results. Was it out of memory? Use --jobs 1"
-                ) from None
-            match kind:
-                case "begin":
-                    shown = one
-                    progress.begin(*rest)
-                case "advance" if one is shown:
-                    progress.advance()
-                case "stage":
-                    keep(*rest)
-                case "done":
-                    give(one)
-                case "raised":
-                    raise rest[0]
-
-
-def _started(stack: ExitStack, environment: dict[str, str], early: tuple[str, ...]) -> Connection:
-    """A worker, which is ended with the stack. It imports the modules of the subjects `early` at once."""
-    ours, theirs = socket.socketpair()
-    program = f"from f8emu.conformance.run.side_by_side import serve; serve({theirs.fileno()}, {early!r})"
-    path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(),),
-        env=environment | {"PYTHONPATH": path},
-        start_new_session=True,
-    )
-    theirs.close()
-    connection = Connection(ours.detach())
-    stack.callback(_end, process, connection)
-    return connection
-
-
-def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
-    connection.close()
-    try:
-        os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
-    except ProcessLookupError:
-        pass
-    process.wait()
+        for connection in self._connections:
+            give(connection)
+        shown: Any = None
+        while running:
+            for one in wait(list(running)):
+                assert isinstance(one, Connection), "nothing else is waited for"
+                try:
+                    kind, *rest = one.recv()
+                except (EOFError, OSError):
+                    raise WorkerEnded(
+                        f"verify: a worker process ended while it ran {', '.join(running[one].stages)} of "
+                        f"{', '.join(running[one].subjects)}; expected its results. Was it out of memory? Use --jobs 1"
+                    ) from None
+                match kind:
+                    case "begin":
+                        shown = one
+                        progress.begin(*rest)
+                    case "advance" if one is shown:
+                        progress.advance()
+                    case "stage":
+                        keep(*rest)
+                    case "done":
+                        give(one)
+                    case "raised":
+                        raise rest[0]
 
 
 class _Told:
     """Progress that is sent to the parent."""
 
     def __init__(self, connection: Connection) -> None:
-        import threading
-
         self.connection, self.lock = connection, threading.Lock()
 
     def send(self, *words: Any) -> None:
@@ -240,34 +216,25 @@ class _Told:
         self.send("advance")
 
 
-def serve(descriptor: int, early: tuple[str, ...] = ()) -> None:
+def serve(connection: Connection, early: tuple[str, ...] = ()) -> None:
     """The worker's side: imports the modules of the subjects `early`, then runs parts until the parent is gone."""
-    from f8emu.conformance.cases.golden import read_golden
-    from f8emu.conformance.run.stages import STAGES, layers_of, share_of
-    from f8emu.conformance.run.subject import load_subject
-    from f8emu.conformance.run.verify import verify
-
-    told = _Told(Connection(descriptor))
+    told = _Told(connection)
     for name in early:
         with suppress(ImportError):  # the parent tells what is missing
             importlib.import_module("f8emu.torch" if name == "torch" else name)
     read = cache(read_golden)
     try:
         while True:
-            (stages, names, mode, share), golden, errors = told.connection.recv()
+            (stages, names, mode, share), golden, errors = connection.recv()
             chosen = [STAGES[stage] if mode is None else layers_of(mode) for stage in stages]
             subjects = {name: load_subject(name) for name in sorted(names, key=lambda name: name != "torch")}
             gc.freeze()
             gc.set_threshold(*_COLLECTED)
+            runner = Runner(read(golden), errors, told)
             try:
-                verify(
-                    [subjects[name] for name in names],
-                    only=chosen if share is None else [share_of(stage, *share) for stage in chosen],
-                    golden=read(golden),
-                    errors=errors,
-                    progress=told,
-                    keep=lambda subject, result: told.send("stage", subject, result),
-                )
+                for name, stage in product(names, chosen):
+                    shared = stage if share is None else share_of(stage, *share)
+                    told.send("stage", name, runner.stage(shared, subjects[name]))
             except Exception as error:  # the parent raises it
                 told.send("raised", error)
             told.send("done")

@@ -1,0 +1,294 @@
+"""A kernel that can be run: found by its name, and called in this process or in its own.
+
+In its own process a crash, an exit or a hang is the error of one case, and the next one runs. The child is asked GEMM
+by GEMM, and lives until it fails; then a fresh one is started.
+"""
+
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from f8emu.conformance.arrays import FRAMEWORKS
+from f8emu.conformance.cases.gemm import NotOffered, Verbs
+from f8emu.conformance.kernels import faults
+from f8emu.conformance.kernels.call import kernel_verbs
+from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
+from f8emu.conformance.kernels.imported import INTERPRETED, attribute, is_interpreted
+from f8emu.conformance.kernels.kernel import (
+    PADDED_K_BY_ROWS,
+    PADDED_ROWS_BY_K,
+    ROWWISE_MATRICES,
+    TENSORWISE_SCALARS,
+    Arg,
+    Kernel,
+)
+from f8emu.conformance.kernels.known import KERNELS
+from f8emu.conformance.words import text_of
+from f8emu.conformance.workers import Worker
+from f8emu.spec import HIGH_PRECISION, F8Error, MissingExtraError, SpecError
+
+_START_SECONDS = 300.0
+"""For imports, of which some build what they import."""
+_HANGS = 3
+_ENDS = 5
+"""After so many hangs, or ends of its process, in a row the remaining cases are not run."""
+
+CONTRACT = """\
+function(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum) -> output
+
+a         [M, K] of float8_e4m3fn or float8_e5m2, row-major
+b         [K, N] of either, column-major: a transposed [N, K]. One of a and b at
+          least is float8_e4m3fn. M is any number; N and K are multiples of 16.
+          There may be gaps between rows: the strides tell.
+scale_a, scale_b
+          float32 of any value, and they decode: value = code * scale
+          tensorwise: one element each, without dimensions
+          rowwise: [M, 1] and [1, N]
+bias      [N] of out_dtype, or None; None if out_dtype is float32
+out_dtype float32, bfloat16 or float16: a dtype of the arrays' framework
+use_fast_accum
+          True: the tensor core adds all of K in its own accumulator.
+          False: it promotes to float32 every 128 of K.
+output    [M, N] of out_dtype: a new array, which no later call changes
+
+Arrays are torch's, on the GPU if there is one; --arrays numpy or jax selects
+another framework. Inputs are read only, and so is the memory around them.
+NotImplementedError is "not offered": such a case never counts as equal. So are
+a RuntimeError that names CUBLAS_STATUS_NOT_SUPPORTED and, if rows lie apart or
+an operand does not begin at a multiple of 256 bytes, a ValueError and a
+RuntimeError that names strides, contiguity, alignment, or
+CUBLAS_STATUS_INVALID_VALUE. Any other exception is the error of its case.
+sys.exit, os._exit and fork are faults.
+--isolate runs the kernel in its own process, for one that crashes or hangs.
+
+Its name is package.module:function or path/to/file.py:function.
+
+A kernel that is called in another way, has block scales or multiplies groups is
+declared as data, an f8emu.conformance.Kernel, and named in the same way. Both
+are in examples/own_kernel.py. The expected bits: reference/NUMERICS.md.
+"""
+"""What a kernel that is called as `torch._scaled_mm` is given, returns, and may do: `f8emu verify --contract`."""
+
+
+class LoadedKernel(NamedTuple):
+    """A kernel and its engine."""
+
+    kernel: Kernel
+    """Its declaration; of a kernel in its own process the outline, which decides here, where nothing hangs, what is
+    run."""
+    engine: str
+    verbs: Verbs
+    runs_full_size: bool
+
+
+def load_kernel(path: str) -> Kernel:
+    """A known kernel, or what a user names: a `Kernel`, or a function that is called as `torch._scaled_mm` is.
+
+    Raises:
+        SpecError: nothing of that name can be imported.
+        MissingExtraError: it is a function of f8emu whose framework is not installed.
+    """
+    if path in KERNELS:
+        return KERNELS[path]
+    try:
+        found = attribute(path)
+        if not callable(found) and not isinstance(found, Kernel):
+            raise AttributeError(f"{path} is not callable, and not a Kernel")
+    except MissingExtraError:
+        raise  # says what to install
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SpecError(
+            f"f8emu verify {path}: expected package.module:function or path/to/file.py:function, or a Kernel there; "
+            f"{error}. Run it where the module can be imported, or set PYTHONPATH"
+        ) from None
+    except KernelFault as fault:
+        raise SpecError(f"f8emu verify {path}: {fault}") from None
+    except F8Error:
+        raise
+    except Exception as error:  # the module's own
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.filename}:{place.lineno}"
+        raise SpecError(f"f8emu verify {path}: its import raised {type(error).__name__}: {error} ({where})") from None
+    return found if isinstance(found, Kernel) else scaled_mm_kernel(path, found)
+
+
+def scaled_mm_kernel(name: str, function: Callable[..., Any]) -> Kernel:
+    """A function called as `torch._scaled_mm` is, by `CONTRACT`."""
+    return Kernel(
+        name=name,
+        function=function,
+        arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
+        keywords={"bias": Arg.BIAS, "out_dtype": Arg.OUT_DTYPE, "use_fast_accum": Arg.USE_FAST_ACCUM},
+        scales={**TENSORWISE_SCALARS, **ROWWISE_MATRICES},
+        a=PADDED_ROWS_BY_K,
+        b=PADDED_K_BY_ROWS,
+        out_dtypes=HIGH_PRECISION,
+        multiples=(1, 16, 16),  # who asks whether bits depend on M must get the M that was asked for
+    )
+
+
+def loaded(kernel: Kernel, arrays: str = "torch") -> LoadedKernel:
+    """A declared kernel in this process.
+
+    Raises:
+        SpecError: its function cannot be imported, or it writes to arrays of JAX.
+        MissingExtraError: the arrays' framework is not installed.
+    """
+    framework = FRAMEWORKS[kernel.arrays or arrays](f"f8emu verify {kernel.name}")
+    engine = f"{kernel.name} on {framework.name} {framework.version}, {framework.device}"
+    told = {"predicted": kernel.predicted, "seen": kernel.seen}
+    verbs = kernel_verbs(kernel, framework)
+    engine += f", {INTERPRETED}" if is_interpreted(kernel.function) else ""  # known once its module is imported
+    engine = "; ".join([engine, *(f"{name}: {text}" for name, text in told.items() if text)])
+    return LoadedKernel(kernel, engine, verbs, framework.on_gpu)
+
+
+# In its own process
+
+
+def isolated(name: str, arrays: str, timeout: float) -> LoadedKernel:
+    """The kernel of that name in its own process, started; `timeout` is in seconds for each GEMM.
+
+    Raises:
+        SpecError: what loading it raised; it may crash or hang there too. Or a timeout that is not positive.
+    """
+    if not timeout > 0:
+        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
+    try:
+        return IsolatedKernel(name, arrays, timeout).loaded
+    except KernelFault as fault:
+        raise SpecError(f"f8emu verify {name}: while it was imported: {fault}") from None
+
+
+class IsolatedKernel:
+    """The parent's side."""
+
+    def __init__(self, name: str, arrays: str, timeout: float) -> None:
+        self._name, self._arrays, self._timeout = name, arrays, timeout
+        self._worker: Worker | None = None
+        self._hangs = self._ends = 0
+        """The number of hangs in a row. A hang is an end too: the process is stopped."""
+        found = self._running()[1]
+        self.loaded = found._replace(verbs={verb: partial(self.run, verb) for verb in found.verbs})
+
+    def run(self, verb: str, *args: Any, **options: Any) -> np.ndarray:
+        """The output of a verb in the child.
+
+        Raises:
+            NotOffered: as the kernel.
+            SpecError: its process was started anew, and loading it failed.
+            KernelFault: it crashed, exited, gave nothing in time, or what the child found out.
+        """
+        if self._hangs == _HANGS:
+            raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
+        if self._ends == _ENDS:
+            raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or broke their process")
+        try:
+            kind, *found = self._answer(self._running()[0], ("run", verb, args, options), self._timeout)
+        except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
+            self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
+            self._ends += 1
+            self.close()
+            raise
+        self._hangs = 0
+        if kind == "raised":
+            name, text, is_spoilt = found
+            fault = getattr(faults, name, None)
+            if is_spoilt or fault is not None:  # a fault may have spoilt the child's memory too
+                self._ends += 1
+                self.close()
+            else:
+                self._ends = 0
+            raise (fault or type(name, (KernelFault,), {}))(text)
+        self._ends = 0
+        if kind == "not offered":
+            raise NotOffered(found[0])
+        return found[0]
+
+    def close(self) -> None:
+        """End the child."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+    def _running(self) -> tuple[Worker, LoadedKernel]:
+        """The child, and what it said when it was started."""
+        if self._worker is not None:
+            return self._worker, self.loaded
+        worker = Worker("f8emu.conformance.kernels.loaded:serve", flags=("-X", "faulthandler"), keeps_prints=True)
+        try:
+            kind, *found = self._answer(worker, ("load", self._name, self._arrays), _START_SECONDS)
+        except BaseException:
+            worker.end()
+            raise
+        if kind != "done":
+            worker.end()
+            raise SpecError(found[1] if kind == "raised" else found[0])
+        self._worker = worker
+        return worker, found[0]
+
+    def _answer(self, worker: Worker, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+        """What the child answers.
+
+        Raises:
+            ProcessEnded: the process is gone.
+            TimedOut: no answer in time.
+        """
+        try:
+            worker.connection.send(request)
+            if not worker.connection.poll(seconds):
+                raise TimedOut(f"no output within {seconds:g} s; its process was stopped")
+            return worker.connection.recv()
+        except (EOFError, OSError):
+            raise ProcessEnded(worker.fate()) from None
+
+
+def serve(connection: Connection) -> None:
+    """The child's side: answers requests until the parent is gone, even while a kernel runs."""
+    requests: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    def receive() -> None:
+        while True:
+            try:
+                requests.put(connection.recv())
+            except (EOFError, OSError):
+                os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    here: LoadedKernel | None = None
+    while True:
+        action, *rest = requests.get()
+        try:
+            if here is None or action == "load":
+                name, arrays = rest
+                here = loaded(load_kernel(name), arrays)
+                outline = here._replace(kernel=here.kernel.outline(), verbs=dict.fromkeys(here.verbs))
+                answer: tuple[Any, ...] = ("done", outline)
+            else:
+                verb, args, options = rest
+                answer = ("done", here.verbs[verb](*args, **options))
+        except NotOffered as reason:
+            answer = ("not offered", str(reason))
+        except Exception as error:  # of the kernel: the parent reports it
+            is_spoilt = here is not None and here.runs_full_size and not _gpu_computes()
+            answer = ("raised", type(error).__name__, text_of(error), is_spoilt)
+        connection.send(answer)
+
+
+def _gpu_computes() -> bool:
+    """Whether this process can still use its GPU: after an access out of bounds it cannot. Only torch is asked."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return False
+    try:
+        return int(torch.arange(4, device="cuda").sum()) == 6
+    except RuntimeError:
+        return False
