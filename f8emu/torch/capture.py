@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from f8emu.capture.record import GemmRecord, StepHeader, TensorRecord
@@ -22,11 +21,11 @@ from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.spec.chips import CHIPS
 from f8emu.split_k.plan import plans_of
-from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.layer.names import float8_layers
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.layer.taps import GemmSeen, TensorSeen, observe
-from f8emu.torch.torch_internals import is_dtensor, not_compiled
+from f8emu.torch.layer.taps import GemmSeen, TensorSeen, Watch
+from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 
 _CALL = "f8emu.torch.capture"
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -72,7 +71,7 @@ def capture(
     chosen = float8_layers(model, layers, call=_CALL)
     made = _header(chosen)
     options: dict[str, Any] = {"steps": steps, "ring": ring, "limit_bytes": limit_bytes, "first_step": first_step}
-    options |= {"rank": _rank()[0], "header": lambda number, reason: made(step=number, reason=reason)}
+    options |= {"rank": rank_of_process()[0], "header": lambda number, reason: made(step=number, reason=reason)}
     session = Session(_CALL, path, **options)
     return Capture(model, chosen, session, tensors)
 
@@ -80,23 +79,20 @@ def capture(
 class Capture(Handle):
     """A running capture, returned by `capture`; a context manager. A failing capture never stops the training."""
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Linear], session: Session, tensors: bool) -> None:
+    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], session: Session, tensors: bool) -> None:
         super().__init__(session)
         self._with_tensors = tensors
-        self._layers = weakref.WeakValueDictionary(layers)
         self._sharded: dict[str, bool] = {}
         self._has_seen = False
-        self._model, self._observation = weakref.ref(model), None
         self._ended_by: Callable[[], object] = lambda: None
-        self._hook: Any = register_optimizer_step_post_hook(not_compiled(self._after_step))
-        self._end_of_model = weakref.finalize(model, self._take_off)
-        self._end_of_model.atexit = False
-        self._arm()
+        hook = register_optimizer_step_post_hook(not_compiled(lambda optimizer, *_: self._end(optimizer)))
+        self._watch = Watch(model, layers, self, hook)
+        self._watch.turn(session.is_wanted)
 
     @property
     def is_done(self) -> bool:
         """Whether the capture is over: it records nothing more."""
-        return self._hook is None
+        return self._watch.hook is None
 
     def step(self) -> None:
         """End the current step. Optimizers of torch.optim do this by themselves; then this call does nothing."""
@@ -104,7 +100,7 @@ class Capture(Handle):
 
     def _end(self, source: object) -> None:
         with self._session.lock:
-            is_end = self._has_seen if self._observation is not None else self._ended_by() in (None, source)
+            is_end = self._has_seen if self._watch.is_on else self._ended_by() in (None, source)
             if is_end and not self.is_done:
                 self._ended_by = weakref.ref(source)
                 self._has_seen = False
@@ -112,16 +108,7 @@ class Capture(Handle):
                 if self._session.is_over:
                     self.close()
                 else:
-                    self._arm()
-
-    def _arm(self) -> None:
-        """Have taps in the coming step, or none."""
-        model = self._model()
-        if self._session.is_wanted and self._observation is None and model is not None:
-            self._observation = observe(model, self, self._layers)
-        elif not self._session.is_wanted and self._observation is not None:
-            self._observation.remove()
-            self._observation = None
+                    self._watch.turn(self._session.is_wanted)
 
     def write(self, reason: str = "asked for") -> None:
         """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
@@ -132,16 +119,8 @@ class Capture(Handle):
         """End the capture. A step in progress is written as far as it got. Safe to call twice."""
         with self._session.lock:
             if not self.is_done:
-                self._take_off()
+                self._watch.remove()
                 self._session.close()
-
-    def _take_off(self) -> None:
-        """Remove the taps and the hook; also if this was never closed and the model is gone."""
-        if self._observation is not None:
-            self._observation.remove()
-        self._hook.remove()
-        self._observation = self._hook = None
-        self._end_of_model.detach()
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +131,7 @@ class Capture(Handle):
             return self.close()
         with self._session.lock:
             if not self.is_done:
-                self._take_off()
+                self._watch.remove()
                 self._session.abandon(error)
 
     def tensor(self, seen: TensorSeen) -> None:
@@ -205,7 +184,7 @@ class Capture(Handle):
     def _is_sharded(self, seen: GemmSeen) -> bool:
         """Tensor parallelism: asked in the forward pass, in which FSDP2 has whole weights."""
         if seen.gemm == "output":
-            self._sharded[seen.layer] = is_dtensor(self._layers[seen.layer].weight)
+            self._sharded[seen.layer] = is_dtensor(self._watch.layers[seen.layer].weight)
         return self._sharded.get(seen.layer, True)
 
     def _look(self, x: Tensor, what: str) -> None:
@@ -220,14 +199,11 @@ class Capture(Handle):
             kind = "NaN" if math.isnan(lowest) else "infinity"
             self._session.write(f"{kind} in {what} at step {self.number}")
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._end(optimizer)
 
-
-def _header(layers: Mapping[str, Float8Linear]) -> Any:
+def _header(layers: Mapping[str, Float8Layer]) -> Any:
     """What all steps share, as a function of the rest."""
     device = next((p.device for layer in layers.values() for p in layer.parameters()), torch.device("cpu"))
-    rank, world_size = _rank()
+    rank, world_size = rank_of_process()
     shared: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
@@ -257,10 +233,3 @@ def _operand(side: str, operand: Operand) -> dict[str, Tensor]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _rank() -> tuple[int, int]:
-    """(rank, number of ranks)."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -152,6 +153,13 @@ def is_dtensor(x: Any) -> bool:
     """Whether `x` is a DTensor, without importing what only distributed programs have loaded."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
+
+
+def rank_of_process() -> tuple[int, int]:
+    """The rank of this process, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def to_list(x: Tensor) -> list[Any]:

@@ -23,8 +23,9 @@ pytest.importorskip("jax")
 
 from f8emu.torch.delayed import update as delayed_update  # noqa: E402
 from f8emu.torch.gemm import emulation, hardware  # noqa: E402
-from f8emu.torch.layer import float8_linear, operands  # noqa: E402
-from f8emu.torch.layer import matmul as autograd  # noqa: E402
+from f8emu.torch.layer import casts, float8_linear, matmul, operands  # noqa: E402
+from f8emu.torch.layer import gemm as padded_gemm  # noqa: E402
+from f8emu.torch.layer.shared_input import LastInput  # noqa: E402
 
 Planted = Iterator[Any]
 """Patches."""
@@ -32,14 +33,14 @@ Planted = Iterator[Any]
 
 def patched_gemm(bug: Callable[..., Any]) -> Planted:
     """`bug(gemm, a, b, spec, dtype, engine)` instead of the layer's gemm."""
-    gemm = autograd.gemm
-    yield patch.object(autograd, "gemm", lambda *args: bug(gemm, *args))
+    gemm = matmul.gemm
+    yield patch.object(matmul, "gemm", lambda *args: bug(gemm, *args))
 
 
 def patched_casts(bug: Callable[..., Any]) -> Planted:
     """`bug(cast_both, *args)` instead of every cast."""
     cast_both = operands.cast_both
-    for module in (operands, autograd):
+    for module in (operands, casts):
         yield patch.object(module, "cast_both", lambda *args, **options: bug(cast_both, *args, **options))
 
 
@@ -75,8 +76,8 @@ def scales_swapped() -> Planted:
 def stale_input() -> Planted:
     """The operands of the first input serve all later ones."""
     kept: dict[Any, Any] = {}
-    yield patch.object(float8_linear, "keep_operands", lambda input, dtype, plan, x: kept.setdefault(plan, x))
-    yield patch.object(float8_linear, "find_operands", lambda input, dtype, plan: kept.get(plan))
+    yield patch.object(LastInput, "keep", lambda self, input, key, x: kept.setdefault(key, x))
+    yield patch.object(LastInput, "find", lambda self, input, key: kept.get(key))
 
 
 def tail_dropped() -> Planted:
@@ -88,14 +89,14 @@ def tail_dropped() -> Planted:
 
 def padding_not_zero() -> Planted:
     """K is padded with what a buffer happens to hold: zeros in one operand hide it, so the products stay right."""
-    padded = autograd._padded
+    padded = padded_gemm._padded
 
     def dirty(codes: Any, rows: int, cols: int) -> Any:
         found = padded(codes, rows, cols)
         found.view(torch.uint8)[:, codes.shape[1] :] = 0x38 if codes.shape[0] == ODD[0] else 0
         return found
 
-    yield patch.object(autograd, "_padded", dirty)
+    yield patch.object(padded_gemm, "_padded", dirty)
 
 
 def other_accumulation() -> Planted:
@@ -129,8 +130,8 @@ def gradient_rounded() -> Planted:
 
 def weight_rounded() -> Planted:
     """A float32 weight is brought to the dtype of the input before it is cast."""
-    cast_rows_first = autograd.cast_rows_first
-    yield patch.object(autograd, "cast_rows_first", lambda x, *rest: cast_rows_first(x.bfloat16(), *rest))
+    cast_rows_first = casts.cast_rows_first
+    yield patch.object(casts, "cast_rows_first", lambda x, *rest: cast_rows_first(x.bfloat16(), *rest))
 
 
 def amax_not_raised() -> Planted:
@@ -139,7 +140,7 @@ def amax_not_raised() -> Planted:
     def lost(x: Any, rows: Any, cols: Any, state: Any, rule: Any) -> Any:
         return cast_delayed(x, rows, cols, state._replace(amax=state.amax.clone()), rule)
 
-    yield patch.object(autograd, "cast_delayed", lost)
+    yield patch.object(casts, "cast_delayed", lost)
 
 
 def update_skipped() -> Planted:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.torch_internals import copied_attributes, own_modules
 
@@ -45,7 +46,8 @@ def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     """An `of` with the parameters, hooks and mode of `layer`, which is not changed."""
     new = of.__new__(of)
     new.__dict__.update(copied_attributes(layer))
-    for name in (*Float8Linear.__annotations__, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
+    own = (*Float8Layer.__annotations__, *Float8Linear.__annotations__)
+    for name in (*own, "_compiled_call_impl"):  # compile() sets it, to Float8Linear's forward
         new.__dict__.pop(name, None)
         own_modules(new).pop(name, None)
     return new

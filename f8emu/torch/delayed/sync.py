@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from f8emu.spec.errors import OperandError
 from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.delayed.update import UpdateGroup, update_states
-from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import named_modules
 from f8emu.torch.weights.float8_weight import refill
 
@@ -91,8 +91,8 @@ class DelayedScalingState:
         load_delayed_state_dict(self.model, state_dict)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Linear, DelayedBuffers]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer, DelayedBuffers]]:
     """Prefix of keys, layer and state of each layer that has one, once. The keys do not depend on what wraps it."""
     for name, module in named_modules(model):
-        if isinstance(module, Float8Linear) and module.delayed is not None:
+        if isinstance(module, Float8Layer) and module.delayed is not None:
             yield name and f"{name}.", module, module.delayed

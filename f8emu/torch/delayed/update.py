@@ -11,7 +11,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from f8emu.spec.scaling import AmaxHistoryReduction
 from f8emu.torch.delayed.report import Report, report_of
 from f8emu.torch.delayed.state import DelayedBuffers, DelayedScalingError
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
 from f8emu.torch.torch_internals import (
     backward_pass,
@@ -30,9 +31,6 @@ from f8emu.torch.torch_internals import (
     own_parameters,
     to_list,
 )
-
-if TYPE_CHECKING:
-    from f8emu.torch.layer.float8_linear import Float8Linear
 
 
 class UpdateGroup:
@@ -46,12 +44,12 @@ class UpdateGroup:
         self.number = next(_numbers)
         owners[self.number] = self
         # In the order in which they were added, which all ranks share.
-        self.layers: weakref.WeakValueDictionary[int, Float8Linear] = weakref.WeakValueDictionary()
+        self.layers: weakref.WeakValueDictionary[int, Float8Layer] = weakref.WeakValueDictionary()
         self.is_pending = False  # whether a gradient was cast since the last update
         self.is_captured = False  # whether the CUDA graph that is captured has an update already
         self.end = -1  # the backward pass at whose end the group is updated; -1 while there is none
 
-    def add(self, layer: "Float8Linear") -> None:
+    def add(self, layer: Float8Layer) -> None:
         """Update the layer, which has a state, with the others."""
         assert layer.delayed is not None
         self.layers[id(layer)] = layer
@@ -116,7 +114,7 @@ _numbers = itertools.count(1)
 
 
 @torch.no_grad()
-def update_states(layers: Sequence["Float8Linear"]) -> None:
+def update_states(layers: Sequence[Float8Layer]) -> None:
     """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers.
 
     Tensors and process groups are looked up anew: to make sure that nothing has changed takes as long.
@@ -154,7 +152,7 @@ def _reduce_max(x: Tensor, group: Any) -> None:
     dist.all_reduce(x, dist.ReduceOp.MAX, group)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
+def _groups_of(layers: Sequence[Float8Layer]) -> list[tuple[Any, ...]]:
     """For each layer the process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks."""
     is_distributed = dist.is_available() and dist.is_initialized()
     world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
@@ -175,7 +173,7 @@ def _groups_of(layers: Sequence["Float8Linear"]) -> list[tuple[Any, ...]]:
     return found
 
 
-def _parameter_of(layer: "Float8Linear") -> nn.Parameter | None:
+def _parameter_of(layer: Float8Layer) -> nn.Parameter | None:
     """The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters."""
     own = own_parameters(layer).get("weight")
     return next((x for name, x in layer.named_parameters() if name != "bias"), None) if own is None else own

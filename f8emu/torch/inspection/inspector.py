@@ -1,10 +1,8 @@
 """`f8emu.torch.inspect`: statistics of a model while it trains, and where a NaN or an overflow came from.
 
-Layers have taps (`training.observation`) during the steps that are looked at, and none during the others: those run the
-code, and compiled graphs, that run without an inspector. Statistics are computed where the tensors are and read once a
-step, when it ends, or earlier when many are waiting; with several forward passes in a step there are more waits, for
-the answer which matrix an operand was cast from (`pairing`). An evaluation in a step that is looked at counts as passes
-of that step.
+Layers have taps (`layer.taps`) during the steps that are looked at, and none during the others: those run the code, and
+compiled graphs, that run without an inspector. Statistics are computed where the tensors are and read once a step, when
+it ends, or earlier when many are waiting. An evaluation in a step that is looked at counts as passes of that step.
 """
 
 import logging
@@ -12,28 +10,46 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import f8emu
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, config_of
-from f8emu.torch.inspection.events import Event, event_of
 from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
-from f8emu.torch.inspection.pending import listed, read
-from f8emu.torch.inspection.recorder import Recorder
-from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.inspection.recorder import Recorder, read
 from f8emu.torch.layer.names import float8_layers
-from f8emu.torch.layer.taps import Observation, observe
-from f8emu.torch.torch_internals import not_compiled
+from f8emu.torch.layer.taps import Watch
+from f8emu.torch.torch_internals import not_compiled, rank_of_process, to_list
 
 _log = logging.getLogger("f8emu")
 SCHEMA = 1
 """The version of the records; it rises when a key changes its meaning."""
+
+
+class Event(NamedTuple):
+    """A NaN, an infinity, or values that a format could not hold, reported in the step that has them."""
+
+    step: int
+    kind: str
+    """nan, inf or overflow."""
+    layer: str
+    gemm: str
+    operand: str
+    """a, b or product."""
+    tensor: str
+    """input, weight, grad_output or product."""
+    amount: float
+    """How many values; for an overflow, their share."""
+
+    def __str__(self) -> str:
+        amount = f"{self.amount:.3%} of the values" if self.kind == "overflow" else f"{self.amount:.0f} values"
+        place = f"layer {self.layer or '(the model)'}, GEMM {self.gemm}, operand {self.operand} ({self.tensor})"
+        return f"step {self.step}: {self.kind} in {place}: {amount}"
 
 
 def inspect(
@@ -81,29 +97,28 @@ class Inspector:
         self,
         model: nn.Module,
         config: InspectConfig,
-        layers: Mapping[str, Float8Linear],
+        layers: Mapping[str, Float8Layer],
         optimizer: Optimizer | None,
         first_step: int,
         on_event: Callable[[Event], None] | None,
     ) -> None:
         self.config, self.events = config, list[Event]()
-        # Weakly: while a layer has a tap, what watches it is kept.
-        self._model, self._layers = weakref.ref(model), weakref.WeakValueDictionary(layers)
         self._on_event = on_event
-        rank, ranks = _rank()
-        self._rank, self._is_closed = rank, False
-        self._recorder = Recorder(config, self._layers, first_step, (rank, ranks), self._flush)
+        self._rank, _ = rank_of_process()
+        self._is_closed = False
+        known = weakref.WeakValueDictionary(layers)  # while a layer has a tap, what watches it is kept
+        self._recorder = Recorder(config, known, first_step, self._rank, self._flush)
         self._logs: list[Log] = []
         if config.path is not None:
-            self._logs.append(JsonLog(config.path + (f".rank{rank}" if rank else "")))
+            self._logs.append(JsonLog(config.path + (f".rank{self._rank}" if self._rank else "")))
         if config.tensorboard is not None:
-            self._logs.append(TensorBoardLog(f"{config.tensorboard}/rank{rank}"))
+            self._logs.append(TensorBoardLog(f"{config.tensorboard}/rank{self._rank}"))
         self._write([self._header(layers)])
-        self._hook: Any = None
+        hook: Any = None
         if optimizer is not None:
-            self._hook = optimizer.register_step_post_hook(not_compiled(lambda *_: self._end_step()))
-        self._observation: Observation | None = None
-        self._arm()
+            hook = optimizer.register_step_post_hook(not_compiled(lambda *_: self._end_step()))
+        self._watch = Watch(model, layers, self._recorder, hook)
+        self._watch.turn(config.is_step(self.number))
 
     @property
     def number(self) -> int:
@@ -115,7 +130,7 @@ class Inspector:
 
         With an optimizer each of its steps does this; then this call does nothing.
         """
-        if self._hook is None and not self._is_closed:
+        if self._watch.hook is None and not self._is_closed:
             self._end_step()
 
     def close(self) -> None:
@@ -126,12 +141,10 @@ class Inspector:
         with ExitStack() as last:  # whatever is raised in between
             for log in self._logs:
                 last.callback(log.close)
-            if self._hook is not None:
-                last.callback(self._hook.remove)
-            last.callback(self._disarm)
+            last.callback(self._watch.remove)
             self._flush()
 
-    def __enter__(self) -> "Inspector":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,21 +155,7 @@ class Inspector:
             self._flush()
         finally:
             self._recorder.next_step()
-            self._arm()
-
-    def _arm(self) -> None:
-        """Have taps in the coming step, or none."""
-        if not self.config.is_step(self.number):
-            self._disarm()
-            return
-        model = self._model()
-        if self._observation is None and model is not None:
-            self._observation = observe(model, self._recorder, dict(self._layers))
-
-    def _disarm(self) -> None:
-        if self._observation is not None:
-            self._observation.remove()
-            self._observation = None
+            self._watch.turn(self.config.is_step(self.number))
 
     def _flush(self) -> None:
         """Read the statistics that are waiting, all at once, and write them."""
@@ -167,10 +166,10 @@ class Inspector:
         events: list[Event] = []
         for record, found, values in read(pending):
             if "recipe" not in record:
-                event = event_of(record, found, self.config.saturation_event)
+                event = _event_of(record, found, self.config.saturation_event)
                 events += [] if event is None else [event]
             wanted = {name: value for name, value in found.items() if self._is_wanted(name)}
-            records.append({**record, **wanted, **{name: listed(first) for name, first in values.items()}})
+            records.append({**record, **wanted, **{name: _listed(first) for name, first in values.items()}})
         self._write([*({**event._asdict(), "event": event.kind, "rank": self._rank} for event in events), *records])
         self.events += events
         if events:
@@ -187,7 +186,7 @@ class Inspector:
         for log in self._logs:
             log.write(records)
 
-    def _header(self, layers: Mapping[str, Float8Linear]) -> dict[str, Any]:
+    def _header(self, layers: Mapping[str, Float8Layer]) -> dict[str, Any]:
         first = next(iter(layers.values()))
         return {
             "f8emu": f8emu.__version__,
@@ -202,8 +201,17 @@ class Inspector:
         }
 
 
-def _rank() -> tuple[int, int]:
-    """(rank, number of ranks)."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+def _event_of(record: Mapping[str, Any], found: Mapping[str, float], most_saturated: float) -> Event | None:
+    """The event of one operand or product: NaN before infinity before overflow; None without any of them."""
+    kinds = ("nan", "nan"), ("nan_codes", "nan"), ("inf", "inf"), ("saturation", "overflow")
+    for statistic, kind in kinds:
+        if (amount := found.get(statistic, 0)) > (most_saturated if kind == "overflow" else 0):
+            place = (record["layer"], record["gemm"], record["operand"], record["tensor"])
+            return Event(record["step"], kind, *place, amount)
+    return None
+
+
+def _listed(values: Tensor) -> list[Any]:
+    """Numbers; codes as hexadecimal digits."""
+    found = to_list(values)
+    return [f"{code:02x}" for code in found] if values.dtype is torch.uint8 else found

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, operand_format
-from f8emu.torch.fused.arguments import CODES
+from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
 from f8emu.torch.fused.kernels.casts import DTYPES
-from f8emu.torch.fused.launch import BLOCK, Plan, blocks, codes_constants, planned, rule_constants
+from f8emu.torch.fused.launch import Plan, blocks, codes_constants, planned, rule_constants
 from f8emu.torch.inspection import kernels
 from f8emu.torch.inspection.statistics import tie_of
 
@@ -23,17 +22,11 @@ TOTAL_BLOCK = 4096
 TOTAL_WARPS = 8
 CODES_BLOCK = 16384
 CODES_WARPS = 8
-LIKENESS_WARPS = 4
 
 
 def takes(x: Tensor, *formats: Format) -> bool:
     """Whether there are kernels for values of this dtype and these formats."""
     return x.dtype in HIGH_PRECISION_DTYPES and all(format.name in DTYPES for format in formats)
-
-
-def likens(codes: Tensor) -> bool:
-    """Whether `likeness` takes codes of this dtype."""
-    return codes.dtype in (torch.bfloat16, *CODES.values())
 
 
 def values(x: Tensor, sums: bool) -> Tensor:
@@ -73,20 +66,6 @@ def codes(x: Tensor, format: Format) -> Tensor:
     largest = format.max_code if format.infinity_code is None else format.infinity_code
     _codes(x.numel(), largest, format.max_code)(x, counts)
     return counts
-
-
-def likeness(codes: Tensor, scale: Tensor | None, grid: Tensor, slack: float) -> Tensor:
-    """The share of the values of `grid` that `codes` [M, N] have, [] float64; see `pairing.likeness`."""
-    share = codes.new_empty((), dtype=torch.float64)
-    steps, scale_blocks = (0, 0), (1, 1)
-    if scale is not None:
-        (rows, columns), (m, n) = scale.shape, codes.shape
-        steps = (0 if rows == 1 else scale.stride(0), 0 if columns == 1 else scale.stride(1))
-        scale_blocks = (1 if rows == m else BLOCK, 1 if columns == n else BLOCK)
-    sizes = (*codes.stride(), *steps, *grid.stride(), *codes.shape, *grid.shape)
-    limit = None if scale is None else operand_format("inspect", codes.dtype).max
-    _likeness(sizes, *scale_blocks, limit, slack)(codes, grid if scale is None else scale, grid, share)
-    return share
 
 
 @planned
@@ -136,20 +115,6 @@ def _total(rows: int, count: int, has_amax: bool) -> Plan:
 def _codes(count: int, largest: int, max_code: int) -> Plan:
     constants = {"LARGEST": largest, "MAX_CODE": max_code, "BLOCK": CODES_BLOCK}
     return Plan(kernels.codes_kernel, blocks(count, CODES_BLOCK), (count,), constants, CODES_WARPS)
-
-
-@planned
-def _likeness(sizes: tuple[int, ...], row_block: int, col_block: int, limit: float | None, slack: float) -> Plan:
-    constants = {
-        "ROW_BLOCK": row_block,
-        "COL_BLOCK": col_block,
-        "IS_CAST": limit is not None,
-        "LIMIT": limit,
-        "BELOW": 1 - slack,
-        "ABOVE": 1 + slack,
-        "SIDE": 1 << (max(sizes[-2:]) - 1).bit_length(),
-    }
-    return Plan(kernels.likeness_kernel, 1, sizes, constants, LIKENESS_WARPS)
 
 
 def _in_memory(x: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) ->
     launch = launches_for(scale, cast.format)
     if launch is None:
         return found + code_statistics(codes, cast, wanted)
-    return [*found, Found(launch.codes(codes, cast.format), partial(by_name, _CODES))]
+    return [*found, Found(launch.codes(codes, cast.format), partial(_of_codes, wanted))]
 
 
 def launches_for(x: Tensor, *formats: Format) -> ModuleType | None:
@@ -149,3 +149,8 @@ def _of_values(wanted: Collection[str], count: int, numbers: list[float]) -> dic
         total, magnitudes, squares = numbers[len(_COUNTED) :]
         found |= {"mean": total / count, "l1_norm": magnitudes, "l2_norm": math.sqrt(squares)}
     return {name: number for name, number in found.items() if name in wanted}
+
+
+def _of_codes(wanted: Collection[str], numbers: list[float]) -> dict[str, float]:
+    """What the numbers of `codes_kernel` mean."""
+    return {name: number for name, number in by_name(_CODES, numbers).items() if name in wanted}

@@ -1,28 +1,90 @@
 """The observer of an inspection: takes the statistics of what layers cast and multiply, as records."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from f8emu.spec.recipe import OPERANDS, TENSORS, TRANSPOSED, Cast, recipe_by_name
+from f8emu.spec.recipe import OPERANDS, TENSORS, TRANSPOSED, Cast, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.inspection.config import InspectConfig
-from f8emu.torch.inspection.events import CODE_EVENT_STATISTICS, EVENT_STATISTICS
-from f8emu.torch.inspection.gemm_error import gemm_error, sample_of
+from f8emu.torch.inspection.gemm_error import Sample, gemm_error, sample_of
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
-from f8emu.torch.inspection.pairing import Prepared, Taken, Waiting, grid_of
-from f8emu.torch.inspection.pending import Pending
-from f8emu.torch.inspection.statistics import Statistics, exact_values, only
-from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.inspection.statistics import Statistics, exact_values
 from f8emu.torch.layer.operands import Delayed, Operand
-from f8emu.torch.layer.taps import GemmSeen, TensorSeen
+from f8emu.torch.layer.taps import UNKNOWN_CALL, GemmSeen, TensorSeen
+from f8emu.torch.torch_internals import to_list
 
 MOST_PENDING = 4096
 """Records that wait for the end of the step; then they are read before it."""
+_MOST_WAITING = 32
+"""Matrices of one operand; of more passes between a forward pass and its backward pass the oldest are given up."""
+_EVENT_STATISTICS = ("nan", "inf")
+"""Statistics of values that are always taken, for events."""
+_CODE_EVENT_STATISTICS = ("nan_codes",)
+"""Statistics of codes that are always taken where the values were not seen."""
 _SIDES = ("a", "b")
+
+
+class Pending(NamedTuple):
+    """A record whose statistics are on their way."""
+
+    record: dict[str, Any]
+    statistics: Statistics
+    """Of equal names the last one counts."""
+    values: dict[str, Tensor]
+    """First values of tensors."""
+
+
+class Read(NamedTuple):
+    """A record, its statistics and first values."""
+
+    record: dict[str, Any]
+    statistics: dict[str, float]
+    values: dict[str, Tensor]
+
+
+class _Prepared(NamedTuple):
+    """What is known of an operand before its GEMM."""
+
+    shape: tuple[int, ...]
+    statistics: Statistics
+    what_if: dict[str, Statistics]
+    """Statistics by recipe."""
+    sample: Sample | None
+    before: Tensor | None
+
+
+class _Waiting:
+    """What is known of the operands whose GEMM has not come.
+
+    A backward pass may come after other forward passes than its own: pipelines run several first, a teacher or an
+    evaluation has none. So operands are found by the id of their forward pass; where that is unknown, by their order.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str], dict[int, _Prepared]] = {}
+
+    def add(self, layer: str, gemm: str, side: str, call: int, prepared: _Prepared) -> None:
+        """Another one of a layer, GEMM and side (a or b)."""
+        waiting = self._found.setdefault((layer, gemm, side), {})
+        waiting[call] = prepared
+        if len(waiting) > _MOST_WAITING:
+            del waiting[next(iter(waiting))]
+
+    def take(self, layer: str, gemm: str, side: str, call: int) -> _Prepared | None:
+        """What is known of an operand; None if nothing is, as in a step that began after its forward pass."""
+        waiting = self._found.get((layer, gemm, side), {})
+        if call == UNKNOWN_CALL and call not in waiting:
+            call = next(iter(waiting), call)
+        return waiting.pop(call, None)
+
+    def clear(self) -> None:
+        """Forget all: the step is over."""
+        self._found.clear()
 
 
 class Recorder:
@@ -31,16 +93,15 @@ class Recorder:
     def __init__(
         self,
         config: InspectConfig,
-        layers: Mapping[str, Float8Linear],
+        layers: Mapping[str, Float8Layer],
         step: int,
-        rank: tuple[int, int],
+        rank: int,
         on_full: Callable[[], None],
     ) -> None:
         self.number, self.pending = step, list[Pending]()
-        self._config, self._layers, self._on_full = config, layers, on_full
-        self._rank = rank[0]
+        self._config, self._layers, self._rank, self._on_full = config, layers, rank, on_full
         self._what_if = {name: recipe_by_name(name) for name in config.what_if}
-        self._waiting = Waiting(rank[1])
+        self._waiting = _Waiting()
         self._passes: Counter[tuple[str, str]] = Counter()
 
     def next_step(self) -> None:
@@ -55,36 +116,33 @@ class Recorder:
         if seen.tensor not in config.tensors:
             return
         matrix, delayed = Matrix(seen.value), self._delayed(seen)
-        own = matrix.values({*EVENT_STATISTICS, *config.statistics})
-        grid = grid_of(seen.value)
+        own = matrix.values({*_EVENT_STATISTICS, *config.statistics})
         casts: dict[tuple[str, object], Statistics] = {}  # equal casts of a matrix, read once
+
+        def cast_of(recipe: Recipe, cast: Cast, transposed: bool, state: Delayed | None = None) -> Statistics:
+            is_whole = cast.granularity is Granularity.TENSORWISE
+            key = ("" if recipe is seen.recipe else recipe.name, cast if is_whole else (cast, transposed))
+            if key not in casts:
+                casts[key] = matrix.cast(cast, transposed, recipe.scale_rule, config.statistics, state)
+            return casts[key]
+
         for gemm in config.gemms:
             for side, source, transposed in zip(_SIDES, OPERANDS[gemm], TRANSPOSED[gemm], strict=True):
                 if source != seen.tensor:
                     continue
-                what_if: dict[str, Statistics] = {}
-                of_recipe: Statistics = []
-                for recipe in (seen.recipe, *self._what_if.values()):
-                    cast = getattr(recipe.gemms[gemm], side)
-                    is_own = recipe is seen.recipe
-                    is_whole = cast.granularity is Granularity.TENSORWISE
-                    key = ("" if is_own else recipe.name, cast if is_whole else (cast, transposed))
-                    if key not in casts:
-                        state = delayed if is_own else None
-                        casts[key] = matrix.cast(cast, transposed, recipe.scale_rule, config.statistics, state)
-                    if is_own:
-                        of_recipe = casts[key]
-                    else:
-                        what_if[recipe.name] = casts[key]
-                sample = before = None
+                cast: Cast = getattr(seen.recipe.gemms[gemm], side)
+                statistics = [*own, *cast_of(seen.recipe, cast, transposed, delayed)]
+                what_if = {
+                    name: cast_of(recipe, getattr(recipe.gemms[gemm], side), transposed)
+                    for name, recipe in self._what_if.items()
+                    if recipe is not seen.recipe
+                }
                 x = seen.value.t() if transposed else seen.value
-                cast = getattr(seen.recipe.gemms[gemm], side)
-                if "error" in config.statistics:
-                    sample = sample_of(x, cast, config.sample, self.number)
-                if config.first_values:
-                    before = x.flatten()[: config.first_values].clone()
-                known = Prepared(grid.t() if transposed else grid, [*own, *of_recipe], what_if, sample, before)
-                self._waiting.add(seen.layer, gemm, side, known)
+                has_sample, count = "error" in config.statistics, config.first_values
+                sample = sample_of(x, cast, config.sample, self.number) if has_sample else None
+                before = x.flatten()[:count].clone() if count else None
+                known = _Prepared(tuple(x.shape), statistics, what_if, sample, before)
+                self._waiting.add(seen.layer, gemm, side, seen.call, known)
 
     def gemm(self, seen: GemmSeen) -> None:
         """An observer's part: a GEMM that was computed."""
@@ -92,52 +150,42 @@ class Recorder:
         if name not in config.gemms:
             return
         self._passes[seen.layer, name] += 1
-        operands = (seen.a, seen.b)
-        taken = self._waiting.take(seen.layer, name, operands)
-        for side, operand, tensor, one in zip(_SIDES, operands, OPERANDS[name], taken, strict=True):
+        samples: list[Sample] = []
+        for side, operand, tensor in zip(_SIDES, (seen.a, seen.b), OPERANDS[name], strict=True):
+            known = self._waiting.take(seen.layer, name, side, seen.call)
             if tensor in config.tensors:
-                self._operand(seen, side, operand, tensor, one)
+                self._operand(seen, side, operand, tensor, known)
+            # Under tensor parallelism an operand may have been gathered, and the sample be of this rank's part.
+            if known is not None and known.sample is not None and known.shape == operand.codes.shape:
+                samples.append(known.sample)
         if "product" in config.tensors:
             record = self._record(seen, "product", "product", split_k=seen.split_k, engine=seen.engine)
-            item = Pending(record, Matrix(seen.product).values({*EVENT_STATISTICS, *config.statistics}), {})
-            # Under tensor parallelism an operand may have been gathered, and the sample be of this rank's part.
-            a, b = (
-                one if one is not None and one.prepared.grid.shape == operand.codes.shape else None
-                for one, operand in zip(taken, operands, strict=True)
-            )
-            if a is not None and b is not None and a.prepared.sample is not None and b.prepared.sample is not None:
-                error = gemm_error(seen, a.prepared.sample, b.prepared.sample)
-                open_ = tuple(one.likeness for one in (a, b) if one.likeness is not None)
-                item = Pending(record, [*item.statistics, *error], {}, open_, item)
-            self._add(item)
+            statistics = Matrix(seen.product).values({*_EVENT_STATISTICS, *config.statistics})
+            error = gemm_error(seen, *samples) if len(samples) == len(_SIDES) else []
+            self._add(Pending(record, [*statistics, *error], {}))
 
-    def _operand(self, seen: GemmSeen, side: str, operand: Operand, tensor: str, taken: Taken | None) -> None:
-        """The records of an operand; if it is open whether it was cast of what is known, both that may be."""
+    def _operand(self, seen: GemmSeen, side: str, operand: Operand, tensor: str, known: _Prepared | None) -> None:
+        """The records of an operand."""
         count, wanted = self._config.first_values, self._config.statistics
         cast: Cast = getattr(seen.spec, side)
         record = self._record(seen, side, tensor, cast=str(cast))
         values = _first_values(operand, cast, count) if count else {}
-        is_decided = taken is not None and taken.likeness is None
-        own = operand_statistics(operand, cast, wanted) if is_decided else self._alone(operand, cast)
-        if taken is None:
-            self._add(Pending(record, own, values))
+        if known is None:
+            self._add(Pending(record, self._alone(operand, cast), values))
             return
-        known = taken.prepared
-        statistics = known.statistics if operand.scale is None else [*known.statistics, *only(wanted, own)]
-        alone = None if is_decided else Pending(record, own, values)
         before = {} if known.before is None else {"before": known.before}
-        open_ = () if taken.likeness is None else (taken.likeness,)
-        self._add(Pending(record, statistics, {**before, **values}, open_, alone))
+        statistics = [*known.statistics, *operand_statistics(operand, cast, wanted)]
+        self._add(Pending(record, statistics, {**before, **values}))
         for recipe, found in known.what_if.items():
             what_if = getattr(self._what_if[recipe].gemms[seen.gemm], side)
-            self._add(Pending(self._record(seen, side, tensor, cast=str(what_if), recipe=recipe), found, {}, open_))
+            self._add(Pending(self._record(seen, side, tensor, cast=str(what_if), recipe=recipe), found, {}))
 
     def _alone(self, operand: Operand, cast: Cast) -> Statistics:
         """What an operand tells of itself."""
         wanted = self._config.statistics
         if operand.scale is None:  # the values themselves
-            return Matrix(operand.codes).values({*EVENT_STATISTICS, *wanted})
-        return operand_statistics(operand, cast, {*CODE_EVENT_STATISTICS, *wanted})
+            return Matrix(operand.codes).values({*_EVENT_STATISTICS, *wanted})
+        return operand_statistics(operand, cast, {*_CODE_EVENT_STATISTICS, *wanted})
 
     def _delayed(self, seen: TensorSeen) -> Delayed | None:
         buffers = self._layers[seen.layer].delayed
@@ -161,6 +209,25 @@ class Recorder:
         self.pending.append(item)
         if len(self.pending) >= MOST_PENDING:
             self._on_full()
+
+
+def read(pending: Sequence[Pending]) -> list[Read]:
+    """The records with their statistics, which are read with one wait for each device and dtype."""
+    unique = {id(found.numbers): found.numbers for item in pending for found in item.statistics}
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for x in unique.values():  # torch copies tensors of different dtypes one by one
+        groups.setdefault((x.device, x.dtype), []).append(x)
+    numbers: dict[int, list[float]] = {}
+    for group in groups.values():
+        flat = iter(to_list(torch.cat([x.reshape(-1) for x in group])))
+        numbers |= {id(x): [float(next(flat)) for _ in range(x.numel())] for x in group}
+    records: list[Read] = []
+    for item in pending:
+        statistics: dict[str, float] = {}
+        for found in item.statistics:
+            statistics |= found.meaning(numbers[id(found.numbers)])
+        records.append(Read(item.record, statistics, item.values))
+    return records
 
 
 def _first_values(operand: Operand, cast: Cast, count: int) -> dict[str, Tensor]:

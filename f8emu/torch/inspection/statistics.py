@@ -45,15 +45,6 @@ def by_name(names: tuple[str, ...], numbers: list[float]) -> dict[str, float]:
     return dict(zip(names, numbers, strict=True))
 
 
-def only(wanted: Collection[str], statistics: Statistics) -> Statistics:
-    """The requested statistics, from the same numbers."""
-
-    def meaning(found: Found, numbers: list[float]) -> dict[str, float]:
-        return {name: number for name, number in found.meaning(numbers).items() if name in wanted}
-
-    return [Found(found.numbers, partial(meaning, found)) for found in statistics]
-
-
 def of_cast(names: tuple[str, ...], wanted: Collection[str], count: int, numbers: list[float]) -> dict[str, float]:
     """The requested NOISE_STATISTICS of `count` values, from the numbers that `cast_numbers` names."""
     number = dict(zip(names, numbers, strict=True))

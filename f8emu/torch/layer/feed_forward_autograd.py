@@ -16,9 +16,10 @@ from f8emu.spec.scaling import ScaleRule
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused import silu as fused
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.matmul import Output, gemm
+from f8emu.torch.layer.gemm import gemm
+from f8emu.torch.layer.matmul import Output
 from f8emu.torch.layer.operands import Delayed, Operand, ScaleSource, cast_both, cast_delayed
-from f8emu.torch.layer.taps import Tap, observe_gated, show_gemm, show_tensor
+from f8emu.torch.layer.taps import Tap, begin_call, observe_gated, show_gemm, show_tensor
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.torch_internals import Function
 
@@ -49,7 +50,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     w1, w2, w3 = (layer.weight for layer in layers)
     of_inputs, of_weights, of_gradients = _states(layers, x1)
     keep1, _, keep3 = (torch.is_grad_enabled() and layer.weight.requires_grad for layer in layers)
-    taps = (layers.w1.tap, layers.w2.tap, layers.w3.tap)
+    taps = tuple([begin_call(layer.tap, x1) for layer in layers])
     settings = _Settings(recipe, engine, dtype, of_gradients, taps)
     with torch.no_grad():
         # 1. gate and up. Under delayed scaling w1 and w3 scale the input separately; otherwise they share a cast.
@@ -68,8 +69,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     # 3. output.
     with torch.no_grad():
         product = gemm(hidden, b2, recipe.output, dtype, engine, recipe.chip)
-        if taps[1] is not None:
-            show_gemm(taps[1].forward, "output", hidden, b2, product)
+        show_gemm(taps[1], "output", hidden, b2, product)
     return Output.apply(place, product)
 
 
@@ -180,8 +180,7 @@ def _product(
     """`output` of one layer, and under delayed scaling the scales of its weight."""
     b, used = _cast_weight(weight, state, settings.recipe)
     product = gemm(a, b, settings.recipe.output, settings.dtype, settings.engine, settings.recipe.chip)
-    if tap is not None:
-        show_gemm(tap.forward, "output", a, b, product)
+    show_gemm(tap, "output", a, b, product)
     return product, used
 
 
@@ -201,8 +200,7 @@ def _grad_input(
     _, b = cast_both(weight, None, recipe.grad_input.b, source, recipe.scale_rule)
     assert b is not None, "it was requested"
     product = gemm(a, b, recipe.grad_input, settings.dtype, settings.engine, recipe.chip)
-    if tap is not None:
-        show_gemm(tap.backward, "grad_input", a, b, product)
+    show_gemm(tap, "grad_input", a, b, product)
     return product
 
 
@@ -211,8 +209,7 @@ def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings,
     assert a is not None and b is not None, "they were requested"
     kept = Operand(*b)
     product = gemm(a, kept, settings.recipe.grad_weight, settings.dtype, settings.engine, settings.recipe.chip)
-    if tap is not None:
-        show_gemm(tap.backward, "grad_weight", a, kept, product)
+    show_gemm(tap, "grad_weight", a, kept, product)
     return product.to(weight.dtype)
 
 
@@ -224,10 +221,10 @@ def _show_forward(
         if tap is None:
             continue
         if i == 1:
-            observe_gated(tap.forward, "hidden", gate, up, None)
+            observe_gated(tap.forward, "hidden", gate, up, None, tap.call)
         else:
-            show_tensor(tap.forward, "input", x, is_delayed=True)
-        show_tensor(tap.forward, "weight", weights[i], is_delayed=True)
+            show_tensor(tap, "input", x, is_delayed=True)
+        show_tensor(tap, "weight", weights[i], is_delayed=True)
 
 
 def _show_backward(
@@ -235,12 +232,11 @@ def _show_backward(
 ) -> None:
     """Show grad_output of the three layers."""
     of_w1, of_w2, of_w3 = taps
-    if of_w2 is not None:
-        show_tensor(of_w2.backward, "grad_output", grad_output, is_delayed=True)
+    show_tensor(of_w2, "grad_output", grad_output, is_delayed=True)
     if of_w1 is not None:
-        observe_gated(of_w1.backward, "grad_gate", gate, up, grad_hidden)
+        observe_gated(of_w1.backward, "grad_gate", gate, up, grad_hidden, of_w1.call)
     if of_w3 is not None:
-        observe_gated(of_w3.backward, "grad_up", gate, up, grad_hidden)
+        observe_gated(of_w3.backward, "grad_up", gate, up, grad_hidden, of_w3.call)
 
 
 def _states(layers: Layers, input: Tensor) -> tuple[tuple[Delayed | None, ...], ...]:

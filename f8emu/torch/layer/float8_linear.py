@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +14,41 @@ from f8emu.torch.conversion.torchao import RecipeLike, recipe_of_torchao
 from f8emu.torch.delayed.state import DelayedBuffers, stacked
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.dtypes import CHIP, require_values
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.engine import check_engine
-from f8emu.torch.layer.matmul import Plan, cast_input, float8_matmul
+from f8emu.torch.layer.casts import LayerPlan, cast_input
+from f8emu.torch.layer.matmul import float8_matmul, no_gradients
 from f8emu.torch.layer.operands import DelayedStates
-from f8emu.torch.layer.shared_input import TracedInput, find_operands, keep_operands
-from f8emu.torch.layer.taps import Tap, show_tensor
+from f8emu.torch.layer.shared_input import TracedInput, last_input
+from f8emu.torch.layer.taps import begin_call, show_tensor
 from f8emu.torch.layer.transforms import refuse_torchscript, require_no_transform
 from f8emu.torch.library import is_exporting
-from f8emu.torch.parallel.placements import local_call
+from f8emu.torch.parallel.placements import LocalCall, local_call
 from f8emu.torch.parallel.sharding import Gathered
-from f8emu.torch.torch_internals import (
-    Linear,
-    bias_of,
-    copied_attributes,
-    is_dtensor,
-    is_in_autograd_function,
-    own_parameters,
-)
+from f8emu.torch.torch_internals import bias_of, copied_attributes, is_dtensor, is_in_autograd_function, own_parameters
 from f8emu.torch.weights.float8_weight import Float8Weight, refill, written_over
 
 _METADATA_KEY = "f8emu_delayed"
 """The key of a layer's state of delayed scaling in the metadata of a state dict."""
 
 
-class Float8Linear(Linear):
+class _Call(NamedTuple):
+    """What one call of a layer computes with."""
+
+    input: Tensor
+    """As it was given."""
+    x: Tensor
+    """[M, K], of this rank."""
+    weight: Tensor
+    bias: Tensor | None
+    plan: LayerPlan
+    delayed: DelayedStates | None
+    """None if tensors are scaled by their own amaxes."""
+    parts: LocalCall | None
+    """Where the output lies, under tensor parallelism."""
+
+
+class Float8Linear(Float8Layer):
     """`input @ weight^T + bias`, with the three GEMMs of forward and backward under a float8 recipe.
 
     Parameters and state dict are those of `nn.Linear`. The bias is rounded to the dtype of the input and added to the
@@ -57,19 +68,11 @@ class Float8Linear(Linear):
         UnsupportedError: `engine="hardware"` on a device without it.
     """
 
-    recipe: Recipe
-    engine: str
     recompute_casts: bool
-    delayed: DelayedBuffers | None
-    update_group: UpdateGroup | None
-    """The layers whose scales are updated with this one's; None under dynamic scaling."""
     reduce_to: Sequence[Any] | None = None
     """Under tensor parallelism, the placements to which the layer reduces a partial sum (`Float8RowwiseParallel`)."""
     traced_input: TracedInput | None = None
     """The cast input that the layers of a module with `PrepareFloat8ModuleInput` share in compiled code."""
-
-    tap: Tap | None = None
-    """Where observers watch the layer (`observation`); None without observers."""
 
     def __init__(
         self,
@@ -128,6 +131,11 @@ class Float8Linear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input @ weight^T + bias` under the recipe."""
+        call = self._prepared(input)
+        return self._finished(self._multiplied(call), call)
+
+    def _prepared(self, input: Tensor) -> "_Call":
+        """A call with an input that is checked, in autocast's dtype, a matrix, and the part of this rank."""
         require_no_transform("Float8Linear", self, input)
         device = input.device.type
         is_autocast = not input.is_meta and torch.is_autocast_enabled(device)  # meta has no autocast
@@ -151,37 +159,40 @@ class Float8Linear(Linear):
             x = x.flatten(0, -2)  # not reshape(-1, K), which an empty shard of K leaves undefined
         keeps_input = torch.is_grad_enabled() and weight.requires_grad and not is_exporting()
         layout = None if parts is None else parts.layout
-        plan = Plan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
-        shared = None
-        tokens = None if layout is None else layout.input.gather
-        is_kept = delayed is None and not torch.compiler.is_compiling()
-        traced = self.traced_input if delayed is None and not is_kept else None
-        if is_kept:
-            shared = find_operands(input, dtype, plan)
-        elif traced is not None:
-            shared = traced.find(input, dtype, plan)
-        if shared is None and (is_kept or tokens is not None):
-            with torch.no_grad():
-                shared = cast_input(x.detach(), plan, None if delayed is None else delayed[0])
-            if tokens is not None:
-                shared = shared._replace(gathered=Gathered.apply(x, tokens))
-            if is_kept:
-                keep_operands(input, dtype, plan, shared)
-            elif traced is not None:
-                traced.keep(input, dtype, plan, shared)
-        if shared is not None and shared.gathered is not None:
-            if self.tap is not None:
-                # This rank's: what replaces it has no values.
-                show_tensor(self.tap.forward, "input", x.detach(), is_delayed=delayed is not None)
-            x = shared.gathered
-        if isinstance(weight, Float8Weight):
-            weight.note_call(delayed)
-        output = float8_matmul(x, weight, plan, shared, delayed, self.tap)
-        if bias is not None:
-            output = add_bias(output, bias)
-        if parts is not None:
-            return parts.as_dtensor(output.reshape(*parts.lead, output.shape[1]))
-        return output if input.ndim == 2 else output.reshape(*input.shape[:-1], self.out_features)
+        plan = LayerPlan(self.recipe, self.engine, keeps_input, self.recompute_casts, layout)
+        return _Call(input, x, weight, bias, plan, delayed, parts)
+
+    def _multiplied(self, call: "_Call") -> Tensor:
+        """The product, by operands of the input that another layer may have cast."""
+        x, plan, is_delayed = call.x, call.plan, call.delayed is not None
+        delayed = call.delayed or (None, None, None)
+        tap = begin_call(self.tap, x)
+        if tap is not None:
+            show_tensor(tap, "input", x.detach(), is_delayed=is_delayed)
+            show_tensor(tap, "weight", call.weight.detach(), is_delayed=is_delayed)
+        # 1. The operands of the input. Under delayed scaling every layer has scales of its own, so none are shared.
+        shared = None if is_delayed else self.traced_input if torch.compiler.is_compiling() else last_input
+        operands = None if shared is None else shared.find(call.input, (x.dtype, plan))
+        if operands is None:
+            with no_gradients():
+                operands = cast_input(x.detach(), plan, delayed[0])
+            if plan.layout is not None and plan.layout.input.gather is not None:
+                operands = operands._replace(gathered=Gathered.apply(x, plan.layout.input.gather))
+            if shared is not None:
+                shared.keep(call.input, (x.dtype, plan), operands)
+        # 2. The GEMM; gradients go to the input, or through the gather of it.
+        if isinstance(call.weight, Float8Weight):
+            call.weight.note_call(call.delayed)
+        place = x if operands.gathered is None else operands.gathered
+        return float8_matmul(place, call.weight, operands, plan, delayed, tap)
+
+    def _finished(self, output: Tensor, call: "_Call") -> Tensor:
+        """The product with the bias, in the shape and the placements of the output."""
+        if call.bias is not None:
+            output = add_bias(output, call.bias)
+        if call.parts is not None:
+            return call.parts.as_dtensor(output.reshape(*call.parts.lead, output.shape[1]))
+        return output if call.input.ndim == 2 else output.reshape(*call.input.shape[:-1], self.out_features)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by torch.jit.script, for every module in the one that it is given."""

@@ -5,11 +5,11 @@ import re
 from torch import nn
 
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import named_modules
 
 
-def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Linear]:
+def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Layer]:
     """The layers whose names match `pattern`, a regular expression that is searched, as in TransformerEngine.
 
     Names are those of the model before torch.compile, DistributedDataParallel, FSDP or activation checkpointing wrapped
@@ -36,6 +36,6 @@ def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.t
     return chosen
 
 
-def all_float8_layers(model: nn.Module) -> dict[str, Float8Linear]:
+def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:
     """Name, as `float8_layers` has it -> layer."""
-    return {name: module for name, module in named_modules(model) if isinstance(module, Float8Linear)}
+    return {name: module for name, module in named_modules(model) if isinstance(module, Float8Layer)}

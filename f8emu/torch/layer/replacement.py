@@ -9,7 +9,7 @@ from functools import cache
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from f8emu.torch.layer.float8_linear import Float8Linear
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.torch_internals import own_modules
 
 
@@ -21,7 +21,7 @@ def watch_replacements() -> None:
 
 def _compare(parent: nn.Module, name: str, new: nn.Module | None) -> None:
     old = own_modules(parent).get(name)
-    if not isinstance(old, Float8Linear) or new is None or isinstance(new, Float8Linear):
+    if not isinstance(old, Float8Layer) or new is None or isinstance(new, Float8Layer):
         return
     sizes = tuple(getattr(new, size, None) for size in ("in_features", "out_features"))
     is_back = isinstance(old, type(new))  # an nn.Linear: dequantize_float8_training, or a new layer of the user's

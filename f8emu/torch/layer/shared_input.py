@@ -1,9 +1,9 @@
 """Layers with the same input (q, k, v; w1, w3) share its casts.
 
-The operands of the last input are cached until another input is cast or the tensor is freed. Only tensors with a
-`grad_fn` are cached: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
-the same tensor with the same version. In compiled code nothing is cached: there the compiler merges equal casts. It
-does not merge collectives, so a module whose input is gathered has a `TracedInput`.
+Eager code keeps the operands of the last input until another input is cast or the tensor is freed. Only tensors with a
+`grad_fn` are kept: those are new in every step, whereas a buffer that numpy or a replayed CUDA graph overwrites stays
+the same tensor with the same version. In compiled code nothing is kept: there the compiler merges equal casts. It does
+not merge collectives, so a module whose input is gathered has a `TracedInput`.
 """
 
 import threading
@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from f8emu.torch.layer.matmul import InputOperands, Plan, checkpointed_region
-
-
-def trace_number() -> int:
-    """The number of the trace that a compiler is making; 0 outside of a trace."""
-    found: object = TracingContext.try_get()
-    return 0 if found is None else id(found)
+from f8emu.torch.layer.casts import InputOperands
+from f8emu.torch.torch_internals import top_saved_tensors_hooks
 
 
 class TracedInput:
@@ -46,47 +41,59 @@ class TracedInput:
         self.trace = 0
         self.input = self.key = self.operands = None
 
-    def find(self, input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
-        """`find_operands` for this trace."""
-        return self.operands if self.input is input and self.key == (dtype, plan) else None
+    def find(self, input: Tensor, key: Any) -> InputOperands | None:
+        """The operands that another layer cast from this very tensor under an equal key: dtype and plan."""
+        return self.operands if self.input is input and self.key == key else None
 
-    def keep(self, input: Tensor, dtype: torch.dtype, plan: Plan, operands: InputOperands) -> None:
-        """`keep_operands` for this trace."""
+    def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
+        """Keep the operands for the next layer."""
         if self.trace == trace_number():
-            self.input, self.key, self.operands = input, (dtype, plan), operands
+            self.input, self.key, self.operands = input, key, operands
 
 
-class _Last(threading.local):
-    """The cache of this thread: one input at most, so that float8 copies are freed soon."""
+class LastInput(threading.local):
+    """The last input that eager code has cast on this thread: one at most, so that float8 copies are freed soon."""
 
     input: Any = None
     key: Any = None
     region: Any = None
     operands: InputOperands | None = None
 
-    def clear(self, _: object = None) -> None:
+    def find(self, input: Tensor, key: Any) -> InputOperands | None:
+        """The operands that another layer cast from this very tensor, unmodified since, under an equal key."""
+        if self.input is None or self.input() is not input:
+            return None
+        region = checkpointed_region()
+        is_same = self.region is None if region is None else self.region is not None and self.region() is region
+        return self.operands if is_same and self.key == (input._version, key) else None
+
+    def keep(self, input: Tensor, key: Any, operands: InputOperands) -> None:
+        """Keep the operands for the next layer."""
+        if input.grad_fn is None:
+            return
+        region = checkpointed_region()
+        # If another thread frees the tensor, that thread's cache is cleared; here the reference is dead, and no match.
+        self.input = weakref.ref(input, self._clear)
+        self.key, self.operands = (input._version, key), operands
+        self.region = None if region is None else weakref.ref(region)
+
+    def _clear(self, _: object) -> None:
         self.input = self.key = self.region = self.operands = None
 
 
-_last = _Last()
+last_input = LastInput()
 
 
-def find_operands(input: Tensor, dtype: torch.dtype, plan: Plan) -> InputOperands | None:
-    """The operands that another layer cast from this very tensor, unmodified since, under the same plan."""
-    if _last.input is None or _last.input() is not input:
-        return None
-    region = checkpointed_region()
-    is_same_region = _last.region is None if region is None else _last.region is not None and _last.region() is region
-    return _last.operands if is_same_region and _last.key == (input._version, dtype, plan) else None
+def trace_number() -> int:
+    """The number of the trace that a compiler is making; 0 outside of a trace."""
+    found: object = TracingContext.try_get()
+    return 0 if found is None else id(found)
 
 
-def keep_operands(input: Tensor, dtype: torch.dtype, plan: Plan, operands: InputOperands) -> None:
-    """Cache the operands for the next layer."""
-    if input.grad_fn is None:
-        return
-    region = checkpointed_region()
-    # If another thread frees the tensor, that thread's cache is cleared; here the reference is dead and never matches.
-    _last.input = weakref.ref(input, _last.clear)
-    _last.key = (input._version, dtype, plan)
-    _last.region = None if region is None else weakref.ref(region)
-    _last.operands = operands
+def checkpointed_region() -> Any:
+    """The activation checkpoint that this call is in, or None.
+
+    A checkpointed region is recomputed as a whole, so it must not share casts with code outside of it.
+    """
+    hooks = top_saved_tensors_hooks(True)
+    return None if hooks is None else hooks[0]

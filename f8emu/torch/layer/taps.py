@@ -24,12 +24,17 @@ from torch.nn.functional import silu
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
+from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.gemm.planned import layer_split_k
 from f8emu.torch.launch_sequence import note_effect
+from f8emu.torch.layer.names import all_float8_layers
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.library import fake, operator
 from f8emu.torch.torch_internals import is_in_backward_pass
+
+UNKNOWN_CALL = -1
+"""The id of a forward pass that checkpointing repeated: its first run has another id."""
 
 
 class Tap(NamedTuple):
@@ -40,6 +45,8 @@ class Tap(NamedTuple):
 
     forward: Tensor
     backward: Tensor
+    call: Tensor | None = None
+    """int64 [1] on the CPU: the id of one forward pass, which the backward pass shows again."""
 
     def __deepcopy__(self, memo: Any) -> None:
         return None
@@ -59,6 +66,8 @@ class TensorSeen(NamedTuple):
     recipe: Recipe
     is_delayed: bool = False
     """Whether it is cast by the state of delayed scaling, if the recipe has one for it, and not by its own amax."""
+    call: int = UNKNOWN_CALL
+    """The forward pass of the layer that the matrix belongs to."""
 
 
 class GemmSeen(NamedTuple):
@@ -81,6 +90,8 @@ class GemmSeen(NamedTuple):
     split_source: str
     """How well the plan knows `split_k`: a value of `f8emu.split_k.plan.Source`."""
     recipe: Recipe
+    call: int = UNKNOWN_CALL
+    """The forward pass of the layer that the operands belong to."""
 
 
 class Observer(Protocol):
@@ -95,14 +106,14 @@ class _Watched:
     """A layer with a tap."""
 
     name: str
-    layer: weakref.ref[Any]
+    layer: weakref.ref[Float8Layer]
     """Not the layer itself: an observer that is never removed goes with it."""
     observers: list[Observer]
 
 
 _watched: dict[int, _Watched] = {}
 """Number of the layer, as its tokens have it -> who watches it; until the last removal, or as long as the layer is."""
-_numbers = itertools.count(1)
+_numbers, _calls = itertools.count(1), itertools.count(1)
 
 
 class Observation:
@@ -139,21 +150,16 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
     Raises:
         OperandError: a layer that is no Float8Linear.
     """
-    from f8emu.torch.layer.float8_linear import Float8Linear
-
-    if layers is None:
-        from f8emu.torch.layer.names import all_float8_layers
-
-        layers = all_float8_layers(model)
-    for name, layer in layers.items():
-        if not isinstance(layer, Float8Linear):
+    chosen: dict[str, Float8Layer] = {}
+    for name, layer in (all_float8_layers(model) if layers is None else layers).items():
+        if not isinstance(layer, Float8Layer):
             raise OperandError(
                 f"observe: every layer must be a Float8Linear; got {type(layer).__name__} for {name!r}; convert the "
                 "model first, with convert_to_float8_training"
             )
+        chosen[name] = layer
     numbers: list[int] = []
-    for name, layer in layers.items():
-        assert isinstance(layer, Float8Linear), "checked above"
+    for name, layer in chosen.items():
         if layer.tap is None:
             number = next(_numbers)
             with torch.inference_mode(False):
@@ -168,77 +174,147 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
     return Observation(observer, numbers)
 
 
-def show_tensor(token: Tensor, tensor: str, value: Tensor, *, is_delayed: bool) -> None:
+class Watch:
+    """An observer's taps during the steps that it wants, and the hook of an optimizer that ends steps.
+
+    Removed with the model, which is not kept.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], observer: Observer, hook: Any) -> None:
+        self.layers = weakref.WeakValueDictionary(layers)
+        self.hook = hook
+        """The handle of the hook; None without one, or after it was removed."""
+        self._observer, self._observation = observer, None
+        self._model = weakref.ref(model)
+        self._end = weakref.finalize(model, self.remove)
+        self._end.atexit = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the layers have taps."""
+        return self._observation is not None
+
+    def turn(self, on: bool) -> None:
+        """Have taps in the coming step, or none."""
+        model = self._model()
+        if on and self._observation is None and model is not None:
+            self._observation = observe(model, self._observer, dict(self.layers))
+        elif not on and self._observation is not None:
+            self._observation.remove()
+            self._observation = None
+
+    def remove(self) -> None:
+        """Remove the taps and the hook. Safe to call twice."""
+        self.turn(False)
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        self._end.detach()
+
+
+def begin_call(tap: Tap | None, x: Tensor) -> Tap | None:
+    """The tap for one forward pass of its layer, with the input `x`, and the backward pass of that."""
+    return None if tap is None else tap._replace(call=next_call(x.detach()))
+
+
+def show_tensor(tap: Tap | None, tensor: str, value: Tensor, *, is_delayed: bool) -> None:
     """Show a matrix; nothing of a weight that exists only as float8 codes."""
-    if type(value) in (Tensor, nn.Parameter):
-        observe_tensor(token, tensor, value, is_delayed)
+    if tap is not None and type(value) in (Tensor, nn.Parameter):
+        token = tap.backward if tensor == "grad_output" else tap.forward
+        observe_tensor(token, tensor, value, is_delayed, tap.call)
 
 
-def show_gemm(token: Tensor, gemm: str, a: Operand, b: Operand, product: Tensor) -> None:
+def show_gemm(tap: Tap | None, gemm: str, a: Operand, b: Operand, product: Tensor) -> None:
     """Show a GEMM."""
+    if tap is None:
+        return
     is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
     # An operand in high precision goes as the matrix that it is a transpose of, which is in memory. With the transpose
     # Inductor placed that matrix elsewhere, and fused the code before it otherwise: other roundings to bfloat16.
     codes_a = a.codes.t() if a.scale is None and is_a_transposed else a.codes
     codes_b = b.codes.t() if b.scale is None and is_b_transposed else b.codes
-    observe_gemm(token, gemm, codes_a, a.scale, codes_b, b.scale, product)
+    token = tap.forward if gemm == "output" else tap.backward
+    observe_gemm(token, gemm, codes_a, a.scale, codes_b, b.scale, product, tap.call)
+
+
+@operator()
+def next_call(x: Tensor) -> Tensor:
+    """The id of a forward pass with the input `x`, int64 [1] on the CPU.
+
+    It writes to no token: compiled checkpointing computes it again in the backward pass, and would save the token for
+    that, which later forward passes write to. A compiler may merge calls with the same input: of one layer they are
+    equal, and those of other layers are told apart by the layer.
+    """
+    return torch.full((1,), UNKNOWN_CALL if is_in_backward_pass() else next(_calls), dtype=torch.int64, device="cpu")
 
 
 @operator(mutates_args={"token"})
-def observe_tensor(token: Tensor, tensor: str, value: Tensor, is_delayed: bool) -> None:
+def observe_tensor(token: Tensor, tensor: str, value: Tensor, is_delayed: bool, call: Tensor | None) -> None:
     """Call the observers of the layer to which `token` belongs."""
     watched = _at(token, tensor != "grad_output", value)
     if watched is not None:
-        _show(watched, tensor, value, is_delayed)
+        _show(watched, tensor, value, call, is_delayed)
 
 
 @operator(mutates_args={"token"})
-def observe_gated(token: Tensor, tensor: str, gate: Tensor, up: Tensor, grad_hidden: Tensor | None) -> None:
+def observe_gated(
+    token: Tensor, tensor: str, gate: Tensor, up: Tensor, grad_hidden: Tensor | None, call: Tensor | None
+) -> None:
     """Show a matrix of the fused feed-forward block, which is never in memory: hidden, grad_gate or grad_up."""
     watched = _at(token, grad_hidden is None, gate)
     if watched is None:
         return
     # The arithmetic of `fused.silu`.
     if grad_hidden is None:
-        _show(watched, "input", silu(gate) * up)
+        _show(watched, "input", silu(gate) * up, call)
     elif tensor == "grad_gate":
-        _show(watched, "grad_output", torch.ops.aten.silu_backward(grad_hidden * up, gate))
+        _show(watched, "grad_output", torch.ops.aten.silu_backward(grad_hidden * up, gate), call)
     else:
-        _show(watched, "grad_output", grad_hidden * silu(gate))
+        _show(watched, "grad_output", grad_hidden * silu(gate), call)
 
 
 @operator(mutates_args={"token"}, tags=(torch.Tag.needs_exact_strides,))
 def observe_gemm(
-    token: Tensor, gemm: str, a: Tensor, scale_a: Tensor | None, b: Tensor, scale_b: Tensor | None, product: Tensor
+    token: Tensor,
+    gemm: str,
+    a: Tensor,
+    scale_a: Tensor | None,
+    b: Tensor,
+    scale_b: Tensor | None,
+    product: Tensor,
+    call: Tensor | None,
 ) -> None:
     """Call the observers of the layer to which `token` belongs; `a` and `b` as `show_gemm` gives them."""
     watched = _at(token, gemm == "output", product)
-    if watched is None:
+    layer = None if watched is None else watched.layer()
+    if watched is None or layer is None:
         return
     is_a_transposed, is_b_transposed = TRANSPOSED[gemm]
     a = a.t() if scale_a is None and is_a_transposed else a
     b = b.t() if scale_b is None and is_b_transposed else b
-    layer = watched.layer()
-    if layer is None:
-        return
     recipe, spec = layer.recipe, layer.recipe.gemms[gemm]
     chip = CHIPS[recipe.chip]
-    engine = resolve_engine("observe", a.device, layer.engine, chip).value
     split, source = layer_split_k(spec, a, b, out_dtype=product.dtype, chip=chip)
     seen = GemmSeen(
-        watched.name,
-        gemm,
-        Operand(a, scale_a),
-        Operand(b, scale_b),
-        product.detach(),
-        spec,
-        engine,
-        split,
-        source.value,
-        recipe,
+        layer=watched.name,
+        gemm=gemm,
+        a=Operand(a, scale_a),
+        b=Operand(b, scale_b),
+        product=product.detach(),
+        spec=spec,
+        engine=resolve_engine("observe", a.device, layer.engine, chip).value,
+        split_k=split,
+        split_source=source.value,
+        recipe=recipe,
+        call=_id(call),
     )
     for observer in tuple(watched.observers):
         observer.gemm(seen)
+
+
+@fake(next_call)
+def _(x: Tensor) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
 @fake(observe_tensor)
@@ -267,10 +343,14 @@ def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
     return _watched.get(int(token[0]))
 
 
-def _show(watched: _Watched, tensor: str, value: Tensor, is_delayed: bool = True) -> None:
+def _show(watched: _Watched, tensor: str, value: Tensor, call: Tensor | None, is_delayed: bool = True) -> None:
     layer = watched.layer()
     if layer is None:  # the graph of a layer that is gone
         return
-    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe, is_delayed)
+    seen = TensorSeen(watched.name, tensor, value.detach(), layer.recipe, is_delayed, _id(call))
     for observer in tuple(watched.observers):
         observer.tensor(seen)
+
+
+def _id(call: Tensor | None) -> int:
+    return UNKNOWN_CALL if call is None else int(call)
