@@ -6,14 +6,17 @@ result would need a gradient is refused. A function that writes to an argument i
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import cache, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.torch.device import has_float8_hardware
 
 _LIBRARY = torch.library.Library("f8emu", "FRAGMENT")
 """The operators are registered as long as this object lives."""
@@ -133,6 +136,29 @@ def fake(operator: Operator) -> Callable[[Implementation], Implementation]:
         return function
 
     return register
+
+
+def kernels_for(x: Tensor) -> ModuleType | None:
+    """`launch_plans()` where kernels run on `x`; None where plain torch does."""
+    return launch_plans() if x.numel() > 0 and has_float8_hardware(x.device) else None
+
+
+@cache
+def launch_plans() -> ModuleType | None:
+    """`f8emu.torch.fused.plans`; None, with one warning, if Triton is not installed."""
+    try:
+        from f8emu.torch.fused import plans
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        warnings.warn(
+            "f8emu.torch: Triton is not installed, so casts to float8 run as plain torch operations: the same bits, "
+            "several times slower; install it with: pip install triton",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return plans
 
 
 def differentiable_once(backward: Implementation) -> Implementation:

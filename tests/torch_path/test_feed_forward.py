@@ -18,9 +18,10 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError, ScaleRule
-from f8emu.torch.fused import operators
+from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError
+from f8emu.torch import library
 from f8emu.torch.fused import silu as fused
+from f8emu.torch.fused.delayed import mark_set
 from f8emu.torch.layer import feed_forward
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 from tests.torch_path.layers import draw
@@ -29,9 +30,7 @@ NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="needs no kernel, or a 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
 SHAPES = [(1, 300), (130, 70), *([] if INTERPRETED else [(257, 144), (2048, 14336)])]
 """[M, N]: tails in both directions; on a GPU also multiples of 16."""
-RULES = pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)], ids=str)
 HUGGING_FACE = ("gate_proj", "down_proj", "up_proj")
-FUSED = ("delayed", "blockwise")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -85,11 +84,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         monkeypatch.setattr(silu_arithmetic, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
         prepare(monkeypatch)
-        monkeypatch.setattr(operators, "has_float8_hardware", lambda device: runs_kernels)
+        monkeypatch.setattr(library, "has_float8_hardware", lambda device: runs_kernels)
 
     def call(operator: Any, *args: Any) -> list[Tensor]:
         nonlocal runs_kernels
         moved = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in args]
+        for x in moved:  # otherwise plain torch runs
+            if isinstance(x, Tensor) and x.numel() == 1:
+                mark_set(x, True)
         runs_kernels = True
         with np.errstate(all="ignore"):
             outcome = operator(*moved)
@@ -123,7 +125,7 @@ def compare(kernels: Any, assert_same_bits: Any) -> Callable[..., None]:
 def in_eager(operator: Any, args: list[Any]) -> list[Tensor]:
     """The operator without kernels, on the device: a GPU's silu is not a CPU's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "has_float8_hardware", lambda device: False)
+        patch.setattr(library, "has_float8_hardware", lambda device: False)
         moved = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in args]
         outcome = operator(*moved)
     for before, after in zip(args, moved, strict=True):
@@ -160,16 +162,6 @@ def test_under_delayed_scaling(tensors: Any, compare: Any) -> None:
             compare(
                 fused.gradients_delayed, *values, E5M2.name, E4M3FN.name, *scales, *wanted, one(0.0), one(1.0), *RULE
             )
-
-
-@ON_GPU
-@RULES
-@pytest.mark.parametrize("tensors", SHAPES, ids=str, indirect=True)
-def test_in_blocks(tensors: Any, rule: ScaleRule, compare: Any) -> None:
-    settings = (rule.power_of_two, rule.amax_floor)
-    compare(fused.hidden_blocks, *tensors[1:], E4M3FN.name, *settings)
-    for wanted in WANTED:
-        compare(fused.gradients_blocks, *tensors, E4M3FN.name, *wanted, *settings)
 
 
 if find_spec("triton") is not None:
@@ -223,8 +215,8 @@ def test_silu_is_a_product(assert_same_bits: Any) -> None:
 def test_wrong_arguments_are_refused() -> None:
     x = torch.zeros(4, 16, dtype=BF16)
     for gate, up in ((x.float(), x.float()), (x, x[:2]), (x, x.half()), (x, x.to("meta")), (x[0], x[0])):
-        with pytest.raises(OperandError, match="hidden_blocks"):
-            fused.hidden_blocks(gate, up, E4M3FN.name, False, 1e-12)
+        with pytest.raises(OperandError, match="hidden_delayed"):
+            fused.hidden_delayed(gate, up, E4M3FN.name, one(1.0), one(0.0), *RULE)
     with pytest.raises(OperandError, match="hidden_delayed: inv_scale must be one float32"):
         fused.hidden_delayed(x, x, E4M3FN.name, torch.ones(4), one(0.0), *RULE)
     with pytest.raises(OperandError, match="gradients_delayed: up_amax must be one float32"):
@@ -314,13 +306,13 @@ def assert_same_steps(assert_same_bits: Any) -> Callable[..., None]:
 
 
 @NOT_INTERPRETED
-@pytest.mark.parametrize(("name", "sizes"), [*((n, (32, 48)) for n in RECIPES), *((n, (21, 150)) for n in FUSED)])
+@pytest.mark.parametrize(("name", "sizes"), [*((n, (32, 48)) for n in RECIPES), ("delayed", (21, 150))])
 def test_equals_three_layers(name: str, sizes: tuple[int, int], fusions: list[int], assert_same_steps: Any) -> None:
     pair = pair_of(name, *sizes)
     assert_same_steps(pair, 3, 7, sizes[0])
     assert_same_steps(pair, 0, sizes[0], steps=1)
     assert_same_steps(pair, 21, sizes[0], steps=1)
-    assert len(fusions) == {"blockwise": 4, "delayed": 4}.get(name, 0)
+    assert len(fusions) == (4 if name == "delayed" else 0)
 
 
 @NOT_INTERPRETED
@@ -339,38 +331,35 @@ def test_every_tensor_has_its_own_scale(fusions: list[int], assert_same_steps: A
 
 
 @NOT_INTERPRETED
-@pytest.mark.parametrize("name", FUSED)
-def test_frozen_weights(name: str, fusions: list[int], assert_same_steps: Any) -> None:
+def test_frozen_weights(fusions: list[int], assert_same_steps: Any) -> None:
     wanted = 0
     for bits in range(1, 16):
         leaf, *trained = (bool(bits >> i & 1) for i in range(4))
-        pair = pair_of(name)
+        pair = pair_of("delayed")
         assert_same_steps(pair, 21, 32, steps=1)  # all scales are known
         before = len(fusions)
         for block in pair:
             for parameter, is_trained in zip(block.parameters(), trained, strict=True):
                 parameter.requires_grad_(is_trained)
         assert_same_steps(pair, 21, 32, steps=1, leaf=leaf)
-        # Not where w2 is alone; nor, under delayed scaling, where no gradient flows back through w1 or through w3.
-        is_fused = leaf or (any if name == "blockwise" else all)((trained[0], trained[2]))
+        is_fused = leaf or (trained[0] and trained[2])  # a gradient flows back through w1 and through w3
         assert len(fusions) - before == is_fused, (leaf, trained)
         wanted += is_fused
-    assert wanted == (14 if name == "blockwise" else 10)
+    assert wanted == 10
 
 
 @NOT_INTERPRETED
-@pytest.mark.parametrize("name", FUSED)
-def test_what_is_not_fused(name: str, fusions: list[int], assert_same_steps: Any) -> None:
+def test_what_is_not_fused(fusions: list[int], assert_same_steps: Any) -> None:
     """Other dtypes, biases of w1 and w3, hooks, layers that differ or are no Float8Linear."""
     for dtype in (F32, F16):
-        assert_same_steps(pair_of(name, dtype=dtype), 21, 32, dtype=dtype)
-    assert_same_steps(pair_of(name, bias=(True, True)), 21, 32)
-    block, layers = pair_of(name)
+        assert_same_steps(pair_of("delayed", dtype=dtype), 21, 32, dtype=dtype)
+    assert_same_steps(pair_of("delayed", bias=(True, True)), 21, 32)
+    block, layers = pair_of("delayed")
     seen: list[Any] = []
     block.get_submodule("w2").register_forward_hook(lambda *args: seen.append(args))
     assert_same_steps((block, layers), 21, 32)
     assert len(seen) == 2
-    block, layers = pair_of(name)
+    block, layers = pair_of("delayed")
     for either in (block, layers):
         w3 = either.get_submodule("w3")
         linear = nn.Linear(32, 48, False, dtype=BF16)
@@ -385,13 +374,12 @@ def test_what_is_not_fused(name: str, fusions: list[int], assert_same_steps: Any
 
 
 @NOT_INTERPRETED
-@pytest.mark.parametrize("name", FUSED)
-def test_autocast_float32_weights_and_a_bias(name: str, fusions: list[int], assert_same_steps: Any) -> None:
+def test_autocast_float32_weights_and_a_bias(fusions: list[int], assert_same_steps: Any) -> None:
     def run(block: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", BF16):
             return block(x)
 
-    pair = pair_of(name, dtype=F32, bias=(False, True))
+    pair = pair_of("delayed", dtype=F32, bias=(False, True))
     assert_same_steps(pair, 21, 32, dtype=F32, run=run, steps=3)
     assert_same_steps(pair, 21, 32)
     assert len(fusions) >= 4
@@ -406,14 +394,13 @@ def test_checkpointing(name: str, fusions: list[int], assert_same_steps: Any) ->
         return block(x) if block is pair[1] else checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
     assert_same_steps(pair, 21, 32, run=run)
-    assert len(fusions) == (4 if name in FUSED else 0)
+    assert len(fusions) == (4 if name == "delayed" else 0)
 
 
 @NOT_INTERPRETED
-@pytest.mark.parametrize("name", FUSED)
-def test_what_is_kept(name: str) -> None:
+def test_what_is_kept() -> None:
     """gate, up and the input's codes; nothing of hidden."""
-    block = pair_of(name)[0]
+    block = pair_of("delayed")[0]
     x = draw(21, 32, seed=1).requires_grad_()
     kept: list[Tensor] = []
 
@@ -421,7 +408,7 @@ def test_what_is_kept(name: str) -> None:
         kept.append(tensor)
         return tensor
 
-    for _ in range(2):  # under delayed scaling the second is fused
+    for _ in range(2):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = block(x)
@@ -431,13 +418,13 @@ def test_what_is_kept(name: str) -> None:
     large = [t for t in kept if t.numel() >= 21 * 32 and t.data_ptr() not in weights]
     assert [(t.dtype, tuple(t.shape)) for t in large if t.dtype is BF16] == [(BF16, (21, 48))] * 2
     codes = [tuple(t.shape) for t in large if t.dtype is not BF16]
-    assert codes == [(32, 21)] * (2 if name == "delayed" else 1)
+    assert codes == [(32, 21)] * 2
 
 
 @NOT_INTERPRETED
-@pytest.mark.parametrize(("name", "backend"), [*((n, "aot_eager") for n in FUSED), ("blockwise", "inductor")])
-def test_compiled_gives_the_same_bits(name: str, backend: str, assert_same_steps: Any) -> None:
-    pair = pair_of(name)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_gives_the_same_bits(backend: str, assert_same_steps: Any) -> None:
+    pair = pair_of("delayed")
     assert_same_steps(pair, 3, 7, 32, steps=1)
     compiled = torch.compile(pair[0], fullgraph=True, backend=backend)
 
@@ -459,7 +446,7 @@ def test_state_dict_and_copies(assert_same_steps: Any) -> None:
     other.load_state_dict(layers.state_dict())
     for same in (other, copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert_same_steps((same, copy.deepcopy(layers)), 21, 32)
-    meta = f8.Float8FeedForward(32, 48, device="meta", dtype=BF16, recipe="blockwise")
+    meta = f8.Float8FeedForward(32, 48, device="meta", dtype=BF16, recipe="delayed")
     assert meta(torch.empty(3, 32, device="meta", dtype=BF16)).shape == (3, 32)
 
 
@@ -468,10 +455,10 @@ def test_from_float(fusions: list[int], assert_same_steps: Any) -> None:
     module = LlamaMLP(nn.SiLU()).eval()
     seen: list[Any] = []
     module.register_forward_hook(lambda *args: seen.append(args))
-    block = f8.Float8FeedForward.from_float(module, recipe="blockwise", names=HUGGING_FACE)
+    block = f8.Float8FeedForward.from_float(module, recipe="delayed", names=HUGGING_FACE)
     assert block.state_dict().keys() == module.state_dict().keys()
     assert not block.training and type(module.gate_proj) is nn.Linear
-    layers = f8.convert_to_float8_training(copy.deepcopy(module), config="blockwise")
+    layers = f8.convert_to_float8_training(copy.deepcopy(module), config="delayed")
     assert_same_steps((block, layers), 21, 32)
     assert len(fusions) == 2 and len(seen) == 4
     for wrong, names in ((module, ("w1", "w2", "w3")), (LlamaMLP(nn.GELU()), HUGGING_FACE)):
@@ -489,10 +476,9 @@ def test_from_float(fusions: list[int], assert_same_steps: Any) -> None:
 @pytest.mark.gpu
 @NOT_INTERPRETED
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("name", FUSED)
-def test_on_a_gpu(name: str, compiles: bool, assert_same_bits: Any) -> None:
+def test_on_a_gpu(compiles: bool, assert_same_bits: Any) -> None:
     """The fused block, eager and compiled, and the layers in eager torch, on one device."""
-    pair = tuple(block.cuda() for block in pair_of(name, 256, 528))
+    pair = tuple(block.cuda() for block in pair_of("delayed", 256, 528))
     first: Any = torch.compile(pair[0]) if compiles else pair[0]
     for step in range(4):
         outcomes = []

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import f8emu.torch as f8
 import f8ref.numpy as reference
 from f8emu.spec import E4M3FN, E5M2, Granularity, OperandError, ScaleRule, SpecError, UnsupportedError
+from f8emu.torch import library
 from f8emu.torch.fused import columns, delayed
 from f8emu.torch.fused import operators as fused
 
@@ -528,20 +529,17 @@ def test_missing_triton_is_said_once(monkeypatch) -> None:
     from f8emu.torch import fused as package
 
     monkeypatch.setitem(sys.modules, "triton", None)
-    for module in (
-        "launch",
-        "scale_kernels",
-        "cast_kernels",
-        "block_kernels",
-    ):  # an import finds them in sys.modules and in their package
-        monkeypatch.delitem(sys.modules, f"f8emu.torch.fused.{module}", raising=False)
-        monkeypatch.delattr(package, module, raising=False)
-    monkeypatch.setattr(fused, "has_float8_hardware", lambda device: True)
-    fused.launches.cache_clear()
+    modules = [name for name in sys.modules if name.startswith("f8emu.torch.fused.kernels")]
+    for name in ("f8emu.torch.fused.plans", *modules):  # an import finds them in sys.modules
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("plans", "kernels"):  # and in their package
+        monkeypatch.delattr(package, name, raising=False)
+    monkeypatch.setattr(library, "has_float8_hardware", lambda device: True)
+    library.launch_plans.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="Triton is not installed.*same bits.*pip install triton"):
             first = fused.row_amax(torch.ones(2, 3))
         np.testing.assert_array_equal(first.numpy(), np.ones((2, 1)))
         fused.row_amax(torch.ones(2, 3))  # a second warning would be an error here
     finally:
-        fused.launches.cache_clear()
+        library.launch_plans.cache_clear()

@@ -51,7 +51,7 @@ def described_gpu() -> Iterator[None]:
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context", lambda *args: None),
         mock.patch("torch._inductor.scheduler.has_triton", lambda *args, **kwargs: True),
         mock.patch.object(inductor, "has_float8_hardware", lambda device: True),
-        mock.patch("f8emu.torch.fused.launch.compares_pairs", lambda device: True),
+        mock.patch("f8emu.torch.fused.plans.compares_pairs", lambda device: True),
     ]
     with ExitStack() as stack:
         for patch in patches:
@@ -97,7 +97,8 @@ def everything(x: Tensor, weight: Tensor, inv_scale: Tensor, amax: Tensor) -> li
     of_tiles = parts[0].view(tiles_n, m, 1), parts[1].view(tiles_m, n, 1)
     for amaxes in (of_tiles, (of_tiles[0], None), (of_all, of_tiles[1])):
         found += [y for y in fused.cast_pair(x, FMT, *amaxes, True, RULE[1]) if y.numel()]
-    found += [*fused.cast_rows(x, FMT, *RULE), fused.row_amax(weight)]
+    found += [*fused.cast_rows(x, FMT, *RULE), fused.row_amax(weight), fused.tensor_amax(weight)]
+    found.append(columns.cast_columns(x, FMT, fused.scales(of_cols, FMT, *RULE, 0)[0]))
     for square in (False, True):
         found += fused.cast_blocks(x, FMT, square, True, True, *RULE)
     found.append(columns.transpose_codes(rows, x))
@@ -114,15 +115,18 @@ def arguments(call: str) -> int:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_code_calls_plans_that_exist(described_gpu: None) -> None:
     code = code_of(everything, (512, 256), (128, 256), (1, 1), (1, 1))
-    made = dict(re.findall(r"^(f8emu_\w+) = (f8emu_launch\..*)$", code, re.MULTILINE))
+    made = dict(re.findall(r"^(f8emu_\w+) = (f8emu.*)$", code, re.MULTILINE))
     called = [(name, arguments(call)) for call, name in re.findall(r"^ +((f8emu_\w+)\(.*\))$", code, re.MULTILINE)]
     assert {name for name, _ in called} == set(made) and len(called) >= 12
-    from f8emu.torch.fused import launch as f8emu_launch
+    import f8emu.torch.fused.delayed
+    from f8emu.torch.fused import plans as f8emu_plans
 
+    names = {"f8emu_plans": f8emu_plans, "f8emu": f8emu, "torch": torch}
     for name, count in called:
-        text, _ = made[name].split(".bound(")
-        plan = eval(text, {"f8emu_launch": f8emu_launch})
+        (bound,) = re.findall(r"f8emu_plans\.\w+\(.*\)\.bound\([^()]*\)", made[name])
+        plan = eval(bound.split(".bound(")[0], names)
         tensors = len(plan.kernel.arg_names) - len(plan.sizes) - len(plan.constants)
-        assert count == tensors == arguments(made[name]) - 1, "one dtype each, after the device"
-        assert callable(eval(made[name], {"f8emu_launch": f8emu_launch, "torch": torch}))
+        assert count == tensors == bound.split(".bound(")[1].count(","), "one dtype each, after the device"
+        assert callable(eval(made[name], names))
+    assert any(".by_state(" in made[name] for name in made), "a state's owner is told"
     assert not re.search(r"^[^#\n]*torch\.ops\.f8emu", code, re.MULTILINE), "nothing is left to the dispatcher"

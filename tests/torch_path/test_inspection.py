@@ -168,7 +168,7 @@ def test_an_observer_sees_each_gemm_once_and_changes_no_bit(recipe: Recipe) -> N
 
 def test_the_fused_block_shows_what_it_never_writes() -> None:
     """hidden and both gradients exist as codes alone; shown are those that the codes were made of."""
-    block = f8.Float8FeedForward(32, 32, dtype=BF16, recipe=BLOCKWISE)
+    block = f8.Float8FeedForward(32, 32, dtype=BF16, recipe=DELAYED)
     values: dict[tuple[str, str], Tensor] = {}
     codes: dict[tuple[str, str], Any] = {}
 
@@ -190,7 +190,7 @@ def test_the_fused_block_shows_what_it_never_writes() -> None:
         ("w1", "grad_input", "grad_output"),
         ("w3", "grad_input", "grad_output"),
     ):
-        cast = BLOCKWISE.gemms[gemm].a
+        cast = DELAYED.gemms[gemm].a
         assert cast.format is not None
         x = to_numpy(values[layer, tensor])
         scales = reference.scale_from_amax(reference.amax(x, cast.granularity), cast.format)

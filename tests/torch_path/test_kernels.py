@@ -17,6 +17,7 @@ import torch
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
+from f8emu.torch import library
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import cast_columns, transpose_codes
@@ -60,7 +61,7 @@ def kernels(monkeypatch) -> Iterator[Callable[..., tuple[torch.Tensor, ...]]]:
     """Calls an operator so that its kernel runs; tensors go to the device and come back."""
     if INTERPRETED:
         prepare(monkeypatch)
-        monkeypatch.setattr(fused, "has_float8_hardware", lambda device: runs_kernels)
+        monkeypatch.setattr(library, "has_float8_hardware", lambda device: runs_kernels)
     runs_kernels = False
 
     def call(operator: Any, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -256,10 +257,10 @@ def test_rows(rule, fmt: Format, x, compare) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_long_rows(dtype, compare, monkeypatch) -> None:
     if INTERPRETED:
-        from f8emu.torch.fused import launch
+        from f8emu.torch.fused import plans
 
-        monkeypatch.setattr(launch, "ROWS_LONGEST", 64)
-        monkeypatch.setattr(launch, "LONG_ROWS_BLOCK", 64)
+        monkeypatch.setattr(plans, "ROWS_LONGEST", 64)
+        monkeypatch.setattr(plans, "LONG_ROWS_BLOCK", 64)
     generator = torch.Generator().manual_seed(1)
     for columns in (300, 256) if INTERPRETED else (16384 + 8, 53248):
         x = torch.randn(5, columns, generator=generator).to(dtype)
@@ -275,16 +276,18 @@ def test_blocks(square, rule, x, compare, monkeypatch) -> None:
 
     Each combination is a kernel to compile, a third of a second.
     """
-    from f8emu.torch.fused import launch
+    from f8emu.torch.fused import plans
 
     name = "SQUARES_STRIP" if square else "VECTORS_STRIP"
-    in_use = getattr(launch, name)
+    in_use = getattr(plans, name)
 
     def strips() -> Iterator[int]:
         for strip in sorted({32, 64, 128, in_use}):
             if strip == in_use or x.dtype is torch.bfloat16:
-                monkeypatch.setattr(launch, name, strip)
+                monkeypatch.setattr(plans, name, strip)
+                plans.cast_blocks.cache_clear()  # type: ignore[attr-defined]
                 yield strip
+        plans.cast_blocks.cache_clear()  # type: ignore[attr-defined]
 
     for rows, cols in ((True, True), (True, False), (False, True)):
         compare(fused.cast_blocks, x, E4M3FN.name, square, rows, cols, *settings(rule), variants=strips())

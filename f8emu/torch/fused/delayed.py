@@ -10,6 +10,7 @@ it from a later update; until then the amax of a tensor is found in every cast, 
 Exactness: the states of `f8ref.numpy.update_delayed_state`; the codes and scales of `operators`.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,10 +21,11 @@ from torch import Tensor
 from f8emu.spec.formats import E4M3FN
 from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
-from f8emu.torch.fused.arguments import check_one_float, empty_codes, named_format, named_rule, new_floats
-from f8emu.torch.fused.operators import fake_with_hooks, kernels_for
-from f8emu.torch.launch_sequence import note_call
-from f8emu.torch.library import fake, operator
+from f8emu.torch.fused.arguments import Output, check_one_float, named_format, named_rule
+from f8emu.torch.fused.fused_cast import FusedCast
+from f8emu.torch.fused.inductor import Traits
+from f8emu.torch.fused.operators import given_outputs
+from f8emu.torch.library import fake, kernels_for, launch_plans, operator
 from f8emu.torch.scale import reciprocal
 
 UNSET = 0.0  # an inv_scale before the first usable amax; others are positive
@@ -66,7 +68,6 @@ def note_cast(amax: Tensor, inv_scale: Tensor) -> None:
     """Tell the owner of `inv_scale` of a cast that reads another tensor in its place."""
     tell_owner(inv_scale)
     torch.autograd.graph.increment_version(amax)
-    note_call(tell_owner, (inv_scale,))
 
 
 @fake(note_cast)
@@ -74,7 +75,44 @@ def _(amax: Tensor, inv_scale: Tensor) -> None:
     return None
 
 
-@operator(mutates_args={"amax"})
+def _delayed_outputs(
+    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor, *_: Any
+) -> tuple[Output, ...]:
+    check_one_float("cast_pair_delayed", "amax", amax, x)
+    codes = given_outputs("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
+    return *codes, Output((1, 1), side=2), Output((1, 1))
+
+
+def _launch_delayed(
+    on: Any, out: Any, x: Any, fmt: str, inv_scale: Any, rows: bool, cols: bool, amax: Any, *rule: Any
+) -> None:
+    (m, n), (row, col, used, scale) = on.shape(x), out
+    plan = on.plans.cast_pair_given(m, n, fmt, row is not None, col is not None, True, used is not None)
+    codes = (x if codes is None else codes for codes in (row, col))
+    tensors = x, inv_scale, *codes, amax, scale, inv_scale if used is None else used
+    on.run_through(by_state, (m * n, fmt, *rule), plan, *tensors)
+
+
+def by_state(launch: Callable[..., None], count: int, *rule: Any) -> Callable[..., None]:
+    """`launch` of a cast of `count` elements by a state, whose owner is told: compiled code calls this function too.
+
+    Until the inv_scale is known to be set, it is chosen on the device.
+    """
+
+    def call(x: Tensor, inv_scale: Tensor, *rest: Tensor) -> None:
+        tell_owner(inv_scale)
+        if not is_known_set(inv_scale):
+            plans = launch_plans()
+            assert plans is not None, "there is a launch"
+            own = x.new_zeros((1, 1), dtype=torch.float32)
+            plans.tensor_amax(count)(x, own)
+            inv_scale = chosen_inv_scale(own, inv_scale, *rule)
+        launch(x, inv_scale, *rest)
+
+    return call
+
+
+@FusedCast(outputs=_delayed_outputs, launch=_launch_delayed, mutates_args=("amax",), traits=Traits(needs_host=True))
 def cast_pair_delayed(
     x: Tensor,
     fmt: str,
@@ -95,34 +133,14 @@ def cast_pair_delayed(
     Returns:
         (row_codes, col_codes, inv_scale, scale): the last two, each [1, 1], are those that were used.
     """
-    out = _empty_delayed(x, fmt, inv_scale, rows, cols, amax)
-    rule = (power_of_two, amax_floor, margin)
     tell_owner(inv_scale)
-    torch.autograd.graph.increment_version(amax)
-    if (launch := kernels_for(x)) is not None:
-        note_call(tell_owner, (inv_scale,))
-        note_call(torch.autograd.graph.increment_version, (amax,))
-        plan = launch.cast_pair_delayed(*x.shape, fmt, rows, cols, True, *rule)
-        plan(x.contiguous(), inv_scale, *out[:2], amax, out[3], out[2])
-        return out
     if is_known_set(inv_scale):
         used = inv_scale.clone()
     else:
-        used = chosen_inv_scale(eager.tensor_amax(x), inv_scale, fmt, *rule)
+        used = chosen_inv_scale(eager.tensor_amax(x), inv_scale, fmt, power_of_two, amax_floor, margin)
     eager.raise_amax(amax, x)
-    format = named_format("cast_pair_delayed", fmt)
-    row = eager.cast_by(x, format, used) if rows else out[0]
-    col = eager.cast_by(x.t(), format, used) if cols else out[1]
-    return row, col, used, reciprocal(used)
-
-
-@fake_with_hooks(cast_pair_delayed)
-def _empty_delayed(
-    x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool, amax: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_one_float("cast_pair_delayed", "amax", amax, x)
-    row, col = empty_codes("cast_pair_delayed", x, fmt, inv_scale, rows, cols)
-    return row, col, new_floats(x, 1, 1), new_floats(x, 1, 1)
+    codes = eager.cast_sides_by(x, named_format("cast_pair_delayed", fmt), used, rows, cols)
+    return *codes, used, reciprocal(used)
 
 
 def chosen_inv_scale(
@@ -162,9 +180,9 @@ def update_delayed(
         report [L, 3] int32; taken [3 * L], of `amaxes_of`, the maximum over all ranks.
         fmts: three names with commas, "" for a tensor without delayed scales.
     """
-    if (launch := kernels_for(states[0])) is not None:
-        rule = (power_of_two, amax_floor, margin, is_most_recent)
-        plan = launch.update_delayed(len(states) // len(STATE), states[0].shape[1], fmts, *rule)
+    if (plans := kernels_for(states[0])) is not None:
+        rule = (power_of_two, amax_floor, margin, is_most_recent, UNCALLED)
+        plan = plans.update_delayed(len(states) // len(STATE), states[0].shape[1], fmts, *rule)
         plan(taken, _addresses(taken.device, tuple(map(Tensor.data_ptr, states))), report)
         return
     # The tensors below are [L, 3] or [L, 3, H].

@@ -10,6 +10,7 @@ from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch import cpu_casts
 from f8emu.torch.cast import quantize
+from f8emu.torch.fused.arguments import CODES
 from f8emu.torch.scale import amax, scale_from_amax
 
 
@@ -73,9 +74,20 @@ def cast_by(x: Tensor, fmt: Format, inv_scale: Tensor) -> Tensor:
     """The codes of `x` under given inv_scales: one, or one per row."""
     granularity = Granularity.TENSORWISE if inv_scale.numel() == 1 else Granularity.ROWWISE
     if cpu_casts.takes(x):
-        codes = x.new_empty(x.shape, dtype=getattr(torch, fmt.name))
+        codes = x.new_empty(x.shape, dtype=CODES[fmt.name])
         return cpu_casts.quantize(x, inv_scale.reshape(-1, 1), fmt, granularity, codes)
     return _row_major(quantize(x, inv_scale, fmt, granularity))
+
+
+def cast_sides_by(x: Tensor, fmt: Format, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+    """The codes of `x` if `rows`, and of `x^T` if `cols`, under one inv_scale."""
+    row = cast_by(x, fmt, inv_scale) if rows else nothing(x, fmt)[0]
+    return row, cast_by(x.t(), fmt, inv_scale) if cols else nothing(x, fmt)[0]
+
+
+def nothing(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """Codes and scales that were not requested."""
+    return x.new_empty((0, 0), dtype=CODES[fmt.name]), x.new_empty((0, 0), dtype=torch.float32)
 
 
 def cast_blocks(x: Tensor, fmt: Format, granularity: Granularity, rule: ScaleRule) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ By default Inductor calls operators through Python. The lowerings here put the s
 Inductor allocates the results, plans their memory and launches the kernels. A result without a reader is not computed:
 if the two operands of a cast are used in different passes, each pass computes its own.
 
-The partitioner recomputes only operators on its list of cheap ones. `recomputable_cast_pair` is added to that list: if
+The partitioner recomputes only operators on its list of cheap ones. A cast that `is_recomputable` is added to it: if
 its input is saved anyway, or cheap to recompute, the backward pass recomputes the codes instead of saving them.
 
 Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compile time, the operators are called as they
@@ -15,26 +15,51 @@ import re
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from f8emu.torch.device import has_float8_hardware
-from f8emu.torch.fused import columns, delayed, operators
-from f8emu.torch.fused.arguments import CODES, block_granularity, tile_amaxes
+from f8emu.torch.fused.arguments import Output
+from f8emu.torch.library import launch_plans
 
-_RECOMPUTABLE = (operators.recomputable_cast_pair,)
-_REDUCTIONS = (
-    operators.reduce_tensor,
-    operators.reduce_rows_and_cols,
-    operators.reduce_tiles,
-    operators.row_amax,
-    operators.scales,
-)
+
+class Traits(NamedTuple):
+    """What the compiler should know of a cast."""
+
+    is_recomputable: bool = False
+    """Whether the backward pass may do it again instead of keeping its results."""
+    is_reduction: bool = False
+    """Whether it only gives numbers to a recomputable cast."""
+    needs_host: bool = False
+    """Whether Python runs with its kernels: ahead of time, the operator is called as it is."""
+
+
+NO_TRAITS = Traits()
+
+
+class _Lowering(NamedTuple):
+    outputs: Callable[..., tuple[Output, ...]]
+    launch: Callable[..., None]
+    traits: Traits
+
+
+_lowerings: dict[torch._ops.OpOverload, _Lowering] = {}
+
+
+def add(
+    overload: torch._ops.OpOverload,
+    outputs: Callable[..., tuple[Output, ...]],
+    launch: Callable[..., None],
+    traits: Traits,
+) -> None:
+    """Lower an operator, as a `FusedCast` describes it."""
+    _lowerings[overload] = _Lowering(outputs, launch, traits)
 
 
 def install() -> None:
-    """Install the hooks in those parts of the compiler that are loaded."""
+    """Install the hooks in those parts of the compiler that are loaded, before it needs them."""
     if "torch._functorch.partitioners" in sys.modules:
         _allow_recomputation()
     if "torch._inductor.lowering" in sys.modules:
@@ -50,13 +75,16 @@ def _allow_recomputation() -> None:
     @wraps(default)
     def with_casts() -> Any:
         types = default()
-        casts, reductions = (
-            [operator.overload.overloadpacket for operator in of] for of in (_RECOMPUTABLE, _REDUCTIONS)
-        )
+        casts, reductions = set[Any](), set[Any]()
+        for overload, (_, _, traits) in _lowerings.items():
+            if traits.is_recomputable:
+                casts.add(overload.overloadpacket)
+            elif traits.is_reduction:
+                reductions.add(overload.overloadpacket)
         types.recomputable_ops.update(casts)
         # The partitioner does not recompute a node whose results are read by operators that are not fusible, nor one
         # that reads a tensor which such an operator has read before.
-        types.fusible_ops.update([*casts, *reductions])
+        types.fusible_ops.update(casts | reductions)
         return types
 
     partitioners.get_default_op_list = with_casts
@@ -66,171 +94,120 @@ def _allow_recomputation() -> None:
 def _register_lowerings() -> None:
     from torch._inductor import lowering
 
-    for operator, lower in (
-        (operators.reduce_rows_and_cols, _reduce_rows_and_cols),
-        (operators.reduce_tiles, _reduce_tiles),
-        (operators.row_amax, _row_amax),
-        (operators.cast_pair, _cast_pair),
-        (operators.recomputable_cast_pair, _cast_pair),
-        (operators.cast_pair_given, _cast_pair_given),
-        (delayed.cast_pair_delayed, _cast_pair_delayed),
-        (operators.cast_rows, _cast_rows),
-        (operators.cast_blocks, _cast_blocks),
-        (columns.transpose_codes, _transpose_codes),
-    ):
-        lowering.add_needs_realized_inputs(operator.overload)
-        lowering.register_lowering(operator.overload, type_promotion_kind=None)(_lowering(operator.overload, lower))
+    for overload, description in _lowerings.items():
+        lowering.add_needs_realized_inputs(overload)
+        lowering.register_lowering(overload, type_promotion_kind=None)(_lowered(overload, description))
 
 
-def _lowering(overload: torch._ops.OpOverload, lower: Callable[..., Any]) -> Callable[..., Any]:
-    """`lower` if kernels run and sizes are known, otherwise a call of the operator itself."""
+def _lowered(overload: torch._ops.OpOverload, description: _Lowering) -> Callable[..., Any]:
+    """The results of a cast as Inductor's buffers if kernels run and sizes are known; else a call of the operator."""
+    from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import fallback_handler
     from torch._inductor.virtualized import V
 
     fallback = fallback_handler(overload, add_to_fallback_set=False)
+    is_single = len(overload._schema.returns) == 1
 
-    @wraps(lower)
     def lowered(x: Any, *args: Any) -> Any:
-        sizes = [_known(size) for size in x.get_size()]
-        is_plain = None in sizes or 0 in sizes or not has_float8_hardware(x.get_device())
-        # Ahead of time there is no host code that could know whether a state is set.
-        is_plain = is_plain or (V.graph.cpp_wrapper and overload is delayed.cast_pair_delayed.overload)
-        if is_plain or operators.launches() is None:
+        described = [_described(arg) for arg in (x, *args)]
+        is_plain = any(arg is _UNKNOWN for arg in described) or 0 in x.get_size()
+        is_plain = is_plain or not has_float8_hardware(x.get_device())
+        if is_plain or (description.traits.needs_host and V.graph.cpp_wrapper) or (plans := launch_plans()) is None:
             return fallback(x, *args)
-        return lower(_contiguous(x), sizes, *args)
+        # 1. Which results there are, and which of them somebody reads, or what is computed with them.
+        outputs = description.outputs(*described)
+        used = {0} if is_single else _used()
+        sides = {output.side for i, output in enumerate(outputs) if i in used}
+        outputs = [
+            output if output.side is None or output.side in sides else Output((0, 0), output.dtype)
+            for output in outputs
+        ]
+        # 2. Their buffers, and the kernels that fill them.
+        results = [_allocated(x, output) for output in outputs]
+        out = [None if 0 in output.shape else result for output, result in zip(outputs, results, strict=True)]
+        if any(result is not None for result in out):
+            description.launch(_InductorLauncher(plans), out, ExternKernel.require_contiguous(x), *args)
+        return results[0] if is_single else results
 
     return lowered
 
 
-def _reduce_rows_and_cols(x: Any, sizes: list[int]) -> Any:
-    from torch._inductor.lowering import lowerings
-
-    m, n = sizes
-    amaxes = lowerings[torch.ops.aten.full.default]([m + n], 0.0, dtype=torch.float32, device=x.get_device())
-    amaxes.realize()
-    _launch(_plans().row_col_amax(m, n, _has_pairs(x, n), False), x, amaxes)
-    return amaxes
+_UNKNOWN: Any = object()
 
 
-def _reduce_tiles(x: Any, sizes: list[int]) -> Any:
-    m, n = sizes
-    amaxes = _empty(x, torch.float32, sum(tile_amaxes(m, n)), strides=(1,))
-    _launch(_plans().row_col_amax(m, n, _has_pairs(x, n), True), x, amaxes)
-    return amaxes
+def _described(arg: Any) -> Any:
+    """A tensor without data in place of a buffer, as a fake implementation has it; `_UNKNOWN` of unknown size."""
+    if not hasattr(arg, "get_size"):
+        return arg
+    try:
+        sizes = [int(size) for size in arg.get_size()]
+    except TypeError:  # a sympy expression with symbols
+        return _UNKNOWN
+    return torch.empty(sizes, dtype=arg.get_dtype(), device="meta")
 
 
-def _has_pairs(x: Any, n: int) -> bool:
+def _used() -> set[int]:
+    """The indices of those results of the node being lowered that have a reader."""
     from torch._inductor.virtualized import V
 
-    # Ahead of time there is no host code that could look where the tensor begins.
-    return not V.graph.cpp_wrapper and _plans().has_pairs(x.get_dtype(), n, x.get_device())
+    results: set[int] = set()
+    for user in V.graph.current_node.users:
+        index = user.args[1]
+        assert isinstance(index, int), "only getitem reads a node of several results"
+        if user.users:
+            results.add(index)
+    return results
 
 
-def _row_amax(x: Any, sizes: list[int]) -> Any:
-    m, n = sizes
-    amax = _empty(x, torch.float32, m, 1)
-    _launch(_plans().row_amax(m, n), x, amax)
-    return amax
+def _allocated(x: Any, output: Output) -> Any:
+    from torch._inductor.lowering import lowerings
+
+    options: dict[str, Any] = {"dtype": output.dtype, "device": x.get_device()}
+    if output.is_zeroed:
+        zeros = lowerings[torch.ops.aten.full.default](list(output.shape), 0.0, **options)
+        zeros.realize()
+        return zeros
+    strides = [1] * len(output.shape)
+    if len(output.shape) == 2:
+        rows, columns = (max(size, 1) for size in output.shape)
+        strides = [1, rows] if output.is_transposed else [columns, 1]
+    else:
+        for i in reversed(range(len(strides) - 1)):
+            strides[i] = strides[i + 1] * max(output.shape[i + 1], 1)
+    return lowerings[torch.ops.aten.empty_strided.default](list(output.shape), strides, **options)
 
 
-def _cast_pair(
-    x: Any, sizes: list[int], fmt: str, row_amax: Any, col_amax: Any, power_of_two: bool, amax_floor: float
-) -> list[Any]:
-    m, n = sizes
-    used = _used()
-    out: list[Any] = []
-    tensors = [x]
-    counts: list[int | None] = []
-    for side, (amax, rows, k) in enumerate(((row_amax, m, n), (col_amax, n, m))):
-        if amax is None or not used & {2 * side, 2 * side + 1}:
-            out += [_empty(x, CODES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
-            tensors += [x, x, x]
-            counts.append(None)
-            continue
-        count = operators.amax_count([int(size) for size in amax.get_size()])
-        scale = _empty(x, torch.float32, 1 if count > 0 else rows, 1)
-        if count == 0 and not power_of_two:
-            inv_scale = _empty(x, torch.float32, rows, 1)
-            _launch(_plans().scales(fmt, power_of_two, amax_floor, 0, rows), amax, inv_scale, scale)
-            amax = inv_scale
-        out += [_empty(x, CODES[fmt], rows, k), scale]
-        tensors += [amax, *out[-2:]]
-        counts.append(count)
-    if counts != [None, None]:
-        _launch(_plans().cast_pair(m, n, fmt, power_of_two, amax_floor, *counts), *tensors)
-    return out
+class _InductorLauncher:
+    """What a `launch` needs of compiled code: kernels become nodes of Inductor's graph."""
+
+    def __init__(self, plans: ModuleType) -> None:
+        self.plans = plans
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(int(size) for size in x.get_size())
+
+    def has_pairs(self, x: Any) -> bool:
+        from torch._inductor.virtualized import V
+
+        # Ahead of time there is no host code that could look where the tensor begins.
+        return not V.graph.cpp_wrapper and self.plans.has_pairs(x.get_dtype(), self.shape(x)[1], x.get_device())
+
+    def contiguous(self, x: Any) -> Any:
+        return x  # amaxes and scales: vectors in buffers of their own
+
+    def floats(self, x: Any, *shape: int) -> Any:
+        return _allocated(x, Output(shape))
+
+    def run(self, plan: Any, *tensors: Any) -> None:
+        _add_node(plan, tensors, None, ())
+
+    def run_through(self, host: Callable[..., Any], settings: tuple[Any, ...], plan: Any, *tensors: Any) -> None:
+        _add_node(plan, tensors, host, settings)
 
 
-def _cast_pair_given(x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool) -> list[Any]:
-    wanted, out, codes = _given_codes(x, sizes, fmt, rows, cols)
-    if any(wanted):
-        _launch(_plans().cast_pair_given(*sizes, fmt, *wanted), x, inv_scale, *codes, *[inv_scale] * 3)
-    return out
-
-
-def _cast_pair_delayed(
-    x: Any, sizes: list[int], fmt: str, inv_scale: Any, rows: bool, cols: bool, amax: Any, *rule: Any
-) -> list[Any]:
-    wanted, out, codes = _given_codes(x, sizes, fmt, rows, cols)
-    keep, scale = 2 in _used(), _empty(x, torch.float32, 1, 1)
-    used = _empty(x, torch.float32, 1, 1) if keep else inv_scale
-    _launch(_plans().cast_pair_delayed(*sizes, fmt, *wanted, keep, *rule), x, inv_scale, *codes, amax, scale, used)
-    return [*out, used, scale]
-
-
-def _given_codes(
-    x: Any, sizes: list[int], fmt: str, rows: bool, cols: bool
-) -> tuple[tuple[bool, bool], list[Any], list[Any]]:
-    """Which codes have a reader, the results, and what a plan takes in their place."""
-    (m, n), used = sizes, _used()
-    wanted = rows and 0 in used, cols and 1 in used
-    out = [
-        _empty(x, CODES[fmt], *(shape if side else (0, 0)))
-        for side, shape in zip(wanted, ((m, n), (n, m)), strict=True)
-    ]
-    return wanted, out, [codes if side else x for side, codes in zip(wanted, out, strict=True)]
-
-
-def _cast_rows(x: Any, sizes: list[int], fmt: str, power_of_two: bool, amax_floor: float) -> list[Any]:
-    m, n = sizes
-    out = [_empty(x, CODES[fmt], m, n), _empty(x, torch.float32, m, 1), _empty(x, torch.float32, m, 1)]
-    _launch(_plans().cast_rows(m, n, fmt, power_of_two, amax_floor), x, *out)
-    return out
-
-
-def _cast_blocks(
-    x: Any, sizes: list[int], fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
-) -> list[Any]:
-    m, n = sizes
-    used = _used()
-    wanted = bool(rows and used & {0, 1}), bool(cols and used & {2, 3})
-    plans = _plans()
-    out: list[Any] = []
-    tensors = [x]
-    for is_wanted, shape in zip(wanted, ((m, n), (n, m)), strict=True):
-        if not is_wanted:
-            out += [_empty(x, CODES[fmt], 0, 0), _empty(x, torch.float32, 0, 0)]
-            tensors += [x, x] if square else [x, x, x]
-            continue
-        blocks = block_granularity(square).scale_shape(*shape)
-        strides = (blocks[1], 1) if square else (1, blocks[0])
-        out += [_empty(x, CODES[fmt], *shape), _empty(x, torch.float32, *blocks, strides=strides)]
-        tensors += out[-2:] if square else [*out[-2:], _empty(x, torch.float32, *blocks)]
-    if any(wanted):
-        cast = plans.cast_squares if square else plans.cast_vectors
-        _launch(cast(m, n, fmt, power_of_two, amax_floor, *wanted), *tensors)
-    return out
-
-
-def _transpose_codes(codes: Any, sizes: list[int], after: Any) -> Any:
-    m, n = sizes
-    out = _empty(codes, codes.get_dtype(), n, m)
-    _launch(_plans().transpose_codes(m, n), codes, out)
-    return out
-
-
-def _launch(plan: Any, *tensors: Any) -> None:
-    """Add the kernel of a plan to Inductor's graph, as a node."""
+def _add_node(
+    plan: Any, tensors: tuple[Any, ...], host: Callable[..., Any] | None, host_settings: tuple[Any, ...]
+) -> None:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel = _with_warps(plan.kernel, plan.warps)
@@ -243,7 +220,7 @@ def _launch(plan: Any, *tensors: Any) -> None:
         tma_descriptor_metadata={},
         kernel_args=arguments,
     )
-    node.plan = plan
+    node.plan, node.host, node.host_settings = plan, host, host_settings
 
 
 @cache
@@ -252,8 +229,12 @@ def _planned_kernel() -> Any:
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
+    from f8emu.torch.fused.launch import sources_digest
+
     class PlannedKernel(ir.UserDefinedTritonKernel):
         plan: Any
+        host: Callable[..., Any] | None
+        host_settings: tuple[Any, ...]
 
         def can_fuse_epilogue(self) -> bool:
             return False
@@ -265,11 +246,15 @@ def _planned_kernel() -> Any:
             tensors = [x for x in self.ordered_kwargs_for_cpp_kernel if isinstance(self.kwargs[x], ir.IRNode)]
             values = [self.get_kwargs_value(x) for x in tensors]
             device, dtypes = values[0].get_device(), [str(x.get_dtype()) for x in values]
-            bound = f"{self.plan.name}.bound({', '.join([str(device.index), *dtypes])})"
+            wrapper.add_import_once("from f8emu.torch.fused import launch as f8emu_launch, plans as f8emu_plans")
+            wrapper.add_import_once(f"f8emu_launch.require_sources({sources_digest()!r})")
+            bound = f"f8emu_plans.{self.plan.name}.bound({', '.join([str(device.index), *dtypes])})"
+            if self.host is not None:
+                wrapper.add_import_once(f"import {self.host.__module__}")
+                settings = ", ".join([bound, *map(repr, self.host_settings)])
+                bound = f"{self.host.__module__}.{self.host.__name__}({settings})"
             name = "f8emu_" + re.sub(r"\W+", "_", bound)
-            wrapper.add_import_once("from f8emu.torch.fused import launch as f8emu_launch")
-            wrapper.add_import_once(f"f8emu_launch.require_sources({_plans().sources_digest()!r})")
-            wrapper.add_import_once(f"{name} = f8emu_launch.{bound}")
+            wrapper.add_import_once(f"{name} = {bound}")
             self.codegen_comment(wrapper, name)
             wrapper.writeline(f"{name}({', '.join(map(_pointer_to, values))})")
 
@@ -292,44 +277,3 @@ def _with_warps(kernel: Any, warps: int) -> Any:
     import triton
 
     return triton.autotune(configs=[triton.Config({}, num_warps=warps)], key=[])(kernel)
-
-
-def _plans() -> Any:
-    plans = operators.launches()
-    assert plans is not None, "asked before"
-    return plans
-
-
-def _used() -> set[int]:
-    """The indices of those results of the node being lowered that have a reader."""
-    from torch._inductor.virtualized import V
-
-    results: set[int] = set()
-    for user in V.graph.current_node.users:
-        index = user.args[1]
-        assert isinstance(index, int), "only getitem reads a node of several results"
-        if user.users:
-            results.add(index)
-    return results
-
-
-def _empty(x: Any, dtype: torch.dtype, *shape: int, strides: tuple[int, ...] | None = None) -> Any:
-    from torch._inductor.lowering import lowerings
-
-    strides = (max(shape[1], 1), 1) if strides is None else strides
-    empty = lowerings[torch.ops.aten.empty_strided.default]
-    return empty(list(shape), list(strides), dtype=dtype, device=x.get_device())
-
-
-def _contiguous(x: Any) -> Any:
-    from torch._inductor import ir
-
-    return ir.ExternKernel.require_contiguous(x)
-
-
-def _known(size: Any) -> int | None:
-    """A size as an int; None if it is unknown at compile time."""
-    try:
-        return int(size)
-    except TypeError:  # a sympy expression with symbols
-        return None

@@ -18,95 +18,51 @@ The kernels run on a CUDA device of compute capability 8.9 or newer with Triton.
 and one warning says so.
 """
 
-import math
-import sys
-import warnings
-from collections.abc import Callable, Sequence
-from functools import cache, wraps
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from f8emu.torch.aten_equivalents import seen_as_max
-from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import (
+    Output,
+    amax_count,
     amax_tiles,
     block_granularity,
-    empty_blocks,
-    empty_codes,
-    empty_pair,
-    empty_rows,
+    check_one_float,
+    codes_of,
     named_format,
     named_rule,
-    new_floats,
-    new_zeros,
+    side_of_blocks,
+    side_of_pair,
     tile_amaxes,
 )
-from f8emu.torch.launch_sequence import repeatable
-from f8emu.torch.library import Implementation, Operator, fake, operator
+from f8emu.torch.fused.fused_cast import FusedCast
+from f8emu.torch.fused.inductor import Traits
+from f8emu.torch.library import operator
 from f8emu.torch.scale import require_margin
 
-
-@cache
-def launches() -> ModuleType | None:
-    """The module that launches the kernels; None, with one warning, if Triton is not installed."""
-    try:
-        from f8emu.torch.fused import launch
-    except ModuleNotFoundError as error:
-        if error.name != "triton":
-            raise
-        warnings.warn(
-            "f8emu.torch: Triton is not installed, so casts to float8 run as plain torch operations: the same bits, "
-            "several times slower; install it with: pip install triton",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
-    return launch
+_REDUCTION = Traits(is_reduction=True)
 
 
-def fake_with_hooks(operator: Operator) -> Callable[[Implementation], Implementation]:
-    """`fake`, which also installs the hooks of `inductor` before a compiler that traces this call needs them."""
-
-    def register(function: Implementation) -> Implementation:
-        @wraps(function)
-        def prepared(*args: Any) -> Any:
-            if "torch._functorch.partitioners" in sys.modules:
-                from f8emu.torch.fused import inductor
-
-                inductor.install()
-            return function(*args)
-
-        fake(operator)(prepared)
-        return function
-
-    return register
+# Amaxes.
 
 
-def kernels_for(x: Tensor) -> ModuleType | None:
-    """The module that launches kernels on `x`; None where `eager` runs."""
-    return launches() if x.numel() > 0 and has_float8_hardware(x.device) else None
+def _amax_outputs(x: Tensor) -> tuple[Output, ...]:
+    require_values("tensor_amax", x)
+    return (Output((1, 1), is_zeroed=True),)
 
 
-@operator()
+def _launch_amax(on: Any, out: Any, x: Any) -> None:
+    on.run(on.plans.tensor_amax(_count(on, x)), x, out[0])
+
+
+@FusedCast(outputs=_amax_outputs, launch=_launch_amax, traits=_REDUCTION)
 def reduce_tensor(x: Tensor) -> Tensor:
     """The opaque operator behind `tensor_amax`."""
-    require_values("tensor_amax", x)
-    if (launch := kernels_for(x)) is None:
-        return eager.tensor_amax(x)
-    amax = new_zeros(x, 1, 1)
-    launch.tensor_amax(x.numel())(x.contiguous(), amax)
-    return amax
-
-
-@fake_with_hooks(reduce_tensor)
-def _(x: Tensor) -> Tensor:
-    require_values("tensor_amax", x)
-    return new_floats(x, 1, 1)
+    return eager.tensor_amax(x)
 
 
 @operator(opaque=False, plain=reduce_tensor.function)
@@ -115,21 +71,19 @@ def tensor_amax(x: Tensor) -> Tensor:
     return seen_as_max(x, lambda: reduce_tensor(x))
 
 
-@operator()
+def _row_amax_outputs(x: Tensor) -> tuple[Output, ...]:
+    require_values("row_amax", x, ndim=2)
+    return (Output((x.shape[0], 1)),)
+
+
+def _launch_row_amax(on: Any, out: Any, x: Any) -> None:
+    on.run(on.plans.row_amax(*on.shape(x)), x, out[0])
+
+
+@FusedCast(outputs=_row_amax_outputs, launch=_launch_row_amax, traits=_REDUCTION)
 def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of `x` [M, N], [M, 1]."""
-    require_values("row_amax", x, ndim=2)
-    if (launch := kernels_for(x)) is None:
-        return eager.row_amax(x)
-    amax = new_floats(x, x.shape[0], 1)
-    launch.row_amax(*x.shape)(x.contiguous(), amax)
-    return amax
-
-
-@fake_with_hooks(row_amax)
-def _(x: Tensor) -> Tensor:
-    require_values("row_amax", x, ndim=2)
-    return new_floats(x, x.shape[0], 1)
+    return eager.row_amax(x)
 
 
 def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,21 +92,19 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     return amaxes[:m].unsqueeze(1), amaxes[m:].unsqueeze(1)
 
 
-@operator()
+def _row_col_outputs(x: Tensor) -> tuple[Output, ...]:
+    require_values("row_col_amax", x, ndim=2)
+    return (Output((x.shape[0] + x.shape[1],), is_zeroed=True),)
+
+
+def _launch_row_col(on: Any, out: Any, x: Any) -> None:
+    on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), False), x, out[0])
+
+
+@FusedCast(outputs=_row_col_outputs, launch=_launch_row_col, traits=_REDUCTION)
 def reduce_rows_and_cols(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amaxes`."""
-    require_values("row_col_amax", x, ndim=2)
-    if (launch := kernels_for(x)) is None:
-        return torch.cat(eager.row_col_amax(x)).flatten()
-    amaxes = new_zeros(x, x.shape[0] + x.shape[1])
-    launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device), False)(x.contiguous(), amaxes)
-    return amaxes
-
-
-@fake_with_hooks(reduce_rows_and_cols)
-def _(x: Tensor) -> Tensor:
-    require_values("row_col_amax", x, ndim=2)
-    return new_floats(x, x.shape[0] + x.shape[1])
+    return torch.cat(eager.row_col_amax(x)).flatten()
 
 
 @operator(opaque=False, plain=reduce_rows_and_cols.function)
@@ -161,21 +113,19 @@ def row_col_amaxes(x: Tensor) -> Tensor:
     return seen_as_max(x, lambda: reduce_rows_and_cols(x))
 
 
-@operator()
+def _tiles_outputs(x: Tensor) -> tuple[Output, ...]:
+    require_values("row_col_amax_of_tiles", x, ndim=2)
+    return (Output((sum(tile_amaxes(*x.shape)),)),)
+
+
+def _launch_tiles(on: Any, out: Any, x: Any) -> None:
+    on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), True), x, out[0])
+
+
+@FusedCast(outputs=_tiles_outputs, launch=_launch_tiles, traits=_REDUCTION)
 def reduce_tiles(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amax_of_tiles`."""
-    require_values("row_col_amax_of_tiles", x, ndim=2)
-    if (launch := kernels_for(x)) is None:
-        return eager.amaxes_of_tiles(x)
-    amaxes = new_floats(x, sum(tile_amaxes(*x.shape)))
-    launch.row_col_amax(*x.shape, launch.has_pairs(x.dtype, x.shape[1], x.device), True)(x.contiguous(), amaxes)
-    return amaxes
-
-
-@fake_with_hooks(reduce_tiles)
-def _(x: Tensor) -> Tensor:
-    require_values("row_col_amax_of_tiles", x, ndim=2)
-    return new_floats(x, sum(tile_amaxes(*x.shape)))
+    return eager.amaxes_of_tiles(x)
 
 
 @operator(opaque=False, plain=reduce_tiles.function)
@@ -194,36 +144,58 @@ def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
     return amaxes[:end].view(tiles_n, m, 1), amaxes[end:].view(tiles_m, n, 1)
 
 
-@operator()
-def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
-    """(inv_scale, scale) for each amax, as `scale_from_amax`; any shape and high-precision dtype."""
-    require_values("scales", amax, name="amax")
-    require_margin("scales", margin)
-    format, rule = named_rule("scales", fmt, power_of_two, amax_floor)
-    if (launch := kernels_for(amax)) is None:
-        return eager.scales(amax.float(), format, rule, margin)
-    inv_scale, scale = new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
-    launch.scales(fmt, power_of_two, amax_floor, margin, amax.numel())(amax.contiguous(), inv_scale, scale)
-    return inv_scale, scale
+# Scales.
 
 
-@fake_with_hooks(scales)
-def _(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
+def _scales_outputs(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Output, ...]:
     require_values("scales", amax, name="amax")
     require_margin("scales", margin)
     named_rule("scales", fmt, power_of_two, amax_floor)
-    return new_floats(amax, *amax.shape), new_floats(amax, *amax.shape)
+    return Output(tuple(amax.shape)), Output(tuple(amax.shape))
 
 
-def amax_count(shape: Sequence[int]) -> int:
-    """How many amaxes of a whole tensor there are; 0 for a vector of one a row; -t for t such vectors."""
-    if len(shape) == 3 and math.prod(shape) > 1:
-        return -shape[0]
-    return 0 if len(shape) == 2 and shape[0] > 1 else math.prod(shape)
+def _launch_scales(on: Any, out: Any, amax: Any, *rule: Any) -> None:
+    on.run(on.plans.scales(*rule, _count(on, amax)), amax, *out)
 
 
-@operator()
-@repeatable
+@FusedCast(outputs=_scales_outputs, launch=_launch_scales, traits=_REDUCTION)
+def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
+    """(inv_scale, scale) for each amax, as `scale_from_amax`; any shape and high-precision dtype."""
+    return eager.scales(amax.float(), *named_rule("scales", fmt, power_of_two, amax_floor), margin)
+
+
+# Codes and scales.
+
+
+def _pair_outputs(
+    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
+) -> tuple[Output, ...]:
+    named_rule("cast_pair", fmt, power_of_two, amax_floor)
+    require_values("cast_pair", x, ndim=2)
+    rows = side_of_pair("row_amax", x, fmt, row_amax, 0, power_of_two)
+    return *rows, *side_of_pair("col_amax", x, fmt, col_amax, 1, power_of_two)
+
+
+def _launch_pair(
+    on: Any, out: Any, x: Any, fmt: str, row_amax: Any, col_amax: Any, power_of_two: bool, amax_floor: float
+) -> None:
+    rule, counts, tensors = (fmt, power_of_two, amax_floor), [], [x]
+    for amax, codes, scale in ((row_amax, *out[:2]), (col_amax, *out[2:])):
+        if codes is None:
+            tensors += [x, x, x]
+            counts.append(None)
+            continue
+        source, count = on.contiguous(amax), amax_count(on.shape(amax))
+        if count == 0 and not power_of_two:  # a kernel before this one divides for the scales of vectors
+            inv_scale = on.floats(x, *on.shape(scale))
+            on.run(on.plans.scales(*rule, 0, _count(on, scale)), source, inv_scale, scale)
+            source = inv_scale
+        tensors += [source, codes, scale]
+        counts.append(count)
+    on.run(on.plans.cast_pair(*on.shape(x), *rule, *counts), *tensors)
+
+
+@FusedCast(outputs=_pair_outputs, launch=_launch_pair)
 def cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -235,30 +207,15 @@ def cast_pair(
     Returns:
         (row_codes, row_scale, col_codes, col_scale).
     """
-    settings = (fmt, power_of_two, amax_floor)
-    format, rule = named_rule("cast_pair", *settings)
-    out = empty_pair(x, format, row_amax, col_amax, power_of_two)
-    if (launch := kernels_for(x)) is None:
-        return (
-            *(out[:2] if row_amax is None else eager.cast_rows_by(x, format, row_amax, rule)),
-            *(out[2:] if col_amax is None else eager.cast_rows_by(x.t(), format, col_amax, rule)),
-        )
-    sources = [None if amax is None else amax.contiguous() for amax in (row_amax, col_amax)]
-    counts = [None if source is None else amax_count(source.shape) for source in sources]
-    plan = launch.cast_pair(*x.shape, *settings, *counts)
-    if not power_of_two:  # a kernel before this one divides for the scales of vectors
-        for i, count in enumerate(counts):
-            if count == 0:
-                amax, inv_scale = sources[i], new_floats(x, *out[2 * i + 1].shape)
-                assert amax is not None, "a vector is there"
-                launch.scales(*settings, 0, amax.numel())(amax, inv_scale, out[2 * i + 1])
-                sources[i] = inv_scale
-    row_source, col_source = (x if source is None else source for source in sources)
-    plan(x.contiguous(), row_source, *out[:2], col_source, *out[2:])
-    return out
+    format, rule = named_rule("cast_pair", fmt, power_of_two, amax_floor)
+    row, col = (
+        eager.nothing(side, format) if amax is None else eager.cast_rows_by(side, format, amax, rule)
+        for side, amax in ((x, row_amax), (x.t(), col_amax))
+    )
+    return *row, *col
 
 
-@operator()
+@FusedCast(outputs=_pair_outputs, launch=_launch_pair, traits=Traits(is_recomputable=True))
 def recomputable_cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -266,51 +223,65 @@ def recomputable_cast_pair(
     return cast_pair.function(x, fmt, row_amax, col_amax, power_of_two, amax_floor)
 
 
-@fake_with_hooks(cast_pair)
-@fake_with_hooks(recomputable_cast_pair)
-def _(
-    x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    format, _ = named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    return empty_pair(x, format, row_amax, col_amax, power_of_two)
+def given_outputs(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Output, Output]:
+    """Row and column codes under one inv_scale."""
+    require_values(call, x, ndim=2)
+    check_one_float(call, "inv_scale", inv_scale, x)
+    named_format(call, fmt)
+    m, n = x.shape
+    return codes_of(fmt, m, n, 0, is_wanted=rows), codes_of(fmt, n, m, 1, is_wanted=cols)
 
 
-@operator()
+def _launch_given(on: Any, out: Any, x: Any, fmt: str, inv_scale: Any, *_: bool) -> None:
+    wanted = [codes is not None for codes in out]
+    codes = [x if codes is None else codes for codes in out]
+    on.run(on.plans.cast_pair_given(*on.shape(x), fmt, *wanted, False, False), x, inv_scale, *codes, *[inv_scale] * 3)
+
+
+@FusedCast(outputs=lambda *args: given_outputs("cast_pair_given", *args), launch=_launch_given)
 def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
     """Codes of `x` [M, N] if `rows`, and of `x^T` [N, M] if `cols`, under one inv_scale, [1, 1]."""
-    row, col = empty_codes("cast_pair_given", x, fmt, inv_scale, rows, cols)
-    if (launch := kernels_for(x)) is None:
-        format = named_format("cast_pair_given", fmt)
-        row = eager.cast_by(x, format, inv_scale) if rows else row
-        col = eager.cast_by(x.t(), format, inv_scale) if cols else col
-        return row, col
-    launch.cast_pair_given(*x.shape, fmt, rows, cols)(x.contiguous(), inv_scale, row, col, *[inv_scale] * 3)
-    return row, col
+    return eager.cast_sides_by(x, named_format("cast_pair_given", fmt), inv_scale, rows, cols)
 
 
-@fake_with_hooks(cast_pair_given)
-def _(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
-    return empty_codes("cast_pair_given", x, fmt, inv_scale, rows, cols)
+def _rows_outputs(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Output, ...]:
+    named_rule("cast_rows", fmt, power_of_two, amax_floor)
+    require_values("cast_rows", x, ndim=2)
+    m, n = x.shape
+    return codes_of(fmt, m, n), Output((m, 1)), Output((m, 1))
 
 
-@operator()
+def _launch_rows(on: Any, out: Any, x: Any, *rule: Any) -> None:
+    on.run(on.plans.cast_rows(*on.shape(x), *rule), x, *out)
+
+
+@FusedCast(outputs=_rows_outputs, launch=_launch_rows)
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
-    format, rule = named_rule("cast_rows", fmt, power_of_two, amax_floor)
-    out = empty_rows(x, format)
-    if (launch := kernels_for(x)) is None:
-        return eager.cast_rows(x, format, rule)
-    launch.cast_rows(*x.shape, fmt, power_of_two, amax_floor)(x.contiguous(), *out)
-    return out
+    return eager.cast_rows(x, *named_rule("cast_rows", fmt, power_of_two, amax_floor))
 
 
-@fake_with_hooks(cast_rows)
-def _(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
-    format, _ = named_rule("cast_rows", fmt, power_of_two, amax_floor)
-    return empty_rows(x, format)
+def _blocks_outputs(
+    x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
+) -> tuple[Output, ...]:
+    named_rule("cast_blocks", fmt, power_of_two, amax_floor)
+    require_values("cast_blocks", x, ndim=2)
+    m, n = x.shape
+    return *side_of_blocks(fmt, square, m, n, 0, rows), *side_of_blocks(fmt, square, n, m, 1, cols)
 
 
-@operator()
+def _launch_blocks(on: Any, out: Any, x: Any, fmt: str, square: bool, rows: bool, cols: bool, *rule: Any) -> None:
+    wanted, tensors = [], [x]
+    for codes, scale in (out[:2], out[2:]):
+        wanted.append(codes is not None)
+        if codes is None:
+            tensors += [x, x] if square else [x, x, x]
+        else:
+            tensors += [codes, scale] if square else [codes, scale, on.floats(x, *on.shape(scale))]
+    on.run(on.plans.cast_blocks(*on.shape(x), fmt, square, *rule, *wanted), *tensors)
+
+
+@FusedCast(outputs=_blocks_outputs, launch=_launch_blocks)
 def cast_blocks(
     x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -320,23 +291,15 @@ def cast_blocks(
         (row_codes, row_scale, col_codes, col_scale).
     """
     format, rule = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
-    out = empty_blocks(x, format, square, rows, cols)
-    if (launch := kernels_for(x)) is None:
-        row = eager.cast_blocks(x, format, block_granularity(square), rule) if rows else out[:2]
-        col = eager.cast_blocks(x.t(), format, block_granularity(square), rule) if cols else out[2:]
-        return *row, *col
-    settings = (*x.shape, fmt, power_of_two, amax_floor, rows, cols)
-    if square:
-        launch.cast_squares(*settings)(x.contiguous(), *out)
-    else:
-        inv_scales = [new_floats(x, *reversed(scale.shape)) for scale in (out[1], out[3])]
-        launch.cast_vectors(*settings)(x.contiguous(), *out[:2], inv_scales[0], *out[2:], inv_scales[1])
-    return out
+    row, col = (
+        eager.cast_blocks(side, format, block_granularity(square), rule) if is_wanted else eager.nothing(side, format)
+        for side, is_wanted in ((x, rows), (x.t(), cols))
+    )
+    return *row, *col
 
 
-@fake_with_hooks(cast_blocks)
-def _(
-    x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    format, _ = named_rule("cast_blocks", fmt, power_of_two, amax_floor)
-    return empty_blocks(x, format, square, rows, cols)
+def _count(on: Any, x: Any) -> int:
+    count = 1
+    for size in on.shape(x):
+        count *= size
+    return count

@@ -4,8 +4,6 @@ Operands have passed `f8emu.torch.gemm.checks`. Torch further requires alignment
 where a tensor does not have them, it is copied here.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType
@@ -13,7 +11,6 @@ from torch.nn.functional import scaled_mm as functional_scaled_mm
 
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.device import require_hopper
-from f8emu.torch.launch_sequence import is_recording, note_call
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
@@ -34,23 +31,18 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
-    is_aligned: bool = False,
 ) -> Tensor:
     """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales.
-
-    With `is_aligned` the tensors are known to be, and nothing watches.
 
     Raises:
         UnsupportedError: blockwise scales on a device that is not Hopper.
     """
-    operands = a, b, scale_a, scale_b
-    is_traced = not is_aligned and is_watched(a)
-    is_aligned = is_aligned or (not is_traced and _are_plainly_aligned(*operands))
-    if not is_aligned:
+    is_traced = is_watched(a)
+    if is_traced or not _are_plainly_aligned(a, b, scale_a, scale_b):
         a, b = _aligned(a, is_traced), _aligned_columns(b, is_traced)
         scale_a, scale_b = _aligned_scale(scale_a, is_traced), _aligned_scale(scale_b, is_traced)
     if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
-        product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,
             scale_a,
@@ -59,25 +51,16 @@ def scaled_mm(
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
         )
-    else:
-        require_hopper("scaled_mm with blockwise scales", a.device)
-        product = functional_scaled_mm(
-            a,
-            b,
-            block_scales(scale_a, granularities[0]),
-            _SCALING_TYPES[granularities[0]],
-            block_scales(scale_b.t(), granularities[1]),
-            _SCALING_TYPES[granularities[1]],
-            output_dtype=out_dtype,
-        )
-    if not is_traced and is_recording() and bias is None:
-        options: Any = {"bias": None, "out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-
-        def again(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-            return scaled_mm(a, b, scale_a, scale_b, granularities, **options, is_aligned=is_aligned)
-
-        note_call(again, operands, product)
-    return product
+    require_hopper("scaled_mm with blockwise scales", a.device)
+    return functional_scaled_mm(
+        a,
+        b,
+        block_scales(scale_a, granularities[0]),
+        _SCALING_TYPES[granularities[0]],
+        block_scales(scale_b.t(), granularities[1]),
+        _SCALING_TYPES[granularities[1]],
+        output_dtype=out_dtype,
+    )
 
 
 def scaled_grouped_mm(
@@ -114,16 +97,11 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     A matrix that is not aligned to 16 bytes is copied: the library would choose a kernel with other rules for it.
     Autocast is disabled, because it would convert the operands to its own dtype.
     """
-    operands = a, b
     a, b = _readable(a), _readable(b)
     with torch.autocast(a.device.type, enabled=False):
         if out_dtype is torch.bfloat16:
-            product = torch.mm(a, b)
-        else:
-            product = torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
-    if not is_watched(a) and is_recording():
-        note_call(lambda *again: mm(*again, out_dtype=out_dtype), operands, product)
-    return product
+            return torch.mm(a, b)
+        return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
 
 
 def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:

@@ -7,7 +7,8 @@ from f8emu.spec.formats import Format, format_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
 from f8emu.torch.fused.kernels.casts import DTYPES
-from f8emu.torch.fused.launch import Plan, blocks, codes_constants, planned, rule_constants
+from f8emu.torch.fused.launch import LaunchPlan, planned
+from f8emu.torch.fused.plans import blocks, codes_constants, rule_constants
 from f8emu.torch.inspection import kernels
 from f8emu.torch.inspection.statistics import tie_of
 
@@ -69,11 +70,11 @@ def codes(x: Tensor, format: Format) -> Tensor:
 
 
 @planned
-def _values(m: int, n: int, row_stride: int, col_stride: int, sums: bool) -> Plan:
+def _values(m: int, n: int, row_stride: int, col_stride: int, sums: bool) -> LaunchPlan:
     bm, bn = VALUES_TILE
     tiles_n = blocks(n, bn)
     sizes, constants = (m, n, row_stride, col_stride, tiles_n), {"SUMS": sums, "BM": bm, "BN": bn}
-    return Plan(kernels.values_kernel, blocks(m, bm) * tiles_n, sizes, constants, VALUES_WARPS)
+    return LaunchPlan(kernels.values_kernel, blocks(m, bm) * tiles_n, sizes, constants, VALUES_WARPS)
 
 
 @planned
@@ -89,7 +90,7 @@ def _cast(
     amax_floor: float,
     is_amax: bool,
     along: int,
-) -> Plan:
+) -> LaunchPlan:
     bm, bn = CAST_TILE
     tiles_n = blocks(n, bn)
     sizes = (m, n, row_stride, col_stride, source_rows, source_cols, tiles_n)
@@ -102,19 +103,19 @@ def _cast(
         "BM": bm,
         "BN": bn,
     }
-    return Plan(kernels.cast_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
+    return LaunchPlan(kernels.cast_kernel, blocks(m, bm) * tiles_n, sizes, constants, CAST_WARPS)
 
 
 @planned
-def _total(rows: int, count: int, has_amax: bool) -> Plan:
+def _total(rows: int, count: int, has_amax: bool) -> LaunchPlan:
     constants = {"AMAX": has_amax, "BLOCK": TOTAL_BLOCK}
-    return Plan(kernels.total_kernel, rows, (count, blocks(count, TOTAL_BLOCK)), constants, TOTAL_WARPS)
+    return LaunchPlan(kernels.total_kernel, rows, (count, blocks(count, TOTAL_BLOCK)), constants, TOTAL_WARPS)
 
 
 @planned
-def _codes(count: int, largest: int, max_code: int) -> Plan:
+def _codes(count: int, largest: int, max_code: int) -> LaunchPlan:
     constants = {"LARGEST": largest, "MAX_CODE": max_code, "BLOCK": CODES_BLOCK}
-    return Plan(kernels.codes_kernel, blocks(count, CODES_BLOCK), (count,), constants, CODES_WARPS)
+    return LaunchPlan(kernels.codes_kernel, blocks(count, CODES_BLOCK), (count,), constants, CODES_WARPS)
 
 
 def _in_memory(x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from f8emu.torch.inspection.statistics import (
     value_statistics,
 )
 from f8emu.torch.layer.operands import Delayed, Operand
+from f8emu.torch.library import kernels_for
 from f8emu.torch.scale import scale_from_amax
 
 _COUNTED = ("amax", "nan", "inf", "zero")
@@ -129,7 +130,7 @@ def operand_statistics(operand: Operand, cast: Cast, wanted: Collection[str]) ->
 
 def launches_for(x: Tensor, *formats: Format) -> ModuleType | None:
     """The module that launches kernels on `x`; None where there are none."""
-    if fused.kernels_for(x) is None:
+    if kernels_for(x) is None:
         return None
     launch = _launches()
     return launch if launch.takes(x, *formats) else None

@@ -13,7 +13,6 @@ from f8emu.spec.scaling import Granularity
 from f8emu.spec.trace import Scales
 from f8emu.torch.fused.columns import transpose_codes
 from f8emu.torch.fused.delayed import note_cast
-from f8emu.torch.launch_sequence import repeatable
 from f8emu.torch.layer.operands import (
     Delayed,
     Operand,
@@ -62,7 +61,6 @@ class WeightSource(NamedTuple):
     """In place of the weight: the codes that FSDP2 gathered, still to be transposed."""
 
 
-@repeatable
 def cast_input(input: Tensor, plan: LayerPlan, delayed: Delayed | None = None) -> InputOperands:
     """The operands of `output` and `grad_weight` that a layer casts from its input [M, K]."""
     recipe = plan.recipe

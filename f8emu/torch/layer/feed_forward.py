@@ -13,7 +13,6 @@ from torch.nn.functional import silu
 
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TENSORS, TENSORWISE, Recipe
-from f8emu.spec.scaling import Granularity
 from f8emu.torch.bias import add_bias
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.layer.feed_forward_autograd import Layers, float8_feed_forward
@@ -29,13 +28,12 @@ LLAMA_NAMES = ("w1", "w2", "w3")
 class Float8FeedForward(nn.Module):
     """`w2(silu(w1(input)) * w3(input))` with three `Float8Linear`.
 
-    Under delayed and blockwise recipes the casts between the layers are fused (see `feed_forward_autograd`). In all
-    other cases the three layers and `silu` are called one after the other:
+    Under delayed scaling the casts between the layers are fused (see `feed_forward_autograd`). In all other cases the
+    three layers and `silu` are called one after the other:
     - under other recipes and in dtypes other than bfloat16,
     - if w1 or w3 has a bias, or if a layer has hooks or was replaced,
     - if the layers differ in recipe or engine,
-    - if, of the input and the three weights, only the weight of w2 requires a gradient; under delayed scaling wherever
-      no gradient flows back through w1 or w3.
+    - if no gradient flows back through w1 or through w3.
 
     The parameters and the state dict are those of the three layers, under the names in `names`.
 
@@ -151,23 +149,21 @@ def _can_fuse(input: Tensor, dtype: torch.dtype, w1: nn.Module, w2: nn.Module, w
             return False
         if layer.engine != w1.engine or not (layer.recipe is w1.recipe or layer.recipe == w1.recipe):
             return False
-    if bias_of(w1) is not None or bias_of(w3) is not None or not _has_fused_casts(w1.recipe):
+    if bias_of(w1) is not None or bias_of(w3) is not None or not _is_delayed(w1.recipe):
         return False
     if w1.weight.shape != w3.weight.shape or w1.out_features != w2.in_features:
         return False
-    has_gradient = [tensor.requires_grad for tensor in (input, w1.weight, w3.weight)]
-    if w1.recipe.delayed is not None:  # a layer that no gradient flows back through scales by its own amaxes
-        return torch.is_grad_enabled() and (has_gradient[0] or all(has_gradient[1:]))
-    return any(has_gradient) or not (w2.weight.requires_grad and torch.is_grad_enabled())
+    # A layer that no gradient flows back through scales by its own amaxes.
+    has_gradients = input.requires_grad or (w1.weight.requires_grad and w3.weight.requires_grad)
+    return torch.is_grad_enabled() and has_gradients
 
 
-def _has_fused_casts(recipe: Recipe) -> bool:
+def _is_delayed(recipe: Recipe) -> bool:
+    """Whether every tensor has delayed scales."""
     casts = (recipe.output.a, recipe.grad_weight.b, recipe.grad_input.a, recipe.grad_weight.a)
-    if any(cast.format is None for cast in casts):
+    if recipe.delayed is None or recipe.delayed.tensors != TENSORS:
         return False
-    if recipe.delayed is not None:
-        return recipe.delayed.tensors == TENSORS
-    return all(cast.granularity is Granularity.BLOCKWISE_1X128 for cast in casts)
+    return all(cast.format is not None for cast in casts)
 
 
 def _check_block(module: nn.Module, names: tuple[str, str, str]) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from f8emu.torch.launch_sequence import repeatable
 from f8emu.torch.layer.casts import (
     InputOperands,
     LayerPlan,
@@ -145,7 +144,6 @@ class Float8Backward(Function):
         return d_input, None if d_weight is None else d_weight.to(ctx.weight_dtype), *(None,) * 11
 
 
-@repeatable
 def gradients(
     grad_output: Tensor,
     saved: tuple[Tensor | None, ...],

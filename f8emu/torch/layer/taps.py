@@ -27,7 +27,6 @@ from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.gemm.planned import layer_split_k
-from f8emu.torch.launch_sequence import note_effect
 from f8emu.torch.layer.names import all_float8_layers
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.library import fake, operator
@@ -334,7 +333,6 @@ def _(token: Tensor, *_: Any) -> None:
 
 def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
     """Who watches, and is called; the call is counted in the token."""
-    note_effect()
     torch.autograd.graph.increment_version(token)
     token[1] += 1
     # A backward pass that runs a forward pass repeats it: activation checkpointing.

@@ -16,7 +16,6 @@ from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.collectives import reduce_amax
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.arguments import new_zeros
 from f8emu.torch.torch_internals import foreach_copy, is_dtensor
 from f8emu.torch.weights.codes import WeightScales, format_of
 
@@ -118,7 +117,7 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
         # 1. The amaxes that this rank knows, in one tensor, by few launches for the hundreds of weights of a model.
         parts = [part for i in members for part in _own_amaxes(weights[i])]
         sizes = [part.size for part in parts]
-        flat = new_zeros(weights[members[0]].values, sum(sizes))
+        flat = weights[members[0]].values.new_zeros(sum(sizes), dtype=torch.float32)
         places = zip(flat.split(sizes), parts, strict=True)
         own_places = [place.narrow(0, part.begin, part.own.numel()) for place, part in places]
         foreach_copy(own_places, [part.own.flatten() for part in parts])

@@ -6,7 +6,7 @@ this takes few registers, so that many programs run at once. The first pass hand
 through memory (`row_inv_scale`, `col_inv_scale`, with the scales' shapes). So there is one division per scale, not one
 in every thread that uses it, and the compiler is free to transpose the tile before it is converted.
 
-Exactness and conventions are those of `cast_kernels`; each scale is of the block's own amax, so nothing is clamped.
+Exactness and conventions are those of `casts`; each scale is of the block's own amax, so nothing is clamped.
 """
 
 # pyright: reportMissingImports=false, reportGeneralTypeIssues=false
@@ -140,7 +140,7 @@ def cast_squares_kernel(
         tl.store(col_scale + tile_n * tiles_m + tile_m, reciprocal(inv, POWER_OF_TWO))
     for start in tl.static_range(0, _BLOCK, STRIP):
         strip = tile_n * _BLOCK + start + tl.arange(0, STRIP)
-        # Two conversions (see `cast_kernels`). The row-code store separates the loads; otherwise the compiler merges
+        # Two conversions (see `casts`). The row-code store separates the loads; otherwise the compiler merges
         # both conversions.
         if ROWS:
             store_tile(row_codes, (load_tile(x, rows, strip, M, N) * inv).to(DTYPE), rows, strip, M, N)

@@ -4,7 +4,7 @@ A linear layer needs every tensor twice: as `[rows, K]` of one GEMM and, transpo
 float8 operands only with K contiguous, so the transpose is written to memory. A program holds one tile of the matrix in
 registers while it stores the codes of both.
 
-Exactness: the bits of `eager`, for the reasons in `scale_kernels`, whose conventions hold here too, and for these.
+Exactness: the bits of `eager`, for the reasons in `scales`, whose conventions hold here too, and for these.
 - A scale is applied as one float32 product. The conversion rounds to the nearest, ties to even; NaN becomes 0x7f.
 - Nothing relies on how the conversion treats values beyond the largest of the format. If the scale is an argument, the
   product is clamped first, by selects, which keep NaN. If it comes from the elements' own amax,

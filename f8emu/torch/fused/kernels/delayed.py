@@ -3,7 +3,7 @@
 Compiled code may not take views of one storage that it writes to, so a layer's tensors are allocated one by one. A
 table has their addresses, eight a layer, those of `delayed.STATE`.
 
-Exactness: the bits of `delayed.update_delayed` in plain torch, for the reasons in `scale_kernels`.
+Exactness: the bits of `delayed.update_delayed` in plain torch, for the reasons in `scales`.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false

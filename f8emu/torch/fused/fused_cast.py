@@ -1,0 +1,104 @@
+"""A fused cast is described once: `FusedCast` makes an operator of it, with its fake implementation and its lowering.
+
+plain torch (the decorated function)   where kernels do not run: the meaning of the cast
+outputs                                checks of the arguments; shapes and dtypes of the results
+launch                                 the kernels that compute them, in eager code and in compiled code
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from f8emu.torch.fused import inductor
+from f8emu.torch.fused.arguments import Output
+from f8emu.torch.library import Implementation, Operator, fake, kernels_for, operator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedCast:
+    """A decorator: the function, plain torch, becomes the operator `f8emu::<its name>`, with kernels on a GPU.
+
+    Its first argument decides where it runs; of a result that was not requested it may return any empty tensor.
+    """
+
+    outputs: Callable[..., tuple[Output, ...]]
+    """Of the arguments, which it checks by their shapes, dtypes and devices alone."""
+    launch: Callable[..., None]
+    """`launch(on, out, *arguments)`, the first contiguous; in `out` None stands for a result that nobody reads.
+
+    `on` is an `EagerLauncher`, or in compiled code the launcher of `inductor`.
+    """
+    mutates_args: tuple[str, ...] = ()
+    """Names of the tensors that it writes to."""
+    is_ready: Callable[..., bool] | None = None
+    """Whether kernels can run on these arguments; with it, compiled code calls the operator as it is."""
+    traits: inductor.Traits = inductor.NO_TRAITS
+
+    def __call__(self, plain: Implementation) -> Operator:
+        """Register the operator."""
+        mutated = [list(inspect.signature(plain).parameters).index(name) for name in self.mutates_args]
+        is_single = inspect.signature(plain).return_annotation is Tensor
+
+        @wraps(plain)
+        def run(*args: Any) -> Any:
+            outputs = self.outputs(*args)
+            if mutated:
+                torch.autograd.graph.increment_version([args[i] for i in mutated])
+            plans = kernels_for(args[0])
+            if plans is None or (self.is_ready is not None and not self.is_ready(*args)):
+                return plain(*args)
+            results = [output.new(args[0]) for output in outputs]
+            given = [None if 0 in output.shape else x for output, x in zip(outputs, results, strict=True)]
+            self.launch(EagerLauncher(plans), given, args[0].contiguous(), *args[1:])
+            return results[0] if is_single else tuple(results)
+
+        cast = operator(mutates_args=self.mutates_args)(run)
+
+        @fake(cast)
+        def described(*args: Any) -> Any:
+            inductor.install()
+            results = [output.new(args[0]) for output in self.outputs(*args)]
+            return results[0] if is_single else tuple(results)
+
+        if self.is_ready is None:
+            inductor.add(cast.overload, self.outputs, self.launch, self.traits)
+        return cast
+
+
+class EagerLauncher:
+    """What a `launch` needs of eager code: kernels run at once."""
+
+    __slots__ = ("plans",)
+
+    def __init__(self, plans: ModuleType) -> None:
+        self.plans = plans
+
+    def shape(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of an argument or a result."""
+        return tuple(x.shape)
+
+    def has_pairs(self, x: Tensor) -> bool:
+        """`plans.has_pairs` of a matrix."""
+        return self.plans.has_pairs(x.dtype, x.shape[1], x.device)
+
+    def contiguous(self, x: Tensor) -> Tensor:
+        """An argument that kernels read, as they read it."""
+        return x.contiguous()
+
+    def floats(self, x: Tensor, *shape: int) -> Tensor:
+        """Uninitialised float32, for what one kernel hands to another."""
+        return x.new_empty(shape, dtype=torch.float32)
+
+    def run(self, plan: Any, *tensors: Tensor) -> None:
+        """Launch a kernel."""
+        plan(*tensors)
+
+    def run_through(self, host: Callable[..., Any], settings: tuple[Any, ...], plan: Any, *tensors: Tensor) -> None:
+        """Launch a kernel by `host(plan, *settings)(*tensors)`; `host` is a function of a module."""
+        host(plan, *settings)(*tensors)

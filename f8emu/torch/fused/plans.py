@@ -1,0 +1,251 @@
+"""The launch plan of every fused kernel: grids, tile sizes, warps. Importing this module needs Triton.
+
+Plans are made once per signature. Eager code calls them, and `inductor` writes calls of them into compiled code.
+"""
+
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+
+from f8emu.spec.formats import E4M3FN, format_by_name
+from f8emu.torch.device import compares_pairs
+from f8emu.torch.fused.arguments import AMAX_TILE, amax_tiles
+from f8emu.torch.fused.kernels import blocks as block_kernels
+from f8emu.torch.fused.kernels import casts as cast_kernels
+from f8emu.torch.fused.kernels import delayed as delayed_kernels
+from f8emu.torch.fused.kernels import scales as scale_kernels
+from f8emu.torch.fused.kernels import silu as silu_kernels
+from f8emu.torch.fused.launch import LaunchPlan, planned
+
+# The fastest on an H200 in bfloat16 at [8192, 4096] and [8192, 14336].
+AMAX_BLOCK = 16384
+AMAX_WARPS = 8
+ROW_AMAX_TILE = (4, 1024)
+ROW_AMAX_WARPS = 8
+ROW_COL_AMAX_WARPS = 4
+SCALES_BLOCK = 256
+SCALES_WARPS = 4
+CAST_TILE = (64, 128)
+CAST_WARPS = 4
+TRANSPOSE_TILE = (128, 128)
+TRANSPOSE_WARPS = 8
+ROWS_ELEMENTS = 8192
+"""Elements that a program of `cast_rows` keeps in registers, unless one row is longer."""
+ROWS_ELEMENTS_PER_WARP = 1024
+ROWS_LONGEST = 16384
+"""The longest row that stays in registers."""
+LONG_ROWS_BLOCK = 8192
+LONG_ROWS_WARPS = 8
+BLOCK = 128
+VECTORS_STRIP = 64
+VECTORS_WARPS = 4
+SQUARES_STRIP = 64
+SQUARES_WARPS = 8
+# Not measured. Chosen so that ptxas spills no registers and at least 16 warps fit on a multiprocessor.
+HIDDEN_TILE = (16, 256)
+HIDDEN_WARPS = 8
+GRADIENTS_TILE = (64, 64)
+GRADIENTS_WARPS = 8
+
+
+@planned
+def tensor_amax(count: int) -> LaunchPlan:
+    """Tensors x, amax: `amax` is updated by the amax of the `count` elements of `x`."""
+    kernel = scale_kernels.tensor_amax_kernel
+    return LaunchPlan(kernel, blocks(count, AMAX_BLOCK), (count,), {"BLOCK": AMAX_BLOCK}, AMAX_WARPS)
+
+
+@planned
+def row_amax(m: int, n: int) -> LaunchPlan:
+    """Tensors x [m, n], amax: the amaxes of the rows."""
+    bm, bn = ROW_AMAX_TILE
+    constants = {"TILES_N": blocks(n, bn), "BM": bm, "BN": bn}
+    return LaunchPlan(scale_kernels.row_amax_kernel, blocks(m, bm), (m, n), constants, ROW_AMAX_WARPS)
+
+
+@planned
+def row_col_amax(m: int, n: int, has_pairs: bool, tiled: bool) -> LaunchPlan:
+    """Tensors x [m, n], amaxes [m + n]: updated by those of the rows, then of the columns.
+
+    With `tiled`, amaxes [tiles_n * m + tiles_m * n]: those of every tile.
+    """
+    tiles_m, tiles_n = amax_tiles(m, n)
+    kernel = scale_kernels.row_col_amax_of_pairs_kernel if has_pairs else scale_kernels.row_col_amax_kernel
+    constants = {"TILED": tiled, "BM": AMAX_TILE, "BN": AMAX_TILE}
+    otherwise = row_col_amax(m, n, False, tiled) if has_pairs else None
+    return LaunchPlan(kernel, tiles_m * tiles_n, (m, n, tiles_n), constants, ROW_COL_AMAX_WARPS, otherwise)
+
+
+def has_pairs(dtype: torch.dtype, n: int, device: torch.device) -> bool:
+    """Whether rows of `n` numbers can be read as pairs of 16-bit numbers, and the GPU compares both at once."""
+    return dtype.itemsize == 2 and n % 2 == 0 and compares_pairs(device)
+
+
+@planned
+def scales(fmt: str, power_of_two: bool, amax_floor: float, margin: int, count: int) -> LaunchPlan:
+    """Tensors amax, inv_scale, scale, of `count` elements each."""
+    constants = rule_constants(fmt, power_of_two, amax_floor, margin) | {"BLOCK": SCALES_BLOCK}
+    return LaunchPlan(scale_kernels.scales_kernel, blocks(count, SCALES_BLOCK), (count,), constants, SCALES_WARPS)
+
+
+@planned
+def cast_pair(
+    m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float, rows: int | None, cols: int | None
+) -> LaunchPlan:
+    """Tensors x [m, n], row source, codes and scale, column source, codes and scale.
+
+    `rows` and `cols`: how many amaxes of the tensor the source holds, of which the largest counts; 0 is a vector of one
+    value a row, an amax where scales are powers of two, otherwise an inv_scale; -t are t vectors of amaxes; None leaves
+    the operand out.
+    """
+    constants = {
+        **rule_constants(fmt, power_of_two, amax_floor),
+        **codes_constants(fmt),
+        "ROWS": rows is not None,
+        "COLS": cols is not None,
+        "ROW_BLOCK": 1 << (rows - 1).bit_length() if rows is not None and rows > 0 else 0,
+        "COL_BLOCK": 1 << (cols - 1).bit_length() if cols is not None and cols > 0 else 0,
+        "ROW_TILED": rows is not None and rows < 0,
+        "COL_TILED": cols is not None and cols < 0,
+    }
+    counts = abs(rows or 0), abs(cols or 0)
+    return _tiled(cast_kernels.cast_pair_kernel, m, n, CAST_TILE, constants, CAST_WARPS, *counts)
+
+
+@planned
+def cast_pair_given(m: int, n: int, fmt: str, rows: bool, cols: bool, amax: bool, keep: bool) -> LaunchPlan:
+    """Tensors x [m, n], inv_scale, row codes, column codes, and the amax, scale and used inv_scale of a state.
+
+    With `amax`, the amax is updated and the scale is written, with `keep` also the used inv_scale.
+    """
+    constants = {**codes_constants(fmt), "ROWS": rows, "COLS": cols, "AMAX": amax, "KEEP": keep}
+    return _tiled(cast_kernels.cast_pair_given_kernel, m, n, CAST_TILE, constants, CAST_WARPS)
+
+
+@planned
+def update_delayed(
+    layers: int,
+    length: int,
+    fmts: str,
+    power_of_two: bool,
+    amax_floor: float,
+    margin: int,
+    is_most_recent: bool,
+    uncalled: float,
+) -> LaunchPlan:
+    """Tensors taken [3 * layers], table of addresses, report: one program for each tensor."""
+    names = fmts.split(",")
+    rules = [rule_constants(fmt or E4M3FN.name, power_of_two, amax_floor, margin) for fmt in names]
+    constants = {
+        **{f"QUOTIENT_{i}": rule["QUOTIENT"] for i, rule in enumerate(rules)},
+        **{f"AT_FLOOR_{i}": rule["AT_FLOOR"] for i, rule in enumerate(rules)},
+        **{f"IS_CAST_{i}": bool(fmt) for i, fmt in enumerate(names)},
+        "FLOOR": rules[0]["FLOOR"],
+        "POWER_OF_TWO": power_of_two,
+        "MOST_RECENT": is_most_recent,
+        "UNCALLED": uncalled,
+        "BLOCK_H": 1 << (length - 1).bit_length(),
+    }
+    return LaunchPlan(delayed_kernels.update_delayed_kernel, 3 * layers, (length,), constants, 1)
+
+
+@planned
+def cast_rows(m: int, n: int, fmt: str, power_of_two: bool, amax_floor: float) -> LaunchPlan:
+    """Tensors x [m, n], codes, scale and amax of the rows, each by its own amax."""
+    constants = rule_constants(fmt, power_of_two, amax_floor) | {"DTYPE": codes_constants(fmt)["DTYPE"]}
+    if n > ROWS_LONGEST:
+        constants = {"TILES_N": blocks(n, LONG_ROWS_BLOCK), **constants, "BN": LONG_ROWS_BLOCK}
+        return LaunchPlan(cast_kernels.cast_long_rows_kernel, m, (n,), constants, LONG_ROWS_WARPS)
+    bn = 1 << (n - 1).bit_length()
+    bm = max(1, ROWS_ELEMENTS // bn)
+    warps = bm * bn // ROWS_ELEMENTS_PER_WARP
+    return LaunchPlan(cast_kernels.cast_rows_kernel, blocks(m, bm), (m, n), {**constants, "BM": bm, "BN": bn}, warps)
+
+
+@planned
+def cast_columns(m: int, n: int, fmt: str) -> LaunchPlan:
+    """Tensors x [m, n], inv_scale of the columns, codes [m, n]."""
+    return _tiled(cast_kernels.cast_columns_kernel, m, n, CAST_TILE, codes_constants(fmt), CAST_WARPS)
+
+
+@planned
+def transpose_codes(m: int, n: int) -> LaunchPlan:
+    """Tensors codes [m, n] and out [n, m]."""
+    return _tiled(cast_kernels.transpose_codes_kernel, m, n, TRANSPOSE_TILE, {}, TRANSPOSE_WARPS)
+
+
+@planned
+def cast_blocks(
+    m: int, n: int, fmt: str, square: bool, power_of_two: bool, amax_floor: float, rows: bool, cols: bool
+) -> LaunchPlan:
+    """Tensors x [m, n], row codes and scale, column codes and scale; without `square` inv_scales after the scales."""
+    constants = {
+        **rule_constants(fmt, power_of_two, amax_floor),
+        "DTYPE": codes_constants(fmt)["DTYPE"],
+        "ROWS": rows,
+        "COLS": cols,
+        "STRIP": SQUARES_STRIP if square else VECTORS_STRIP,
+    }
+    tiles_m, tiles_n = blocks(m, BLOCK), blocks(n, BLOCK)
+    kernel = block_kernels.cast_squares_kernel if square else block_kernels.cast_vectors_kernel
+    warps = SQUARES_WARPS if square else VECTORS_WARPS
+    return LaunchPlan(kernel, tiles_m * tiles_n, (m, n, tiles_m, tiles_n), constants, warps)
+
+
+@planned
+def hidden_delayed(m: int, n: int, fmt: str) -> LaunchPlan:
+    """Tensors gate, up [m, n], inv_scale, codes, amax, used inv_scale and scale."""
+    return _tiled(silu_kernels.hidden_given_kernel, m, n, HIDDEN_TILE, codes_constants(fmt), HIDDEN_WARPS)
+
+
+@planned
+def gradients_delayed(
+    m: int, n: int, fmt: str, hidden_fmt: str, rows: bool, gate_cols: bool, up_cols: bool, hidden_cols: bool
+) -> LaunchPlan:
+    """Tensors grad_hidden, gate, up [m, n], 3 inv_scales, 2 amaxes, 5 codes, 2 scales."""
+    of_hidden = {f"HIDDEN_{name}": value for name, value in codes_constants(hidden_fmt).items()}
+    wanted = {"ROWS": rows, "GATE_COLS": gate_cols, "UP_COLS": up_cols, "HIDDEN_COLS": hidden_cols}
+    constants = {**codes_constants(fmt), **of_hidden, **wanted}
+    return _tiled(silu_kernels.gradients_given_kernel, m, n, GRADIENTS_TILE, constants, GRADIENTS_WARPS)
+
+
+@cache
+def rule_constants(fmt: str, power_of_two: bool, amax_floor: float, margin: int = 0) -> dict[str, Any]:
+    """The scale rule as constants of the kernels: `FLOOR` is the largest float32 not above the rule's floor."""
+    below = _float32(amax_floor)
+    if below > amax_floor:
+        below = _float32(below - below * 2.0**-24)
+    limit = format_by_name(fmt).max * 2.0**-margin
+    return {
+        "QUOTIENT": limit,
+        "FLOOR": below,
+        "AT_FLOOR": _float32(limit / amax_floor),
+        "POWER_OF_TWO": power_of_two,
+    }
+
+
+def codes_constants(fmt: str) -> dict[str, Any]:
+    """The format of codes as the kernels' constants."""
+    return {"LIMIT": format_by_name(fmt).max, "DTYPE": cast_kernels.DTYPES[fmt]}
+
+
+def _tiled(
+    kernel: Any, m: int, n: int, tile: tuple[int, int], constants: dict[str, Any], warps: int, *sizes: int
+) -> LaunchPlan:
+    """One program for each tile of a matrix [m, n]."""
+    bm, bn = tile
+    tiles_n = blocks(n, bn)
+    constants = {**constants, "BM": bm, "BN": bn}
+    return LaunchPlan(kernel, blocks(m, bm) * tiles_n, (m, n, tiles_n, *sizes), constants, warps)
+
+
+def _float32(value: float) -> float:
+    """The float32 nearest to `value`."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def blocks(size: int, block: int) -> int:
+    """The number of blocks that cover `size`: ceil(size / block)."""
+    return -(-size // block)
