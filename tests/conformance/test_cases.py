@@ -14,10 +14,10 @@ from f8emu.conformance.cases.families import BLOCKS, DENSE, code_cases
 from f8emu.conformance.cases.gemm import Family, Mode
 from f8emu.conformance.cases.gemm_cases import gemm_cases, is_aligned
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.layers.executed import padded
 from f8emu.conformance.layers.layer import LayerMode, Place, place_of
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import describe_layer, layer_parts, planned_slices, trace_parts
+from f8emu.conformance.layers.training import padded
 from f8emu.conformance.run.extra_gemms import kernel_cases
 from f8emu.spec import (
     E4M3FN,

@@ -21,9 +21,12 @@ from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.kernels.loaded import LoadedKernel, isolated, load_kernel, loaded
 from f8emu.conformance.kernels.loaded import scaled_mm_kernel as scaled_mm_kernel
-from f8emu.conformance.layers import engine_layer, jax_layer, torch_layer
+from f8emu.conformance.layers.engine_layer import linear
+from f8emu.conformance.layers.jax_layer import JaxTraining
 from f8emu.conformance.layers.layer import LayerCase
+from f8emu.conformance.layers.torch_layer import TorchTraining
 from f8emu.conformance.layers.trace import SplitK, planned
+from f8emu.conformance.layers.training import train
 from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
 from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
@@ -232,7 +235,7 @@ def _f8emu_native(width: str | None = None) -> Subject:
     names = ("amax", "quantize", "scaled_mm", "scaled_grouped_mm", "mm")
     verbs: dict[str, Any] = {name: partial(getattr(emulation, name), width=width) for name in names}
     verbs["scale_from_amax"] = emulation.scale_from_amax
-    verbs["linear"] = partial(engine_layer.linear, dict(verbs))
+    verbs["linear"] = partial(linear, dict(verbs))
     # The states, which layers need, are the oracle's.
     verbs |= {name: getattr(f8ref.numpy, name) for name in ("initial_delayed_state", "update_delayed_state")}
     return Subject(
@@ -262,7 +265,7 @@ def _torch() -> Subject:
         name="torch",
         engine=f"torch {framework.version}, {multiplies}",
         verbs=without_split_k(verbs) if on_hardware else verbs,
-        train=partial(torch_layer.train, framework),
+        train=partial(train, TorchTraining, framework),
         takes_any_size=False,
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
@@ -284,7 +287,7 @@ def _f8emu_jax() -> Subject:
         name="f8emu.jax",
         engine=f"jax {framework.version}, {multiplies}",
         verbs=without_split_k(verbs) if on_hardware else verbs,
-        train=partial(jax_layer.train, framework),
+        train=partial(train, JaxTraining, framework),
         is_thread_safe=not framework.on_gpu,
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,

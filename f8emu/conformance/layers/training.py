@@ -1,0 +1,206 @@
+"""A layer as people train it, forward and backward, step by step; `torch_layer` and `jax_layer` say how.
+
+There is no second path to look into. Operands and product of a GEMM are taken where its engine is entered, by taps on
+the functions that compute it, behind the compiler; gradients and the state of delayed scaling are read where training
+leaves them. An amax or inv_scale stays inside of a kernel, so it is no part of such a layer.
+
+Compiled code calls GEMMs in the order of its compiler, so they are told apart by their sizes (`padded`). Taps are on
+functions of the whole process, so one case runs at a time.
+"""
+
+import importlib
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+from f8emu.conformance.arrays import Framework
+from f8emu.conformance.layers.layer import LayerCase, LayerMode, Place
+from f8emu.spec import DelayedState
+
+Parts = dict[str, np.ndarray]
+_MULTIPLES = (4, 16, 16)
+"""Rows of a, rows of b and the summed dimension are zero-padded to no more than these."""
+_ALONE = threading.Lock()
+
+
+class GemmTap(NamedTuple):
+    """A function that computes GEMMs: `(a, b, ...)`, or with scales `(a, b, scale_a, scale_b, ...)`."""
+
+    module: str
+    attribute: str
+    """Dotted, from the module."""
+    is_scaled: bool
+
+
+def engine_taps(package: str) -> tuple[GemmTap, ...]:
+    """Where the engines of `f8emu.torch` or `f8emu.jax` are entered."""
+    return tuple(
+        GemmTap(f"{package}.gemm.{engine}", verb, verb == "scaled_mm")
+        for engine in ("emulation", "hardware")
+        for verb in ("scaled_mm", "mm")
+    )
+
+
+class Executed(NamedTuple):
+    """One GEMM as its engine got it, its operands seen as `[rows, summed dimension]`, zero-padded."""
+
+    a: np.ndarray
+    b: np.ndarray
+    scale_a: np.ndarray | None
+    scale_b: np.ndarray | None
+    product: np.ndarray
+
+
+class Wanted(NamedTuple):
+    """One GEMM of the recipe."""
+
+    place: Place
+    name: str
+    sizes: tuple[int, int, int]
+    """Rows of a, rows of b, summed dimension."""
+
+
+class Training(ABC):
+    """One case in one framework; `train` makes and runs it."""
+
+    taps: tuple[GemmTap, ...]
+
+    def __init__(self, case: LayerCase, framework: Framework) -> None:
+        self.case, self.framework = case, framework
+        self.load = framework.load
+        self.numbers = range(1, case.layers + 1)
+        self.is_compiled = case.mode is LayerMode.COMPILED
+        self.executed: list[Executed] = []
+        """The GEMMs that ran, in the order of the calls."""
+
+    @abstractmethod
+    def tapped(self, run: Callable[..., Any], is_scaled: bool) -> Callable[..., Any]:
+        """`run`, whose GEMMs are added to `executed`."""
+
+    @abstractmethod
+    def begin(self, step: int) -> None:
+        """Weights as after a step of an optimizer, gradients cleared."""
+
+    @abstractmethod
+    def forward(self, places: Sequence[Place], x: np.ndarray) -> Sequence[np.ndarray]:
+        """The outputs of all layers."""
+
+    @abstractmethod
+    def backward(self, grads: Sequence[np.ndarray]) -> np.ndarray | None:
+        """The gradient of the input, where it is trained."""
+
+    @abstractmethod
+    def parameter_grads(self) -> Iterator[tuple[int, str, np.ndarray]]:
+        """Number of a layer, name of a parameter, its gradient after a step."""
+
+    @abstractmethod
+    def state(self, number: int, tensor: str, field: str) -> np.ndarray:
+        """A field of the state of delayed scaling of a layer."""
+
+    def parts(self) -> Parts:
+        """The parts of `trace.layer_parts`, as the layers give them."""
+        case, parts = self.case, Parts()
+        with self._taps():
+            for step in range(1, case.steps + 1):
+                self.begin(step)
+                for turn in range(1, case.passes + 1):
+                    parts |= self._pass(step, turn)
+                for number, name, grad in self.parameter_grads():
+                    parts[case.part(Place(step, layer=number), f"{name}.grad", of="step")] = grad
+                tensors = case.recipe.delayed.tensors if case.updates and case.recipe.delayed else ()
+                for number, tensor, field in product(self.numbers, tensors, DelayedState._fields):
+                    part = case.part(Place(step, layer=number), f"delayed.{tensor}.{field}", of="step")
+                    parts[part] = self.state(number, tensor, field)
+        return parts
+
+    @contextmanager
+    def _taps(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module, attribute, is_scaled in self.taps:
+                *path, name = attribute.split(".")
+                owner: Any = importlib.import_module(module)
+                for step in path:
+                    owner = getattr(owner, step)
+                if hasattr(owner, name):
+                    stack.enter_context(patch.object(owner, name, self.tapped(getattr(owner, name), is_scaled)))
+            yield
+
+    def _pass(self, step: int, turn: int) -> Parts:
+        case, parts = self.case, Parts()
+        places = [Place(step, turn, number) for number in self.numbers]
+        tensors = [case.tensors(place) for place in places]
+        # 1. Forward.
+        outputs = self.forward(places, tensors[0]["input"].reshape(*(case.batch or case.shape[:1]), -1))
+        count = len(self.executed)
+        of_forward = [Wanted(place, "output", case.gemm_sizes(place.layer)["output"]) for place in places]
+        for place, found, output in zip(places, matched(of_forward, self.executed), outputs, strict=True):
+            parts |= gemm_parts(case, found)
+            parts[case.part(place, "result")] = output
+        self.executed.clear()
+        # 2. Backward.
+        input_grad = None
+        if case.trained:
+            pairs = zip(tensors, outputs, strict=True)
+            input_grad = self.backward([found["grad_output"].reshape(output.shape) for found, output in pairs])
+        count += len(self.executed)
+        wanted = [Wanted(p, name, case.gemm_sizes(p.layer)[name]) for p in reversed(places) for name in case.gemms[1:]]
+        for found in matched(wanted, self.executed):
+            parts |= gemm_parts(case, found)
+        self.executed.clear()
+        # 3. What is left.
+        parts[case.part(places[0], "gemms", of="pass")] = np.array(count)
+        if input_grad is not None:
+            parts[case.part(places[0], "input.grad", of="pass")] = input_grad
+        return parts
+
+
+def train(kind: type[Training], framework: Framework, case: LayerCase) -> Parts:
+    """The parts of a case, one case at a time. Warnings are no part."""
+    with _ALONE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kind(case, framework).parts()
+
+
+def gemm_parts(case: LayerCase, found: tuple[Wanted, Executed | None]) -> Parts:
+    """Operands and product without their padding; nothing of a GEMM that did not run."""
+    (place, name, (rows_a, rows_b, k)), gemm = found
+    if gemm is None:
+        return {}
+    parts: Parts = {}
+    granularities = case.recipe.gemms[name].scaled_gemm_granularities
+    operands = ((gemm.a, gemm.scale_a, rows_a), (gemm.b, gemm.scale_b, rows_b))
+    for side, (codes, scale, rows), granularity in zip("ab", operands, granularities, strict=True):
+        if scale is not None:
+            scale_rows, scale_columns = granularity.scale_shape(rows, k)
+            parts[f"{name}.{side}.scale"] = scale[:scale_rows, :scale_columns]
+        parts[f"{name}.{side}.codes"] = codes[:rows, :k]
+        beyond = codes.view(f"u{codes.itemsize}").copy()
+        beyond[:rows, :k] = 0
+        parts[f"{name}.{side}.padding"] = np.array(np.count_nonzero(beyond))
+    parts[f"{name}.product"] = gemm.product[:rows_a, :rows_b]
+    return {case.part(place, part): array for part, array in parts.items()}
+
+
+def matched(wanted: list[Wanted], executed: list[Executed]) -> Iterator[tuple[Wanted, Executed | None]]:
+    """Which GEMM of the recipe each one is: by its sizes, or where they say nothing by the order of the calls."""
+    left = list(executed)
+    found: list[Executed | None] = []
+    for gemm in wanted:
+        size = padded(gemm.sizes)
+        match = next((one for one in left if padded((len(one.a), *one.b.shape)) == size), None)
+        found.append(match)
+        left = [one for one in left if one is not match]
+    for gemm, match in zip(wanted, found, strict=True):
+        yield gemm, match if match is not None or not left else left.pop(0)
+
+
+def padded(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes, whatever they were padded to."""
+    return tuple(-(-size // multiple) for size, multiple in zip(sizes, _MULTIPLES, strict=True))
