@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from f8emu.cli.conclusion import Files, conclude, opened_files
 from f8emu.cli.frame import STATUSES, find_modules_here, guarded, say
-from f8emu.spec import MissingExtraError, UnsupportedError
+from f8emu.spec import Evidence, MissingExtraError, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import typer
 
@@ -102,13 +102,11 @@ def add_to(app: "typer.Typer") -> None:
             raise typer.Exit(guarded(_list_kernels if kernels else _show_contract))
         files = Files(json_file, html_file)
         if recordings is not None or chip:
-            from f8emu.cli.recordings import verify_recordings
-
             if recordings is None or golden is not None or stage or case or isolate or timeout is not None:
                 raise typer.BadParameter(
                     "--chip needs --recordings; neither goes with --golden, --stage, --case, --isolate or --timeout"
                 )
-            raise typer.Exit(guarded(verify_recordings, subjects or [], recordings, chip or [], files, errors))
+            raise typer.Exit(guarded(_verify_recordings, subjects or [], recordings, chip or [], files, errors))
         seconds = TIMEOUT if isolate and timeout is None else timeout
         chosen = _Chosen(stage or [], case or [])
         options = subjects or [], golden, files, chosen, errors, arrays.value, seconds, diagnose, jobs
@@ -239,3 +237,36 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
                 raise
             not_run[name] = str(error)
     return {name: loaded[name] for name in chosen if name in loaded and name not in not_run}, not_run
+
+
+def _verify_recordings(names: "Sequence[str]", path: Path, chips: "Sequence[str]", files: Files, errors: int) -> int:
+    """The exit status of the command; `chips` are `NAME=PROFILE`."""
+    from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
+    from f8emu.conformance.run.report import progress_bar
+
+    start = time.perf_counter()
+    with opened_files(files) as outputs:
+        file = read_recordings(path, dict(_named(chip) for chip in chips))
+        subjects, not_run = [], {}
+        for name in names or SUBJECTS:
+            try:
+                subjects.append(instruction_subject(name))
+            except MissingExtraError as error:
+                if names:
+                    raise
+                not_run[name] = str(error)
+        with progress_bar() as progress:
+            result = replay(subjects, file, errors=errors, progress=progress)
+        source = f"{file.path.name} {file.sha256[:12]}"
+        status = conclude(result, outputs, source=source, start=start, errors=errors, not_run=not_run)
+        for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
+            evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
+            say(f"{name}: profile {chip}{evidence}")
+        return status
+
+
+def _named(chip: str) -> tuple[str, str]:
+    name, separator, profile = chip.partition("=")
+    if not (name and separator and profile):
+        raise SpecError(f"verify --chip: expected NAME=PROFILE, such as L4=Ada; got {chip!r}")
+    return name, profile

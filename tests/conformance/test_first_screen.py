@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import f8ref.numpy as f8
 from f8emu import cli
-from f8emu.cli.supervised import run_supervised
+from f8emu.cli.process import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import Mode
 from f8emu.conformance.cases.gemm_cases import gemm_cases

@@ -1,10 +1,11 @@
-"""A command in its own process: a kernel that ends its process does not prevent the verdict.
+"""The process of a command: a kernel that ends it does not prevent the verdict, and neither does a closed pipe.
 
-`os._exit`, the exit of a C library and a crash pass by every handler of Python. The parent knows whether the child came
-to its end, and says so where it did not.
+A command runs in a child. `os._exit`, the exit of a C library and a crash pass by every handler of Python. The parent
+knows whether the child came to its end, and says so where it did not.
 """
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -12,8 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING, TextIO
 
 from f8emu.cli.frame import BAD_USAGE
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _ONE_KEY = 0.3
 """Seconds within which two signals are one: the terminal sends it to both processes, and the parent hands it on."""
@@ -77,3 +82,31 @@ def _end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before
         os._exit(BAD_USAGE)
+
+
+class _Pipe(io.FileIO):
+    """A pipe that its reader may close, as `| head` does: what is left is dropped, and the status is kept."""
+
+    def write(self, data: "ReadableBuffer", /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """Prints of this process, and of those that it forks, no longer raise BrokenPipeError."""
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    if not isinstance(stream, io.TextIOWrapper):  # a test's, or none
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
