@@ -60,7 +60,7 @@ def assert_layers_equal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Seque
     """The stage of layers with these cases alone: every code, scale, product and gradient of the subject."""
     from f8emu.conformance import load_subject, verify
     from f8emu.conformance.run import stages
-    from f8emu.conformance.run.report import mismatch_lines
+    from f8emu.report.verify import mismatch_lines
 
     def check(subject: str, cases: Sequence[Any]) -> None:
         monkeypatch.setattr(stages, "layer_cases", lambda full_size: cases)

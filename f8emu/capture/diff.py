@@ -16,7 +16,7 @@ from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
 from f8emu.conformance.breakdown.ulps import distances
 from f8emu.conformance.compare import Mismatch, different, mismatches
-from f8emu.conformance.run.verify import Progress
+from f8emu.conformance.run.result import Progress
 from f8emu.spec import OPERANDS, SpecError
 
 _ORDER = ("value", "a.scale", "a.codes", "b.scale", "b.codes", "product")

@@ -6,7 +6,7 @@ its file too: the files of a step that was never finished can still be read.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self, get_type_hints
 
@@ -36,7 +36,30 @@ class CaptureError(F8Error, ValueError):
 
 
 class _Record:
-    """What both kinds have: strict JSON."""
+    """What both kinds have: a place in the step, and strict JSON."""
+
+    layer: str
+    turn: int
+
+    @property
+    def what(self) -> str:
+        """The GEMM, or the tensor."""
+        raise NotImplementedError
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Layer, GEMM or tensor, and turn, which match the same one in another capture of the step."""
+        return self.layer, self.what, self.turn
+
+    @property
+    def place(self) -> str:
+        """`layers.0.w1 grad_input`, with the number of the call from the second on."""
+        return f"{self.layer} {self.what}" + (f" (call {self.turn})" if self.turn > 1 else "")
+
+    def _require(self, known: Collection[str], *names: str) -> None:
+        for name in names:
+            if getattr(self, name) not in known:
+                raise SpecError(f"{name!r} must be one of {', '.join(known)}; found {getattr(self, name)!r}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -97,31 +120,18 @@ class GemmRecord(_Record):
     """Whether operands are parts of tensors whose other parts, on other ranks, count for the amax too."""
 
     def __post_init__(self) -> None:
-        known: tuple[tuple[str, tuple[str, ...]], ...] = (
-            ("gemm", GEMM_NAMES),
-            ("a_format", tuple(FORMATS)),
-            ("b_format", tuple(FORMATS)),
-            ("granularity_a", tuple(g.value for g in Granularity)),
-            ("granularity_b", tuple(g.value for g in Granularity)),
-            ("out_dtype", tuple(FORMATS)),
-            ("split_k_source", tuple(source.value for source in Source)),
-            ("engine", ("hardware", "emulated")),
-        )
-        for name, names in known:
-            if getattr(self, name) not in names:
-                raise SpecError(f"{name!r} must be one of {', '.join(names)}; found {getattr(self, name)!r}")
+        granularities, sources = ([one.value for one in kind] for kind in (Granularity, Source))
+        self._require(GEMM_NAMES, "gemm")
+        self._require(FORMATS, "a_format", "b_format", "out_dtype")
+        self._require(granularities, "granularity_a", "granularity_b")
+        self._require(sources, "split_k_source")
+        self._require(("hardware", "emulated"), "engine")
         if self.split_k < 1:
             raise SpecError(f"'split_k' must be at least 1; found {self.split_k}")
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Layer, GEMM and turn, which match the same GEMM in another capture of the step."""
-        return self.layer, self.gemm, self.turn
-
-    @property
-    def place(self) -> str:
-        """`layers.0.w1 grad_input`, with the number of the call from the second on."""
-        return f"{self.layer} {self.gemm}" + (f" (call {self.turn})" if self.turn > 1 else "")
+    def what(self) -> str:
+        return self.gemm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,19 +145,12 @@ class TensorRecord(_Record):
     dtype: str
 
     def __post_init__(self) -> None:
-        for name, names in (("tensor", TENSORS), ("dtype", _TENSOR_DTYPES)):
-            if getattr(self, name) not in names:
-                raise SpecError(f"{name!r} must be one of {', '.join(names)}; found {getattr(self, name)!r}")
+        self._require(TENSORS, "tensor")
+        self._require(_TENSOR_DTYPES, "dtype")
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Layer, tensor and turn, which match the same tensor in another capture of the step."""
-        return self.layer, self.tensor, self.turn
-
-    @property
-    def place(self) -> str:
-        """`layers.0.w1 input`, with the number of the call from the second on."""
-        return f"{self.layer} {self.tensor}" + (f" (call {self.turn})" if self.turn > 1 else "")
+    def what(self) -> str:
+        return self.tensor
 
 
 Record = GemmRecord | TensorRecord

@@ -18,8 +18,8 @@ from f8emu.capture.product import Sampled, likely_cause, product_of, sampled
 from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord
 from f8emu.conformance.compare import Mismatch, abbreviated, different, mismatches
+from f8emu.conformance.run.result import Progress
 from f8emu.conformance.run.subject import NotOffered, Subject, load_subject
-from f8emu.conformance.run.verify import Progress
 from f8emu.spec import F8Error, MissingExtraError, SpecError
 
 ORACLES = ("f8ref.numpy", "f8ref.jax")

@@ -11,16 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from f8emu.capture.record import CaptureError, LeftOut, Record, StepHeader
-from f8emu.capture.writer import (
-    LONGEST_REASON,
-    Budget,
-    StepWriter,
-    Stored,
-    make_directory,
-    room_for,
-    room_for_index,
-    size_of,
-)
+from f8emu.capture.writer import LONGEST_REASON, RESERVED, ROOM, Budget, StepWriter, Stored, make_directory, size_of
 from f8emu.spec.errors import SpecError
 
 LIMIT_BYTES = 16 * 2**30
@@ -102,18 +93,16 @@ class Session:
     def add(self, record: Record, size: int, arrays: Callable[[], Arrays]) -> None:
         """Keep a record; `arrays` copies it to the host, or raises MemoryError."""
         if self._current is None:
-            self._current = self._writer(self.number) if not self.looks else self._held_step()
+            self._current = _Held(self.number) if self.looks else self._writer(self.number)
         current = self._current
-        is_writer = isinstance(current, StepWriter)
-        refusal = current.refusal(record, size) if is_writer else self._refusal(current, record, size)
+        refusal = current.refusal(size) if isinstance(current, StepWriter) else self._refusal(current, size)
         try:
-            copied = None if refusal else arrays()
+            if not refusal:
+                current.add(record, arrays())
         except MemoryError as error:
-            refusal, copied = f"no memory for a copy: {error!s:.80}", None
-        if copied is None:
-            current.leave_out(LeftOut(place=record.place, size=size, reason=refusal))
-        else:
-            current.add(record, copied)
+            refusal = f"no memory for a copy: {error!s:.80}"
+        if refusal:
+            current.left_out.append(LeftOut(place=record.place, size=size, reason=refusal))
 
     def end(self) -> None:
         """End the current step."""
@@ -141,8 +130,7 @@ class Session:
             writer = self._writer(one.number)
             for record, arrays in one.records:
                 writer.add(record, arrays)
-            for left_out in one.left_out:
-                writer.leave_out(left_out)
+            writer.left_out += one.left_out
             if one is current:
                 self._current = writer
             else:
@@ -167,19 +155,15 @@ class Session:
             current.close(interrupted_by=reason)
             self.left_out += current.left_out
 
-    def _held_step(self) -> "_Held":
-        return _Held(self.number, room_for_index(self._header(self.number, "")))
-
     def _writer(self, number: int) -> StepWriter:
         return StepWriter(self.path, self._header(number, self.reason), self._budget)
 
-    def _refusal(self, current: "_Held", record: Record, size: int) -> str:
+    def _refusal(self, current: "_Held", size: int) -> str:
         """Why a ring cannot hold a record of `size` bytes more; its oldest steps make room."""
-        size += room_for(record)
 
         def exceeds() -> bool:
             held = sum(one.size for one in self._held) + current.size
-            return self._limit is not None and held + size > self._limit
+            return self._limit is not None and RESERVED + held + size + ROOM > self._limit
 
         while self._held and exceeds():
             self._held.popleft()
@@ -213,17 +197,14 @@ class Session:
 class _Held:
     """A step in memory."""
 
-    def __init__(self, number: int, size: int) -> None:
-        self.number, self.size = number, size
+    def __init__(self, number: int) -> None:
+        self.number, self.size = number, 0
         self.records: list[tuple[Record, Arrays]] = []
         self.left_out: list[LeftOut] = []
 
     def add(self, record: Record, arrays: Arrays) -> None:
         self.records.append((record, arrays))
-        self.size += size_of(arrays) + room_for(record)
-
-    def leave_out(self, record: LeftOut) -> None:
-        self.left_out.append(record)
+        self.size += size_of(arrays) + ROOM
 
 
 class Handle:

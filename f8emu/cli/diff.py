@@ -1,11 +1,9 @@
 """`f8emu diff`: where two captures part."""
 
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import STATUSES, guarded, opened, say, status_of
+from f8emu.cli.frame import STATUSES, guarded, run_and_show
 
 if TYPE_CHECKING:
     import typer
@@ -31,21 +29,13 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _diff(a: Path, b: Path, json_file: Path | None, errors: int) -> int:
-    from f8emu.capture import report as capture_report
     from f8emu.capture.diff import diff_captures
+    from f8emu.capture.findings import diff_page
     from f8emu.capture.read import read_capture
-    from f8emu.conformance.run.report import progress_bar
 
-    start = time.perf_counter()
-    with opened("diff", json_file) as out:
-        steps = read_capture(a), read_capture(b)
-        with progress_bar() as progress:
-            found = diff_captures(*steps, errors=errors, progress=progress)
-        for line in capture_report.diff_lines(found, errors):
-            say(line)
-        seconds = time.perf_counter() - start
-        say(f"{capture_report.diff_verdict(found)}; {seconds:.1f} s")
-        if out is not None:
-            command = ["f8emu", *sys.argv[1:]]
-            out.write_json(capture_report.to_json(found, command=command, seconds=seconds))
-    return status_of(found)
+    return run_and_show(
+        "diff",
+        json_file,
+        lambda progress: diff_captures(read_capture(a), read_capture(b), errors=errors, progress=progress),
+        lambda found: diff_page(found, errors),
+    )

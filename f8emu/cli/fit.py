@@ -14,6 +14,7 @@ from f8emu.cli.frame import (
     find_modules_here,
     guarded,
     opened,
+    progress_bar,
     say,
 )
 from f8emu.cli.verify import ISOLATE, SECONDS, TIMEOUT, Arrays
@@ -72,7 +73,6 @@ def _fit(
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probe import KINDS
-    from f8emu.conformance.run import report
     from f8emu.conformance.run.first_call import load_and_call
 
     start = time.perf_counter()
@@ -85,7 +85,7 @@ def _fit(
     with opened("fit", json_file) as out:
         subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
         chosen = [known[name] for name in kinds] or KINDS
-        with report.progress_bar() as progress:
+        with progress_bar() as progress:
             found = fit(subject, kinds=chosen, ms=ms, progress=progress)
         screen = console()
         say(f"{found.subject}   engine: {found.engine}")

@@ -1,21 +1,26 @@
-"""What every command shares: exit statuses, errors as messages, lines, files read and written, the width of tables."""
+"""What every command shares: exit statuses, errors as messages, lines and pages, files read and written."""
 
 import json
 import os
 import shutil
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from f8emu.spec import F8Error, SpecError
 from f8emu.untrusted import printable, read_regular
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from f8emu.conformance.run.result import Progress
+    from f8emu.report.page import Page
 
 DIFFERENT = 1
 BAD_USAGE = 2
@@ -132,3 +137,72 @@ def console() -> "Console":
     from rich.console import Console
 
     return Console(width=width())
+
+
+def show(page: "Page") -> None:
+    """Text, tables and code of a page; what is pasted is not wrapped."""
+    from f8emu.report.page import Code
+    from f8emu.report.terminal import parts
+
+    screen = console()
+    for part in parts(page):
+        if isinstance(part, str):
+            say(part)
+        elif isinstance(part, Code):
+            print("\n".join(map(printable, part.lines)))
+        else:
+            screen.print(part, markup=False)
+
+
+def run_and_show(
+    command: str,
+    json_file: Path | None,
+    run: "Callable[[Progress], Outcome]",
+    shown: "Callable[[Any], tuple[Page, str]]",
+) -> int:
+    """The exit status of a command, after its page, its verdict in the last line, and its JSON; `run` is told of Ctrl-C
+    by KeyboardInterrupt and gives what it has found so far, a dataclass.
+    """
+    start = time.perf_counter()
+    with opened(command, json_file) as out:
+        with progress_bar() as progress:
+            found: Any = run(progress)
+        page, verdict = shown(found)
+        show(page)
+        seconds = time.perf_counter() - start
+        say(f"{verdict}; {seconds:.1f} s")
+        if out is not None:
+            facts = {"schema": 1, "equal": found.is_equal, "command": command_line(), "seconds": round(seconds, 3)}
+            out.write_json({**facts, **asdict(found)})
+    return status_of(found)
+
+
+def command_line() -> list[str]:
+    """The words of this command, for reports."""
+    return ["f8emu", *sys.argv[1:]]
+
+
+@contextmanager
+def progress_bar() -> "Iterator[Progress]":
+    """A bar on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _RichProgress(bar)
+
+
+class _RichProgress:
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        self.task: Any = None
+
+    def begin(self, subject: str, stage: str, cases: int) -> None:
+        if self.task is not None:
+            self.bar.remove_task(self.task)
+        self.task = self.bar.add_task(f"{subject}: {stage}", total=cases)
+
+    def advance(self) -> None:
+        self.bar.advance(self.task)

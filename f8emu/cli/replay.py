@@ -1,12 +1,10 @@
 """`f8emu replay`: compute a captured step again."""
 
-import sys
-import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from f8emu.cli.frame import STATUSES, console, guarded, opened, say, status_of
+from f8emu.cli.frame import STATUSES, guarded, run_and_show
 
 if TYPE_CHECKING:
     import typer
@@ -47,22 +45,13 @@ def add_to(app: "typer.Typer") -> None:
 
 
 def _replay(path: Path, oracle: str | None, outputs: int | None, json_file: Path | None, errors: int) -> int:
-    from f8emu.capture import report as capture_report
+    from f8emu.capture.findings import replay_page
     from f8emu.capture.read import read_capture
     from f8emu.capture.replay import replay
-    from f8emu.conformance.run.report import progress_bar
 
-    start = time.perf_counter()
-    with opened("replay", json_file) as out:
-        steps = read_capture(path)
-        with progress_bar() as progress:
-            found = replay(steps, oracle=oracle, outputs=outputs, errors=errors, progress=progress)
-        console().print(capture_report.replay_table(found))
-        for line in capture_report.replay_lines(found, errors):
-            say(line)
-        seconds = time.perf_counter() - start
-        say(f"{capture_report.replay_verdict(found)}; {seconds:.1f} s")
-        if out is not None:
-            command = ["f8emu", *sys.argv[1:]]
-            out.write_json(capture_report.to_json(found, command=command, seconds=seconds))
-    return status_of(found)
+    return run_and_show(
+        "replay",
+        json_file,
+        lambda progress: replay(read_capture(path), oracle=oracle, outputs=outputs, errors=errors, progress=progress),
+        lambda found: replay_page(found, errors),
+    )

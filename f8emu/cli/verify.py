@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from f8emu.cli.conclusion import Files, conclude, opened_files
-from f8emu.cli.frame import STATUSES, find_modules_here, guarded, say
+from f8emu.cli.frame import STATUSES, find_modules_here, guarded, progress_bar, say
 from f8emu.spec import Evidence, MissingExtraError, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -152,7 +152,6 @@ def _verify(
     from f8emu.conformance.cases.golden import read_golden, shipped_golden
     from f8emu.conformance.diagnosis.report import diagnosed
     from f8emu.conformance.run.processes import Workers, parts_of, processes_for
-    from f8emu.conformance.run.report import progress_bar
     from f8emu.conformance.run.stages import STAGES
     from f8emu.conformance.run.subject import SUBJECTS
     from f8emu.conformance.run.verify import stages_by_name, stages_with, verify
@@ -242,7 +241,6 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
 def _verify_recordings(names: "Sequence[str]", path: Path, chips: "Sequence[str]", files: Files, errors: int) -> int:
     """The exit status of the command; `chips` are `NAME=PROFILE`."""
     from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
-    from f8emu.conformance.run.report import progress_bar
 
     start = time.perf_counter()
     with opened_files(files) as outputs:

@@ -1,17 +1,14 @@
-"""`f8emu doctor`: how torch, JAX and the GPU of this machine behave on the known traps, and which engine would run.
-
-`diagnosis` measures, with the probes of `torch_probes` and `jax_probes`; `report` writes what was found.
-"""
+"""`f8emu doctor`: how torch, JAX and the GPU of this machine behave on the known traps, and which engine would run."""
 
 import json
 import sys
 from dataclasses import asdict
 from typing import TextIO
 
-from f8emu.doctor import diagnosis, report
+from f8emu.doctor import diagnosis, text
 from f8emu.doctor.diagnosis import Device as Device
 from f8emu.doctor.diagnosis import Diagnosis as Diagnosis
-from f8emu.doctor.probe import Probe as Probe
+from f8emu.doctor.probes import Probe as Probe
 
 
 def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
@@ -24,5 +21,5 @@ def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
     if as_json:
         out.write(json.dumps(asdict(found), indent=1) + "\n")
     else:
-        report.write(found, out)
+        text.write(found, out)
     return 1 if found.faults else 0

@@ -5,14 +5,13 @@ Everything is measured on each call; a library that is not installed is reported
 
 import platform
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from f8emu import interop
-from f8emu.doctor.jax_probes import probe_jax
-from f8emu.doctor.probe import Probe
-from f8emu.doctor.torch_probes import probe_torch
+from f8emu.doctor.probes import Probe, probe_jax, probe_torch
 from f8emu.environment import versions
 from f8emu.native.library import unavailable, widths
 from f8emu.spec import CHIPS, HOPPER, MissingExtraError
@@ -58,30 +57,25 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Measure everything that this machine has."""
     start = time.perf_counter()
-    problems: list[str] = []
-    devices: list[Device] = []
-    engines: dict[str, str] = {}
-    probes: list[Probe] = []
-    # torch first: JAX then knows that it must leave the GPU's memory to others
-    for library, find, probe in (("torch", _torch_devices, probe_torch), ("jax", _jax_devices, probe_jax)):
-        found = _tried(library, find, [], problems)
-        devices += found
-        for device in found:
-            kind = device.kind
-            probes += _tried(f"{library} {kind}", lambda probe=probe, kind=kind: probe(kind), [], problems)
-    for device in devices:
-        if device.library == "torch":
-            name = device.kind
-            engines[name] = _tried(f"engine for {name}", lambda name=name: engine_of_torch(name), "none", problems)
-    return Diagnosis(
+    found = Diagnosis(
         system=platform.platform(),
         versions={name: found or "not installed" for name, found in versions().items()},
-        devices=devices,
-        engines=engines,
-        probes=probes,
-        problems=problems,
-        seconds=round(time.perf_counter() - start, 2),
+        devices=[],
+        engines={},
+        probes=[],
+        problems=[],
+        seconds=0.0,
     )
+    # torch first: JAX then knows that it must leave the GPU's memory to others
+    for library, find, probe in (("torch", _torch_devices, probe_torch), ("jax", _jax_devices, probe_jax)):
+        for device in _tried(library, find, [], found.problems):
+            kind = device.kind
+            found.devices.append(device)
+            found.probes.extend(_tried(f"{library} {kind}", lambda k=kind, p=probe: p(k), [], found.problems))
+            if library == "torch":
+                name = f"engine for {kind}"
+                found.engines[kind] = _tried(name, lambda k=kind: engine_of_torch(k), "none", found.problems)
+    return replace(found, seconds=round(time.perf_counter() - start, 2))
 
 
 def _tried(what: str, function: Callable[[], _T], otherwise: _T, problems: list[str]) -> _T:
@@ -121,19 +115,19 @@ def _jax_devices() -> list[Device]:
 
 
 def engine_of_torch(device: str) -> str:
-    """What computes GEMMs of torch tensors with `engine="auto"`, and which chip a GPU that is not Hopper is."""
+    """What `f8emu.torch.engine_of` says, the width or why there is no engine, and which chip another GPU is."""
     import torch
 
+    from f8emu.torch import engine_of
     from f8emu.torch.device import is_device_of
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of an idle GPU, or of no engine: the text says it
+        text = engine_of(device)
     own = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
     if HOPPER in own:
-        return f"hardware, torch._scaled_mm on {torch.cuda.get_device_name()}"
-    if device == "cpu" and unavailable() is None:
-        return f"emulated by f8emu.native, {widths()[0]}"
-    text = f"emulated by f8ref.jax on {interop.jax_device(device).device_kind}"
+        return f"hardware, {text}"
     if device == "cpu":
-        text += f"; {unavailable()}"
-    for chip in own:
-        text += f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}"
-    return text
+        return f"{text}; {unavailable() or f'vectors: {widths()[0]}'}"
+    more = (f"; chip={chip.name!r} runs on the hardware, its profile is {chip.evidence.value}" for chip in own)
+    return text + "".join(more)

@@ -14,7 +14,6 @@ from f8emu.report.page import (
     Block,
     Cell,
     Code,
-    Details,
     Facts,
     Page,
     Plot,
@@ -25,7 +24,7 @@ from f8emu.report.page import (
     Text,
     Tone,
 )
-from f8emu.report.palette import variables
+from f8emu.report.svg import variables
 
 
 def render(command: str, page: Page) -> str:
@@ -103,6 +102,8 @@ def _section(section: Section, key: str, level: int) -> str:
 
 def _block(block: Block, key: str) -> str:
     match block:
+        case Table(only="terminal") | Text(only="terminal"):
+            return ""
         case Table():
             return _table(block)
         case Facts():
@@ -114,9 +115,6 @@ def _block(block: Block, key: str) -> str:
             return f'<ul class="points">{"".join(f"<li>{escape(point)}</li>" for point in block.points)}</ul>'
         case Code():
             return f'<pre class="scroll" tabindex="0">{escape(chr(10).join(block.lines))}</pre>'
-        case Details():
-            inner = "".join(_block(part, f"{key}-{i}") for i, part in enumerate(block.blocks, 1))
-            return f"<details><summary>{escape(block.summary)}</summary>{inner}</details>"
         case Plot():
             return _plot(block, key)
         case Plots():

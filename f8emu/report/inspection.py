@@ -1,20 +1,21 @@
-"""An inspected run as a page: its events, its worst places, and those over time."""
+"""What an inspected run says: its events, its worst places, and those over time; as a page and as plain data."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from f8emu.report.html import render
 from f8emu.report.inspection_log import LOWER_IS_WORSE, Place, Run
-from f8emu.report.page import Block, Cell, Facts, Page, Plot, Section, Table, Text
+from f8emu.report.page import Block, Cell, Facts, Page, Plot, Row, Section, Table, Text
 from f8emu.report.svg import Svg, number, ticks
 
 COMMAND = "f8emu inspect"
 _FACTS = ("f8emu", "torch", "device", "recipe", "layers", "every")
+_MEASURES = ("sqnr", "underflow", "saturation", "error_total", "nan", "inf")
 _LINES = 6
 """Places in the figure: more cannot be told apart."""
-_MOST_EVENTS = 50
+_MOST_EVENTS = 20
+"""Shown; all are in the JSON."""
 _UNITS = {
     "sqnr": "signal to noise of the cast, dB",
     "underflow": "share that underflows",
@@ -37,50 +38,69 @@ _MOST_POINTS = 400
 """Of a curve that is drawn; of a longer one the extremes of each piece."""
 
 
-def to_html(run: Run, worst: Sequence[Place], by: str, log: Path) -> str:
-    """One self-contained page."""
+def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
+    """The whole run."""
+    measures = _MEASURES if by in _MEASURES else (*_MEASURES, by)
+    columns = ("layer", "GEMM", "operand", "cast", *("sqnr dB" if m == "sqnr" else m for m in measures), "at", "steps")
+    table = Table(
+        caption=f"{log.name}: the worst places by {by}, each value the worst of its steps",
+        columns=columns,
+        rows=[_row(place, by, measures) for place in worst],
+        numeric=frozenset(range(4, len(columns))),
+    )
     head = run.headers[0]
-    facts = [(name, str(head[name])) for name in _FACTS if name in head]
-    columns = ("layer", "GEMM", "operand", "cast", by, "at step", "steps")
-    rows = [_row(place, by) for place in worst]
-    blocks: list[Block] = [Facts(items=facts)]
+    blocks: list[Block] = [Facts(items=[(name, str(head[name])) for name in _FACTS if name in head]), table]
     if worst:
         blocks.append(_plot(worst[:_LINES], by))
-        caption = f"The worst places by {by}, the worst first"
-        blocks.append(Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((4, 5, 6))))
     else:
-        blocks.append(Text(points=[f"No record has {by}."]))
+        remedy = "name it in the statistics of the inspection, or sort by another"
+        blocks.append(Text(points=[f"no record has {by}; {remedy}"]))
     if faults := run.faults():
         blocks.append(Text(points=faults))
     sections = [Section(title=f"Worst by {by}", blocks=blocks)]
     if run.events:
-        sections.insert(0, _events(run.events))
+        sections.insert(0, Section(title="Events", blocks=[Text(points=list(_events(run.events)))]))
     words = f"{len(run.events)} events" if run.events else "no NaN, no infinity, no overflow"
     verdict = Cell(text=words, tone="bad" if run.events else "good")
-    found = Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
-    return render(COMMAND, found)
+    return Page(title=f"Inspection of {log.name}", verdict=verdict, sections=sections)
 
 
-def _events(events: Sequence[dict[str, Any]]) -> Section:
-    """The first event of each step, where it began, and below it the others."""
-    columns = ("step", "rank", "event", "layer", "gemm", "operand", "tensor", "values")
-    first: dict[tuple[str, str], list[str]] = {}
-    for event in events:
-        row = [str(event.get(key, "")) for key in columns[:-1]]
-        amount = event.get("amount", 0)
-        row.append(f"{amount:.3%}" if event.get("event") == "overflow" and isinstance(amount, float) else str(amount))
-        first.setdefault((row[0], row[1]), row)
-    caption = "Where each step's first NaN, infinity or overflow was; what follows may come of it"
-    rows = list(first.values())[:_MOST_EVENTS]
-    more = f"{len(events):,} events in {len(first):,} steps; all are in the JSON of {COMMAND} --json"
-    table = Table(caption=caption, columns=columns, rows=rows, numeric=frozenset((7,)))
-    return Section(title="Events", blocks=[table, Text(points=[more])])
+def to_json(run: Run, worst: Sequence[Place]) -> dict[str, Any]:
+    """Headers, events and worst places."""
+    places = [_plain(place) for place in worst]
+    return {"runs": run.headers, "events": run.events, "worst": places, "lines_skipped": run.skipped}
 
 
-def _row(place: Place, by: str) -> list[str]:
-    value, steps = f"{place.worst(by):.4g}", str(len(set(place.steps)))
-    operand = f"{place.operand} ({place.tensor})"
-    return [place.layer, place.gemm, operand, place.cast, value, str(_worst_step(place, by)), steps]
+def _plain(place: Place) -> dict[str, Any]:
+    worst = {name: value for name in place.curves if (value := place.worst(name)) is not None}
+    found = {name: value if math.isfinite(value) else str(value) for name, value in worst.items()}
+    names = {"layer": place.layer, "gemm": place.gemm, "operand": place.operand, "tensor": place.tensor}
+    return {**names, "cast": place.cast, "steps": len(set(place.steps)), **found}
+
+
+def _events(events: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The first ones: what follows may come of them."""
+    for event in events[:_MOST_EVENTS]:
+        place = f"{event.get('layer')} {event.get('gemm')} {event.get('operand')} ({event.get('tensor')})"
+        amount = event.get("amount")
+        share = f", {amount:.3%}" if event.get("event") == "overflow" and isinstance(amount, float) else ""
+        yield f"step {event.get('step')}: {event.get('event')} in {place}{share}"
+    if len(events) > _MOST_EVENTS:
+        yield f"and {len(events) - _MOST_EVENTS} more events; all are in the JSON of {COMMAND} --json"
+
+
+def _row(place: Place, by: str, measures: Sequence[str]) -> Row:
+    values = [_shown(name, place.worst(name)) for name in measures]
+    names = (place.layer, place.gemm, f"{place.operand} ({place.tensor})", place.cast)
+    return [*names, *values, str(_worst_step(place, by)), str(len(set(place.steps)))]
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    if name in ("underflow", "saturation"):
+        return f"{value:.3%}"
+    return f"{value:.3g}" if name.startswith("error") else f"{value:.1f}" if name == "sqnr" else f"{value:.0f}"
 
 
 def _plot(places: Sequence[Place], by: str) -> Plot:

@@ -1,10 +1,10 @@
-"""What a page is made of: sections of text, tables and figures. `html.render` makes one file of them.
+"""What a page is made of: sections of text, tables and figures, for `html.render` and for `terminal.parts`.
 
     page = Page(title="Worst layers", sections=[Section(title="layers.3", blocks=[Table(...), Plot(...)])])
     Path("out.html").write_text(render("f8emu inspect", page), encoding="utf-8")
 
 Every figure has a title, a description and, where they are few enough to read, its numbers as a table: a page can be
-read without colours, and without the figures.
+read without colours, and without the figures. A terminal shows text, tables and code, without titles of sections.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from f8emu.conformance.breakdown.breakdown import percent
 
 Tone = Literal["", "good", "bad", "warn", "quiet"]
 """Says in colour what the words say already."""
+Only = Literal["", "html", "terminal"]
+"""The renderer that shows a block; empty: both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class Table:
     """Columns that are set flush right."""
     starts: frozenset[int] = frozenset()
     """Rows that begin a group: their first cell heads all rows up to the next."""
+    only: Only = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ class Text:
     """A paragraph, or several points."""
 
     points: Sequence[str]
+    only: Only = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +73,6 @@ class Code:
     """Lines that a reader pastes."""
 
     lines: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Details:
-    """What is folded away until the reader asks."""
-
-    summary: str
-    blocks: "Sequence[Block]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +95,8 @@ class Plots:
     plots: Sequence[Plot]
 
 
-Block = Table | Facts | Text | Code | Details | Plot | Plots
+Row = list[str | Cell | Share]
+Block = Table | Facts | Text | Code | Plot | Plots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,33 @@
 """Figures as inline SVG: shapes in the colours of the page, each with a title that a pointer shows.
 
+The colours are told apart by people who do not see red and green apart.
 A shape has a class of `page.css`, so that its colour follows the reader's scheme; no script draws anything.
 """
 
 from collections.abc import Iterable
 from html import escape
 from math import ceil, floor, log10
+
+COLOURS = {
+    "figure-ink": ("#1b2129", "#e6e9ee"),
+    "figure-quiet": ("#59636f", "#9fa9b6"),
+    "figure-line": ("#d9dde3", "#343b46"),
+    "figure-paper": ("#ffffff", "#14171c"),
+    "equal": ("#eef0f3", "#232832"),  # every bit agrees
+    "below": ("#2f6db5", "#7fb2f0"),  # nearer to zero than expected
+    "below-faint": ("#bcd3ee", "#2b4468"),
+    "above": ("#c4600f", "#f5a25a"),  # farther from zero
+    "above-faint": ("#f6d3b0", "#5e3a17"),
+    "apart": ("#6a3d9a", "#c4a1f0"),  # NaN, infinity, and what could not be compared
+    "middle": ("#8a939f", "#747e8b"),  # neither: a zero of the other sign
+}
+"""Variable of `page.css` -> the colour, and its counterpart in the dark."""
+
+
+def variables() -> str:
+    """The colours as variables of CSS: the light ones, and the dark ones of `data-theme`."""
+    light, dark = ("; ".join(f"--{name}: {both[i]}" for name, both in COLOURS.items()) for i in (0, 1))
+    return f':root {{ {light}; }}\n:root[data-theme="dark"] {{ {dark}; }}\n'
 
 
 def number(value: float) -> str:

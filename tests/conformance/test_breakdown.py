@@ -14,12 +14,13 @@ from f8emu.conformance import Subject, load_subject, shipped_golden, verify
 from f8emu.conformance.breakdown.breakdown import Tally, breakdowns, percent
 from f8emu.conformance.breakdown.contrast import contrasts
 from f8emu.conformance.breakdown.difference_map import MAX_CELLS, difference_map
-from f8emu.conformance.breakdown.tables import breakdown_tables
 from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
 from f8emu.conformance.compare import different
-from f8emu.conformance.run import report
 from f8emu.conformance.run.check import Case, answer, run_case
 from f8emu.conformance.run.verify import Result
+from f8emu.report.terminal import parts
+from f8emu.report.verify import Run, page
+from f8emu.report.verify_json import to_json
 
 NOBODY = Subject(name="nobody", engine="none", verbs={})
 
@@ -222,14 +223,15 @@ def test_contrasts(counts: dict[str, dict[str, tuple[int, int]]], names: list[tu
 
 
 def test_breakdown_in_json_and_on_the_terminal(planted: Result) -> None:
-    (found,) = report.to_json(planted, command=[], seconds=0.0)["subjects"][0]["breakdowns"]
+    run = Run(command=[], seconds=0.0)
+    (found,) = to_json(planted, run)["subjects"][0]["breakdowns"]
     assert found["by"]["accumulation"]["fast"]["cases_differing"] == 20
     histogram = found["ulps"]["float32"]
     assert sum(histogram["histogram"].values()) == histogram["total"] > 0
     assert sum(ulps["total"] for ulps in found["ulps"].values()) == found["whole"]["outputs_differing"]
 
     screen = Console(width=80, file=io.StringIO())
-    for part in breakdown_tables(planted.subjects[0]):
+    for part in parts(page(planted, run)):
         screen.print(part, soft_wrap=isinstance(part, str))
     text = screen.file.getvalue()  # type: ignore[attr-defined]
     fast = found["by"]["accumulation"]["fast"]

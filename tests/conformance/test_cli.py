@@ -15,11 +15,9 @@ from typer.testing import CliRunner
 import f8emu
 from f8emu import cli
 from f8emu.conformance import read_golden, shipped_golden, write_golden
-from f8emu.conformance.breakdown import tables
-from f8emu.conformance.run import report as verify_report
 from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.subject import load_subject
-from f8emu.report import verify as page_report
+from f8emu.report import html, terminal, verify_json
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 
 ROOT = Path(__file__).parents[2]
@@ -293,9 +291,9 @@ def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypa
     assert status == 2 and "AssertionError: an invariant" in err
     # of tables, JSON and page one that fails loses no other
     report, page = tmp_path / "report.json", tmp_path / "page.html"
-    monkeypatch.setattr(page_report, "to_html", lambda result, **facts: "the page")
+    monkeypatch.setattr(html, "render", lambda command, page: "the page")
     words = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden")
-    for module, name in ((page_report, "to_html"), (tables, "breakdown_tables"), (verify_report, "to_json")):
+    for module, name in ((html, "render"), (terminal, "parts"), (verify_json, "to_json")):
         report.write_text("before")
         page.write_text("before")
         with monkeypatch.context() as patched:
@@ -304,7 +302,7 @@ def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypa
         assert status == 2 and "AssertionError: an invariant" in err
         assert "equal: every bit" in out
         assert report.read_text().startswith("before" if name == "to_json" else "{")
-        assert page.read_text() == ("before" if name == "to_html" else "the page")
+        assert page.read_text() == ("before" if name == "render" else "the page")
     for command in ((), ("verify",)):
         words = " ".join(invoke(*command, "--help")[1].split())
         assert "0 all equal" in words and "1 a difference" in words and "130 interrupted" in words

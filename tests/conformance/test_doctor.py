@@ -11,9 +11,8 @@ import torch
 
 from f8emu import doctor
 from f8emu.doctor import diagnosis as measured
-from f8emu.doctor.next_steps import next_steps
-from f8emu.doctor.probe import Probe
-from f8emu.doctor.torch_probes import probe_torch
+from f8emu.doctor.probes import Probe, probe_torch
+from f8emu.doctor.text import next_steps
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def test_agreement_is_what_the_columns_say(diagnosis: doctor.Diagnosis) -> None:
 
 
 def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
-    assert diagnosis.engines["cpu"].startswith("emulated by f8emu.native, ")
+    assert diagnosis.engines["cpu"].startswith("emulated by f8emu.native on cpu; vectors: ")
     # PyPI's wheel is called 2.11.0 and says 2.11.0+cu130 of itself; the wheel for CPUs says 2.13.0+cpu twice.
     installed = diagnosis.versions["torch"]
     assert installed == version("torch")

@@ -15,7 +15,7 @@ from f8emu.conformance import Status, load_subject, verify
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.layer_cases import COMPILED, ODD, REGULAR, SITUATIONS, layer_cases
 from f8emu.conformance.run import stages
-from f8emu.conformance.run.report import mismatch_lines
+from f8emu.report.verify import mismatch_lines
 from f8emu.spec import BFLOAT16, DELAYED, FLOAT32, RECIPES, TENSORWISE, Recipe
 
 torch = pytest.importorskip("torch")

@@ -190,7 +190,7 @@ def test_an_exception_has_the_ring_written_and_no_half_step_complete(
 
 def test_a_ring_is_written_on_request_and_keeps_its_limit(tmp_path: Path) -> None:
     run = Run()
-    capturing = capture(run.model, tmp_path, ring=3, tensors=False, limit_bytes=200_000)
+    capturing = capture(run.model, tmp_path, ring=3, tensors=False, limit_bytes=writer.RESERVED + 200_000)
     run.train(4)
     capturing.write("the loss jumped")
     capturing.close()

@@ -340,10 +340,10 @@ def test_the_engine_of_a_gpu(
 
 def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, (10, 0))
-    monkeypatch.setattr(interop, "jax_device", lambda device: SimpleNamespace(device_kind="a B200"))
+    monkeypatch.setattr(interop, "jax_device", lambda device: SimpleNamespace(platform="gpu"))
     text = doctor_engine("cuda")
     assert text.startswith(
-        "emulated by f8ref.jax on a B200; chip='Blackwell tcgen05' runs on the hardware, its profile is unverified"
+        "emulated by f8ref.jax on gpu; chip='Blackwell tcgen05' runs on the hardware, its profile is unverified"
     )
 
 
