@@ -50,6 +50,7 @@ def conclude(result: "Result", outputs: Outputs, *, source: str, start: float, *
     page = functools.cache(lambda: verify.page(result, run))
     run = verify.Run(command=command_line(), seconds=seconds, **facts)
     say(f"{verify.verdict(result)}; {source}; {seconds:.1f} s")
+    print()
     with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
         if html := outputs.html:
             afterwards.callback(lambda: html.write(render(verify.COMMAND, page())))

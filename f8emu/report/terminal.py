@@ -13,18 +13,21 @@ _STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "quiet": "dim"}
 
 
 def parts(page: Page) -> "Iterator[str | Code | rich.table.Table]":
-    """Lines that are wrapped, lines that are not, and tables; an empty line before each section."""
-    for section in page.sections:
-        yield from _parts(section)
+    """Lines that are wrapped, lines that are not, and tables; an empty line between sections."""
+    shown = filter(None, (_shown(section) for outer in page.sections for section in _flat(outer)))
+    for i, section in enumerate(shown):
+        yield from [""] * bool(i)
+        yield from section
 
 
-def _parts(section: Section) -> Iterator[Any]:
-    shown = [section.lead] * bool(section.lead) + [part for block in section.blocks for part in _block(block)]
-    if shown:
-        yield ""
-        yield from shown
+def _flat(section: Section) -> Iterator[Section]:
+    yield section
     for inner in section.sections:
-        yield from _parts(inner)
+        yield from _flat(inner)
+
+
+def _shown(section: Section) -> list[Any]:
+    return [section.lead] * bool(section.lead) + [part for block in section.blocks for part in _block(block)]
 
 
 def _block(block: Block) -> Iterator[Any]:
