@@ -22,7 +22,8 @@ from torch import Tensor
 import f8emu.torch
 from benchmarks.report import facts, say, write_json
 from f8emu.native import gemm, library
-from f8emu.spec import HOPPER, Granularity
+from f8emu.spec import E4M3FN, Granularity
+from f8emu.spec.gemm_call import GemmCall
 
 SIZES = (64, 128, 512, 2048)
 BASELINE = "torch.mm float32"
@@ -77,7 +78,8 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
 def _engine(a: Tensor, b: Tensor, scale: Tensor, use_fast_accum: bool, width: str) -> Call:
     """The same GEMM by the engine alone."""
     (m, k), n = a.shape, b.shape[1]
-    model = HOPPER.float8_model(use_fast_accum=use_fast_accum)
+    options = {"granularities": TENSORWISE, "use_fast_accum": use_fast_accum}
+    called = GemmCall(call="scaled_mm", sizes=(m, n, k), formats=(E4M3FN, E4M3FN), **options)
 
     def operand(x: Tensor) -> gemm.Matrix:
         row_stride, k_stride = x.stride()
@@ -85,17 +87,8 @@ def _engine(a: Tensor, b: Tensor, scale: Tensor, use_fast_accum: bool, width: st
 
     def call() -> None:
         out = a.new_empty((m, n), dtype=torch.bfloat16)
-        gemm.run(
-            (m, n, k),
-            operand(a),
-            operand(b.t()),
-            gemm.Output(out.data_ptr(), n, 1, "bfloat16"),
-            model,
-            gemm.scaling_of(TENSORWISE),
-            split_k=1,
-            threads=torch.get_num_threads(),
-            width=width,
-        )
+        one = gemm.described(called, operand(a), operand(b.t()), gemm.Output(out.data_ptr(), n, 1, "bfloat16"))
+        gemm.run(one, threads=torch.get_num_threads(), width=width)
 
     return call
 

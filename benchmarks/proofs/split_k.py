@@ -19,7 +19,9 @@ from benchmarks.report import facts, write_json
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.split_k.ask import WORKSPACE_BYTES, CublasLt, loaded_path, question
-from f8emu.split_k.plan import BLOCKWISE_GEMMS, LAYOUTS, Plan, PlannedGemm, shipped_plan
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, LAYOUTS, PlannedGemm
+from f8emu.split_k.plan import shipped_plan
+from f8emu.split_k.trees import Plan
 
 SEED = 20261123
 OUTPUTS = ("float32", "bfloat16", "float16")

@@ -29,7 +29,8 @@ from benchmarks.proofs.split_k import KINDS, SEED, SHORTEST_K
 from benchmarks.proofs.split_k_trees import fit, held_out, predicted
 from f8emu.spec.errors import UnsupportedError
 from f8emu.split_k.ask import WORKSPACE_BYTES, CublasLt, loaded_path, question
-from f8emu.split_k.plan import MAX_K, MAX_M, MAX_N, PlannedGemm
+from f8emu.split_k.gemm import PlannedGemm
+from f8emu.split_k.trees import MAX_K, MAX_M, MAX_N
 
 CHUNK = 20_000
 """Shapes that are drawn at a time."""

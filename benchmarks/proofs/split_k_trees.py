@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.tree import DecisionTreeClassifier  # pyright: ignore[reportMissingImports]
 
 from f8emu.split_k.ask import WORKSPACE_BYTES
-from f8emu.split_k.plan import LEAF, PLAIN_FEATURES
+from f8emu.split_k.trees import LEAF, PLAIN_FEATURES
 
 ELEMENT_BYTES = {"float8": 1, "bfloat16": 2}
 WORKSPACE = {"float8": WORKSPACE_BYTES["tensorwise"], "bfloat16": WORKSPACE_BYTES["bfloat16"]}

@@ -15,7 +15,7 @@ from f8emu.spec.formats import FORMATS
 from f8emu.spec.recipe import GEMM_NAMES, Recipe
 from f8emu.spec.scaling import TENSORS, Granularity
 from f8emu.spec.serialize import recipe_from_dict
-from f8emu.split_k.plan import Source
+from f8emu.split_k.gemm import Source
 
 SCHEMA = 1
 """Version of the layout; raised when its meaning changes."""

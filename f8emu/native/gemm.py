@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from f8emu.native import library
 from f8emu.native.model import Model, model_of, slice_k
-from f8emu.spec.chip import AccumulationModel
+from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import Granularity
 
 UNSCALED, TENSORWISE, ROWWISE, GROUPED, VECTORS, SQUARES = range(6)
@@ -94,55 +94,29 @@ def scaling_of(granularities: tuple[Granularity, Granularity]) -> int:
     return SQUARES if Granularity.BLOCKWISE_128X128 in granularities else VECTORS
 
 
-def run(
-    sizes: tuple[int, int, int],
-    a: Matrix,
-    b: Matrix,
-    out: Output,
-    model: AccumulationModel,
-    scaling: int,
-    *,
-    split_k: int,
-    threads: int,
-    width: str | None = None,
-) -> None:
-    """`out[m, n] = round(accumulate(a @ b^T) * scales + bias)`.
+def matrix(
+    address: int,
+    strides: tuple[int, ...],
+    format: str,
+    granularity: Granularity | None = None,
+    scale: int = 0,
+    scale_strides: tuple[int, ...] = (0, 0),
+) -> Matrix:
+    """An operand [rows, K] with scales of `granularity.scale_shape(rows, K)`; one that all share has no stride."""
+    rows_per_scale = 128 if granularity is Granularity.BLOCKWISE_128X128 else 1
+    per_row = 0 if granularity in (None, Granularity.TENSORWISE) else scale_strides[0]
+    per_block = scale_strides[1] if granularity is not None and granularity.is_blockwise else 0
+    return Matrix(address, strides[0], strides[1], format, rows_per_scale, scale, per_row, per_block)
 
-    Shapes: `sizes` is (M, N, K); a [M, K], b [N, K], out [M, N].
-    Exactness: `f8ref.numpy`, every bit, at every width.
 
-    Args:
-        sizes: M, N and K.
-        a: the left operand.
-        b: the right operand, transposed.
-        out: where the result goes.
-        model: how a chip accumulates.
-        scaling: how scales enter.
-        split_k: the number of slices of K [CHAIN-3].
-        threads: at most so many; small GEMMs take one.
-        width: one of `library.widths()`; None is the fastest.
+def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
+    """A GEMM as the engine takes it: `out[m, n] = round(accumulate(a @ b^T) * scales + bias)`.
 
-    Raises:
-        MemoryError: memory is short.
+    Shapes: a [M, K], b [N, K], out [M, N].
     """
-    gemm = described(sizes, a, b, out, model, scaling, split_k=split_k)
-    gemm.threads = threads
-    _run(gemm, width)
-
-
-def described(
-    sizes: tuple[int, int, int],
-    a: Matrix,
-    b: Matrix,
-    out: Output,
-    model: AccumulationModel,
-    scaling: int,
-    *,
-    split_k: int,
-) -> Gemm:
-    """A GEMM as the engine takes it, for `run_at`; arguments as for `run`."""
+    scaling = UNSCALED if call.granularities is None else scaling_of(call.granularities)
     return Gemm(
-        *sizes,
+        *call.sizes,
         _operand(a),
         _operand(b),
         out.address,
@@ -152,11 +126,32 @@ def described(
         out.bias_stride,
         FORMATS[out.format],
         FORMATS[out.bias_format],
-        scaling,
+        GROUPED if call.groups else scaling,
         1,
-        slice_k(model, sizes[2], split_k),
-        ctypes.pointer(model_of(model)),
+        slice_k(call.model, call.sizes[2], call.split_k or 1),
+        ctypes.pointer(model_of(call.model)),
     )
+
+
+def run(gemm: Gemm, *, threads: int, width: str | None = None) -> None:
+    """The described GEMM.
+
+    Exactness: `f8ref.numpy`, every bit, at every width.
+
+    Args:
+        gemm: what `described` gave.
+        threads: at most so many; small GEMMs take one.
+        width: one of `library.widths()`; None is the fastest.
+
+    Raises:
+        MemoryError: memory is short.
+    """
+    gemm.threads = threads
+    found = library.library()
+    assert found is not None, library.unavailable()
+    if found.f8_run(ctypes.byref(gemm), library.width_number(width)):
+        sizes = gemm.m, gemm.n, gemm.k
+        raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {gemm.threads} threads")
 
 
 def run_at(gemm: Gemm, a: int, b: int, scale_a: int, scale_b: int, out: int, bias: int, *, threads: int) -> None:
@@ -168,16 +163,8 @@ def run_at(gemm: Gemm, a: int, b: int, scale_a: int, scale_b: int, out: int, bia
     call = Gemm.from_buffer_copy(gemm)  # other threads may run the same description
     of_a, of_b = call.a, call.b
     of_a.codes, of_a.scale, of_b.codes, of_b.scale = a, scale_a, b, scale_b
-    call.out, call.bias, call.threads = out, bias, threads
-    _run(call, None)
-
-
-def _run(gemm: Gemm, width: str | None) -> None:
-    found = library.library()
-    assert found is not None, library.unavailable()
-    if found.f8_run(ctypes.byref(gemm), library.width_number(width)):
-        sizes = gemm.m, gemm.n, gemm.k
-        raise MemoryError(f"there is no memory for the panels of a GEMM of M, N, K = {sizes} on {gemm.threads} threads")
+    call.out, call.bias = out, bias
+    run(call, threads=threads)
 
 
 def _operand(x: Matrix) -> _Operand:

@@ -1,12 +1,12 @@
 """GEMMs and casts of numpy's arrays by the native engine or, where it is missing, by the oracle; the bits are the same.
 
-The functions have the arguments of the oracle's, and `width`: which of the engine's vectors, `library.widths()`
-computes; None is the fastest. Only this module of f8emu.numpy knows the engine.
+The verbs have the arguments of the oracle's, and `width`: which of the engine's vectors, `library.widths()`, computes;
+None is the fastest. Only this module of f8emu.numpy knows the engine.
 """
 
 import functools
 import os
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,108 +17,52 @@ from f8emu.native import gemm as engine
 from f8emu.native import library
 from f8emu.native.model import fits
 from f8emu.numpy.dtypes import Array, dtype_of
-from f8emu.spec.chip import AccumulationModel, Chip
-from f8emu.spec.chips import HOPPER
 from f8emu.spec.formats import HIGH_PRECISION, Format, float8_format
 from f8emu.spec.scaling import Granularity, ScaleRule, granularity_by_name
 from f8emu.spec.trace import Scales
 from f8ref import numpy as oracle
-from f8ref.numpy.checks import checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8ref.numpy.codec import canonical_nan, typed_array
 from f8ref.numpy.linear import Verbs
 from f8ref.numpy.scale import as_matrix, checked_amax, checked_scale
-
-_SQUARE = 128
-"""Rows that share a 128x128 scale."""
-_Operand = tuple[Array, Array | None, int]
-"""[rows, K]; its scales, [1 or rows, 1 or blocks of K]; and how many rows share one of these."""
+from f8ref.numpy.scaled_mm import grouped_product
+from f8ref.numpy.scaled_mm import product as product_of_oracle
 
 
-def scaled_mm(
-    a: ArrayLike,
-    b: ArrayLike,
-    scale_a: ArrayLike,
-    scale_b: ArrayLike,
-    *,
-    granularity_a: Granularity | str = Granularity.TENSORWISE,
-    granularity_b: Granularity | str = Granularity.TENSORWISE,
-    bias: ArrayLike | None = None,
-    out_dtype: Format | str = "bfloat16",
-    use_fast_accum: bool = False,
-    split_k: int = 1,
-    chip: Chip = HOPPER,
-    width: str | None = None,
-) -> Array:
-    """`f8ref.numpy.scaled_mm`."""
-    options: dict[str, Any] = {
-        "granularity_a": granularity_a,
-        "granularity_b": granularity_b,
-        "bias": bias,
-        "out_dtype": out_dtype,
-        "use_fast_accum": use_fast_accum,
-        "split_k": split_k,
-        "chip": chip,
-    }
-    gemm = checked_scaled_mm(a, b, scale_a, scale_b, **options)
-    if not _is_native(gemm.model):
-        return oracle.scaled_mm(a, b, scale_a, scale_b, **options)
-    out = _empty(gemm.a_MK.shape[0], gemm.b_NK.shape[0], gemm.out_format)
-    shared = [_SQUARE if granularity is Granularity.BLOCKWISE_128X128 else 1 for granularity in gemm.granularities]
-    _run(
-        (gemm.a_MK, gemm.scale_a[:: shared[0]], shared[0]),
-        (gemm.b_NK, gemm.scale_b.T[:: shared[1]], shared[1]),
-        out,
-        gemm.model,
-        engine.scaling_of(gemm.granularities),
-        bias=gemm.bias,
-        split_k=split_k,
-        width=width,
+def product(gemm: Gemm, *, width: str | None = None) -> Array:
+    """The output of a GEMM whose arguments are checked."""
+    if not (_is_compiled() and fits(gemm.call.model)):
+        return product_of_oracle(gemm)
+    out = np.empty(gemm.call.sizes[:2], dtype_of(gemm.call.out))
+    alive: list[Array] = []  # copies among what is read
+    of_a, of_b = gemm.call.granularities or (None, None)
+    of_bias: tuple[Any, ...] = ()
+    if gemm.bias is not None:
+        bias = _readable(gemm.bias, alive)
+        of_bias = bias.ctypes.data, bias.strides[0] // bias.itemsize, "float32"
+    described = engine.described(
+        gemm.call,
+        _matrix(gemm.a_MK, gemm.scale_a, of_a, alive),
+        _matrix(gemm.b_NK, gemm.scale_b, of_b, alive),
+        engine.Output(out.ctypes.data, *_strides(out), out.dtype.name, *of_bias),
     )
+    engine.run(described, threads=_threads(), width=width)
     return out
 
 
-def scaled_grouped_mm(
-    a: ArrayLike,
-    b: ArrayLike,
-    scale_a: ArrayLike,
-    scale_b: ArrayLike,
-    offs: ArrayLike,
-    *,
-    out_dtype: Format | str = "bfloat16",
-    use_fast_accum: bool = False,
-    chip: Chip = HOPPER,
-    width: str | None = None,
-) -> Array:
+def scaled_mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
+    """`f8ref.numpy.scaled_mm`."""
+    return product(checked_scaled_mm(*operands, **options), width=width)
+
+
+def scaled_grouped_mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
     """`f8ref.numpy.scaled_grouped_mm`."""
-    options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum, "chip": chip}
-    gemm = checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
-    model = chip.float8_model(use_fast_accum=use_fast_accum)
-    if not _is_native(model):
-        return oracle.scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options)
-    out = _empty(gemm.a_MK.shape[0], gemm.b_GKN.shape[2], gemm.out_format)
-    for group, (start, stop) in enumerate(pairwise(gemm.bounds)):
-        a_group = gemm.a_MK[start:stop], gemm.scale_a_M[start:stop, None], 1
-        b_group = gemm.b_GKN[group].T, gemm.scale_b_GN[group, :, None], 1
-        _run(a_group, b_group, out[start:stop], model, engine.GROUPED, width=width)
-    return out
+    return grouped_product(checked_scaled_grouped_mm(*operands, **options), partial(product, width=width))
 
 
-def mm(
-    a: ArrayLike,
-    b: ArrayLike,
-    *,
-    out_dtype: Format | str = "bfloat16",
-    split_k: int = 1,
-    chip: Chip = HOPPER,
-    width: str | None = None,
-) -> Array:
+def mm(*operands: ArrayLike, width: str | None = None, **options: Any) -> Array:
     """`f8ref.numpy.mm`."""
-    a_MK, b_NK, out_format = checked_mm(a, b, out_dtype, split_k)
-    if not _is_native(chip.bfloat16):
-        return oracle.mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=chip)
-    out = _empty(a_MK.shape[0], b_NK.shape[0], out_format)
-    _run((a_MK, None, 1), (b_NK, None, 1), out, chip.bfloat16, engine.UNSCALED, split_k=split_k, width=width)
-    return out
+    return product(checked_mm(*operands, **options), width=width)
 
 
 def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE, *, width: str | None = None) -> Array:
@@ -168,7 +112,7 @@ def quantize(
     return codes.view(dtype_of(target))
 
 
-VERBS = Verbs(amax, scale_from_amax, quantize, scaled_mm, mm)
+VERBS = Verbs(amax, scale_from_amax, quantize, product)
 """What a linear layer is made of."""
 
 
@@ -195,42 +139,13 @@ def _places(grid: Array) -> dict[str, int]:
     return {"row_stride": row_stride, "block_stride": block_stride}
 
 
-def _run(
-    a: _Operand,
-    b: _Operand,
-    out: Array,
-    model: AccumulationModel,
-    scaling: int,
-    *,
-    bias: Array | None = None,
-    split_k: int = 1,
-    width: str | None = None,
-) -> None:
-    """Writes to `out`."""
-    alive: list[Array] = []  # copies among what is read
-    addend = None if bias is None else _readable(bias, alive)
-    of_bias = (0, 0) if addend is None else (addend.ctypes.data, addend.strides[0] // addend.itemsize)
-    engine.run(
-        (*out.shape, a[0].shape[1]),
-        _matrix(*a, alive),
-        _matrix(*b, alive),
-        engine.Output(out.ctypes.data, *_strides(out), out.dtype.name, *of_bias, "float32"),
-        model,
-        scaling,
-        split_k=split_k,
-        threads=_threads(),
-        width=width,
-    )
-
-
-def _matrix(codes: Array, scale: Array | None, rows_per_scale: int, alive: list[Array]) -> engine.Matrix:
-    """An operand; a scale of all rows, or of all K, has a stride of 0."""
+def _matrix(codes: Array, scale: Array | None, granularity: Granularity | None, alive: list[Array]) -> engine.Matrix:
     x = _readable(codes, alive)
+    place = x.ctypes.data, _strides(x), x.dtype.name
     if scale is None:
-        return engine.Matrix(x.ctypes.data, *_strides(x), x.dtype.name)
+        return engine.matrix(*place)
     factors = _readable(scale, alive)
-    rows, blocks = (0 if extent == 1 else n for n, extent in zip(_strides(factors), factors.shape, strict=True))
-    return engine.Matrix(x.ctypes.data, *_strides(x), x.dtype.name, rows_per_scale, factors.ctypes.data, rows, blocks)
+    return engine.matrix(*place, granularity, factors.ctypes.data, _strides(factors))
 
 
 def _strides(x: Array) -> tuple[int, int]:
@@ -246,19 +161,10 @@ def _readable(x: Array, alive: list[Array]) -> Array:
     return x
 
 
-def _empty(m: int, n: int, format: Format) -> Array:
-    return np.empty((m, n), dtype_of(format))
-
-
 @functools.cache
 def _threads() -> int:
     """As many as this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _is_native(model: AccumulationModel) -> bool:
-    """Whether the engine multiplies by a model."""
-    return _is_compiled() and fits(model)
 
 
 def _is_compiled() -> bool:

@@ -6,16 +6,17 @@ from numpy.typing import ArrayLike
 
 from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import typed
-from f8emu.numpy.planned import mm_split_k, scaled_mm_split_k
 from f8emu.numpy.scaled_mm import chip_of
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import format_by_name
+from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, LinearTrace
+from f8emu.split_k.ask import known_split_k
+from f8emu.split_k.gemm import planned_gemm
 from f8ref.numpy.linear import traced
 
-LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
+_LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """GEMM -> its layout in a linear layer, as cuBLAS names it."""
 
 
@@ -71,19 +72,17 @@ def linear(
         sizes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
         out = tensors["input"].dtype.name
         for name, gemm in plan.gemms.items():
-            if name in slices or not set(OPERANDS[name]) <= tensors.keys():
+            if name in slices or not set(OPERANDS[name]) <= tensors.keys() or 0 in sizes[name]:
                 continue
-            if gemm.a.format is None or gemm.b.format is None:
-                slices[name] = mm_split_k(sizes[name], LAYOUTS[name], out_dtype=format_by_name(out), chip=on)
-            else:
-                slices[name] = scaled_mm_split_k(
-                    sizes[name],
-                    (gemm.a.format, gemm.b.format),
-                    gemm.scaled_gemm_granularities,
-                    out_dtype=format_by_name(out),
-                    use_fast_accum=gemm.use_fast_accum,
-                    chip=on,
-                )
+            a, b = (cast.format or BFLOAT16 for cast in (gemm.a, gemm.b))
+            asked = planned_gemm(
+                sizes[name],
+                None if gemm.is_high_precision else gemm.scaled_gemm_granularities,
+                (out, a.name, b.name),
+                use_fast_accum=gemm.use_fast_accum,
+                layout=_LAYOUTS[name],
+            )
+            slices[name] = known_split_k("f8emu.numpy", asked, on)
     return traced(
         plan,
         tensors["input"],

@@ -1,12 +1,13 @@
-"""From an array to its scales: amax and the scale rule."""
+"""From an array to its scales: amax, the scale rule, and the state of delayed scaling."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import FormatLike, float8_format, rows_of, typed
-from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.spec.trace import Scales
+from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.trace import DelayedState, Scales
+from f8ref import numpy as oracle
 
 
 def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) -> NDArray[np.float32]:
@@ -43,3 +44,30 @@ def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = Scale
     """
     target = float8_format("scale_from_amax", format)
     return emulation.scale_from_amax(typed("scale_from_amax", "amax", amax), target, rule, margin=margin)
+
+
+def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
+    """The state before the first step: a history of zeros, `inv_scale` 1, not initialised.
+
+    Shapes:
+        `amax_history` [history_length]; `inv_scale` and `initialized` [].
+    """
+    return oracle.initial_delayed_state(delayed)
+
+
+def update_delayed_state(
+    state: DelayedState, amax: ArrayLike, format: FormatLike, rule: ScaleRule, delayed: DelayedScaling
+) -> DelayedState:
+    """The state after a step in which the tensor's largest amax was `amax`; `DelayedScaling` defines it.
+
+    Shapes:
+        `amax` has one element; the state keeps its shapes.
+
+    Exactness: exact.
+
+    Raises:
+        OperandError: `amax` is not one number that float32 holds, or the history is not of the rule's length.
+        SpecError: unknown format.
+    """
+    target = float8_format("update_delayed_state", format)
+    return oracle.update_delayed_state(state, typed("update_delayed_state", "amax", amax), target, rule, delayed)

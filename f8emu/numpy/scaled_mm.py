@@ -1,17 +1,20 @@
-"""The GEMMs: scaled_mm, scaled_grouped_mm and mm, emulated."""
+"""The GEMMs: scaled_mm, scaled_grouped_mm and mm, emulated; and single instructions, mma."""
+
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from f8emu.numpy import emulation
 from f8emu.numpy.dtypes import Array, FormatLike, array_of, output_format, typed
-from f8emu.numpy.planned import layout_of, mm_split_k, scaled_mm_split_k
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
-from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.scaling import Granularity
-from f8ref.numpy.codec import typed_array
+from f8emu.split_k.ask import known_split_k
+from f8emu.split_k.gemm import planned_gemm
+from f8ref import numpy as oracle
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm
 
 
 def scaled_mm(
@@ -62,32 +65,20 @@ def scaled_mm(
         UnsupportedError: a combination that the chip has no GEMM for.
     """
     call = "scaled_mm"
-    on = chip_of(call, chip)
-    out = output_format(call, out_dtype)
-    a_MK, format_a = typed_array(array_of(call, "a", a), on.operand_formats, f"{call}: a")
-    b_KN, format_b = typed_array(array_of(call, "b", b), on.operand_formats, f"{call}: b")
-    sizes = _sizes(call, a_MK, b_KN)
-    scales = typed(call, "scale_a", scale_a), typed(call, "scale_b", scale_b)
-    pair = on.granularities_of(call, sizes, (scales[0].shape, scales[1].shape), (granularity_a, granularity_b))
-    refusal = on.refusal((format_a, format_b), pair, use_fast_accum=use_fast_accum)
-    if refusal is not None:
-        raise UnsupportedError(f"{call}: {refusal}")
-    if split_k is None:
-        split_k = scaled_mm_split_k(
-            sizes, (format_a, format_b), pair, out_dtype=out, use_fast_accum=use_fast_accum, chip=on
-        )
-    return emulation.scaled_mm(
-        a_MK,
-        b_KN,
-        *scales,
-        granularity_a=pair[0],
-        granularity_b=pair[1],
+    gemm = checked_scaled_mm(
+        array_of(call, "a", a),
+        array_of(call, "b", b),
+        typed(call, "scale_a", scale_a),
+        typed(call, "scale_b", scale_b),
         bias=None if bias is None else typed(call, "bias", bias),
-        out_dtype=out,
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        out_dtype=output_format(call, out_dtype),
         use_fast_accum=use_fast_accum,
         split_k=split_k,
-        chip=on,
+        chip=chip_of(call, chip),
     )
+    return emulation.product(_planned(gemm))
 
 
 def scaled_grouped_mm(
@@ -150,22 +141,46 @@ def mm(
         SpecError: an unknown chip or `out_dtype`, or a `split_k` below 1.
         UnsupportedError: an `out_dtype` that no GEMM gives.
     """
-    on, out = chip_of("mm", chip), output_format("mm", out_dtype)
     a_MK, b_KN = typed("mm", "a", a, BFLOAT16), typed("mm", "b", b, BFLOAT16)
-    sizes = _sizes("mm", a_MK, b_KN)
-    if split_k is None:
-        split_k = mm_split_k(sizes, layout_of(a_MK, b_KN), out_dtype=out, chip=on)
-    return emulation.mm(a_MK, b_KN, out_dtype=out, split_k=split_k, chip=on)
+    options = {"out_dtype": output_format("mm", out_dtype), "split_k": split_k, "chip": chip_of("mm", chip)}
+    return emulation.product(_planned(checked_mm(a_MK, b_KN, **options)))
 
 
-def _sizes(call: str, a_MK: Array, b_KN: Array) -> tuple[int, int, int]:
-    """M, N and K."""
-    if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
-        raise OperandError(
-            f"{call}: a must be [M, K] and b [K, N]; got shapes {list(a_MK.shape)} and {list(b_KN.shape)}; pass a "
-            "weight [N, K] as weight.T, flatten leading dimensions with a.reshape(-1, K)"
-        )
-    return a_MK.shape[0], b_KN.shape[1], a_MK.shape[1]
+def mma(
+    a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip | str = HOPPER, out_dtype: FormatLike = "float32"
+) -> Array:
+    """`dot(a, b) + c` of every case by one matrix instruction of the chip, or several in a row where K is longer.
+
+    Shapes:
+        a and b [cases, K], float8 or bfloat16; c [cases] of `out_dtype`, or values that it holds -> [cases] of
+        `out_dtype`.
+
+    Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
+
+    Raises:
+        OperandError: operands of the wrong dtype or shape.
+        SpecError: unknown `out_dtype` or chip.
+        UnsupportedError: formats that the chip's profile has no instruction for.
+    """
+    target = output_format("mma", out_dtype)
+    operands = array_of("mma", "a", a), array_of("mma", "b", b), typed("mma", "c", c, target)
+    return oracle.mma(*operands, chip=chip_of("mma", chip), out_dtype=target)
+
+
+def _planned(gemm: Gemm) -> Gemm:
+    """The GEMM with the S of the plan, if its caller gives none [PLAN-1..7]."""
+    call = gemm.call
+    if call.split_k is not None or 0 in call.sizes:
+        return gemm
+    is_transposed = [x.strides[1] != x.itemsize and x.strides[0] == x.itemsize for x in (gemm.b_NK.T, gemm.a_MK)]
+    asked = planned_gemm(
+        call.sizes,
+        call.granularities,
+        (call.out.name, call.formats[0].name, call.formats[1].name),
+        use_fast_accum=call.use_fast_accum,
+        layout="".join("nt"[is_t] for is_t in is_transposed),
+    )
+    return gemm._replace(call=replace(call, split_k=known_split_k("f8emu.numpy", asked, call.chip, stacklevel=5)))
 
 
 def chip_of(call: str, chip: Chip | str) -> Chip:

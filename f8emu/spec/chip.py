@@ -148,12 +148,14 @@ class Chip:
         """The float8 formats that the chip multiplies, in the order in which `format_pairs` names them."""
         return tuple(dict.fromkeys(format for pair in self.format_pairs for format in pair))
 
-    def float8_model(self, *, use_fast_accum: bool) -> AccumulationModel:
-        """How float8 operands without block scales are accumulated."""
-        return self.float8_fast if use_fast_accum else self.float8
-
-    def block_scaled_model(self, granularities: tuple[Granularity, Granularity]) -> AccumulationModel:
-        """How float8 operands with block scales of (a, b) are accumulated."""
+    def accumulation(
+        self, granularities: tuple[Granularity, Granularity] | None, *, use_fast_accum: bool = False
+    ) -> AccumulationModel:
+        """How operands with scales of granularities (a, b) are accumulated; None: bfloat16 operands."""
+        if granularities is None:
+            return self.bfloat16
+        if not granularities[0].is_blockwise:
+            return self.float8_fast if use_fast_accum else self.float8
         if Granularity.BLOCKWISE_128X128 not in granularities:
             return self.block_scaled
         return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)

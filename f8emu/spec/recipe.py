@@ -253,7 +253,7 @@ class Recipe:
             lines.append(f"{name} {shape} = cast({a}) @ cast({b}), summed over {k}")
             lines.append(f"    a: {gemm.a}")
             lines.append(f"    b: {gemm.b}")
-            model = chip.bfloat16 if gemm.is_high_precision else chip.float8_model(use_fast_accum=gemm.use_fast_accum)
+            model = chip.float8_fast if gemm.use_fast_accum else chip.float8
             if gemm.is_high_precision:
                 lines.append("    bfloat16 matmul, one chain")
             elif model.promote_k is not None:

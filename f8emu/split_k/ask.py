@@ -8,6 +8,8 @@ an NVIDIA H200 it agrees with every recorded row of tensorwise and bfloat16 GEMM
 """
 
 import ctypes
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import byref, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache, lru_cache
@@ -18,7 +20,8 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.spec.scaling import Granularity
-from f8emu.split_k.plan import BLOCKWISE_GEMMS, PlannedGemm, Source, Split, split_k
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, UNKNOWN, PlannedGemm, Source, Split
+from f8emu.split_k.plan import LIBRARY, is_planned, split_k
 
 _FLOAT8 = ("tensorwise", *BLOCKWISE_GEMMS)
 WORKSPACE_BYTES = {**dict.fromkeys(_FLOAT8, 1 << 20), "bfloat16": 32 << 20}
@@ -121,6 +124,36 @@ def split_k_at_hand(gemm: PlannedGemm, chip: Chip) -> Split:
         with suppress(UnsupportedError):
             return Split(_library(path).split_k(question(gemm)), Source.ASKED)
     return split_k(gemm, chip=chip.plan)
+
+
+_SAID: set[tuple[str, str]] = set()
+"""Backends and tables whose missing plan was reported already."""
+
+
+def split_of(caller: str, gemm: PlannedGemm, chip: Chip, is_at_hand: Callable[[], bool]) -> Split:
+    """S of a GEMM that `caller` emulates: the library's if the GPU at hand is the chip, else the plan's.
+
+    A warning says once that a chip has no plan.
+    """
+    if not is_planned(caller, chip):
+        return UNKNOWN
+    return split_k_at_hand(gemm, chip) if is_at_hand() else split_k(gemm, chip=chip.plan)
+
+
+def known_split_k(
+    caller: str, gemm: PlannedGemm, chip: Chip, is_at_hand: Callable[[], bool] = lambda: False, *, stacklevel: int = 3
+) -> int:
+    """S of `split_of`; a warning says once for a kind of GEMM that it is not known."""
+    split = split_of(caller, gemm, chip, is_at_hand)
+    if split.source is Source.UNKNOWN and chip.plan and (caller, gemm.table) not in _SAID:
+        _SAID.add((caller, gemm.table))
+        warnings.warn(
+            f"{caller}: the plan of {LIBRARY} on {chip.plan} has no split-K for this GEMM: {gemm}. It is emulated "
+            "without split-K, and has the hardware's bits if the hardware does not split K either. Pass split_k if you "
+            "know it; `f8emu record OUT --plans IN.json` finds it on a GPU. This warning appears once per kind of GEMM",
+            stacklevel=stacklevel,
+        )
+    return split.split_k
 
 
 @cache

@@ -10,17 +10,8 @@ from itertools import accumulate, islice
 from typing import Any, cast
 
 from f8emu.spec.errors import SpecError
-from f8emu.split_k.plan import (
-    BLOCKWISE_GEMMS,
-    LEAF,
-    PLAIN_FEATURES,
-    Feature,
-    FittedTree,
-    Plan,
-    PlannedGemm,
-    Split,
-    Tree,
-)
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm, Split
+from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, Plan, Tree
 
 SCHEMA = 2
 _LONGEST = 1 << 22

@@ -19,6 +19,16 @@ HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The inputs of a cast and the outputs of a GEMM."""
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype, which is that of its format."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(format: Format) -> torch.dtype:
+    """The dtype of a format."""
+    return getattr(torch, format.name)
+
+
 def float8_format(call: str, format: Format | str | torch.dtype) -> Format:
     """The float8 format that `call` casts to; `format` is a Format, its name or its dtype.
 

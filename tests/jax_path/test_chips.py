@@ -14,6 +14,7 @@ import f8emu.jax as f8
 import f8ref.numpy as reference
 from f8emu.jax.gemm import planned
 from f8emu.spec import ADA, BLOCKWISE, HOPPER, TENSORWISE, SpecError, UnsupportedError
+from f8emu.split_k import ask
 from f8emu.split_k.plan import Source, Split
 
 
@@ -46,7 +47,7 @@ def test_scaled_mm_of_another_chip() -> None:
 def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 2 where the plan says 3."""
     monkeypatch.setattr(planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, jax.devices()[0]))
-    monkeypatch.setattr(planned, "split_k_at_hand", lambda gemm, chip: Split(2, Source.ASKED))
+    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm, chip: Split(2, Source.ASKED))
     a, b = (jnp.asarray(drawn(rows, 8192)).astype("float8_e4m3fn") for rows in (8, 64))
     one = jnp.ones((1, 1))
     options: dict[str, Any] = {"out_dtype": "float32", "use_fast_accum": True, "engine": "emulated"}

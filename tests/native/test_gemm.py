@@ -1,6 +1,7 @@
 """The engine against `f8ref.numpy`, every output bit, at every width that this machine has."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -10,7 +11,8 @@ import pytest
 from f8emu.native import gemm as native
 from f8emu.native import library
 from f8emu.spec import CHIPS, HOPPER, AccumulationModel, Chip, Format, Granularity
-from f8emu.spec.formats import BFLOAT16
+from f8emu.spec.formats import BFLOAT16, FLOAT32
+from f8emu.spec.gemm_call import GemmCall
 from f8ref import numpy as oracle
 
 if library.unavailable():
@@ -42,24 +44,20 @@ def _matrix(x: Any, **scales: Any) -> native.Matrix:
     return native.Matrix(x.ctypes.data, row_stride, k_stride, x.dtype.name, **scales)
 
 
-def _run(
-    a: Any, b: Any, model: AccumulationModel, scaling: int, out: Any, width: str, bias: Any = None, **options: Any
-) -> Any:
+def _run(a: Any, b: Any, call: GemmCall, out: Any, width: str, bias: Any = None, **options: Any) -> Any:
     scales = [options.pop(name, {}) for name in ("of_a", "of_b")]
     row_stride, column_stride = (stride // out.itemsize for stride in out.strides)
     given: tuple[int, int, str] = (0, 0, "float32") if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
-    native.run(
-        (*out.shape, a.shape[1]),
-        _matrix(a, **scales[0]),
-        _matrix(b, **scales[1]),
-        native.Output(out.ctypes.data, row_stride, column_stride, out.dtype.name, *given),
-        model,
-        scaling,
-        width=width,
-        threads=options.pop("threads", 2),
-        **{"split_k": 1, **options},
-    )
+    output = native.Output(out.ctypes.data, row_stride, column_stride, out.dtype.name, *given)
+    described = native.described(call, _matrix(a, **scales[0]), _matrix(b, **scales[1]), output)
+    native.run(described, width=width, threads=options.pop("threads", 2))
     return out
+
+
+def _unscaled(chip: Chip, model: AccumulationModel, *sizes: int) -> GemmCall:
+    """A GEMM whose output is the accumulator."""
+    chip = replace(chip, bfloat16=model)
+    return GemmCall(call="mm", sizes=sizes, formats=(BFLOAT16, BFLOAT16), out=FLOAT32, chip=chip)  # type: ignore[arg-type]
 
 
 def _bits(x: Any) -> Any:
@@ -85,9 +83,9 @@ def check_accumulators(kind: str, widths: Sequence[str]) -> None:
                 expected = oracle.scaled_mm(
                     a, b.T, *one, **rowwise, out_dtype="float32", use_fast_accum=fast, chip=chip
                 )
-                model = chip.float8_model(use_fast_accum=fast)
+                model = chip.float8_fast if fast else chip.float8
             for width in widths:
-                out = _run(a, b, model, native.UNSCALED, np.empty((m, n), np.float32), width)
+                out = _run(a, b, _unscaled(chip, model, m, n, k), np.empty((m, n), np.float32), width)
                 case = f"{width} {chip} {formats} {fast} {(m, n, k)}"
                 np.testing.assert_array_equal(_bits(out), _bits(expected), case)
 
@@ -118,7 +116,6 @@ def check_epilogues(pair: tuple[Granularity, Granularity], widths: Sequence[str]
         for g, scale in zip(pair, (scale_a, scale_b), strict=True)
     ]
     for fast in (False,) if is_blockwise else (False, True):
-        model = chip.block_scaled_model(pair) if is_blockwise else chip.float8_model(use_fast_accum=fast)
         for out_dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)):
             for split_k in (1, 2, 3):
                 bias = None if is_blockwise else rng.standard_normal(n).astype(out_dtype)
@@ -134,10 +131,18 @@ def check_epilogues(pair: tuple[Granularity, Granularity], widths: Sequence[str]
                     use_fast_accum=fast,
                     split_k=split_k,
                 )
-                options: dict[str, Any] = {"of_a": scales[0], "of_b": scales[1], "split_k": split_k}
+                options: dict[str, Any] = {"of_a": scales[0], "of_b": scales[1]}
+                call = GemmCall(
+                    call="scaled_mm",
+                    sizes=(m, n, k),
+                    formats=chip.format_pairs[0],
+                    granularities=pair,
+                    use_fast_accum=fast,
+                    split_k=split_k,
+                )
                 for width in widths:
                     out = np.empty((n, m), out_dtype).T  # columns first
-                    _run(a, b, model, native.scaling_of(pair), out, width, bias, **options)
+                    _run(a, b, call, out, width, bias, **options)
                     np.testing.assert_array_equal(_bits(out), _bits(expected), f"{width} {fast} {out_dtype} {split_k}")
 
 
@@ -146,6 +151,7 @@ def test_threads_change_nothing(threads: int) -> None:
     rng = np.random.default_rng(2)
     a, b = (_random(rng, (rows, 512), HOPPER.format_pairs[0][0], "normal") for rows in (301, 200))
     outs = [np.empty((301, 200), np.float32) for _ in range(2)]
-    _run(a, b, HOPPER.float8, native.UNSCALED, outs[0], library.widths()[0], threads=1)
-    _run(a, b, HOPPER.float8, native.UNSCALED, outs[1], library.widths()[-1], threads=threads)
+    call = _unscaled(HOPPER, HOPPER.float8, 301, 200, 512)
+    _run(a, b, call, outs[0], library.widths()[0], threads=1)
+    _run(a, b, call, outs[1], library.widths()[-1], threads=threads)
     np.testing.assert_array_equal(_bits(outs[0]), _bits(outs[1]))

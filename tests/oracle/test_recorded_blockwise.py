@@ -13,7 +13,8 @@ import pytest
 import f8ref.numpy as reference
 from f8emu.conformance.record.plans import COLUMNS, emulated, revealing_operands
 from f8emu.spec import E4M3FN, FLOAT32, HOPPER, Chip, Granularity
-from f8emu.split_k.plan import BLOCKWISE_GEMMS, CHIP, LIBRARY, PlannedGemm, Source, shipped_plan, split_k
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS
+from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, shipped_plan, split_k
 from f8ref import exact
 
 RECORDING = json.loads((Path(__file__).parents[2] / "benchmarks/results/blockwise_split_k-h200.json").read_text())

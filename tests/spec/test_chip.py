@@ -63,18 +63,20 @@ def test_what_hopper_multiplies() -> None:
     assert HOPPER.format_pairs == ((E4M3FN, E4M3FN), (E5M2, E4M3FN), (E4M3FN, E5M2))
     assert HOPPER.granularity_pairs == ((T, T), (R, R), (V, V), (V, S), (S, V))
     assert (HOPPER.size_multiple, HOPPER.vector_multiple) == (16, 4)
-    assert HOPPER.float8_model(use_fast_accum=True) is HOPPER.float8_fast
-    assert HOPPER.float8_model(use_fast_accum=False) is HOPPER.float8
+    for pair in ((T, T), (R, R)):
+        assert HOPPER.accumulation(pair, use_fast_accum=True) is HOPPER.float8_fast
+        assert HOPPER.accumulation(pair) is HOPPER.float8
+    assert HOPPER.accumulation(None) is HOPPER.bfloat16
 
 
 def test_slices_of_block_scaled_gemms() -> None:
     """[CHAIN-3] Multiples of 512 beside 128x128 scales, of 128 otherwise; a slice never ends inside a block."""
-    assert HOPPER.block_scaled_model((V, V)) == HOPPER.block_scaled
+    assert HOPPER.accumulation((V, V)) == HOPPER.block_scaled
     for pair in ((V, S), (S, V)):
-        assert HOPPER.block_scaled_model(pair) == replace(HOPPER.block_scaled, split_k_multiple=512)
+        assert HOPPER.accumulation(pair) == replace(HOPPER.block_scaled, split_k_multiple=512)
     for chip in CHIPS.values():
         for pair in ((V, V), (V, S), (S, V)):
-            assert chip.block_scaled_model(pair).split_k_multiple % 128 == 0
+            assert chip.accumulation(pair).split_k_multiple % 128 == 0
 
 
 def test_every_scaled_gemm_that_hopper_has_and_no_other() -> None:

@@ -19,6 +19,7 @@ from f8emu.spec import (
     E4M3FN,
     E5M2,
     E8M0FNU,
+    FLOAT32,
     HOPPER,
     RECIPES,
     Granularity,
@@ -27,6 +28,7 @@ from f8emu.spec import (
     ScaleRule,
     UnsupportedError,
 )
+from f8emu.spec.gemm_call import GemmCall
 from f8emu.split_k.plan import Source
 from f8emu.torch.gemm import hardware
 from f8emu.torch.gemm.planned import layer_split_k
@@ -160,8 +162,10 @@ def test_sizes_beyond_the_recorded_ones(pair, shape, expect, assert_same_bits) -
         with pytest.raises(OperandError, match="M must be a multiple of 4"):
             f8.scaled_mm(*map(on_gpu, args), **options, engine="hardware")
         a, b, scale_a, scale_b = map(on_gpu, args)
+        formats = E4M3FN, E4M3FN
+        gemm = GemmCall(call="scaled_mm", sizes=shape, formats=formats, granularities=pair, out=FLOAT32)
         with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED"):
-            hardware.scaled_mm(a, b, scale_a, scale_b, pair, bias=None, out_dtype=torch.float32, use_fast_accum=False)
+            hardware.scaled_mm(a, b, scale_a, scale_b, None, gemm)
         return
     out = f8.scaled_mm(*map(on_gpu, args), **options, engine="hardware")
     assert_same_bits(out, expect("scaled_mm", *args, **options))

@@ -38,7 +38,8 @@ from f8emu.spec import (
     SpecError,
     UnsupportedError,
 )
-from f8emu.torch.gemm.planned import layer_split_k, mm_split_k
+from f8emu.spec.gemm_call import Shaped, mm_call
+from f8emu.torch.gemm.planned import layer_split_k, split_k_of
 from f8emu.torch.inspection import recorder
 from f8emu.torch.inspection.config import STATISTICS, config_of
 from f8emu.torch.inspection.log import JsonLog
@@ -268,7 +269,7 @@ def test_the_tap_has_the_plan_of_the_gemm() -> None:
     gaps = torch.empty(2 * k, 3072, dtype=BF16, device="meta")
     found: list[int] = []
     for b in (row_major, transposed, gaps.t()[::2, ::2]):
-        of_mm = mm_split_k(a, b.t(), out_dtype=BF16, chip=hopper)
+        of_mm = split_k_of(mm_call(*(Shaped(tuple(x.shape), "bfloat16") for x in (a, b.t()))), a, b.t())
         plan = layer_split_k(ROWWISE_WITH_GW_HP.grad_weight, a, b, out_dtype=BF16, chip=hopper)
         assert plan.split_k == of_mm
         found.append(of_mm)

@@ -15,7 +15,7 @@ from f8emu.conformance.layers.layer import LayerCase, LayerMode, Place
 from f8emu.conformance.layers.trace import layer_parts, planned_slices
 from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
-from f8emu.split_k import gemms as planned
+from f8emu.split_k import ask
 from f8emu.split_k.plan import Source, Split
 from f8emu.torch.gemm import operators
 from f8emu.torch.gemm import planned as torch_planned
@@ -159,11 +159,9 @@ def test_an_h100_has_a_plan_of_its_own() -> None:
 def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says 2 where the plan says 3."""
     asked: list[Any] = []
-    monkeypatch.setattr(operators, "_CHECKED", {})  # which remembers S
+    monkeypatch.setattr(operators, "_PREPARED", {})  # which remembers S
     monkeypatch.setattr(torch_planned, "is_device_of", lambda chip, device: (chip, device) == (HOPPER, a.device))
-    monkeypatch.setattr(
-        torch_planned, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED)
-    )
+    monkeypatch.setattr(ask, "split_k_at_hand", lambda gemm, chip: asked.append(gemm) or Split(2, Source.ASKED))
     a, b, one = codes(1, 8, 8192), codes(2, 64, 8192).t(), torch.ones(())
     options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": True, "engine": "emulated"}
     found = {s: f8.scaled_mm(a, b, one, one, **options, split_k=s) for s in (None, 2, 3)}
@@ -179,7 +177,8 @@ def test_on_the_gpu_whose_bits_are_wanted_its_library_is_asked(monkeypatch: pyte
 
 
 def test_what_the_plan_does_not_know_is_said_once_for_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planned, "_SAID", set())
+    monkeypatch.setattr(ask, "_SAID", set())
+    monkeypatch.setattr(operators, "_PREPARED", {})
     a, b = normal(1, 4096, 12).t(), normal(2, 4096, 32)  # rows of a are not 16 bytes apart
     with pytest.warns(UserWarning, match=r"plan of cuBLAS .* on NVIDIA H200 has no split-K for this GEMM.*layout='nt'"):
         out = f8.mm(a, b, engine="emulated")

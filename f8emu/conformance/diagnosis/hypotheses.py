@@ -263,7 +263,7 @@ def _adding() -> Iterator[Alteration]:
                 sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
                 is_of_chip=True,
                 change=lambda rules, chip=chip, fast=fast: (
-                    replace(rules, model=chip.float8_model(use_fast_accum=fast))
+                    replace(rules, model=chip.float8_fast if fast else chip.float8)
                     if rules.adder is Adder.TENSOR_CORE and not rules.scales.is_fused
                     else rules
                 ),

@@ -284,9 +284,9 @@ def rules_of(chip: Chip, case: GemmCase) -> Rules:
         case Mode.BLOCKWISE:
             both_vectors = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
             order = ScaleOrder.FMA_ROW_FIRST if both_vectors else ScaleOrder.FMA_PRODUCT
-            return Rules(model=chip.block_scaled_model(pair), split_k=case.split_k, scales=order)
+            return Rules(model=chip.accumulation(pair), split_k=case.split_k, scales=order)
         case Mode.TENSORWISE | Mode.ROWWISE | Mode.GROUPED_ROWWISE:
             order = _ORDERS[case.mode]
-            model = chip.float8_model(use_fast_accum=case.use_fast_accum)
+            model = chip.float8_fast if case.use_fast_accum else chip.float8
             adds_zero = case.mode is Mode.TENSORWISE
             return Rules(model=model, split_k=case.split_k, scales=order, adds_zero=adds_zero)

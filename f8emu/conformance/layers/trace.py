@@ -14,9 +14,8 @@ from f8emu.conformance.cases.gemm import Verbs
 from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, Place, place_of
 from f8emu.spec import (
-    E4M3FN,
+    BFLOAT16,
     GEMM_NAMES,
-    HOPPER,
     OPERANDS,
     TRANSPOSED,
     DelayedState,
@@ -27,7 +26,8 @@ from f8emu.spec import (
     OperandTrace,
     Recipe,
 )
-from f8emu.split_k.plan import PlannedGemm, scaled_gemm_name, split_k
+from f8emu.split_k.gemm import PlannedGemm, planned_gemm
+from f8emu.split_k.plan import split_k
 
 Parts = dict[str, np.ndarray]
 _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
@@ -84,19 +84,14 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
     `slices_of` is asked for the sizes that the library sees, zero-padding included; that of rows it knows itself.
     """
     found: dict[str, int] = {}
-    for name, (m, n, k) in case.gemm_sizes(layer).items():
+    for name, sizes in case.gemm_sizes(layer).items():
         gemm = case.recipe.gemms[name]
-        pair = None if gemm.is_high_precision else gemm.scaled_gemm_granularities
-        asked = PlannedGemm(
-            m=m,
-            n=-(-n // HOPPER.size_multiple) * HOPPER.size_multiple,
-            k=-(-k // HOPPER.size_multiple) * HOPPER.size_multiple,
-            gemm="bfloat16" if pair is None else scaled_gemm_name(pair),
-            accumulation="" if pair is None else "fast" if gemm.use_fast_accum else "promoted",
-            layout=_LAYOUTS[name] if pair is None else "tn",
-            out_dtype=case.dtype.name,
-            a_dtype=(gemm.a.format or E4M3FN).name,
-            b_dtype=(gemm.b.format or E4M3FN).name,
+        asked = planned_gemm(
+            sizes,
+            None if gemm.is_high_precision else gemm.scaled_gemm_granularities,
+            (case.dtype.name, (gemm.a.format or BFLOAT16).name, (gemm.b.format or BFLOAT16).name),
+            use_fast_accum=gemm.use_fast_accum,
+            layout=_LAYOUTS[name],
         )
         slices = slices_of(asked)
         if slices > 1:

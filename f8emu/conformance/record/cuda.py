@@ -15,7 +15,7 @@ from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.layouts import store_blocks, store_scales
 from f8emu.environment import versions
 from f8emu.spec import Granularity, UnsupportedError
-from f8emu.split_k.plan import BLOCKWISE_GEMMS, PlannedGemm
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,10 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.record.cuda import CudaLauncher, Refused
 from f8emu.conformance.record.record import tracked
 from f8emu.spec import BFLOAT16, HOPPER, Granularity, SpecError, format_by_name
-from f8emu.split_k.plan import BLOCKWISE_GEMMS, CHIP, PLANS, Plan, PlannedGemm, Source, shipped_plan
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm, Source
+from f8emu.split_k.plan import CHIP, PLANS, shipped_plan
 from f8emu.split_k.tables import plan_from_json, plan_to_json
+from f8emu.split_k.trees import Plan
 
 COLUMNS = 16
 """How many columns of b differ; the others repeat them."""
@@ -139,7 +141,7 @@ def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
 def _candidates(gemm: PlannedGemm, first: int) -> Iterator[int]:
     """S that cut K differently, the likeliest first, then ascending."""
     if gemm.is_blockwise:
-        multiple = HOPPER.block_scaled_model(BLOCKWISE_GEMMS[gemm.gemm]).split_k_multiple
+        multiple = HOPPER.accumulation(BLOCKWISE_GEMMS[gemm.gemm]).split_k_multiple
     else:
         multiple = (HOPPER.bfloat16 if gemm.gemm == "bfloat16" else HOPPER.float8).split_k_multiple
     seen: set[int] = set()

@@ -75,11 +75,8 @@ class _Gemm(NamedTuple):
 
     @property
     def model(self) -> AccumulationModel:
-        if self.call == "mm":
-            return self.chip.bfloat16
-        if self.granularities is not None and self.granularities[0].is_blockwise:
-            return self.chip.block_scaled_model(self.granularities)
-        return self.chip.float8_model(use_fast_accum=self.use_fast_accum)
+        pair = (Granularity.ROWWISE, Granularity.ROWWISE) if self.call == "scaled_grouped_mm" else self.granularities
+        return self.chip.accumulation(pair, use_fast_accum=self.use_fast_accum)
 
     def options(self, k: int) -> np.ndarray:
         """The attribute of the custom call."""

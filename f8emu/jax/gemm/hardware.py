@@ -283,7 +283,7 @@ def _by_kernel(
 
 def _slice_blocks(k: int, granularities: tuple[Granularity, Granularity], split_k: int) -> int:
     """[CHAIN-3] How many blocks of K a slice has."""
-    multiple = CHIP.block_scaled_model(granularities).split_k_multiple
+    multiple = CHIP.accumulation(granularities).split_k_multiple
     return math.ceil(math.ceil(k / split_k) / multiple) * multiple // _BLOCK_K
 
 

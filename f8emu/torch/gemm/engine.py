@@ -22,13 +22,11 @@ class Engine(Enum):
     EMULATED = "emulated"
 
 
-_NAMES = tuple(engine.value for engine in Engine)
-
-
 def check_engine(call: str, engine: str) -> None:
     """Raise OperandError for an unknown engine."""
-    if engine not in _NAMES:
-        raise OperandError(f"{call}: engine must be one of {', '.join(_NAMES)}; got {engine!r}")
+    known = [member.value for member in Engine]
+    if engine not in known:
+        raise OperandError(f"{call}: engine must be one of {', '.join(known)}; got {engine!r}")
 
 
 def resolve_engine(call: str, device: torch.device, engine: str, chip: Chip = HOPPER) -> Engine:

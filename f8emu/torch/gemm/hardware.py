@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torch.nn.functional import scaled_mm as functional_scaled_mm
 
+from f8emu.spec.formats import BFLOAT16
+from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.device import require_hopper
+from f8emu.torch.dtypes import dtype_of
 from f8emu.torch.library import is_watched
 
 _ALIGNMENT = 16
@@ -26,22 +29,21 @@ def scaled_mm(
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
-    granularities: tuple[Granularity, Granularity],
-    *,
     bias: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
+    gemm: GemmCall,
 ) -> Tensor:
     """`torch._scaled_mm`, or `torch.nn.functional.scaled_mm` for blockwise scales.
 
     Raises:
         UnsupportedError: blockwise scales on a device that is not Hopper.
     """
+    granularities, out_dtype = gemm.granularities, dtype_of(gemm.out)
+    assert granularities is not None
     is_traced = is_watched(a)
     if is_traced or not _are_plainly_aligned(a, b, scale_a, scale_b):
         a, b = _aligned(a, is_traced), _aligned_columns(b, is_traced)
         scale_a, scale_b = _aligned_scale(scale_a, is_traced), _aligned_scale(scale_b, is_traced)
-    if granularities[0] in (Granularity.TENSORWISE, Granularity.ROWWISE):
+    if not granularities[0].is_blockwise:
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             a,
             b,
@@ -49,7 +51,7 @@ def scaled_mm(
             scale_b,
             bias=None if bias is None else bias.contiguous(),
             out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
+            use_fast_accum=gemm.use_fast_accum,
         )
     require_hopper("scaled_mm with blockwise scales", a.device)
     return functional_scaled_mm(
@@ -64,14 +66,7 @@ def scaled_mm(
 
 
 def scaled_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    *,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall
 ) -> Tensor:
     """`torch._scaled_grouped_mm` [EPI-6].
 
@@ -86,12 +81,12 @@ def scaled_grouped_mm(
         scale_a,
         scale_b,
         offs=offs.contiguous(),
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
+        out_dtype=dtype_of(gemm.out),
+        use_fast_accum=gemm.use_fast_accum,
     )
 
 
-def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+def mm(a: Tensor, b: Tensor, gemm: GemmCall) -> Tensor:
     """`torch.mm` of bfloat16 matrices [BF16-1]; a float16 output is the float32 one, rounded.
 
     A matrix that is not aligned to 16 bytes is copied: the library would choose a kernel with other rules for it.
@@ -99,9 +94,9 @@ def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """
     a, b = _readable(a), _readable(b)
     with torch.autocast(a.device.type, enabled=False):
-        if out_dtype is torch.bfloat16:
+        if gemm.out == BFLOAT16:
             return torch.mm(a, b)
-        return torch.mm(a, b, out_dtype=torch.float32).to(out_dtype)
+        return torch.mm(a, b, out_dtype=torch.float32).to(dtype_of(gemm.out))
 
 
 def block_scales(scale: Tensor, granularity: Granularity) -> Tensor:

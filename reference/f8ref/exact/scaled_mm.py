@@ -69,12 +69,12 @@ def scaled_dot(
     scales_a = [decode(code, FLOAT32) for code in scale_a]
     scales_b = [decode(code, FLOAT32) for code in scale_b]
     if granularity_a.is_blockwise:
-        model = chip.block_scaled_model((granularity_a, granularity_b))
+        model = chip.accumulation((granularity_a, granularity_b))
         products = products_of(a_codes, b_codes, *formats, model)
         both_vectors = granularity_a is granularity_b
         result = blockwise(products, scales_a, scales_b, model, split_k, both_vectors=both_vectors)
     else:
-        model = chip.float8_model(use_fast_accum=use_fast_accum)
+        model = chip.accumulation((granularity_a, granularity_b), use_fast_accum=use_fast_accum)
         accumulator = accumulate_split(products_of(a_codes, b_codes, *formats, model), model, split_k)
         epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else grouped if is_grouped else rowwise
         result = epilogue(accumulator, scales_a[0], scales_b[0])

@@ -65,7 +65,7 @@ def scaled_mm(
     _require_scale(call, "scale_b", scale_b, pair[1], pair[1].scale_shape(n, k)[::-1])
     out = output_format(call, out_dtype)
     is_blockwise = pair[0].is_blockwise
-    model = chip.block_scaled_model(pair) if is_blockwise else chip.float8_model(use_fast_accum=use_fast_accum)
+    model = chip.accumulation(pair, use_fast_accum=use_fast_accum)
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
     a, b, formats = taken(model, a, b, formats)
     chain = Chain(model, *formats, a.shape[1], slices, scale_block_k=pair[0].block[1] if is_blockwise else None)
@@ -118,7 +118,7 @@ def scaled_grouped_mm(
         )
     out = output_format(call, out_dtype)
     a, b, scale_a, scale_b, offs = map(jnp.asarray, (a, b, scale_a, scale_b, offs))
-    model = chip.float8_model(use_fast_accum=use_fast_accum)
+    model = chip.float8_fast if use_fast_accum else chip.float8
     a, b, formats = taken(model, a, b, formats)
     chain = Chain(model, *formats, a.shape[1])
     if b.shape[0] == 0:

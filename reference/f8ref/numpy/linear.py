@@ -31,10 +31,11 @@ from f8emu.spec import (
     Recipe,
     Scales,
 )
+from f8ref.numpy import checks
 from f8ref.numpy.cast import convert, quantize
 from f8ref.numpy.codec import Array, as_float32, canonical_nan, typed_array
 from f8ref.numpy.scale import amax, scale_from_amax
-from f8ref.numpy.scaled_mm import mm, scaled_mm
+from f8ref.numpy.scaled_mm import product
 
 DelayedStates = Mapping[str, DelayedState]
 
@@ -45,8 +46,7 @@ class Verbs(NamedTuple):
     amax: Callable[..., NDArray[np.float32]]
     scale_from_amax: Callable[..., Scales]
     quantize: Callable[..., Array]
-    scaled_mm: Callable[..., Array]
-    mm: Callable[..., Array]
+    product: Callable[[checks.Gemm], Array]
 
 
 def linear(
@@ -85,7 +85,7 @@ def linear(
         delayed_state=delayed_state,
         split_k=split_k or {},
         chip=CHIPS[recipe.chip] if chip is None else chip,
-        verbs=Verbs(amax, scale_from_amax, quantize, scaled_mm, mm),
+        verbs=Verbs(amax, scale_from_amax, quantize, product),
     )
 
 
@@ -153,14 +153,15 @@ def _product(
 ) -> Array:
     """`a @ b^T` on the matrix unit that the recipe chose."""
     if gemm.is_high_precision:
-        return verbs.mm(a.codes, b.codes.T, out_dtype=out_format, split_k=split_k, chip=chip)
+        options = {"out_dtype": out_format, "split_k": split_k, "chip": chip}
+        return verbs.product(checks.checked_mm(a.codes, b.codes.T, **options))
     granularity_a, granularity_b = gemm.scaled_gemm_granularities
     scale_a, scale_b = (
         # Beside rowwise, the one scale of a tensorwise operand is that of every row.
         np.broadcast_to(trace.scale, (trace.codes.shape[0], 1)) if granularity is Granularity.ROWWISE else trace.scale
         for trace, granularity in ((a, granularity_a), (b, granularity_b))
     )
-    return verbs.scaled_mm(
+    checked = checks.checked_scaled_mm(
         a.codes,
         b.codes.T,
         scale_a,
@@ -172,6 +173,7 @@ def _product(
         split_k=split_k,
         chip=chip,
     )
+    return verbs.product(checked)
 
 
 def _add_bias(product: Array, bias: ArrayLike | None, out_format: Format) -> Array:

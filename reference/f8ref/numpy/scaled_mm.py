@@ -4,22 +4,15 @@ Shape suffixes: M rows of `a`, N columns of `b`, K summed, G groups, B blocks of
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from f8emu.spec import (
-    BFLOAT16,
-    HOPPER,
-    AccumulationModel,
-    Chip,
-    Format,
-    Granularity,
-)
+from f8emu.spec import HOPPER, AccumulationModel, Chip, Format, Granularity
+from f8emu.spec.gemm_call import GemmCall
 from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.checks import checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
+from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
 from f8ref.numpy.codec import Array
 from f8ref.numpy.float32 import fma
 
@@ -61,31 +54,20 @@ def scaled_mm(
         SpecError: an unknown granularity or `out_dtype`, or a `split_k` below 1.
         UnsupportedError: formats, granularities, options or an `out_dtype` that the chip has no GEMM for.
     """
-    a_MK, b_NK, formats, granularities, factor_a, factor_b, addend, out_format, model = checked_scaled_mm(
+    gemm = checked_scaled_mm(
         a,
         b,
         scale_a,
         scale_b,
+        bias=bias,
         granularity_a=granularity_a,
         granularity_b=granularity_b,
-        bias=bias,
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
         split_k=split_k,
         chip=chip,
     )
-    a_KM, b_KN = operand(a_MK, formats[0], model), operand(b_NK, formats[1], model)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if granularities[0].is_blockwise:
-            result = _blockwise(a_KM, b_KN, factor_a, factor_b, granularities, model, split_k)
-        elif granularities[0] is Granularity.ROWWISE:
-            result = (_accumulated(a_KM, b_KN, model, split_k) * factor_b) * factor_a  # [EPI-2]
-        else:
-            # [EPI-1] -0 + 0 is +0
-            result = _accumulated(a_KM, b_KN, model, split_k) * (factor_a * factor_b) + np.float32(0)
-        if addend is not None:
-            result = result + addend  # [EPI-3]
-    return convert(result, out_format)  # [EPI-4]
+    return product(gemm)
 
 
 def scaled_grouped_mm(
@@ -101,8 +83,6 @@ def scaled_grouped_mm(
 ) -> Array:
     """`(acc * scale_a) * scale_b` of every group of rows of `a` with the group's own `b` [EPI-6].
 
-    That is a rowwise `scaled_mm` of the transposed operands.
-
     Group g has the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; a group may be empty.
 
     Shapes: `a` [M, K], `b` [G, K, N], `scale_a` [M], `scale_b` [G, N], `offs` [G]; result [M, N].
@@ -113,25 +93,8 @@ def scaled_grouped_mm(
         SpecError: an unknown `out_dtype`.
         UnsupportedError: formats or an `out_dtype` that the chip has no GEMM for.
     """
-    gemm = checked_scaled_grouped_mm(
-        a, b, scale_a, scale_b, offs, out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=chip
-    )
-    a_MK, b_GKN, scale_a_M, scale_b_GN, bounds, out_format = gemm
-    products = [
-        scaled_mm(
-            b_GKN[group].T,
-            a_MK[start:stop].T,
-            scale_b_GN[group, :, None],
-            scale_a_M[None, start:stop],
-            granularity_a=Granularity.ROWWISE,
-            granularity_b=Granularity.ROWWISE,
-            out_dtype=out_format,
-            use_fast_accum=use_fast_accum,
-            chip=chip,
-        ).T
-        for group, (start, stop) in enumerate(pairwise(bounds))
-    ]
-    return np.concatenate([convert(np.zeros((0, b_GKN.shape[2]), np.float32), out_format), *products])
+    options = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum, "chip": chip}
+    return grouped_product(checked_scaled_grouped_mm(a, b, scale_a, scale_b, offs, **options), product)
 
 
 def mm(
@@ -152,25 +115,54 @@ def mm(
         SpecError: an unknown `out_dtype`, or a `split_k` below 1.
         UnsupportedError: an `out_dtype` that no GEMM gives.
     """
-    a_MK, b_NK, out_format = checked_mm(a, b, out_dtype, split_k)
-    model = chip.bfloat16
-    accumulated = _accumulated(operand(a_MK, BFLOAT16, model), operand(b_NK, BFLOAT16, model), model, split_k)
-    return convert(accumulated, out_format)
+    return product(checked_mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=chip))
+
+
+def product(gemm: Gemm) -> Array:
+    """The output [M, N] of a GEMM."""
+    call, model = gemm.call, gemm.call.model
+    a_KM, b_KN = (operand(x, f, model) for x, f in zip((gemm.a_MK, gemm.b_NK), call.formats, strict=True))
+    with np.errstate(over="ignore", invalid="ignore"):
+        if call.granularities is None or gemm.scale_a is None or gemm.scale_b is None:
+            result = _accumulated(a_KM, b_KN, model, call.split_k or 1)
+        elif call.granularities[0].is_blockwise:
+            result = _blockwise(a_KM, b_KN, gemm.scale_a, gemm.scale_b, call)
+        else:
+            factor_a, factor_b = gemm.scale_a, gemm.scale_b.T
+            result = _accumulated(a_KM, b_KN, model, call.split_k or 1)
+            if call.granularities[0] is Granularity.TENSORWISE:
+                result = result * (factor_a * factor_b) + np.float32(0)  # [EPI-1] -0 + 0 is +0
+            elif call.groups:
+                result = (result * factor_a) * factor_b  # [EPI-6]
+            else:
+                result = (result * factor_b) * factor_a  # [EPI-2]
+        if gemm.bias is not None:
+            result = result + gemm.bias  # [EPI-3]
+    return convert(result, call.out)  # [EPI-4]
+
+
+def grouped_product(gemms: list[Gemm], product: Callable[[Gemm], Array]) -> Array:
+    """The rows of all groups, each computed by `product`."""
+    return np.concatenate([product(gemm) for gemm in gemms])
 
 
 def _blockwise(
     a: Operand,
     b: Operand,
-    scale_a_MB: NDArray[np.float32],
-    scale_b_BN: NDArray[np.float32],
-    granularities: tuple[Granularity, Granularity],
-    model: AccumulationModel,
-    split_k: int,
+    scale_a: NDArray[np.float32],
+    scale_b: NDArray[np.float32],
+    call: GemmCall,
 ) -> NDArray[np.float32]:
     """The float32 total of a blockwise GEMM [EPI-5], or the sum of those of the slices of K [CHAIN-3]."""
-    both_vectors = granularities == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+    both_vectors = call.granularities == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+    model, split_k = call.model, call.split_k or 1
     multiple = model.split_k_multiple if split_k > 1 else _BLOCK_K
     length = max(-(-a.k // (split_k * multiple)), 1) * multiple
+    # A 128x128 scale is that of each of its rows.
+    scale_a_MB, scale_b_NB = (
+        scale if len(scale) == x.rows else scale.repeat(128, axis=0)[: x.rows]
+        for scale, x in ((scale_a, a), (scale_b, b))
+    )
 
     def slice_total(rows: slice, columns: slice, start: int) -> NDArray[np.float32]:
         part = slice(start, start + length)
@@ -178,7 +170,7 @@ def _blockwise(
         total = np.zeros((left.rows, right.rows), np.float32)
         partials = (partial for chains in side_by_side(left, right, _BLOCK_K) for partial in chain(*chains, model))
         for block, partial in enumerate(partials, start // _BLOCK_K):
-            factor_a, factor_b = scale_a_MB[rows, block, None], scale_b_BN[block, None, columns]
+            factor_a, factor_b = scale_a_MB[rows, block, None], scale_b_NB[columns, block]
             if both_vectors:
                 total = fma(partial * factor_a, factor_b, total)
             else:

@@ -1,0 +1,267 @@
+"""One call of a GEMM as data: its shapes, formats and options, and what is refused. Arrays do not appear here.
+
+A backend describes its arrays by shape and dtype (`Shaped`). It gets a `GemmCall`, or the error that its caller sees,
+which is the same in every backend. Strides and devices are the backend's own business.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from f8emu.spec.chip import AccumulationModel, Chip
+from f8emu.spec.chips import HOPPER
+from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
+from f8emu.spec.formats import BFLOAT16, FLOAT32, FORMATS, HIGH_PRECISION, Format, output_format
+from f8emu.spec.scaling import Granularity
+
+
+class Shaped(NamedTuple):
+    """What a check reads of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The name of its dtype, which need not be the name of a format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmCall:
+    """A GEMM `[M, K] @ [K, N]` that is not refused; `scaled_mm_call` and its neighbours make it."""
+
+    call: str
+    """The name of the verb, for messages."""
+    sizes: tuple[int, int, int]
+    """M, N and K; M counts the rows of all groups."""
+    formats: tuple[Format, Format]
+    granularities: tuple[Granularity, Granularity] | None = None
+    """The granularities of scale_a and scale_b; None: bfloat16 operands, without scales."""
+    out: Format = BFLOAT16
+    use_fast_accum: bool = False
+    split_k: int | None = None
+    """The slices of K [CHAIN-3]; None: as the library or its plan says."""
+    chip: Chip = HOPPER
+    groups: int = 0
+    """The groups of rows of `a`, each with a `b` of its own [EPI-6]; 0: it is no grouped GEMM."""
+
+    @property
+    def model(self) -> AccumulationModel:
+        """How the chip accumulates it."""
+        return self.chip.accumulation(self.granularities, use_fast_accum=self.use_fast_accum)
+
+
+def scaled_mm_call(
+    a: Shaped,
+    b: Shaped,
+    scale_a: Shaped,
+    scale_b: Shaped,
+    bias: Shaped | None = None,
+    *,
+    granularity_a: Granularity | str | None = None,
+    granularity_b: Granularity | str | None = None,
+    out_dtype: Format | str = BFLOAT16,
+    use_fast_accum: bool = False,
+    split_k: int | None = None,
+    chip: Chip = HOPPER,
+) -> GemmCall:
+    """A `scaled_mm`; granularities that are None follow from the shapes of the scales.
+
+    Raises:
+        OperandError: a wrong dtype or shape.
+        SpecError: an unknown granularity or `out_dtype`, or a `split_k` below 1.
+        UnsupportedError: a combination that the chip has no GEMM for, or an `out_dtype` that no GEMM gives.
+    """
+    call = "scaled_mm"
+    formats = (_format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats))
+    m, n, k = sizes = _sizes(call, a, b)
+    _check_split_k(call, split_k)
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        _format(call, name, scale, (FLOAT32,))
+    pair = chip.granularities_of(call, (m, n, k), (scale_a.shape, scale_b.shape), (granularity_a, granularity_b))
+    refusal = chip.refusal(formats, pair, use_fast_accum=use_fast_accum)
+    if refusal is not None:
+        raise UnsupportedError(f"{call}: {refusal}")
+    out = output_format(call, out_dtype)
+    if bias is not None:
+        _format(call, "bias", bias, HIGH_PRECISION)
+        if bias.shape != (n,):
+            raise OperandError(
+                f"{call}: bias must have shape [N] = [{n}], one value for each column of b; got {list(bias.shape)}"
+            )
+    return GemmCall(
+        call=call,
+        sizes=sizes,
+        formats=formats,
+        granularities=pair,
+        out=out,
+        use_fast_accum=use_fast_accum,
+        split_k=split_k,
+        chip=chip,
+    )
+
+
+def scaled_grouped_mm_call(
+    a: Shaped,
+    b: Shaped,
+    scale_a: Shaped,
+    scale_b: Shaped,
+    offs: Shaped,
+    *,
+    out_dtype: Format | str = BFLOAT16,
+    use_fast_accum: bool = False,
+    chip: Chip = HOPPER,
+) -> GemmCall:
+    """A `scaled_grouped_mm` [EPI-6]; `check_group_ends` checks the values of `offs`.
+
+    Raises:
+        OperandError: a wrong dtype or shape.
+        SpecError: an unknown `out_dtype`.
+        UnsupportedError: formats that the chip has no GEMM for, or an `out_dtype` that no GEMM gives.
+    """
+    call, rows = "scaled_grouped_mm", Granularity.ROWWISE
+    formats = (_format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats))
+    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
+        _format(call, name, scale, (FLOAT32,))
+    found = [list(x.shape) for x in (a, b, scale_a, scale_b, offs)]
+    fits = [len(shape) for shape in found] == [2, 3, 1, 2, 1]
+    if fits:
+        (m, k), (groups, _, n) = found[0], found[1]
+        fits = found[1:] == [[groups, k, n], [m], [groups, n], [groups]]
+    if not fits:
+        raise OperandError(
+            f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [groups, K, N], [total_M], [groups, N] and "
+            f"[groups]; got {', '.join(map(str, found))}; a b of two dimensions has no groups: that is scaled_mm"
+        )
+    if not offs.shape[0]:
+        raise OperandError(f"{call}: b has no groups; there is nothing to compute, skip the call")
+    if offs.dtype != "int32":
+        raise OperandError(
+            f"{call}: offs must be int32, the end of each group's rows; got {offs.dtype}; take the cumulative sum of "
+            "the groups' sizes as int32"
+        )
+    refusal = chip.refusal(formats, (rows, rows), use_fast_accum=use_fast_accum)
+    if refusal is not None:
+        raise UnsupportedError(f"{call}: {refusal}")
+    return GemmCall(
+        call=call,
+        sizes=(a.shape[0], b.shape[2], a.shape[1]),
+        formats=formats,
+        granularities=(rows, rows),
+        out=output_format(call, out_dtype),
+        use_fast_accum=use_fast_accum,
+        split_k=1,
+        chip=chip,
+        groups=b.shape[0],
+    )
+
+
+def mm_call(
+    a: Shaped,
+    b: Shaped,
+    *,
+    out_dtype: Format | str = BFLOAT16,
+    split_k: int | None = None,
+    chip: Chip = HOPPER,
+) -> GemmCall:
+    """The bfloat16 `mm` [BF16-1].
+
+    Raises:
+        OperandError: a wrong dtype or shape.
+        SpecError: an unknown `out_dtype`, or a `split_k` below 1.
+        UnsupportedError: an `out_dtype` that no GEMM gives.
+    """
+    formats = (_format("mm", "a", a, (BFLOAT16,)), _format("mm", "b", b, (BFLOAT16,)))
+    sizes = _sizes("mm", a, b)
+    _check_split_k("mm", split_k)
+    out = output_format("mm", out_dtype)
+    return GemmCall(call="mm", sizes=sizes, formats=formats, out=out, split_k=split_k, chip=chip)
+
+
+def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
+    """What the GPU's library refuses besides: sizes that are not padded, and most biases.
+
+    Raises:
+        OperandError: an empty operand, or a size that is no multiple; a bias of another dtype than the output's.
+        UnsupportedError: a bias that the library does not add; a grouped GEMM of other formats.
+    """
+    call, chip, (m, n, k) = gemm.call, gemm.chip, gemm.sizes
+    if m == 0 or n == 0 or k == 0:
+        raise OperandError(
+            f"{call}: empty operands, M, N, K = {m}, {n}, {k}; skip the GEMM: its result is empty, or zeros if only K "
+            "is 0"
+        )
+    multiple = chip.size_multiple
+    if k % multiple or n % multiple:
+        raise OperandError(
+            f"{call}: K and N must be multiples of {multiple}; got K = {k}, N = {n}; pad the operands with zeros"
+        )
+    if gemm.granularities is None:
+        return
+    if gemm.granularities[0] is Granularity.BLOCKWISE_1X128 and m % chip.vector_multiple:
+        raise OperandError(
+            f"{call}: with 1x128 scales of a, M must be a multiple of {chip.vector_multiple}; got {m}; pad a and "
+            "scale_a"
+        )
+    if bias is None:
+        return
+    if gemm.granularities[0].is_blockwise:
+        raise UnsupportedError(f"{call}: a bias with blockwise scales is not modelled; add it to the result instead")
+    if gemm.out == FLOAT32:
+        raise UnsupportedError(
+            f"{call}: the hardware adds no bias to a float32 output; add it to the result, or pass another out_dtype"
+        )
+    if bias.dtype != gemm.out.name:
+        raise OperandError(f"{call}: bias must be of out_dtype {gemm.out}; got {bias.dtype}; convert it")
+
+
+def check_library_groups(gemm: GemmCall) -> None:
+    """What the GPU's library refuses of a `scaled_grouped_mm` besides `check_library`.
+
+    Raises:
+        OperandError: another format than the library's.
+        UnsupportedError: another output than bfloat16.
+    """
+    format = gemm.chip.format_pairs[0][0]
+    for name, found in zip("ab", gemm.formats, strict=True):
+        if found != format:
+            raise OperandError(f"{gemm.call}: {name} must be {format}; got {found}; quantize or cast it first")
+    if gemm.out != BFLOAT16:
+        raise UnsupportedError(f"{gemm.call}: out_dtype must be bfloat16; got {gemm.out}; convert the result")
+
+
+def check_group_ends(ends: Sequence[int], rows: int) -> None:
+    """Check that the groups of a `scaled_grouped_mm` end one after another, and the last with the last row of `a`.
+
+    Raises:
+        OperandError: they do not.
+    """
+    if list(ends) != sorted(ends) or (ends and ends[0] < 0) or (ends[-1] if ends else 0) != rows:
+        raise OperandError(
+            f"scaled_grouped_mm: offs must rise to the {rows} rows of a; got {list(ends)}; give the end of each "
+            "group's rows"
+        )
+
+
+def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> Format:
+    found = FORMATS.get(x.dtype)
+    if found is None or found not in allowed:
+        known = " or ".join(format.name for format in allowed)
+        remedy = "quantize or cast it first" if name in "ab" else "convert it first"
+        raise OperandError(f"{call}: {name} must be {known}; got {x.dtype}; {remedy}")
+    return found
+
+
+def _sizes(call: str, a: Shaped, b: Shaped) -> tuple[int, int, int]:
+    """M, N and K."""
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
+        raise OperandError(
+            f"{call}: a must be [M, K] and b [K, N]; got shapes {list(a.shape)} and {list(b.shape)}; pass a weight "
+            "[N, K] as weight.T, flatten leading dimensions with a.reshape(-1, K)"
+        )
+    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _check_split_k(call: str, split_k: int | None) -> None:
+    if split_k is not None and (type(split_k) is not int or split_k < 1):
+        raise SpecError(
+            f"{call}: split_k must be a static integer of at least 1, which means no split-K; got {split_k!r}; leave "
+            "it out to take the plan's"
+        )

@@ -1,0 +1,150 @@
+"""The plan of one library on one chip: recorded shapes, and decision trees for the others [PLAN-1..6]."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from f8emu.split_k.gemm import UNKNOWN, PlannedGemm, Source, Split
+
+MAX_M, MAX_N, MAX_K = 8192, 32768, 32768
+"""[PLAN-4] The range of the shapes on which the trees were fitted."""
+
+
+PLAIN_FEATURES = (
+    *("m", "n", "k", "m n", "power of two in m", "power of two in n", "power of two in k"),
+    *("slices by k", "slices"),
+)
+"""A power of two is the largest one, up to 128, that divides a size: so rows lie in memory. Slices by K are the most
+that [PLAN-2] leaves, slices the most that [PLAN-2] and [PLAN-4] leave."""
+Feature = str | tuple[int, int] | tuple[int, int, str, int]
+"""A question of a tree about a GEMM: one of `PLAIN_FEATURES`; (n, m): of how many tiles of n by m the output consists;
+(n, m, "at least", blocks): the fewest slices with so many tiles; (n, m, "at most", blocks): the most slices with no
+more tiles. Neither is above slices."""
+LEAF = 128
+
+
+class Tree(NamedTuple):
+    """A decision tree over integers, its nodes in preorder. The first branch is taken up to the limit."""
+
+    codes: bytes
+    """128 + S of a leaf, or the index of a feature."""
+    to_come: bytes
+    """The number of subtrees that start at a node or behind it: one more after an inner node, one less after a leaf."""
+    limits: Sequence[int]
+    """The limits of the inner nodes."""
+
+    def split_k(self, value: Callable[[int], int]) -> int:
+        """S, where `value` gives a feature by its index."""
+        codes, to_come, limits = self
+        at = 0
+        while (code := codes[at]) < LEAF:
+            # Inner nodes before this one: all before it are inner nodes or leaves, and to_come is 1 + their difference.
+            inner = (at + to_come[at] - 1) // 2
+            # The second branch starts where as many subtrees are to come as here: the first branch adds one.
+            at = at + 1 if value(code) <= limits[inner] else to_come.find(to_come[at], at + 1)
+        return code - LEAF
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedTree:
+    """S of a tree, and no more than [PLAN-2] and [PLAN-4] leave."""
+
+    tree: Callable[[], Tree]
+    """Decodes the tree when it is first asked for.
+
+    Raises:
+        SpecError: the file is damaged.
+    """
+    features: tuple[Feature, ...]
+    workspace_bytes: int
+    """[PLAN-4] The float32 results of all slices take less."""
+    slice_bytes: int
+    """The plan's `slice_bytes`."""
+
+    def split_k(self, gemm: PlannedGemm) -> int:
+        """S of a shape."""
+        by_k = _most_slices(gemm, self.slice_bytes)
+        slices = min(by_k, _most_stored(gemm, self.workspace_bytes))
+        if slices == 1:
+            return 1
+
+        sizes = (gemm.rows, gemm.n, gemm.k)
+        plain = (*sizes, gemm.rows * gemm.n, *map(_power_of_two, sizes), by_k, slices)
+        plain_features = dict(zip(PLAIN_FEATURES, plain, strict=True))
+
+        def value(index: int) -> int:
+            feature = self.features[index]
+            if isinstance(feature, str):
+                return plain_features[feature]
+            tiles = _tiles(gemm, feature[:2])
+            if len(feature) == 2:
+                return tiles
+            return min(slices, -(-feature[3] // tiles) if feature[2] == "at least" else feature[3] // tiles)
+
+        return min(self.tree().split_k(value), slices)
+
+
+def _power_of_two(size: int) -> int:
+    """The largest one, up to 128, that divides a size."""
+    return min(size & -size, 128)
+
+
+def _most_slices(gemm: PlannedGemm, slice_bytes: int) -> int:
+    """[PLAN-2] How many slices of more than `slice_bytes` there are room for."""
+    return max(1, (gemm.bytes_of_k - 1) // slice_bytes)
+
+
+def _most_stored(gemm: PlannedGemm, workspace_bytes: int) -> int:
+    """How many slices have float32 results of less than `workspace_bytes`; one slice stores none."""
+    return max(1, (workspace_bytes - 1) // (gemm.rows * gemm.n * 4))
+
+
+def _tiles(gemm: PlannedGemm, tile: Sequence[int]) -> int:
+    return -(-gemm.n // tile[0]) * -(-gemm.rows // tile[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The plan of one library on one chip."""
+
+    library: str
+    chip: str
+    torch: str = ""
+    """The version of torch that called the library."""
+    recorded: Mapping[tuple[str, int, int, int], int]
+    """(table, M, N, K) -> S."""
+    rules: Mapping[str, FittedTree] = field(default_factory=dict[str, FittedTree])
+    more_rules: Callable[[], Mapping[str, FittedTree]] = field(default=dict[str, FittedTree], compare=False)
+    """Those that are read when a GEMM has none in `rules`."""
+    slice_bytes: int | None = None
+    """[PLAN-2] A slice of K is longer than this; None in a file that holds recorded shapes only."""
+
+    def split_k(self, gemm: PlannedGemm) -> Split:
+        """S of a GEMM: looked up if it was recorded, else predicted."""
+        found = self.recorded.get((gemm.table, gemm.rows, gemm.n, gemm.k))
+        return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)
+
+    def over(self, base: "Plan") -> "Plan":
+        """This plan, with what `base` knows besides if both are of the same library and chip."""
+        if (self.library, self.chip) != (base.library, base.chip):
+            return self
+        return replace(base, recorded={**base.recorded, **self.recorded})
+
+    def predicted(self, gemm: PlannedGemm) -> Split:
+        """S of a GEMM by the rule alone; unknown beyond the range of the rule."""
+        if self.slice_bytes is None or not gemm.is_aligned:
+            return UNKNOWN
+        if gemm.gemm == "rowwise" or gemm.bytes_of_k <= 2 * self.slice_bytes:
+            return Split(1, Source.PREDICTED)
+        if gemm.k > MAX_K:
+            return UNKNOWN
+        # [PLAN-6] Of block scales, float16 outputs have the rule of bfloat16 ones.
+        rule = self.rules.get(gemm.table) or self.rules.get(f"{gemm.gemm} bfloat16")
+        rule = rule or self.more_rules().get(gemm.table)
+        if rule is None:
+            return UNKNOWN
+        if 8 * gemm.rows * gemm.n >= rule.workspace_bytes:  # [PLAN-4]: two slices would not fit
+            return Split(1, Source.PREDICTED)
+        if gemm.m > MAX_M or gemm.n > MAX_N:
+            return UNKNOWN
+        return Split(rule.split_k(gemm), Source.PREDICTED)

@@ -1,0 +1,241 @@
+"""Bad calls of the GEMMs: one table, asked of every backend that takes it, and the rules of the GPU's library."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import f8emu.numpy
+import f8ref.numpy
+from f8emu.spec import E4M3FN, E5M2, HOPPER, F8Error, Granularity, OperandError, SpecError, UnsupportedError
+from f8emu.spec.gemm_call import (
+    Shaped,
+    check_group_ends,
+    check_library,
+    check_library_groups,
+    mm_call,
+    scaled_grouped_mm_call,
+    scaled_mm_call,
+)
+
+R, V, S = Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
+M, N, K, G = 4, 6, 256, 2
+F32, BF16, E4M3 = "float32", "bfloat16", "float8_e4m3fn"
+GOOD: dict[str, dict[str, Shaped]] = {
+    "scaled_mm": {
+        "a": Shaped((M, K), E4M3),
+        "b": Shaped((K, N), E4M3),
+        "scale_a": Shaped((1,), F32),
+        "scale_b": Shaped((1,), F32),
+    },
+    "scaled_grouped_mm": {
+        "a": Shaped((M, K), E4M3),
+        "b": Shaped((G, K, N), E4M3),
+        "scale_a": Shaped((M,), F32),
+        "scale_b": Shaped((G, N), F32),
+        "offs": Shaped((G,), "int32"),
+    },
+    "mm": {"a": Shaped((M, K), BF16), "b": Shaped((K, N), BF16)},
+}
+CALLS: dict[str, Callable[..., Any]] = {
+    "scaled_mm": scaled_mm_call,
+    "scaled_grouped_mm": scaled_grouped_mm_call,
+    "mm": mm_call,
+}
+ROWS: dict[str, Any] = {"granularity_a": R, "granularity_b": R}
+VECTORS: dict[str, Any] = {"granularity_a": V, "granularity_b": V}
+SCALED, GROUPED = "scaled_mm", "scaled_grouped_mm"
+OPERAND, SPEC, UNSUPPORTED = OperandError, SpecError, UnsupportedError
+BAD: list[tuple[str, dict[str, Any], type[F8Error], str]] = [
+    (SCALED, {"a": Shaped((M, K), "float64")}, OPERAND, "a must be float8_e4m3fn or float8_e5m2; got float64"),
+    (SCALED, {"b": Shaped((K, N), BF16)}, OPERAND, "b must be float8_e4m3fn or float8_e5m2; got bfloat16"),
+    (
+        SCALED,
+        {"b": Shaped((N, K), E4M3)},
+        OPERAND,
+        "a must be [M, K] and b [K, N]; got shapes [4, 256] and [6,",
+    ),
+    (SCALED, {"a": Shaped((K,), E4M3)}, OPERAND, "a must be [M, K] and b [K, N]; got shapes [256] and"),
+    (SCALED, {"scale_a": Shaped((M, 1), F32)}, OPERAND, "must have shapes [1, 1] and [1, 1] for tensorwise x"),
+    (
+        SCALED,
+        {"scale_b": Shaped((1,), "float64")},
+        OPERAND,
+        "scale_b must be float32; got float64; convert it first",
+    ),
+    (
+        SCALED,
+        {"scale_a": Shaped((M, 1), F32), "scale_b": Shaped((N, 1), F32), **ROWS},
+        OPERAND,
+        "must have shapes [4, 1] and [1, 6] for rowwise x rowwise; got [4, 1] and [6, 1]; scales of b are those of its",
+    ),
+    (
+        SCALED,
+        {"scale_a": Shaped((2, M), F32), "scale_b": Shaped((2, N), F32), **VECTORS},
+        OPERAND,
+        "must have shapes [4, 2] and [2, 6] for blockwise_1x128 x blockwise_1x128; got [2, 4] and [2, 6]",
+    ),
+    (
+        SCALED,
+        {"bias": Shaped((M,), F32)},
+        OPERAND,
+        "bias must have shape [N] = [6], one value for each",
+    ),
+    (
+        SCALED,
+        {"bias": Shaped((N,), "float64")},
+        OPERAND,
+        "bias must be float32 or bfloat16 or float16; got float64",
+    ),
+    (SCALED, {"out_dtype": "float64"}, SPEC, "unknown format 'float64'"),
+    (SCALED, {"out_dtype": "float8_e5m2"}, UNSUPPORTED, "out_dtype must be one of float32, bfloat16, float16"),
+    (
+        SCALED,
+        {"granularity_a": "columnwise"},
+        SPEC,
+        "granularity must be one of tensorwise, rowwise",
+    ),
+    (
+        SCALED,
+        {"granularity_a": S, "granularity_b": S},
+        UNSUPPORTED,
+        "Hopper takes scales tensorwise x tensorwise, ",
+    ),
+    (
+        SCALED,
+        {"split_k": 0},
+        SPEC,
+        "split_k must be a static integer of at least 1, which means no split-K; got 0",
+    ),
+    (SCALED, {"split_k": True}, SPEC, "got True; leave it out to take the plan's"),
+    (
+        SCALED,
+        {"a": Shaped((M, K), "float8_e5m2"), "b": Shaped((K, N), "float8_e5m2")},
+        UNSUPPORTED,
+        "got float8_e5m2 x float8_e5m2; cast to one of these",
+    ),
+    ("mm", {"a": Shaped((M, K), F32)}, OPERAND, "a must be bfloat16; got float32; quantize or cast it first"),
+    (
+        "mm",
+        {"b": Shaped((M, K), BF16)},
+        OPERAND,
+        "a must be [M, K] and b [K, N]; got shapes [4, 256] and [4,",
+    ),
+    (
+        "mm",
+        {"split_k": -1},
+        SPEC,
+        "split_k must be a static integer of at least 1, which means no split-K; got -1",
+    ),
+    (
+        GROUPED,
+        {"b": Shaped((G, N, K), E4M3)},
+        OPERAND,
+        "[groups]; got [4, 256], [2, 6, 256], [4], [2, 6]",
+    ),
+    (GROUPED, {"b": Shaped((K, N), E4M3)}, OPERAND, "a b of two dimensions has no groups: that is scaled_mm"),
+    (GROUPED, {"scale_a": Shaped((M, 1), F32)}, OPERAND, "got [4, 256], [2, 256, 6], [4, 1], [2, 6], [2]"),
+    (GROUPED, {"scale_b": Shaped((N,), F32)}, OPERAND, "got [4, 256], [2, 256, 6], [4], [6], [2]"),
+    (GROUPED, {"offs": Shaped((3,), "int32")}, OPERAND, "got [4, 256], [2, 256, 6], [4], [2, 6], [3]"),
+    (
+        GROUPED,
+        {"offs": Shaped((G,), "int64")},
+        OPERAND,
+        "offs must be int32, the end of each group's rows; got int64",
+    ),
+]
+
+
+def arrays_of(operands: dict[str, Any]) -> dict[str, Any]:
+    """Zeros for what is described; offs that are right for `GOOD`."""
+    found = {name: x for name, x in operands.items() if not isinstance(x, Shaped)}
+    for name, x in operands.items():
+        if isinstance(x, Shaped):
+            found[name] = np.zeros(x.shape, getattr(ml_dtypes, x.dtype, None) or x.dtype)
+    if "offs" in found:
+        found["offs"][-1:] = M
+    return found
+
+
+@pytest.mark.parametrize(("call", "change", "kind", "message"), BAD, ids=[f"{c}: {m[:40]}" for c, _, _, m in BAD])
+def test_a_bad_call_is_refused(call: str, change: dict[str, Any], kind: type[F8Error], message: str) -> None:
+    """By the description alone, and by the verbs of numpy, which take float64 where a float32 holds it."""
+    operands = GOOD[call] | change
+    with pytest.raises(F8Error) as caught:
+        CALLS[call](**operands)
+    assert type(caught.value) is kind and message in str(caught.value), str(caught.value)
+    arrays = arrays_of(operands)
+    for module in (f8ref.numpy, f8emu.numpy):
+        if module is f8emu.numpy and any(x.dtype.kind in "fi" for x in arrays.values() if isinstance(x, np.ndarray)):
+            continue
+        with pytest.raises(kind, match=re.escape(message)):
+            getattr(module, call)(**arrays)
+
+
+@pytest.mark.parametrize("call", GOOD)
+def test_what_is_refused_above_is_all_that_is_wrong_there(call: str) -> None:
+    gemm = CALLS[call](**GOOD[call])
+    assert gemm.sizes == (M, N, K) and gemm.call == call and gemm.chip == HOPPER
+    assert getattr(f8ref.numpy, call)(**arrays_of(GOOD[call])).shape == (M, N)
+
+
+def test_a_call_knows_how_the_chip_adds() -> None:
+    blocks = {"scale_a": Shaped((M, 2), F32), "scale_b": Shaped((2, 1), F32), "granularity_b": S}
+    calls = [
+        scaled_mm_call(**GOOD[SCALED]),  # type: ignore[arg-type]
+        scaled_mm_call(**GOOD[SCALED], use_fast_accum=True),  # type: ignore[arg-type]
+        scaled_mm_call(**{**GOOD[SCALED], **blocks}),
+        mm_call(**GOOD["mm"]),  # type: ignore[arg-type]
+    ]
+    assert calls[2].granularities == (V, S)
+    assert [call.model for call in calls] == [
+        *(HOPPER.float8, HOPPER.float8_fast, HOPPER.accumulation((V, S)), HOPPER.bfloat16)
+    ]
+
+
+LIBRARY: list[tuple[tuple[int, int, int], dict[str, Any], type[F8Error], str]] = [
+    ((0, 16, 16), {}, OPERAND, "empty operands, M, N, K = 0, 16, 16; skip the GEMM"),
+    ((4, 16, 72), {}, OPERAND, "K and N must be multiples of 16; got K = 72, N = 16; pad the operands"),
+    ((4, 8, 16), {}, OPERAND, "K and N must be multiples of 16; got K = 16, N = 8"),
+    (
+        (6, 16, 256),
+        VECTORS,
+        OPERAND,
+        "with 1x128 scales of a, M must be a multiple of 4; got 6; pad a and",
+    ),
+    ((4, 16, 256), {**VECTORS, "bias": BF16}, UNSUPPORTED, "a bias with blockwise scales is not modelled"),
+    ((4, 16, 16), {"bias": F32, "out_dtype": F32}, UNSUPPORTED, "the hardware adds no bias to a float32 output"),
+    ((4, 16, 16), {"bias": "float16"}, OPERAND, "bias must be of out_dtype bfloat16; got float16; convert it"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "kind", "message"), LIBRARY, ids=[row[3][:40] for row in LIBRARY])
+def test_the_library_refuses_more(
+    sizes: tuple[int, int, int], options: dict[str, Any], kind: type[F8Error], message: str
+) -> None:
+    """As `torch._scaled_mm` on CUDA, and therefore both engines of f8emu.torch; the oracle takes any size."""
+    m, n, k = sizes
+    bias = Shaped((n,), options["bias"]) if "bias" in options else None
+    pair = (V, V) if "granularity_a" in options else (Granularity.TENSORWISE, Granularity.TENSORWISE)
+    scales = Shaped(pair[0].scale_shape(m, k), F32), Shaped(pair[1].scale_shape(n, k)[::-1], F32)
+    options = {name: x for name, x in options.items() if name != "bias"}
+    gemm = scaled_mm_call(Shaped((m, k), E4M3), Shaped((k, n), E4M3), *scales, bias, **options)
+    with pytest.raises(F8Error) as caught:
+        check_library(gemm, bias)
+    assert type(caught.value) is kind and f"scaled_mm: {message}" in str(caught.value)
+
+
+def test_the_library_s_groups() -> None:
+    good: Any = GOOD[GROUPED]
+    other = scaled_grouped_mm_call(**{**good, "a": Shaped((M, K), E5M2.name)})
+    with pytest.raises(OperandError, match=f"a must be {E4M3FN}; got {E5M2}"):
+        check_library_groups(other)
+    with pytest.raises(UnsupportedError, match="out_dtype must be bfloat16; got float32"):
+        check_library_groups(scaled_grouped_mm_call(**good, out_dtype=F32))
+    for ends in ([3, 7], [9, 8], [-1, 8], [4, 9]):
+        with pytest.raises(OperandError, match=re.escape(f"offs must rise to the 8 rows of a; got {ends}; give the")):
+            check_group_ends(ends, 8)
+    check_group_ends([0, 3, 3, 8], 8)
