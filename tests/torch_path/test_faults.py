@@ -31,9 +31,9 @@ from f8emu.spec import (
     Recipe,
     UnsupportedError,
 )
+from f8emu.spec.gemm_call import Shaped, mm_call
 from f8emu.torch.device import capability_of, has_float8_hardware
-from f8emu.torch.gemm import hardware
-from f8emu.torch.gemm import operators as gemm_operators
+from f8emu.torch.gemm import checks, hardware
 from f8emu.torch.gemm.engine import Engine, resolve_engine, warn_of_idle_gpu
 from tests.torch_path.layers import draw, passes
 
@@ -362,9 +362,10 @@ def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: p
 def test_autocast_leaves_the_gemm_in_high_precision_alone() -> None:
     """It would cast the operands to its own dtype; a backward pass may run inside of it."""
     a, b = (draw(16, 16, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
-    expected = hardware.mm(a, b, out_dtype=torch.bfloat16)
+    gemm = mm_call(Shaped((16, 16), "bfloat16"), Shaped((16, 16), "bfloat16"))
+    expected = hardware.mm(a, b, gemm)
     with torch.autocast("cpu", torch.float16):
-        found = hardware.mm(a, b, out_dtype=torch.bfloat16)
+        found = hardware.mm(a, b, gemm)
     assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
 
 
@@ -388,7 +389,7 @@ def test_a_call_on_a_gpu_without_float8(name: str, monkeypatch: pytest.MonkeyPat
     expected = both_passes(layer, tensors)
     gpu = pretend_a_gpu(monkeypatch, (8, 0))
     monkeypatch.setattr(
-        gemm_operators, "resolve_engine", lambda call, device, engine, chip: resolve_engine(call, gpu, engine, chip)
+        checks, "resolve_engine", lambda call, device, engine, chip: resolve_engine(call, gpu, engine, chip)
     )
     for ours, theirs in zip(both_passes(layer, tensors), expected, strict=True):
         assert_same_bits(ours, theirs)

@@ -57,7 +57,7 @@ def checked_scaled_mm(
     addend = None if bias is None else _shaped(bias)
     gemm = scaled_mm_call(
         *map(_shaped, (a, b, scale_a, scale_b)),
-        addend,
+        bias=addend,
         granularity_a=granularity_a,
         granularity_b=granularity_b,
         out_dtype=_output_name("scaled_mm", out_dtype),

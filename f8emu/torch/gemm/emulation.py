@@ -142,8 +142,10 @@ def _run(
     bias: Tensor | None,
 ) -> Tensor:
     out = _empty(gemm, a)
-    addresses = [0 if x is None else x.data_ptr() for x in (a, b, scale_a, scale_b, out, bias)]
-    native.run_at(of_engine, *addresses, threads=torch.get_num_threads())
+    codes = a.data_ptr(), b.data_ptr()
+    scales = (0, 0) if scale_a is None or scale_b is None else (scale_a.data_ptr(), scale_b.data_ptr())
+    of_bias = 0 if bias is None else bias.data_ptr()
+    native.run_at(of_engine, *codes, *scales, out.data_ptr(), of_bias, threads=torch.get_num_threads())
     return out
 
 

@@ -42,8 +42,8 @@ def checked_scaled_mm(
     tensorwise = dict.fromkeys(("granularity_a", "granularity_b"), Granularity.TENSORWISE)
     arrays = [np.asarray(x) for x in (a, b, scale_a, scale_b)]
     addend = None if bias is None else np.asarray(bias)
-    of_bias = None if addend is None else _shaped(addend)
-    call = scaled_mm_call(*map(_shaped, arrays), of_bias, **{"split_k": 1, **tensorwise, **options})
+    given: dict[str, Any] = {"split_k": 1, **tensorwise, **options}
+    call = scaled_mm_call(*map(_shaped, arrays), bias=None if addend is None else _shaped(addend), **given)
     a_MK, b_KN, factor_a, factor_b = arrays
     if call.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         factor_a, factor_b = factor_a.reshape(1, 1), factor_b.reshape(1, 1)
@@ -74,7 +74,8 @@ def checked_scaled_grouped_mm(
 def checked_mm(a: ArrayLike, b: ArrayLike, **options: Any) -> Gemm:
     """The arguments of `mm`; raises what that raises."""
     a_MK, b_KN = np.asarray(a), np.asarray(b)
-    return Gemm(mm_call(_shaped(a_MK), _shaped(b_KN), **{"split_k": 1, **options}), a_MK, b_KN.T)
+    given: dict[str, Any] = {"split_k": 1, **options}
+    return Gemm(mm_call(_shaped(a_MK), _shaped(b_KN), **given), a_MK, b_KN.T)
 
 
 def _shaped(x: Array) -> Shaped:
