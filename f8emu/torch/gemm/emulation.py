@@ -128,8 +128,9 @@ def _matrix(x: Tensor, scale: Tensor | None, granularity: Granularity | None) ->
 
 
 def _output(out: Tensor, bias: Tensor | None) -> native.Output:
-    of_bias = () if bias is None else (bias.data_ptr(), bias.stride(0), name_of(bias.dtype))
-    return native.Output(out.data_ptr(), *out.stride(), name_of(out.dtype), *of_bias)
+    rows, columns = out.stride()
+    of_bias = (0, 0, "float32") if bias is None else (bias.data_ptr(), bias.stride(0), name_of(bias.dtype))
+    return native.Output(out.data_ptr(), rows, columns, name_of(out.dtype), *of_bias)
 
 
 def _run(

@@ -65,9 +65,7 @@ def scaled_mm(
     )
 
 
-def scaled_grouped_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall
-) -> Tensor:
+def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, gemm: GemmCall) -> Tensor:
     """`torch._scaled_grouped_mm` [EPI-6].
 
     Raises:
