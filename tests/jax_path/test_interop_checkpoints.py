@@ -1,6 +1,5 @@
 """A model trained in torch goes on in JAX, and the other way round: every output, gradient and scale is the same."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import f8emu.jax
 import f8emu.torch as f8
 from f8emu import interop
 from f8emu.spec import RECIPES, Float8State
+from tests.torch_path.states import through_file
 
 DENSE = (((1,), (0,)), ((), ()))
 NAMES = ("up", "down")
@@ -64,18 +64,14 @@ def torch_step(model: Model, step: int) -> list[bytes]:
 def jax_step(recipe: str, params: Any, states: Any, step: int) -> tuple[Any, Any, list[bytes]]:
     """The same step: the parameters and states after it, and its bits."""
     x, g = interop.to_jax(draw(step))
-    if states is None:
-        product = f8emu.jax.dot_general(recipe)
 
-        def forward(x: jax.Array, params: Any, states: Any) -> jax.Array:
-            return product(product(x, params["up"]["kernel"], DENSE), params["down"]["kernel"], DENSE)
-    else:
-        delayed = f8emu.jax.delayed_dot_general(recipe)
-
-        def forward(x: jax.Array, params: Any, states: Any) -> jax.Array:
-            for name in NAMES:
-                x = delayed(x, params[name]["kernel"], states[name], DENSE)
-            return x
+    def forward(x: jax.Array, params: Any, states: Any) -> jax.Array:
+        for name in NAMES:
+            if states is None:
+                x = f8emu.jax.dot_general(recipe)(x, params[name]["kernel"], DENSE)
+            else:
+                x = f8emu.jax.delayed_dot_general(recipe)(x, params[name]["kernel"], states[name], DENSE)
+        return x
 
     y, vjp = jax.vjp(forward, x, params, states)
     of_x, grads, amaxes = vjp(g)
@@ -94,10 +90,7 @@ def through_a_file(state: dict[str, torch.Tensor], folder: Path, kind: str) -> d
     if kind == "safetensors":
         save_file(state, folder / "file.safetensors")
         return load_file(folder / "file.safetensors")
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return through_file(state)
 
 
 @pytest.mark.parametrize(("recipe", "kind"), [("delayed", "safetensors"), ("rowwise_with_gw_hp", "torch.save")])

@@ -1,4 +1,6 @@
-"""Cases over several ranks (gloo): one process group runs all of a file, since processes are expensive.
+"""Cases over several ranks (gloo): one process group runs all of a file that need as many ranks.
+
+A file has CASES, number of ranks -> name -> function, and a test that calls `run_cases`.
 
 Ranks are forked from servers that have imported what ranks import and have run nothing: alone, a rank spends three
 seconds on that. Servers start when a process of pytest first needs ranks, and end with it.
@@ -13,6 +15,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
@@ -22,9 +25,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-Raised = list[dict[str, str]]
-"""Of each rank: case -> what it raised; empty if nothing."""
 
 
 @functools.cache
@@ -59,35 +59,31 @@ def join(rank: int, ranks: int, directory: Path, *, seconds: int = 60) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=limit)
 
 
-def run_cases(rank: int, ranks: int, directory: Path, cases: Mapping[str, Callable[[], None]]) -> None:
-    """Run all cases on this rank; what each of them raised goes to the parent, by a file."""
-    join(rank, ranks, directory)
-    raised: dict[str, str] = {}
-    for name, case in cases.items():
-        try:
-            case()
-            raised[name] = ""
-        except BaseException:  # pytest.raises raises no Exception
-            raised[name] = traceback.format_exc()
-        torch._dynamo.reset()
-        dist.barrier()
-    torch.save(raised, directory / f"raised_{rank}")
-    dist.destroy_process_group()
-
-
 def started(run_rank: Callable[..., None], ranks: int, *arguments: Any) -> None:
     """Run `run_rank(rank, *arguments)` on all ranks, to their end."""
     with forked():
         mp.start_processes(run_rank, arguments, nprocs=ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
 
 
-def spawned(run_rank: Callable[[int, int, Path], None], ranks: int, directory: Path) -> Raised:
-    """What every case raised, on all ranks; `run_rank` calls `run_cases`."""
-    started(run_rank, ranks, ranks, directory)
-    return [torch.load(directory / f"raised_{rank}") for rank in range(ranks)]
-
-
-def assert_nothing(raised: Raised) -> None:
-    """Fail with what any rank raised."""
-    failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items() if why]
+def run_cases(module: str, ranks: int, directory: Path) -> None:
+    """Run the cases of a module for this number of ranks; fail with what any of them raised on any rank."""
+    started(_run_rank, ranks, module, ranks, directory)
+    raised = [torch.load(directory / f"raised_{rank}") for rank in range(ranks)]
+    failed = [f"{name}, rank {rank}: {why}" for rank, one in enumerate(raised) for name, why in one.items()]
     assert not failed, "\n".join(failed)
+
+
+def _run_rank(rank: int, module: str, ranks: int, directory: Path) -> None:
+    """All cases on this rank; what each of them raised goes to the parent, by a file."""
+    join(rank, ranks, directory)
+    cases: Mapping[str, Callable[[], None]] = import_module(module).CASES[ranks]
+    raised: dict[str, str] = {}
+    for name, case in cases.items():
+        try:
+            case()
+        except BaseException:  # pytest.raises raises no Exception
+            raised[name] = traceback.format_exc()
+        torch._dynamo.reset()
+        dist.barrier()
+    torch.save(raised, directory / f"raised_{rank}")
+    dist.destroy_process_group()

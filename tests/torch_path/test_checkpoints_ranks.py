@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -28,6 +27,7 @@ import f8emu.torch as f8
 from f8emu.spec import MissingExtraError
 from f8emu.torch.parallel.checkpoints import export_safetensors
 from tests.torch_path.ranks import forked, join, started
+from tests.torch_path.states import assert_same_state
 
 RANKS = (1, 2, 3, 4)
 """On three, shards are unequal."""
@@ -81,12 +81,6 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: getattr(x, "plain", x).detach().clone() for name, x in plain.items()}
 
 
-def assert_same(observed: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert observed.keys() == expected.keys()
-    for name, x in expected.items():
-        assert torch.equal(observed[name], x), name
-
-
 def save_and_resume(recipe: str, directory: Path) -> None:
     """On the first 1, 2, 3 and 4 of four ranks; resumed on each of these numbers, by models of other weights."""
     meshes = {count: DeviceMesh("cpu", list(range(count)), mesh_dim_names=("dp",)) for count in RANKS}
@@ -109,7 +103,7 @@ def save_and_resume(recipe: str, directory: Path) -> None:
                 state = entries(model, optimizer)
                 load(state, checkpoint_id=folder, process_group=other.get_group())
                 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-                assert_same(whole(model, optimizer), torch.load(expected))
+                assert_same_state(whole(model, optimizer), torch.load(expected))
             dist.barrier()
 
 
@@ -148,7 +142,7 @@ def test_exported_model(recipe: str, directory: Path) -> None:
     exported = safetensors.load_file(directory / f"{recipe}.safetensors")
     saved = torch.load(directory / f"{recipe}-4.pt")
     assert exported.keys() == {"0.weight", "1.weight", "1.bias", "2.weight", "2.bias"}, "the tied weight once"
-    assert_same(exported, {name: saved[name].bfloat16() for name in exported})
+    assert_same_state(exported, {name: saved[name].bfloat16() for name in exported})
     plain = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 32, bias=False))
     plain[3].weight = plain[0].weight
     assert plain.bfloat16().load_state_dict(exported, strict=False).missing_keys == ["3.weight"]
@@ -165,18 +159,10 @@ def test_transformers_loads_an_exported_model(tmp_path: Path, monkeypatch: pytes
     export_safetensors(model, tmp_path / "model.safetensors")
     config.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert_same(loaded, {name: x.bfloat16() for name, x in model.state_dict().items()})
+    assert_same_state(loaded, {name: x.bfloat16() for name, x in model.state_dict().items()})
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(MissingExtraError, match="export_safetensors needs the package 'safetensors'"):
         export_safetensors(model, tmp_path / "other.safetensors")
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # Inductor imports it
-def test_the_names_of_histories_are_those_without_wrappers() -> None:
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config="delayed")
-    names = f8.delayed_state_dict(model).keys()
-    wrapped: Any = torch.compile(nn.Sequential(checkpoint_wrapper(model[0])), backend="eager")  # type: ignore[index]
-    assert f8.delayed_state_dict(wrapped).keys() == names
 
 
 def train_llama(rank: int, ranks: int, port: int, directory: Path, steps: int, kill_at: int | None) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 import pickle
 import re
 import warnings
@@ -23,6 +22,7 @@ import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
 from f8emu.torch.layer import replacement
+from tests.torch_path.states import through_file
 
 pytestmark = [  # of Dynamo's
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
@@ -32,28 +32,6 @@ pytestmark = [  # of Dynamo's
 
 def entries(report: f8.ConversionReport) -> dict[str, f8.ConversionEntry]:
     return {entry.fqn: entry for entry in report.entries}
-
-
-# The filter of small layers
-
-
-def test_the_filter_lets_no_size_through_that_raises() -> None:
-    with torch.device("meta"):
-        sizes = {"head": (8192, 50257), "w1": (4096, 8192), "lm": (4096, 8192)}
-        model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
-    is_large = f8.filter_small_layers(filter_fqns=["lm", "nothing"])
-    f8.convert_to_float8_training(model, module_filter_fn=is_large)
-    assert {name: type(layer) for name, layer in model.items()} == {
-        "head": nn.Linear,
-        "w1": f8.Float8Linear,
-        "lm": nn.Linear,
-    }
-    padded = f8.filter_small_layers(pad=True)
-    assert f8.plan_conversion(model, module_filter_fn=padded, pad=True).names(Outcome.CONVERTED) == ("head", "lm")
-    unmeasured = dataclasses.replace(TENSORWISE, name="mine", scale_rule=ScaleRule(power_of_two=True))
-    is_whole = f8.filter_small_layers(unmeasured, filter_fqns="out")
-    assert not is_whole(nn.Linear(20, 16), "a") and is_whole(nn.Linear(16, 16), "a")
-    assert not is_whole(nn.Linear(16, 16), "out")
 
 
 # What the report says
@@ -165,13 +143,10 @@ def test_a_subclass_that_surrounds_forward_is_converted_on_request(name: str, as
     expected = plain_model(x * 2) + 1
     assert_same_bits(layer(x), expected)
     assert_same_bits(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), expected)
-    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    saved = through_file(layer, weights_only=False)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), saved):
         assert type(twin) is type(layer) and twin.recipe == layer.recipe
         assert_same_bits(twin(x), expected)
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    assert type(torch.load(buffer, weights_only=False)) is type(layer)
 
     back = f8.dequantize_float8_training(model)
     assert back is model and type(model[0]) is Scaled and model[0].weight is layer.weight
@@ -417,25 +392,18 @@ def test_transforms_of_torch_func_are_refused_in_one_sentence() -> None:
 
 def test_forward_mode_gradients_are_refused_in_one_sentence() -> None:
     model, x = f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32))), torch.randn(16, 32)
+    block = f8.Float8FeedForward(32, 32, recipe="delayed")
     weights = {name: p.detach() for name, p in model.named_parameters()}
-
-    def call(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, weights, (x,))
-
-    said = (
-        r"Float8Linear: forward-mode AD .* is not supported .*; got an input or a parameter with a tangent; .*dequant"
-    )
+    said = r": forward-mode AD .* is not supported .*; got an input or a parameter with a tangent; .*dequant"
     with forward_ad.dual_level():
-        assert torch.equal(call(x, weights), model(x)), "no tangent, no derivative"
+        assert torch.equal(torch.func.functional_call(model, weights, (x,)), model(x)), "no tangent, no derivative"
         dual = forward_ad.make_dual(x, x)
-        with pytest.raises(UnsupportedError, match=said):
-            call(dual, weights)
-        for name, weight in weights.items():
-            with pytest.raises(UnsupportedError, match=said):
-                call(x, {**weights, name: forward_ad.make_dual(weight, weight)})
-        with pytest.raises(UnsupportedError, match=said.replace("Linear", "FeedForward")):
-            f8.Float8FeedForward(32, 32, recipe="delayed")(dual)
-    with pytest.raises(UnsupportedError, match=said):
+        duals = [{**weights, name: forward_ad.make_dual(weight, weight)} for name, weight in weights.items()]
+        for module, own, given in ((model, weights, dual), *((model, one, x) for one in duals), (block, {}, dual)):
+            kind = "Float8FeedForward" if module is block else "Float8Linear"
+            with pytest.raises(UnsupportedError, match=kind + said):
+                torch.func.functional_call(module, own, (given,))
+    with pytest.raises(UnsupportedError, match="Float8Linear" + said):
         torch.autograd.functional.jacobian(model, x, vectorize=True, strategy="forward-mode")
 
 
@@ -446,14 +414,11 @@ def test_torchscript_is_refused_in_one_sentence() -> None:
             return f8.quantize(x, torch.ones(1, 1), "float8_e4m3fn")
 
     layer, x = f8.convert_to_float8_training(nn.Linear(32, 32), config="delayed"), torch.randn(16, 32)
+    said = r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"
     for model in (layer, nn.Sequential(nn.ReLU(), layer), f8.Float8FeedForward(32, 32)):
-        said = (
-            r"^Float8\w+: torch.jit.trace and torch.jit.script are not supported .* torch.export.export, .*dequantize"
-        )
-        with pytest.raises(UnsupportedError, match=said):
-            torch.jit.trace(model, x)
-        with pytest.raises(UnsupportedError, match=said):
-            torch.jit.script(model)
+        for call in (lambda model: torch.jit.trace(model, x), torch.jit.script):
+            with pytest.raises(UnsupportedError, match=said):
+                call(model)
     with pytest.raises(UnsupportedError, match=r"^quantize: torch.jit.trace is not supported, .* torch.export.export"):
         torch.jit.trace(Codes(), x)
     back = f8.dequantize_float8_training(nn.Sequential(layer))

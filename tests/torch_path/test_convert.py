@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -123,19 +124,6 @@ def test_a_layer_whose_forward_was_replaced_stays() -> None:
     assert not torch.equal(model.get_submodule("1")(x), nn.functional.linear(x, compiled.weight, compiled.bias))
 
 
-def test_padded_sizes_train(assert_same_bits: Any) -> None:
-    model = f8.convert_to_float8_training(nn.Sequential(nn.Linear(20, 25), nn.Linear(25, 20)), pad=True)
-    model(torch.randn(5, 20)).sum().backward()
-    assert [tuple(p.shape) for p in model.parameters()] == [(25, 20), (25,), (20, 25), (20,)]
-
-
-def test_a_linear_layer_itself() -> None:
-    layer = nn.Linear(32, 16)
-    converted = f8.convert_to_float8_training(layer)
-    assert isinstance(converted, f8.Float8Linear) and converted.weight is layer.weight
-    assert type(layer) is nn.Linear
-
-
 def test_a_module_that_is_there_twice_stays_one() -> None:
     shared = nn.Linear(32, 32)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared), "c": nn.Linear(32, 32)})
@@ -164,17 +152,25 @@ def test_a_second_conversion() -> None:
     assert model[0] is layer and isinstance(model[1], f8.Float8Linear)  # type: ignore[index]
 
 
-def test_nothing_to_convert_is_said() -> None:
-    with pytest.warns(UserWarning, match="nothing to convert; see the report; recipe tensorwise: no linear layer"):
-        f8.convert_to_float8_training(nn.ReLU())
-    said = r"see the report; .*: 1 filter, 4 type; 0: its weight is torch.float64; .*model.float\(\)[^\n]*$"
-    with pytest.warns(UserWarning, match=said):
-        f8.convert_to_float8_training(
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (nn.ReLU(), "; see the report; recipe tensorwise: no linear layer; plan_conversion.*"),
+        (
             nn.Sequential(*(nn.Linear(32, 32, dtype=torch.float64) for _ in range(4)), nn.Linear(32, 32)),
-            module_filter_fn=lambda layer, fqn: fqn != "4",
-        )
-    with pytest.warns(UserWarning, match="1 filter"):
-        f8.convert_to_float8_training(nn.Linear(32, 32), module_filter_fn=lambda layer, fqn: False)
+            r"; see the report; .*: 1 filter, 4 type; 0: its weight is torch.float64; .*model.float\(\)[^\n]*",
+        ),
+        (
+            nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).double(),
+            r": the weights are float64 in all 2 linear layers; call model.float\(\) or model.bfloat16\(\) first",
+        ),
+    ],
+)
+def test_nothing_to_convert_is_said(model: nn.Module, said: str) -> None:
+    with pytest.warns(UserWarning) as caught:
+        f8.convert_to_float8_training(model, module_filter_fn=lambda layer, fqn: fqn != "4")
+    (one,) = caught
+    assert re.fullmatch(f"convert_to_float8_training: nothing to convert{said}", str(one.message))
 
 
 def test_hooks_mode_and_attributes_stay() -> None:
@@ -184,6 +180,7 @@ def test_hooks_mode_and_attributes_stay() -> None:
     layer.weight.requires_grad_(False)
     layer.tag = "mine"  # type: ignore[assignment]
     converted = f8.convert_to_float8_training(layer)
+    assert isinstance(converted, f8.Float8Linear) and converted.weight is layer.weight and type(layer) is nn.Linear
     converted(torch.zeros(16, 32))
     assert calls == ["hook"] and not converted.training and converted.tag == "mine"
     converted.register_forward_hook(lambda *args: calls.append("new"))
@@ -223,16 +220,23 @@ def test_configurations() -> None:
 
 @pytest.mark.parametrize("in_cuda_graph", [False, True])
 def test_the_filter_of_small_layers(in_cuda_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers above both thresholds, of sizes that raise no error, without the names that were given."""
     name = "SMALLEST_LAYERS_IN_CUDA_GRAPHS" if in_cuda_graph else "SMALLEST_LAYERS"
-    monkeypatch.setitem(
-        getattr(small_layers, name), TENSORWISE, small_layers.SmallestLayer(features=64, parameters=64 * 256)
-    )
-    is_large = f8.filter_small_layers("tensorwise", in_cuda_graph=in_cuda_graph)
-    model = nn.Sequential(nn.Linear(32, 512), nn.Linear(512, 64), nn.Linear(64, 128), nn.Linear(128, 128))
-    report = f8.plan_conversion(model, module_filter_fn=is_large)
-    assert report.names(Outcome.CONVERTED) == ("1", "3") and report.names(Outcome.FILTER) == ("0", "2")
-    another = dataclasses.replace(TENSORWISE, name="mine", scale_rule=ScaleRule(power_of_two=True))
-    assert f8.filter_small_layers(another)(model[0], "0"), "no threshold is known"
+    smallest = small_layers.SmallestLayer(features=64, parameters=64 * 256)
+    monkeypatch.setitem(getattr(small_layers, name), TENSORWISE, smallest)
+    sizes = [(32, 512), (512, 64), (64, 128), (128, 128), (128, 250)]
+    model = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+
+    def converted(recipe: Any = "tensorwise", pad: bool = False, **options: Any) -> str:
+        is_large = f8.filter_small_layers(recipe, in_cuda_graph=in_cuda_graph, pad=pad, **options)
+        report = f8.plan_conversion(model, config=recipe, module_filter_fn=is_large, pad=pad)
+        assert not report.names(Outcome.SIZE)
+        return "".join(report.names(Outcome.CONVERTED))
+
+    assert (converted(), converted(pad=True), converted(filter_fqns=["1", "x"])) == ("13", "134", "3")
+    unmeasured = dataclasses.replace(TENSORWISE, name="mine", scale_rule=ScaleRule(power_of_two=True))
+    assert (converted(unmeasured), converted(unmeasured, filter_fqns="13")) == ("0123", "0123")
+    assert not f8.filter_small_layers(filter_fqns="out")(model[3], "block.out")
 
 
 def test_the_thresholds_are_those_that_were_measured() -> None:
@@ -264,12 +268,3 @@ def test_a_conversion_that_names_no_recipe_says_which_it_took(caplog: pytest.Log
     )
     f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32, bias=False)))
     assert len(caplog.records) == 1
-
-
-def test_a_float64_model_is_one_sentence() -> None:
-    with pytest.warns(UserWarning) as caught:
-        f8.convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).double())
-    assert [str(one.message) for one in caught] == [
-        "convert_to_float8_training: nothing to convert: the weights are float64 in all 2 linear layers; call "
-        "model.float() or model.bfloat16() first"
-    ]

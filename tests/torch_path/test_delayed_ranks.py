@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
-from tests.torch_path.ranks import Raised, run_cases, spawned
+from tests.torch_path.ranks import run_cases
+from tests.torch_path.states import assert_same_state, assert_updated, state_of
 
 STEPS = 4
 LOUDER = 64.0
@@ -56,32 +58,11 @@ def train(
     return outputs
 
 
-def local(x: Tensor) -> Tensor:
-    return (x.to_local() if isinstance(x, DTensor) else x).detach()
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    weights = {name: local(parameter) for name, parameter in model.named_parameters()}
-    return {**{name: value.clone() for name, value in weights.items()}, **f8.delayed_state_dict(model)}
-
-
-def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    assert one.keys() == two.keys()
-    for key in one:
-        assert torch.equal(one[key], two[key]), key
-
-
 def of_ranks(model: nn.Module) -> list[dict[str, Tensor]]:
     """The scales' states on both ranks."""
     found: list[Any] = [None, None]
     dist.all_gather_object(found, f8.delayed_state_dict(model))
     return found
-
-
-def assert_updated(model: nn.Module, updates: int = STEPS) -> None:
-    for key, value in f8.delayed_state_dict(model).items():
-        if key.endswith("amax_history"):
-            assert (value > 0).sum(1).tolist() == [updates] * 3, key
 
 
 def ranks_with_other_numbers_of_layers() -> None:
@@ -118,8 +99,8 @@ def ddp(compiled: bool) -> None:
         (output,) = train(model, optimizer, steps=range(step, step + 1))
         errors.append(float((output - expected).norm() / expected.norm()))
     ours, others = of_ranks(replica)
-    assert_same(ours, others)
-    assert_updated(replica)
+    assert_same_state(ours, others)
+    assert_updated(replica, STEPS)
     assert all(error < 0.05 for error in errors), errors
 
 
@@ -131,8 +112,8 @@ def a_layer_that_one_rank_does_not_call() -> None:
         output.float().square().mean().backward()
         sync(model)
     ours, others = of_ranks(model)
-    assert_same(ours, others)
-    assert_updated(model)
+    assert_same_state(ours, others)
+    assert_updated(model, STEPS)
 
 
 def no_group() -> None:
@@ -145,9 +126,9 @@ def no_group() -> None:
         train(model, SGD(model.parameters(), lr=0.01))
         ours, others = of_ranks(model)
         assert not torch.equal(ours["0.inv_scale"][0], others["0.inv_scale"][0])
-        assert_updated(model)
+        assert_updated(model, STEPS)
         states.append(state_of(model))
-    assert_same(*states)
+    assert_same_state(*states)
 
 
 def steps_follow(wrap: Callable[[nn.Module], nn.Module], kind: Callable[..., Optimizer]) -> None:
@@ -157,10 +138,10 @@ def steps_follow(wrap: Callable[[nn.Module], nn.Module], kind: Callable[..., Opt
         model = wrap(make())
         train(model, kind(model.parameters(), lr=0.01), explicit=explicit)
         ours, others = of_ranks(model)
-        assert_same(ours, others)
-        assert_updated(model)
+        assert_same_state(ours, others)
+        assert_updated(model, STEPS)
         states.append(state_of(model))
-    assert_same(*states)
+    assert_same_state(*states)
 
 
 def shard(model: nn.Module) -> nn.Module:
@@ -178,8 +159,11 @@ def shard_flat(model: nn.Module, use_orig_params: bool) -> nn.Module:
     return wrap(nn.Sequential(*(wrap(layer) for layer in model.children())))
 
 
-def dcp_resumes(directory: Path) -> None:
+def dcp_resumes() -> None:
     """`{"model": ..., "float8": DelayedScalingState(model)}`, saved and loaded under FSDP2."""
+    directories = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(directories)
+    (directory,) = directories
 
     def build() -> tuple[nn.Module, Optimizer]:
         model = shard(make())
@@ -199,7 +183,8 @@ def dcp_resumes(directory: Path) -> None:
     set_state_dict(resumed, its_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     outputs = train(resumed, its_optimizer, steps=range(2, STEPS))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, uninterrupted, strict=True))
-    assert_same(state_of(resumed), state_of(model))
+    assert_same_state(state_of(resumed), state_of(model))
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
@@ -209,36 +194,26 @@ def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     return ZeroRedundancyOptimizer(list(parameters), AdamW, lr=lr)
 
 
-CASES: dict[str, Callable[[], None]] = {
-    "ranks with other numbers of layers": ranks_with_other_numbers_of_layers,
-    "stages of a pipeline": stages_of_a_pipeline,
-    "ddp, eager": functools.partial(ddp, False),
-    "ddp, compiled": functools.partial(ddp, True),
-    "a layer that one rank does not call": a_layer_that_one_rank_does_not_call,
-    "no group": no_group,
-    "fsdp2": functools.partial(steps_follow, shard, AdamW),
-    "fsdp2, foreach": functools.partial(steps_follow, shard, functools.partial(SGD, foreach=True)),
-    "fsdp1": functools.partial(steps_follow, functools.partial(shard_flat, use_orig_params=False), AdamW),
-    "fsdp1, its parameters": functools.partial(
-        steps_follow, functools.partial(shard_flat, use_orig_params=True), AdamW
-    ),
-    "ZeroRedundancyOptimizer": functools.partial(steps_follow, DistributedDataParallel, zero),
+case = functools.partial
+CASES: dict[int, dict[str, Callable[[], None]]] = {
+    2: {
+        "ranks with other numbers of layers": ranks_with_other_numbers_of_layers,
+        "stages of a pipeline": stages_of_a_pipeline,
+        "ddp, eager": case(ddp, False),
+        "ddp, compiled": case(ddp, True),
+        "a layer that one rank does not call": a_layer_that_one_rank_does_not_call,
+        "no group": no_group,
+        "fsdp2": case(steps_follow, shard, AdamW),
+        "fsdp2, foreach": case(steps_follow, shard, case(SGD, foreach=True)),
+        "fsdp1": case(steps_follow, case(shard_flat, use_orig_params=False), AdamW),
+        "fsdp1, its parameters": case(steps_follow, case(shard_flat, use_orig_params=True), AdamW),
+        "ZeroRedundancyOptimizer": case(steps_follow, DistributedDataParallel, zero),
+        "dcp": dcp_resumes,
+    }
 }
 
 
-def run_rank(rank: int, ranks: int, directory: Path) -> None:
-    """All cases."""
-    cases = CASES | {"dcp": functools.partial(dcp_resumes, directory / "checkpoint")}
-    run_cases(rank, ranks, directory, cases)
-
-
-@pytest.fixture(scope="module")
-def raised(tmp_path_factory: pytest.TempPathFactory) -> Raised:
-    """What every case raised, on both ranks."""
-    return spawned(run_rank, 2, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("case", [*CASES, "dcp"])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_two_ranks(raised: Raised, case: str, rank: int) -> None:
-    assert not raised[rank][case], raised[rank][case]
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks(ranks: int, tmp_path: Path) -> None:
+    """One process group runs all cases."""
+    run_cases(__name__, ranks, tmp_path)

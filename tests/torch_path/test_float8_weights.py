@@ -1,7 +1,6 @@
 """Layers that hold their weights as float8 alone, masters in the optimizer: bits, memory, checkpoints, refusals."""
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import f8emu.torch as f8
 from f8emu.spec import OperandError, Recipe, UnsupportedError
+from tests.torch_path.states import assert_same_state, through_file
 
 # What Dynamo may raise by itself, as in other tests of compiled layers.
 pytestmark = [
@@ -68,12 +68,8 @@ def step(model: Any, optimizer: Optimizer, number: int, *, parts: int = 1) -> Te
 
 
 def assert_same_model(one: nn.Module, other: nn.Module) -> None:
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert list(ours) == list(theirs)
-    for key in ours:
-        assert ours[key].dtype is theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
-    of_scales, expected = f8.delayed_state_dict(one), f8.delayed_state_dict(other)
-    assert of_scales.keys() == expected.keys() and all(torch.equal(of_scales[key], expected[key]) for key in expected)
+    assert_same_state(one.state_dict(), other.state_dict())
+    assert_same_state(f8.delayed_state_dict(one), f8.delayed_state_dict(other))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -168,30 +164,21 @@ def test_every_copy_goes_on_with_the_same_bits(name: str) -> None:
     assert {type(value) for value in states[0].values()} == {Tensor}
     assert [value.dtype for key, value in states[0].items() if key.endswith("weight")] == [torch.float32] * 2
 
-    loaded, resumed = restarted(name)
-    loaded.load_state_dict(states[0])
-    resumed.load_state_dict(copy.deepcopy(states[1]))
-
-    late, last = [primary(name), primary(name)], list[f8.MasterWeights]()  # optimizers are made afterwards
-    for other, assign in zip(late, (False, True), strict=True):
-        other.load_state_dict(copy.deepcopy(states[0]), assign=assign)
-        last.append(f8.MasterWeights(other.parameters(), AdamW, lr=1.0))
-        last[-1].load_state_dict(copy.deepcopy(states[1]))
-
+    copies: list[Any] = []
+    for is_late, assign in ((False, False), (True, False), (True, True)):  # optimizers that are made afterwards
+        loaded, resumed = restarted(name)
+        loaded.load_state_dict(copy.deepcopy(states[0]), assign=assign)
+        resumed = f8.MasterWeights(loaded.parameters(), AdamW, lr=1.0) if is_late else resumed
+        resumed.load_state_dict(copy.deepcopy(states[1]))
+        copies.append((loaded, resumed))
     distributed, its = restarted(name)
     of_model, of_optimizer = copy.deepcopy(get_state_dict(model, optimizer))
     set_state_dict(distributed, its, model_state_dict=of_model, optim_state_dict=of_optimizer)
     f8.load_delayed_state_dict(distributed, f8.delayed_state_dict(model))
 
     both: Any = (model, optimizer)
-    copies = [
-        (loaded, resumed),
-        *zip(late, last, strict=True),
-        (distributed, its),
-        copy.deepcopy(both),
-        pickle.loads(pickle.dumps(both)),
-        through_file(both, weights_only=False),
-    ]
+    copies += [(distributed, its), copy.deepcopy(both), pickle.loads(pickle.dumps(both))]
+    copies.append(through_file(both, weights_only=False))
     before = [x.view(torch.uint8).clone() for x in codes(model)]
     for other, _ in copies:
         assert all(torch.equal(x.view(torch.uint8), old) for x, old in zip(codes(other), before, strict=True))
@@ -212,11 +199,15 @@ def restarted(name: str) -> tuple[nn.Sequential, f8.MasterWeights]:
     return model, f8.MasterWeights(model.parameters(), AdamW, lr=1.0)
 
 
-def through_file(state: Any, *, weights_only: bool = True) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
+def test_values_that_are_written_are_cast_by_their_own_amax() -> None:
+    """Not by the scale of a step before, under which they would saturate."""
+    model = primary("delayed")
+    step(model, f8.MasterWeights(model.parameters(), SGD, lr=0.5), 0)
+    (first, *_) = weights(model)
+    values = first.master.clone() * 1024
+    with torch.no_grad():
+        first.copy_(values)
+    assert float((first.dequantize() - values).norm() / values.norm()) < 0.05
 
 
 @pytest.mark.parametrize("name", ["rowwise", "delayed"])
@@ -298,22 +289,14 @@ def test_optimizers_of_every_kind(assert_same_bits: Any) -> None:
 
     for make in (closures, scaler, groups):
         both(make)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    model.get_submodule("1").weight = model.get_submodule("0").weight
-    convert(model, "tensorwise", float8_primary_weights=True)
-    assert model.get_submodule("1").weight is model.get_submodule("0").weight
+    model = convert(shared(nn.Linear(32, 32)), "tensorwise", float8_primary_weights=True)
+    assert model[1].weight is model[0].weight
     step(model, f8.MasterWeights(model.parameters(), SGD, lr=0.1), 0)
 
 
-def tied() -> nn.Sequential:
-    model = nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 48, bias=False))
-    model.get_submodule("1").weight = model.get_submodule("0").weight
-    return model
-
-
-def shared() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    model.get_submodule("1").weight = model.get_submodule("0").weight
+def shared(first: nn.Module) -> nn.Sequential:
+    model = nn.Sequential(first, nn.Linear(32, 32, bias=False))
+    model[1].weight = first.weight
     return model
 
 
@@ -322,8 +305,8 @@ def test_a_conversion_says_what_cannot_be_float8_alone() -> None:
     for model, settings, error, message in (
         (plain(), {"config": "blockwise"}, UnsupportedError, "under recipe 'blockwise' they cannot: block scales"),
         (plain(), {"enable_fsdp_float8_all_gather": True}, UnsupportedError, "got both"),
-        (tied(), {}, UnsupportedError, "the one of 1 is 0.weight too"),
-        (shared(), {"config": "delayed"}, UnsupportedError, "0 and 1 share a weight"),
+        (shared(nn.Embedding(32, 32)), {}, UnsupportedError, "the one of 1 is 0.weight too"),
+        (shared(nn.Linear(32, 32)), {"config": "delayed"}, UnsupportedError, "0 and 1 share a weight"),
         (convert(plain(), "tensorwise"), {}, OperandError, "0, 1 was converted without it"),
     ):
         kinds = [type(layer) for layer in model]
@@ -376,14 +359,3 @@ def test_groups_of_ranks() -> None:
             fully_shard(primary("tensorwise"))
     finally:
         destroy_process_group()
-
-
-def test_values_that_are_written_are_cast_by_their_own_amax() -> None:
-    """Not by the scale of a step before, under which they would saturate."""
-    model = primary("delayed")
-    step(model, f8.MasterWeights(model.parameters(), SGD, lr=0.5), 0)
-    (first, *_) = weights(model)
-    values = first.master.clone() * 1024
-    with torch.no_grad():
-        first.copy_(values)
-    assert float((first.dequantize() - values).norm() / values.norm()) < 0.05

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
@@ -24,7 +24,7 @@ from f8emu.torch.weights import gather_memory
 from f8emu.torch.weights import scales as weight_scales
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.layers import by_calls_alone
-from tests.torch_path.ranks import Raised, assert_nothing, forked, join, run_cases, spawned
+from tests.torch_path.ranks import forked, join, run_cases
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")
 STEPS = 3
@@ -197,13 +197,10 @@ def from_meta(recipe: str) -> None:
         model = make(recipe, True)
     shard(model)
     model.to_empty(device="cpu")
-    values = make(recipe, False).state_dict()
+    values: Any = make(recipe, False).state_dict()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            whole: Any = values[name]
-            own = whole.chunk(dist.get_world_size())
-            local = parameter.to_local()
-            local.copy_(own[dist.get_rank()] if dist.get_rank() < len(own) else whole[:0])
+            parameter.to_local().copy_(distribute_tensor(values[name], parameter.device_mesh, [Shard(0)]).to_local())
     for layer in model.modules():
         if isinstance(layer, f8.Float8Linear) and layer.delayed is not None:
             layer.delayed.reset()
@@ -365,65 +362,44 @@ def codes_are_no_values() -> None:
     assert all(isinstance(parameter, ShardedWeight) for parameter in block.parameters())
 
 
+case = functools.partial
+TWO = ("rowwise", "delayed")
 CASES: dict[int, dict[str, Callable[[], None]]] = {
     2: {
-        **{
-            f"{recipe}, reshards {reshards}": functools.partial(bits, recipe, reshards, reshards == (recipe < "s"))
-            for recipe in RECIPES
-            for reshards in (True, False)
-        },
-        **{f"mixed precision, {recipe}": functools.partial(mixed_precision, recipe) for recipe in RECIPES},
+        **{f"{r}, reshards {on}": case(bits, r, on, on == (r < "s")) for r in RECIPES for on in (True, False)},
+        **{f"mixed precision, {r}": case(mixed_precision, r) for r in RECIPES},
         "hybrid": hybrid,
-        **{f"from meta, {recipe}": functools.partial(from_meta, recipe) for recipe in ("rowwise", "delayed")},
-        **{f"checkpointed, {recipe}": functools.partial(checkpointed, recipe, None) for recipe in RECIPES},
-        "compiled, rowwise": functools.partial(checkpointed, "rowwise", "aot_eager"),
-        "compiled, delayed": functools.partial(checkpointed, "delayed", "aot_eager"),
-        "fused": functools.partial(compare, "tensorwise", optimizer=functools.partial(AdamW, fused=True)),
-        "foreach": functools.partial(compare, "rowwise", optimizer=functools.partial(AdamW, foreach=True)),
-        **{f"unusual, {recipe}": functools.partial(unusual_weights, recipe) for recipe in ("rowwise", "delayed")},
-        "traffic, tensorwise": functools.partial(traffic, "tensorwise", 0.5),
-        "traffic, delayed": functools.partial(traffic, "delayed", 0.5),
-        "traffic, rowwise": functools.partial(traffic, "rowwise", 0.5),
-        "traffic, rowwise, compiled": functools.partial(traffic, "rowwise", 0.5, backend=_MIN_CUT),
-        "traffic, rowwise, recomputed": functools.partial(traffic, "rowwise", 0.75, checkpoints=True),
+        **{f"from meta, {r}": case(from_meta, r) for r in TWO},
+        **{f"checkpointed, {r}": case(checkpointed, r, None) for r in RECIPES},
+        "compiled, delayed": case(checkpointed, "delayed", "aot_eager"),
+        "fused": case(compare, "tensorwise", optimizer=case(AdamW, fused=True)),
+        "foreach": case(compare, "rowwise", optimizer=case(AdamW, foreach=True)),
+        **{f"unusual, {r}": case(unusual_weights, r) for r in TWO},
+        **{f"traffic, {r}": case(traffic, r, 0.5) for r in ("tensorwise", *TWO)},
+        "traffic, compiled": case(traffic, "rowwise", 0.5, backend=_MIN_CUT),
+        "traffic, recomputed": case(traffic, "rowwise", 0.75, checkpoints=True),
         # Of the two layers of a block only the first one's product is recomputed.
-        "traffic, rowwise, compiled, recomputed": functools.partial(
-            traffic, "rowwise", 0.625, checkpoints=True, backend=_MIN_CUT
-        ),
-        "held, compiled": functools.partial(checkpointed, "rowwise", _MIN_CUT, parts=2, holds=True),
+        "traffic, compiled, recomputed": case(traffic, "rowwise", 0.625, checkpoints=True, backend=_MIN_CUT),
+        "held": case(compare, "rowwise", parts=2, holds=True),
+        "held, compiled": case(checkpointed, "rowwise", _MIN_CUT, parts=2, holds=True),
         "skipped": skipped,
-        "recomputed on one rank": functools.partial(recomputed_on_one_rank, None),
-        "recomputed on one rank, compiled": functools.partial(recomputed_on_one_rank, _MIN_CUT),
-        "held, rowwise": functools.partial(compare, "rowwise", parts=2, holds=True),
+        "recomputed on one rank": case(recomputed_on_one_rank, None),
+        "recomputed on one rank, compiled": case(recomputed_on_one_rank, _MIN_CUT),
         "the scale of one rank": scale_of_one_rank,
-        **{f"NaN, {recipe}": functools.partial(not_a_number, recipe) for recipe in ("tensorwise", "rowwise")},
+        **{f"NaN, {r}": case(not_a_number, r) for r in ("tensorwise", "rowwise")},
         "forgotten": what_was_precomputed_is_forgotten,
         "codes are no values": codes_are_no_values,
         "not gathered": what_was_not_gathered,
     },
-    3: {
-        f"unequal and empty shards, {recipe}": functools.partial(compare, recipe, hidden=2)
-        for recipe in ("tensorwise", "rowwise", "delayed")
-    },
-    4: {"hybrid": hybrid, "rowwise": functools.partial(bits, "rowwise", True, True)},
-    8: {"tensorwise": functools.partial(bits, "tensorwise", True, True)},
+    3: {f"unequal and empty shards, {r}": case(compare, r, hidden=2) for r in ("tensorwise", *TWO)},
+    4: {"hybrid": hybrid, "rowwise": case(bits, "rowwise", True, True)},
 }
 
 
-def run_rank(rank: int, ranks: int, directory: Path) -> None:
-    """All cases of a number of ranks."""
-    run_cases(rank, ranks, directory, CASES[ranks])
-
-
-@pytest.fixture(scope="module", params=CASES)
-def raised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Raised:
-    """What every case raised, on all ranks."""
-    return spawned(run_rank, request.param, tmp_path_factory.mktemp("ranks"))
-
-
-def test_ranks(raised: Raised) -> None:
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks(ranks: int, tmp_path: Path) -> None:
     """All cases of a number of ranks; one process group runs them."""
-    assert_nothing(raised)
+    run_cases(__name__, ranks, tmp_path)
 
 
 def dies_in_a_step(rank: int, directory: Path) -> None:

@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 import f8emu.torch as f8
+from tests.torch_path.states import assert_same_state, assert_updated, state_of
 
 # What these libraries and torch say of themselves; warnings of f8emu stay errors.
 pytestmark = [
@@ -34,22 +35,6 @@ def batches() -> list[Tensor]:
     return [torch.randn(16, 32, generator=generator) * 2.0**step for step in range(STEPS)]
 
 
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**f8.delayed_state_dict(model), **{k: v.detach().clone() for k, v in model.named_parameters()}}
-
-
-def assert_same(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    assert one.keys() == two.keys()
-    for key in one:
-        assert torch.equal(one[key], two[key]), key
-
-
-def assert_updated(model: nn.Module, updates: int) -> None:
-    for key, value in f8.delayed_state_dict(model).items():
-        if key.endswith("amax_history"):
-            assert (value > 0).sum(1).tolist() == [updates] * 3, key
-
-
 def train(model: nn.Module) -> None:
     optimizer = AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.01)
     for x in batches():
@@ -65,7 +50,7 @@ def test_the_state_may_come_before_the_weights() -> None:
     weights = dict(model.state_dict())
     f8.load_delayed_state_dict(resumed, f8.delayed_state_dict(model))
     resumed.load_state_dict(weights)
-    assert_same(state_of(resumed), state_of(model))
+    assert_same_state(state_of(resumed), state_of(model))
     resumed(batches()[0])
     with pytest.warns(RuntimeWarning, match="scaling starts anew"):
         resumed.load_state_dict(weights)  # other weights than the state is of, for all that is known
@@ -79,7 +64,7 @@ def test_a_state_dict_refers_to_the_state_as_to_the_weights() -> None:
     train(model)
     before = state_of(model)
     model.load_state_dict(taken)
-    assert_same(state_of(model), before)
+    assert_same_state(state_of(model), before)
 
 
 class Net(nn.Module):
@@ -120,7 +105,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         trainer(resumed, tmp_path).train(resume_from_checkpoint=str(elsewhere))
-    assert_same(state_of(resumed), state_of(model))
+    assert_same_state(state_of(resumed), state_of(model))
 
     class Explicit(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -129,7 +114,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     explicit = trainer(twin, tmp_path / "twin")
     explicit.add_callback(Explicit())
     explicit.train()
-    assert_same(state_of(twin), state_of(model))
+    assert_same_state(state_of(twin), state_of(model))
     with pytest.warns(RuntimeWarning, match=r"callbacks=\[f8emu\.torch\.integrations\.huggingface\.DelayedScaling"):
         trainer(alone, tmp_path / "alone", callback=False).train(resume_from_checkpoint=str(elsewhere))
     assert_updated(alone, STEPS - HALF)
@@ -146,7 +131,7 @@ def test_hugging_face_trainer_with_its_best_model(tmp_path: Path) -> None:
     best |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
     trainer(model, tmp_path / "all", **best).train()
     assert_updated(model, HALF)
-    assert_same(state_of(model), state_of(half))
+    assert_same_state(state_of(model), state_of(half))
 
 
 def test_accelerate(tmp_path: Path) -> None:
@@ -178,10 +163,10 @@ def test_accelerate(tmp_path: Path) -> None:
         warnings.simplefilter("error", RuntimeWarning)
         again.load_state(str(tmp_path))
     train(again, resumed, its_optimizer, range(HALF, STEPS))
-    assert_same(state_of(resumed), state_of(model))
+    assert_same_state(state_of(resumed), state_of(model))
     twin = build()
     train(*twin, range(STEPS), explicit=True)
-    assert_same(state_of(twin[1]), state_of(model))
+    assert_same_state(state_of(twin[1]), state_of(model))
 
 
 def test_lightning(tmp_path: Path) -> None:
@@ -217,9 +202,9 @@ def test_lightning(tmp_path: Path) -> None:
     fit(resumed, 2, tmp_path / "half.ckpt")
     fit(uninterrupted, 2)
     fit(twin := Explicit(), 2)
-    assert_same(state_of(twin), state_of(uninterrupted))
+    assert_same_state(state_of(twin), state_of(uninterrupted))
     assert_updated(resumed, 2 * HALF)
-    assert_same(state_of(resumed), state_of(uninterrupted))
+    assert_same_state(state_of(resumed), state_of(uninterrupted))
 
 
 def test_peft(tmp_path: Path) -> None:
@@ -242,8 +227,8 @@ def test_peft(tmp_path: Path) -> None:
         kinds = {name.split(".")[-1]: type(module) for name, module in model.named_modules()}
         assert kinds["base_layer"] is f8.Float8Linear and kinds["default"] is nn.Linear
         train(model)
-    assert_same(state_of(before), state_of(after))
+    assert_same_state(state_of(before), state_of(after))
     before.save_pretrained(tmp_path)  # type: ignore[operator]
     kept = f8.delayed_state_dict(before)
     before.load_adapter(tmp_path, "default")  # type: ignore[operator]
-    assert_same(f8.delayed_state_dict(before), kept)
+    assert_same_state(f8.delayed_state_dict(before), kept)

@@ -1,7 +1,5 @@
 """Checkpoints of plain and converted models: the same keys and bits, through a file, strict, both ways."""
 
-import copy
-import io
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +9,7 @@ from torch import nn
 
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE
+from tests.torch_path.states import assert_same_state, through_file
 
 
 class Block(nn.Module):
@@ -52,13 +51,6 @@ def step(model: nn.Module) -> torch.Tensor:
     return output.detach()
 
 
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def new_start(name: str) -> AbstractContextManager[Any]:
     """What loading a plain state dict under this recipe says."""
     if name == "delayed":
@@ -66,50 +58,33 @@ def new_start(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def assert_equal_states(one: nn.Module, other: nn.Module) -> None:
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert list(ours) == list(theirs)
-    for key in ours:
-        assert ours[key].dtype is theirs[key].dtype and torch.equal(ours[key], theirs[key]), key
-
-
+@pytest.mark.parametrize(("is_converted", "into_converted"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_a_plain_model_loads_into_a_converted_one(name: str, assert_same_bits: Any) -> None:
-    """And gives what converting the loaded model gives."""
-    plain, model = Model(seed=1).bfloat16(), converted(name)
-    with new_start(name):
-        model.load_state_dict(through_file(plain.state_dict()), strict=True)
-    assert_equal_states(model, plain)
-    assert model.head.weight is model.embed.weight and model.blocks["again"] is model.blocks["first"][0]  # type: ignore[index]
-    expected = f8.convert_to_float8_training(copy.deepcopy(plain), config=name)
-    assert_same_bits(step(model), step(expected))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_a_converted_model_loads_into_a_plain_one(name: str, assert_same_bits: Any) -> None:
-    """Nothing of float8 is left in it, after steps too."""
-    model, plain = converted(name, seed=1), Model().bfloat16()
-    step(model)
+def test_a_file_of_one_model_loads_into_another(
+    name: str, is_converted: bool, into_converted: bool, assert_same_bits: Any
+) -> None:
+    """Strictly, after steps too; nothing of float8 is in the file but the state of delayed scaling in its metadata."""
+    model, other = (
+        converted(name, seed) if is_own else Model(seed).bfloat16()
+        for seed, is_own in ((1, is_converted), (0, into_converted))
+    )
+    expected: nn.Module = Model(seed=1).bfloat16()
+    if into_converted:
+        f8.convert_to_float8_training(expected, config=name)
+    if is_converted:
+        step(model)
     state = through_file(model.state_dict())
     assert {type(value) for value in state.values()} == {torch.Tensor}
-    plain.load_state_dict(state, strict=True)
-    assert_equal_states(plain, model)
-    by_hand = Model(seed=1).bfloat16()
-    assert_same_bits(plain(torch.arange(16)), by_hand(torch.arange(16)))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_file_of_a_converted_model_loads_into_another(name: str, assert_same_bits: Any) -> None:
-    """With the state of delayed scaling, and without a word."""
-    model, other = converted(name, seed=1), converted(name)
-    step(model)
-    other.load_state_dict(through_file(model.state_dict()), strict=True)
-    assert_equal_states(other, model)
-    ours, theirs = f8.delayed_state_dict(other), f8.delayed_state_dict(model)
-    assert ours.keys() == theirs.keys() and bool(ours) == (name == "delayed")
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    model.zero_grad()
-    assert_same_bits(step(other), step(model))
+    with nullcontext() if is_converted or not into_converted else new_start(name):
+        other.load_state_dict(state, strict=True)
+    assert_same_state(other.state_dict(), model.state_dict())
+    assert other.head.weight is other.embed.weight and other.blocks["again"] is other.blocks["first"][0]  # type: ignore[index]
+    if is_converted and into_converted:
+        assert_same_state(f8.delayed_state_dict(other), f8.delayed_state_dict(model))
+        assert bool(f8.delayed_state_dict(other)) == (name == "delayed")
+        model.zero_grad()
+        expected = model
+    assert_same_bits(step(other), step(expected))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -127,7 +102,7 @@ def test_the_state_of_one_recipe_is_left_by_another() -> None:
     delayed, rowwise = converted("delayed", seed=1), converted("rowwise")
     step(delayed)
     rowwise.load_state_dict(delayed.state_dict(), strict=True)
-    assert_equal_states(rowwise, delayed)
+    assert_same_state(rowwise.state_dict(), delayed.state_dict())
     assert all(m.recipe is ROWWISE for m in rowwise.modules() if isinstance(m, f8.Float8Linear))
     with new_start("delayed"):
         delayed.load_state_dict(rowwise.state_dict(), strict=True)

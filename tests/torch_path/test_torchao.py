@@ -13,6 +13,7 @@ below in f8emu's verbs.
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -84,18 +85,14 @@ def test_float32_is_not_rounded_to_bfloat16(assert_same_bits: Any) -> None:
         assert differing(ours, rounded) > 0.9 * ours.numel()
 
 
-def test_float16_is_not_rounded_to_bfloat16() -> None:
-    x, grad_output = draw(80, 144, seed=2, dtype=F16), draw(80, 48, seed=3, dtype=F16) / 64
-    layer, rule = layer_of(ROWWISE, F16), ROWWISE.scale_rule
-    _, grad_input, grad_weight = passes(layer, x, grad_output)
-    assert differing(grad_input, torchao_backward(grad_output, layer.weight.detach().t(), rule))
-    assert differing(grad_weight, torchao_backward(grad_output.t(), x.t(), rule))
-
-
-def test_other_scales_than_powers_of_two_are_applied_before_the_rounding() -> None:
-    recipe = dataclasses.replace(ROWWISE, name="not powers", scale_rule=ScaleRule())
-    x, grad_output = draw(80, 144, seed=2, dtype=BF16), draw(80, 48, seed=3, dtype=BF16) / 64
-    layer = layer_of(recipe, BF16)
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [(ROWWISE, F16), (dataclasses.replace(ROWWISE, name="not powers", scale_rule=ScaleRule()), BF16)],
+)
+def test_where_scales_go_before_the_rounding(recipe: Recipe, dtype: torch.dtype) -> None:
+    """Float16 is not rounded to bfloat16, and other scales than powers of two change what is rounded."""
+    x, grad_output = draw(80, 144, seed=2, dtype=dtype), draw(80, 48, seed=3, dtype=dtype) / 64
+    layer = layer_of(recipe, dtype)
     _, grad_input, grad_weight = passes(layer, x, grad_output)
     assert differing(grad_input, torchao_backward(grad_output, layer.weight.detach().t(), recipe.scale_rule))
     assert differing(grad_weight, torchao_backward(grad_output.t(), x.t(), recipe.scale_rule))
