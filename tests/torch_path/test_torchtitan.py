@@ -83,7 +83,7 @@ def test_model_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         "filter_fqns",
     ]
     precomputed: list[nn.Module] = []
-    monkeypatch.setattr(f"{NAME}.conversion.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)
+    monkeypatch.setattr(f"{NAME}.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)
     options: dict[str, Any] = {"recipe_name": "delayed", "filter_fqns": ["output"]}
     gather = {"enable_fsdp_float8_all_gather": True, "precompute_float8_dynamic_scale_for_fsdp": True}
     for keys, is_sharded in ((options, True), (options | gather, False), (options | gather, True)):
@@ -124,7 +124,7 @@ def test_config_converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(first, Linear) and isinstance(first, f8.Float8Linear)
     assert first.recipe.name == "rowwise" and type(first.weight.data) is not torch.Tensor
     precomputed: list[nn.Module] = []
-    monkeypatch.setattr(f"{NAME}.conversion.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)
+    monkeypatch.setattr(f"{NAME}.precompute_float8_dynamic_scale_for_fsdp", precomputed.append)
     hooks: list[Any] = []
     optimizers = SimpleNamespace(register_step_post_hook=hooks.append)
     converter.post_optimizer_build(optimizers, [model], None)

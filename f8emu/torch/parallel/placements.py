@@ -25,14 +25,26 @@ from f8emu.torch.torch_internals import is_dtensor
 
 _BLOCK = 128
 """Elements that share a scale along a dimension that a block of blockwise scaling spans."""
-# How one dimension of the mesh splits a layer.
-_REPLICATED = "replicated"
-_TOKENS = "tokens"
-_COLUMNS = "columns"
-_GATHERED = "gathered"
-_PARTIAL = "partial"
-_SUMMED = "summed"
-_SCATTERED = "scattered"
+
+
+class Kind(NamedTuple):
+    """How one dimension of the mesh splits a layer: of which dimensions its ranks hold a part."""
+
+    name: str
+    input_rows: bool = False
+    k: bool = False
+    n: bool = False
+    output_rows: bool = False
+
+
+_REPLICATED = Kind("replicated")
+_TOKENS = Kind("tokens", input_rows=True, output_rows=True)
+_COLUMNS = Kind("columns", n=True)
+_GATHERED = Kind("gathered", input_rows=True, n=True)
+# Ranks with a part of K have partial products, which are left, added on every rank, or added where their tokens go.
+_PARTIAL = Kind("partial", k=True)
+_SUMMED = Kind("summed", k=True)
+_SCATTERED = Kind("scattered", k=True, output_rows=True)
 
 
 class LocalCall(NamedTuple):
@@ -88,6 +100,48 @@ def local_call(
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    _require_one_mesh(call, input, weight)
+    mesh, last = weight.device_mesh, input.ndim - 1
+    # 1. Local steps, and sums that nothing can replace.
+    wanted = [_usable(x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
+    if wanted != list(input.placements):
+        input = input.redistribute(placements=wanted)
+    # 2. How each dimension of the mesh splits the layer.
+    kinds = [_kind(call, x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
+    to = [None] * mesh.ndim if reduce_to is None else list(reduce_to)
+    if reduce_to is not None or bias is not None:
+        sums = [_SCATTERED if place is not None and place.is_shard() else _SUMMED for place in to]
+        kinds = [own if kind == _PARTIAL else kind for kind, own in zip(kinds, sums, strict=True)]
+    layout = _layout(call, recipe, input, mesh, kinds, to, is_set)
+    _require_whole_blocks(call, recipe, input, weight, kinds)
+    # 3. The tensors of this rank; the placements of their gradients are what this rank will compute.
+    x_grads = [Partial() if kind == _COLUMNS else own for kind, own in zip(kinds, input.placements, strict=True)]
+    w_grads = [Partial() if kind == _TOKENS else own for kind, own in zip(kinds, weight.placements, strict=True)]
+    x, w, b = input.to_local(grad_placements=x_grads), weight.to_local(grad_placements=w_grads), None
+    if x.shape[-1] != w.shape[1]:
+        raise OperandError(
+            f"{call}: input must be [..., in_features] with in_features = {weight.shape[1]}, {w.shape[1]} of them on "
+            f"this rank; got shape {list(x.shape)} on this rank"
+        )
+    if bias is not None:
+        whole = [Shard(0) if kind.n else Replicate() for kind in kinds]
+        b_grads = [Partial() if kind.output_rows else own for kind, own in zip(kinds, whole, strict=True)]
+        bias = bias if list(bias.placements) == whole else bias.redistribute(placements=whole)
+        b = bias.to_local(grad_placements=b_grads)
+    # 4. The output.
+    lead = list(x.shape[:-1])
+    output: list[Any] = []
+    for kind, own, place in zip(kinds, input.placements, to, strict=True):
+        if kind == _GATHERED:
+            lead[own.dim] = input.shape[own.dim]
+        if kind == _SCATTERED and layout.scatter is not None:
+            lead[place.dim % input.ndim] = layout.scatter.mine
+        output.append(_output_placement(kind, own, place, last))
+    shape = (*input.shape[:-1], weight.shape[0])
+    return LocalCall(x, w, b, layout, tuple(lead), shape, mesh, tuple(output))
+
+
+def _require_one_mesh(call: str, input: Any, weight: Any) -> None:
     if not (is_dtensor(input) and is_dtensor(weight)) or input.device_mesh != weight.device_mesh:
         got = " and ".join(
             f"a DTensor of {x.device_mesh}" if is_dtensor(x) else "a plain tensor" for x in (input, weight)
@@ -96,77 +150,54 @@ def local_call(
             f"{call}: input and weight must be DTensors of the same mesh, or plain tensors; got {got}; give the layer "
             "a parallel style (torch.distributed.tensor.parallel.parallelize_module), or pass it input.to_local()"
         )
-    mesh, last, dims = weight.device_mesh, input.ndim - 1, range(weight.device_mesh.ndim)
-    # 1. Local steps, and sums that nothing can replace.
-    wanted = [_usable(x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
-    if wanted != list(input.placements):
-        input = input.redistribute(placements=wanted)
-    # 2. How each dimension of the mesh splits the layer.
-    of_input, of_weight = input.placements, weight.placements
-    kinds = [_kind(call, of_input[i], of_weight[i], last) for i in dims]
-    for i in dims:
-        if kinds[i] == _PARTIAL and (reduce_to is not None or bias is not None):
-            kinds[i] = _SCATTERED if reduce_to is not None and reduce_to[i].is_shard() else _SUMMED
-    groups = [mesh.get_group(i).group_name for i in dims]
+
+
+def _layout(
+    call: str,
+    recipe: Recipe,
+    input: Any,
+    mesh: Any,
+    kinds: Sequence[Kind],
+    to: Sequence[Any],
+    is_set: tuple[bool, bool, bool],
+) -> Layout:
+    """The groups over which each matrix is spread, and the tokens that are gathered or scattered."""
+    groups = [mesh.get_group(i).group_name for i in range(mesh.ndim)]
     gather = scatter = None
-    for i in dims:
-        place = of_input[i] if kinds[i] == _GATHERED else reduce_to[i] if kinds[i] == _SCATTERED and reduce_to else None
-        if place is None:
+    for i, kind in enumerate(kinds):
+        if kind not in (_GATHERED, _SCATTERED):
             continue
         if gather is not None or scatter is not None:
             raise UnsupportedError(f"{call}: tokens can be gathered along one dimension of a mesh; got {mesh}")
         require_gatherable(call, recipe)
+        place = input.placements[i] if kind == _GATHERED else to[i]
         tokens = _tokens(input.shape, place.dim % input.ndim, groups[i], mesh.size(i), mesh.get_local_rank(i))
-        gather, scatter = (tokens, None) if kinds[i] == _GATHERED else (None, tokens)
-    _require_whole_blocks(call, recipe, input, weight, kinds)
+        gather, scatter = (tokens, None) if kind == _GATHERED else (None, tokens)
 
-    def over(*chosen: str) -> tuple[str, ...]:
-        return tuple(group for group, kind in zip(groups, kinds, strict=True) if kind in chosen)
+    def over(of: Sequence[bool]) -> tuple[str, ...]:
+        return tuple(group for group, is_spread in zip(groups, of, strict=True) if is_spread)
 
-    layout = Layout(
-        Shards(over(_TOKENS, _GATHERED), over(_PARTIAL, _SUMMED, _SCATTERED), gather, is_set[0]),
-        Shards(over(_COLUMNS, _GATHERED), over(_PARTIAL, _SUMMED, _SCATTERED), None, is_set[1]),
-        Shards(over(_TOKENS, _SCATTERED), over(_COLUMNS, _GATHERED), scatter, is_set[2]),
-        over(_SUMMED),
+    input_rows, output_rows = over([kind.input_rows for kind in kinds]), over([kind.output_rows for kind in kinds])
+    k, n = over([kind.k for kind in kinds]), over([kind.n for kind in kinds])
+    return Layout(
+        Shards(input_rows, k, gather, is_set[0]),
+        Shards(n, k, None, is_set[1]),
+        Shards(output_rows, n, scatter, is_set[2]),
+        over([kind == _SUMMED for kind in kinds]),
         scatter,
     )
-    # 3. The tensors of this rank; the placements of their gradients are what this rank will compute.
-    by_column = (_COLUMNS, _GATHERED)
-    x = input.to_local(grad_placements=[Partial() if kinds[i] == _COLUMNS else of_input[i] for i in dims])
-    w = weight.to_local(grad_placements=[Partial() if kinds[i] == _TOKENS else of_weight[i] for i in dims])
-    if x.shape[-1] != w.shape[1]:
-        raise OperandError(
-            f"{call}: input must be [..., in_features] with in_features = {weight.shape[1]}, {w.shape[1]} of them on "
-            f"this rank; got shape {list(x.shape)} on this rank"
-        )
-    b = None
-    if bias is not None:
-        whole = [Shard(0) if kind in by_column else Replicate() for kind in kinds]
-        grads = [Partial() if kinds[i] in (_TOKENS, _SCATTERED) else whole[i] for i in dims]
-        b = (bias if list(bias.placements) == whole else bias.redistribute(placements=whole)).to_local(
-            grad_placements=grads
-        )
-    # 4. The output.
-    lead = list(x.shape[:-1])
-    output: list[Any] = []
-    for i in dims:
-        if kinds[i] == _GATHERED:
-            lead[of_input[i].dim] = input.shape[of_input[i].dim]
-        if kinds[i] == _SCATTERED and scatter is not None and reduce_to is not None:
-            lead[reduce_to[i].dim % input.ndim] = scatter.mine
-        output.append(
-            Shard(last)
-            if kinds[i] in by_column
-            else Partial()
-            if kinds[i] == _PARTIAL
-            else Replicate()
-            if kinds[i] == _SUMMED or reduce_to is None or kinds[i] != _SCATTERED
-            else Shard(reduce_to[i].dim % input.ndim)
-        )
-        if kinds[i] == _TOKENS:
-            output[i] = of_input[i]
-    shape = (*input.shape[:-1], weight.shape[0])
-    return LocalCall(x, w, b, layout, tuple(lead), shape, mesh, tuple(output))
+
+
+def _output_placement(kind: Kind, of_input: Any, to: Any, last: int) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if kind.n:
+        return Shard(last)
+    if kind == _TOKENS:
+        return of_input
+    if kind == _SCATTERED:
+        return Shard(to.dim % (last + 1))
+    return Partial() if kind == _PARTIAL else Replicate()
 
 
 def require_gatherable(call: str, recipe: Recipe) -> None:
@@ -193,7 +224,7 @@ def _usable(x: Any, w: Any, last: int) -> Any:
     return Shard(last) if x.is_replicate() and w.is_shard(1) else x
 
 
-def _kind(call: str, x: Any, w: Any, last: int) -> str:
+def _kind(call: str, x: Any, w: Any, last: int) -> Kind:
     if x.is_replicate() and w.is_replicate():
         return _REPLICATED
     if x.is_replicate() and w.is_shard(0):
@@ -218,7 +249,7 @@ def _tokens(shape: Sequence[int], dim: int, group: str, ranks: int, rank: int) -
     return Tokens(group, ranks, before, shape[dim], after, mine)
 
 
-def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, kinds: Sequence[str]) -> None:
+def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, kinds: Sequence[Kind]) -> None:
     """Raise UnsupportedError if a block with one scale lies on several ranks."""
     spans = [_spans_blocks(c) for c in (recipe.output.a, recipe.output.b, recipe.grad_weight.b, recipe.grad_weight.a)]
     if not any(spans):

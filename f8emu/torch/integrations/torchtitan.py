@@ -1,0 +1,164 @@
+r"""torchtitan with f8emu's recipes. The installed version of torchtitan selects the adapter; torchtitan is not changed.
+
+torchtitan 0.2 converts modules. The section [f8emu] has the keys of torchtitan's own float8 section:
+
+    torchrun ... -m torchtitan.train --job.config_file FILE --model.converters f8emu \
+        --job.custom_config_module f8emu.torch.integrations.torchtitan \
+        --experimental.custom_import f8emu.torch.integrations.torchtitan \
+        --f8emu.recipe_name rowwise --f8emu.filter_fqns output \
+        --f8emu.enable_fsdp_float8_all_gather --f8emu.precompute_float8_dynamic_scale_for_fsdp
+
+torchtitan 0.3 converts trees of configurations, in your function that returns a Trainer.Config:
+
+    float8 = Float8Converter.Config(recipe_name="rowwise", filter_fqns=["lm_head"])
+    config.model_spec = model_registry("8B", converters=[float8])
+
+For precomputed scales, which have no key in 0.3, set `config.model_spec.post_optimizer_build_fn =
+float8.build().post_optimizer_build`. Tested with `parallelism.spmd_backend` "partial_dtensor" and "full_dtensor"; the
+default of 0.3.0, "spmd_types", needs a torch newer than 2.13, in bfloat16 too.
+
+Per-op selective checkpointing needs no option: torchtitan's policies see f8emu's GEMMs and amaxes as `aten.mm` and
+`aten.max`, and keep every second GEMM and all amaxes.
+
+Under a delayed recipe, checkpoints hold the scales only after `checkpoint_delayed_scaling(trainer)`.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from f8emu.torch.conversion.convert import convert_to_float8_training
+from f8emu.torch.conversion.small_layers import ModuleFilter, filter_small_layers
+from f8emu.torch.conversion.subclass import surrounds_forward
+from f8emu.torch.delayed.sync import DelayedScalingState
+from f8emu.torch.gemm.checks import SIZE_MULTIPLE
+from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
+
+_AUTO_FILTER = "auto_filter_small_kn"
+"""torchtitan's entry of `filter_fqns` that also leaves out layers too small for float8."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The keys of torchtitan's own float8 section, with f8emu's recipes."""
+
+    recipe_name: str = "tensorwise"
+    """The name of a recipe in `f8emu.RECIPES`."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Cast weights to float8 on each rank, before FSDP gathers them."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all gathered weights in one all-reduce after the optimizer step."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Layers whose names contain one of these stay in high precision; "auto_filter_small_kn" adds the small ones."""
+
+
+def _convert(model: nn.Module, options: Options, *, subclasses: Collection[type[nn.Linear]] = ()) -> None:
+    """`convert_to_float8_training` with the options; it logs which layers it converted."""
+    convert_to_float8_training(
+        model,
+        config=options.recipe_name,
+        module_filter_fn=_wanted(options),
+        subclasses=subclasses,
+        enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,
+    )
+
+
+def _precompute(model_parts: Iterable[nn.Module], options: Options) -> None:
+    """The scales of gathered weights, after an optimizer step. Delayed ones are updated by backward passes."""
+    if options.enable_fsdp_float8_all_gather and options.precompute_float8_dynamic_scale_for_fsdp:
+        for part in model_parts:
+            precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def checkpoint_delayed_scaling(trainer: Any) -> None:
+    """Keep the state of delayed scaling in the checkpoints of a torchtitan Trainer, as "float8", "float8_1", ...
+
+    Call it between the trainer's construction and `trainer.train()`, which loads checkpoints. For a recipe without
+    delayed scaling it does nothing. To resume from a checkpoint without these entries, name them in
+    `checkpoint.exclude_from_loading`; scaling then starts anew.
+    """
+    for number, part in enumerate(trainer.model_parts):
+        state = DelayedScalingState(part)
+        if state.state_dict():
+            trainer.checkpointer.states[f"float8_{number}" if number else "float8"] = state
+
+
+def _wanted(options: Options) -> ModuleFilter:
+    names = [name for name in options.filter_fqns if name != _AUTO_FILTER]
+    if len(names) < len(options.filter_fqns):
+        return filter_small_layers(options.recipe_name, filter_fqns=names)
+
+    def is_wanted(layer: nn.Module, fqn: str) -> bool:
+        is_multiple = isinstance(layer, nn.Linear) and not any(
+            size % SIZE_MULTIPLE for size in (layer.in_features, layer.out_features)
+        )
+        return is_multiple and not any(name in fqn for name in names)
+
+    return is_wanted
+
+
+if find_spec("torchtitan.protocols.model_converter") is not None:  # 0.2
+    from torchtitan.protocols.model_converter import register_model_converter  # pyright: ignore[reportMissingImports]
+
+    @dataclass
+    class JobConfig:
+        """Section [f8emu] of the TOML file, `--f8emu.*` on the command line, for torchtitan to merge into its own."""
+
+        f8emu: Options = field(default_factory=Options)
+
+    class Float8Converter:  # pyright: ignore[reportRedeclaration]
+        """A torchtitan ModelConverter: `model.converters = ["f8emu"]`."""
+
+        def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+            options: Options = job_config.f8emu
+            # Without FSDP no weight is gathered.
+            gathers = options.enable_fsdp_float8_all_gather and parallel_dims.fsdp_enabled
+            self.options = replace(options, enable_fsdp_float8_all_gather=gathers)
+
+        def convert(self, model: nn.Module) -> None:
+            """Convert the model, before torchtitan parallelizes, checkpoints, compiles and shards it."""
+            _convert(model, self.options)
+
+        def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+            """Precompute the scales of gathered weights; torchtitan calls this after every optimizer step."""
+            _precompute(model if isinstance(model, list) else [model], self.options)
+
+    register_model_converter(Float8Converter, "f8emu")
+else:
+    from torchtitan.protocols.model import BaseModel, ModelConfigConverter  # pyright: ignore[reportMissingImports]
+
+    class Float8Converter(ModelConfigConverter):
+        """A converter for `converters` of torchtitan's `model_registry`; put it last: it converts what others add.
+
+        Every `Linear` of torchtitan, and every subclass whose `forward` surrounds `super().forward()`, becomes a layer
+        that is an instance of both its old class and `f8emu.torch.Float8Linear`. A subclass with a `forward` of its own
+        stays in high precision, and the logged report names it.
+        """
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(ModelConfigConverter.Config, Options):
+            """The keys of `Options`."""
+
+        def __init__(self, config: Config) -> None:
+            self.options = config
+
+        def convert(self, model_config: Any) -> Any:
+            """A configuration with the fields of `model_config`, in a subclass of its class."""
+            options, config_class = self.options, type(model_config)
+
+            class Float8ModelConfig(config_class):
+                def build(self, **kwargs: Any) -> BaseModel:
+                    model = config_class.build(self, **kwargs)
+                    linears = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+                    _convert(model, options, subclasses=tuple(filter(surrounds_forward, linears - {nn.Linear})))
+                    return model
+
+            Float8ModelConfig.__qualname__ = f"Float8{config_class.__qualname__}"
+            return Float8ModelConfig(**{f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init})
+
+        def post_optimizer_build(self, optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+            """Precompute the scales of gathered weights after every step; for `ModelSpec.post_optimizer_build_fn`."""
+            optimizers.register_step_post_hook(lambda *args, **kwargs: _precompute(model_parts, self.options))
