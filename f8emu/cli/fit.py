@@ -34,7 +34,7 @@ _KINDS = (
     "blockwise_1x128 x blockwise_128x128",
     "blockwise_128x128 x blockwise_1x128",
 )
-"""The names of `diagnosis.probe.KINDS`, which the help names without loading it."""
+"""The names of `diagnosis.probes.KINDS`, which the help names without loading it."""
 MISSED = 3
 _STATUSES = f"{STATUSES} {MISSED}: random GEMMs confirm the rules, and a GEMM with another M, N or K misses them."
 
@@ -72,7 +72,7 @@ def _fit(
 ) -> int:
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
-    from f8emu.conformance.diagnosis.probe import KINDS
+    from f8emu.conformance.diagnosis.probes import KINDS
     from f8emu.conformance.run.first_call import load_and_call
 
     start = time.perf_counter()

@@ -1,15 +1,9 @@
-"""`f8emu fit`: rules of planted kernels measured and confirmed, rows that depend on M, the command line, Ctrl-C.
+"""`f8emu fit`: rules of planted kernels measured and confirmed, rows that depend on M, the command line, Ctrl-C."""
 
-Also the data that it rests on: under the right rules `altered.compute` is the oracle.
-"""
-
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,13 +15,13 @@ from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.compare import different
-from f8emu.conformance.diagnosis import confirmation, sizes
+from f8emu.conformance.diagnosis import checks
 from f8emu.conformance.diagnosis import fit as fitting
 from f8emu.conformance.diagnosis import report as telling
-from f8emu.conformance.diagnosis.altered import compute
-from f8emu.conformance.diagnosis.confirmation import Confirmation
+from f8emu.conformance.diagnosis.checks import RandomGemms
+from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.fit import Fit, Fitted, fit
-from f8emu.conformance.diagnosis.probe import KINDS
+from f8emu.conformance.diagnosis.probes import KINDS, probes
 from f8emu.conformance.diagnosis.report import diagnosed, diagnosis_lines, fit_lines, fit_verdict
 from f8emu.conformance.diagnosis.rules import Rounding, Rules, ScaleOrder, rules_of
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation
@@ -35,30 +29,19 @@ from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.conformance.run.verify import Result, StageResult, SubjectResult
 from f8emu.spec import HOPPER, OperandError
+from tests.conformance.planted_gemm import failing, spoilt
+from tests.conformance.planted_gemm import subject as planted
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 FAST, PROMOTED, SQUARE = "rowwise fast", "rowwise promoted", "blockwise_1x128 x blockwise_128x128"
 
 
-def _planted() -> ModuleType:
-    """The kernels of test_diagnosis."""
-    spec = importlib.util.spec_from_file_location("planted_kernels", Path(__file__).with_name("test_diagnosis.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-planted = _planted()
-
-
 @pytest.fixture(autouse=True)
 def _small_random_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted kernels are slow, and 16 rows and columns of each are looked at, however large it is."""
-    monkeypatch.setattr(confirmation, "_SIZE", 16)
+    monkeypatch.setattr(checks, "_SIZE", 16)
     for name, k in (("_K", 2048), ("_MIDDLE_K", 256), ("_LONG_K", 2176)):
-        monkeypatch.setattr(sizes, name, k)
+        monkeypatch.setattr(checks, name, k)
 
 
 def test_the_right_rules_are_the_oracle() -> None:
@@ -73,6 +56,10 @@ def test_a_part_of_an_output_is_a_part() -> None:
     rows, columns = np.array([0, 7, 127, 128, 130]), np.array([1, 36])
     rules = rules_of(HOPPER, case)
     assert not different(compute(case, rules, at=(rows, columns)), compute(case, rules)[np.ix_(rows, columns)]).any()
+
+
+def rules_for(kind: str) -> Rules:
+    return rules_of(HOPPER, probes(BY_NAME[kind], takes_any_size=True)[0].case)
 
 
 def fitted(kind: str, subject: Subject, *ms: int) -> Fitted:
@@ -103,8 +90,8 @@ def fitted(kind: str, subject: Subject, *ms: int) -> Fitted:
     ids=lambda value: ", ".join(f"{k}={v}" for k, v in value.items()) or "right" if isinstance(value, dict) else value,
 )
 def test_rules_are_found_and_confirmed(kind: str, knobs: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = fitted(kind, planted.subject(**knobs))
-    right = rules_of(HOPPER, next(iter(planted.probes(BY_NAME[kind], takes_any_size=True))).case)
+    found = fitted(kind, planted(**knobs))
+    right = rules_for(kind)
     numbers = {name: value for name, value in expected.items() if hasattr(right.model, name)}
     others = {name: value for name, value in expected.items() if name not in numbers}
     wanted = replace(right, model=replace(right.model, **numbers), **others)
@@ -116,7 +103,7 @@ def test_rules_are_found_and_confirmed(kind: str, knobs: dict[str, Any], expecte
 
 
 def test_rows_that_depend_on_m() -> None:
-    few, many = (planted.subject(slices=slices).verbs["scaled_mm"] for slices in (4, 1))
+    few, many = (planted(slices=slices).verbs["scaled_mm"] for slices in (4, 1))
 
     def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
         return (few if a.shape[0] <= 16 else many)(a, *args, **options)
@@ -130,60 +117,32 @@ def test_rows_that_depend_on_m() -> None:
     assert not found.missed, "another split of K is told apart from what is wrong"
 
 
-def spoilt(spoil: Callable[[np.ndarray, np.ndarray], None]) -> Subject:
-    """The oracle, after which `spoil(a, out)` writes to its output."""
-    verb = load_subject("f8ref.numpy").verbs["scaled_mm"]
+SPOILT: dict[str, tuple[Callable[[np.ndarray, np.ndarray], None], list[str]]] = {
+    "right": (lambda a, out: None, []),
+    "rows from 128": (
+        lambda a, out: out[128:].fill(0),
+        ["M = 256", "M = 129", "M = 4112", "M = 1040", "M = 513", "M = 257", "K = 2176"],
+    ),
+    "the last tile of rows": (lambda a, out: out[250:].fill(0) if len(a) == 256 else None, ["M = 256"]),
+    "rows from 256": (lambda a, out: out[256:].fill(0), ["M = 4112", "M = 1040", "M = 513", "M = 257"]),
+    "rows from 4096": (lambda a, out: out[4096:].fill(0), ["M = 4112"]),
+    "columns from 2048": (lambda a, out: out[:, 2048:].fill(0), ["N = 2064"]),
+    "a long K, rows from 64": (lambda a, out: out[64:].fill(0) if a.shape[1] > 2048 else None, ["K = 2176"]),
+    "one row": (lambda a, out: out[:1].fill(0) if len(a) == 1 else None, ["M = 1"]),
+    "columns from 128": (lambda a, out: out[:, 128:].fill(0), ["N = 288", "N = 2064"]),
+    "a long K": (lambda a, out: out[:, :1].fill(0) if a.shape[1] > 2048 else None, ["K = 2176"]),
+}
 
-    def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
-        output = verb(a, *args, **options).copy()
-        spoil(a, output)
-        return output
 
-    return Subject(name="spoilt", engine="x", verbs={"scaled_mm": kernel})
-
-
-def rules_for(kind: str) -> Rules:
-    return rules_of(HOPPER, planted.probes(BY_NAME[kind], takes_any_size=True)[0].case)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "missed"),
-    [
-        (lambda a, out: None, []),
-        (
-            lambda a, out: out[128:].fill(0),
-            ["M = 256", "M = 129", "M = 4112", "M = 1040", "M = 513", "M = 257", "K = 2176"],
-        ),
-        (lambda a, out: out[250:].fill(0) if len(a) == 256 else None, ["M = 256"]),
-        (lambda a, out: out[256:].fill(0), ["M = 4112", "M = 1040", "M = 513", "M = 257"]),
-        (lambda a, out: out[4096:].fill(0), ["M = 4112"]),
-        (lambda a, out: out[:, 2048:].fill(0), ["N = 2064"]),
-        (lambda a, out: out[64:].fill(0) if a.shape[1] > 2048 else None, ["K = 2176"]),
-        (lambda a, out: out[:1].fill(0) if len(a) == 1 else None, ["M = 1"]),
-        (lambda a, out: out[:, 128:].fill(0), ["N = 288", "N = 2064"]),
-        (lambda a, out: out[:, :1].fill(0) if a.shape[1] > 2048 else None, ["K = 2176"]),
-    ],
-    ids=[
-        "right",
-        "rows from 128",
-        "the last tile of rows",
-        "rows from 256",
-        "rows from 4096",
-        "columns from 2048",
-        "a long K, rows from 64",
-        "one row",
-        "columns from 128",
-        "a long K",
-    ],
-)
+@pytest.mark.parametrize(("spoil", "missed"), SPOILT.values(), ids=SPOILT)
 def test_sizes_at_which_rules_do_not_hold(
     spoil: Callable[[np.ndarray, np.ndarray], None], missed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "_K", 160)
-    monkeypatch.setattr(sizes, "MS", (1, 16, 129, 256))
-    found = tuple(sizes.at_sizes(spoilt(spoil), BY_NAME[FAST], rules_for(FAST)))
+    monkeypatch.setattr(checks, "_K", 160)
+    monkeypatch.setattr(checks, "MS", (1, 16, 129, 256))
+    found = tuple(checks.at_sizes(spoilt(spoil), BY_NAME[FAST], rules_for(FAST)))
     assert [one.name for one in found if one.misses] == missed
-    whole = Fitted(kind=FAST, random=Confirmation(outputs_equal=9, outputs_total=9), sizes=found)
+    whole = Fitted(kind=FAST, random=RandomGemms(outputs_equal=9, outputs_total=9), sizes=found)
     assert whole.is_confirmed == (not missed)
     verdict = fit_verdict(Fit(subject="x", engine="y", kinds=[whole]))
     assert ("1 of 1" in verdict) == (not missed) and all(name in verdict for name in missed), verdict
@@ -197,7 +156,7 @@ def test_a_size_that_our_own_library_refuses_is_no_failure() -> None:
 
     for takes_any_size in (False, True):
         subject = Subject(name="x", engine="x", verbs={"scaled_mm": refuses}, takes_any_size=takes_any_size)
-        found = list(sizes.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
+        found = list(checks.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
         assert all("multiple of 4" in one.reason and one.has_failed == takes_any_size for one in found), found
 
 
@@ -205,12 +164,12 @@ def test_random_gemms_ask_formats_outputs_and_twice() -> None:
     """A fault in one output type or in one pair of formats, of the order of calls, of a buffer that is used again."""
     verb, outputs = load_subject("f8ref.numpy").verbs["scaled_mm"], dict[Any, np.ndarray]()
 
-    def confirmed(change: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Confirmation:
+    def confirmed(change: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> RandomGemms:
         def kernel(a: np.ndarray, b: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
             return change(a, b, verb(a, b, *args, **options).copy())
 
         subject = Subject(name="x", engine="x", verbs={"scaled_mm": kernel})
-        return confirmation.confirmation(subject, BY_NAME[FAST], rules_for(FAST))
+        return checks.on_random_gemms(subject, BY_NAME[FAST], rules_for(FAST))
 
     def reused(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
         buffer = outputs.setdefault((out.shape, out.dtype), out)
@@ -233,14 +192,14 @@ def test_rows_that_would_be_padded_are_not_claimed() -> None:
     """An M that never ran shows nothing."""
     kernel = replace(scaled_mm_kernel("x", lambda *operands, **options: operands[0]), multiples=(16, 16, 16))
     subject = kernel_subject(kernel, "numpy")
-    _, whole = next(sizes.sizes_asked(subject, BY_NAME[FAST]))
-    *refused, _, _, _ = sizes.at_sizes(subject, BY_NAME[FAST], rules_of(HOPPER, whole), (1, 17))
+    _, whole = next(checks.sizes_run(subject, BY_NAME[FAST]))
+    *refused, _, _, _ = checks.at_sizes(subject, BY_NAME[FAST], rules_of(HOPPER, whole), (1, 17))
     assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
 
 
 def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one of the random GEMMs, or with one number of rows: that is no GEMM which is not offered."""
-    verb = planted.subject().verbs["scaled_mm"]
+    verb = planted().verbs["scaled_mm"]
 
     def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
         if a.shape[1] == 1168 or a.shape[0] == 7:
@@ -251,9 +210,9 @@ def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
     result = fit(subject, kinds=[BY_NAME[PROMOTED]])
     (found,) = result.kinds
     assert "illegal memory access" in found.error and not found.is_confirmed and not result.is_confirmed
-    assert found.rules == rules_of(HOPPER, next(iter(planted.probes(BY_NAME[PROMOTED], takes_any_size=True))).case)
-    monkeypatch.setattr(fitting, "confirmation", lambda *args: Confirmation(outputs_equal=1280, outputs_total=1280))
-    monkeypatch.setattr(fitting, "_chosen", lambda rules, *args: (rules, []))
+    assert found.rules == rules_for(PROMOTED)
+    monkeypatch.setattr(fitting, "on_random_gemms", lambda *args: RandomGemms(outputs_equal=1280, outputs_total=1280))
+    monkeypatch.setattr(fitting, "_of_probes", lambda rules, *args: (rules, []))
     result = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(7, 16))
     (found,) = result.kinds
     assert found.holds_on_random and not found.is_confirmed and found.is_batch_invariant is False
@@ -262,7 +221,7 @@ def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
     """Measured without them, and told."""
-    subject, _ = planted.failing(lambda _, k: k == 240, RuntimeError("compilation failed"), promote=64)
+    subject, _ = failing(lambda _, k: k == 240, RuntimeError("compilation failed"), promote=64)
     (found,) = fit(subject, kinds=[BY_NAME[PROMOTED]], ms=(16,)).kinds
     assert found.is_confirmed and found.rules is not None and found.rules.model.promote_k == 64
     assert "probes failed, first: " in found.left_out
@@ -273,8 +232,8 @@ def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fitting, "confirmation", interrupted)
-    result = fit(planted.subject(promote=64), kinds=[BY_NAME[PROMOTED], BY_NAME[FAST]])
+    monkeypatch.setattr(fitting, "on_random_gemms", interrupted)
+    result = fit(planted(promote=64), kinds=[BY_NAME[PROMOTED], BY_NAME[FAST]])
     assert result.is_interrupted and [one.kind for one in result.kinds] == [PROMOTED]
     assert result.kinds[0].rules is not None and result.kinds[0].rules.model.promote_k == 64
     assert not result.is_confirmed
@@ -384,7 +343,7 @@ def test_verify_diagnoses_what_differs(kernels: Path) -> None:
 def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one subject; and what the lines say of right kernels, and of kinds that nothing explains."""
     stage = StageResult(stage="gemms", title="x", oracle="x", cases_total=1)
-    subjects = [replace(planted.subject(), name=name) for name in ("failing", "right", "odd")]
+    subjects = [replace(planted(), name=name) for name in ("failing", "right", "odd")]
     result = Result(
         golden=shipped_golden(), subjects=[SubjectResult(name=one.name, engine="x", stages=[stage]) for one in subjects]
     )

@@ -14,7 +14,7 @@ from f8emu.conformance import read_golden
 from f8emu.conformance.cases.distributions import codes_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.compare import different
-from f8emu.conformance.diagnosis.altered import compute
+from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.rules import ScaleOrder, rules_of
 from f8emu.conformance.run.subject import load_subject
 from f8emu.spec import FLOAT32, HOPPER, format_by_name

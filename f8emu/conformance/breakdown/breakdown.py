@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from f8emu.conformance.breakdown.contrast import contrasts
-from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
-from f8emu.conformance.run.result import StageResult, Tallies
+from f8emu.conformance.breakdown.ulps import UlpHistogram
+from f8emu.conformance.run.result import StageResult, Tallies, joined
 from f8emu.conformance.run.result import Tally as Tally
 
 
@@ -49,13 +49,13 @@ class Breakdown:
         if self.whole.outputs_differing == self.whole.outputs:
             yield "Every output of every case differs."
             return
-        traits = self.telling()
-        by_cases = {t: {v: (x.cases_differing, x.cases) for v, x in values.items()} for t, values in traits.items()}
-        by_outputs = {
-            t: {v: (x.outputs_differing, x.outputs) for v, x in values.items()} for t, values in traits.items()
-        }
-        for what, counts in (("cases", by_cases), ("outputs", by_outputs)):
-            found = contrasts(counts)
+        for what in ("cases", "outputs"):
+            found = contrasts(
+                {
+                    trait: {v: (getattr(x, f"{what}_differing"), getattr(x, what)) for v, x in values.items()}
+                    for trait, values in self.telling().items()
+                }
+            )
             for one in found:
                 shares = f"{_counted(one.inside)} differ; of all others {_counted(one.outside)}"
                 yield f"Of the {what} with {one.name}, {shares}"
@@ -74,27 +74,23 @@ def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
     for stage in stages:
         if stage.cases_total:
             groups.setdefault(tuple(stage.tallies), []).append(stage)
-    found = [_joined(group) for group in groups.values()]
+    found = [_breakdown(group) for group in groups.values()]
     return [breakdown for breakdown in found if breakdown.whole.cases_differing]
 
 
-def _joined(stages: Sequence[StageResult]) -> Breakdown:
-    tallies: dict[str, dict[str, Tally]] = {}
-    whole = Tally()
-    for stage in stages:
-        whole += Tally(
-            cases=stage.cases_total,
-            cases_differing=stage.cases_differing,
-            outputs=stage.outputs_total,
-            outputs_differing=stage.outputs_differing,
-        )
-        for trait, values in stage.tallies.items():
-            known = tallies.setdefault(trait, {})
-            for value, tally in values.items():
-                known[value] = known.get(value, Tally()) + tally
-    dtypes = dict.fromkeys(dtype for stage in stages for dtype in stage.ulps)
-    ulps = {dtype: merged(stage.ulps[dtype] for stage in stages if dtype in stage.ulps) for dtype in dtypes}
-    return Breakdown(stages=tuple(stage.title for stage in stages), whole=whole, tallies=tallies, ulps=ulps)
+def _breakdown(stages: Sequence[StageResult]) -> Breakdown:
+    whole = joined(stages, errors=0)
+    return Breakdown(
+        stages=tuple(stage.title for stage in stages),
+        whole=Tally(
+            cases=whole.cases_total,
+            cases_differing=whole.cases_differing,
+            outputs=whole.outputs_total,
+            outputs_differing=whole.outputs_differing,
+        ),
+        tallies=whole.tallies,
+        ulps=whole.ulps,
+    )
 
 
 def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:

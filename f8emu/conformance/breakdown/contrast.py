@@ -37,11 +37,6 @@ class Contrast:
         return ", or likewise ".join(self.names)
 
     @property
-    def shares(self) -> tuple[float, float]:
-        """With it and without it."""
-        return _share(self.inside), _share(self.outside)
-
-    @property
     def difference(self) -> float:
         """The difference of the shares."""
         return _share(self.inside) - _share(self.outside)
@@ -54,7 +49,7 @@ class Contrast:
 
 def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage: float = 0.5) -> list[Contrast]:
     """The sharpest contrast and those near to it, at most three; none where the shares are not `high` and `low`."""
-    sharpest: list[Contrast] = []
+    same: dict[tuple[tuple[int, int], tuple[int, int]], tuple[str, ...]] = {}
     for trait, values in counts.items():
         telling = [
             one
@@ -64,11 +59,9 @@ def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage:
             and (_share(one.inside) >= high and _share(one.outside) <= low and one.coverage >= coverage)
         ]
         if telling:
-            sharpest.append(max(telling, key=lambda one: one.difference))
-    same: dict[tuple[tuple[int, int], tuple[int, int]], tuple[str, ...]] = {}
-    for one in sharpest:
-        key = one.inside, one.outside
-        same[key] = (*same.get(key, ()), *one.names)
+            sharpest = max(telling, key=lambda one: one.difference)
+            key = sharpest.inside, sharpest.outside
+            same[key] = (*same.get(key, ()), *sharpest.names)
     merged = [Contrast(names=names, inside=inside, outside=outside) for (inside, outside), names in same.items()]
     merged.sort(key=lambda one: -one.difference)
     return [one for one in merged if one.difference >= merged[0].difference - _NEAR][:_VALUES]

@@ -5,6 +5,7 @@ than expected, negative is nearer to zero, or beyond it. A wrong sign of zero ha
 no distance, and are counted apart.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -144,16 +145,13 @@ def _kind(array: np.ndarray) -> np.ndarray:
 def merged(histograms: Iterable[UlpHistogram]) -> UlpHistogram:
     """All of them counted together."""
     found = list(histograms)
-    finite: dict[int, int] = {}
-    apart: dict[str, int] = {}
+    finite, apart = Counter[int](), Counter[str]()
     for histogram in found:
-        for index, count in histogram.finite.items():
-            finite[index] = finite.get(index, 0) + count
-        for name, count in histogram.apart.items():
-            apart[name] = apart.get(name, 0) + count
+        finite.update(histogram.finite)
+        apart.update(histogram.apart)
     return UlpHistogram(
-        finite=finite,
-        apart=apart,
+        finite=dict(finite),
+        apart=dict(apart),
         lowest=min((histogram.lowest for histogram in found if histogram.finite), default=0),
         highest=max((histogram.highest for histogram in found if histogram.finite), default=0),
     )

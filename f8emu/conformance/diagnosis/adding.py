@@ -1,4 +1,4 @@
-"""How products are added under any `Rules`: chains, promotion, slices of K; no scale yet.
+"""How products are added under any `Rules`: chains, promotion, slices of K; no scale of an accumulator yet.
 
 A chain of cut tensor-core steps is f8ref.numpy's own. Other adders and roundings are written here.
 Operands are [K, rows], K first, as f8ref.numpy decodes them; or, several chains side by side, [K, chains, rows].
@@ -6,17 +6,21 @@ Operands are [K, rows], K first, as f8ref.numpy decodes them; or, several chains
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
-from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules
-from f8emu.spec import FLOAT16, AccumulationModel
-from f8ref.numpy.accumulate import Operand, chain, exponents_of, power_of_two, side_by_side, to_last_place
+from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, ScaleOrder
+from f8emu.spec import BFLOAT16, FLOAT16, HOPPER, AccumulationModel
+from f8ref.numpy.accumulate import Operand, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
+from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import canonical_nan
+from f8ref.numpy.float32 import rounded_sum
 
 _PRODUCTS = 1 << 17
 """Made at a time."""
+Chain = Callable[[Operand, Operand, Rules], np.ndarray]
+"""One chain over all of K, from zero, [M, N] float32."""
 
 
 def adding_rules(rules: Rules, k: int, split_k: int) -> tuple[object, ...]:
@@ -26,7 +30,7 @@ def adding_rules(rules: Rules, k: int, split_k: int) -> tuple[object, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _lengths(model: AccumulationModel, k: int, split_k: int) -> tuple[AccumulationModel, int | None]:
-    """The model, and the length of a slice of K. What is as long as all that it cuts is None, as if it were not."""
+    """The model, and the length of a slice of K; one that is no shorter than what it cuts is None."""
     k += -k % len(model.order or (0,))
     length = _slice_length(k, split_k, model.split_k_multiple)
     is_promoted = model.promote_k is not None and model.promote_k < min(length, k)
@@ -35,7 +39,6 @@ def _lengths(model: AccumulationModel, k: int, split_k: int) -> tuple[Accumulati
 
 
 def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
-    """One chain over all of K, from zero, [M, N] float32."""
     match rules.adder:
         case Adder.TENSOR_CORE if rules.terms is Rounding.CUT and rules.sums is Rounding.CUT:
             return chain(a, b, rules.model)
@@ -43,11 +46,11 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
             sums = _rounded_chain(a, b, rules)
         case Adder.FLOAT32:
             lanes = np.zeros((rules.lanes, *a.values.shape[1:], b.rows), np.float32)
-            for turns in products_in_lanes(_finite(a), _finite(b), rules.lanes):  # exact in float32
+            for turns in _products_in_lanes(_finite(a), _finite(b), rules.lanes):  # exact in float32
                 turns = turns.astype(np.float32)
                 turns[0] += lanes
                 lanes = np.add.accumulate(turns)[-1]
-            sums = pairwise_sum(lanes)
+            sums = _pairwise_sum(lanes)
         case Adder.EXACT:
             sums = _exact(a, b)
     if np.isfinite(a.values).all() and np.isfinite(b.values).all():
@@ -56,7 +59,7 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     return np.where(np.isfinite(ieee), sums, canonical_nan(ieee))
 
 
-def products_in_lanes(a: np.ndarray, b: np.ndarray, lanes: int) -> Iterator[np.ndarray]:
+def _products_in_lanes(a: np.ndarray, b: np.ndarray, lanes: int) -> Iterator[np.ndarray]:
     """The products of operands [K, .., M] and [K, .., N] in the order of K: [turns, lanes, .., M, N] at a time.
 
     The last turn is filled up with zeros.
@@ -70,7 +73,7 @@ def products_in_lanes(a: np.ndarray, b: np.ndarray, lanes: int) -> Iterator[np.n
         yield products.reshape(-1, lanes, *products.shape[1:])
 
 
-def pairwise_sum(lanes: np.ndarray) -> np.ndarray:
+def _pairwise_sum(lanes: np.ndarray) -> np.ndarray:
     """The sum over the first axis, a power of two long: neighbours first."""
     while len(lanes) > 1:
         lanes = lanes[::2] + lanes[1::2]
@@ -79,31 +82,20 @@ def pairwise_sum(lanes: np.ndarray) -> np.ndarray:
 
 def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """Tensor-core steps [ACC-1..5] whose terms or sums are rounded to nearest."""
-    model, format = rules.model, rules.model.accumulator
-    terms, sums = _ROUNDED[rules.terms], _ROUNDED[rules.sums]
+    model = rules.model
+    # Exact: numbers have at most 16 significant bits, or 24, and are below 2^52.
+    terms, sums = (np.trunc if x is Rounding.CUT else np.rint for x in (rules.terms, rules.sums))
     accumulator = np.zeros((*a.values.shape[1:], b.rows))
     for k in range(0, a.k, model.step_k):
         one, other = (x.part(k=slice(k, k + model.step_k)) for x in (a, b))
         product = _finite(one)[..., :, None] * _finite(other)[..., None, :]
         exponent = (one.exponents[..., :, None] + other.exponents[..., None, :]).max(axis=0)
-        to_units = power_of_two(model.aligned_fraction_bits - np.maximum(exponent, exponents_of(accumulator, format)))
+        largest = np.maximum(exponent, exponents_of(accumulator, model.accumulator))
+        to_units = power_of_two(model.aligned_fraction_bits - largest)
         total = (terms(product * to_units).sum(axis=0) + terms(accumulator * to_units)) / to_units
         to_places = to_last_place(total, model)
         accumulator = sums(total * to_places) / to_places + 0.0
     return accumulator.astype(np.float32)
-
-
-def _away(x: np.ndarray) -> np.ndarray:
-    """To the nearest integers, ties away from zero."""
-    return np.copysign(np.floor(np.abs(x) + 0.5), x)
-
-
-_ROUNDED: dict[Rounding, Callable[[np.ndarray], np.ndarray]] = {
-    Rounding.CUT: np.trunc,
-    Rounding.NEAREST: np.rint,
-    Rounding.NEAREST_AWAY: _away,
-}
-"""To integers. Exact: numbers have at most 16 significant bits, or 24, and are below 2^52."""
 
 
 def _finite(x: Operand) -> np.ndarray:
@@ -118,44 +110,38 @@ def _signs(x: Operand) -> np.ndarray:
 
 def _exact(a: Operand, b: Operand) -> np.ndarray:
     """The exact sum of float8 products, rounded once: Python's integers, in units below every bit of theirs."""
-    finest = [int(x.exponents[x.values != 0].min(initial=0)) - FLOAT16.fraction_bits for x in (a, b)]
-    whole = [_integers(np.ldexp(_finite(x), -unit)) for x, unit in zip((a, b), finest, strict=True)]
+    units = [int(x.exponents[x.values != 0].min(initial=0)) - FLOAT16.fraction_bits for x in (a, b)]
+    whole = [
+        np.array([int(value) for value in np.ldexp(_finite(x), -unit).flat], object).reshape(x.values.shape)
+        for x, unit in zip((a, b), units, strict=True)
+    ]
     left, right = (np.moveaxis(x, 0, -2) for x in whole)
-    return _float32_of(left.swapaxes(-1, -2) @ right, sum(finest))
+    sums = left.swapaxes(-1, -2) @ right
+    return np.array([_rounded_once(int(x), sum(units)) for x in sums.flat], np.float32).reshape(sums.shape)
 
 
-def _integers(x: np.ndarray) -> np.ndarray:
-    """Whole float64 numbers as Python's integers."""
-    return np.array([int(value) for value in x.flat], object).reshape(x.shape)
+def _rounded_once(x: int, unit: int) -> np.float32:
+    """`x * 2^unit`. Rounded to odd at 50 bits first: that is exact in float64, and float32 rounds it as it would x."""
+    drop = max(abs(x).bit_length() - 50, 0)
+    kept = abs(x) >> drop
+    kept |= (kept << drop) != abs(x)
+    return np.float32(np.ldexp(float(kept if x >= 0 else -kept), drop + unit))
 
 
-def _float32_of(integers: np.ndarray, unit: int) -> np.ndarray:
-    """Python's integers times `2^unit`, rounded once."""
-
-    def one(x: int) -> float:
-        # Rounded to odd at 50 bits first: these are exact in float64, and a float32 of them rounds as one.
-        drop = max(abs(x).bit_length() - 50, 0)
-        kept = abs(x) >> drop
-        kept |= (kept << drop) != abs(x)
-        return float(np.ldexp(float(kept if x >= 0 else -kept), drop + unit))
-
-    return np.array([one(int(x)) for x in integers.ravel()], np.float64).astype(np.float32).reshape(integers.shape)
-
-
-def sliced(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+def sliced(a: Operand, b: Operand, rules: Rules, adds: Chain = _chain) -> np.ndarray:
     """The accumulator of a whole GEMM, [M, N] float32: the sum of its slices of K [CHAIN-3]."""
     total = np.zeros((a.rows, b.rows), np.float32)
     for part in slices(a.k, rules.split_k, rules.model.split_k_multiple):
-        total = total + promoted(a.part(k=part), b.part(k=part), rules)
+        total = total + promoted(a.part(k=part), b.part(k=part), rules, adds)
     return total
 
 
-def promoted(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
+def promoted(a: Operand, b: Operand, rules: Rules, adds: Chain = _chain) -> np.ndarray:
     """The float32 total of the chains of one slice [CHAIN-1], [CHAIN-2], [M, N]."""
     total = np.zeros((*a.values.shape[1:], b.rows), np.float32)
     for chains in side_by_side(a, b, rules.model.promote_k or max(a.k, 1)):
-        for partial in _chain(*chains, rules):
-            total = total + partial
+        for partial_sum in adds(*chains, rules):
+            total = total + partial_sum
     return total
 
 
@@ -167,3 +153,33 @@ def slices(k: int, split_k: int, multiple: int) -> Iterator[slice]:
 
 def _slice_length(k: int, split_k: int, multiple: int) -> int:
     return max(-(-k // (split_k * multiple)) * multiple, multiple)
+
+
+def scaled_first(
+    operands: tuple[np.ndarray, np.ndarray], scales: tuple[np.ndarray, np.ndarray], rules: Rules
+) -> np.ndarray:
+    """The accumulator of float32 operands [M, K], [N, K] that are scaled already, [M, N].
+
+    `scales`, [M, 1] and [1, N]: what each product is multiplied by under that rule.
+    """
+    if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
+        rules = replace(rules, model=replace(HOPPER.bfloat16, promote_k=rules.model.promote_k))
+        a, b = (operand(convert(x, BFLOAT16), BFLOAT16, rules.model) for x in operands)
+        return sliced(a, b, rules)
+    left, right = (x.T.astype(np.float64) for x in operands)
+    if rules.adder is Adder.EXACT:
+        return (left.T @ right).astype(np.float32)
+    a, b = (Operand(x, np.zeros(x.shape, np.int32)) for x in (left, right))
+    each_product = scales if rules.scales is ScaleOrder.EACH_PRODUCT else None
+    return sliced(a, b, rules, partial(_fma_chain, scales=each_product))
+
+
+def _fma_chain(a: Operand, b: Operand, rules: Rules, *, scales: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
+    """Products that float32 does not hold, each added by FMA; or scaled first, every step rounded."""
+    lanes = np.zeros((rules.lanes, *a.values.shape[1:], b.rows), np.float32)
+    for turns in _products_in_lanes(a.values, b.values, rules.lanes):
+        for turn in turns:
+            if scales is not None:
+                turn = ((turn.astype(np.float32) * scales[0]) * scales[1]).astype(np.float64)
+            lanes = rounded_sum(turn, lanes)
+    return _pairwise_sum(lanes)

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
-from f8emu.conformance.diagnosis.asked import Asked, NoAnswer, ask
-from f8emu.conformance.diagnosis.confirmation import Confirmation, confirmation
-from f8emu.conformance.diagnosis.hypotheses import alterations
-from f8emu.conformance.diagnosis.memory import Memory
-from f8emu.conformance.diagnosis.probe import KINDS, Kind
+from f8emu.conformance.diagnosis.alterations import SUM_BITS, alterations
+from f8emu.conformance.diagnosis.arguments import Memory
+from f8emu.conformance.diagnosis.checks import AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
+from f8emu.conformance.diagnosis.observations import NoOutput, Observation, observe_probes
+from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
-from f8emu.conformance.diagnosis.sizes import AtSize, at_sizes, sizes_count
-from f8emu.conformance.run.result import Progress
+from f8emu.conformance.run.result import Progress, Silent
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import HOPPER, Chip
 
-Change = Callable[[Rules], Rules]
+Option = tuple[str, Callable[[Rules], Rules]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +45,8 @@ class Fitted:
     measured: tuple[Measured, ...] = ()
     follows: str = ""
     """The chip whose rules these are."""
-    random: Confirmation | None = None
-    """The result on random GEMMs that took no part in the measurement; None: not run yet."""
+    random: RandomGemms | None = None
+    """None: not run yet."""
     sizes: tuple[AtSize, ...] = ()
     left_out: str = ""
     """How many probes the kernel failed on, and how on the first: the rest was measured."""
@@ -115,32 +114,39 @@ def fit(
     `chip` is where the search begins, and is named if its rules are found. `ms`: the numbers of rows of step 4.
     """
     result = Fit(subject=subject.name, engine=subject.engine)
+    progress = progress or Silent()
     try:
         for kind in kinds:
-            _begin(progress, f"{subject.name}: {kind.name}", "probes", 1)
-            answers = ask(subject, kind)
-            if isinstance(answers, NoAnswer):
-                if answers.is_refusal:
-                    result.reason = result.reason or answers.reason
+            progress.begin(f"{subject.name}: {kind.name}", "probes", 1)
+            given = observe_probes(subject, kind)
+            if isinstance(given, NoOutput):
+                if given.is_refusal:
+                    result.reason = result.reason or given.reason
                 else:
-                    result.kinds.append(Fitted(kind=kind.name, error=answers.reason))
+                    result.kinds.append(Fitted(kind=kind.name, error=given.reason))
                 continue
             # each knows more than the one before
-            for known in _fitted(subject, kind, answers.asked, ms, chip, progress):
+            for known in _fitted(subject, kind, given.observations, ms, chip, progress):
                 if result.kinds and result.kinds[-1].kind == known.kind:
                     result.kinds.pop()
-                result.kinds.append(replace(known, left_out=answers.left_out))
+                result.kinds.append(replace(known, left_out=given.left_out))
     except KeyboardInterrupt:
         result.is_interrupted = True
     return result
 
 
 def _fitted(
-    subject: Subject, kind: Kind, asked: Sequence[Asked], ms: Sequence[int], chip: Chip, progress: Progress | None
+    subject: Subject,
+    kind: Kind,
+    given: Sequence[Observation],
+    ms: Sequence[int],
+    chip: Chip,
+    progress: Progress,
 ) -> Iterator[Fitted]:
     name = f"{subject.name}: {kind.name}"
-    right = rules_of(chip, asked[0].case)
-    _begin(progress, name, "order of adding", 1)
+    right = rules_of(chip, given[0].case)
+    # 1. The order of adding.
+    progress.begin(name, "order of adding", 1)
     try:
         order = measure_order(subject, kind)
         bits = aligned_fraction_bits(subject, kind)
@@ -152,18 +158,21 @@ def _fitted(
     rules, measured = _of_order(right, order, bits)
     known = Fitted(kind=kind.name, rules=rules, measured=tuple(measured))
     yield known
-    rules, chosen = _chosen(rules, right, asked, kind, progress, name)
-    known = replace(known, rules=rules, measured=(*measured, *chosen), follows=chip.name if rules == right else "")
+    # 2. What has few possibilities.
+    rules, of_probes = _of_probes(rules, right, given, kind, progress, name)
+    known = replace(known, rules=rules, measured=(*measured, *of_probes), follows=chip.name if rules == right else "")
     yield known
-    _begin(progress, name, "random GEMMs", 1)
-    found = confirmation(subject, kind, rules)
+    # 3. Random GEMMs.
+    progress.begin(name, "random GEMMs", 1)
+    found = on_random_gemms(subject, kind, rules)
     known = replace(known, random=found, error=found.failure)
     yield known
     if known.error:
         return
-    _begin(progress, name, "sizes", sizes_count(ms))
+    # 4. Other sizes.
+    progress.begin(name, "sizes", sizes_count(ms))
     for one in at_sizes(subject, kind, rules, ms):
-        _advance(progress)
+        progress.advance()
         known = replace(known, sizes=(*known.sizes, one))
         yield known
 
@@ -172,123 +181,116 @@ def _of_order(right: Rules, order: Order | None, bits: int | None) -> tuple[Rule
     """The rules of adding as far as crafted operands tell them."""
     if order is None:
         return right, [Measured(name="order of adding", value="not told", evidence="no such GEMM is offered")]
-    told = "M and -M at two places of K, equal tiny products at all others, counted"
-    measured = [Measured(name="order of adding", value=order.sentence, evidence=told)]
-    model = replace(right.model, promote_k=order.promote_k)
-    rules = replace(right, model=model, split_k=order.split_k)
+    evidence = "M and -M at two places of K, equal tiny products at all others, counted"
+    found = {"order of adding": order.sentence}
     if not right.scales.is_fused:
-        every = "one chain over all of K" if order.promote_k is None else f"every {order.promote_k} of K"
-        measured.append(Measured(name="promotion to float32", value=every, evidence=told))
-        slices = "none" if order.split_k == 1 else f"slices of {order.split_length} at K = 1024"
-        measured.append(Measured(name="split of K", value=slices, evidence=told))
-    match order.adder:
-        case Adder.TENSOR_CORE if order.step_k is not None:
-            rules = replace(rules, model=replace(model, step_k=order.step_k))
-            if bits is not None:
-                rules = replace(rules, model=replace(rules.model, aligned_fraction_bits=bits))
-                evidence = "M, 2^-j M and -M in one step"
-                measured.append(Measured(name="fraction bits of a term", value=str(bits), evidence=evidence))
-        case Adder.FLOAT32 | Adder.EXACT:
-            rules = replace(rules, adder=order.adder, lanes=order.lanes)
-        case _:
-            pass
-    return rules, measured
+        promotion = order.promote_k
+        found["promotion to float32"] = f"every {promotion} of K" if promotion else "one chain over all of K"
+        found["split of K"] = f"slices of {order.split_length} at K = 1024" if order.split_k > 1 else "none"
+    measured = [Measured(name=name, value=value, evidence=evidence) for name, value in found.items()]
+    model = replace(right.model, promote_k=order.promote_k)
+    rules = replace(right, split_k=order.split_k)
+    if order.adder in (Adder.FLOAT32, Adder.EXACT):
+        rules = replace(rules, adder=order.adder, lanes=order.lanes)
+    elif order.step_k is not None:
+        model = replace(model, step_k=order.step_k)
+        if bits is not None:
+            model = replace(model, aligned_fraction_bits=bits)
+            evidence = "M, 2^-j M and -M in one step"
+            measured.append(Measured(name="fraction bits of a term", value=str(bits), evidence=evidence))
+    return replace(rules, model=model), measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
+class _Parameter:
     """A parameter with few possibilities, and the probes that part them."""
 
     name: str
     probes: tuple[str, ...]
     """Beginnings of their names."""
-    options: tuple[tuple[str, Change], ...]
+    options: tuple[Option, ...]
 
 
-def _questions(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Question]:
-    def named(*beginnings: str) -> tuple[tuple[str, Change], ...]:
-        found = [a for a in alterations() if a.name.startswith(beginnings)]
-        as_it_is: tuple[str, Change] = ("as the hardware", lambda rules: rules)
-        return (as_it_is, *((a.name, a.change) for a in found))
+_EXACT_ON_PROBES = (
+    ("output", ("ties of the output", "scales ->"), ("output cut", "output ties", "output through")),
+    ("scales", ("scales ->", "scales beside", "scales that"), ("scales", "block scales", "first block")),
+)
+"""Name, beginnings of the names of probes and of alterations. These probes add exactly under any rule: an unknown way
+to add does not hide them."""
+_OTHERS = (
+    (
+        "operands",
+        ("every code", "middle", "mixed", "tail of K", "one chain"),
+        ("operands", "subnormal operands", "output transposed", "formats"),
+    ),
+    ("bias", ("bias",), ("bias",)),
+    ("sign of a zero", ("zeros",), ("-0",)),
+    ("subnormal results", ("subnormal results",), ("subnormal results",)),
+    ("overflow", ("overflow",), ("output saturates",)),
+)
 
-    def question(name: str, told_by: tuple[str, ...], *beginnings: str) -> _Question:
-        return _Question(name=name, probes=told_by, options=named(*beginnings))
 
-    # Those first whose probes add exactly under any rule: an unknown way to add does not hide them.
-    yield question("output", ("ties of the output", "scales ->"), "output cut", "output ties", "output through")
-    yield question("scales", ("scales ->", "scales beside", "scales that"), "scales", "block scales", "first block")
+def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Parameter]:
+    def by_alterations(table: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]]) -> Iterator[_Parameter]:
+        for name, probes, beginnings in table:
+            found = [(one.name, one.change) for one in alterations() if one.name.startswith(beginnings)]
+            if name != "bias" or kind.with_bias:
+                yield _Parameter(name=name, probes=probes, options=(("as the hardware", _same), *found))
+
+    yield from by_alterations(_EXACT_ON_PROBES)
     if rules.adder is Adder.TENSOR_CORE:
-        aligned = rules.model.aligned_fraction_bits
-        widths = dict.fromkeys((right.model.result_fraction_bits, min(aligned, 23), 23, *range(12, 20)))
-        roundings = ((Rounding.CUT, Rounding.CUT), (Rounding.NEAREST, Rounding.NEAREST))
-        roundings += ((Rounding.CUT, Rounding.NEAREST), (Rounding.NEAREST, Rounding.CUT))
-        yield _Question(
-            name="sum of a step",
-            probes=("one step", "one chain", "middle"),
-            options=tuple(
-                (f"{width} fraction bits, terms {terms.value}, sums {sums.value}", _sums(width, terms, sums))
-                for terms, sums in roundings
-                for width in widths
-            ),
+        widths = dict.fromkeys(
+            (right.model.result_fraction_bits, min(rules.model.aligned_fraction_bits, SUM_BITS[0]), *SUM_BITS)
         )
+        cut, nearest = Rounding.CUT, Rounding.NEAREST
+        roundings = (cut, cut), (nearest, nearest), (cut, nearest), (nearest, cut)
+        options = tuple(_sum_of_a_step(width, *both) for both in roundings for width in widths)
+        yield _Parameter(name="sum of a step", probes=("one step", "one chain", "middle"), options=options)
         if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
             step = rules.model.step_k
-            alone = (
+            each_step: Option = (
                 f"every step, {step} of K",
                 lambda rules: replace(rules, model=replace(rules.model, promote_k=step)),
             )
-            options = (("as measured", lambda rules: rules), alone)
-            yield _Question(name="promotion of steps", probes=("one chain", "middle"), options=options)
-    codes = ("every code", "middle", "mixed", "tail of K", "one chain")
-    yield question("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
-    if kind.with_bias:
-        yield question("bias", ("bias",), "bias")
-    yield question("sign of a zero", ("zeros",), "-0")
-    yield question("subnormal results", ("subnormal results",), "subnormal results")
-    yield question("overflow", ("overflow",), "output saturates")
+            options = (("as measured", _same), each_step)
+            yield _Parameter(name="promotion of steps", probes=("one chain", "middle"), options=options)
+    yield from by_alterations(_OTHERS)
 
 
-def _sums(width: int, terms: Rounding, sums: Rounding) -> Change:
-    return lambda rules: replace(rules, terms=terms, sums=sums, model=replace(rules.model, result_fraction_bits=width))
+def _same(rules: Rules) -> Rules:
+    return rules
 
 
-def _chosen(
-    rules: Rules, right: Rules, asked: Sequence[Asked], kind: Kind, progress: Progress | None, name: str
+def _sum_of_a_step(width: int, terms: Rounding, sums: Rounding) -> Option:
+    def change(rules: Rules) -> Rules:
+        return replace(rules, terms=terms, sums=sums, model=replace(rules.model, result_fraction_bits=width))
+
+    return f"{width} fraction bits, terms {terms.value}, sums {sums.value}", change
+
+
+def _of_probes(
+    rules: Rules, right: Rules, given: Sequence[Observation], kind: Kind, progress: Progress, name: str
 ) -> tuple[Rules, list[Measured]]:
     """Each parameter by the option that gives the most outputs of its probes; again, while one uncovers another."""
     memory = Memory()
     found: dict[str, Measured] = {}
     for sweep in ("first sweep", "second sweep", "third sweep"):
-        questions = list(_questions(rules, right, kind))
-        _begin(progress, name, f"parameters, {sweep}", len(questions))
-        base = rules
-        for question in questions:
-            _advance(progress)
-            told = [one for one in asked if one.case.id.startswith(question.probes)]
+        parameters = list(_parameters(rules, right, kind))
+        progress.begin(name, f"parameters, {sweep}", len(parameters))
+        before = rules
+        for parameter in parameters:
+            progress.advance()
+            told = [one for one in given if one.case.id.startswith(parameter.probes)]
             if not told:
                 continue
-            scores = [
-                (sum(one.outputs_equal(change(base), memory) for one in told), text, change)
-                for text, change in question.options
-            ]
-            best = max(score for score, _, _ in scores)  # of equals the first: what the hardware does
-            score, text, change = next(one for one in scores if one[0] == best)
-            evidence = f"{score} of {sum(one.size for one in told)} outputs of {len(told)} probes"
-            if change(base) == base and question.name in found:
-                text = found[question.name].value
-            found[question.name] = Measured(name=question.name, value=text, evidence=evidence)
-            base = change(base)
-        if base == rules:
+            scores = [sum(one.outputs_equal(change(rules), memory) for one in told) for _, change in parameter.options]
+            # of equals the first: what the hardware does
+            text, change = parameter.options[scores.index(max(scores))]
+            evidence = f"{max(scores)} of {sum(one.size for one in told)} outputs of {len(told)} probes"
+            if change(rules) == rules and parameter.name in found:
+                text = found[parameter.name].value
+            found[parameter.name] = Measured(name=parameter.name, value=text, evidence=evidence)
+            rules = change(rules)
+        if rules == before:
             break
-        rules = base
     return rules, list(found.values())
-
-
-def _begin(progress: Progress | None, name: str, stage: str, count: int) -> None:
-    if progress is not None:
-        progress.begin(name, stage, count)
-
-
-def _advance(progress: Progress | None) -> None:
-    if progress is not None:
-        progress.advance()

@@ -1,183 +1,316 @@
-"""Small GEMMs whose operands part hypotheses: each lets one concern of a kernel show, also through a 16-bit output.
+"""Small GEMMs that tell rules apart: each shows one concern of a kernel, also through a 16-bit output.
 
-- What is lost in an addition shows where the second half of K takes back the first: what is left is error alone.
+- What an addition loses shows where the second half of K takes back the first: what is left is error alone.
 - The order of scales shows in float32; in 16 bits where one order lands on a tie and another beside it.
 - An FMA with the bias shows where the bias takes back the scaled accumulator exactly.
 
 Probes of adding have scales of one, probes of scales have accumulators of at most 14 bits, so that two faults of one
-kernel part too. Sums of the long ones are exact in float32: an order of adding that nobody knows makes no difference.
+kernel part too. Sums of the long ones are exact in float32: an unknown order of adding makes no difference.
 """
 
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
 from f8emu.conformance.cases.distributions import draw, draw_codes, dtype_of, rng
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.diagnosis.block_probes import block_probes
-from f8emu.conformance.diagnosis.probe import (
-    LONG_K,
-    MANY,
-    MIDDLE_K,
-    SHORT_K,
-    Kind,
-    Probe,
-    alternating,
-    codes_of_values,
-    known,
-    taken_back,
-    tie_of_a_step,
-)
-from f8emu.conformance.diagnosis.reading import Part
-from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, Granularity
+from f8emu.conformance.diagnosis.arguments import Part
+from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, HOPPER, Format, Granularity
 
 SIZE = 16
 """Rows and columns of a probe without block scales."""
-_PART_OF_LONG = np.arange(8), np.arange(8, 16)
-"""What is looked at of a long one."""
-_FEW = np.array([0, SIZE - 1])
+MANY = 288
+"""Rows or columns of several tiles, of 256 too, the last one not full."""
+SHORT_K, MIDDLE_K, LONG_K = 128, 240, 2304
+"""One promotion; a tail of promotion and step; many promotions, but too short for a library to split [PLAN-2].
+
+Rounded down to a multiple of 32, 64, 128 and 256, 240 is another number each time. Slices of 2304, in multiples of 128,
+are 1152, 768, 640 and 384 long: none is a promotion that the suite knows.
+"""
+_TAIL_OF_BLOCKS = 496
+"""Rounded down to a multiple of 32, 64, 128, 256 and 512 it is another number each time."""
+_LONG_BLOCKS = 3584
+"""28 blocks. Slices in multiples of 512, as beside 128x128 scales, are 2048, 1536, 1024 and 512 long [CHAIN-3]."""
+_SQUARE = 128
+_COLUMNS = np.array([0, 1, 2, 3, 63, 127, 128, 129, 130, 131, 134, 135])
+_NARROW, _ALL_TYPES = (BFLOAT16, FLOAT16), (FLOAT32, BFLOAT16, FLOAT16)
 _ONE = np.ones((1, 1), np.float32)
+
+Pair = tuple[np.ndarray, np.ndarray]
+"""Something of a and of b; scales are [rows, 1 or blocks of K], also those of b."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A family of GEMMs that a kernel may treat in its own way."""
+
+    pair: tuple[Granularity, Granularity]
+    use_fast_accum: bool
+    with_bias: bool
+
+    @property
+    def is_blockwise(self) -> bool:
+        return self.pair[0].is_blockwise
+
+    @property
+    def name(self) -> str:
+        if self.is_blockwise:
+            return f"{self.pair[0].value} x {self.pair[1].value}"
+        chain = "fast" if self.use_fast_accum else "promoted"
+        return f"{self.pair[0].value} {chain}" + (" with bias" if self.with_bias else "")
+
+    def gemm(self, name: str, operands: Pair, scales: Pair = (_ONE, _ONE), bias: np.ndarray | None = None) -> GemmCase:
+        """A GEMM of this kind, to float32: scales are repeated to their shape, a bias is zero unless given."""
+        (a, b), k = operands, operands[0].shape[1]
+        scale_a, scale_b = (
+            np.broadcast_to(scale, side.scale_shape(len(x), k)).copy()
+            for scale, side, x in zip(scales, self.pair, operands, strict=True)
+        )
+        zeros = np.zeros(len(b), np.float32)
+        return GemmCase(
+            id=name,
+            mode=Mode.BLOCKWISE if self.is_blockwise else Mode(self.pair[0].value),
+            a=a,
+            b=b,
+            scale_a=scale_a,
+            scale_b=scale_b.T,
+            granularity_a=self.pair[0],
+            granularity_b=self.pair[1],
+            bias=(zeros if bias is None else bias) if self.with_bias else None,
+            out_dtype=FLOAT32,
+            use_fast_accum=self.use_fast_accum,
+        )
+
+
+KINDS: tuple[Kind, ...] = (
+    *(
+        Kind(pair=(granularity, granularity), use_fast_accum=fast, with_bias=with_bias)
+        for granularity in (Granularity.TENSORWISE, Granularity.ROWWISE)
+        for with_bias in (False, True)
+        for fast in (True, False)
+    ),
+    *(
+        Kind(pair=pair, use_fast_accum=False, with_bias=False)
+        for pair in HOPPER.granularity_pairs
+        if pair[0].is_blockwise
+    ),
+)
+"""The kinds that are diagnosed apart, in this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeGemm:
+    """One GEMM, in the output types that show its point; of several the first that the subject offers, or all."""
+
+    case: GemmCase
+    out_dtypes: tuple[Format, ...]
+    needs_all: bool = False
+    at: Part | None = None
+    """The outputs that are compared; None: all."""
+
+    def cases(self) -> Iterator[GemmCase]:
+        """The GEMM in each of its output types."""
+        for fmt in self.out_dtypes:
+            yield in_type(replace(self.case, id=f"{self.case.id} -> {fmt}"), fmt)
+
+
+def in_type(case: GemmCase, fmt: Format) -> GemmCase:
+    """The same GEMM with another output type, which its bias shares."""
+    return replace(case, out_dtype=fmt, bias=None if case.bias is None else case.bias.astype(dtype_of(fmt)))
 
 
 @cache
-def probes(kind: Kind, *, takes_any_size: bool) -> tuple[Probe, ...]:
+def probes(kind: Kind, *, takes_any_size: bool) -> tuple[ProbeGemm, ...]:
     """The probes of one kind of GEMM. `takes_any_size`: block scales on fewer rows and columns than 128.
 
     The same arrays each time: `Memory` knows them again.
     """
-    if kind.pair[0].is_blockwise:
-        return tuple(block_probes(kind.pair, takes_any_size))
-    return tuple(_dense(kind))
+    return tuple(_of_blocks(kind, takes_any_size) if kind.is_blockwise else _dense(kind))
+
+
+def _probe(
+    kind: Kind,
+    name: str,
+    operands: Pair,
+    scales: Pair = (_ONE, _ONE),
+    bias: np.ndarray | None = None,
+    *,
+    out_dtypes: tuple[Format, ...] = (),
+    needs_all: bool = False,
+    at: Part | None = None,
+) -> ProbeGemm:
+    if at is None and kind.is_blockwise:  # 12 columns of 8 rows, from two blocks of columns
+        at = np.arange(8), _COLUMNS[_COLUMNS < len(operands[1])]
+    elif at is None and operands[0].shape[1] == LONG_K:
+        at = np.arange(8), np.arange(8, 16)
+    types = out_dtypes or (_NARROW if kind.with_bias else _ALL_TYPES)
+    return ProbeGemm(case=kind.gemm(name, operands, scales, bias), out_dtypes=types, needs_all=needs_all, at=at)
+
+
+def _dense(kind: Kind) -> Iterator[ProbeGemm]:
+    probe, granularity, of_adding = partial(_probe, kind), kind.pair[0], _operands_of_adding()
+    drawn, middle = _scales(granularity), of_adding["middle"]
+    row, column = drawn
+    integers = known(rng("known", granularity.value).integers(0, 1 << 14, SIZE))
+
+    # 1. Adding, scales of one.
+    for name, operands in of_adding.items():
+        yield probe(name, operands)
+    for fmt in _NARROW:
+        yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
+
+    # 2. Scales of accumulators that are exact under any rule of adding.
+    yield probe("scales", integers, drawn, needs_all=True)
+    yield probe("scales and sums", middle, drawn, needs_all=True)
+    for fmt in _NARROW:
+        for number, (accumulators, scales) in enumerate(_straddling(granularity, fmt)):
+            yield probe(f"scales beside a tie {number}", known(accumulators), scales, out_dtypes=(fmt,))
+    # Exact in any order: a library may have another for one row.
+    powers_of_two = np.exp2(np.floor(np.log2(row[:1]))), np.exp2(np.floor(np.log2(column)))
+    yield probe("one row", (integers[0][:1], integers[1]), powers_of_two)
+
+    # 3. Rows and columns of several tiles.
+    many, few, every = known(4099 + 17 * np.arange(MANY)), np.array([0, SIZE - 1]), np.arange(MANY)
+    of_rows, of_columns = map(alternating, _scales(granularity, MANY))
+    biases = draw("normal", (1, MANY), FLOAT32, "probe many")[0] * np.float32(4096)
+    yield probe("many rows", (many[0], many[1][:SIZE]), (of_rows, _ONE), at=(every, few))
+    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(few, every))
+
+    # 4. The output type: ties, zeros, both ends of the range.
+    yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=_NARROW, needs_all=True)
+    # Zeros that one scale makes -0; a bias of -0 keeps that sign.
+    yield probe("zeros", known(np.arange(SIZE) % 2), (-_ONE, _ONE), np.full(SIZE, -0.0, np.float32))
+    for_subnormals = _NARROW if kind.with_bias else (FLOAT32, BFLOAT16)
+    yield probe("subnormal results", integers, (_power(-70), _power(-70)), out_dtypes=for_subnormals)
+    yield probe("overflow to infinity", integers, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
+    largest = known(np.full(SIZE, 16383))
+    yield probe("overflow of bfloat16 alone", largest, (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
+
+    # 5. The bias.
+    if kind.with_bias:
+        bias = draw("normal", (1, SIZE), FLOAT32, "probe")[0] * np.float32(4096)
+        yield probe("bias", middle, drawn, bias, needs_all=True)
+        third, powers = np.full((1, 1), 1 / 3, np.float32), np.exp2(np.arange(SIZE) % 8).astype(np.float32)
+        for name, scales in (("row", (third, _ONE)), ("column", (_ONE, third))):
+            yield probe(f"bias that takes back, {name} scale", known(3 * powers.astype(int)), scales, -powers)
+
+
+def _of_blocks(kind: Kind, takes_any_size: bool) -> Iterator[ProbeGemm]:
+    probe, pair = partial(_probe, kind), kind.pair
+    m, n = (8, 136) if takes_any_size else (128, 256)
+
+    def codes(distribution: str, k: int) -> Pair:
+        return _drawn(distribution, (m, n), k, "probe blocks ")
+
+    def scales(k: int, exponents: tuple[int, int] = (-9, 5), rows: tuple[int, int] = (m, n)) -> Pair:
+        r = rng("probe blocks", pair[0].value, pair[1].value, k)
+        shapes = [side.scale_shape(count, k) for side, count in zip(pair, rows, strict=True)]
+        a, b = ((r.uniform(1, 2, s) * np.exp2(r.integers(*exponents, s))).astype(np.float32) for s in shapes)
+        return a, b
+
+    # 1. Adding within a block, scales of one.
+    yield probe("one chain", taken_back(*codes("bits", 128)))
+    yield probe("one chain of normal codes", taken_back(*codes("normal", 128)))
+    yield probe("one step", only(codes("bits", 128), slice(8)))
+    for fmt in _NARROW:
+        a, b = tie_of_a_step(fmt, n)
+        yield probe("one step that ends on a tie", (a[:m], b), out_dtypes=(fmt,))
+    yield probe("specials", codes("specials", 128))
+    # A square output, so that operands and outputs can be swapped; a's rows have scales of their own, powers of two.
+    powers = np.exp2(np.arange(pair[0].scale_shape(_SQUARE, SHORT_K)[0]) % 3)[:, None].astype(np.float32)
+    square = known(np.arange(_SQUARE) % 64 * 34 + 4099)
+    yield probe("ties of the output", square, (powers, _ONE), out_dtypes=_NARROW, needs_all=True)
+
+    # 2. Scales: each block has one product, and the second block takes back the first but for rounding.
+    a, b = only(codes("normal", 512), slice(None, None, 128))
+    yield probe("scales", (a, b), scales(512))
+    a, b = a.copy(), b.copy()
+    a[:, 128], b[:, 128] = a[:, 0], negative(b)[:, 0]
+    for number in range(2):
+        near_a, near_b = scales(512)
+        factor = np.float32(1.0 + 2.0**-number / 3)
+        near_a[:, 1], near_b[:, 1] = near_a[:, 0] * factor, near_b[:, 0] / factor
+        yield probe(f"scales that take back {number}", only((a, b), slice(256)), (near_a, near_b))
+
+    # 3. All of it, and rows and columns of several tiles.
+    yield probe("scales and sums", codes("normal", 512), scales(512), needs_all=True)
+    yield probe("tail of K", codes("bits", _TAIL_OF_BLOCKS), scales(_TAIL_OF_BLOCKS))
+    many = np.arange(MANY if takes_any_size else 3 * _SQUARE)
+    few, (long_side, short_side) = np.arange(0, 8, 7), known(4099 + 17 * many)
+    of_rows, of_columns = (alternating(s[:, :1].copy()) for s in scales(_TAIL_OF_BLOCKS, rows=(len(many), len(many))))
+    of_few = scales(SHORT_K, rows=(m, m))
+    yield probe("many rows", (long_side, short_side[:m]), (of_rows, of_few[1]), at=(many, few))
+    yield probe("many columns", (short_side[:m], long_side), (of_few[0], of_columns), at=(few, many))
+
+    # 4. The output type.
+    yield probe("subnormal results", codes("normal", 128), scales(128, (-73, -71)))
+    yield probe("overflow to infinity", codes("normal", 128), scales(128, (2, 3)), needs_all=True)
+    a, b = known(np.full(n, 16383))  # times 2^114: finite in float32 alone
+    yield probe("overflow of bfloat16 alone", (a[:m], b), (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
+    # Partials of 2^-12 or 0, times scales whose product, -2^-144, is a number of float32: -0.
+    a, b = np.zeros((m, 128), np.float32), np.zeros((n, 128), np.float32)
+    a[:, 0], b[::2, 0] = 2.0**-6, 2.0**-6
+    yield probe("zeros", (codes_of_values(a), codes_of_values(b)), (-_power(-72), _power(-72)))
+
+    # 5. Totals of blocks and slices that take back each other.
+    half = _LONG_BLOCKS // 256
+    order = rng("blocks").permutation(half)
+    blocks = np.concatenate([np.arange(half), order])
+    scale_a, scale_b = scales(_LONG_BLOCKS, (-2, 2))
+    operands = taken_back(*codes("normal", _LONG_BLOCKS), order=(order[:, None] * 128 + np.arange(128)).ravel())
+    yield probe("long", operands, (scale_a[:, blocks], scale_b[:, blocks]))
 
 
 @cache
-def _operands() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _operands_of_adding() -> dict[str, Pair]:
     """Codes of the probes of adding; the same arrays for every kind, so that accumulators are computed once."""
 
-    def drawn(distribution: str, k: int, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)) -> list[np.ndarray]:
-        return [
-            draw_codes(distribution, (SIZE, k), fmt, f"probe {k}{side}")
-            for fmt, side in zip(formats, "ab", strict=True)
-        ]
+    def drawn(distribution: str, k: int, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)) -> Pair:
+        return _drawn(distribution, (SIZE, SIZE), k, f"probe {k}", formats)
 
-    one_step = drawn("bits", SHORT_K)
-    for codes in one_step:
-        codes.view(np.uint8)[:, 8:] = 0
+    def integers(r: np.random.Generator, lowest: int, binades: int) -> np.ndarray:
+        return codes_of_values(r.integers(lowest, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, binades, (SIZE, LONG_K)))
+
     # At the end of K: a later step would cut what the last one kept.
     one_sign = draw_codes("same", (2 * SIZE, SHORT_K), E4M3FN, "probe one sign")
     small = draw_codes("bits", (2 * SIZE, 12), E4M3FN, "probe one sign")
     one_sign.view(np.uint8)[:, -12:] = small.view(np.uint8) & 0x1F
     one_sign.view(np.uint8)[:, :-32] = 0
     r = rng("probe", "long")
-    integers = [r.integers(1, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, 3, (SIZE, LONG_K)) for _ in "ab"]
-    same = [r.integers(8, 16, (SIZE, LONG_K)) * 2 ** r.integers(0, 2, (SIZE, LONG_K)) for _ in "ab"]
-    pairs = {
-        "one step": one_step,
-        "one step of one sign": [one_sign[:SIZE], one_sign[SIZE:]],
+    return {
+        "one step": only(drawn("bits", SHORT_K), slice(8)),
+        "one step of one sign": (one_sign[:SIZE], one_sign[SIZE:]),
         "one chain": taken_back(*drawn("bits", SHORT_K)),
         "middle": drawn("normal", MIDDLE_K),
         "every code": drawn("bits", MIDDLE_K),
-        "long": taken_back(*(codes_of_values(x) for x in integers)),
-        "long, one binade": taken_back(*(codes_of_values(x) for x in same)),
-        "many magnitudes": _many_magnitudes(),
+        "long": taken_back(integers(r, 1, 3), integers(r, 1, 3)),
+        "long, one binade": taken_back(integers(r, 8, 2), integers(r, 8, 2)),
         "specials": drawn("specials", MIDDLE_K),
         "mixed formats": drawn("bits", MIDDLE_K, (E5M2, E4M3FN)),
         "mixed formats, b E5M2": drawn("bits", MIDDLE_K, (E4M3FN, E5M2)),
+        "many magnitudes": _many_magnitudes(),
     }
-    return {name: (a, b) for name, (a, b) in pairs.items()}
 
 
-def _many_magnitudes() -> list[np.ndarray]:
+def _drawn(
+    distribution: str, rows: tuple[int, int], k: int, seed: str, formats: tuple[Format, Format] = (E4M3FN, E4M3FN)
+) -> Pair:
+    a, b = (draw_codes(distribution, (rows[i], k), formats[i], f"{seed}{'ab'[i]}") for i in range(2))
+    return a, b
+
+
+def _many_magnitudes() -> Pair:
     """One product every 128 of K, over many binades, then the same in another order with the other sign: the float32
     sums of promoted partials are not exact, so that their order shows.
     """
-    chunks = LONG_K // SHORT_K // 2
-    r = rng("probe", "many magnitudes")
-    found = []
-    for _ in "ab":
-        x = np.zeros((SIZE, LONG_K // 2), np.float32)
+    chunks, r = LONG_K // SHORT_K // 2, rng("probe", "many magnitudes")
+    a, b = np.zeros((2, SIZE, LONG_K // 2), np.float32)
+    for x in (a, b):
         x[:, ::SHORT_K] = r.integers(8, 16, (SIZE, chunks)) * np.exp2(r.integers(-9, 5, (SIZE, chunks)))
-        found.append(codes_of_values(x))
     order = np.arange(LONG_K // 2).reshape(chunks, SHORT_K)[r.permutation(chunks)].ravel()
-    a, b = found
-    return [
-        np.concatenate([a, a[:, order]], 1),
-        np.concatenate([b, (b.view(np.uint8)[:, order] ^ 0x80).view(b.dtype)], 1),
-    ]
-
-
-def _dense(kind: Kind) -> Iterator[Probe]:
-    narrow, every = (BFLOAT16, FLOAT16), (FLOAT32, BFLOAT16, FLOAT16)
-    types = narrow if kind.with_bias else every
-
-    def probe(
-        name: str,
-        operands: tuple[np.ndarray, np.ndarray],
-        scales: tuple[np.ndarray, np.ndarray] = (_ONE, _ONE),
-        bias: np.ndarray | None = None,
-        out_dtypes: tuple[Format, ...] = types,
-        needs_all: bool = False,
-        at: Part | None = None,
-    ) -> Probe:
-        a, b = operands
-        scale_a, scale_b = scales
-        if kind.pair[0] is Granularity.ROWWISE:
-            scale_a = scale_a.repeat(len(a) // len(scale_a), 0)
-            scale_b = scale_b.repeat(len(b) // scale_b.shape[1], 1)
-        if kind.with_bias and bias is None:
-            bias = np.zeros(len(b), np.float32)
-        case = GemmCase(
-            id=name,
-            mode=Mode(kind.pair[0].value),
-            a=a,
-            b=b,
-            scale_a=scale_a,
-            scale_b=scale_b,
-            granularity_a=kind.pair[0],
-            granularity_b=kind.pair[1],
-            bias=bias if kind.with_bias else None,
-            use_fast_accum=kind.use_fast_accum,
-        )
-        part = _PART_OF_LONG if a.shape[1] == LONG_K else at
-        return Probe(case=case, out_dtypes=out_dtypes, needs_all=needs_all, at=part)
-
-    operands = _operands()
-    drawn = _scales(kind.pair[0])
-    adding = ["one step", "one step of one sign", "one chain", "middle", "every code", "long", "long, one binade"]
-    for name in (*adding, "specials", "mixed formats", "mixed formats, b E5M2"):
-        yield probe(name, operands[name])
-    for fmt in narrow:
-        yield probe("one step that ends on a tie", tie_of_a_step(fmt, SIZE), out_dtypes=(fmt,))
-    yield probe("many magnitudes", operands["many magnitudes"])
-    known_codes = known(rng("known", kind.pair[0].value).integers(0, 1 << 14, SIZE))
-    yield probe("scales", known_codes, drawn, needs_all=True)
-    yield probe("scales and sums", operands["middle"], drawn, needs_all=True)
-    for fmt in narrow:
-        for number, (integers, scales) in enumerate(_straddling(kind.pair[0], fmt)):
-            yield probe(f"scales beside a tie {number}", known(integers), scales, out_dtypes=(fmt,))
-    # Exact in any order: a library may have another for one row.
-    exact = np.exp2(np.floor(np.log2(drawn[0][:1]))), np.exp2(np.floor(np.log2(drawn[1])))
-    yield probe("one row", (known_codes[0][:1], known_codes[1]), exact)
-    many, of_many = _many(), _scales(kind.pair[0], MANY)
-    of_rows, of_columns = (alternating(scale) for scale in of_many)
-    biases = draw("normal", (1, MANY), FLOAT32, "probe many")[0] * np.float32(4096)
-    yield probe("many rows", (many[0], many[1][:SIZE]), (of_rows, _ONE), at=(np.arange(MANY), _FEW))
-    yield probe("many columns", (many[1][:SIZE], many[0]), (_ONE, of_columns), biases, at=(_FEW, np.arange(MANY)))
-    yield probe("ties of the output", known(np.arange(SIZE) * 34 + 4099), out_dtypes=narrow, needs_all=True)
-    # Zeros that one scale makes -0; a bias of -0 keeps that sign.
-    minus_zeros = np.full(SIZE, -0.0, np.float32) if kind.with_bias else None
-    yield probe("zeros", known(np.arange(SIZE) % 2), (-_ONE, _ONE), minus_zeros)
-    yield probe("subnormal results", known_codes, (_power(-70), _power(-70)), out_dtypes=types[:2])
-    yield probe("overflow to infinity", known_codes, (_power(8), _power(-4)), out_dtypes=(FLOAT16,))
-    largest = known(np.full(SIZE, 16383))
-    yield probe("overflow of bfloat16 alone", largest, (_power(57), _power(57)), out_dtypes=(BFLOAT16,))
-    if kind.with_bias:
-        bias = draw("normal", (1, SIZE), FLOAT32, "probe")[0] * np.float32(4096)
-        yield probe("bias", operands["middle"], drawn, bias, needs_all=True)
-        third, powers = np.full((1, 1), 1 / 3, np.float32), np.exp2(np.arange(SIZE) % 8).astype(np.float32)
-        for name, scales in (("row", (third, _ONE)), ("column", (_ONE, third))):
-            yield probe(f"bias that takes back, {name} scale", known(3 * powers.astype(int)), scales, -powers)
+    return taken_back(codes_of_values(a), codes_of_values(b), order=order)
 
 
 def _power(exponent: int) -> np.ndarray:
@@ -185,22 +318,16 @@ def _power(exponent: int) -> np.ndarray:
 
 
 @cache
-def _many() -> tuple[np.ndarray, np.ndarray]:
-    """Operands whose accumulators are another number in each row, whatever adds them."""
-    return known(4099 + 17 * np.arange(MANY))
-
-
-@cache
-def _scales(granularity: Granularity, rows: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
+def _scales(granularity: Granularity, rows: int = SIZE) -> Pair:
     """Scales with any significand; rows and columns differ in magnitude."""
     size = 1 if granularity is Granularity.TENSORWISE else rows
     r = rng("probe scales", granularity.value)
-    found = [r.uniform(1, 2, size) * np.exp2(r.integers(-7, 4, size)) for _ in "ab"]
-    return found[0].astype(np.float32)[:, None], found[1].astype(np.float32)[None]
+    a, b = ((r.uniform(1, 2, size) * np.exp2(r.integers(-7, 4, size))).astype(np.float32)[:, None] for _ in "ab")
+    return a, b
 
 
 @cache
-def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray, tuple[np.ndarray, np.ndarray]], ...]:
+def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray, Pair], ...]:
     """Accumulators and scales whose product, in one order of the scales, rounds to another code of `fmt` than in the
     two others: for each of the three orders.
     """
@@ -214,6 +341,67 @@ def _straddling(granularity: Granularity, fmt: Format) -> tuple[tuple[np.ndarray
     codes = [x.astype(dtype_of(fmt)).view(np.uint16) for x in (acc * (sa * sb), (acc * sb) * sa, (acc * sa) * sb)]
     alone = [np.flatnonzero((codes[i] != codes[i - 1]) & (codes[i - 1] == codes[i - 2])) for i in range(3)]
     if granularity is Granularity.TENSORWISE:  # one pair of scales for all: one accumulator straddles
-        return tuple((np.full(SIZE, n[found[0]]), (sa[found[:1], None], sb[None, found[:1]])) for found in alone)
-    chosen = np.concatenate([found[: 1 + SIZE // 3] for found in alone])[:SIZE]
-    return ((n[chosen], (sa[chosen, None], sb[None, chosen])),)
+        return tuple((np.full(SIZE, n[found[0]]), (sa[found[:1], None], sb[found[:1], None])) for found in alone)
+    straddle = np.concatenate([found[: 1 + SIZE // 3] for found in alone])[:SIZE]
+    return ((n[straddle], (sa[straddle, None], sb[straddle, None])),)
+
+
+# Operands
+
+
+def codes_of_values(x: np.ndarray) -> np.ndarray:
+    """E4M3 codes of numbers that have one."""
+    return x.astype(np.float32).astype(dtype_of(E4M3FN))
+
+
+def known(integers: np.ndarray) -> Pair:
+    """Operands whose accumulator is `integers` [M], below 2^14, in every column; exact under any rule of adding.
+
+    Both have as many rows as there are integers.
+    """
+    a, b = np.zeros((2, len(integers), SHORT_K), np.float32)
+    for place, shift in enumerate((12, 8, 4, 0)):
+        a[:, place] = (integers >> shift) % 16 * (16 if place == 0 else 1)
+    b[:, :4] = (256, 256, 16, 1)  # weights of the four digits: (d3 * 16, d2, d1, d0)
+    return codes_of_values(a), codes_of_values(b)
+
+
+def tie_of_a_step(fmt: Format, rows: int) -> Pair:
+    """Operands of one step, at the end of K, whose sum is a tie of a 16-bit type and 2^-7, 2^-8, ... in the rows.
+
+    The tie lies above an even number, so that it goes down unless the sum of the step keeps what is beyond it: what
+    a cut to 13 bits loses shows through 16 bits. The largest exponent of a product is 0, of the sum 5: terms are
+    multiples of 2^-13, and the last place that is kept is 2^-8.
+    """
+    a, b = np.zeros((2, rows, SHORT_K), np.float32)
+    a[:, -30:], b[:, -30:] = 1, 1
+    a[:, -4:] = 1.5
+    a[:, -31], b[:, -31] = 1, 2.0 ** (4 - fmt.fraction_bits)
+    a[:, -32], b[:, -32] = 2.0 ** -(1 + np.arange(rows) % 8), 2.0**-6
+    return codes_of_values(a), codes_of_values(b)
+
+
+def alternating(x: np.ndarray) -> np.ndarray:
+    """Every second number with the other sign, the first one too."""
+    signs = np.where(np.arange(x.size) % 2 == 0, -1, 1).astype(x.dtype)
+    return x * signs.reshape(x.shape)
+
+
+def negative(codes: np.ndarray) -> np.ndarray:
+    """The other sign of every code."""
+    return (codes.view(np.uint8) ^ 0x80).view(codes.dtype)
+
+
+def only(operands: Pair, places: slice) -> Pair:
+    """Copies with zeros for all codes but those of some places of K."""
+    a, b = (np.zeros_like(x) for x in operands)
+    a[:, places], b[:, places] = (x[:, places] for x in operands)
+    return a, b
+
+
+def taken_back(a: np.ndarray, b: np.ndarray, *, order: np.ndarray | None = None) -> Pair:
+    """The first half of K, and the same products with the other sign in another order: an exact sum of zero."""
+    if order is None:
+        order = rng("order", a.shape[1] // 2).permutation(a.shape[1] // 2)
+    k = len(order)
+    return np.concatenate([a[:, :k], a[:, order]], axis=1), np.concatenate([b[:, :k], negative(b[:, order])], axis=1)

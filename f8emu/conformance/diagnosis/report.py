@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from f8emu.conformance.breakdown.breakdown import percent
 from f8emu.conformance.breakdown.contrast import Contrast
-from f8emu.conformance.diagnosis.diagnose import diagnose
+from f8emu.conformance.diagnosis.checks import RandomGemms
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
-from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, failed
+from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, diagnose
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.result import Progress, Result, Status
 from f8emu.conformance.run.subject import Subject
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FIT_SCHEMA = 2
 """Version of the JSON layout of a fit."""
+_SIZE_KEYS = {"is_same": "same_bits", "has_failed": "failed"}
 _GEMM_STAGES = ("golden", "gemms", "live")
 
 Diagnoses = Mapping[str, tuple[Diagnosis, ...]]
@@ -35,13 +36,12 @@ def diagnosed(
     by_name = {subject.name: subject for subject in subjects}
     try:
         for one in () if result.is_interrupted else result.subjects:
-            if one.name in by_name and any(
-                s.stage in _GEMM_STAGES and s.status is Status.DIFFERENT for s in one.stages
-            ):
+            differs = any(s.stage in _GEMM_STAGES and s.status is Status.DIFFERENT for s in one.stages)
+            if differs and one.name in by_name:
                 try:
                     found[one.name] = diagnose(by_name[one.name], progress=progress)
                 except Exception as error:  # the verification is finished, and must not be lost
-                    found[one.name] = (failed("all kinds", said_by(error, 200)),)
+                    found[one.name] = (Diagnosis(kind="all kinds", error=said_by(error, 200)),)
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
     return result, found
@@ -81,12 +81,11 @@ def _lines_of(alike: Sequence[Diagnosis], kinds: str) -> Iterator[str]:
         yield f"  {kinds}: {'follow' if len(alike) > 1 else 'follows'} the chip's rules, {_shares(total, total)}"
         return
     equal = sum(kind.best.outputs_equal for kind in alike if kind.best is not None)
-    names, shares = _names(best.alterations), _shares(equal, total)
+    names, shares = _names(best), _shares(equal, total)
     if best.is_complete:
         yield f"  {kinds}: explained: {names}, {shares}: {best.sentence}"
         if first.alternatives:
-            others = ", or ".join(_names(one.alterations) for one in first.alternatives)
-            yield f"    the same bits on every probe: {others}"
+            yield f"    the same bits on every probe: {', or '.join(map(_names, first.alternatives))}"
         return
     if not best.alterations:
         said = f"NOT EXPLAINED, {shares} under the chip's rules{_left(alike, 'differs')}; {best.sentence}"
@@ -100,17 +99,16 @@ def _lines_of(alike: Sequence[Diagnosis], kinds: str) -> Iterator[str]:
     for other in first.tried[:3]:
         if other.alterations != best.alterations and 10 * (other.outputs_equal - first.outputs_equal) >= differ:
             whose = f" ({first.kind})" if len(alike) > 1 else ""
-            shares = _shares(other.outputs_equal, other.outputs_total)
-            yield f"    also tried: {_names(other.alterations)}, {shares}{whose}"
+            yield f"    also tried: {_names(other)}, {_shares(other.outputs_equal, other.outputs_total)}{whose}"
 
 
 def _left(alike: Sequence[Diagnosis], verb: str) -> str:
     """What the outputs have in common that are not explained; the same trait in all of these kinds."""
     left = [kind.best.left for kind in alike if kind.best is not None and kind.best.left is not None]
-    return f"; what {verb} {contrast_words(*left)}" if left else ""
+    return f"; what {verb} {_contrast_words(*left)}" if left else ""
 
 
-def contrast_words(*alike: Contrast) -> str:
+def _contrast_words(*alike: Contrast) -> str:
     """`has K above 240 (8.9 % of the outputs there differ, 0 % of all others)`, of several of one name together."""
     inside, outside = (
         percent(sum(differ for differ, _ in side) / sum(total for _, total in side))
@@ -121,8 +119,8 @@ def contrast_words(*alike: Contrast) -> str:
     return f"{verb} {name} ({inside} of the outputs there differ, {outside} of all others)"
 
 
-def _names(alterations: Sequence[str]) -> str:
-    return " + ".join(alterations) or "unknown"
+def _names(one: Explanation) -> str:
+    return " + ".join(one.alterations) or "unknown"
 
 
 def _shares(equal: int, total: int) -> str:
@@ -131,34 +129,15 @@ def _shares(equal: int, total: int) -> str:
 
 def diagnosis_json(kinds: Sequence[Diagnosis]) -> list[dict[str, Any]]:
     """The diagnoses of one subject as plain data."""
-    return [
-        {
-            "kind": kind.kind,
-            "cases": kind.cases,
-            "outputs_equal": kind.outputs_equal,
-            "outputs_total": kind.outputs_total,
-            "left_out": kind.left_out,
-            "error": kind.error,
-            "best": None if kind.best is None else _explanation_json(kind.best),
-            "tried": [_explanation_json(one) for one in kind.tried],
-        }
-        for kind in kinds
-    ]
-
-
-def _explanation_json(one: Explanation) -> dict[str, Any]:
-    return {
-        "alterations": list(one.alterations),
-        "sentence": one.sentence,
-        "outputs_equal": one.outputs_equal,
-        "outputs_total": one.outputs_total,
-        "left": None
-        if one.left is None
-        else {"has": one.left.name, "there": one.left.inside, "elsewhere": one.left.outside},
-    }
-
-
-# A fit
+    found = []
+    for kind in kinds:
+        plain = {name: value for name, value in asdict(kind).items() if name != "engine"}
+        for one in (plain["best"] or {}, *plain["tried"]):
+            if left := one.get("left"):
+                name = ", or likewise ".join(left["names"])
+                one["left"] = {"has": name, "there": left["inside"], "elsewhere": left["outside"]}
+        found.append(plain)
+    return found
 
 
 def fit_table(kind: Fitted) -> "Table":
@@ -166,9 +145,7 @@ def fit_table(kind: Fitted) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(title=Text(kind.kind, style="bold"), title_justify="left")
-    for name in ("parameter", "value", "told by"):
-        drawn.add_column(name)
+    drawn = Table("parameter", "value", "told by", title=Text(kind.kind, style="bold"), title_justify="left")
     for one in kind.measured:
         drawn.add_row(*map(Text, (one.name, one.value, one.evidence)))
     return drawn
@@ -188,7 +165,7 @@ def fit_lines(kind: Fitted) -> Iterator[str]:
         said = "confirmed on random GEMMs" if kind.is_confirmed else "NOT CONFIRMED; random GEMMs"
         if not found.outputs_total:
             said, shares = "NOT CONFIRMED", "no random GEMM is offered"
-        left = f"; what differs {contrast_words(found.left)}" if found.left is not None else ""
+        left = f"; what differs {_contrast_words(found.left)}" if found.left is not None else ""
         yield f"{kind.kind}: {said}, {shares}{whose}{left}"
         if found.unsteady:
             yield f"  CONTRADICTS ITSELF: {found.unsteady}"
@@ -215,17 +192,19 @@ def fit_verdict(fit: Fit) -> str:
         why = f": {fit.reason}" if fit.reason else ""
         return f"{fit.subject}: {'INTERRUPTED, ' if fit.is_interrupted else ''}nothing to fit: no GEMM is offered{why}"
     said = [f"{sum(kind.is_confirmed for kind in fit.kinds)} of {len(fit.kinds)} kinds of GEMM confirmed{where}"]
+    missed = [f"{kind.kind} ({', '.join(one.name for one in kind.missed)})" for kind in fit.kinds if kind.missed]
     for what, kinds in (
         ("not confirmed", [kind.kind for kind in fit.kinds if not kind.is_confirmed and not kind.missed]),
-        ("MISS THE RULES at another size", [_missed(kind) for kind in fit.kinds if kind.missed]),
+        ("MISS THE RULES at another size", missed),
         ("bits depend on M", [kind.kind for kind in fit.kinds if kind.is_batch_invariant is False]),
     ):
         said += [f"{what}: {', '.join(kinds)}"] * bool(kinds)
-    said += [f"looked up to {sizes}, one dimension at a time" for sizes in (_looked_at(fit),) if sizes]
+    if sizes := _largest_sizes(fit):
+        said.append(f"looked up to {sizes}, one dimension at a time")
     return f"{'INTERRUPTED, ' if fit.is_interrupted else ''}{fit.subject}: {'; '.join(said)}"
 
 
-def _looked_at(fit: Fit) -> str:
+def _largest_sizes(fit: Fit) -> str:
     """`M = 4112, N = 2064, K = 8320`: the largest sizes that ran, of the kind where they are smallest."""
     largest: dict[str, int] = {}
     for kind in fit.kinds:
@@ -233,10 +212,6 @@ def _looked_at(fit: Fit) -> str:
             most = max(one.size for one in kind.sizes if one.dimension == dimension and not one.reason)
             largest[dimension] = min(most, largest.get(dimension, most))
     return ", ".join(f"{dimension} = {size}" for dimension, size in largest.items())
-
-
-def _missed(kind: Fitted) -> str:
-    return f"{kind.kind} ({', '.join(one.name for one in kind.missed)})"
 
 
 def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -252,35 +227,27 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
         "seconds": round(seconds, 3),
         "versions": versions(),
         "devices": devices(),
-        "kinds": [
-            {
-                "kind": kind.kind,
-                "left_out": kind.left_out,
-                "error": kind.error,
-                "rules": None if kind.rules is None else kind.rules.to_dict(),
-                "in_words": [] if kind.rules is None else list(kind.rules.lines()),
-                "follows": kind.follows,
-                "measured": [{"name": one.name, "value": one.value, "evidence": one.evidence} for one in kind.measured],
-                "outputs_equal": 0 if kind.random is None else kind.random.outputs_equal,
-                "outputs_total": 0 if kind.random is None else kind.random.outputs_total,
-                "unsteady": "" if kind.random is None else kind.random.unsteady,
-                "confirmed": kind.is_confirmed,
-                "batch_invariant": kind.is_batch_invariant,
-                "sizes": [
-                    {
-                        "dimension": one.dimension,
-                        "size": one.size,
-                        "misses": one.misses,
-                        "same_bits": one.is_same,
-                        "outputs_equal": one.outputs_equal,
-                        "outputs_total": one.outputs_total,
-                        "split_k": one.split_k,
-                        "reason": one.reason,
-                        "failed": one.has_failed,
-                    }
-                    for one in kind.sizes
-                ],
-            }
-            for kind in fit.kinds
+        "kinds": list(map(_fitted_json, fit.kinds)),
+    }
+
+
+def _fitted_json(kind: Fitted) -> dict[str, Any]:
+    random = kind.random or RandomGemms()
+    return {
+        "kind": kind.kind,
+        "left_out": kind.left_out,
+        "error": kind.error,
+        "rules": None if kind.rules is None else kind.rules.to_dict(),
+        "in_words": [] if kind.rules is None else list(kind.rules.lines()),
+        "follows": kind.follows,
+        "measured": list(map(asdict, kind.measured)),
+        "outputs_equal": random.outputs_equal,
+        "outputs_total": random.outputs_total,
+        "unsteady": random.unsteady,
+        "confirmed": kind.is_confirmed,
+        "batch_invariant": kind.is_batch_invariant,
+        "sizes": [
+            {_SIZE_KEYS.get(name, name): value for name, value in asdict(one).items()} | {"misses": one.misses}
+            for one in kind.sizes
         ],
     }

@@ -1,10 +1,10 @@
 """What a scaled GEMM does, as data: how it adds, scales, adds the bias, rounds, and what it misreads.
 
 The right rules are those of a chip (`rules_of`). A wrong kernel is described by other values of the same fields, and
-`altered.compute` gives its bits. Rule ids: reference/NUMERICS.md.
+`product.product` gives its bits. Rule ids: reference/NUMERICS.md.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -117,16 +117,9 @@ class Places(Enum):
     def is_output(self) -> bool:
         return self in (Places.ROWS, Places.COLUMNS)
 
-
-_INDEX = {
-    Places.SCALES_A: "m",
-    Places.SCALES_B: "n",
-    Places.BLOCKS_A: "g",
-    Places.BLOCKS_B: "g",
-    Places.BIAS: "n",
-    Places.ROWS: "m",
-    Places.COLUMNS: "n",
-}
+    @property
+    def index(self) -> str:
+        return {"row": "m", "column": "n", "block": "g"}[self.value.split()[-1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,23 +135,19 @@ class Misplaced:
     @property
     def words(self) -> str:
         """`scale_a of row m - 64, for m >= 64`."""
-        i = _INDEX[self.of]
-        where = f", for {i} >= {self.start}" if self.start else ""
-        if self.taken is Taken.NOWHERE:
-            return f"{self.of.value} {i} is {'zero' if self.of.is_output or self.of is Places.BIAS else 'one'}{where}"
-        match self.taken:
-            case Taken.SHIFTED | Taken.ROLLED:
-                taken = f"{i} {'-' if self.size > 0 else '+'} {abs(self.size)}"
-                taken += " round about" if self.taken is Taken.ROLLED else ""
-            case Taken.SWAPPED:
-                taken = f"{i} xor {self.size}"
-            case Taken.REPEATED:
-                taken = f"{i} mod {self.size}"
-            case Taken.FIRST_OF_TILE:
-                taken = f"{i} - {i} mod {self.size}"
-            case Taken.ONE:
-                taken = str(self.size)
-        return f"{self.of.value} {taken}{where}"
+        i, size = self.of.index, self.size
+        shifted = f"{i} {'-' if size > 0 else '+'} {abs(size)}"
+        is_zero = self.of.is_output or self.of is Places.BIAS
+        taken = {
+            Taken.NOWHERE: f"{i} is {'zero' if is_zero else 'one'}",
+            Taken.SHIFTED: shifted,
+            Taken.ROLLED: f"{shifted} round about",
+            Taken.SWAPPED: f"{i} xor {size}",
+            Taken.REPEATED: f"{i} mod {size}",
+            Taken.FIRST_OF_TILE: f"{i} - {i} mod {size}",
+            Taken.ONE: str(size),
+        }[self.taken]
+        return f"{self.of.value} {taken}" + (f", for {i} >= {self.start}" if self.start else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,89 +193,74 @@ class Rules:
     """At most one of each `Places`."""
 
     def lines(self) -> tuple[str, ...]:
-        """These rules in words, one a line."""
-        if self.adder is Adder.TENSOR_CORE:
-            model = self.model
-            adds = (
-                f"adds {model.step_k} products at a time, aligned to {model.aligned_fraction_bits} fraction bits "
-                f"({self.terms.value}), the sum kept with {model.result_fraction_bits} ({self.sums.value})"
-            )
-        else:
-            lanes = (
-                f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
-            )
-            adds = "adds exactly" if self.adder is Adder.EXACT else f"adds in float32, {lanes}"
-        promotion = self.model.promote_k
-        above = f" above {self.split_above}" if self.split_above else ""
-        said = [
-            adds,
-            "one chain over all of K" if promotion is None else f"promotes to float32 every {promotion} of K",
-            "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K" + above,
+        """These rules in words, one a line; without those that a fit never finds."""
+        model = self.model
+        lanes = f"in {self.lanes} lanes along K, added up pairwise" if self.lanes > 1 else "one product after the other"
+        adds = {
+            Adder.TENSOR_CORE: f"adds {model.step_k} products at a time, aligned to {model.aligned_fraction_bits} "
+            f"fraction bits ({self.terms.value}), the sum kept with {model.result_fraction_bits} ({self.sums.value})",
+            Adder.FLOAT32: f"adds in float32, {lanes}",
+            Adder.EXACT: "adds exactly",
+        }
+        return (
+            adds[self.adder],
+            f"promotes to float32 every {model.promote_k} of K" if model.promote_k else "one chain over all of K",
+            "no split of K" if self.split_k == 1 else f"{self.split_k} slices of K",
             f"scales: {self.scales.value}" + (" + 0" if self.adds_zero else ""),
             f"bias: {self.bias.value}",
             f"output: {self.output.value}" + (f", through {self.output_through}" if self.output_through else ""),
-        ]
-        said += ["saturates"] * self.saturates
-        said += ["subnormal codes count as zero"] * self.flushes_operands
-        said += ["subnormal results become zero"] * self.flushes_results
-        said += sorted(misreading.value for misreading in self.misreads)
-        said += [
-            f"{name} is read in another format: {reading.value}"
-            for name, reading in zip("ab", self.reads, strict=True)
-            if reading is not Reading.OWN
-        ]
-        said += [f"the last {self.k_less} of K are left out"] * (self.k_less > 0)
-        said += [f"K is rounded down to a multiple of {self.k_multiple}"] * (self.k_multiple > 1)
-        said += [one.words for one in self.misplaced]
-        return tuple(said)
+            *["saturates"] * self.saturates,
+            *["subnormal codes count as zero"] * self.flushes_operands,
+            *["subnormal results become zero"] * self.flushes_results,
+            *sorted(misreading.value for misreading in self.misreads),
+            *(
+                f"{name} is read in another format: {reading.value}"
+                for name, reading in zip("ab", self.reads, strict=True)
+                if reading is not Reading.OWN
+            ),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The rules as plain data, for JSON."""
-        plain: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            match value:
-                case frozenset():
-                    value = sorted(item.value for item in value)
-                case tuple():
-                    value = [item.words if isinstance(item, Misplaced) else item.value for item in value]
-                case AccumulationModel():
-                    value = {part.name: _plain(getattr(value, part.name)) for part in fields(value)}
-                case _:
-                    pass
-            plain[field.name] = _plain(value)
-        return plain
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
 
 def _plain(value: Any) -> Any:
     """Data of the spec by its name, other data classes by their fields."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Format):
-        return value.name
-    return asdict(value) if isinstance(value, FlooredSum) else value
+    match value:
+        case Enum():
+            return value.value
+        case Format():
+            return value.name
+        case Misplaced():
+            return value.words
+        case AccumulationModel() | FlooredSum():
+            return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        case frozenset():
+            return sorted(map(_plain, value))
+        case tuple():
+            return list(map(_plain, value))
+        case _:
+            return value
 
 
 _ORDERS = {
+    Mode.BF16: ScaleOrder.NONE,
     Mode.TENSORWISE: ScaleOrder.PRODUCT,
     Mode.ROWWISE: ScaleOrder.COLUMN_FIRST,
     Mode.GROUPED_ROWWISE: ScaleOrder.ROW_FIRST,
+    Mode.BLOCKWISE: ScaleOrder.FMA_PRODUCT,
 }
-"""[EPI-1], [EPI-2], [EPI-6]."""
+"""[EPI-1], [EPI-2], [EPI-5], [EPI-6]."""
 
 
 def rules_of(chip: Chip, case: GemmCase) -> Rules:
     """The right rules of a GEMM on a chip."""
-    pair = case.granularity_a, case.granularity_b
-    match case.mode:
-        case Mode.BF16:
-            return Rules(model=chip.bfloat16, split_k=case.split_k, scales=ScaleOrder.NONE)
-        case Mode.BLOCKWISE:
-            both_vectors = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
-            order = ScaleOrder.FMA_ROW_FIRST if both_vectors else ScaleOrder.FMA_PRODUCT
-            return Rules(model=chip.accumulation(pair), split_k=case.split_k, scales=order)
-        case Mode.TENSORWISE | Mode.ROWWISE | Mode.GROUPED_ROWWISE:
-            order = _ORDERS[case.mode]
-            model = chip.float8_fast if case.use_fast_accum else chip.float8
-            adds_zero = case.mode is Mode.TENSORWISE
-            return Rules(model=model, split_k=case.split_k, scales=order, adds_zero=adds_zero)
+    pair = None if case.mode is Mode.BF16 else (case.granularity_a, case.granularity_b)
+    both_vectors = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
+    return Rules(
+        model=chip.accumulation(pair, use_fast_accum=case.use_fast_accum),
+        split_k=case.split_k,
+        scales=ScaleOrder.FMA_ROW_FIRST if both_vectors else _ORDERS[case.mode],
+        adds_zero=case.mode is Mode.TENSORWISE,
+    )

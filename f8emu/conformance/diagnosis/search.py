@@ -1,21 +1,27 @@
-"""The search for the rules that give a kernel's bits: single alterations first, then pairs and triples of the best."""
+"""What a kernel does instead: every alteration that the suite knows is tried on small telling GEMMs.
 
-from collections.abc import Iterator, Sequence
+`diagnose` puts the probes of each kind of GEMM to a subject once, and then looks for the rules that give its bits:
+single alterations first, all that explain every bit; where none does, a second and a third on top of the best.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from f8emu.conformance.breakdown.contrast import HIGH, Contrast
-from f8emu.conformance.diagnosis.asked import Asked
-from f8emu.conformance.diagnosis.hypotheses import Alteration, alterations, from_there_on
-from f8emu.conformance.diagnosis.memory import Memory
-from f8emu.conformance.diagnosis.remainder import first_wrong, what_is_left
+from f8emu.conformance.diagnosis.alterations import Alteration, alterations, from_there_on
+from f8emu.conformance.diagnosis.arguments import Memory
+from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, first_wrong, observe_probes
+from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
-from f8emu.conformance.run.result import Progress
-from f8emu.spec import Chip
+from f8emu.conformance.run.result import Progress, Silent
+from f8emu.conformance.run.subject import Subject
+from f8emu.spec import HOPPER, Chip
 
 _SECOND, _THIRD = 4, 2
 """How many of the best are tried with a second, and with a third alteration."""
-_TRIED = 5
+_SHOWN = 5
+Steps = tuple[Alteration, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +51,13 @@ class Diagnosis:
     """One kind of GEMM of a subject."""
 
     kind: str
-    cases: int
-    outputs_equal: int
+    cases: int = 0
+    outputs_equal: int = 0
     """Under the chip's own rules."""
-    outputs_total: int
-    best: Explanation | None
+    outputs_total: int = 0
+    best: Explanation | None = None
     """None: it follows the chip's rules, or it failed."""
-    tried: tuple[Explanation, ...]
+    tried: tuple[Explanation, ...] = ()
     """The best first. All alterations are among them that explain every bit alone."""
     left_out: str = ""
     """How many probes the subject failed on, and how on the first: the rest is diagnosed."""
@@ -79,14 +85,45 @@ class Diagnosis:
         return not self.error and self.outputs_equal == self.outputs_total
 
 
-def failed(kind: str, error: str) -> Diagnosis:
-    """Nothing is known but this."""
-    return Diagnosis(kind=kind, cases=0, outputs_equal=0, outputs_total=0, best=None, tried=(), error=error)
+def diagnose(
+    subject: Subject,
+    *,
+    kinds: Iterable[Kind] = KINDS,
+    chip: Chip = HOPPER,
+    progress: Progress | None = None,
+    memory: Memory | None = None,
+) -> tuple[Diagnosis, ...]:
+    """One diagnosis for each kind of GEMM that the subject offers; of those that differ the rules that they follow.
+
+    `memory` is shared by diagnoses of several subjects: the probes are the same.
+
+    Exactness: an explanation that is complete gives every output of the probes of its kind, bit for bit.
+    """
+    memory, progress = memory or Memory(), progress or Silent()
+    found: list[Diagnosis] = []
+    hints: dict[tuple[str, ...], Steps] = {}
+    for kind in kinds:
+        given = observe_probes(subject, kind)
+        if isinstance(given, NoOutput):
+            if not given.is_refusal:
+                found.append(Diagnosis(kind=kind.name, error=given.reason, engine=subject.engine))
+            continue
+        # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
+        # explains one kind is tried on the next.
+        search = Search(given.observations, chip, memory, progress, f"{subject.name}: {kind.name}")
+        is_thorough = all(one.best is None or one.best.is_complete for one in found)
+        ranked = search.ranked(tuple(hints.values()), is_thorough)
+        one = replace(search.diagnosis(kind.name, ranked), left_out=given.left_out)
+        if one.left_out and one.is_right:
+            one = Diagnosis(kind=kind.name, error=f"no probe that is left differs; {one.left_out}")
+        found.append(replace(one, engine=subject.engine))
+        hints |= {tuple(step.name for step in best.steps): best.steps for best in ranked[:1] if len(best.steps) > 1}
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    steps: tuple[Alteration, ...]
+    steps: Steps
     equal: tuple[int, ...]
     """Outputs of each probe."""
 
@@ -102,53 +139,39 @@ class Search:
     and only where none does are shares counted.
     """
 
-    def __init__(
-        self,
-        asked: Sequence[Asked],
-        chip: Chip,
-        memory: Memory,
-        progress: Progress | None,
-        name: str,
-        hints: tuple[tuple[Alteration, ...], ...],
-    ) -> None:
+    def __init__(self, given: Sequence[Observation], chip: Chip, memory: Memory, progress: Progress, name: str) -> None:
         self.memory, self.progress, self.name = memory, progress, name
-        self.hints = hints
-        self.is_thorough = True
-        self.found: list[tuple[Alteration, ...]] = []
-        self.total = sum(one.size for one in asked)
-        right = [rules_of(chip, one.case) for one in asked]
-        self.right = tuple(dict.fromkeys(right))  # few: most probes are of one kind
-        self.asked = [(one, self.right.index(rules)) for one, rules in zip(asked, right, strict=True)]
-        own = self._counted(())
-        order = sorted(range(len(asked)), key=lambda i: (own.equal[i] == asked[i].size, asked[i].case.k))
-        self.asked = [self.asked[i] for i in order]  # those that differ first, and of them the quick ones
-        self.own = _Tried(steps=(), equal=tuple(own.equal[i] for i in order))
         self.alterations = alterations()
+        right = [rules_of(chip, one.case) for one in given]
+        self.right = tuple(dict.fromkeys(right))  # few: most probes are of one kind
+        self.probes = [(one, self.right.index(rules)) for one, rules in zip(given, right, strict=True)]
+        equal = self._counted(()).equal
+        order = sorted(range(len(given)), key=lambda i: (equal[i] == given[i].size, given[i].case.k))
+        self.probes = [self.probes[i] for i in order]  # those that differ first, and of them the quick ones
+        self.sizes = [one.size for one, _ in self.probes]
+        self.total = sum(self.sizes)
+        self.own = _Tried(steps=(), equal=tuple(equal[i] for i in order))
 
-    def run(self, kind: str) -> Diagnosis:
+    def diagnosis(self, kind: str, ranked: Sequence[_Tried]) -> Diagnosis:
         """What the probes of a kind tell."""
-        tried = [] if self.own.outputs_equal == self.total else self._searched()
-        ranked = sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
-        self.found = [one.steps for one in ranked[:1]]
         complete = sum(one.outputs_equal == self.total for one in ranked)
-        explained = tuple(_explanation(one, self.total) for one in ranked[: max(_TRIED, complete)])
         return Diagnosis(
             kind=kind,
-            cases=len(self.asked),
+            cases=len(self.probes),
             outputs_equal=self.own.outputs_equal,
             outputs_total=self.total,
             best=self._best(ranked),
-            tried=explained,
+            tried=tuple(map(self._explanation, ranked[: max(_SHOWN, complete)])),
         )
 
-    def _best(self, ranked: list[_Tried]) -> Explanation | None:
+    def _best(self, ranked: Sequence[_Tried]) -> Explanation | None:
         """The first that is complete; otherwise each alteration must halve the outputs, or the probes, that are not
         explained: less is coincidence.
         """
         if self.own.outputs_equal == self.total:
             return None
         if ranked and ranked[0].outputs_equal == self.total:
-            return _explanation(ranked[0], self.total)
+            return self._explanation(ranked[0])
         best = self.own
         for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), None)
@@ -156,16 +179,31 @@ class Search:
                 2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True)
             ):
                 best = more
-        found = _explanation(best, self.total) if best.steps else _unexplained(best, self.total)
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
-        return replace(found, left=what_is_left(self._ruled(best.steps), self.memory, high))
+        left = common_trait(self._ruled(best.steps), self.memory, high)
+        return replace(self._explanation(best), left=left)
+
+    def _explanation(self, tried: _Tried) -> Explanation:
+        sentence = "it " + "; and it ".join(step.sentence for step in tried.steps)
+        return Explanation(
+            alterations=tuple(step.name for step in tried.steps),
+            sentence=sentence if tried.steps else "no alteration that the suite knows explains half of it",
+            outputs_equal=tried.outputs_equal,
+            outputs_total=self.total,
+        )
 
     def _missed(self, tried: _Tried) -> tuple[int, int]:
         """Outputs and probes that are not explained."""
-        probes = sum(equal < one.size for (one, _), equal in zip(self.asked, tried.equal, strict=True))
+        probes = sum(equal < size for equal, size in zip(tried.equal, self.sizes, strict=True))
         return self.total - tried.outputs_equal, probes
 
-    def _searched(self) -> list[_Tried]:
+    def ranked(self, hints: Sequence[Steps], is_thorough: bool) -> list[_Tried]:
+        """What was tried, the best first; nothing if the chip's rules give every bit."""
+        tried = [] if self.own.outputs_equal == self.total else self._searched(hints, is_thorough)
+        return sorted(tried, key=lambda one: one.outputs_equal, reverse=True)
+
+    def _searched(self, hints: Sequence[Steps], is_thorough: bool) -> list[_Tried]:
+        # 1. All single alterations that explain every bit.
         complete = list(self._complete([self.own], "one alteration"))
         if not complete:
             self.alterations = tuple(from_there_on(first_wrong(self._ruled(()), self.memory)))
@@ -173,15 +211,17 @@ class Search:
             self.alterations = (*alterations(), *self.alterations)
         if complete:
             return complete
-        hinted = [self._counted(steps) for steps in self.hints]
+        # 2. What explains another kind, and one more.
+        hinted = [self._counted(steps) for steps in hints]
         explained = [one for one in hinted if one.outputs_equal == self.total]
         explained = explained or list(islice(self._complete(hinted, "beside what explains another kind"), 1))
         if explained:
             return [self._reduced(explained[0])]
+        # 3. The best with a second, and with a third.
         counted = self._counted_level(self.own, "one alteration, counted")
         singles = self._better(counted, self.own)
         complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=self._plainness)
-        if complete or not self.is_thorough:
+        if complete or not is_thorough:
             return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
         if singles:
@@ -198,95 +238,70 @@ class Search:
         return complete
 
     def _is_complete(self, rules: tuple[Rules, ...]) -> bool:
-        return all(self._equal(one, rules[kind]) == one.size for one, kind in self.asked)
+        return all(one.outputs_equal(rules[i], self.memory) == one.size for one, i in self.probes)
 
     def _better(self, tried: list[_Tried], base: _Tried) -> list[_Tried]:
         """The attempts that explain more than a base does, the best first."""
-        sizes = [one.size for one, _ in self.asked]
-        better = [one for one in tried if _rank(one, sizes) > _rank(base, sizes)]
-        return sorted(better, key=lambda one: _rank(one, sizes), reverse=True)
+        better = [one for one in tried if self._rank(one) > self._rank(base)]
+        return sorted(better, key=self._rank, reverse=True)
 
-    def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
-        """The attempts that explain every bit with one alteration more than a base has."""
-        for steps, rules in self._more(bases, title):
-            if self._is_complete(rules):
-                yield _Tried(steps=steps, equal=tuple(one.size for one, _ in self.asked))
-
-    def _counted_level(self, base: _Tried, title: str) -> list[_Tried]:
-        """With one alteration more than a base has, those that give more outputs of a probe that the base misses."""
-        missed = [(*asked, equal) for asked, equal in zip(self.asked, base.equal, strict=True) if equal < asked[0].size]
-        return [
-            self._counted(steps)
-            for steps, rules in self._more([base], title)
-            if any(self._equal(one, rules[kind]) > equal for one, kind, equal in missed)
-        ]
-
-    def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[tuple[Alteration, ...], tuple[Rules, ...]]]:
-        """Every base with every alteration that alters something, each set of rules once."""
-        if self.progress is not None:
-            self.progress.begin(self.name, title, len(bases) * len(self.alterations))
-        seen = {self._rules(base.steps) for base in bases}
-        for base in bases:
-            base_rules = self._rules(base.steps)
-            for alteration in self.alterations:
-                if self.progress is not None:
-                    self.progress.advance()
-                if base.steps and alteration.is_of_chip:
-                    continue
-                steps = (*base.steps, alteration)
-                rules = self._rules(steps)
-                is_odd = any(step.is_of_chip for step in base.steps) and not _has_same_model(rules, base_rules)
-                if rules not in seen and not is_odd:
-                    seen.add(rules)
-                    yield steps, rules
+    def _rank(self, tried: _Tried) -> tuple[int, int]:
+        """Whole probes count first: each stands for one concern."""
+        return sum(e == s for e, s in zip(tried.equal, self.sizes, strict=True)), tried.outputs_equal
 
     def _plainness(self, tried: _Tried) -> int:
         """The rank of a complete explanation: the plainer one needs no late alteration."""
         return max(self.alterations.index(step) for step in tried.steps)
 
-    def _ruled(self, steps: tuple[Alteration, ...]) -> list[tuple[Asked, Rules]]:
+    def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
+        """The attempts that explain every bit with one alteration more than a base has."""
+        for steps, rules in self._more(bases, title):
+            if self._is_complete(rules):
+                yield _Tried(steps=steps, equal=tuple(self.sizes))
+
+    def _counted_level(self, base: _Tried, title: str) -> list[_Tried]:
+        """With one alteration more than a base has, those that give more outputs of a probe that the base misses."""
+        missed = [
+            (*probe, equal) for probe, equal in zip(self.probes, base.equal, strict=True) if equal < probe[0].size
+        ]
+        return [
+            self._counted(steps)
+            for steps, rules in self._more([base], title)
+            if any(one.outputs_equal(rules[i], self.memory) > equal for one, i, equal in missed)
+        ]
+
+    def _more(self, bases: list[_Tried], title: str) -> Iterator[tuple[Steps, tuple[Rules, ...]]]:
+        """Every base with every alteration that alters something, each set of rules once."""
+        self.progress.begin(self.name, title, len(bases) * len(self.alterations))
+        seen = {self._rules(base.steps) for base in bases}
+        for base in bases:
+            models = [rules.model for rules in self._rules(base.steps)]
+            has_chip = any(step.is_of_chip for step in base.steps)
+            for alteration in self.alterations:
+                self.progress.advance()
+                if base.steps and alteration.is_of_chip:
+                    continue
+                steps = (*base.steps, alteration)
+                rules = self._rules(steps)
+                # A chip's accumulation that is changed again is no chip's.
+                is_odd = has_chip and [one.model for one in rules] != models
+                if rules not in seen and not is_odd:
+                    seen.add(rules)
+                    yield steps, rules
+
+    def _ruled(self, steps: Steps) -> list[tuple[Observation, Rules]]:
         """Every probe with its rules, altered."""
         rules = self._rules(steps)
-        return [(one, rules[kind]) for one, kind in self.asked]
+        return [(one, rules[i]) for one, i in self.probes]
 
-    def _rules(self, steps: tuple[Alteration, ...]) -> tuple[Rules, ...]:
+    def _rules(self, steps: Steps) -> tuple[Rules, ...]:
         """The rules of `self.right`, altered."""
         found = self.right
         for alteration in steps:
             found = tuple(map(alteration.change, found))
         return found
 
-    def _counted(self, steps: tuple[Alteration, ...]) -> _Tried:
-        rules = self._rules(steps)
-        return _Tried(steps=steps, equal=tuple(self._equal(one, rules[kind]) for one, kind in self.asked))
-
-    def _equal(self, one: Asked, rules: Rules) -> int:
-        return one.outputs_equal(rules, self.memory)
-
-
-def _has_same_model(rules: tuple[Rules, ...], others: tuple[Rules, ...]) -> bool:
-    """What adds is the same: a chip's accumulation that is changed again is no chip's."""
-    return all(one.model == other.model for one, other in zip(rules, others, strict=True))
-
-
-def _rank(tried: _Tried, sizes: list[int]) -> tuple[int, int]:
-    """Whole probes count first: each stands for one concern."""
-    return sum(e == s for e, s in zip(tried.equal, sizes, strict=True)), tried.outputs_equal
-
-
-def _explanation(tried: _Tried, total: int) -> Explanation:
-    return Explanation(
-        alterations=tuple(step.name for step in tried.steps),
-        sentence="it " + "; and it ".join(step.sentence for step in tried.steps),
-        outputs_equal=sum(tried.equal),
-        outputs_total=total,
-    )
-
-
-def _unexplained(own: _Tried, total: int) -> Explanation:
-    return Explanation(
-        alterations=(),
-        sentence="no alteration that the suite knows explains half of it",
-        outputs_equal=sum(own.equal),
-        outputs_total=total,
-    )
+    def _counted(self, steps: Steps) -> _Tried:
+        return _Tried(
+            steps=steps, equal=tuple(one.outputs_equal(rules, self.memory) for one, rules in self._ruled(steps))
+        )

@@ -1,7 +1,6 @@
 """The bits of a GEMM under any `Rules`, in numpy on the pieces of the oracle.
 
-Under the right rules it is the oracle again (tests/conformance/test_fit.py). What a chain of cut tensor-core steps
-gives is f8ref.numpy's own; other adders and roundings are written here.
+Under the right rules it is the oracle again (tests/conformance/test_fit.py).
 
 Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
 """
@@ -14,19 +13,12 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.diagnosis.adding import (
-    adding_rules,
-    pairwise_sum,
-    products_in_lanes,
-    promoted,
-    sliced,
-    slices,
-)
-from f8emu.conformance.diagnosis.memory import Memory
-from f8emu.conformance.diagnosis.reading import (
+from f8emu.conformance.diagnosis.adding import adding_rules, promoted, scaled_first, sliced, slices
+from f8emu.conformance.diagnosis.arguments import (
     BLOCK_K,
+    Arguments,
+    Memory,
     Part,
-    Read,
     flushed,
     is_transposed,
     operands,
@@ -34,11 +26,11 @@ from f8emu.conformance.diagnosis.reading import (
     read_arguments,
     reading_of,
 )
-from f8emu.conformance.diagnosis.rules import Adder, BiasRule, Misplaced, Places, Rounding, Rules, ScaleOrder
-from f8emu.spec import BFLOAT16, FLOAT32, HOPPER, Format, Granularity, format_by_name
-from f8ref.numpy.accumulate import Operand, operand, side_by_side
+from f8emu.conformance.diagnosis.rules import BiasRule, Misplaced, Places, Rounding, Rules, ScaleOrder
+from f8emu.spec import BFLOAT16, FLOAT32, Format, Granularity, format_by_name
+from f8ref.numpy.accumulate import Operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.float32 import fma, rounded_sum
+from f8ref.numpy.float32 import fma
 
 
 def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:
@@ -79,7 +71,7 @@ def _misplaced_outputs(case: GemmCase, rules: Rules, wrong: Misplaced, at: Part 
     return np.where(is_nowhere, np.zeros((), found.dtype), found)
 
 
-def _before_epilogue(case: GemmCase, read: Read, rules: Rules, memory: Memory) -> np.ndarray:
+def _before_epilogue(case: GemmCase, read: Arguments, rules: Rules, memory: Memory) -> np.ndarray:
     """What the adder gives: accumulators [M, N], with block scales those of each block [B, M, N]."""
     codes, k = (read.a_MK, read.b_NK), case.k
     reading = (*reading_of(rules), read.format_a, read.format_b)
@@ -94,7 +86,7 @@ def _before_epilogue(case: GemmCase, read: Read, rules: Rules, memory: Memory) -
     return memory.get(codes, key, lambda: sliced(*operands(read, rules, memory), rules))
 
 
-def _output(case: GemmCase, read: Read, acc: np.ndarray, rules: Rules) -> np.ndarray:
+def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> np.ndarray:
     """Scales, bias and the output type, on what the adder gave."""
     scales = read.scale_a_MB, read.scale_b_BN
     bias = None if rules.bias is BiasRule.IGNORED else read.bias
@@ -225,8 +217,8 @@ def _scaling_before(rules: Rules) -> tuple[object, ...]:
     return (*numbers, rules.adder, rules.lanes, *rounded)
 
 
-def _scaled_before(read: Read, rules: Rules) -> np.ndarray:
-    """Operands decoded and scaled first, then multiplied as float32 numbers, or rounded to bfloat16 and multiplied."""
+def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:
+    """Operands decoded and scaled first, then multiplied."""
     k = read.a_MK.shape[1]
     scaled = []
     for array, fmt, factors in (
@@ -237,25 +229,4 @@ def _scaled_before(read: Read, rules: Rules) -> np.ndarray:
         if rules.scales is not ScaleOrder.EACH_PRODUCT:
             values = values * (factors if factors.shape[1] == 1 else factors.repeat(BLOCK_K, axis=1)[:, :k])
         scaled.append(values)
-    if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16:
-        bf16 = HOPPER.bfloat16
-        inner = replace(rules, model=replace(bf16, promote_k=rules.model.promote_k))
-        a, b = (operand(convert(x, BFLOAT16), BFLOAT16, inner.model) for x in scaled)
-        return sliced(a, b, inner)
-    left_KM, right_KN = (x.T.astype(np.float64) for x in scaled)
-    if rules.adder is Adder.EXACT:
-        return (left_KM.T @ right_KN).astype(np.float32)
-    result = np.zeros((left_KM.shape[1], right_KN.shape[1]), np.float32)
-    for outer in slices(k, rules.split_k, rules.model.split_k_multiple):
-        total = np.zeros_like(result)
-        for start in range(outer.start, outer.stop, rules.model.promote_k or max(k, 1)):
-            part = slice(start, min(start + (rules.model.promote_k or max(k, 1)), outer.stop))
-            lanes = np.zeros((rules.lanes, *result.shape), np.float32)
-            for turns in products_in_lanes(left_KM[part], right_KN[part], rules.lanes):
-                for turn in turns:
-                    if rules.scales is ScaleOrder.EACH_PRODUCT:
-                        turn = ((turn.astype(np.float32) * read.scale_a_MB) * read.scale_b_BN).astype(np.float64)
-                    lanes = rounded_sum(turn, lanes)
-            total = total + pairwise_sum(lanes)
-        result = result + total
-    return result
+    return scaled_first((scaled[0], scaled[1]), (read.scale_a_MB, read.scale_b_BN), rules)

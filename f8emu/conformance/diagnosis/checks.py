@@ -1,0 +1,218 @@
+"""GEMMs that took no part in finding rules, and confirm or refute them: random ones, and other sizes.
+
+Random: every distribution, every pair of formats, and every output type that is offered. One is put again at the end:
+its bits must be the same, and nothing may have written to those that it gave at first.
+
+Sizes: trainer and server agree only if the bits of a row do not depend on how many rows there are. The rows of the
+largest GEMM are put again in smaller ones and compared with each other, which needs no rules; thousands of rows
+likewise, with a short K. Those, more columns and a longer K are judged by the rules, at rows and columns of every tile:
+a split of K that explains them is told apart from what nothing explains.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from f8emu.conformance.breakdown.contrast import Contrast
+from f8emu.conformance.cases.distributions import rng
+from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.cases.gemm_cases import scaled_case
+from f8emu.conformance.diagnosis.arguments import Memory, Part
+from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, differing, observe
+from f8emu.conformance.diagnosis.probes import MANY, Kind
+from f8emu.conformance.diagnosis.rules import Rules
+from f8emu.conformance.run.subject import Subject
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granularity
+
+_DISTRIBUTIONS = ("normal", "bits", "same", "cancellation", "subnormals")
+_SIZE = 128
+MS = (1, 2, 7, 16, 17, 64, 128, 129, 256)
+"""Rows: one token, tails of a tile, whole tiles, one row more."""
+MANY_MS = (257, 513, 1040, 4112)
+"""More rows, with a short K: what a grid or an index that is too small loses."""
+_N, _K = 32, 6144
+"""Few columns and a long K: where a library splits K by the number of rows [PLAN-2]."""
+_SHORT_K, _MIDDLE_K, _LONG_K = 128, 1152, 8320
+_LONG_K_ROWS = 144
+"""More than a tile of 64 or 128."""
+_SPLITS = (*range(1, 9), 15, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomGemms:
+    """What became of the random GEMMs."""
+
+    outputs_equal: int = 0
+    outputs_total: int = 0
+    left: Contrast | None = None
+    """What the outputs have in common that the rules do not give."""
+    unsteady: str = ""
+    """How the subject contradicted itself."""
+    failure: str = ""
+    """What it failed with, on the first GEMM that it failed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtSize:
+    """What became of a GEMM of one size."""
+
+    dimension: str
+    """M, N or K."""
+    size: int
+    is_same: bool = True
+    """The rows have the bits that they have in the largest GEMM that ran."""
+    outputs_equal: int = 0
+    """How many outputs of a sample equal those of the rules."""
+    outputs_total: int = 0
+    split_k: int | None = None
+    """The slices of K that explain the sample; None: none does."""
+    reason: str = ""
+    """Why it did not run."""
+    has_failed: bool = False
+    """It is offered, and gave no output; the reason says what it gave instead."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.dimension} = {self.size}"
+
+    @property
+    def misses(self) -> bool:
+        """It ran, and neither the rules nor a split of K give its outputs."""
+        return not self.reason and self.split_k is None
+
+
+def on_random_gemms(subject: Subject, kind: Kind, rules: Rules) -> RandomGemms:
+    """Every GEMM run and compared; the first on which the subject fails ends it."""
+    wholes: list[Observation] = []
+    samples: list[Observation] = []
+    for case, at in _random_cases(kind):
+        one = observe(subject, case)
+        if isinstance(one, Observation):
+            wholes.append(one)
+            samples.append(one.part(at))
+        elif not one.is_refusal:
+            return RandomGemms(failure=one.reason)
+    memory = Memory()
+    equal, total = sum(one.outputs_equal(rules, memory) for one in samples), sum(one.size for one in samples)
+    return RandomGemms(
+        outputs_equal=equal,
+        outputs_total=total,
+        left=common_trait([(one, rules) for one in samples], memory) if equal < total else None,
+        unsteady=_unsteady(subject, wholes[0], samples[0]) if samples else "",
+    )
+
+
+def _unsteady(subject: Subject, whole: Observation, sample: Observation) -> str:
+    """The first GEMM once more, after all others; `sample` was copied when it ran."""
+    assert sample.at is not None
+    if differing(whole.part(sample.at).outputs, sample.outputs).any():
+        return f"{whole.case.id}: a later call wrote to its output"
+    first = whole.outputs.copy()
+    again = observe(subject, whole.case)
+    if isinstance(again, NoOutput):
+        return f"{whole.case.id}: run again after others, it gave no output: {again.reason}"
+    if differing(first, again.outputs).any():
+        return f"{whole.case.id}: run again after others, it gave other bits"
+    return ""
+
+
+def _random_cases(kind: Kind) -> Iterator[tuple[GemmCase, Part]]:
+    """Each with the rows and columns that are compared: the subject runs all, the rules a sample."""
+    types: tuple[Format, ...] = (BFLOAT16, FLOAT16) if kind.with_bias else (FLOAT32, BFLOAT16, FLOAT16)
+    lengths = (384, 1152) if kind.is_blockwise else (1168, 1040)
+    plain, *mixed = [(E4M3FN, E4M3FN)] if kind.is_blockwise else HOPPER.format_pairs
+    table = [(name, plain, (_SIZE, _SIZE, lengths[i % 2])) for i, name in enumerate(_DISTRIBUTIONS)]
+    table += [("bits", formats, (_SIZE, _SIZE, lengths[1])) for formats in mixed]
+    for (distribution, formats, shape), out_dtype in ((row, fmt) for row in table for fmt in types):
+        sizes = "x".join(map(str, shape))
+        name = f"confirmation {kind.name} {distribution} {formats[0]} x {formats[1]} {sizes}"
+        r = rng(name)
+        yield _case(kind, name, shape, distribution, formats, out_dtype), (places(r, shape[0]), places(r, shape[1]))
+
+
+def places(r: np.random.Generator, size: int, count: int = 16) -> np.ndarray:
+    """Some rows or columns, in order: one drawn from each of `count` parts, one of every 16 at least, and the ends."""
+    parts = min(size, max(count, -(-size // 16)))
+    ends = np.linspace(0, size, parts + 1).astype(int)
+    found = r.integers(ends[:-1], ends[1:])
+    found[0], found[-1] = 0, size - 1
+    return found
+
+
+def sizes_run(subject: Subject, kind: Kind, ms: Sequence[int] = ()) -> Iterator[tuple[str, GemmCase]]:
+    """The GEMMs by the dimension that they are about: numbers of rows, the largest first; more columns; a long K.
+
+    `ms` are numbers of rows instead of MS and MANY_MS.
+    """
+    for rows, k in [(ms, _K)] if ms else [(MS, _K), (MANY_MS, _SHORT_K)]:
+        whole = _case(kind, f"rows {kind.name}", (max(rows), 128 if kind.is_blockwise else _N, k))
+        for m in sorted(set(rows), reverse=True):
+            yield "M", _first_rows(whole, m)
+    is_free = subject.takes_any_size or not kind.is_blockwise
+    few, many, most = (16, MANY, 2064) if is_free else (128, 384, 2176)
+    yield "N", _case(kind, f"columns {kind.name}", (few, many, _MIDDLE_K))
+    yield "N", _case(kind, f"many columns {kind.name}", (few, most, _SHORT_K))
+    yield "K", _case(kind, f"long {kind.name}", (_LONG_K_ROWS if is_free else few, few, _LONG_K))
+
+
+def sizes_count(ms: Sequence[int] = ()) -> int:
+    """How many `sizes_run` there are."""
+    return len(set(ms or (*MS, *MANY_MS))) + 3
+
+
+def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ()) -> Iterator[AtSize]:
+    """What became of each of `sizes_run`."""
+    largest: dict[int, np.ndarray] = {}  # by K
+    for dimension, case in sizes_run(subject, kind, ms):
+        size = {"M": case.output_shape[0], "N": case.output_shape[1], "K": case.k}[dimension]
+        found = AtSize(dimension=dimension, size=size)
+        padded = subject.rows_run(case)
+        if dimension == "M" and padded != size:
+            yield replace(found, reason=f"{subject.name} takes it padded to {padded} rows")
+            continue
+        one = observe(subject, case)
+        if isinstance(one, NoOutput):
+            yield replace(found, reason=one.reason or "not offered", has_failed=not one.is_refusal)
+            continue
+        if dimension == "M":
+            whole = largest.setdefault(case.k, one.outputs.copy())
+            found = replace(found, is_same=not differing(one.outputs, whole[:size]).any())
+        yield _judged(found, one, rules)
+
+
+def _judged(found: AtSize, one: Observation, rules: Rules) -> AtSize:
+    """The size, judged by a sample of rows and columns, under the rules as they are and under other splits of K."""
+    m, n = one.case.output_shape
+    r, memory = rng("sizes", found.name), Memory()
+    sample = one.part((places(r, m, 8), places(r, n, 8)))
+    splits = dict.fromkeys((rules.split_k, *_SPLITS))
+    split_k = next((s for s in splits if sample.outputs_equal(replace(rules, split_k=s), memory) == sample.size), None)
+    equal = sample.outputs_equal(rules, memory)
+    return replace(found, outputs_equal=equal, outputs_total=sample.size, split_k=split_k)
+
+
+def _case(
+    kind: Kind,
+    name: str,
+    shape: tuple[int, int, int],
+    distribution: str = "normal",
+    formats: tuple[Format, Format] = HOPPER.format_pairs[0],
+    out_dtype: Format | None = None,
+) -> GemmCase:
+    return scaled_case(
+        name,
+        kind.pair,
+        formats,
+        shape,
+        distribution,
+        with_bias=kind.with_bias,
+        out_dtype=out_dtype or (BFLOAT16 if kind.with_bias else FLOAT32),
+        use_fast_accum=kind.use_fast_accum,
+    )
+
+
+def _first_rows(case: GemmCase, m: int) -> GemmCase:
+    assert case.scale_a is not None
+    kept = Granularity(case.granularity_a).scale_shape(m, case.k)[0]
+    return replace(case, id=f"{case.id} {m}", a=case.a[:m], scale_a=case.scale_a[:kept])

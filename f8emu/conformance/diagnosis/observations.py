@@ -1,0 +1,180 @@
+"""GEMMs put to a subject, the outputs that it gives, and what those have in common that rules do not give."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from f8emu.conformance.breakdown.contrast import Contrast, contrasts
+from f8emu.conformance.cases.distributions import dtype_of
+from f8emu.conformance.cases.gemm import GemmCase
+from f8emu.conformance.compare import different, shape_fault
+from f8emu.conformance.diagnosis.arguments import Memory, Part
+from f8emu.conformance.diagnosis.compute import compute
+from f8emu.conformance.diagnosis.probes import Kind, probes
+from f8emu.conformance.diagnosis.rules import Places, Rules
+from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
+from f8emu.conformance.run.subject import NotOffered, Subject
+from f8emu.conformance.words import said_by
+from f8emu.spec import MissingExtraError, OperandError
+
+_LOST = 3
+"""After so many crashes or hangs in a row the other probes of a kind are not waited for."""
+_COVERAGE = 0.99
+"""The share of the differing outputs that must have a trait, for the trait to describe them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observation:
+    """A GEMM and the outputs that a subject gave."""
+
+    case: GemmCase
+    """The case as the subject ran it."""
+    at: Part | None
+    """The rows and columns that are compared; None: all."""
+    outputs: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return self.outputs.size
+
+    def part(self, at: Part) -> "Observation":
+        """Some rows and columns of a whole output."""
+        return Observation(case=self.case, at=at, outputs=self.outputs[np.ix_(*at)])
+
+    def outputs_equal(self, rules: Rules, memory: Memory) -> int:
+        """How many outputs are those of the rules, bit for bit."""
+        expected = compute(self.case, rules, at=self.at, memory=memory)
+        return memory.get(
+            (self.outputs, expected), "equal", lambda: self.size - int(np.sum(differing(self.outputs, expected)))
+        )
+
+    def differing(self, rules: Rules, memory: Memory) -> np.ndarray:
+        """Which outputs are not those of the rules."""
+        return differing(self.outputs, compute(self.case, rules, at=self.at, memory=memory))
+
+
+def differing(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """`different`, of outputs that may be signalling NaN."""
+    with np.errstate(invalid="ignore"):
+        return different(x, y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoOutput:
+    """A GEMM without an output."""
+
+    reason: str
+    is_refusal: bool = False
+    """True: the subject offers no such GEMM. False: it failed."""
+    is_lost: bool = False
+    """It failed by a crash or a hang: the process of an isolated kernel is started anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOutputs:
+    """What a subject gave to the probes of a kind."""
+
+    observations: tuple[Observation, ...]
+    left_out: str
+    """How many probes failed, and how the first did: nothing is known of these. Empty if none did."""
+
+
+def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observation | NoOutput:
+    """One GEMM run by a subject, in the form that it accepts: its outputs, or why there are none."""
+    try:
+        run = subject.question(case)
+        if (run.use_fast_accum, run.bias is None) != (case.use_fast_accum, case.bias is None):
+            kept = "bias" if run.use_fast_accum == case.use_fast_accum else "accumulation"
+            return NoOutput(reason=f"{subject.name} takes no such {kept}", is_refusal=True)
+        output = subject.gemm(run)
+    except (NotOffered, MissingExtraError) as reason:
+        return NoOutput(reason=str(reason), is_refusal=True)
+    except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
+        if isinstance(error, OperandError) and not subject.takes_any_size:  # ours, which says what it takes
+            return NoOutput(reason=str(error), is_refusal=True)
+        reason = f"{case.id}: raised {said_by(error, 200)}"
+        return NoOutput(reason=reason, is_lost=isinstance(error, (ProcessEnded, TimedOut)))
+    if fault := shape_fault(output, np.empty(run.output_shape, dtype_of(run.out_dtype))):
+        return NoOutput(reason=f"{run.id}: {fault}")
+    whole = Observation(case=run, at=None, outputs=output)
+    return whole if at is None else whole.part(at)
+
+
+def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
+    """What a subject gives to the probes of a kind that it offers; if it gives or offers nothing, why.
+
+    A probe on which it fails is left out, and so is one that has no point in the types of its output.
+    """
+    found: list[Observation] = []
+    failures: list[NoOutput] = []
+    refusal = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
+    refusals: list[NoOutput] = []
+    lost_in_a_row = 0
+    for probe in probes(kind, takes_any_size=subject.takes_any_size):
+        for case in probe.cases():
+            if subject.question(case).out_dtype != case.out_dtype:
+                continue
+            one = observe(subject, case, probe.at)
+            if isinstance(one, Observation):
+                lost_in_a_row = 0
+                found.append(one)
+                if not probe.needs_all:
+                    break
+                continue
+            lost_in_a_row = lost_in_a_row + 1 if one.is_lost else 0
+            if lost_in_a_row == _LOST:
+                return one
+            (refusals if one.is_refusal else failures).append(one)
+    if not found:
+        return [*failures, *refusals, refusal][0]
+    left_out = ""
+    if failures:
+        left_out = f"{len(failures)} of {len(failures) + len(found)} probes failed, first: {failures[0].reason}"
+    return ProbeOutputs(observations=tuple(found), left_out=left_out)
+
+
+def first_wrong(observed: Sequence[tuple[Observation, Rules]], memory: Memory) -> dict[Places, int]:
+    """Rows and columns from which on most outputs differ while none before do, in probes that show all of them."""
+    found: dict[Places, int] = {}
+    for one, rules in observed:
+        for axis, places in ((0, Places.ROWS), (1, Places.COLUMNS)):
+            size = one.case.output_shape[axis]
+            if one.at is None or len(one.at[axis]) < size or len(one.at[1 - axis]) >= size:
+                continue
+            share = one.differing(rules, memory).mean(axis=1 - axis)
+            start = int(np.argmax(share > 0))
+            if 0 < start < size - 1 and share[start:].mean() > 0.5:
+                found[places] = start
+    return found
+
+
+def common_trait(observed: Sequence[tuple[Observation, Rules]], memory: Memory, high: float = 0.0) -> Contrast | None:
+    """The sharpest trait that nearly all outputs have which the rules do not give, if a share of `high` with it differ;
+    None where no trait parts them.
+    """
+    counts: dict[str, dict[str, tuple[int, int]]] = {}
+
+    def add(trait: str, value: str, differ: int, total: int) -> None:
+        values = counts.setdefault(trait, {})
+        known = values.get(value, (0, 0))
+        values[value] = known[0] + differ, known[1] + total
+
+    for one, rules in observed:
+        wrong, case = one.differing(rules, memory), one.case
+        whole = int(wrong.sum()), wrong.size
+        add("K", str(case.k), *whole)
+        add("M", str(case.output_shape[0]), *whole)
+        add("N", str(case.output_shape[1]), *whole)
+        add("operands", f"{case.a.dtype} x {case.b.dtype}", *whole)
+        add("output", case.out_dtype.name, *whole)
+        add("probe", case.id.split(" -> ")[0], *whole)
+        for axis, name in ((0, "row"), (1, "column")):
+            places = np.arange(wrong.shape[axis]) if one.at is None else one.at[axis]
+            for place, differ in zip(places.tolist(), wrong.sum(axis=1 - axis).tolist(), strict=True):
+                add(name, str(place), differ, wrong.shape[1 - axis])
+    names = counts.pop("probe")
+    for traits in (counts, {"probe": names}):  # a size tells more than the name of a probe
+        if found := contrasts(traits, high=high, coverage=_COVERAGE):
+            return found[0]
+    return None
