@@ -62,7 +62,7 @@ class JaxBackend:
     def __init__(self, platform: str = "cpu") -> None:
         import jax
 
-        self.jax, self.verbs = jax, importlib.import_module("f8ref.jax")
+        self.jax, self.verbs = jax, importlib.import_module("f8emu.jax")
         self.device = jax.devices(platform)[0]
         self.compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
 
@@ -116,10 +116,10 @@ class MlDtypesWitness:
 
 BACKENDS: Mapping[str, Callable[[], Backend]] = {
     "f8ref.numpy": NumpyBackend,
-    "f8ref.jax": JaxBackend,
+    "f8emu.jax": JaxBackend,
     "f8emu.torch": TorchBackend,
     "ml_dtypes": MlDtypesWitness,
-    "f8ref.jax-gpu": lambda: JaxBackend("gpu"),
+    "f8emu.jax-gpu": lambda: JaxBackend("gpu"),
     "f8emu.torch-cuda": lambda: TorchBackend("cuda"),
 }
 DEFAULT_BACKENDS = tuple(BACKENDS)[:4]

@@ -94,13 +94,12 @@ class Capture(Handle):
         The layers of a block are `name.w1`, `name.w2` and `name.w3`. A call that `jax.checkpoint` repeats is captured
         as another call, and so is every entry of a batch.
         """
+        if isinstance(function, FeedForward | DelayedFeedForward):
+            parts = zip(NAMES, function.layers, strict=True)
+            layers: Any = tuple(self.named(f"{name}.{part}", layer) for part, layer in parts)
+            return dataclasses.replace(function, layers=layers)
         self._recipes[function.recipe.content_hash] = function.recipe
-        if isinstance(function, DotGeneral | DelayedDotGeneral):
-            return dataclasses.replace(function, tap=self._layer(name))
-        return dataclasses.replace(function, taps=tuple(self._layer(f"{name}.{part}") for part in NAMES))
-
-    def _layer(self, name: str) -> "_Layer":
-        return _Layer(name, self._session, self._with_tensors)
+        return dataclasses.replace(function, tap=_Layer(name, self._session, self._with_tensors))
 
     def step(self) -> None:
         """End the current step, after waiting for the callbacks that still have something to show."""

@@ -20,12 +20,10 @@ from f8emu.jax import bits
 from f8emu.jax.dtypes import FLOAT8_NAMES, float8_format, format_of, output_format, require_values, rows_of
 from f8emu.jax.lowering import without_gradient
 from f8emu.jax.scale import Block, require_scales, spread
-from f8emu.jax.sharing import elementwise, in_rows, is_shared, repeated
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import BFLOAT16, E8M0FNU, FLOAT16, FLOAT32, HIGH_PRECISION, Format, Overflow
 from f8emu.spec.scaling import Granularity, granularity_by_name
 
-_ONE: Block = (1, 1)
 _DECODABLE = (*FLOAT8_NAMES, E8M0FNU.name, BFLOAT16.name, FLOAT16.name)
 
 
@@ -42,7 +40,7 @@ def decode(x: jax.Array) -> jax.Array:
         UnsupportedError: a derivative.
     """
     source = format_of("decode", "x", x, _DECODABLE)
-    return elementwise(_decode, without_gradient("decode", jnp.asarray(x)), format=source)
+    return _decode(without_gradient("decode", jnp.asarray(x)), source)
 
 
 def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -63,7 +61,7 @@ def cast(x: jax.Array, format: Any, *, overflow: Overflow = Overflow.SATURATE) -
     """
     require_values("cast", x)
     target = float8_format("cast", format)
-    return elementwise(_cast, without_gradient("cast", jnp.asarray(x)), format=target, overflow=Overflow(overflow))
+    return _cast(without_gradient("cast", jnp.asarray(x)), target, Overflow(overflow))
 
 
 def quantize(
@@ -122,11 +120,7 @@ def dequantize(
     rows, k = rows_of("dequantize", codes, name="codes")
     given = require_scales("dequantize", "scale", scale, rows, k, granularity, codes.shape)
     codes, factors = without_gradient("dequantize", (jnp.asarray(codes), given))
-    matrix, static = codes.reshape(rows, k), {"source": source, "target": target}
-    if is_shared(matrix, factors):
-        factor = repeated(factors, granularity.block, matrix.shape)
-        return in_rows(_dequantize, matrix, factor, **static, block=_ONE).reshape(codes.shape)
-    return _dequantize(matrix, factors, **static, block=granularity.block).reshape(codes.shape)
+    return _dequantize(codes.reshape(rows, k), factors, source, target, granularity.block).reshape(codes.shape)
 
 
 def encode(values: jax.Array, format: Format, overflow: Overflow = Overflow.SATURATE) -> jax.Array:
@@ -177,15 +171,9 @@ def scaled(x: jax.Array, inv_scale: jax.Array) -> jax.Array:
     return jnp.where(is_subnormal, bits.float32_of(fraction), value) * jnp.where(is_subnormal, third, second)
 
 
+@functools.partial(jax.jit, static_argnames=("format", "block"))
 def quantize_blocks(x: jax.Array, inv_scale: jax.Array, format: Format, block: Block) -> jax.Array:
     """`quantize` for any blocks of a matrix, one inv_scale each."""
-    if is_shared(x, inv_scale):
-        return in_rows(_quantize, x, repeated(inv_scale, block, x.shape), format=format, block=_ONE)
-    return _quantize(x, inv_scale, format, block)
-
-
-@functools.partial(jax.jit, static_argnames=("format", "block"))
-def _quantize(x: jax.Array, inv_scale: jax.Array, format: Format, block: Block) -> jax.Array:
     return bits.typed(encode(scaled(x, spread(inv_scale, block, x.shape)), format), format)
 
 

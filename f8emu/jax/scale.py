@@ -16,7 +16,6 @@ from jax import lax
 from f8emu.jax import bits
 from f8emu.jax.dtypes import float8_format, format_of, require_values, rows_of
 from f8emu.jax.lowering import without_gradient
-from f8emu.jax.sharing import by_groups, elementwise, is_shared
 from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.formats import FLOAT32, Format
 from f8emu.spec.scaling import MAX_MARGIN, Granularity, ScaleRule, granularity_by_name, scale_number
@@ -68,13 +67,9 @@ def scale_from_amax(amax: jax.Array, format: Any, rule: ScaleRule = ScaleRule(),
     return scales_of(without_gradient("scale_from_amax", jnp.asarray(amax)), target, rule, margin)
 
 
+@functools.partial(jax.jit, static_argnames=("target", "rule", "margin"))
 def scales_of(amax: jax.Array, target: Format, rule: ScaleRule, margin: int = 0) -> Scales:
     """`scale_from_amax` for casts inside of a layer, whose gradient is the layer's."""
-    return elementwise(_scales_of, amax, target=target, rule=rule, margin=margin)
-
-
-@functools.partial(jax.jit, static_argnames=("target", "rule", "margin"))
-def _scales_of(amax: jax.Array, target: Format, rule: ScaleRule, margin: int) -> Scales:
     found = bits.bits_of(amax)
     # A negative number is below the floor; a negative NaN is a NaN.
     is_below = (bits.sign_of(found) != 0) & ~bits.is_nan(found)
@@ -201,18 +196,9 @@ def require_scales(
     return jnp.asarray(scale).reshape(expected)
 
 
+@functools.partial(jax.jit, static_argnames="block")
 def group_amax(x: jax.Array, block: Block) -> jax.Array:
     """The amax of each block of `x` [M, N], float32 [ceil(M / block[0]), ceil(N / block[1])]."""
-    if is_shared(x):
-        rows, columns = (size or extent for size, extent in zip(block, x.shape, strict=True))
-        found = by_groups(functools.partial(_group_amax, block=(1, None)), x, (rows, columns))
-        if found is not None:
-            return found
-    return _group_amax(x, block=block)
-
-
-@functools.partial(jax.jit, static_argnames="block")
-def _group_amax(x: jax.Array, block: Block) -> jax.Array:
     extents = tuple(block or max(extent, 1) for block, extent in zip(block, x.shape, strict=True))
     groups = tuple(-(-extent // block) if block else 1 for block, extent in zip(block, x.shape, strict=True))
     padding = tuple((0, g * b - extent) for g, b, extent in zip(groups, extents, x.shape, strict=True))

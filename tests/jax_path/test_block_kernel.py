@@ -4,6 +4,7 @@ XLA's dot on a CPU is no tensor core. So the values here are small integers unde
 and every block has a magnitude of its own: an index error shows.
 """
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from f8emu.jax.compiling import Options
 from f8emu.jax.fused import choice
 from f8emu.jax.gemm import block_kernel, hardware
 from f8emu.jax.gemm.block_kernel import Launch
-from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, Format, Granularity
+from f8emu.jax.gemm.call import Gemm
+from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granularity
 from tests.jax_path.layers import assert_same_bits
 
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
@@ -47,8 +49,8 @@ def found_by_kernel(
     arrays: list[np.ndarray], pair: Any, out: Format, split_k: int, transposed: bool, **how: Any
 ) -> Any:
     """As `hardware` calls the kernel."""
-    call = jax.jit(lambda *given: hardware._by_kernel(given, pair, out, split_k, transposed, interpret=True, **how))
-    return call(*arrays)
+    gemm = Gemm("scaled_mm", out, HOPPER, pair, split_k=split_k, is_transposed=transposed)
+    return jax.jit(functools.partial(hardware._by_kernel, gemm, interpret=True, **how))(*arrays)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,6 @@ def test_fallback_and_kernel_agree(pair: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(hardware, "_dot", dot)
     a, b, scale_a, scale_b = arrays = operands(PAIRS[pair], 48, 40, 300)
     given = tuple(jnp.asarray(x) for x in (a, b.T, scale_a, scale_b.T))
-    settings = (PAIRS[pair], BFLOAT16, False, 1, False, True)
-    wanted = hardware._scaled_mm((*given, None), settings, Options(excess_precision=True))
+    gemm = Gemm("scaled_mm", BFLOAT16, HOPPER, PAIRS[pair], split_k=1, is_transposed=True)
+    wanted = hardware._scaled_mm(given, gemm, Options(excess_precision=True))
     assert_same_bits(found_by_kernel(arrays, PAIRS[pair], BFLOAT16, 1, True, launch=SMALL), wanted)

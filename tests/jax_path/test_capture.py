@@ -16,7 +16,7 @@ from f8emu.capture import GemmRecord
 from f8emu.capture.diff import diff_captures
 from f8emu.capture.read import read_capture
 from f8emu.capture.replay import replay
-from f8emu.jax.fused.gated import gated
+from f8emu.jax.layer.feed_forward import gated
 from f8emu.spec import recipe_by_name
 
 ARRAYS = {"x": (24, 48), "w": (80, 48), "grad": (24, 80)}

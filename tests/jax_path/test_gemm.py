@@ -20,6 +20,7 @@ import f8ref.numpy as reference
 from f8emu.jax.compiling import Options
 from f8emu.jax.fused.choice import is_device_of
 from f8emu.jax.gemm import engine, hardware
+from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.hardware import Form, form_of
 from f8emu.spec import (
     BFLOAT16,
@@ -28,6 +29,7 @@ from f8emu.spec import (
     E5M2,
     FLOAT16,
     FLOAT32,
+    HOPPER,
     Format,
     Granularity,
     OperandError,
@@ -39,7 +41,6 @@ from tests.jax_path.layers import assert_same_bits, draw
 
 TENSOR, ROW, VECTOR, SQUARE = Granularity
 POWERS = ScaleRule(power_of_two=True)
-FOLDABLE = Options(excess_precision=True)
 M, N, K = 20, 24, 300
 scaled_mm: Any = f8.scaled_mm  # takes arrays of numpy too
 scaled_grouped_mm: Any = f8.scaled_grouped_mm
@@ -79,8 +80,9 @@ def test_grouped() -> None:
     offs = np.array([8, 8, 40], np.int32)
     wanted = reference.scaled_grouped_mm(a, b, scale_a, scale_b, offs)
     assert_same_bits(scaled_grouped_mm(a, b, scale_a, scale_b, offs), wanted)
-    found = hardware_on_cpu(hardware._scaled_grouped_mm, (a, b, scale_a, scale_b, offs), (BFLOAT16, False))
-    assert_same_bits(found, wanted)
+    assert_same_bits(
+        hardware_on_cpu(Gemm("scaled_grouped_mm", BFLOAT16, HOPPER, (ROW, ROW)), (a, b, scale_a, scale_b, offs)), wanted
+    )
 
 
 def emulated_dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -> jax.Array:
@@ -89,11 +91,11 @@ def emulated_dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any) -
     return f8ref.jax.scaled_mm(a, b.T, one, one, out_dtype=jnp.dtype(dtype).name, use_fast_accum=use_fast_accum)
 
 
-def hardware_on_cpu(function: Any, arrays: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
-    """A function of `gemm.hardware` with the tensor core's dot emulated."""
+def hardware_on_cpu(gemm: Gemm, arrays: tuple[Any, ...]) -> Any:
+    """A product of `gemm.hardware` with the tensor core's dot emulated."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hardware, "_dot", emulated_dot)
-        return function(tuple(None if x is None else jnp.asarray(x) for x in arrays), settings, FOLDABLE)
+        return hardware._product(tuple(map(jnp.asarray, arrays)), gemm, Options(excess_precision=True))
 
 
 @pytest.mark.parametrize(
@@ -113,9 +115,8 @@ def test_what_surrounds_the_dot_on_hardware(pair: tuple[Granularity, Granularity
     options = {"out_dtype": out, "use_fast_accum": fast, "split_k": split_k if pair[0].is_blockwise else 1}
     wanted = reference.scaled_mm(*arrays, granularity_a=pair[0], granularity_b=pair[1], **options)
     for transposed in (False, True):
-        settings = (pair, out, fast, split_k, False, transposed)
-        found = hardware_on_cpu(hardware._scaled_mm, (*arrays, None), settings)
-        assert_same_bits(found, wanted.T if transposed else wanted)
+        gemm = Gemm("scaled_mm", out, HOPPER, pair, fast, split_k, is_transposed=transposed)
+        assert_same_bits(hardware_on_cpu(gemm, arrays), wanted.T if transposed else wanted)
 
 
 def test_forms() -> None:
@@ -125,7 +126,8 @@ def test_forms() -> None:
     def form(
         pair: str, out: Format = BFLOAT16, *, bias: bool = False, powers: bool = True, excess: bool = True
     ) -> Form:
-        return form_of(pairs[pair], out, has_bias=bias, powers_of_two=powers, options=Options(excess_precision=excess))
+        gemm = Gemm("scaled_mm", out, granularities=pairs[pair], powers_of_two=powers)
+        return form_of(gemm, has_bias=bias, options=Options(excess_precision=excess))
 
     assert form("tensor") is Form.FOLDED and form("row") is Form.BFLOAT16
     assert {form(p, powers=powers) for p in ("block",) for powers in (True, False)} == {Form.BLOCKS}

@@ -85,12 +85,11 @@ def test_ends_that_are_none_stay_inside_the_arrays() -> None:
 
 def test_vmap_is_one_call_of_many() -> None:
     from f8emu.jax.gemm import emulation
+    from f8emu.jax.gemm.call import Gemm
     from f8emu.spec import BFLOAT16, HOPPER
 
     def call(*operands: Any) -> Any:
-        options: dict[str, Any] = {"bias": None, "out_dtype": BFLOAT16, "use_fast_accum": False, "split_k": 1}
-        a, b, scale_a, scale_b = operands
-        return emulation.scaled_mm(a, b, scale_a, scale_b, (R, R), **options, chip=HOPPER)
+        return emulation.multiply(Gemm("scaled_mm", BFLOAT16, HOPPER, (R, R), split_k=1), *operands)
 
     a, b, scale_a, scale_b = codes(3, M, K, seed=0), codes(K, N, seed=1), scales(3, M, 1, seed=2), scales(1, N, seed=3)
     expected = np.stack(

@@ -37,8 +37,8 @@ def canonical(value: npt.NDArray[np.float32]) -> Codes:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [(softfloat.multiply, np.multiply), (softfloat.add, np.add), (softfloat.divide, np.divide)],
-    ids=["multiply", "add", "divide"],
+    [(softfloat.multiply, np.multiply), (softfloat.add, np.add)],
+    ids=["multiply", "add"],
 )
 def test_equals_numpy_float32(ours: Callable[..., jax.Array], theirs: np.ufunc) -> None:
     rng = np.random.default_rng(20)

@@ -12,13 +12,13 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.layers.layer import LayerCase, Place
-from f8emu.conformance.layers.training import Executed, Training, engine_taps
+from f8emu.conformance.layers.training import Executed, GemmTap, Training
 
 
 class JaxTraining(Training):
     """Layers as a function of input, parameters and states."""
 
-    taps = engine_taps("f8emu.jax")
+    taps = tuple(GemmTap(f"f8emu.jax.gemm.{engine}", "multiply", False) for engine in ("emulation", "hardware"))
 
     def __init__(self, case: LayerCase, framework: Framework) -> None:
         import jax
@@ -110,10 +110,10 @@ class JaxTraining(Training):
             product = np.array(result)
             self.executed.append(Executed(*operands, scale_a, scale_b, product.T if is_transposed else product))
 
-        def call(a: Any, b: Any, *rest: Any, **options: Any) -> Any:
-            result = run(a, b, *rest, **options)
-            seen = partial(record, bool(options.get("transposed")))
-            arrays = (a, b, result, *(rest[:2] if is_scaled else ()))
+        def call(gemm: Any, a: Any, b: Any, *scales: Any, **options: Any) -> Any:
+            result = run(gemm, a, b, *scales, **options)
+            seen = partial(record, gemm.is_transposed)
+            arrays = (a, b, result, *scales)
             is_traced = any(isinstance(x, Tracer) for x in arrays)
             jax.debug.callback(seen, *arrays) if is_traced else seen(*arrays)
             return result

@@ -40,7 +40,7 @@ class GemmTap(NamedTuple):
 
 
 def engine_taps(package: str) -> tuple[GemmTap, ...]:
-    """Where the engines of `f8emu.torch` or `f8emu.jax` are entered."""
+    """Where the engines of `f8emu.torch` are entered."""
     return tuple(
         GemmTap(f"{package}.gemm.{engine}", verb, verb == "scaled_mm")
         for engine in ("emulation", "hardware")

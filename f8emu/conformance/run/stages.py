@@ -35,7 +35,7 @@ from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import SplitK, describe_layer, layer_parts, trace_parts
 from f8emu.conformance.run.check import Case, OwnSplit, Parts, Split, Traits
 from f8emu.conformance.run.gemm_text import describe_gemm, options_of, torch_snippet
-from f8emu.conformance.run.oracle import gemm_oracle, value_oracle
+from f8emu.conformance.run.oracle import gemm_oracle, layer_oracle, value_oracle
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
@@ -280,7 +280,7 @@ STAGES: dict[str, Stage] = {
         Stage(name="scales", title="scales", needs=_SCALES, cases=_scales, judge=value_oracle),
         Stage(name="golden", title="recorded GEMMs", needs=("scaled_mm",), cases=_golden, judge=None),
         Stage(name="gemms", title="generated GEMMs", needs=("scaled_mm",), cases=_gemms, judge=gemm_oracle),
-        Stage(name="layers", title="layers, forward and backward", needs=(), cases=_layers, judge=gemm_oracle),
+        Stage(name="layers", title="layers, forward and backward", needs=(), cases=_layers, judge=layer_oracle),
         Stage(name="live", title="Llama-3 GEMMs on the GPU", needs=("scaled_mm",), cases=_live, judge=gemm_oracle),
     )
 }

@@ -46,6 +46,8 @@ VERBS = (
     "linear",
 )
 """What an implementation of f8emu offers."""
+GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
+"""What f8ref.jax offers."""
 
 
 class FirstCall(NamedTuple):
@@ -218,7 +220,7 @@ def _f8ref_jax() -> Subject:
     return Subject(
         name="f8ref.jax",
         engine=f"f8ref.jax, jax {framework.version}, {framework.device}",
-        verbs={verb: travelling(framework, getattr(f8ref.jax, verb)) for verb in VERBS},
+        verbs={verb: travelling(framework, getattr(f8ref.jax, verb)) for verb in GEMM_VERBS},
         is_thread_safe=not framework.on_gpu,
         is_idle=not framework.on_gpu and library.library() is not None,
     )

@@ -8,7 +8,6 @@ import jax
 
 from f8emu.jax.cast import quantize_blocks
 from f8emu.jax.scale import Block, group_amax, scales_of
-from f8emu.jax.sharing import transpose
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import Scales
@@ -33,7 +32,7 @@ def row_amax(x: jax.Array) -> jax.Array:
 
 def row_col_amax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The amaxes of the rows, [M, 1], and of the columns, [N, 1]."""
-    return group_amax(x, _ROW), transpose(group_amax(x, _COL))
+    return group_amax(x, _ROW), group_amax(x, _COL).T
 
 
 def cast_pair(
@@ -45,10 +44,10 @@ def cast_pair(
         rows = quantize_blocks(x, row_inv_scale, format, _ROW if row_inv_scale.size > 1 else _ALL)
     if col_inv_scale is not None:
         if rows is not None and row_inv_scale is col_inv_scale and col_inv_scale.size == 1:
-            cols = transpose(rows)
+            cols = rows.T
         else:
             kind = _COL if col_inv_scale.size > 1 else _ALL
-            cols = transpose(quantize_blocks(x, transpose(col_inv_scale), format, kind))
+            cols = quantize_blocks(x, col_inv_scale.T, format, kind).T
     return rows, cols
 
 
@@ -82,7 +81,7 @@ def cast_blocks(
     else:
         block_n, block_m = col_granularity.block
         codes, scales = _cast(x, (block_m, block_n), format, rule)
-    return rows, (transpose(codes), Scales(*map(transpose, scales)))
+    return rows, (codes.T, Scales(scales.inv_scale.T, scales.scale.T))
 
 
 def _cast(x: jax.Array, block: Block, format: Format, rule: ScaleRule) -> Cast:

@@ -1,8 +1,7 @@
 """What a GEMM accepts, checked before either engine runs, so that code tested without a GPU also runs on one."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from f8emu.jax.dtypes import HIGH_PRECISION_NAMES, format_of, output_format
@@ -10,17 +9,6 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
 from f8emu.spec.formats import BFLOAT16, FLOAT32, HIGH_PRECISION, Format
 from f8emu.spec.scaling import Granularity
-
-
-class Checked(NamedTuple):
-    """The operands of a `scaled_mm` as arrays, scales in the shapes of their granularities."""
-
-    a: jax.Array
-    b: jax.Array
-    scale_a: jax.Array
-    scale_b: jax.Array
-    bias: jax.Array | None
-    granularities: tuple[Granularity, Granularity]
 
 
 def check_scaled_mm(
@@ -35,8 +23,8 @@ def check_scaled_mm(
     granularity_b: Granularity | str | None,
     split_k: int | None,
     chip: Chip,
-) -> Checked:
-    """The operands of a `scaled_mm`.
+) -> tuple[tuple[Any, ...], tuple[Granularity, Granularity]]:
+    """The operands of a `scaled_mm`, a bias of None left out, and the granularities of its scales.
 
     Raises:
         OperandError: wrong dtype, shape or scales.
@@ -63,8 +51,7 @@ def check_scaled_mm(
             )
     if pair[0] is Granularity.TENSORWISE:
         scale_a, scale_b = jnp.reshape(scale_a, (1, 1)), jnp.reshape(scale_b, (1, 1))
-    a, b, scale_a, scale_b, bias = (None if x is None else jnp.asarray(x) for x in (a, b, scale_a, scale_b, bias))
-    return Checked(a, b, scale_a, scale_b, bias, pair)
+    return (a, b, scale_a, scale_b, *(() if bias is None else (bias,))), pair
 
 
 def check_scaled_grouped_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, offs: Any, chip: Chip) -> None:

@@ -14,7 +14,7 @@ A GEMM here is one primitive. What computes it is chosen when JAX lowers it: on 
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 import f8ref.jax
-from f8emu.jax.sharing import transpose
+from f8emu.jax.gemm.call import Gemm
+from f8emu.jax.gemm.planned import split_k_of
 from f8emu.native import gemm as engine
 from f8emu.native import library
 from f8emu.native.model import Model, model_of, slice_k
-from f8emu.spec.chip import AccumulationModel, Chip
-from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
 from f8ref.jax import softfloat
 
@@ -60,109 +59,9 @@ class _Options(ctypes.Structure):
     )
 
 
-class _Gemm(NamedTuple):
-    """What is static of a GEMM."""
-
-    call: str
-    out_dtype: Format
-    chip: Chip
-    granularities: tuple[Granularity, Granularity] | None = None
-    use_fast_accum: bool = False
-    split_k: int = 1
-    is_transposed: bool = False
-    is_many: bool = False
-    """Whether the operands have a first dimension of many GEMMs, or of 1 where all share one."""
-
-    @property
-    def model(self) -> AccumulationModel:
-        pair = (Granularity.ROWWISE, Granularity.ROWWISE) if self.call == "scaled_grouped_mm" else self.granularities
-        return self.chip.accumulation(pair, use_fast_accum=self.use_fast_accum)
-
-    def options(self, k: int) -> np.ndarray:
-        """The attribute of the custom call."""
-        scaling = engine.UNSCALED if self.call == "mm" else engine.GROUPED
-        numbers = (0, 0)
-        if self.granularities is not None:
-            numbers = _GRANULARITIES[self.granularities[0]], _GRANULARITIES[self.granularities[1]]
-            scaling = engine.scaling_of(self.granularities)
-        found = _Options(
-            size=ctypes.sizeof(_Options),
-            width=-1,
-            threads=0,
-            scaling=scaling,
-            granularity_a=numbers[0],
-            granularity_b=numbers[1],
-            is_transposed=self.is_transposed,
-            slice_k=slice_k(self.model, k, self.split_k),
-            model=model_of(self.model),
-        )
-        return np.frombuffer(bytes(found), np.uint8)
-
-    def emulated(self, *operands: Any) -> jax.Array:
-        """The same GEMM by `f8ref.jax`."""
-        if self.is_many:
-            one = self._replace(is_many=False)
-            many = max(x.shape[0] for x in operands)
-            mapped = [jnp.broadcast_to(x, (many, *x.shape[1:])) for x in operands]
-            return jax.lax.map(lambda each: one.emulated(*each), mapped)
-        shared: dict[str, Any] = {"out_dtype": self.out_dtype, "chip": self.chip}
-        if self.call == "scaled_grouped_mm":
-            a, b, scale_a, scale_b, offs = operands
-            return f8ref.jax.scaled_grouped_mm(
-                a, b, scale_a, scale_b, offs, **shared, use_fast_accum=self.use_fast_accum
-            )
-        shared["split_k"] = self.split_k
-        if self.granularities is None:
-            product = f8ref.jax.mm(operands[0], operands[1], **shared)
-        else:
-            bias = operands[4] if len(operands) == 5 else None
-            shared |= {"bias": bias, "use_fast_accum": self.use_fast_accum}
-            shared |= {"granularity_a": self.granularities[0], "granularity_b": self.granularities[1]}
-            a, b, scale_a, scale_b = operands[:4]
-            product = f8ref.jax.scaled_mm(a, b, scale_a, scale_b, **shared)
-        return transpose(product) if self.is_transposed else product
-
-
-def scaled_mm(
-    a: jax.Array,
-    b: jax.Array,
-    scale_a: jax.Array,
-    scale_b: jax.Array,
-    granularities: tuple[Granularity, Granularity],
-    *,
-    bias: jax.Array | None,
-    out_dtype: Format,
-    use_fast_accum: bool,
-    split_k: int,
-    chip: Chip,
-    transposed: bool = False,
-) -> jax.Array:
-    """A checked `scaled_mm`, [N, M] with `transposed`."""
-    gemm = _Gemm("scaled_mm", out_dtype, chip, granularities, use_fast_accum, split_k, transposed)
-    return _call(gemm, a, b, scale_a, scale_b, *(() if bias is None else (bias,)))
-
-
-def scaled_grouped_mm(
-    a: jax.Array,
-    b: jax.Array,
-    scale_a: jax.Array,
-    scale_b: jax.Array,
-    offs: jax.Array,
-    *,
-    out_dtype: Format,
-    use_fast_accum: bool,
-    chip: Chip,
-) -> jax.Array:
-    """A checked `scaled_grouped_mm`."""
-    gemm = _Gemm("scaled_grouped_mm", out_dtype, chip, use_fast_accum=use_fast_accum)
-    return _call(gemm, a, b, scale_a, scale_b, offs)
-
-
-def mm(
-    a: jax.Array, b: jax.Array, *, out_dtype: Format, split_k: int, chip: Chip, transposed: bool = False
-) -> jax.Array:
-    """A checked `mm`, [N, M] with `transposed`."""
-    return _call(_Gemm("mm", out_dtype, chip, split_k=split_k, is_transposed=transposed), a, b)
+def multiply(gemm: Gemm, *operands: Any) -> jax.Array:
+    """A checked GEMM, [N, M] if it is transposed."""
+    return _call(gemm._replace(split_k=split_k_of(gemm, *operands[:2])), *operands)
 
 
 def is_available() -> bool:
@@ -170,8 +69,9 @@ def is_available() -> bool:
     return library.library() is not None
 
 
-def _call(gemm: _Gemm, *operands: Any) -> jax.Array:
-    return _gemm.bind(*operands, gemm=gemm)
+def _call(gemm: Gemm, *operands: Any, is_many: bool = False) -> jax.Array:
+    """`is_many`: the operands have a first dimension of many GEMMs, or of 1 where all share one."""
+    return _gemm.bind(*operands, gemm=gemm, is_many=is_many)
 
 
 def promote(
@@ -190,20 +90,60 @@ def promote(
 
 
 @functools.cache
-def _program(gemm: _Gemm) -> Any:
-    return jax.jit(functools.partial(_call, gemm))
+def _program(gemm: Gemm, is_many: bool) -> Any:
+    return jax.jit(functools.partial(_call, gemm, is_many=is_many))
 
 
-def _run(*operands: Any, gemm: _Gemm) -> jax.Array:
+def _run(*operands: Any, gemm: Gemm, is_many: bool) -> jax.Array:
     """An eager call: one program for each shape, or those of f8ref.jax."""
-    is_on_cpu = all(device.platform == "cpu" for device in operands[0].devices())
-    return _program(gemm)(*operands) if is_on_cpu and _is_registered() else gemm.emulated(*operands)
+    if all(device.platform == "cpu" for device in operands[0].devices()) and _is_registered():
+        return _program(gemm, is_many)(*operands)
+    return _by_reference(*operands, gemm=gemm, is_many=is_many)
 
 
-def _shape(*avals: Any, gemm: _Gemm) -> ShapedArray:
+def _by_reference(*operands: Any, gemm: Gemm, is_many: bool) -> jax.Array:
+    """The GEMM by `f8ref.jax`."""
+    if is_many:
+        many = max(x.shape[0] for x in operands)
+        mapped = [jnp.broadcast_to(x, (many, *x.shape[1:])) for x in operands]
+        return jax.lax.map(lambda each: _by_reference(*each, gemm=gemm, is_many=False), mapped)
+    options: dict[str, Any] = {"out_dtype": gemm.out_dtype, "chip": gemm.chip}
+    if gemm.call != "scaled_grouped_mm":
+        options["split_k"] = gemm.split_k
+    if gemm.granularities is not None and gemm.call == "scaled_mm":
+        operands, bias = operands[:4], operands[4:]
+        options |= {"granularity_a": gemm.granularities[0], "granularity_b": gemm.granularities[1]}
+        options["bias"] = bias[0] if bias else None
+    if gemm.call != "mm":
+        options["use_fast_accum"] = gemm.use_fast_accum
+    product = getattr(f8ref.jax, gemm.call)(*operands, **options)
+    return product.T if gemm.is_transposed else product
+
+
+def _attribute(gemm: Gemm, k: int) -> np.ndarray:
+    """The attribute of the custom call."""
+    scaling, numbers = engine.UNSCALED if gemm.call == "mm" else engine.GROUPED, (0, 0)
+    if gemm.granularities is not None and gemm.call == "scaled_mm":
+        scaling = engine.scaling_of(gemm.granularities)
+        numbers = _GRANULARITIES[gemm.granularities[0]], _GRANULARITIES[gemm.granularities[1]]
+    found = _Options(
+        size=ctypes.sizeof(_Options),
+        width=-1,
+        threads=0,
+        scaling=scaling,
+        granularity_a=numbers[0],
+        granularity_b=numbers[1],
+        is_transposed=gemm.is_transposed,
+        slice_k=slice_k(gemm.model, k, gemm.split_k or 1),
+        model=model_of(gemm.model),
+    )
+    return np.frombuffer(bytes(found), np.uint8)
+
+
+def _shape(*avals: Any, gemm: Gemm, is_many: bool) -> ShapedArray:
     a, b = avals[:2]
     sizes = (a.shape[-2], b.shape[-1])
-    many = (max(x.shape[0] for x in avals),) if gemm.is_many else ()
+    many = (max(x.shape[0] for x in avals),) if is_many else ()
     return ShapedArray(many + (sizes[::-1] if gemm.is_transposed else sizes), jnp.dtype(gemm.out_dtype.name))
 
 
@@ -216,30 +156,30 @@ def _is_registered() -> bool:
     return found is not None
 
 
-def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: _Gemm) -> Sequence[Any]:
-    return mlir.lower_fun(gemm.emulated, multiple_results=False)(ctx, *operands)
+def _lower_reference(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    return mlir.lower_fun(functools.partial(_by_reference, **params), multiple_results=False)(ctx, *operands)
 
 
-def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, gemm: _Gemm) -> Sequence[Any]:
-    is_exported = ctx.module_context.lowering_parameters.for_export
-    if is_exported or not _is_registered():
-        return _lower_reference(ctx, *operands, gemm=gemm)
+def _lower_native(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Sequence[Any]:
+    if ctx.module_context.lowering_parameters.for_export or not _is_registered():
+        return _lower_reference(ctx, *operands, **params)
     a: Any = ctx.avals_in[0]
-    options: Any = gemm.options(a.shape[-1])
+    options: Any = _attribute(params["gemm"], a.shape[-1])
     return jax.ffi.ffi_lowering(_TARGET)(ctx, *operands, options=options)
 
 
-def _batched(operands: Sequence[Any], axes: Sequence[Any], *, gemm: _Gemm) -> tuple[Any, int]:
-    if gemm.is_many or gemm.call == "scaled_grouped_mm":  # mapped twice, or GEMMs of many sizes: one after another
+def _batched(operands: Sequence[Any], axes: Sequence[Any], *, gemm: Gemm, is_many: bool) -> tuple[Any, int]:
+    if is_many or gemm.call == "scaled_grouped_mm":  # mapped twice, or GEMMs of many sizes: one after another
         mapped = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
 
         def one(each: Any) -> jax.Array:
             picked = iter(each)
-            return _call(gemm, *(x if axis is None else next(picked) for x, axis in zip(mapped, axes, strict=True)))
+            given = (x if axis is None else next(picked) for x, axis in zip(mapped, axes, strict=True))
+            return _call(gemm, *given, is_many=is_many)
 
         return jax.lax.map(one, [x for x, axis in zip(mapped, axes, strict=True) if axis is not None]), 0
     found = [x[None] if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
-    return _call(gemm._replace(is_many=True), *found), 0
+    return _call(gemm, *found, is_many=True), 0
 
 
 _gemm = Primitive("f8emu_emulated_gemm")

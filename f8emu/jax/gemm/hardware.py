@@ -8,7 +8,7 @@ calls compile programs with these options, and a trace whose options are not kno
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -20,7 +20,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from f8emu.jax.compiling import TRITON_GEMM, Options, compiler_options, eager_options, is_eager
 from f8emu.jax.dtypes import CHIP
 from f8emu.jax.fused.choice import are_hopper, kernel_or_plain
-from f8emu.jax.gemm import block_kernel, emulation
+from f8emu.jax.gemm import block_kernel, emulation, planned
+from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.lowering import refuse_lowering
 from f8emu.spec.formats import BFLOAT16, FLOAT32, Format
 from f8emu.spec.scaling import Granularity
@@ -48,91 +49,44 @@ class Form(Enum):
     partitions the program, a float32 dot for every 128 of K, added up on integers: the same bits, and very slow."""
 
 
-def form_of(
-    granularities: tuple[Granularity, Granularity],
-    out_dtype: Format,
-    *,
-    has_bias: bool,
-    powers_of_two: bool,
-    options: Options,
-) -> Form:
+def form_of(gemm: Gemm, *, has_bias: bool, options: Options) -> Form:
     """How the scales of a GEMM are applied: the fastest form that is exact.
 
     `powers_of_two`: all scales are powers of two, by the recipe's rule, from amaxes of their operands. Multiplying by
     them then commutes with the rounding to bfloat16, as long as nothing leaves the range of normal numbers:
     - No result is subnormal. A scale is at least `amax_floor / max`, 2^-48 for E4M3 and the default floor; terms are
       multiples of 2^(e_max - 13) with e_max >= -12 [ACC-3], so that a sum is 0 or at least 2^-25, and the scaled one
-      at least 2^-121. A smaller floor, and E5M2, do not get here (`training.matmul`).
+      at least 2^-121. A smaller floor, and E5M2, do not get here (`layer.matmul`).
     - Overflow is the same, except where `acc * scale_b` lies within 2^-9 below 2^128 and `scale_a` is below 1: the
       rounded accumulator makes an infinity of it. An accumulator is below K * 2^18, so this takes a row of the weight
       with an amax above 2^98 / K * 2^20.
     """
-    if granularities[0].is_blockwise:
+    if gemm.is_blockwise:
         return Form.BLOCKS
-    if out_dtype != BFLOAT16 or has_bias:
+    if gemm.out_dtype != BFLOAT16 or has_bias:
         return Form.FLOAT32
-    if granularities[0] is Granularity.TENSORWISE:
+    if gemm.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         return Form.FOLDED if options.excess_precision else Form.FLOAT32
-    return Form.BFLOAT16 if powers_of_two else Form.FLOAT32
+    return Form.BFLOAT16 if gemm.powers_of_two else Form.FLOAT32
 
 
-def scaled_mm(
-    a: jax.Array,
-    b: jax.Array,
-    scale_a: jax.Array,
-    scale_b: jax.Array,
-    granularities: tuple[Granularity, Granularity],
-    *,
-    bias: jax.Array | None,
-    out_dtype: Format,
-    use_fast_accum: bool,
-    split_k: int,
-    options: Options | None,
-    powers_of_two: bool = False,
-    transposed: bool = False,
-) -> jax.Array:
-    """A checked `scaled_mm`; `split_k` is of block scales only, in other GEMMs the library chooses the split-K.
+def multiply(gemm: Gemm, *operands: jax.Array, options: Options | None) -> jax.Array:
+    """A checked GEMM of any extents, which are zero-padded; [N, M] if it is transposed, which costs nothing here.
 
-    Shapes: a [M, K], b [K, N], of any extents: they are zero-padded -> [M, N], or [N, M] with `transposed`, which
-    costs nothing here.
+    S is asked for block scales only: in other GEMMs the library chooses it. XLA measures which kernel of a bfloat16
+    `mm` is the fastest, and those that split K [BF16-2] are among them.
     """
-    settings = (granularities, out_dtype, use_fast_accum, split_k, powers_of_two, transposed)
-    return _run("scaled_mm", _scaled_mm, (a, b, scale_a, scale_b, bias), settings, options)
-
-
-def scaled_grouped_mm(
-    a: jax.Array,
-    b: jax.Array,
-    scale_a: jax.Array,
-    scale_b: jax.Array,
-    offs: jax.Array,
-    *,
-    out_dtype: Format,
-    use_fast_accum: bool,
-    options: Options | None,
-) -> jax.Array:
-    """A checked `scaled_grouped_mm` [EPI-6], as one GEMM of all rows for every group: XLA has no grouped one."""
-    settings = (out_dtype, use_fast_accum)
-    return _run("scaled_grouped_mm", _scaled_grouped_mm, (a, b, scale_a, scale_b, offs), settings, options)
-
-
-def mm(
-    a: jax.Array, b: jax.Array, *, out_dtype: Format, options: Options | None, transposed: bool = False
-) -> jax.Array:
-    """A checked `mm` of bfloat16 [BF16-1], by cuBLAS. XLA measures which of its kernels is the fastest, and those that
-    split K [BF16-2] are among them: S is not the plan's by necessity.
-    """
-    return _run("mm", _mm, (a, b), (out_dtype, transposed), options)
-
-
-def _run(
-    call: str, function: Callable[..., jax.Array], operands: tuple[Any, ...], settings: tuple[Any, ...], known: Any
-) -> jax.Array:
+    if gemm.is_blockwise:
+        gemm = gemm._replace(split_k=planned.split_k_of(gemm, *operands[:2]))
     if is_eager(operands):
-        return _program(function)(operands, settings, eager_options())
-    if known is None:
-        operands = refuse_unknown_options(call, operands)
-    return function(operands, settings, known or Options(excess_precision=False))
+        return _program()(operands, gemm, eager_options())
+    assert options is not None, "what is not known was refused"
+    return _product(operands, gemm, options)
+
+
+def _product(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+    product = {"scaled_mm": _scaled_mm, "scaled_grouped_mm": _scaled_grouped_mm, "mm": _mm}[gemm.call]
+    return product(operands, gemm, options)
 
 
 def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -147,15 +101,16 @@ def refuse_unknown_options(call: str, operands: tuple[Any, ...]) -> tuple[Any, .
 
 
 @functools.cache
-def _program(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A program of its own, for eager calls."""
-    return jax.jit(function, static_argnums=(1, 2), compiler_options=compiler_options())
+def _program() -> Callable[..., jax.Array]:
+    """A program of its own for each eager call."""
+    return jax.jit(_product, static_argnums=(1, 2), compiler_options=compiler_options())
 
 
-def _scaled_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
-    a, b, scale_a, scale_b, bias = operands
-    granularities, out_dtype, use_fast_accum, split_k, powers_of_two, transposed = settings
-    form = form_of(granularities, out_dtype, has_bias=bias is not None, powers_of_two=powers_of_two, options=options)
+def _scaled_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+    a, b, scale_a, scale_b, *bias = operands
+    granularities, transposed = gemm.granularities, gemm.is_transposed
+    assert granularities is not None, "a scaled_mm has scales"
+    form = form_of(gemm, has_bias=bool(bias), options=options)
     # 1. The left operand of the dot, and the factors of its rows and of its columns in the order of [EPI-2].
     b, scale_b = b.T, scale_b.T
     left, right = (b, a) if transposed else (a, b)
@@ -163,56 +118,53 @@ def _scaled_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Op
     # 2. The product.
     match form:
         case Form.BLOCKS:
-            given = (granularities, out_dtype, split_k, transposed)
-            return _block_scaled((a, b, scale_a, scale_b), *given)
+            return _block_scaled((a, b, scale_a, scale_b), gemm)
         case Form.FOLDED:
             # Without the barrier XLA rounds the factor to bfloat16 before it looks for something to fold.
             factor = lax.optimization_barrier(scale_a.reshape(()) * scale_b.reshape(())).astype(jnp.bfloat16)
-            return _ended(_dot(left, right, use_fast_accum, jnp.bfloat16, factor))
+            return _ended(_dot(left, right, gemm.use_fast_accum, jnp.bfloat16, factor))
         case Form.BFLOAT16:
-            product = _dot(left, right, use_fast_accum, jnp.bfloat16).astype(jnp.float32)
+            product = _dot(left, right, gemm.use_fast_accum, jnp.bfloat16).astype(jnp.float32)
             return (product * factors[0] * factors[1]).astype(jnp.bfloat16)
         case Form.FLOAT32:
-            product = _dot(left, right, use_fast_accum, jnp.float32)
+            product = _dot(left, right, gemm.use_fast_accum, jnp.float32)
     # 3. Scales, bias and one rounding.
     if granularities[0] is Granularity.TENSORWISE:
         product = product * (scale_a * scale_b)
         product = jnp.where(product == 0, jnp.zeros_like(product), product)  # [EPI-1] XLA drops `+ 0`, which -0 needs
     else:
         product = (product * factors[0]) * factors[1]  # [EPI-2]
-    if bias is not None:
-        addend = bias.astype(jnp.float32)
+    if bias:
+        addend = bias[0].astype(jnp.float32)
         product = lax.optimization_barrier(product)  # [EPI-3] a fused multiply-add would round once
         product = product + (addend[:, None] if transposed else addend[None, :])
-    return _rounded(product, out_dtype)
+    return _rounded(product, gemm.out_dtype)
 
 
-def _scaled_grouped_mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
+def _scaled_grouped_mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+    """[EPI-6] One GEMM of all rows for every group, of which the group's own are kept: XLA has no grouped one."""
     a, b, scale_a, scale_b, offs = operands
-    out_dtype, use_fast_accum = settings
     rows = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
     starts = jnp.concatenate([jnp.zeros_like(offs[:1]), offs[:-1]])
 
     def one_group(total: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         b_g, scale_g, start, end = group
-        product = _dot(a, b_g.T, use_fast_accum, jnp.float32)
-        product = _rounded((product * scale_a[:, None]) * scale_g[None, :], out_dtype)  # [EPI-6]
+        product = _dot(a, b_g.T, gemm.use_fast_accum, jnp.float32)
+        product = _rounded((product * scale_a[:, None]) * scale_g[None, :], gemm.out_dtype)
         return jnp.where((rows >= start) & (rows < end), product, total), None
 
-    total = jnp.zeros((a.shape[0], b.shape[2]), out_dtype.name)
+    total = jnp.zeros((a.shape[0], b.shape[2]), gemm.out_dtype.name)
     return lax.scan(one_group, total, (b, scale_b, starts, offs))[0]
 
 
-def _mm(operands: tuple[Any, ...], settings: tuple[Any, ...], options: Options) -> jax.Array:
-    a, b = operands
-    out_dtype, transposed = settings
-    a, b = _apart(a, b)
-    dtype = jnp.bfloat16 if out_dtype == BFLOAT16 else jnp.float32
-    if transposed:
+def _mm(operands: tuple[jax.Array, ...], gemm: Gemm, options: Options) -> jax.Array:
+    a, b = _apart(*operands)
+    dtype = jnp.bfloat16 if gemm.out_dtype == BFLOAT16 else jnp.float32
+    if gemm.is_transposed:
         product = lax.dot_general(b, a, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
     else:
         product = lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
-    return _ended(product) if out_dtype == BFLOAT16 else _rounded(product, out_dtype)
+    return _ended(product) if gemm.out_dtype == BFLOAT16 else _rounded(product, gemm.out_dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, use_fast_accum: bool, dtype: Any, factor: jax.Array | None = None) -> jax.Array:
@@ -236,66 +188,46 @@ def _padded(codes: jax.Array) -> jax.Array:
     return lax.pad(codes, jnp.zeros((), codes.dtype), ((0, rows, 0), (0, columns, 0)))
 
 
-def _block_scaled(
-    operands: tuple[jax.Array, ...],
-    granularities: tuple[Granularity, Granularity],
-    out_dtype: Format,
-    split_k: int,
-    transposed: bool,
-) -> jax.Array:
+def _block_scaled(operands: tuple[jax.Array, ...], gemm: Gemm) -> jax.Array:
     """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, or its transpose."""
 
-    def plain(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-        total = _blocks(a, b, scale_a, scale_b, granularities, split_k)
-        return _rounded(total.T if transposed else total, out_dtype)
-
-    def kernel(*operands: jax.Array) -> jax.Array:
-        return _by_kernel(operands, granularities, out_dtype, split_k, transposed)
+    def plain(*operands: jax.Array) -> jax.Array:
+        total = _blocks(*operands, gemm)
+        return _rounded(total.T if gemm.is_transposed else total, gemm.out_dtype)
 
     (m, k), n = operands[0].shape, operands[1].shape[0]
-    if not block_kernel.fits(m, n, k, split_k):
+    if not block_kernel.fits(m, n, k, gemm.split_k or 1):
         return plain(*operands)
-    return kernel_or_plain(kernel, plain, *operands, runs_here=are_hopper)
+    return kernel_or_plain(functools.partial(_by_kernel, gemm), plain, *operands, runs_here=are_hopper)
 
 
-def _by_kernel(
-    operands: Sequence[jax.Array],
-    granularities: tuple[Granularity, Granularity],
-    out_dtype: Format,
-    split_k: int,
-    transposed: bool,
-    **how: Any,
-) -> jax.Array:
+def _by_kernel(gemm: Gemm, a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, **how: Any) -> jax.Array:
     """`_block_scaled` by a kernel on the tensor cores; `how` it is launched."""
-    a, b, scale_a, scale_b = operands
+    granularities = gemm.granularities
+    assert granularities is not None, "a GEMM with block scales"
     slices = block_kernel.block_mm(
-        *((b, a, scale_b, scale_a) if transposed else (a, b, scale_a, scale_b)),
-        (granularities[1], granularities[0]) if transposed else granularities,
-        out_dtype=out_dtype,
-        slice_blocks=_slice_blocks(a.shape[1], granularities, split_k),
-        right_first=transposed,
+        *((b, a, scale_b, scale_a) if gemm.is_transposed else (a, b, scale_a, scale_b)),
+        (granularities[1], granularities[0]) if gemm.is_transposed else granularities,
+        out_dtype=gemm.out_dtype,
+        slice_blocks=_slice_blocks(a.shape[1], gemm),
+        right_first=gemm.is_transposed,
         **how,
     )
     if slices.shape[0] == 1:
         return slices[0]
-    return _rounded(functools.reduce(jnp.add, slices), out_dtype)  # [CHAIN-3] in order
+    return _rounded(functools.reduce(jnp.add, slices), gemm.out_dtype)  # [CHAIN-3] in order
 
 
-def _slice_blocks(k: int, granularities: tuple[Granularity, Granularity], split_k: int) -> int:
+def _slice_blocks(k: int, gemm: Gemm) -> int:
     """[CHAIN-3] How many blocks of K a slice has."""
-    multiple = CHIP.accumulation(granularities).split_k_multiple
-    return math.ceil(math.ceil(k / split_k) / multiple) * multiple // _BLOCK_K
+    multiple = gemm.model.split_k_multiple
+    return math.ceil(math.ceil(k / (gemm.split_k or 1)) / multiple) * multiple // _BLOCK_K
 
 
-def _blocks(
-    a: jax.Array,
-    b: jax.Array,
-    scale_a: jax.Array,
-    scale_b: jax.Array,
-    granularities: tuple[Granularity, Granularity],
-    split_k: int,
-) -> jax.Array:
+def _blocks(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array, gemm: Gemm) -> jax.Array:
     """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, float32, in slices of K that are added in order [CHAIN-3]."""
+    granularities = gemm.granularities
+    assert granularities is not None, "a GEMM with block scales"
     (m, k), n = a.shape, b.shape[0]
     blocks = -(-k // _BLOCK_K)
     spread_a, spread_b = (
@@ -311,7 +243,7 @@ def _blocks(
         # One chain over 128 is the same in both ways of accumulation.
         return emulation.promote(_dot(a_i, b_i, True, jnp.float32), s_a, s_b, total, scales_first=scales_first)
 
-    length = _slice_blocks(k, granularities, split_k)
+    length = _slice_blocks(k, gemm)
     total = None
     for first in range(0, blocks, length):
         end = min(first + length, blocks)

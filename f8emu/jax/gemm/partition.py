@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.lowering import is_partitioned
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.scaling import Granularity
@@ -56,40 +57,32 @@ def check_sharded_k(call: str, sharded_k: str) -> None:
         raise OperandError(f"{call}: sharded_k must be one of {', '.join(WAYS)}; got {sharded_k!r}")
 
 
-def layout_of(
-    granularities: tuple[Granularity, Granularity] | None, *, has_bias: bool, transposed: bool, sharded_k: str
-) -> Layout:
-    """The layout of `scaled_mm` with scales of these granularities, or of `mm` for None."""
+def layout_of(gemm: Gemm, has_bias: bool = False) -> Layout:
+    """The layout of a GEMM."""
+    if gemm.call == "scaled_grouped_mm":
+        return Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
     operands: tuple[Names, ...] = (("m", "k"), ("k", "n"))
-    if granularities is not None:
-        operands += (_scale(granularities[0], "m"), _scale(granularities[1], "n")[::-1])
+    if gemm.granularities is not None:
+        operands += (_scale(gemm.granularities[0], "m"), _scale(gemm.granularities[1], "n")[::-1])
     if has_bias:
         operands += (("n",),)
-        sharded_k = GATHER  # a bias is added once
-    return Layout(operands, ("n", "m") if transposed else ("m", "n"), sharded_k)
+    # Slices that the caller counts are those of the whole of K, and a bias is added once.
+    way = GATHER if has_bias or gemm.split_k is not None else gemm.sharded_k
+    return Layout(operands, ("n", "m") if gemm.is_transposed else ("m", "n"), way)
 
 
-GROUPED = Layout(((None, None), (None, None, "n"), (None,), (None, "n"), (None,)), (None, "n"))
-"""The layout of `scaled_grouped_mm`."""
+def in_parts(product: Callable[..., jax.Array], gemm: Gemm, operands: Sequence[Any], *, is_emulated: bool) -> jax.Array:
+    """`product(gemm, *operands)`, of which each device computes its part where XLA partitions the program.
 
-
-def in_parts(
-    product: Callable[..., jax.Array], operands: Sequence[Any], layout: Layout, *, is_emulated: bool
-) -> jax.Array:
-    """`product(*operands)`, of which each device computes its part where XLA partitions the program.
-
-    `product` is a function of arrays of any extents; of an operand that is None the layout has nothing. It is traced
-    without the axes of a mesh, so that in `jax.shard_map` loops of the emulation need not say along which they vary.
+    `product` takes arrays of any extents. It is traced without the axes of a mesh, so that in `jax.shard_map` loops of
+    the emulation need not say along which they vary.
     """
-    given = [i for i, x in enumerate(operands) if x is not None]
+    layout = layout_of(gemm, len(operands) == 5)
+    arrays = [jnp.asarray(x) for x in operands]
 
     def whole(*arrays: Any) -> jax.Array:
-        full: list[Any] = [None] * len(operands)
-        for i, x in zip(given, arrays, strict=True):
-            full[i] = x
-        return product(*full)
+        return product(gemm, *arrays)
 
-    arrays = [jnp.asarray(operands[i]) for i in given]
     dtypes = [x.dtype for x in arrays]
 
     def of_bytes(*arrays: Any) -> jax.Array:

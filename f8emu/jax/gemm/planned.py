@@ -6,46 +6,30 @@ import jax
 from jax.core import Tracer
 
 from f8emu.jax.fused.choice import is_device_of
+from f8emu.jax.gemm.call import Gemm
+from f8emu.spec import recipe
 from f8emu.spec.chip import Chip
-from f8emu.spec.formats import Format
-from f8emu.spec.recipe import Gemm
-from f8emu.spec.scaling import Granularity
 from f8emu.split_k.ask import known_split_k, split_of
 from f8emu.split_k.gemm import Source, Split, planned_gemm
 
 _CALLER = "f8emu.jax"
 
 
-def scaled_mm_split_k(
-    a: jax.Array,
-    b: jax.Array,
-    formats: tuple[Format, Format],
-    granularities: tuple[Granularity, Granularity],
-    *,
-    out_dtype: Format,
-    use_fast_accum: bool,
-    chip: Chip,
-) -> int:
-    """S of a `scaled_mm`."""
-    sizes = a.shape[0], b.shape[1], a.shape[1]
-    if 0 in sizes:
+def split_k_of(gemm: Gemm, a: jax.Array, b: jax.Array) -> int:
+    """S of a GEMM."""
+    if gemm.split_k is not None:
+        return gemm.split_k
+    sizes = a.shape[0], b.shape[-1], a.shape[1]
+    if gemm.call == "scaled_grouped_mm" or 0 in sizes:
         return 1
-    dtypes = out_dtype.name, formats[0].name, formats[1].name
-    gemm = planned_gemm(sizes, granularities, dtypes, use_fast_accum=use_fast_accum)
-    return known_split_k(_CALLER, gemm, chip, lambda: _is_at_hand(chip, a))
-
-
-def mm_split_k(a: jax.Array, b: jax.Array, layout: str, *, out_dtype: Format, chip: Chip) -> int:
-    """S of a bfloat16 `mm`; `layout` as cuBLAS names it (`f8emu.split_k.gemm.LAYOUTS`)."""
-    sizes = a.shape[0], b.shape[1], a.shape[1]
-    if 0 in sizes:
-        return 1
-    gemm = planned_gemm(sizes, None, (out_dtype.name, "bfloat16", "bfloat16"), layout=layout)
-    return known_split_k(_CALLER, gemm, chip, lambda: _is_at_hand(chip, a))
+    options = {"use_fast_accum": gemm.use_fast_accum, "layout": gemm.layout}
+    dtypes = gemm.out_dtype.name, a.dtype.name, b.dtype.name
+    question = planned_gemm(sizes, gemm.granularities, dtypes, **options)
+    return known_split_k(_CALLER, question, gemm.chip, lambda: _is_at_hand(gemm.chip, a))
 
 
 def layer_split_k(
-    spec: Gemm, sizes: tuple[int, int, int], layout: str, dtypes: tuple[str, str, str], *, chip: Chip
+    spec: recipe.Gemm, sizes: tuple[int, int, int], layout: str, dtypes: tuple[str, str, str], *, chip: Chip
 ) -> Split:
     """S of a GEMM of a layer; `dtypes` are those of the product, a and b, `layout` counts in high precision."""
     if 0 in sizes:

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 
 from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm import engine as engines
+from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.checks import check_mm, check_output, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.jax.lowering import without_gradient
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
+from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
+
+_ROW = Granularity.ROWWISE
 
 
 def scaled_mm(
@@ -67,10 +71,8 @@ def scaled_mm(
         UnsupportedError: a call that the hardware or the engine does not support; the message names a remedy. In a
             traced call this may be raised when the program is lowered.
     """
-    out = check_output("scaled_mm", out_dtype)
-    engines.check_engine("scaled_mm", engine)
-    chip = chip_by_name("scaled_mm", chip)
-    checked = check_scaled_mm(
+    out, chip = _checked("scaled_mm", out_dtype, engine, chip)
+    operands, pair = check_scaled_mm(
         a,
         b,
         scale_a,
@@ -82,24 +84,7 @@ def scaled_mm(
         split_k=split_k,
         chip=chip,
     )
-    operands = checked[:5]
-    if 0 in (*checked.a.shape, checked.b.shape[1]) and bias is None:
-        return jnp.zeros((checked.a.shape[0], checked.b.shape[1]), out.name)
-    a, b, scale_a, scale_b, bias = without_gradient("scaled_mm", operands)
-    return engines.scaled_mm(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        checked.granularities,
-        bias=bias,
-        out_dtype=out,
-        use_fast_accum=use_fast_accum,
-        engine=engine,
-        split_k=split_k,
-        options=known_options(),
-        chip=chip,
-    )
+    return _product(Gemm("scaled_mm", out, chip, pair, use_fast_accum, split_k, engine), operands)
 
 
 def scaled_grouped_mm(
@@ -128,17 +113,10 @@ def scaled_grouped_mm(
         OperandError: wrong dtype or shape.
         UnsupportedError: a call that the hardware or this engine does not support.
     """
-    out = check_output("scaled_grouped_mm", out_dtype)
-    engines.check_engine("scaled_grouped_mm", engine)
-    chip = chip_by_name("scaled_grouped_mm", chip)
+    out, chip = _checked("scaled_grouped_mm", out_dtype, engine, chip)
     check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, chip)
-    operands = tuple(jnp.asarray(x) for x in (a, b, scale_a, scale_b, offs))
-    if 0 in (*operands[0].shape, *operands[1].shape):
-        return jnp.zeros((operands[0].shape[0], operands[1].shape[2]), out.name)
-    operands = without_gradient("scaled_grouped_mm", operands)
-    return engines.scaled_grouped_mm(
-        *operands, out_dtype=out, use_fast_accum=use_fast_accum, engine=engine, options=known_options(), chip=chip
-    )
+    gemm = Gemm("scaled_grouped_mm", out, chip, (_ROW, _ROW), use_fast_accum, engine=engine)
+    return _product(gemm, (a, b, scale_a, scale_b, offs))
 
 
 def mm(
@@ -161,14 +139,21 @@ def mm(
         OperandError: wrong dtype or shape.
         UnsupportedError: a call that the hardware or this engine does not support.
     """
-    out = check_output("mm", out_dtype)
-    engines.check_engine("mm", engine)
-    chip = chip_by_name("mm", chip)
+    out, chip = _checked("mm", out_dtype, engine, chip)
     check_mm(a, b, split_k)
-    operands = (jnp.asarray(a), jnp.asarray(b))
-    if 0 in (*operands[0].shape, operands[1].shape[1]):
-        return jnp.zeros((operands[0].shape[0], operands[1].shape[1]), out.name)
-    a, b = without_gradient("mm", operands)
-    return engines.mm(
-        a, b, out_dtype=out, engine=engine, split_k=split_k, layout="nn", options=known_options(), chip=chip
-    )
+    return _product(Gemm("mm", out, chip, split_k=split_k, engine=engine), (a, b))
+
+
+def _checked(call: str, out_dtype: Any, engine: str, chip: Chip | str) -> tuple[Format, Chip]:
+    out = check_output(call, out_dtype)
+    engines.check_engine(call, engine)
+    return out, chip_by_name(call, chip)
+
+
+def _product(gemm: Gemm, operands: tuple[Any, ...]) -> jax.Array:
+    operands = tuple(map(jnp.asarray, operands))
+    a, b, *rest = operands
+    has_bias = gemm.call == "scaled_mm" and len(rest) > 2
+    if 0 in (*a.shape, *b.shape) and not has_bias:
+        return jnp.zeros((a.shape[0], b.shape[-1]), gemm.out_dtype.name)
+    return engines.multiply(gemm, without_gradient(gemm.call, operands), known_options())

@@ -58,9 +58,8 @@ def dot_general(
         SpecError: an unknown recipe, one with delayed scaling, or one that is not static.
         OperandError: an unknown engine, an unknown `sharded_k`, or `in_specs` that are not PartitionSpecs.
     """
-    call = "dot_general"
-    static = static_recipe(call, recipe, is_delayed=False)
-    return DotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
+    settings = checked_settings("dot_general", recipe, engine, in_specs, sharded_k, is_delayed=False)
+    return DotGeneral(**settings)
 
 
 def delayed_dot_general(
@@ -74,14 +73,13 @@ def delayed_dot_general(
         SpecError: an unknown recipe, one without delayed scaling, or one that is not static.
         OperandError: an unknown engine, an unknown `sharded_k`, or `in_specs` that are not PartitionSpecs.
     """
-    call = "delayed_dot_general"
-    static = static_recipe(call, recipe, is_delayed=True)
-    return DelayedDotGeneral(recipe=static, **_settings(call, engine, in_specs, sharded_k))
+    settings = checked_settings("delayed_dot_general", recipe, engine, in_specs, sharded_k, is_delayed=True)
+    return DelayedDotGeneral(**settings)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
-class DotGeneral:
-    """A function like `jax.lax.dot_general`, returned by `dot_general`."""
+class _Layer:
+    """The settings of a layer."""
 
     recipe: Recipe
     engine: str = "auto"
@@ -89,6 +87,13 @@ class DotGeneral:
     sharded_k: str = SUM
     tap: Tap | None = None
     """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
+    recompute_casts: bool = True
+    """Whether the weight is cast again for the backward pass, so that its codes need not be kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DotGeneral(_Layer):
+    """A function like `jax.lax.dot_general`, returned by `dot_general`."""
 
     def __call__(
         self,
@@ -121,16 +126,9 @@ class DotGeneral:
         )
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
-class DelayedDotGeneral:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayedDotGeneral(_Layer):
     """A function like `jax.lax.dot_general` with a state, returned by `delayed_dot_general`."""
-
-    recipe: Recipe
-    engine: str = "auto"
-    in_specs: Specs | None = None
-    sharded_k: str = SUM
-    tap: Tap | None = None
-    """The tap of a capture; `f8emu.jax.Capture.named` sets it."""
 
     def __call__(
         self,
@@ -153,7 +151,7 @@ class DelayedDotGeneral:
                 not over the state.
         """
         call = "delayed_dot_general"
-        require_state(call, self.recipe, state)
+        _require_state(call, self.recipe, state)
         return _dot_general(
             call, self, lhs, rhs, state, dimension_numbers, precision, preferred_element_type, out_sharding
         )
@@ -161,7 +159,7 @@ class DelayedDotGeneral:
 
 def _dot_general(
     call: str,
-    function: DotGeneral | DelayedDotGeneral,
+    function: _Layer,
     lhs: Any,
     rhs: Any,
     state: Float8State | None,
@@ -211,8 +209,9 @@ def _dot_general(
         is_weight_transposed=weight_is_t,
         sharded_k=function.sharded_k,
         divided=along,
-        settled=None if state is None else settled_of(state),
+        settled=None if state is None else _settled(state),
         tap=function.tap,
+        recompute_casts=function.recompute_casts,
     )
     if state is not None and lhs_b:
         raise OperandError(
@@ -301,7 +300,7 @@ def _refuse_precision(call: str, precision: Any) -> None:
         )
 
 
-def require_state(call: str, recipe: Recipe, state: Any) -> None:
+def _require_state(call: str, recipe: Recipe, state: Any) -> None:
     """Raise OperandError for what is no state of the recipe."""
     delayed = recipe.delayed
     assert delayed is not None, "it was checked when the function was made"
@@ -332,14 +331,18 @@ def described_state(state: Any) -> str:
     return str(jax.tree.map(lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{jnp.shape(leaf)}", state))
 
 
-def settled_of(state: Float8State) -> tuple[bool, bool, bool]:
+def _settled(state: Float8State) -> tuple[bool, bool, bool]:
     """Which tensors have a state without `initialized`."""
     x, w, g = (of_tensor is not None and of_tensor.initialized is None for of_tensor in state)
     return x, w, g
 
 
-def static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
-    """The recipe, given itself or by name; SpecError if it is not one, or has the other kind of scaling."""
+def checked_settings(
+    call: str, recipe: Any, engine: str, in_specs: Any, sharded_k: str, *, is_delayed: bool
+) -> dict[str, Any]:
+    """The settings of a layer, the recipe given itself or by name; `is_delayed` is the kind of scaling it must have."""
+    check_engine(call, engine)
+    check_sharded_k(call, sharded_k)
     if isinstance(recipe, str):
         recipe = recipe_by_name(recipe)
     if not isinstance(recipe, Recipe):
@@ -352,12 +355,5 @@ def static_recipe(call: str, recipe: Any, *, is_delayed: bool) -> Recipe:
         other = f"{sibling}, which takes {'no' if is_delayed else 'a'} state"
         kind = "without" if is_delayed else "with"
         raise SpecError(f"{call}: got recipe {recipe.name!r} {kind} delayed scaling; use {other}")
-    return recipe
-
-
-def _settings(call: str, engine: str, in_specs: Any, sharded_k: str) -> dict[str, Any]:
-    check_engine(call, engine)
-    check_sharded_k(call, sharded_k)
-    if in_specs is not None:
-        in_specs = check_specs(call, in_specs)
-    return {"engine": engine, "in_specs": in_specs, "sharded_k": sharded_k}
+    specs = None if in_specs is None else check_specs(call, in_specs)
+    return {"recipe": recipe, "engine": engine, "in_specs": specs, "sharded_k": sharded_k}

@@ -19,29 +19,29 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from f8emu.jax.compiling import known_options
-from f8emu.jax.gemm import engine as engines
+from f8emu.jax.gemm.call import Gemm
+from f8emu.jax.gemm.engine import multiply
 from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_both, cast_delayed
 from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
 from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
-from f8emu.jax.sharing import transpose
+from f8emu.spec import recipe as recipes
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.formats import E4M3FN, Format
-from f8emu.spec.recipe import Cast, Gemm, Recipe
+from f8emu.spec.recipe import Cast, Recipe
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import DelayedState, Float8State
 
 LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
 """How the operands of a bfloat16 GEMM lie in memory, as the plan names it."""
-TWICE = (
-    "a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
+_TWICE = (
+    "dot_general: a float8 layer is differentiable once; got a second derivative; codes are constants to JAX, which "
     "would make it 0; use jax.lax.dot_general where second derivatives are needed, or jax.lax.stop_gradient around "
     "what an inner gradient is taken of"
 )
-
 _MAPPED = (
-    "a state serves one call per step; got operands that jax.vmap maps and a state that it does not, so that JAX "
-    "would add the amaxes of its entries; put the mapped axis into the rows of the input instead, or give every entry "
-    "a state: shared_delayed_state(state, size), mapped too"
+    "delayed_dot_general: a state serves one call per step; got operands that jax.vmap maps and a state that it does "
+    "not, so that JAX would add the amaxes of its entries; put the mapped axis into the rows of the input instead, or "
+    "give every entry a state: shared_delayed_state(state, size), mapped too"
 )
 
 
@@ -51,7 +51,7 @@ class Tap(Protocol):
     def tensor(self, tensor: str, value: jax.Array) -> None:
         """A matrix before its casts: input [M, K], weight [N, K] or grad_output [M, N]."""
 
-    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
+    def _product(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
         """A GEMM: operands [rows, summed dimension], product [rows of a, rows of b]."""
 
 
@@ -121,15 +121,15 @@ def _forward(
         plan.tap.tensor("input", input.T if x_is_t else input)
         plan.tap.tensor("weight", weight.T if w_is_t else weight)
     keeps = keeps_input(plan, input, weight)
-    x, x_kept, x_amax = cast_matrix(
+    x, x_kept, x_amax = _cast_matrix(
         plan, input, recipe.output.a, _float8(x_cols), of_input, axes.input, x_is_t, defers_cols=keeps
     )
-    w, w_kept, w_amax = cast_matrix(
+    w, w_kept, w_amax = _cast_matrix(
         plan, weight, recipe.output.b, _float8(w_cols), of_weight, axes.weight, w_is_t, defers_cols=plan.recompute_casts
     )
     # 2. The product.
     w = _gathered(w, recipe.output.b, (axes.gathered_n, axes.gathered_k))
-    output = gemm("output", recipe.output, x, w, plan.out_dtype, plan)
+    output = _product("output", recipe.output, x, w, plan.out_dtype, plan)
     amaxes = (x_amax, w_amax) if wants_state else None
     kept = _kept(x_cols, x_kept, input), _kept(w_cols, w_kept, weight)
     return output, Kept(*kept, of_grad_output, amaxes, state if wants_state else None)
@@ -138,9 +138,9 @@ def _forward(
 def _forward_rule(plan: Plan, input: Any, weight: Any, state: Any) -> tuple[jax.Array, Kept]:
     wanted = (input.perturbed, weight.perturbed, any(leaf.perturbed for leaf in jax.tree.leaves(state)))
     values = input.value, weight.value, jax.tree.map(lambda leaf: leaf.value, state)
-    x, w, s = differentiable_no_more(values, f"dot_general: {TWICE}")
+    x, w, s = differentiable_no_more(values, _TWICE)
     if wanted[2]:
-        s = mapped_with("delayed_dot_general", s, x, w)
+        s = _mapped_with(s, x, w)
     return _forward(plan, x, w, s, wanted)
 
 
@@ -148,47 +148,47 @@ def _backward_rule(plan: Plan, kept: Kept, grad_output: Any) -> tuple[Any, Any, 
     recipe = plan.recipe
     if isinstance(grad_output, SymbolicZero):
         return None, None, None
-    grad_output = differentiable_no_more(grad_output, f"dot_general: {TWICE}")
+    grad_output = differentiable_no_more(grad_output, _TWICE)
     if plan.tap is not None:
         plan.tap.tensor("grad_output", grad_output)
     # 1. Both operands of grad_output.
     rows = None if kept.weight is None else recipe.grad_input.a
     cols = None if kept.input is None else recipe.grad_weight.a
     axes = plan.divided
-    g, g_transposed, amax = cast_matrix(plan, grad_output, rows, cols, kept.grad_output, axes.grad_output, False)
+    g, g_transposed, amax = _cast_matrix(plan, grad_output, rows, cols, kept.grad_output, axes.grad_output, False)
     # 2. The products, in the layouts of input and weight.
     d_input = d_weight = d_state = None
     input_is_t, weight_is_t = plan.is_input_transposed, plan.is_weight_transposed
     if g is not None:
-        w = taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
+        w = _taken(kept.weight, recipe.grad_input.b, recipe.scale_rule, weight_is_t, after=grad_output)
         w = _gathered(w, recipe.grad_input.b, (axes.gathered_k, axes.gathered_n))
-        d_input = gemm("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
+        d_input = _product("grad_input", recipe.grad_input, g, w, plan.input_dtype, plan, input_is_t)
     if g_transposed is not None:
-        x = taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
-        d_weight = gemm("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
+        x = _taken(kept.input, recipe.grad_weight.b, recipe.scale_rule, input_is_t, after=grad_output)
+        d_weight = _product("grad_weight", recipe.grad_weight, g_transposed, x, plan.input_dtype, plan, weight_is_t)
         n, k = axes.gathered_n, axes.gathered_k
         d_weight = scattered_sum(d_weight, (k, n) if weight_is_t else (n, k)).astype(plan.weight_dtype.name)
     # 3. The amaxes, as the gradient of the state.
     if kept.amaxes is not None:
         assert kept.state is not None, "it is kept with the amaxes"
-        d_state = cotangent(plan, (*kept.amaxes, amax), kept.state)
+        d_state = _cotangent(plan, (*kept.amaxes, amax), kept.state)
     return d_input, d_weight, d_state
 
 
 float8_matmul.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def mapped_with(call: str, state: Float8State, *operands: jax.Array) -> Float8State:
+def _mapped_with(state: Float8State, *operands: jax.Array) -> Float8State:
     """The state; UnsupportedError where `jax.vmap` maps an operand and not it."""
 
     def checked(of_tensor: DelayedState) -> DelayedState:
-        inv_scale = refuse_mapped_alone(of_tensor.inv_scale, *operands, refusal=f"{call}: {_MAPPED}")
+        inv_scale = refuse_mapped_alone(of_tensor.inv_scale, *operands, refusal=_MAPPED)
         return of_tensor._replace(inv_scale=inv_scale)
 
     return Float8State(*(of_tensor if of_tensor is None else checked(of_tensor) for of_tensor in state))
 
 
-def cast_matrix(
+def _cast_matrix(
     plan: Plan,
     x: jax.Array,
     rows: Cast | None,
@@ -237,9 +237,9 @@ def _float8(cast: Cast | None) -> Cast | None:
     return None if cast is None or cast.is_high_precision else cast
 
 
-def gemm(
+def _product(
     name: str,
-    spec: Gemm,
+    spec: recipes.Gemm,
     a: Operand | None,
     b: Operand | None,
     out_dtype: Format,
@@ -248,24 +248,24 @@ def gemm(
 ) -> jax.Array:
     """`a @ b^T` as one GEMM of the recipe, or its transpose."""
     assert a is not None and b is not None, "they were cast for it"
-    where: dict[str, Any] = {"engine": plan.engine, "split_k": None, "options": known_options()}
-    where |= {"transposed": transposed, "sharded_k": plan.sharded_k, "chip": CHIPS[plan.recipe.chip]}
-    if spec.is_high_precision:
-        product = engines.mm(a.codes, transpose(b.codes), out_dtype=out_dtype, layout=LAYOUTS[name], **where)
-    else:
+    scales: tuple[jax.Array, ...] = ()
+    granularities = None
+    if not spec.is_high_precision:
         granularities = spec.scaled_gemm_granularities
-        product = engines.scaled_mm(
-            a.codes,
-            transpose(b.codes),
-            _scale(a, granularities[0]),
-            transpose(_scale(b, granularities[1])),
-            granularities,
-            bias=None,
-            out_dtype=out_dtype,
-            use_fast_accum=spec.use_fast_accum,
-            powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
-            **where,
-        )
+        scales = _scale(a, granularities[0]), _scale(b, granularities[1]).T
+    call = Gemm(
+        "scaled_mm" if scales else "mm",
+        out_dtype,
+        CHIPS[plan.recipe.chip],
+        granularities,
+        spec.use_fast_accum,
+        engine=plan.engine,
+        is_transposed=transposed,
+        layout=LAYOUTS[name],
+        sharded_k=plan.sharded_k,
+        powers_of_two=_has_safe_powers_of_two(plan.recipe, spec),
+    )
+    product = multiply(call, (a.codes, b.codes.T, *scales), known_options())
     if plan.tap is not None:
         plan.tap.gemm(name, a, b, product.T if transposed else product, plan)
     return product
@@ -279,15 +279,10 @@ def _scale(operand: Operand, granularity: Granularity) -> jax.Array:
     return operand.scale
 
 
-def _has_safe_powers_of_two(recipe: Recipe, spec: Gemm) -> bool:
+def _has_safe_powers_of_two(recipe: Recipe, spec: recipes.Gemm) -> bool:
     """Whether a product may be rounded before it is scaled: what `hardware.form_of` asks for."""
     is_usual = recipe.scale_rule == ScaleRule(power_of_two=True) and recipe.delayed is None
     return is_usual and spec.a.format == spec.b.format == E4M3FN
-
-
-def scales_follow(recipe: Recipe, spec: Gemm) -> bool:
-    """Whether the scales of a GEMM are those of rows, and on hardware multiply a product that is rounded already."""
-    return spec.scaled_gemm_granularities[0] is Granularity.ROWWISE and _has_safe_powers_of_two(recipe, spec)
 
 
 def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
@@ -295,13 +290,13 @@ def _kept(cast: Cast | None, operand: Any, x: jax.Array) -> Any:
     return Operand(x.astype(jnp.bfloat16), None) if cast is not None and cast.is_high_precision else operand
 
 
-def taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Operand | None:
+def _taken(side: Side, cast: Cast, rule: ScaleRule, is_transposed: bool, after: Any) -> Operand | None:
     """The operand of the transpose of a matrix that was kept; `is_transposed`: the matrix was given so."""
     if isinstance(side, Deferred):
         return side.operand(cast, rule, 0 if is_transposed else 1, after=after)
     if side is None or side.scale is not None or is_transposed:
         return side
-    return Operand(transpose(side.codes), None)
+    return Operand(side.codes.T, None)
 
 
 def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> Operand | None:
@@ -315,8 +310,8 @@ def _gathered(operand: Operand | None, cast: Cast, axes: tuple[Axes, Axes]) -> O
     return Operand(codes, scale)
 
 
-def cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
-    """The gradient of a state: the encoding is that of `training.delayed`."""
+def _cotangent(plan: Plan, amaxes: tuple[jax.Array | None, ...], state: Float8State) -> Float8State:
+    """The gradient of a state: the encoding is that of `layer.delayed`."""
     delayed, settled = plan.recipe.delayed, plan.settled
     assert delayed is not None and settled is not None, "only such a recipe has a state"
 

@@ -15,7 +15,6 @@ from jax import lax
 from f8emu.jax.fused import casts
 from f8emu.jax.layer.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.jax.scale import reciprocal, scales_of
-from f8emu.jax.sharing import transpose
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
@@ -128,7 +127,7 @@ def cast_delayed(
     if state.initialized is not None:
         amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1])
         own = scales_of(amax, format, rule, margin=delayed.margin)
-    scales = scales_in_use(state, own)
+    scales = _scales_in_use(state, own)
     both = tuple(None if _granularity(cast) is None else scales for cast in (rows, cols))
 
     def codes(of_rows: jax.Array | None, of_cols: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -145,7 +144,7 @@ def cast_delayed(
     return found[0], found[1], jnp.reshape(amax, ())
 
 
-def scales_in_use(state: DelayedState | None, own: Scales | None) -> Scales:
+def _scales_in_use(state: DelayedState | None, own: Scales | None) -> Scales:
     """The scales of earlier steps, [1, 1]. Without a state, or before it is initialized, `own` of the tensor itself."""
     if state is None:
         assert own is not None, "without a state scales are the tensor's own"
@@ -216,7 +215,7 @@ def _high_precision(x: jax.Array, rows: Cast | None, cols: Cast | None) -> Pair:
     """The operands that stay in high precision."""
     return (
         Operand(x.astype(jnp.bfloat16), None) if rows is not None and rows.format is None else None,
-        Operand(transpose(x).astype(jnp.bfloat16), None) if cols is not None and cols.format is None else None,
+        Operand(x.T.astype(jnp.bfloat16), None) if cols is not None and cols.format is None else None,
     )
 
 

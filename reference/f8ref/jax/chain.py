@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec import BFLOAT16, AccumulationModel, Format, Rounding
+from f8emu.spec import BFLOAT16, E4M3FN, AccumulationModel, Format, Rounding
 from f8ref.jax import softfloat
 from f8ref.jax.accumulate import (
     Operand,
@@ -69,6 +69,11 @@ class Chain(NamedTuple):
         return Step.GENERAL
 
     @property
+    def shared(self) -> "Chain":
+        """The same sums of unpacked codes, which do not depend on the formats."""
+        return self._replace(a_format=E4M3FN, b_format=E4M3FN) if self.step is Step.FLOAT8 else self
+
+    @property
     def unit_k(self) -> int:
         """K of a whole block: what shares a scale, or is promoted, or the unit of a split-K slice."""
         return self.scale_block_k or self.model.promote_k or self.model.split_k_multiple
@@ -105,6 +110,7 @@ class Chain(NamedTuple):
         return s * self.blocks_per_slice, jnp.minimum((s + 1) * self.blocks_per_slice, self.blocks)
 
 
+@functools.partial(jax.jit, static_argnames=("step", "format"))
 def operand(step: Step, x: jax.Array, format: Format) -> jax.Array:
     """A typed operand as the steps take it: unpacked float8 codes, or codes, as unsigned integers; 0 is a zero."""
     return unpacked_float8(codes(x, format), format) if step is Step.FLOAT8 else narrow_codes(x, format)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from f8emu.spec import FLOAT32, FORMATS, HIGH_PRECISION, Format, OperandError, Overflow, Specials
+from f8emu.spec import FLOAT32, FORMATS, Format, OperandError, Specials
 from f8ref.jax import softfloat
 
 
@@ -22,11 +22,6 @@ def dtype_format(x: object, call: str, name: str, allowed: tuple[str, ...]) -> F
             f"Convert it first, for example with jnp.asarray({name}).astype(jnp.{allowed[0]})"
         )
     return FORMATS[str(dtype)]
-
-
-def high_precision_format(x: object, call: str, name: str) -> Format:
-    """The format of a float32, bfloat16 or float16 array; float64 is refused by name."""
-    return dtype_format(x, call, name, tuple(f.name for f in HIGH_PRECISION))
 
 
 def narrow_codes(x: jax.Array, format: Format) -> jax.Array:
@@ -50,16 +45,13 @@ def typed(code: jax.Array, format: Format) -> jax.Array:
 
 def float32_bits(code: jax.Array, format: Format) -> jax.Array:
     """Float32 bit pattern of the value of each code; NaN becomes 0x7fffffff."""
-    sign = code >> (format.bits - 1) << 31 if format.signed else jnp.zeros_like(code)
+    sign = code >> (format.bits - 1) << 31
     magnitude = code & format.magnitude_mask
     shift = FLOAT32.fraction_bits - format.fraction_bits
     rebias = FLOAT32.bias - format.bias
     wide = (magnitude << shift) + (rebias << FLOAT32.fraction_bits)
-    if not format.has_subnormals:
-        # 1. E8M0: field 0 is 2^-127, which float32 holds as a subnormal.
-        wide = jnp.where(magnitude == 0, jnp.uint32(1 << (FLOAT32.fraction_bits - 1)), wide)
-    elif rebias:
-        # 2. A subnormal of a narrower exponent range is normal in float32: move its leading bit to the hidden place.
+    if rebias:
+        # A subnormal of a narrower exponent range is normal in float32: move its leading bit to the hidden place.
         zeros = jnp.minimum(lax.clz(magnitude) - (31 - format.fraction_bits), jnp.uint32(format.fraction_bits))
         normalised = (magnitude << (shift + zeros)) + ((rebias - zeros) << FLOAT32.fraction_bits)
         wide = jnp.where(magnitude <= format.fraction_mask, normalised, wide)
@@ -84,10 +76,10 @@ def is_finite(code: jax.Array, format: Format) -> jax.Array:
     return (code & format.magnitude_mask) <= format.max_code
 
 
-def round_to_code(bits: jax.Array, format: Format, overflow: Overflow) -> jax.Array:
+def round_to_code(bits: jax.Array, format: Format) -> jax.Array:
     """Codes (uint32) of float32 bit patterns rounded to nearest even; NaN becomes `format.nan_code`.
 
-    `max_code` is the limit after rounding: what rounds to it is finite, what rounds beyond it overflows.
+    `max_code` is the limit after rounding: what rounds beyond it is infinite, or NaN in a format without infinities.
     """
     if format == FLOAT32:
         return jnp.where((bits & 0x7FFFFFFF) > softfloat.INFINITY, jnp.uint32(format.nan_code), bits)
@@ -113,9 +105,7 @@ def round_to_code(bits: jax.Array, format: Format, overflow: Overflow) -> jax.Ar
 
     # 4. Overflow.
     nan = magnitude > softfloat.INFINITY
-    if overflow is Overflow.SATURATE:
-        code = jnp.minimum(code, format.max_code)
-    elif format.infinity_code is not None:
+    if format.infinity_code is not None:
         code = jnp.minimum(code, format.infinity_code)
     else:
         nan = nan | (code > format.max_code)

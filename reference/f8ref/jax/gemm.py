@@ -1,6 +1,7 @@
 """The accumulators of a whole GEMM, before any epilogue.
 
-The epilogue is a program of its own, so that output formats, biases and scales do not compile the GEMM again.
+The epilogue is a program of its own, so that output formats, biases and scales do not compile the GEMM again. So is the
+unpacking of float8 codes, after which the sums of all pairs of formats are one program.
 """
 
 import functools
@@ -15,16 +16,20 @@ from f8ref.jax.chain import Chain, blockwise_sum, chained_sum, multiply_add, ope
 from f8ref.jax.tiles import Index, padded, tile_shape, tiled, window
 
 
-@functools.partial(jax.jit, static_argnames="chain")
 def accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     """Float32 bit patterns of the accumulators of `a @ b`.
 
     Shapes: typed codes a [M, K], b [K, N] -> [M, N] uint32.
     """
+    return _accumulators(operand(chain.step, a, chain.a_format), operand(chain.step, b, chain.b_format), chain.shared)
+
+
+@functools.partial(jax.jit, static_argnames="chain")
+def _accumulators(a: jax.Array, b: jax.Array, chain: Chain) -> jax.Array:
     m, n = a.shape[0], b.shape[1]
     if 0 in (m, n):
         return jnp.zeros((m, n), jnp.uint32)
-    a, b = _operands(chain, a, b)
+    a, b = padded(a, m, chain.padded_k), padded(b, chain.padded_k, n)
 
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
         return chained_sum(chain, *_windows(chain, a, b, m_0, n_0, rows, columns))
@@ -48,7 +53,8 @@ def blockwise_totals(
     m, n = a.shape[0], b.shape[1]
     if 0 in (m, n, chain.k):
         return jnp.zeros((m, n), jnp.uint32)
-    a, b = _operands(chain, a, b)
+    a = padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
+    b = padded(operand(chain.step, b, chain.b_format), chain.padded_k, n)
     factor_a, factor_b = _of_rows(scale_a, pair[0], m), _of_rows(scale_b.T, pair[1], n).T
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
@@ -116,14 +122,6 @@ def multiply_adds(a: jax.Array, b: jax.Array, c: jax.Array, chain: Chain) -> jax
         return multiply_add(chain, a[None, :], b[:, None], c[None, None])[0, 0]
 
     return jax.vmap(one)(a_codes, b_codes, c)
-
-
-def _operands(chain: Chain, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The operands as the sums take them, K in whole blocks."""
-    return (
-        padded(operand(chain.step, a, chain.a_format), a.shape[0], chain.padded_k),
-        padded(operand(chain.step, b, chain.b_format), chain.padded_k, b.shape[1]),
-    )
 
 
 def _of_rows(scale: jax.Array, granularity: Granularity, rows: int) -> jax.Array:

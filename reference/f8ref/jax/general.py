@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Overflow, Rounding
+from f8emu.spec import FLOAT32, AccumulationModel, FlooredSum, Format, Rounding
 from f8ref.jax import softfloat, wide
 from f8ref.jax.accumulate import ZERO_EXPONENT, Operand
 from f8ref.jax.codec import codes, float32_bits, round_to_code, typed
@@ -36,7 +36,7 @@ def taken(
 @functools.partial(jax.jit, static_argnames=("format", "into"))
 def _converted(x: jax.Array, format: Format, into: Format) -> jax.Array:
     # On bit patterns: XLA may flush what is subnormal.
-    return typed(round_to_code(float32_bits(codes(x, format), format), into, Overflow.NONFINITE), into)
+    return typed(round_to_code(float32_bits(codes(x, format), format), into), into)
 
 
 @functools.partial(jax.jit, static_argnames="order")
@@ -85,7 +85,7 @@ def rounded_sum(model: AccumulationModel, total: jax.Array, partial: jax.Array) 
     found = softfloat.add(total, partial)
     if model.accumulator == FLOAT32:
         return found
-    return float32_bits(round_to_code(found, model.accumulator, Overflow.NONFINITE), model.accumulator)
+    return float32_bits(round_to_code(found, model.accumulator), model.accumulator)
 
 
 def _floored_total(

@@ -7,6 +7,7 @@ from f8emu.spec import (
     BFLOAT16,
     FLOAT8,
     FLOAT32,
+    HIGH_PRECISION,
     HOPPER,
     Chip,
     Format,
@@ -18,7 +19,7 @@ from f8emu.spec import (
     output_format,
 )
 from f8ref.jax.chain import Chain
-from f8ref.jax.codec import codes, dtype_format, float32_bits, high_precision_format
+from f8ref.jax.codec import codes, dtype_format, float32_bits
 from f8ref.jax.epilogue import finish, product
 from f8ref.jax.gemm import accumulators, blockwise_totals, grouped_accumulators, multiply_adds
 from f8ref.jax.general import taken
@@ -234,7 +235,7 @@ def _require_scale(call: str, name: str, scale: jax.Array, granularity: Granular
 def _bias(call: str, bias: jax.Array | None, n: int) -> jax.Array | None:
     if bias is None:
         return None
-    high_precision_format(bias, call, "bias")
+    dtype_format(bias, call, "bias", tuple(f.name for f in HIGH_PRECISION))
     if tuple(bias.shape) != (n,):
         raise OperandError(f"{call}: bias must have shape ({n},), one for each column of b; got {tuple(bias.shape)}")
     return jnp.asarray(bias)

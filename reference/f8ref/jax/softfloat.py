@@ -1,8 +1,8 @@
-"""Float32 arithmetic on bit patterns, in uint32: multiply, fused multiply-add, add, divide.
+"""Float32 arithmetic on bit patterns, in uint32: multiply, fused multiply-add, add.
 
-XLA may flush subnormals, contract `a * b + c`, reassociate factors, turn a division into a reciprocal, and divides
-approximately on a GPU (NUMERICS 6). None of that reaches integers, so every float32 operation whose operands
-or result are not known to be harmless goes through here. Everything is elementwise and broadcasts.
+XLA may flush subnormals, contract `a * b + c` and reassociate factors (NUMERICS 6). None of that reaches integers, so
+every float32 operation whose operands or result are not known to be harmless goes through here. Everything is
+elementwise and broadcasts.
 
 A finite number is unpacked to `(-1)^sign * sig * 2^(exp - 23)` with `sig` in [2^23, 2^24), subnormals normalised; a
 result is rounded once, in `_round_pack`. Wider magnitudes are pairs of uint32 limbs (high, low).
@@ -113,35 +113,6 @@ def fused_multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
 def add(a: jax.Array, b: jax.Array) -> jax.Array:
     """`a + b` rounded to nearest even, from and to uint32 bit patterns: `a * 1 + b` with one rounding."""
     return fused_multiply_add(a, jnp.uint32(ONE), b)
-
-
-def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b` rounded to nearest even, from and to uint32 bit patterns, by long division (for small arrays).
-
-    Exactness: IEEE 754 binary32; every NaN result is 0x7fffffff; `x / 0` is an infinity, `0 / 0` NaN.
-    """
-    sign = _sign(a ^ b)
-    exp_a, sig_a = _unpack(a)
-    exp_b, sig_b = _unpack(b)
-
-    def one_bit(_: int, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        quotient, rest = state
-        fits = rest >= sig_b
-        return quotient << 1 | _flag(fits), (rest - _cleared(~fits, sig_b)) << 1
-
-    # 27 bits: quotient = floor(2^26 * sig_a / sig_b), in (2^25, 2^27).
-    sig_a, sig_b = jnp.broadcast_arrays(sig_a, sig_b)
-    quotient, rest = lax.fori_loop(0, 27, one_bit, (jnp.zeros_like(sig_a), sig_a))
-    shift = leading_zeros(quotient)
-    top = quotient << shift | _flag(rest != 0)
-    result = _round_pack(exp_a - exp_b + 5 - shift.astype(jnp.int32), top)
-
-    mag_a, mag_b = _magnitude(a), _magnitude(b)
-    result = jnp.where((mag_a == 0) | (mag_b == INFINITY), jnp.uint32(0), result)
-    result = jnp.where((mag_a == INFINITY) | (mag_b == 0), jnp.uint32(INFINITY), result)
-    is_nan = (mag_a > INFINITY) | (mag_b > INFINITY)
-    is_nan = is_nan | ((mag_a == 0) & (mag_b == 0)) | ((mag_a == INFINITY) & (mag_b == INFINITY))
-    return jnp.where(is_nan, jnp.uint32(NAN), sign | result)
 
 
 def pack_toward_zero(exp: jax.Array, sig: jax.Array) -> jax.Array:
