@@ -3,8 +3,7 @@
     python -m benchmarks.jax_feed_forward --json OUT    RMSNorm, w1, w3, SiLU, product, w2, residual; 8,192 tokens
     python -m benchmarks.jax_feed_forward --blocks 4    several in a row
 
-A recipe alone is `dot_general` for each of the three layers, /feed_forward the block as one function, fused with SiLU
-and product; /feed_forward/recompute_casts keeps no codes of weights.
+A recipe is `dot_general` for each of the three layers.
 
 Every subject is one program: the forward pass, the gradients of weights and input, and under delayed scaling the next
 states. Subjects take turns for several rounds, steps run back to back, and the figure is the median over rounds. Memory
@@ -34,11 +33,7 @@ from f8emu.spec import RECIPES
 
 BF16 = "bf16"
 FLAX = ("flax/Fp8DirectDotGeneralOp", "flax/Fp8DotGeneralOp")
-FUSED = ("tensorwise", "rowwise", "delayed")
-"""The recipes under which `feed_forward` is fused."""
-BLOCKS = tuple(f"f8emu/{name}/feed_forward" for name in FUSED)
-AGAIN = tuple(f"{name}/recompute_casts" for name in BLOCKS)
-SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES), *BLOCKS, *AGAIN)
+SUBJECTS = (BF16, *FLAX, *(f"f8emu/{name}" for name in RECIPES))
 FLOAT8_GEMM = "__cublas$lt$matmul$f8"
 """XLA's name for cuBLASLt's float8 GEMM."""
 
@@ -135,12 +130,9 @@ def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
     if subject != BF16 and RECIPES[recipe_of(subject)].delayed is not None:
         return _of_delayed(subject, tensors)
     blocks = len(tensors[2:]) // 4
-    if is_fused(subject):
-        block: FeedForward = f8emu.jax.feed_forward(recipe_of(subject), recompute_casts=subject in AGAIN)
-    else:
-        bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
-        product: Any = bf16 if subject == BF16 else f8emu.jax.dot_general(name)
-        block = _of_linears((functools.partial(_linear, product),) * 3)
+    bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
+    product: Any = bf16 if subject == BF16 else f8emu.jax.dot_general(name)
+    block = _of_linears((functools.partial(_linear, product),) * 3)
 
     def step(x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
         output, backward = jax.vjp(functools.partial(_blocks, [block] * blocks), x, *weights)
@@ -154,11 +146,6 @@ def recipe_of(subject: str) -> str:
     return subject.split("/")[1]
 
 
-def is_fused(subject: str) -> bool:
-    """Whether the block is one function of f8emu."""
-    return subject in (*BLOCKS, *AGAIN)
-
-
 def _of_delayed(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
     step, name = delayed_step(subject), recipe_of(subject)
     states = [f8emu.jax.linear_delayed_state(name) for _ in _matrices(tensors[2:])]
@@ -170,12 +157,8 @@ def delayed_step(subject: str) -> Callable[..., Any]:
     """The step of a subject with delayed scaling, which takes three states a block first: of w1, w3 and w2."""
     name = recipe_of(subject)
     product: Any = f8emu.jax.delayed_dot_general(name)
-    whole = f8emu.jax.delayed_feed_forward(name, recompute_casts=subject in AGAIN)
 
     def block(states: Sequence[Any]) -> FeedForward:
-        of_w1, of_w3, of_w2 = states
-        if is_fused(subject):
-            return lambda x, *weights: whole(x, *weights, states=(of_w1, of_w2, of_w3))
         return _of_linears([lambda x, w, s=s: product(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states])
 
     def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
@@ -338,7 +321,7 @@ def _draw(arguments: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> N
 def _parser() -> argparse.ArgumentParser:
     summary = "Llama's feed-forward block in JAX: bfloat16, flax's float8 and f8emu."
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jax_feed_forward", description=summary)
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS[: -len(AGAIN)])
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
     parser.add_argument(
         "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list its kernels"
     )

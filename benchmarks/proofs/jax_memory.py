@@ -42,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tensors = shapes_on(of_device, jax.eval_shape(made))
     found: dict[str, int] = {}
     layers = [f"f8emu/{name}" for name in given.recipes]
-    blocks = [
-        name for name in feed_forward.BLOCKS + feed_forward.AGAIN if feed_forward.recipe_of(name) in given.recipes
-    ]
-    for subject in (feed_forward.BF16, *layers, *blocks):
+    for subject in (feed_forward.BF16, *layers):
         step, arguments = _program(subject, tensors, of_device)
         memory = f8emu.jax.jit(step).lower(*arguments).compile().memory_analysis()
         found[subject] = memory.output_size_in_bytes + memory.temp_size_in_bytes

@@ -125,7 +125,7 @@ def outputs(recipe: str, length: int, dim: int) -> Program:
 
 
 def feed_forward(recipe: str, length: int, dim: int) -> Program:
-    """Gradients of two blocks as one function each, with residuals, in a scan that computes the forward pass again."""
+    """Gradients of two blocks with residuals, in a scan that computes the forward pass again."""
 
     def block(x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         if recipe != "delayed":

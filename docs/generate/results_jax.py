@@ -29,12 +29,11 @@ _CASTS = ("cast kernels", "triton with a cast or an amax", "amax kernels", "cast
 
 
 def jax_feed_forward() -> str:
-    """The block in JAX: each recipe as one function and as three layers, and flax's float8."""
+    """The block in JAX: each recipe, and flax's float8."""
     runs = record(_FUSED)["runs"]
     two_blocks = next(run for run in record(_MEMORY)["runs"] if run["blocks"] == 2)
     shown = {
-        **{f"{r}, `feed_forward`": f"f8emu/{r}/feed_forward" for r in ("tensorwise", "rowwise", "delayed")},
-        **{f"{recipe}, three layers": f"f8emu/{recipe}" for recipe in RECIPES},
+        **{recipe: f"f8emu/{recipe}" for recipe in RECIPES},
         "flax `Fp8DirectDotGeneralOp`": "flax/Fp8DirectDotGeneralOp",
         "flax `Fp8DotGeneralOp`": "flax/Fp8DotGeneralOp",
     }
@@ -51,21 +50,20 @@ def jax_feed_forward() -> str:
 def jax_plot() -> str:
     """The speeds of one run."""
     run = record(_FUSED)["runs"][2]
-    fused = [subject(run, f"f8emu/{recipe}/feed_forward").get("speed") for recipe in RECIPES]
-    layers = [subject(run, f"f8emu/{recipe}").get("speed") for recipe in RECIPES]
+    speeds = [subject(run, f"f8emu/{recipe}").get("speed") for recipe in RECIPES]
     title = "Speed of Llama-3 8B's feed-forward block in JAX on an NVIDIA H200, times bfloat16"
-    return inline(bars(title, RECIPES, {"one function": fused, "three layers": layers}, line=(1.0, "bfloat16")))
+    return inline(bars(title, RECIPES, {"f8emu": speeds}, line=(1.0, "bfloat16")))
 
 
 def jax_machines() -> str:
-    """Three layers on all machines that ran them."""
+    """The block on all machines that ran it."""
     files = ("jax_feed_forward-h200", "jax_feed_forward-steps-h200", _FUSED)
     runs = [run for name in files for run in record(name).get("runs", [record(name)])]
     rows = []
     for recipe in RECIPES:
         found = [subject(run, f"f8emu/{recipe}").get("speed") for run in runs]
         rows.append([recipe, middle(found), str(sum(v is not None for v in found))])
-    return f"{table(['three layers', 'speed', 'runs'], rows)}\n\n{lines(*files, packages=_JAX)}"
+    return f"{table(['', 'speed', 'runs'], rows)}\n\n{lines(*files, packages=_JAX)}"
 
 
 def jax_training() -> str:

@@ -143,7 +143,8 @@ def verify_jax() -> str:
     rows = [["`f8emu.jax` " + stage, *figures] for stage, *figures in rows]
     rows.append(["`f8emu.jax` layers", _equal(held["layers"], "cases"), _equal(held["layers"], "outputs")])
     for entry in held["f8ref.jax"]["subjects"][0]["stages"]:
-        rows.append([f"`f8ref.jax` {entry['stage']}", _equal(entry, "cases"), _equal(entry, "outputs")])
+        if entry["stage"] in ("golden", "gemms"):
+            rows.append([f"`f8ref.jax` {entry['stage']}", _equal(entry, "cases"), _equal(entry, "outputs")])
     return f"{table(['stage', 'cases equal', 'outputs equal'], rows)}\n\n{source('verify-jax-h200', ('jax',))}"
 
 

@@ -44,7 +44,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     "reference-knows-only-the-spec": [("reference/f8ref/numpy/cast.py", "from f8emu import interop")],
     "reference-told-three-times": [
         ("reference/f8ref/numpy/cast.py", "from f8ref import exact"),
-        ("reference/f8ref/jax/cast.py", "from f8ref.numpy.cast import cast"),
+        ("reference/f8ref/jax/gemm.py", "from f8ref.numpy.cast import cast"),
         ("reference/f8ref/exact/number.py", "import f8ref.jax"),
     ],
     "exact": [("reference/f8ref/exact/number.py", "import numpy as np")],
