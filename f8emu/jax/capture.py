@@ -95,7 +95,7 @@ class Capture(Handle):
         as another call, and so is every entry of a batch.
         """
         if isinstance(function, FeedForward | DelayedFeedForward):
-            parts = zip(NAMES, function.layers, strict=True)
+            parts: Any = zip(NAMES, function.layers, strict=True)
             layers: Any = tuple(self.named(f"{name}.{part}", layer) for part, layer in parts)
             return dataclasses.replace(function, layers=layers)
         self._recipes[function.recipe.content_hash] = function.recipe

@@ -191,8 +191,8 @@ def _padded(codes: jax.Array) -> jax.Array:
 def _block_scaled(operands: tuple[jax.Array, ...], gemm: Gemm) -> jax.Array:
     """[EPI-5] `a [M, K] @ b [N, K]^T` with block scales, or its transpose."""
 
-    def plain(*operands: jax.Array) -> jax.Array:
-        total = _blocks(*operands, gemm)
+    def plain(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
+        total = _blocks(a, b, scale_a, scale_b, gemm)
         return _rounded(total.T if gemm.is_transposed else total, gemm.out_dtype)
 
     (m, k), n = operands[0].shape, operands[1].shape[0]

@@ -51,7 +51,7 @@ class Tap(Protocol):
     def tensor(self, tensor: str, value: jax.Array) -> None:
         """A matrix before its casts: input [M, K], weight [N, K] or grad_output [M, N]."""
 
-    def _product(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
+    def gemm(self, gemm: str, a: Operand, b: Operand, product: jax.Array, plan: "Plan") -> None:
         """A GEMM: operands [rows, summed dimension], product [rows of a, rows of b]."""
 
 
