@@ -2,8 +2,6 @@
 
 import copy
 import dataclasses
-import functools
-import io
 import pickle
 import warnings
 from collections import OrderedDict
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
@@ -30,10 +27,10 @@ from f8emu.spec import (
     Recipe,
     ScaleRule,
 )
-from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.delayed import UNCALLED
+from tests.torch_path.delayed import BF16, assert_same, batch, buffers_of, make, train
+from tests.torch_path.states import assert_same_state, through_file
 
-BF16 = torch.bfloat16
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
 # Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
 pytestmark = [
@@ -47,43 +44,6 @@ sync = f8.sync_float8_amax_and_scale_history
 def fresh_compiler() -> Iterator[None]:
     yield
     torch._dynamo.reset()
-
-
-def make(recipe: Recipe = DELAYED, *, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16, bias=False)).to(BF16)
-    f8.convert_to_float8_training(model, config=recipe)
-    return model
-
-
-def batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 + step)
-    return (torch.randn(16, 32, generator=generator) * 2.0 ** (step % 7 - 3)).to(BF16)
-
-
-def train(model: nn.Module, steps: Any, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-    """Every output; one backward pass and optimizer step each."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-    outputs = []
-    for step in steps:
-        output = model(batch(step))
-        output.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs.append(output.detach())
-    return outputs
-
-
-def buffers_of(model: nn.Module) -> list[DelayedBuffers]:
-    layers = [module for module in model.modules() if isinstance(module, f8.Float8Linear)]
-    return [layer.delayed for layer in layers if layer.delayed is not None]
-
-
-def assert_equal_states(model: nn.Module, other: nn.Module) -> None:
-    one, two = f8.delayed_state_dict(model), f8.delayed_state_dict(other)
-    assert one.keys() == two.keys()
-    for key in one:
-        assert torch.equal(one[key], two[key]), key
 
 
 @pytest.mark.parametrize(
@@ -147,27 +107,12 @@ def test_fifty_steps_equal_the_oracle(
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_training_equals_eager(backend: str) -> None:
     eager, compiled = make(), make()
-    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.01)
-    graph = torch.compile(compiled, backend=backend, fullgraph=True)
     torch._dynamo.utils.counters.clear()
-    outputs = []
-    for step in range(4):
-        output = graph(batch(step))
-        output.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        outputs.append(output.detach())
+    outputs = train(compiled, range(4), run=torch.compile(compiled, backend=backend, fullgraph=True))
     for ours, theirs in zip(outputs, train(eager, range(4)), strict=True):
         assert torch.equal(ours, theirs)
-    assert_equal_states(compiled, eager)
+    assert_same(compiled, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the second step compiles nothing"
-
-
-def through_file(state: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("way", ["state_dict", "functions", "pickle", "deepcopy"])
@@ -187,14 +132,14 @@ def test_a_resumed_run_gives_the_bits_of_one_without_interruption(way: str) -> N
         f8.load_delayed_state_dict(resumed, through_file(f8.delayed_state_dict(model)))
     else:
         resumed = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert_equal_states(resumed, model)
+    assert_same_state(f8.delayed_state_dict(resumed), f8.delayed_state_dict(model))
     assert all(bool((buffers.state()["amax"][:2] > 0).all()) for buffers in buffers_of(resumed))
     outputs = []
     for one in (model, resumed):
         outputs.append(train(one, range(6, 12)))
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.equal(ours, theirs)
-    assert_equal_states(resumed, model)
+    assert_same(resumed, model)
 
 
 def test_the_state_of_a_model_inside_a_model() -> None:
@@ -202,7 +147,7 @@ def test_the_state_of_a_model_inside_a_model() -> None:
     train(outer["inner"], range(2))  # type: ignore[arg-type]
     resumed = nn.ModuleDict({"inner": make(seed=2), "other": make(seed=3)})
     resumed.load_state_dict(outer.state_dict())
-    assert_equal_states(resumed, outer)
+    assert_same(resumed, outer)
     assert {key.rsplit(".", 1)[0] for key in f8.delayed_state_dict(outer)} == {
         "inner.0",
         "inner.2",
@@ -217,14 +162,14 @@ def test_the_state_holds_the_counts_and_is_a_copy() -> None:
     state = f8.delayed_state_dict(model)
     assert state["0.counts"].tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
     resumed.load_state_dict(model.state_dict())
-    assert_equal_states(resumed, model)
+    assert_same(resumed, model)
     kept = copy.deepcopy(state)
     train(model, range(2))
     assert all(torch.equal(state[key], kept[key]) for key in state)
 
 
 def test_a_foreign_state_is_refused() -> None:
-    short = make(dataclasses.replace(DELAYED, name="short", delayed=DelayedScaling(history_length=3)))
+    short = make(recipe=dataclasses.replace(DELAYED, name="short", delayed=DelayedScaling(history_length=3)))
     with pytest.raises(RuntimeError, match=r"'amax_history' must be torch.float32 of shape \[3, 3\].*got.*\[3, 16\]"):
         short.load_state_dict(make().state_dict())
     state = f8.delayed_state_dict(make())
@@ -302,7 +247,7 @@ def test_a_recipe_with_a_high_precision_gemm(to_numpy: Any, assert_same_bits: An
     """Its grad_output is never cast, and its amax is missed by nobody."""
     cast, high = Cast(format=E4M3FN), Gemm(a=Cast(format=None), b=Cast(format=None))
     recipe = Recipe(name="h", output=Gemm(a=cast, b=cast), grad_input=high, grad_weight=high, delayed=DelayedScaling())
-    model = make(recipe)
+    model = make(recipe=recipe)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model, range(3))
@@ -335,15 +280,3 @@ def test_a_tensor_that_is_not_cast_is_counted() -> None:
     model(batch(0))
     sync(model)
     assert [buffers.counts.tolist() for buffers in buffers_of(model)] == [[[0, 0, 0], [0, 0, 1], [0, 0, 0]]] * 2
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_changes_no_state(use_reentrant: bool) -> None:
-    model, other = make(), make()
-    recompute = functools.partial(checkpoint, use_reentrant=use_reentrant)
-    for step in range(3):
-        model(batch(step).requires_grad_()).sum().backward()
-        recompute(other, batch(step).requires_grad_()).sum().backward()
-        assert_equal_states(model, other)
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert one.grad is not None and two.grad is not None and torch.equal(one.grad, two.grad)

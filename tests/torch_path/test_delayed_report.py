@@ -18,20 +18,15 @@ from f8emu.torch.delayed import update as delayed_update
 from f8emu.torch.delayed.report import Report, report_of
 from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.delayed import STATE
+from tests.torch_path.delayed import buffers_of
 
 CUDA = torch.device("cuda", 0)
 sync = f8.sync_float8_amax_and_scale_history
 
 
-def make(recipe: Recipe = DELAYED) -> nn.Sequential:
-    torch.manual_seed(0)
+def make(recipe: Recipe = DELAYED) -> Any:
     model = nn.Sequential(*[nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(3)])
-    f8.convert_to_float8_training(model, config=recipe)
-    return model
-
-
-def buffers_of(model: nn.Sequential) -> list[DelayedBuffers]:
-    return [layer.delayed for layer in model if isinstance(layer, f8.Float8Linear) and layer.delayed is not None]
+    return f8.convert_to_float8_training(model, config=recipe)
 
 
 def call(model: nn.Sequential, infinite: int | None = None) -> None:

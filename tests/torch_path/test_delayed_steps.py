@@ -1,7 +1,8 @@
-"""The end of every backward pass updates the scales: bit by bit a twin that is updated by explicit calls alone."""
+"""The end of every backward pass updates the scales, however a model is trained and whatever changes between passes."""
 
 import copy
 import functools
+import gc
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
@@ -19,19 +20,34 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
-from tests.torch_path.layers import by_calls_alone
+from tests.torch_path.delayed import (
+    BF16,
+    STEPS,
+    Model,
+    Update,
+    Way,
+    assert_same,
+    batch,
+    buffers_of,
+    by_calls_alone,
+    by_tensors,
+    loss_of,
+    make,
+    no_update,
+    plain,
+    two_runs,
+    updates_of,
+)
+from tests.torch_path.states import assert_same_state, state_of
 
 # Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
 ]
-BF16 = torch.bfloat16
-STEPS = 4
+
+
 sync = f8.sync_float8_amax_and_scale_history
-Update = Callable[[nn.Module], None]
-Way = Callable[[nn.Sequential, Update], None]
-"""Trains a model, and calls the update after each of its backward passes."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,46 +56,8 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)).to(BF16)
-    f8.convert_to_float8_training(model, config="delayed")
-    return model
-
-
-def batch(step: int) -> Tensor:
-    """Inputs grow four times a step: a scale that was not updated is far off."""
-    generator = torch.Generator().manual_seed(100 + step)
-    return (torch.randn(16, 32, generator=generator) * 4.0 ** (step - 2)).to(BF16)
-
-
-def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
-    return model(batch(step)).float().square().mean()
-
-
-def no_update(model: nn.Module) -> None:
-    """What a user writes."""
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**f8.delayed_state_dict(model), **{k: v.detach().clone() for k, v in model.named_parameters()}}
-
-
-def assert_same(model: nn.Module, other: nn.Module) -> None:
-    one, two = state_of(model), state_of(other)
-    assert one.keys() == two.keys()
-    for key in one:
-        assert torch.equal(one[key], two[key]), key
-
-
-def updates_of(model: nn.Module) -> list[list[int]]:
-    """How many updates found an amax: of every layer, for input, weight and grad_output."""
-    states = f8.delayed_state_dict(model)
-    return [(value > 0).sum(1).tolist() for key, value in states.items() if key.endswith("amax_history")]
-
-
 @torch.no_grad()
-def error_of(model: nn.Sequential, output: Tensor, x: Tensor) -> float:
+def error_of(model: Model, output: Tensor, x: Tensor) -> float:
     """Relative, against high precision."""
     expected = x.double()
     for layer in model:
@@ -105,25 +83,16 @@ def write_data(model: nn.Module) -> None:
             parameter.grad = None
 
 
-def plain(model: nn.Sequential, update: Update, optimizer: Optimizer, passes: int = 1, run: Any = None) -> None:
-    for step in range(STEPS):
-        for i in range(passes):
-            loss_of(run or model, step + i).backward()
-            update(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def with_optimizer(kind: type[Optimizer], passes: int = 1, **options: Any) -> Way:
     return lambda model, update: plain(model, update, kind(model.parameters(), lr=0.01, **options), passes)  # type: ignore[call-arg]
 
 
-def compiled(model: nn.Sequential, update: Update) -> None:
+def compiled(model: Model, update: Update) -> None:
     graph = torch.compile(model, backend="aot_eager", fullgraph=True)
-    plain(model, update, SGD(model.parameters(), lr=0.01), run=graph)
+    plain(model, update, run=graph)
 
 
-def checkpointed(model: nn.Sequential, update: Update, reentrant: bool) -> None:
+def checkpointed(model: Model, update: Update, reentrant: bool) -> None:
     """Layer by layer: reentrant checkpointing runs a backward pass of its own for each."""
 
     def run(x: Tensor) -> Tensor:
@@ -131,10 +100,10 @@ def checkpointed(model: nn.Sequential, update: Update, reentrant: bool) -> None:
             x = checkpoint(layer, x.requires_grad_() if x.is_leaf else x.relu(), use_reentrant=reentrant)  # type: ignore[assignment]
         return x
 
-    plain(model, update, SGD(model.parameters(), lr=0.01), run=run)
+    plain(model, update, run=run)
 
 
-def by_hand_after_an_optimizer(model: nn.Sequential, update: Update) -> None:
+def by_hand_after_an_optimizer(model: Model, update: Update) -> None:
     """The optimizer stepped once and lives on; from then on the weights are written to past every counter."""
     optimizer = SGD(model.parameters(), lr=0.01)
     for step in range(STEPS):
@@ -144,7 +113,7 @@ def by_hand_after_an_optimizer(model: nn.Sequential, update: Update) -> None:
         optimizer.zero_grad()
 
 
-def a_step_that_was_replaced(model: nn.Sequential, update: Update) -> None:
+def a_step_that_was_replaced(model: Model, update: Update) -> None:
     """As some trainers patch the optimizer; gradients are cleared after the next forward pass."""
     optimizer = SGD(model.parameters(), lr=0.01)
     optimizer.step = lambda closure=None: [p.data.sub_(p.grad, alpha=0.01) for p in model.parameters()]  # type: ignore[method-assign]
@@ -156,17 +125,17 @@ def a_step_that_was_replaced(model: nn.Sequential, update: Update) -> None:
         optimizer.step()
 
 
-def last_layer_alone(model: nn.Sequential, update: Update) -> None:
+def last_layer_alone(model: Model, update: Update) -> None:
     """A second phase trains the last layer; the first still requires gradients, which nobody takes."""
     plain(model, update, AdamW(model.parameters(), lr=0.01))
     plain(model, update, AdamW(model[2].parameters(), lr=0.01))
 
 
-def never_in_an_optimizer(model: nn.Sequential, update: Update) -> None:
+def never_in_an_optimizer(model: Model, update: Update) -> None:
     plain(model, update, SGD(model[0].parameters(), lr=0.01))
 
 
-def by_autograd_grad(model: nn.Sequential, update: Update) -> None:
+def by_autograd_grad(model: Model, update: Update) -> None:
     parameters = list(model.parameters())
     for step in range(STEPS):
         grads = torch.autograd.grad(loss_of(model, step), parameters)
@@ -176,7 +145,7 @@ def by_autograd_grad(model: nn.Sequential, update: Update) -> None:
                 parameter -= 0.01 * grad
 
 
-def gradient_of_the_input_alone(model: nn.Sequential, update: Update) -> None:
+def gradient_of_the_input_alone(model: Model, update: Update) -> None:
     """As for adversarial examples: the weights are frozen, the input is trained."""
     model.requires_grad_(False)
     for step in range(STEPS):
@@ -185,7 +154,7 @@ def gradient_of_the_input_alone(model: nn.Sequential, update: Update) -> None:
         update(model)
 
 
-def functional(model: nn.Sequential, update: Update) -> None:
+def functional(model: Model, update: Update) -> None:
     others = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
     optimizer = SGD(others.values(), lr=0.01)
     for step in range(STEPS):
@@ -195,7 +164,7 @@ def functional(model: nn.Sequential, update: Update) -> None:
         optimizer.zero_grad()
 
 
-def lbfgs(model: nn.Sequential, update: Update) -> None:
+def lbfgs(model: Model, update: Update) -> None:
     """Several passes and changes of the weights in one step."""
     optimizer = LBFGS(model.parameters(), lr=0.01, max_iter=3)
 
@@ -210,7 +179,7 @@ def lbfgs(model: nn.Sequential, update: Update) -> None:
         optimizer.step(functools.partial(closure, step))
 
 
-def adapters(model: nn.Sequential, update: Update) -> None:
+def adapters(model: Model, update: Update) -> None:
     """As LoRA: the layers are frozen; what is trained changes their inputs and gradients."""
     model.requires_grad_(False)
     torch.manual_seed(1)
@@ -223,7 +192,7 @@ def adapters(model: nn.Sequential, update: Update) -> None:
         optimizer.zero_grad()
 
 
-def in_backward(model: nn.Sequential, update: Update) -> None:
+def in_backward(model: Model, update: Update) -> None:
     """An optimizer for each parameter, which steps as soon as the gradient is complete."""
     for parameter in model.parameters():
         optimizer = SGD([parameter], lr=0.01)
@@ -238,14 +207,14 @@ def in_backward(model: nn.Sequential, update: Update) -> None:
         update(model)
 
 
-def computed_weights(model: nn.Sequential, update: Update) -> None:
+def computed_weights(model: Model, update: Update) -> None:
     """The weights are computed from parameters of other names."""
     prune.l1_unstructured(model[0], "weight", amount=0.25)
     parametrizations.weight_norm(model[2])
-    plain(model, update, SGD(model.parameters(), lr=0.01))
+    plain(model, update)
 
 
-def two_halves(model: nn.Sequential, update: Update) -> None:
+def two_halves(model: Model, update: Update) -> None:
     """As a generator and a discriminator that were converted together: each is trained while the other rests."""
     halves = [(model[0], 48), (model[2], 16)]
     for step in range(2 * STEPS):
@@ -256,7 +225,7 @@ def two_halves(model: nn.Sequential, update: Update) -> None:
         write_data(model)
 
 
-def interleaved(model: nn.Sequential, update: Update) -> None:
+def interleaved(model: Model, update: Update) -> None:
     """As a pipeline: a pass begins before the one in front of it has run backwards."""
     losses = [loss_of(model, 0)]
     for step in range(1, STEPS + 1):
@@ -266,7 +235,7 @@ def interleaved(model: nn.Sequential, update: Update) -> None:
     write_data(model)
 
 
-def evaluated_in_between(model: nn.Sequential, update: Update) -> None:
+def evaluated_in_between(model: Model, update: Update) -> None:
     """Each evaluation has an outlier, in every way in which a pass can be one without gradients."""
     optimizer = SGD(model.parameters(), lr=0.01)
     averaged = AveragedModel(model, use_buffers=True)
@@ -286,7 +255,7 @@ def evaluated_in_between(model: nn.Sequential, update: Update) -> None:
             assert all(torch.equal(old[key], new) for key, new in state_of(one).items())
 
 
-def after_an_error(model: nn.Sequential, update: Update) -> None:
+def after_an_error(model: Model, update: Update) -> None:
     """A backward pass that an error ended has no end: its amaxes count at the end of the next one."""
 
     def fail(grad: Tensor) -> None:
@@ -299,7 +268,7 @@ def after_an_error(model: nn.Sequential, update: Update) -> None:
         (output.float().sum() + model[2](hidden.relu()).float().sum()).backward()
     model.zero_grad()
     update(model)
-    plain(model, update, SGD(model.parameters(), lr=0.01))
+    plain(model, update)
 
 
 WAYS: dict[str, Way] = {
@@ -329,16 +298,172 @@ WAYS: dict[str, Way] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_backward_pass_updates(way: str) -> None:
-    automatic, explicit = make(), by_calls_alone(make())
-    assert isinstance(explicit, nn.Sequential)
-    WAYS[way](automatic, no_update)
-    WAYS[way](explicit, sync)
-    assert_same(automatic, explicit)
+    automatic = two_runs(WAYS[way])
     assert min(itertools.chain(*updates_of(automatic))) >= STEPS
     x = batch(STEPS - 1).requires_grad_()
     automatic(x).float().sum().backward()  # the weights may have changed much since the last pass
     error, least = (error_of(automatic, output, x) for output in (automatic(x), own_amaxes(automatic, x)))
     assert error < 1.5 * least
+
+
+def nothing(model: Model) -> Model | None:
+    pass
+
+
+def layer_added(model: Model) -> Model | None:
+    model.append(make(16, 16)[0])
+
+
+def layer_deleted(model: Model) -> Model | None:
+    model[2] = nn.Identity()
+    gc.collect()
+
+
+def layer_dequantized(model: Model) -> Model | None:
+    model[0] = f8.dequantize_float8_training(model[0])
+
+
+def layer_converted_again(model: Model) -> Model | None:
+    model[0] = f8.convert_to_float8_training(f8.dequantize_float8_training(model[0]), config="delayed")
+
+
+def layer_of_another_model(model: Model) -> Model | None:
+    other = make(32, 48, 16)
+    model[0], other[0] = other[0], model[0]
+
+
+def moved(model: Model) -> Model | None:
+    return model._apply(torch.clone)
+
+
+def to_float32(model: Model) -> Model | None:
+    return model.float()
+
+
+def to_meta_and_back(model: Model) -> Model | None:
+    kept = copy.deepcopy(model.state_dict())
+    model = model.to("meta").to_empty(device="cpu")
+    model.load_state_dict(kept)
+
+
+def state_loaded(model: Model) -> Model | None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def state_assigned(model: Model) -> Model | None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def delayed_state_loaded(model: Model) -> Model | None:
+    state = f8.delayed_state_dict(model)
+    f8.load_delayed_state_dict(model, {key: x * 2 if x.is_floating_point() else x for key, x in state.items()})
+
+
+def buffers_replaced(model: Model) -> Model | None:
+    for buffers in buffers_of(model):
+        for name, buffer in list(buffers.named_buffers()):
+            setattr(buffers, name, torch.empty_like(buffer).copy_(buffer))
+
+
+def buffers_with_other_memory(model: Model) -> Model | None:
+    for buffers in buffers_of(model):
+        for buffer in buffers.buffers():
+            buffer.data = buffer.clone()
+
+
+def weight_replaced(model: Model) -> Model | None:
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+
+
+def weight_written_past_the_layer(model: Model) -> Model | None:
+    """As FSDP2 does in every pass."""
+    model[0]._parameters["weight"] = nn.Parameter(model[0].weight.detach() * 2)
+
+
+def weights_swapped(model: Model) -> Model | None:
+    other = make(32, 48, 16)
+    model[0].weight, other[0].weight = other[0].weight, model[0].weight
+
+
+def frozen(model: Model) -> Model | None:
+    model[0].requires_grad_(False)
+
+
+def copied(model: Model) -> Model | None:
+    return copy.deepcopy(model)
+
+
+def pickled(model: Model) -> Model | None:
+    return pickle.loads(pickle.dumps(model))
+
+
+def group_chosen(model: Model) -> Model | None:
+    f8.set_amax_reduction_group(model, False)
+
+
+CHANGES: list[Callable[[Model], Model | None]] = [
+    nothing,
+    layer_added,
+    layer_deleted,
+    layer_dequantized,
+    layer_converted_again,
+    layer_of_another_model,
+    moved,
+    to_float32,
+    to_meta_and_back,
+    state_loaded,
+    state_assigned,
+    delayed_state_loaded,
+    buffers_replaced,
+    buffers_with_other_memory,
+    weight_replaced,
+    weight_written_past_the_layer,
+    weights_swapped,
+    frozen,
+    copied,
+    pickled,
+    group_chosen,
+]
+
+
+COMPILED = [nothing, moved, state_loaded, buffers_with_other_memory, copied]
+"""Those that are tried in compiled code too, which knows a layer by its tensors alone."""
+
+
+@pytest.mark.parametrize(
+    ("change", "backend"),
+    [*((change, None) for change in CHANGES), *((change, "aot_eager") for change in COMPILED)],
+    ids=lambda x: getattr(x, "__name__", x or "eager"),
+)
+def test_the_update_follows_a_change(change: Callable[[Model], Model | None], backend: str | None) -> None:
+    """It looks layers, tensors and parameters up every time; what it keeps must not outlive what it was made of."""
+    bystander = make(seed=1)
+    plain(bystander, no_update)
+    kept = state_of(bystander)
+
+    def way(model: Model, update: Update) -> Model:
+        def compiled(model: Model) -> Any:
+            return model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+
+        run = compiled(model)
+        for step in range(STEPS):
+            if step == 2:
+                changed = change(model) or model
+                run = run if changed is model and backend is not None else compiled(changed)
+                model = changed if update is no_update else by_calls_alone(changed)
+            x = batch(step).to(next(model.parameters()).dtype)
+            run(x.requires_grad_()).float().square().mean().backward()
+            update(model)
+            write_data(model)
+        if isinstance(model[0], f8.Float8Linear):  # called alone
+            x = batch(0).to(model[0].weight.dtype).requires_grad_()
+            model[0](x).float().sum().backward()
+            update(model)
+        return model
+
+    model = two_runs(way)
+    assert len(updates_of(model)) == len([x for x in model.modules() if isinstance(x, f8.Float8Linear)])
+    assert_same_state(kept, state_of(bystander))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -350,7 +475,7 @@ def test_compiled_autograd_updates_at_the_begin_of_the_next_pass() -> None:
         with compiled_autograd._enable(torch.compile(backend="aot_eager")):
             loss_of(model, step).backward()
         assert_same(model, twin)
-        sync(twin)
+        by_tensors(twin)
     loss_of(model, 0)
     loss_of(twin, 0)
     assert_same(model, twin)
@@ -360,7 +485,7 @@ def test_compiled_autograd_updates_at_the_begin_of_the_next_pass() -> None:
 def test_a_pass_without_gradients_scales_by_its_own_amaxes(kind: str) -> None:
     """It has the bits of a layer that was never trained, and no scale of another day."""
     model = make()
-    plain(model, no_update, SGD(model.parameters(), lr=0.01))
+    plain(model, no_update)
     if kind == "a copy of other weights":  # as an average of weights
         model = copy.deepcopy(model)
         for parameter in model.parameters():
@@ -388,7 +513,7 @@ def test_a_pass_without_gradients_scales_by_its_own_amaxes(kind: str) -> None:
 def test_the_teacher_of_a_student_is_left_alone() -> None:
     """Two models beside each other: a backward pass updates those that take part in it."""
     teacher, student, bystander = make(), make(), make()
-    plain(bystander, no_update, SGD(bystander.parameters(), lr=0.01))
+    plain(bystander, no_update)
     before = state_of(bystander), state_of(teacher)
     for step in range(STEPS):
         with torch.no_grad():
@@ -445,8 +570,8 @@ def test_models_that_are_trained_together_are_updated_together(monkeypatch: pyte
 
 def test_a_call_of_ones_own_changes_nothing() -> None:
     model, twin = make(), make()
-    plain(model, lambda model: [sync(model), sync(model)], SGD(model.parameters(), lr=0.01))  # type: ignore[arg-type]
-    plain(twin, no_update, SGD(twin.parameters(), lr=0.01))
+    plain(model, lambda model: [sync(model), sync(model)])
+    plain(twin, no_update)
     assert_same(model, twin)
 
 

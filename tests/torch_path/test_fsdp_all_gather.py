@@ -23,7 +23,7 @@ from f8emu.spec import UnsupportedError, recipe_by_name
 from f8emu.torch.weights import gather_memory
 from f8emu.torch.weights import scales as weight_scales
 from f8emu.torch.weights.sharded_weight import ShardedWeight
-from tests.torch_path.layers import by_calls_alone
+from tests.torch_path.delayed import by_calls_alone
 from tests.torch_path.ranks import forked, join, run_cases
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed")

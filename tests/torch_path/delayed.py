@@ -1,0 +1,130 @@
+"""What tests of delayed scaling share: models, data, and two runs of which one is updated tensor by tensor."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import f8emu.torch as f8
+from f8emu.spec import DELAYED, Recipe
+from f8emu.spec.trace import DelayedState
+from f8emu.torch.delayed.state import DelayedBuffers
+from tests.torch_path.states import assert_same_state, state_of
+
+BF16 = torch.bfloat16
+STEPS = 4
+Model = Any
+"""A sequence of two layers with a ReLU between them."""
+Update = Callable[[Any], Any]
+Way = Callable[[Model, Update], Model | None]
+"""Trains a model, and calls the update after each of its backward passes; gives another model if there is one."""
+
+
+def make(*sizes: int, recipe: Recipe = DELAYED, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    first, *others = [nn.Linear(k, n, dtype=BF16) for k, n in itertools.pairwise(sizes or (32, 48, 16))]
+    return f8.convert_to_float8_training(nn.Sequential(first, nn.ReLU(), *others), config=recipe)
+
+
+def batch(step: int) -> Tensor:
+    """Inputs grow four times a step: a scale that was not updated is far off."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return (torch.randn(16, 32, generator=generator) * 4.0 ** (step % 5 - 2)).to(BF16)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    return model(batch(step)).float().square().mean()
+
+
+def no_update(model: nn.Module) -> None:
+    """What a user writes."""
+
+
+def plain(model: Model, update: Update, optimizer: Optimizer | None = None, passes: int = 1, run: Any = None) -> None:
+    optimizer = optimizer or SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        for i in range(passes):
+            loss_of(run or model, step + i).backward()
+            update(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(model: nn.Module, steps: Any, run: Any = None) -> list[Tensor]:
+    """Every output; one backward pass and optimizer step each."""
+    optimizer, outputs = SGD(model.parameters(), lr=0.01), list[Tensor]()
+    for step in steps:
+        output = (run or model)(batch(step))
+        output.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(output.detach())
+    return outputs
+
+
+def buffers_of(model: nn.Module) -> list[DelayedBuffers]:
+    layers = [module for module in model.modules() if isinstance(module, f8.Float8Linear)]
+    return [layer.delayed for layer in layers if layer.delayed is not None]
+
+
+def assert_same(one: nn.Module, two: nn.Module) -> None:
+    assert_same_state(state_of(one), state_of(two))
+
+
+def updates_of(model: nn.Module) -> list[list[int]]:
+    """How many updates found an amax: of every layer, for input, weight and grad_output."""
+    states = f8.delayed_state_dict(model)
+    return [(value > 0).sum(1).tolist() for key, value in states.items() if key.endswith("amax_history")]
+
+
+class NoUpdates:
+    """A group that leaves every update to explicit calls."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.layers: dict[int, nn.Module] = {}
+        self.ranks = ranks
+
+    def add(self, layer: Any) -> None:
+        layer.delayed.belong_to(0)  # nobody is told of its casts
+
+    def begin_pass(self, is_cuda: bool) -> None:
+        pass
+
+
+def by_calls_alone(model: Model, ranks: Any = None) -> Model:
+    """The model, which updates nothing by itself from now on."""
+    for layer in model.modules():
+        if isinstance(layer, f8.Float8Linear) and layer.delayed is not None:
+            layer.update_with(NoUpdates(ranks))  # type: ignore[arg-type]
+    return model
+
+
+@torch.no_grad()
+def by_tensors(model: nn.Module) -> None:
+    """The update as the definition has it (`update_delayed_state`), one tensor after another; of casts alone."""
+    for buffers in buffers_of(model):
+        state, delayed, rule = buffers.state(), buffers.recipe.delayed, buffers.recipe.scale_rule
+        assert delayed is not None
+        for i, format in enumerate(buffers.formats.split(",")):
+            if state["amax"][i] < 0:
+                continue
+            old = DelayedState(*(state[field][i] for field in DelayedState._fields))
+            new = f8.update_delayed_state(old, state["amax"][i], format, rule, delayed)
+            buffers.amax_history[i] = new.amax_history
+            if new.initialized:
+                buffers.inv_scales[i].fill_(new.inv_scale)
+        for amax in buffers.amaxes:
+            amax.fill_(-1)
+
+
+def two_runs(way: Way, build: Callable[[], Model] = make) -> Model:
+    """A run without a call has the bits of one that is updated tensor by tensor after each backward pass."""
+    automatic, explicit = build(), by_calls_alone(build())
+    automatic = way(automatic, no_update) or automatic
+    explicit = way(explicit, by_tensors) or explicit
+    found, expected = ({k: v for k, v in state_of(x).items() if "counts" not in k} for x in (automatic, explicit))
+    assert_same_state(found, expected)
+    return automatic
