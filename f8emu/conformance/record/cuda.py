@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -84,18 +84,11 @@ class CudaLauncher:
         Raises:
             UnsupportedError: the profiler saw no kernel.
         """
-        import torch
-
         sample = gemm.sample
-        call = _Call(gemm if sample is None else gemm.embedded(sample), self.arrays)
-        try:
-            first = call()
-            torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            torch.cuda.synchronize()  # raises again if it is the device that failed, not the library that refused
-            return Refused(reason=str(error).strip().splitlines()[0])
+        call = _Call.of(gemm if sample is None else gemm.embedded(sample), self.arrays)
+        first = _tried(call)
+        if isinstance(first, Refused):
+            return first
         second, kernels = _profiled(call)
         outputs = [self.arrays.store(out) for out in (first, second)]
         if sample is not None:
@@ -111,33 +104,21 @@ class CudaLauncher:
         """
         import torch
 
-        aten, columns = torch.ops.aten, len(b_CK)
-        a_K1, b_C1K = self.arrays.load(a_K), self.arrays.load(b_CK)
         is_bfloat16 = gemm.gemm == "bfloat16"
-        a = _repeated(a_K1[None], gemm.m, transposed=is_bfloat16 and gemm.layout[1] == "t")
-        b = _repeated(b_C1K, gemm.n, transposed=is_bfloat16 and gemm.layout[0] == "n").t()
+        a = _repeated(self.arrays.load(a_K)[None], gemm.m, transposed=is_bfloat16 and gemm.layout[1] == "t")
+        b = _repeated(self.arrays.load(b_CK), gemm.n, transposed=is_bfloat16 and gemm.layout[0] == "n").t()
+        mode, pair, scales = Mode.BF16, (Granularity.TENSORWISE, Granularity.TENSORWISE), None
+        if gemm.is_blockwise:
+            mode, pair = Mode.BLOCKWISE, BLOCKWISE_GEMMS[gemm.gemm]
+            scales = self._unit_scales(pair[0], gemm.m, gemm.k), self._unit_scales(pair[1], gemm.n, gemm.k)
+        elif not is_bfloat16:
+            mode, ones = Mode(gemm.gemm), torch.ones(max(gemm.m, gemm.n), device=a.device)
+            scales = (ones[0], ones[0])
+            if mode is Mode.ROWWISE:
+                scales = (ones[: gemm.m, None], ones[None, : gemm.n])
         out_dtype = getattr(torch, gemm.out_dtype)
-        try:
-            if is_bfloat16:
-                out = torch.mm(a, b) if out_dtype == torch.bfloat16 else aten.mm.dtype(a, b, out_dtype)
-            elif gemm.is_blockwise:
-                pair = BLOCKWISE_GEMMS[gemm.gemm]
-                scales = self._unit_scales(pair[0], gemm.m, gemm.k), self._unit_scales(pair[1], gemm.n, gemm.k)
-                out = _blockwise(a, b, scales, pair, out_dtype)
-            else:
-                ones = torch.ones(max(gemm.m, gemm.n), device=a.device)
-                scales = (ones[0], ones[0])
-                if gemm.gemm == "rowwise":
-                    scales = (ones[: gemm.m, None], ones[None, : gemm.n])
-                fast = gemm.accumulation == "fast"
-                out = aten._scaled_mm(a, b, *scales, out_dtype=out_dtype, use_fast_accum=fast)
-            torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            torch.cuda.synchronize()
-            return Refused(reason=str(error).strip().splitlines()[0])
-        return self.arrays.store(out[0, :columns].contiguous())
+        out = _tried(_Call(mode, a, b, out_dtype, scales, pair, use_fast_accum=gemm.accumulation == "fast"))
+        return out if isinstance(out, Refused) else self.arrays.store(out[0, : len(b_CK)].contiguous())
 
     def _unit_scales(self, granularity: Granularity, rows: int, k: int) -> "torch.Tensor":
         """Block scales of 1 as the library takes them."""
@@ -145,71 +126,79 @@ class CudaLauncher:
         return _column_major(self.arrays.load(store_blocks(ones, granularity)))
 
 
-class _Call:
+class _Call(NamedTuple):
     """A GEMM's operands on the device, and the library call that takes them."""
 
-    def __init__(self, gemm: GemmCase, arrays: Framework) -> None:
-        self.gemm = gemm
-        self.out_dtype = arrays.dtype(gemm.out_dtype)
-        self.a, self.b = arrays.load(gemm.a), arrays.load(gemm.b.swapaxes(-1, -2))
-        self.scales = {role: arrays.load(scale) for role, scale in store_scales(gemm).items()}
-        if gemm.mode is Mode.BLOCKWISE:
-            self.scales = {role: _column_major(scale) for role, scale in self.scales.items()}
-        self.bias = None if gemm.bias is None else arrays.load(gemm.bias)
-        self.offs = None if gemm.offs is None else arrays.load(gemm.offs)
+    mode: Mode
+    a: "torch.Tensor"
+    b: "torch.Tensor"
+    out_dtype: "torch.dtype"
+    scales: "tuple[torch.Tensor, torch.Tensor] | None"
+    pair: tuple[Granularity, Granularity]
+    bias: "torch.Tensor | None" = None
+    offs: "torch.Tensor | None" = None
+    use_fast_accum: bool = False
+
+    @classmethod
+    def of(cls, gemm: GemmCase, arrays: Framework) -> "_Call":
+        """The call of a case, whose operands are loaded."""
+        stored = store_scales(gemm)
+        scales = None
+        if stored:
+            scales = arrays.load(stored["scale_a"]), arrays.load(stored["scale_b"])
+        if scales and gemm.mode is Mode.BLOCKWISE:
+            scales = _column_major(scales[0]), _column_major(scales[1])
+        return cls(
+            gemm.mode,
+            arrays.load(gemm.a),
+            arrays.load(gemm.b.swapaxes(-1, -2)),
+            arrays.dtype(gemm.out_dtype),
+            scales,
+            (gemm.granularity_a, gemm.granularity_b),
+            None if gemm.bias is None else arrays.load(gemm.bias),
+            None if gemm.offs is None else arrays.load(gemm.offs),
+            gemm.use_fast_accum,
+        )
 
     def __call__(self) -> "torch.Tensor":
         import torch
 
-        gemm, aten = self.gemm, torch.ops.aten
-        match gemm.mode:
-            case Mode.BF16:
-                if self.out_dtype == torch.bfloat16:
-                    return torch.mm(self.a, self.b)
-                return aten.mm.dtype(self.a, self.b, self.out_dtype)
-            case Mode.GROUPED_ROWWISE:
-                return aten._scaled_grouped_mm(
-                    self.a,
-                    self.b,
-                    self.scales["scale_a"],
-                    self.scales["scale_b"],
-                    offs=self.offs,
-                    out_dtype=self.out_dtype,
-                    use_fast_accum=gemm.use_fast_accum,
-                )
-            case Mode.TENSORWISE | Mode.ROWWISE:
-                return aten._scaled_mm(
-                    self.a,
-                    self.b,
-                    self.scales["scale_a"],
-                    self.scales["scale_b"],
-                    bias=self.bias,
-                    out_dtype=self.out_dtype,
-                    use_fast_accum=gemm.use_fast_accum,
-                )
-            case Mode.BLOCKWISE:
-                scales = self.scales["scale_a"], self.scales["scale_b"]
-                pair = gemm.granularity_a, gemm.granularity_b
-                options = {"bias": self.bias, "use_fast_accum": gemm.use_fast_accum}
-                return _blockwise(self.a, self.b, scales, pair, self.out_dtype, **options)
+        aten = torch.ops.aten
+        if self.scales is None:
+            if self.out_dtype == torch.bfloat16:
+                return torch.mm(self.a, self.b)
+            return aten.mm.dtype(self.a, self.b, self.out_dtype)
+        scale_a, scale_b = self.scales
+        options: dict[str, Any] = {"use_fast_accum": self.use_fast_accum}
+        if self.mode is Mode.BLOCKWISE:
+            from torch.nn.functional import ScalingType, scaled_mm
+
+            kinds = {
+                Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
+                Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
+            }
+            kind_a, kind_b = (kinds[granularity] for granularity in self.pair)
+            options |= {"bias": self.bias, "output_dtype": self.out_dtype}
+            return scaled_mm(self.a, self.b, scale_a, kind_a, scale_b, kind_b, **options)
+        options["out_dtype"] = self.out_dtype
+        if self.mode is Mode.GROUPED_ROWWISE:
+            return aten._scaled_grouped_mm(self.a, self.b, scale_a, scale_b, offs=self.offs, **options)
+        return aten._scaled_mm(self.a, self.b, scale_a, scale_b, bias=self.bias, **options)
 
 
-def _blockwise(
-    a: "torch.Tensor",
-    b: "torch.Tensor",
-    scales: "tuple[torch.Tensor, torch.Tensor]",
-    granularities: tuple[Granularity, Granularity],
-    out_dtype: "torch.dtype",
-    **options: Any,
-) -> "torch.Tensor":
-    from torch.nn.functional import ScalingType, scaled_mm
+def _tried(call: _Call) -> "torch.Tensor | Refused":
+    """The output, or why the library refused."""
+    import torch
 
-    kinds = {
-        Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
-        Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
-    }
-    kind_a, kind_b = (kinds[granularity] for granularity in granularities)
-    return scaled_mm(a, b, scales[0], kind_a, scales[1], kind_b, output_dtype=out_dtype, **options)
+    try:
+        out = call()
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        torch.cuda.synchronize()  # raises again if it is the device that failed, not the library that refused
+        return Refused(reason=str(error).strip().splitlines()[0])
+    return out
 
 
 def kernels_in_trace(trace: Mapping[str, Any]) -> Kernels:

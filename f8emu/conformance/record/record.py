@@ -13,10 +13,12 @@ from typing import Protocol, TypeVar
 from f8emu import __version__
 from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import GoldenCase, read_golden, write_golden
-from f8emu.conformance.compare import different, mismatches
+from f8emu.conformance.compare import different
 from f8emu.conformance.record.cases import PlannedCase, plan
 from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused
+from f8emu.conformance.run.result import StageResult, Status
 from f8emu.conformance.run.subject import load_subject
+from f8emu.conformance.run.verify import verify as run_suite
 from f8emu.spec import GoldenFileError
 
 _T = TypeVar("_T")
@@ -34,17 +36,7 @@ class Launcher(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """f8ref.numpy against a new file."""
-
-    cases_equal: int
-    outputs_equal: int
-    differences: tuple[str, ...]
-    """The first of each case that differs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class GoldenRecording:
     """What became of a recording."""
 
     path: Path
@@ -53,13 +45,13 @@ class Recording:
     outputs: int
     refused: dict[str, list[str]]
     """Reason -> the GEMMs that the library did not run for it."""
-    verified: Verified | None
-    """None if that was not requested."""
+    verified: StageResult | None
+    """f8ref.numpy against the new file; None if that was not requested."""
 
     @property
     def has_difference(self) -> bool:
         """Whether the comparison ran and found a difference."""
-        return self.verified is not None and self.verified.cases_equal < self.cases
+        return self.verified is not None and self.verified.status is not Status.EQUAL
 
     def lines(self) -> list[str]:
         """What to print."""
@@ -75,7 +67,7 @@ class Recording:
             f"f8ref.numpy equals {equal.cases_equal} of {self.cases} cases, "
             f"{equal.outputs_equal} of {self.outputs} outputs"
         ]
-        return found + [f"  {line}" for line in equal.differences]
+        return found + [f"  {mismatch.line()}" for mismatch in equal.mismatches]
 
 
 def record(
@@ -85,7 +77,7 @@ def record(
     verify: bool = False,
     launcher: Launcher | None = None,
     cases: Sequence[PlannedCase] | None = None,
-) -> Recording:
+) -> GoldenRecording:
     """Runs every planned GEMM on this machine's GPU and writes a golden file.
 
     With `verify`, the file is then read back and f8ref.numpy compared with it; a difference is a finding about this
@@ -123,13 +115,17 @@ def record(
     stored = read_golden(path)
     for case, back in zip(golden, stored.cases, strict=True):
         assert not different(back.out, case.out).any(), f"{case.id} did not survive the file"
-    return Recording(
+    verified = None
+    if verify:
+        found = run_suite([load_subject("f8ref.numpy")], stages=["golden"], golden=stored, errors=len(golden))
+        (verified,) = found.subjects[0].stages
+    return GoldenRecording(
         path=path,
         device=facts["device"],
         cases=len(golden),
         outputs=sum(case.out.size for case in golden),
         refused=by_reason,
-        verified=_verify(stored.cases) if verify else None,
+        verified=verified,
     )
 
 
@@ -145,22 +141,6 @@ def _refusal(case: PlannedCase, result: Refused) -> dict[str, str]:
         "gemm": f"{m} x {n} x {gemm.k}, {dtypes}{chain}",
         "reason": result.reason,
     }
-
-
-def _verify(cases: Sequence[GoldenCase]) -> Verified:
-    subject = load_subject("f8ref.numpy")
-    outputs_equal = 0
-    differences: list[str] = []
-    for case in tracked(cases, "f8ref.numpy", len(cases)):
-        observed = subject.gemm(case.gemm)
-        wrong = int(different(observed, case.out).sum())
-        outputs_equal += case.out.size - wrong
-        if wrong:
-            first = next(mismatches(case.id, "", observed, case.out)).line()
-            differences.append(f"{wrong} of {case.out.size}: {first}")
-    return Verified(
-        cases_equal=len(cases) - len(differences), outputs_equal=outputs_equal, differences=tuple(differences)
-    )
 
 
 def tracked(items: Iterable[_T], title: str, total: int) -> Iterable[_T]:
