@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial, partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import Family
 from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.cases.golden import GoldenFile, shipped_golden, write_golden
+from f8emu.conformance.layers import engine_layer
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.layer_cases import REGULAR, layer_cases
 from f8emu.conformance.run import stages, subject
@@ -28,14 +29,10 @@ from f8emu.conformance.run.runner import Runner
 from f8emu.conformance.run.subject import Subject, load_subject
 from f8emu.spec import (
     BFLOAT16,
-    FLOAT32,
-    OPERANDS,
     DelayedState,
     Format,
-    GemmTrace,
     Granularity,
     LinearTrace,
-    OperandTrace,
     Overflow,
     Recipe,
     ScaleRule,
@@ -167,76 +164,57 @@ def operand(rules: Rules, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values, np.maximum(fields, 1) - fmt.bias
 
 
-# A linear layer, put together from the verbs, with a place for a bug at every stage.
+# A linear layer, put together from the verbs, of which each may have a bug.
 
 
-def linear(
-    bug: str,
-    recipe: Recipe,
-    input: np.ndarray,
-    weight: np.ndarray,
-    grad_output: np.ndarray,
-    bias: np.ndarray | None = None,
-    *,
-    delayed_state: dict[str, DelayedState] | None = None,
-) -> LinearTrace:
-    tensors = {"input": input, "weight": weight, "grad_output": grad_output}
-    fmt = format_by_name(input.dtype.name)
+def without_bugs(*args: Any, **options: Any) -> LinearTrace:
+    return engine_layer.linear({**vars(reference)}, *args, **options)
 
-    def trace_of(x: np.ndarray, cast: Any, state: DelayedState | None) -> OperandTrace:
-        if cast.format is None:
-            with np.errstate(over="ignore"):
-                return OperandTrace(None, None, None, x.astype(dtype_of(BFLOAT16)))
-        rounded = x.astype(dtype_of(BFLOAT16)) if bug == "amax" else x
-        own = reference.amax(rounded, cast.granularity)
-        rule = ScaleRule() if bug == "scale" else recipe.scale_rule
-        margin = recipe.delayed.margin if recipe.delayed and state is not None else 0
-        scales = reference.scale_from_amax(own, cast.format, rule, margin=margin)
-        if state is not None and state.initialized and bug != "delayed":
-            inv_scale = np.reshape(state.inv_scale, (1, 1))
-            scales = Scales(inv_scale, np.float32(1) / inv_scale)
-        granularity = Granularity.TENSORWISE if bug == "codes" and cast.granularity.is_blockwise else cast.granularity
-        inv_scale = scales.inv_scale[:1, :1] if granularity is not cast.granularity else scales.inv_scale
-        codes = reference.quantize(x, inv_scale, cast.format, granularity)
-        return OperandTrace(own, scales.inv_scale, scales.scale, codes)
 
-    def product_of(a: OperandTrace, b: OperandTrace, gemm: Any, fmt: Format = fmt) -> np.ndarray:
-        if gemm.is_high_precision:
-            return reference.mm(a.codes, b.codes.T, out_dtype=fmt)
-        pair = gemm.scaled_gemm_granularities
-        scales = [
-            np.repeat(x.scale, x.codes.shape[0], axis=0) if g is Granularity.ROWWISE and x.scale.size == 1 else x.scale
-            for x, g in zip((a, b), pair, strict=True)
-        ]
-        fast = gemm.use_fast_accum or (bug == "product" and not pair[0].is_blockwise)
-        return reference.scaled_mm(
-            a.codes,
-            b.codes.T,
-            scales[0],
-            scales[1].T,
-            granularity_a=pair[0],
-            granularity_b=pair[1],
-            out_dtype=fmt,
-            use_fast_accum=fast,
-        )
+def layer_of(**verbs: Verb) -> dict[str, Verb]:
+    """The layer made of the oracle's verbs, some of them replaced."""
+    return {"linear": partial(engine_layer.linear, {**vars(reference), **verbs})}
 
-    def trace_gemm(name: str) -> GemmTrace:
-        gemm, operands = recipe.gemms[name], []
-        for side, source, cast in zip("ab", OPERANDS[name], (gemm.a, gemm.b), strict=True):
-            transposed = (name, side) in {("grad_input", "b"), ("grad_weight", "a"), ("grad_weight", "b")}
-            x = tensors[source].T if transposed else tensors[source]
-            operands.append(trace_of(x, cast, (delayed_state or {}).get(source)))
-        a, b = operands
-        return GemmTrace(a, b, product_of(a, b, gemm))
 
-    output = trace_gemm("output")
-    result = output.product
-    if bias is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            unrounded = product_of(output.a, output.b, recipe.output, FLOAT32) if bug == "result" else result
-            addend = bias if bug == "bias" else bias.astype(result.dtype)
-            result = (unrounded.astype(np.float32) + addend.astype(np.float32)).astype(result.dtype)
-    return LinearTrace(output, trace_gemm("grad_input"), trace_gemm("grad_weight"), result)
+def amax_of_rounded(x: np.ndarray, granularity: Granularity) -> np.ndarray:
+    return reference.amax(x.astype(dtype_of(BFLOAT16)), granularity)
+
+
+def default_scale(amax: np.ndarray, format: Format, rule: ScaleRule, *, margin: int = 0) -> Scales:
+    return reference.scale_from_amax(amax, format, ScaleRule(), margin=margin)
+
+
+def one_scale(x: np.ndarray, inv_scale: np.ndarray, format: Format, granularity: Granularity) -> np.ndarray:
+    """For all blocks."""
+    if not granularity.is_blockwise:
+        return reference.quantize(x, inv_scale, format, granularity)
+    return reference.quantize(x, inv_scale[:1, :1], format, Granularity.TENSORWISE)
+
+
+def always_fast(*args: Any, **options: Any) -> np.ndarray:
+    fast = options["use_fast_accum"] or not options["granularity_a"].is_blockwise
+    return reference.scaled_mm(*args, **options | {"use_fast_accum": fast})
+
+
+def stateless(*args: Any, delayed_state: Any = None, **options: Any) -> LinearTrace:
+    return without_bugs(*args, **options)
+
+
+def biased(
+    recipe: Recipe, input: np.ndarray, weight: np.ndarray, grad_output: np.ndarray, bias: np.ndarray | None = None,
+    *, before_rounding: bool, **options: Any,
+) -> LinearTrace:  # fmt: skip
+    """The bias is added before the product is rounded, or is not rounded itself."""
+    trace = without_bugs(recipe, input, weight, grad_output, bias, **options)
+    if bias is None:
+        return trace
+    product = trace.output.product
+    addend, dtype = bias.astype(np.float32), product.dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        if before_rounding:
+            wide = recipe, *(x.astype(np.float32) for x in (input, weight, grad_output))
+            product, addend = without_bugs(*wide, **options).output.product, bias.astype(dtype).astype(np.float32)
+        return trace._replace(result=(product.astype(np.float32) + addend).astype(dtype))
 
 
 # The bugs.
@@ -343,10 +321,6 @@ def gemm(**bent: Any) -> dict[str, Verb]:
     return {"scaled_mm": partial(scaled_mm, Rules(**bent))}
 
 
-def layer(bug: str) -> dict[str, Verb]:
-    return {"linear": partial(linear, bug)}
-
-
 def swapped_factors(
     a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, **options: Any
 ) -> np.ndarray:
@@ -356,47 +330,44 @@ def swapped_factors(
     return reference.scaled_mm(a, b, scale_a, scale_b, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bug:
+class Bug(NamedTuple):
     stage: str
     verbs: dict[str, Verb]
     first_difference: str = ""
 
 
 BUGS: dict[str, Bug] = {
-    "round half away from zero": Bug(stage="formats", verbs={"cast": half_away}),
-    "subnormals flushed": Bug(stage="formats", verbs={"cast": flushed}),
-    "NaN becomes max": Bug(stage="formats", verbs={"cast": nan_to_max}),
-    "-0 loses its sign": Bug(stage="formats", verbs={"decode": unsigned_zero}),
-    "amax drops NaN": Bug(stage="scales", verbs={"amax": amax_without_nan}),
-    "scale by reciprocal": Bug(stage="scales", verbs={"scale_from_amax": reciprocal_scale}),
-    "power of two by rounding": Bug(stage="scales", verbs={"scale_from_amax": rounded_power_of_two}),
-    "history rolled the wrong way": Bug(stage="scales", verbs={"update_delayed_state": rolled_the_wrong_way}),
-    "block scales of quantize column-major": Bug(stage="scales", verbs={"quantize": column_major_quantize}),
-    "ACC-2 products normalised": Bug(stage="golden", verbs=gemm(normalises_products=True)),
-    "ACC-3 floor instead of toward zero": Bug(stage="golden", verbs=gemm(cut=np.floor)),
-    "ACC-3 14 bits": Bug(stage="golden", verbs=gemm(bits=14)),
-    "CHAIN-1 fast accumulation ignored": Bug(stage="golden", verbs=gemm(reads_fast_flag=False)),
-    "CHAIN-2 promotion every 96": Bug(stage="golden", verbs=gemm(promote=96)),
-    "CHAIN-2 promotion every 160": Bug(stage="golden", verbs=gemm(promote=160)),
-    "CHAIN-3 slices not rounded": Bug(stage="golden", verbs=gemm(slice_multiple=32)),
-    "EPI-1 scales applied before the GEMM": Bug(stage="golden", verbs={"scaled_mm": scaled_operands}),
-    "EPI-2 row scale first": Bug(stage="golden", verbs=gemm(column_scale_first=False)),
-    "EPI-2 row and column scales swapped": Bug(stage="golden", verbs={"scaled_mm": swapped_factors}),
-    "EPI-3 bias before scales": Bug(stage="golden", verbs=gemm(bias_first=True)),
-    "EPI-5 two roundings instead of fma": Bug(stage="golden", verbs=gemm(fused=False)),
-    "EPI-5 block scales column-major": Bug(stage="golden", verbs={"scaled_mm": column_major_block_scales}),
-    "EPI-6 group ends off by one": Bug(stage="golden", verbs={"scaled_grouped_mm": group_off_by_one}),
-    "BF16-1 float32 matmul": Bug(stage="golden", verbs={"mm": float32_mm}),
-    "layer: amax of a rounded copy": Bug(stage="layers", verbs=layer("amax"), first_difference="output.a.amax"),
-    "layer: scale rule ignored": Bug(stage="layers", verbs=layer("scale"), first_difference="output.a.inv_scale"),
-    "layer: delayed state ignored": Bug(
-        stage="layers", verbs=layer("delayed"), first_difference="step 2 output.a.inv_scale"
-    ),
-    "layer: one scale for all blocks": Bug(stage="layers", verbs=layer("codes"), first_difference="output.a.codes"),
-    "layer: fast gradients": Bug(stage="layers", verbs=layer("product"), first_difference="grad_input.product"),
-    "layer: bias added before rounding": Bug(stage="layers", verbs=layer("result"), first_difference="result"),
-    "layer: bias not rounded": Bug(stage="layers", verbs=layer("bias"), first_difference="result"),
+    "round half away from zero": Bug("formats", {"cast": half_away}),
+    "subnormals flushed": Bug("formats", {"cast": flushed}),
+    "NaN becomes max": Bug("formats", {"cast": nan_to_max}),
+    "-0 loses its sign": Bug("formats", {"decode": unsigned_zero}),
+    "amax drops NaN": Bug("scales", {"amax": amax_without_nan}),
+    "scale by reciprocal": Bug("scales", {"scale_from_amax": reciprocal_scale}),
+    "power of two by rounding": Bug("scales", {"scale_from_amax": rounded_power_of_two}),
+    "history rolled the wrong way": Bug("scales", {"update_delayed_state": rolled_the_wrong_way}),
+    "block scales of quantize column-major": Bug("scales", {"quantize": column_major_quantize}),
+    "ACC-2 products normalised": Bug("golden", gemm(normalises_products=True)),
+    "ACC-3 floor instead of toward zero": Bug("golden", gemm(cut=np.floor)),
+    "ACC-3 14 bits": Bug("golden", gemm(bits=14)),
+    "CHAIN-1 fast accumulation ignored": Bug("golden", gemm(reads_fast_flag=False)),
+    "CHAIN-2 promotion every 96": Bug("golden", gemm(promote=96)),
+    "CHAIN-2 promotion every 160": Bug("golden", gemm(promote=160)),
+    "CHAIN-3 slices not rounded": Bug("golden", gemm(slice_multiple=32)),
+    "EPI-1 scales applied before the GEMM": Bug("golden", {"scaled_mm": scaled_operands}),
+    "EPI-2 row scale first": Bug("golden", gemm(column_scale_first=False)),
+    "EPI-2 row and column scales swapped": Bug("golden", {"scaled_mm": swapped_factors}),
+    "EPI-3 bias before scales": Bug("golden", gemm(bias_first=True)),
+    "EPI-5 two roundings instead of fma": Bug("golden", gemm(fused=False)),
+    "EPI-5 block scales column-major": Bug("golden", {"scaled_mm": column_major_block_scales}),
+    "EPI-6 group ends off by one": Bug("golden", {"scaled_grouped_mm": group_off_by_one}),
+    "BF16-1 float32 matmul": Bug("golden", {"mm": float32_mm}),
+    "layer: amax of a rounded copy": Bug("layers", layer_of(amax=amax_of_rounded), "output.a.amax"),
+    "layer: scale rule ignored": Bug("layers", layer_of(scale_from_amax=default_scale), "output.a.inv_scale"),
+    "layer: delayed state ignored": Bug("layers", {"linear": stateless}, "step 2 output.a.inv_scale"),
+    "layer: one scale for all blocks": Bug("layers", layer_of(quantize=one_scale), "output.a.codes"),
+    "layer: fast gradients": Bug("layers", layer_of(scaled_mm=always_fast), "grad_input.product"),
+    "layer: bias added before rounding": Bug("layers", {"linear": partial(biased, before_rounding=True)}, "result"),
+    "layer: bias not rounded": Bug("layers", {"linear": partial(biased, before_rounding=False)}, "result"),
 }
 """Name -> what is wrong, and the first stage that must notice."""
 
@@ -475,7 +446,7 @@ def test_planted_bug_is_caught_at_its_stage(name: str, golden_path: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "verbs", [gemm(), layer("")], ids=["the bendable tensor core, straight", "the bendable layer, straight"]
+    "verbs", [gemm(), layer_of()], ids=["the bendable tensor core, straight", "the bendable layer, straight"]
 )
 def test_what_carries_the_bugs_is_right(verbs: dict[str, Verb], golden_path: Path, tmp_path: Path) -> None:
     """Without a bug the same code passes: so it is the bug that the suite catches."""
