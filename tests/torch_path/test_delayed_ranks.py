@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -159,34 +154,6 @@ def shard_flat(model: nn.Module, use_orig_params: bool) -> nn.Module:
     return wrap(nn.Sequential(*(wrap(layer) for layer in model.children())))
 
 
-def dcp_resumes() -> None:
-    """`{"model": ..., "float8": DelayedScalingState(model)}`, saved and loaded under FSDP2."""
-    directories = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(directories)
-    (directory,) = directories
-
-    def build() -> tuple[nn.Module, Optimizer]:
-        model = shard(make())
-        return model, AdamW(model.parameters(), lr=0.01)
-
-    def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, "float8": f8.DelayedScalingState(model)}
-
-    model, optimizer = build()
-    train(model, optimizer, steps=range(2))
-    save(state(model, optimizer), checkpoint_id=directory)
-    uninterrupted = train(model, optimizer, steps=range(2, STEPS))
-    resumed, its_optimizer = build()
-    loaded = state(resumed, its_optimizer)
-    load(loaded, checkpoint_id=directory)
-    set_state_dict(resumed, its_optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    outputs = train(resumed, its_optimizer, steps=range(2, STEPS))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, uninterrupted, strict=True))
-    assert_same_state(state_of(resumed), state_of(model))
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 def zero(parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
     """On each rank an inner optimizer holds a part of the parameters."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of what is deprecated, when it is imported
@@ -208,7 +175,6 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "fsdp1": case(steps_follow, case(shard_flat, use_orig_params=False), AdamW),
         "fsdp1, its parameters": case(steps_follow, case(shard_flat, use_orig_params=True), AdamW),
         "ZeroRedundancyOptimizer": case(steps_follow, DistributedDataParallel, zero),
-        "dcp": dcp_resumes,
     }
 }
 

@@ -421,21 +421,13 @@ def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pyt
     monkeypatch.setattr(gather_memory, "all_gather", lambda out, own, group: out.copy_(own))
     x = torch.randn(32, 48)
     recipe = recipe_by_name("rowwise")
-    rule = recipe.scale_rule
     weight: Any = ShardedWeight(x, recipe)
     weight.state.own = weight_scales.OwnRows(n=32)
     module = SimpleNamespace(delayed=None)
     (codes,), found = weight.fsdp_pre_all_gather(None, x.shape, x.stride(), module, None)
     assert weight.state.memory is None
-    gathered, memory = weight.fsdp_post_all_gather((codes.view(-1).clone().view(32, 48),), found, torch.bfloat16)
+    _, memory = weight.fsdp_post_all_gather((codes.view(-1).clone().view(32, 48),), found, torch.bfloat16)
     assert memory is weight.state.memory and list(memory) == [memory.cols, memory.rows]
-    for operand, values, codes in (
-        (gathered.of_output(), x, gathered.rows),
-        (gathered.of_grad_input(), x.T.contiguous(), gathered.cols.T.contiguous()),
-    ):
-        inv_scale, scale = f8.scale_from_amax(values.abs().amax(1, keepdim=True), "float8_e4m3fn", rule)
-        assert torch.equal(operand.scale, scale)
-        assert torch.equal(codes.float(), f8.quantize(values, inv_scale, "float8_e4m3fn", "rowwise").float())
 
 
 def test_a_rank_that_is_killed_ends_the_step_of_the_others(tmp_path: Path) -> None:

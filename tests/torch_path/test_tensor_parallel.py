@@ -134,39 +134,6 @@ def sizes_of(recipe: str) -> tuple[int, int, int]:
     return (TOKENS, 256, 256) if recipe == "blockwise" else (TOKENS, K, N)
 
 
-def torch_styles(recipe: str, bias: bool = False, n: int | None = None) -> None:
-    """A column-parallel and a row-parallel layer under torch's own styles; three steps under delayed scaling."""
-    mesh = mesh_of_all()
-    tokens, k, n = (TOKENS, K, n) if n is not None else sizes_of(recipe)
-    alone, ours = (convert(recipe, (n, k), (k, n), bias=bias) for _ in range(2))
-    for layers in (alone, ours):  # the first feature of h is the amax, and shows in no product: see `h` below
-        with torch.no_grad():
-            layers[0].weight[0] = 0
-            layers[1].weight[:, 0] = 0
-    parallelize_module(ours, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    for step in range(3 if recipe == "delayed" else 1):
-        x, h = draw(BATCH, tokens, k, seed=20 + step), draw(BATCH, tokens, n, seed=30 + step)
-        h[..., 0] = 1024
-        by_col, by_row = passes(alone[0], x, h), passes(alone[1], h, x)
-        col, row = passes(ours[0], x, part(h, 2, mesh)), passes(ours[1], part(h, 2, mesh), x)
-        # 1. Column-parallel: slices; grad_input is a sum.
-        same(col.output, part(by_col.output, 2, mesh))
-        same(col.grad_weight, part(by_col.grad_weight, 0, mesh))
-        # 2. Row-parallel: slices; output is a sum, to which the bias is added.
-        same(row.grad_input, part(by_row.grad_input, 2, mesh))
-        same(row.grad_weight, part(by_row.grad_weight, 1, mesh))
-        if recipe != "delayed" or step == 0:  # in the first step, delayed scaling is tensorwise
-            like = "tensorwise" if recipe == "delayed" else recipe
-            grad_input = partial(flat(h), alone[0].weight.detach().t(), "grad_input", like, mesh)
-            same(flat(col.grad_input), summed(grad_input, mesh))
-            output = summed(partial(flat(h), alone[1].weight.detach(), "output", like, mesh), mesh)
-            same(flat(row.output), output + alone[1].bias if bias else output)
-        if bias:
-            same(col.grad_bias, part(by_col.grad_bias, 0, mesh))
-            same(row.grad_bias, by_row.grad_bias)
-        updated(alone, ours)
-
-
 def updated(alone: nn.Module, ours: nn.Module) -> None:
     """The update of delayed scaling: all ranks have the states of one device."""
     for model in (alone, ours):
@@ -206,6 +173,66 @@ class Traffic(TorchDispatchMode):
         return sum(size for kind, _, size in self.sent if kind == name)
 
 
+def row_parallel(recipe: str, dim: int | None = None, bias: bool = False, n: int | None = None) -> None:
+    """Slices, and an output that is a sum over ranks, to which the bias is added; three steps under delayed scaling.
+
+    With `dim` the sum is scattered along tokens by f8emu's style, and its gradient gathered as float8.
+    """
+    mesh = mesh_of_all()
+    tokens, k, n = (TOKENS, K, n) if n is not None else sizes_of(recipe)
+    alone, ours = (convert(recipe, (k, n), bias=bias) for _ in range(2))
+    for layers in (alone, ours):  # the first feature is the amax, and shows in no product
+        with torch.no_grad():
+            layers[0].weight[:, 0] = 0
+    style = RowwiseParallel() if dim is None else f8.Float8RowwiseParallel(output_layouts=Shard(dim))
+    parallelize_module(ours, mesh, {"0": style})
+    for step in range(3 if recipe == "delayed" else 1):
+        x, h = draw(BATCH, tokens, k, seed=20 + step), draw(BATCH, tokens, n, seed=30 + step)
+        h[..., 0] = 1024
+        own = x if dim is None else part(x, dim, mesh)
+        expected = passes(alone[0], h, x)
+        with Traffic() as traffic:
+            observed = passes(ours[0], part(h, 2, mesh), own)
+        if dim is not None:
+            rows = largest_part(dim, mesh)
+            gathered = 2 * rows * k + 4 * rows if recipe == "rowwise" else rows * k
+            assert traffic.bytes_of("all_gather_into_tensor") == gathered
+        same(observed.grad_input, part(expected.grad_input, 2, mesh))
+        same(observed.grad_weight, part(expected.grad_weight, 1, mesh))
+        if recipe != "delayed" or step == 0:  # in the first step, delayed scaling is tensorwise
+            like = "tensorwise" if recipe == "delayed" else recipe
+            output = partial(flat(h), alone[0].weight.detach(), "output", like, mesh)
+            output = summed(output.view(BATCH, tokens, k), mesh, dim)
+            same(observed.output, output + alone[0].bias if bias else output)
+        if bias:
+            same(observed.grad_bias, expected.grad_bias if dim is None else own.sum((0, 1)))
+        updated(alone, ours)
+
+
+def column_parallel(recipe: str, bias: bool = False, n: int | None = None) -> None:
+    """Slices, and a grad_input that is a sum over ranks, under torch's own style."""
+    mesh = mesh_of_all()
+    tokens, k, n = (TOKENS, K, n) if n is not None else sizes_of(recipe)
+    alone, ours = (convert(recipe, (n, k), bias=bias) for _ in range(2))
+    for layers in (alone, ours):  # the first feature of a gradient is its amax, and shows in no product
+        with torch.no_grad():
+            layers[0].weight[0] = 0
+    parallelize_module(ours, mesh, {"0": ColwiseParallel()})
+    for step in range(3 if recipe == "delayed" else 1):
+        x, h = draw(BATCH, tokens, k, seed=20 + step), draw(BATCH, tokens, n, seed=30 + step)
+        h[..., 0] = 1024
+        expected, observed = passes(alone[0], x, h), passes(ours[0], x, part(h, 2, mesh))
+        same(observed.output, part(expected.output, 2, mesh))
+        same(observed.grad_weight, part(expected.grad_weight, 0, mesh))
+        if recipe != "delayed" or step == 0:
+            like = "tensorwise" if recipe == "delayed" else recipe
+            grad_input = partial(flat(h), alone[0].weight.detach().t(), "grad_input", like, mesh)
+            same(flat(observed.grad_input), summed(grad_input, mesh))
+        if bias:
+            same(observed.grad_bias, part(expected.grad_bias, 0, mesh))
+        updated(alone, ours)
+
+
 def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
     """Two layers share an input that is sharded along tokens; it is gathered once, one byte an element."""
     mesh = mesh_of_all()
@@ -242,31 +269,6 @@ def sequence_parallel_input(recipe: str, dim: int = 1) -> None:
             total = total + partial(flat(grads[1]), weights[1], "grad_input", recipe, mesh)
             assert own.grad is not None
             same(own.grad, summed(total.view(BATCH, TOKENS, K), mesh, dim))
-        updated(alone, ours)
-
-
-def sequence_parallel_output(recipe: str, dim: int = 1, bias: bool = False) -> None:
-    """The output's partial sums are scattered along tokens; its gradient is gathered as float8."""
-    mesh = mesh_of_all()
-    alone, ours = (convert(recipe, (K, N), bias=bias) for _ in range(2))
-    parallelize_module(ours, mesh, {"0": f8.Float8RowwiseParallel(output_layouts=Shard(dim))})
-    for step in range(3 if recipe == "delayed" else 1):
-        x, h = draw(BATCH, TOKENS, K, seed=20 + step), draw(BATCH, TOKENS, N, seed=30 + step)
-        expected = passes(alone[0], h, x)
-        with Traffic() as traffic:
-            observed = passes(ours[0], part(h, 2, mesh), part(x, dim, mesh))
-        rows = largest_part(dim, mesh)
-        gathered = rows * K if recipe != "rowwise" else 2 * rows * K + 4 * rows
-        assert traffic.bytes_of("all_gather_into_tensor") == gathered
-        same(observed.grad_input, part(expected.grad_input, 2, mesh))
-        same(observed.grad_weight, part(expected.grad_weight, 1, mesh))
-        if recipe != "delayed" or step == 0:
-            like = "tensorwise" if recipe == "delayed" else recipe
-            output = partial(flat(h), alone[0].weight.detach(), "output", like, mesh)
-            output = summed(output.view(BATCH, TOKENS, K), mesh, dim)
-            same(observed.output, output + alone[0].bias if bias else output)
-        if bias:
-            same(observed.grad_bias, part(x, dim, mesh).sum((0, 1)))
         updated(alone, ours)
 
 
@@ -488,12 +490,14 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
 case = functools.partial
 CASES: dict[int, dict[str, Callable[[], None]]] = {
     2: {
-        **{f"torch's styles, {r}": case(torch_styles, r) for r in RECIPES},
-        "torch's styles, a bias": case(torch_styles, "tensorwise", True),
+        **{f"by column, {r}": case(column_parallel, r) for r in RECIPES},
+        **{f"by row, {r}": case(row_parallel, r) for r in RECIPES},
+        "by column, a bias": case(column_parallel, "tensorwise", True),
+        "by row, a bias": case(row_parallel, "tensorwise", None, True),
         **{f"gathered input, {r}": case(sequence_parallel_input, r) for r in GATHERED},
         "gathered input, first dimension": case(sequence_parallel_input, "rowwise", 0),
-        **{f"scattered output, {r}": case(sequence_parallel_output, r) for r in GATHERED},
-        "scattered output, a bias": case(sequence_parallel_output, "tensorwise", 0, True),
+        **{f"scattered output, {r}": case(row_parallel, r, 1) for r in GATHERED},
+        "scattered output, a bias": case(row_parallel, "tensorwise", 0, True),
         **{f"compiled, {r}": case(compiled, r) for r in ("rowwise", "delayed")},
         "a scale of one rank": scale_of_one_rank_is_caught,
         **{f"{value} on one rank": case(not_finite_on_one_rank, value) for value in (math.nan, math.inf)},
@@ -502,12 +506,14 @@ CASES: dict[int, dict[str, Callable[[], None]]] = {
         "inspected": inspected,
     },
     3: {
-        "unequal shards": case(torch_styles, "tensorwise", True, 40),
-        "an empty shard": case(torch_styles, "rowwise", False, 4),
+        "unequal shards of N": case(column_parallel, "tensorwise", True, 40),
+        "unequal shards of K": case(row_parallel, "tensorwise", None, True, 40),
+        "an empty shard of N": case(column_parallel, "rowwise", False, 4),
+        "an empty shard of K": case(row_parallel, "rowwise", None, False, 4),
         "unequal shards of tokens": case(sequence_parallel_input, "rowwise"),
         "an empty shard of tokens": case(sequence_parallel_input, "tensorwise", 0),
-        "unequal shards of an output": case(sequence_parallel_output, "rowwise"),
-        "an empty shard of an output": case(sequence_parallel_output, "delayed", 0),
+        "unequal shards of an output": case(row_parallel, "rowwise", 1),
+        "an empty shard of an output": case(row_parallel, "delayed", 0),
     },
     4: {
         **{f"with FSDP2, {r}, gathers {on}": case(with_fsdp2, r, on) for r in GATHERED for on in (True, False)},

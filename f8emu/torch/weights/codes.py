@@ -5,6 +5,7 @@ rank's rows are rows of the whole, and `transpose_codes` makes the operand of `g
 one scale both have the same codes.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -42,6 +43,10 @@ class WeightCodes(NamedTuple):
     """[N, K], the operand of `grad_input` before its transpose; None where it is `rows`."""
     master_amax: Tensor | None = None
     """[1, 1], of a weight that rests as float8 under delayed scaling: each call of the layer records it."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "WeightCodes":
+        """`function` of each tensor."""
+        return WeightCodes(*[x if x is None else function(x) for x in self])  # pyright: ignore[reportArgumentType]
 
 
 def require_codes(call: str, recipe: Recipe, option: str) -> None:

@@ -167,18 +167,17 @@ class Float8Weight(CodedWeight):
         if dtype != self.dtype and not origin.is_taken:
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(dtype))
             return Float8Weight(_cast(origin.master.to(device), origin.recipe, origin.delayed), dtype, origin)
-        codes: Any = [x if x is None else x.to(device, non_blocking=non_blocking) for x in self.held]
         if device.type == "meta":
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(device))
-        return Float8Weight(WeightCodes(*codes), dtype, origin)
+        return Float8Weight(self.held.map(lambda x: x.to(device, non_blocking=non_blocking)), dtype, origin)
 
     def _emptied(self, device: torch.device | None) -> "Float8Weight":
         """A weight like this one with uninitialised codes, to be written to."""
         device = device or self.device
-        codes: Any = [x if x is None else torch.empty_like(x, device=device) for x in self.held]
         old = self._origin
         master = torch.empty_like(old.master, device="meta" if device.type == "meta" else "cpu")
-        return Float8Weight(WeightCodes(*codes), self.dtype, MasterOf(old.recipe, old.delayed, master))
+        codes = self.held.map(lambda x: torch.empty_like(x, device=device))
+        return Float8Weight(codes, self.dtype, MasterOf(old.recipe, old.delayed, master))
 
     def _is_initialized_by(self, func: Any) -> bool:
         """Whether the operator belongs to an initialization: outside of autograd, before gradients and an optimizer.
@@ -204,8 +203,7 @@ class Float8Weight(CodedWeight):
         return self
 
     def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
-        codes: Any = [x if x is None else x.clone() for x in self.held]
-        return Float8Weight(WeightCodes(*codes), self.dtype, copy.deepcopy(self.origin, memo))
+        return Float8Weight(self.held.map(Tensor.clone), self.dtype, copy.deepcopy(self.origin, memo))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
@@ -219,13 +217,13 @@ class Float8Weight(CodedWeight):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: torch pickles float8, but does not load it again outside of torch.save.
-        codes = [x if x is None or x.dtype is torch.float32 else x.view(torch.uint8) for x in self.held]
+        codes = self.held.map(lambda x: x if x.dtype is torch.float32 else x.view(torch.uint8))
         kind = (isinstance(self, nn.Parameter), self.requires_grad)
         return _rebuilt, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
 
 
 def _rebuilt(
-    codes: list[Tensor | None],
+    codes: WeightCodes,
     format: torch.dtype,
     dtype: torch.dtype,
     origin: MasterOf | None,
@@ -233,8 +231,7 @@ def _rebuilt(
     requires_grad: bool,
 ) -> Tensor:
     """What pickles call."""
-    found: Any = [x if x is None or x.dtype is torch.float32 else x.view(format) for x in codes]
-    new = Float8Weight(WeightCodes(*found), dtype, origin)
+    new = Float8Weight(codes.map(lambda x: x if x.dtype is torch.float32 else x.view(format)), dtype, origin)
     return nn.Parameter(new, requires_grad) if is_parameter else new
 
 
