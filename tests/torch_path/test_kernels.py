@@ -6,7 +6,7 @@ subnormal bfloat16 are lost. They are replaced here by those of ml_dtypes, so th
 hardware's own conversion is right.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -20,24 +20,21 @@ from f8emu.spec import E4M3FN, E5M2, Format, ScaleRule
 from f8emu.torch import library
 from f8emu.torch.fused import delayed
 from f8emu.torch.fused import operators as fused
-from f8emu.torch.fused.columns import cast_columns, transpose_codes
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
+from tests.torch_path.fused_casts import AMAXES, FLOATS, RULES, SPECIALS, calls, drawn, results, settings
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare, run_interpreted
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="only a GPU can tell")
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = pytest.mark.parametrize("fmt", [E4M3FN, E5M2], ids=str)
 RULE = (False, 1e-12, 0)
 """power_of_two, amax_floor, margin."""
 _RULES = [ScaleRule(), ScaleRule(power_of_two=True, amax_floor=1e-3)]
-RULES = pytest.mark.parametrize("rule", _RULES, ids=str)
 CASTS = pytest.mark.parametrize(
     ("fmt", "rule"),
     list(zip((E4M3FN, E5M2), _RULES, strict=True) if INTERPRETED else product((E4M3FN, E5M2), _RULES)),
     ids=str,
 )
 """Of formats and rules every pair; in the interpreter, which is slow, every one."""
-SPECIALS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40, 1e-13]
 SHAPES = [(1, 300), (130, 70), (257, 144)]  # tails in both directions, and a multiple of 16
 if not INTERPRETED:
     SHAPES += [(1, 1), (1000, 1), (2048, 4096), (8192 + 16, 1024 + 8)]
@@ -45,15 +42,8 @@ if not INTERPRETED:
 
 @pytest.fixture(scope="module", params=[(shape, dtype) for shape in SHAPES for dtype in FLOATS], ids=str)
 def x(request) -> torch.Tensor:
-    """Each element of another magnitude, special values among them, the last row half zero. Not to be written to."""
-    shape, dtype = request.param
-    generator = torch.Generator().manual_seed(shape[1])
-    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-20, 12, shape, generator=generator))
-    at = torch.randint(0, x.numel(), (len(SPECIALS),), generator=generator)
-    x.view(-1)[at] = torch.tensor(SPECIALS)
-    x = x.to(dtype)
-    x[-1, : shape[1] // 2] = 0
-    return x
+    """Special values are among the elements. Not to be written to."""
+    return drawn(*request.param)
 
 
 @pytest.fixture
@@ -75,46 +65,44 @@ def kernels(monkeypatch) -> Iterator[Callable[..., tuple[torch.Tensor, ...]]]:
     yield call
 
 
-def results(outcome: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return (outcome,) if isinstance(outcome, torch.Tensor) else tuple(outcome)
-
-
 @pytest.fixture
 def compare(kernels, assert_same_bits) -> Callable[..., None]:
-    """Kernel and plain torch of one call: equal bits, codes of NaN and NaN amaxes too; only a NaN scale equals any NaN.
+    """Kernel and plain torch of one call: equal bits, codes of NaN and NaN amaxes too; a NaN scale equals any NaN."""
 
-    `variants` yields before each run of the kernel; plain torch runs once.
-    """
-
-    def call(operator: Any, *args: Any, variants: Iterable[object] = (None,)) -> None:
-        expected = results(operator(*args))
-        for _ in variants:
-            for found, wanted in zip(kernels(operator, *args), expected, strict=True):
-                assert_same_bits(found, wanted, nan_codes=found.dtype is not torch.float32)
-                assert found.stride() == wanted.stride()
+    def call(operator: Any, *args: Any) -> None:
+        of_kernel = tuple(y.clone() if isinstance(y, torch.Tensor) and y.numel() == 1 else y for y in args)
+        is_amax = getattr(operator, "name", AMAXES[0]) in AMAXES
+        for found, wanted in zip(kernels(operator, *of_kernel), results(operator(*args)), strict=True):
+            assert_same_bits(found, wanted, nan_codes=is_amax or found.dtype is not torch.float32)
+            assert found.stride() == wanted.stride()
 
     return call
 
 
-def settings(rule: ScaleRule) -> tuple[bool, float]:
-    return rule.power_of_two, rule.amax_floor
+@ON_GPU
+@CASTS
+def test_every_cast(rule, fmt: Format, x, compare) -> None:
+    """Of the matrix as it is and, where it is small, finite and zero."""
+    finite = torch.where(x.isfinite(), x, torch.ones_like(x))
+    for values in (x, finite, torch.zeros_like(x))[: 3 if x.numel() < 1 << 20 else 1]:
+        for name, (operator, args) in calls(values, fmt, rule).items():
+            if values is x or "its own" in name or "tiles" in name or "delayed" in name:
+                compare(operator, *args)
 
 
 @ON_GPU
-def test_amaxes(x, kernels, assert_same_bits) -> None:
-    def from_amid_a_word(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-        return *fused.row_col_amax(x), *fused.row_col_amax_of_tiles(x)
+def test_amaxes_from_amid_a_word(x, compare) -> None:
+    def call(x: torch.Tensor, operator: Any) -> Any:
+        return operator(torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape))
 
-    of_all = fused.tensor_amax, fused.row_amax, fused.row_col_amax, fused.row_col_amax_of_tiles
-    for operator in (*of_all, from_amid_a_word):
-        for found, wanted in zip(kernels(operator, x), results(operator(x)), strict=True):
-            assert_same_bits(found, wanted, nan_codes=True)
+    for operator, _ in calls(x).values():
+        if operator.name in AMAXES:
+            compare(call, x, operator)
 
 
 @ON_GPU
 @FORMATS
-@pytest.mark.parametrize("rule", [ScaleRule(), ScaleRule(power_of_two=True), ScaleRule(amax_floor=1e-3)], ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=str)
 def test_scales(rule, fmt: Format, compare) -> None:
     powers = torch.from_numpy(np.ldexp(np.float32(1), np.arange(-140, 128)))[:, None]
     powers = torch.cat([powers, torch.tensor([[rule.amax_floor]])])  # as a float32, 1e-3 is above itself
@@ -122,31 +110,6 @@ def test_scales(rule, fmt: Format, compare) -> None:
     amax = torch.cat([powers, *near, powers * 1.75, torch.tensor(SPECIALS).abs()[:, None]])
     for margin in (0, 3):
         compare(fused.scales, amax, fmt.name, *settings(rule), margin)
-
-
-@ON_GPU
-@CASTS
-def test_pairs(rule, fmt: Format, x, compare) -> None:
-    """By one amax and by one a row, on each side: they fit some rows and make others saturate."""
-    m, n = x.shape
-    for rows, cols in ((1, 1), (m, n), (m, 1), (1, n), (1, None), (None, n)):
-        amaxes = [None if size is None else torch.linspace(40, 1600, size).reshape(size, 1) for size in (rows, cols)]
-        compare(fused.cast_pair, x, fmt.name, *amaxes, *settings(rule))
-    compare(fused.cast_pair, x, fmt.name, *[torch.full((1, 1, 1), 300.0)] * 2, *settings(rule))
-
-
-@ON_GPU
-@CASTS
-def test_pairs_by_their_own_amax(rule, fmt: Format, x, compare) -> None:
-    """As our kernel gives it and as a compiler does, one or one a row, in the dtype of `x`; of all, and finite."""
-    for values in (x, torch.where(x.isfinite(), x, torch.ones_like(x)), torch.zeros_like(x)):
-        one, of_rows = values.abs().max().reshape(1, 1), values.abs().amax(dim=1).reshape(1, -1)
-        compare(fused.cast_pair, values, fmt.name, fused.tensor_amax(values), one, *settings(rule))
-        compare(fused.cast_pair, values, fmt.name, of_rows, of_rows, *settings(rule))
-        if rule.power_of_two:
-            of_tiles = fused.row_col_amax_of_tiles(values)
-            for amaxes in (of_tiles, (of_tiles[0], None), (one, of_tiles[1])):
-                compare(fused.cast_pair, values, fmt.name, *amaxes, *settings(rule))
 
 
 @ON_GPU
@@ -165,25 +128,8 @@ def test_pairs_by_any_amax(dtype, fmt: Format, compare) -> None:
 
 
 @ON_GPU
-@FORMATS
-def test_pairs_under_a_given_scale(fmt: Format, x, compare) -> None:
-    for value, wanted in ((0.3, (True, True)), (9.0, (True, False)), (2.0**-9, (False, True))):
-        compare(fused.cast_pair_given, x, fmt.name, torch.full((1, 1), value), *wanted)
-
-
-@ON_GPU
-@FORMATS
-def test_codes_by_column_and_transposed(fmt: Format, x, compare) -> None:
-    """The inv_scales fit some columns and make others saturate."""
-    compare(cast_columns, x, fmt.name, torch.linspace(0.01, 9, x.shape[1])[:, None])
-    codes = torch.randint(0, 256, x.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    compare(transpose_codes, codes.view(getattr(torch, fmt.name)), x)
-
-
-@ON_GPU
 def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
-    one = torch.ones(1, 1)
-    finite = torch.where(x.isfinite(), x, torch.ones_like(x))
+    one, finite = torch.ones(1, 1), torch.where(x.isfinite(), x, torch.ones_like(x))
     for start, values in ((0.0, finite), (1e9, finite), (float("nan"), finite), (2.0, x)):
         amax, expected = torch.full((1,), start, device=DEVICE), torch.full((1,), start)
         found = kernels(delayed.cast_pair_delayed, values, E4M3FN.name, one, True, True, amax, *RULE)
@@ -191,15 +137,6 @@ def test_a_given_amax_is_raised(x, kernels, assert_same_bits) -> None:
         assert_same_bits(amax.cpu(), expected)
         for codes, expected_codes in zip(found, wanted, strict=True):
             assert_same_bits(codes, expected_codes, nan_codes=True)
-
-
-@ON_GPU
-def test_a_state_that_is_not_set_is_left_to_the_amax(x, compare) -> None:
-    """In the same call of one plan, before and after the host knows that a state is set."""
-    finite = torch.where(x.isfinite(), x, torch.ones_like(x))
-    for inv_scale in (delayed.UNSET, 0.3):
-        state = torch.full((1, 1), inv_scale)
-        compare(delayed.cast_pair_delayed, finite, E5M2.name, state, True, True, torch.zeros(1, 1), True, 1e-12, 2)
 
 
 @ON_GPU
@@ -248,12 +185,6 @@ def test_the_update_of_a_model(is_most_recent, kernels, monkeypatch) -> None:
 
 
 @ON_GPU
-@CASTS
-def test_rows(rule, fmt: Format, x, compare) -> None:
-    compare(fused.cast_rows, x, fmt.name, *settings(rule))
-
-
-@ON_GPU
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_long_rows(dtype, compare, monkeypatch) -> None:
     if INTERPRETED:
@@ -269,39 +200,44 @@ def test_long_rows(dtype, compare, monkeypatch) -> None:
 
 
 @ON_GPU
-@RULES
-@pytest.mark.parametrize("square", [False, True], ids=["1x128", "128x128"])
-def test_blocks(square, rule, x, compare, monkeypatch) -> None:
-    """With and without each side; bfloat16 with every width of a strip, the other dtypes with the one in use.
-
-    Each combination is a kernel to compile, a third of a second.
-    """
+@pytest.mark.parametrize("strip", [32, 64, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_in_strips(shape, strip: int, compare, monkeypatch) -> None:
+    """Of every width, of which one is in use; each is a kernel to compile, a third of a second."""
     from f8emu.torch.fused import plans
 
-    name = "SQUARES_STRIP" if square else "VECTORS_STRIP"
-    in_use = getattr(plans, name)
-
-    def strips() -> Iterator[int]:
-        for strip in sorted({32, 64, 128, in_use}):
-            if strip == in_use or x.dtype is torch.bfloat16:
-                monkeypatch.setattr(plans, name, strip)
-                plans.cast_blocks.cache_clear()  # type: ignore[attr-defined]
-                yield strip
-        plans.cast_blocks.cache_clear()  # type: ignore[attr-defined]
-
-    for rows, cols in ((True, True), (True, False), (False, True)):
-        compare(fused.cast_blocks, x, E4M3FN.name, square, rows, cols, *settings(rule), variants=strips())
+    for name in ("SQUARES_STRIP", "VECTORS_STRIP"):
+        monkeypatch.setattr(plans, name, strip)
+    monkeypatch.setattr(plans, "cast_blocks", plans.cast_blocks.__wrapped__)  # type: ignore[attr-defined]
+    for rule in _RULES:
+        for operator, args in calls(drawn(shape, torch.bfloat16), E4M3FN, rule).values():
+            if operator is fused.cast_blocks:
+                compare(operator, *args)
 
 
 @ON_GPU
-def test_any_layout_of_x(kernels, assert_same_bits) -> None:
+def test_any_layout_of_x(compare) -> None:
     x = torch.randn(150, 140, generator=torch.Generator().manual_seed(2)).bfloat16()
     for view in (x.t(), x[::2, ::3], x[1:, 1:], x[:1].expand(130, 140)):
-        for found, wanted in zip(
-            kernels(fused.cast_rows, view, E4M3FN.name, False, 1e-12),
-            fused.cast_rows(view, E4M3FN.name, False, 1e-12),
-            strict=True,
-        ):
+        compare(fused.cast_rows, view, E4M3FN.name, False, 1e-12)
+
+
+@pytest.mark.gpu
+@NOT_INTERPRETED
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", calls(torch.zeros(1, 1)))
+def test_every_cast_in_compiled_code(name: str, assert_same_bits) -> None:
+    """The lowerings: Inductor's code launches the kernels."""
+    torch._dynamo.reset()
+    operator, args = calls(drawn((257, 144), torch.bfloat16))[name]
+    moved = tuple(y.cuda() if isinstance(y, torch.Tensor) else y for y in args)
+    copies = tuple(y.clone() if isinstance(y, torch.Tensor) else y for y in moved)
+    compiled = torch.compile(lambda *args: operator(*args), fullgraph=True, dynamic=False)
+    for found, wanted in zip(results(compiled(*copies)), results(operator(*moved)), strict=True):
+        assert_same_bits(found, wanted, nan_codes=found.dtype is not torch.float32)
+        assert found.stride() == wanted.stride()
+    for found, wanted in zip(copies, moved, strict=True):  # the amax that is raised, and what is not touched
+        if isinstance(wanted, torch.Tensor):
             assert_same_bits(found, wanted)
 
 
@@ -431,3 +367,12 @@ def test_tensors_on_another_than_the_current_device(assert_same_bits) -> None:
     ):
         assert found.device.index == 1
         assert_same_bits(found, wanted)
+
+
+FILES = [f"tests/torch_path/test_{name}.py" for name in ("kernels", "inspection_kernels", "feed_forward")]
+
+
+@NEEDS_TRITON
+def test_kernels_in_the_interpreter() -> None:
+    """The kernels of all files in one process, which loads torch once."""
+    run_interpreted(*FILES)

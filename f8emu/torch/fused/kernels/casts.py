@@ -12,7 +12,7 @@ Exactness: the bits of `eager`, for the reasons in `scales`, whose conventions h
 - Codes that are stored in both layouts are converted twice: after a single conversion of a float32 tile, Triton 3.6
   (torch 2.11) permutes the codes on an H200. If both have the same inverse scale, the row-code store separates the
   loads; otherwise the compiler merges both conversions. Tested on a GPU by
-  tests/torch_path/test_kernels.py::test_pairs_under_a_given_scale and ::test_blocks.
+  tests/torch_path/test_kernels.py::test_every_cast and ::test_blocks_in_strips.
 """
 
 # pyright: reportMissingImports=false, reportPossiblyUnboundVariable=false
