@@ -26,7 +26,7 @@ from f8emu.spec import (
     ScaleRule,
 )
 from f8emu.spec.recipe import OPERANDS, TRANSPOSED
-from f8emu.torch.fused import operators as fused
+from f8emu.torch import library
 from f8emu.torch.inspection.config import OPERAND_STATISTICS, InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.recorder import Pending, Read, Recorder, read
@@ -59,7 +59,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     runs = False
     if INTERPRETED:
         prepare(monkeypatch)
-        monkeypatch.setattr(fused, "has_float8_hardware", lambda device: runs)
+        monkeypatch.setattr(library, "has_float8_hardware", lambda device: runs)
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
         nonlocal runs
