@@ -6,16 +6,14 @@ Bytes are counted once each: the matrix read, codes, scales and amaxes written. 
 `of copy` is the part of a large copy's speed.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import draw, facts, say, write_json
+from benchmarks.runner import DEVICE, Bench, Columns, Entry, draw_entries, option, scaled
 from benchmarks.timing import alone, copy_bandwidth
 from f8emu.spec import E4M3FN, Granularity, ScaleRule
 from f8emu.torch.fused import delayed, eager
@@ -93,7 +91,7 @@ def casts(x: Tensor) -> dict[str, Pair]:
     }
 
 
-def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> dict[str, Any]:
+def measure(name: str, pair: Pair, x: Tensor, bandwidth: float) -> Entry:
     """Time and bytes a second of both; how many results of the compiled one differ is a figure, not a failure."""
     torch._dynamo.reset()
     compiled = torch.compile(pair.plain, fullgraph=True, dynamic=False)
@@ -120,44 +118,40 @@ def _differing(found: Results, wanted: Results) -> int:
     )
 
 
+BENCH = Bench(
+    "benchmarks.casts",
+    "The fused casts, the compiler's.",
+    option("rows", ROWS, "of the matrices"),
+    option("cols", COLS, "of the matrices"),
+    option("dtypes", DTYPES, choices=DTYPES),
+    DEVICE,
+)
+_COLUMNS: Columns = {
+    "us": scaled("f8emu_ms", 1e-3, ".1f"),
+    "of copy": "f8emu_of_copy:.0%",
+    "compiler us": scaled("compiler_ms", 1e-3, ".1f"),
+    "compiler of copy": "compiler_of_copy:.0%",
+    "times faster": "speed:.2f",
+    "bytes differing": lambda e: f"{e['differing']} / {e['compiler_differing']}",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records; exit status 1 if an operator's bits differ from plain torch, eager."""
-    given = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.casts", description="The fused casts, the compiler's.")
-    parser.add_argument("--rows", type=int, default=ROWS, help="of the matrices (default %(default)s)")
-    parser.add_argument("--cols", type=int, nargs="+", default=COLS, help="of the matrices (default %(default)s)")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    arguments = parser.parse_args(given)
-    device = torch.device(arguments.device)
+    run = BENCH.parse(argv)
+    arguments = run.arguments
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth(device)
-    report = facts("benchmarks.casts", given, device)
-    report |= {"copy_bytes_per_second": round(bandwidth), "casts": []}
-    say(f"{report['device']}, copy {bandwidth / 1e12:.3f} TB/s, torch {report['versions']['torch']}")
+    bandwidth = copy_bandwidth(run.device)
+    run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
+    found: list[Entry] = []
     for dtype in arguments.dtypes:
         for n in arguments.cols:
-            x = torch.randn(arguments.rows, n, device=device).to(getattr(torch, dtype))
-            for name, pair in casts(x).items():
-                report["casts"].append(measure(name, pair, x, bandwidth))
-    rows = [
-        [
-            f"{e['cast']}, {e['dtype']} {e['shape'][0]} x {e['shape'][1]}",
-            f"{1e3 * e['f8emu_ms']:.1f}",
-            f"{e['f8emu_of_copy']:.0%}",
-            f"{1e3 * e['compiler_ms']:.1f}",
-            f"{e['compiler_of_copy']:.0%}",
-            f"{e['speed']:.2f}",
-            f"{e['differing']} / {e['compiler_differing']}",
-        ]
-        for e in report["casts"]
-    ]
-    columns = ("cast", "us", "of copy", "compiler us", "of copy", "times faster", "bytes differing")
-    draw("fused casts, and torch.compile of the same in plain torch", columns, rows)
-    if arguments.json:
-        write_json(arguments.json, report)
-    return int(any(e["differing"] for e in report["casts"]))
+            x = torch.randn(arguments.rows, n, device=run.device).to(getattr(torch, dtype))
+            found += [measure(name, pair, x, bandwidth) for name, pair in casts(x).items()]
+    shown = [{**e, "name": f"{e['cast']}, {e['dtype']} {e['shape'][0]} x {e['shape'][1]}"} for e in found]
+    draw_entries("fused casts, and torch.compile of the same in plain torch", shown, _COLUMNS, of="name")
+    run.record(copy_bytes_per_second=round(bandwidth), casts=found)
+    return int(any(e["differing"] for e in found))
 
 
 if __name__ == "__main__":

@@ -7,20 +7,18 @@ A time is the shortest of several, the subjects taking turns, so that what else 
 `f8emu.torch` is the public call; `f8emu.native` and a width are the engine alone, out of the same threads.
 """
 
-import argparse
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import f8emu.torch
-from benchmarks.report import facts, say, write_json
+from benchmarks.runner import Bench, Entry, option, say, turns_of
 from f8emu.native import gemm, library
 from f8emu.spec import E4M3FN, Granularity
 from f8emu.spec.gemm_call import GemmCall
@@ -31,20 +29,6 @@ TENSORWISE = (Granularity.TENSORWISE, Granularity.TENSORWISE)
 _MOST_SECONDS = 5
 
 Call = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One emulated GEMM of `size` x `size` x `size`, and what it is compared with."""
-
-    subject: str
-    size: int
-    use_fast_accum: bool
-    seconds: float
-    baseline_seconds: float
-    ratio: float
-    """Of the two times."""
-    giga_multiply_adds_per_second: float
 
 
 def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str, Call]:
@@ -109,29 +93,30 @@ def shortest(calls: dict[str, Call], rounds: int) -> dict[str, float]:
     return times
 
 
-def measure(size: int, use_fast_accum: bool, device: torch.device, rounds: int) -> list[Figure]:
-    """A figure for each way to the emulator."""
+def measure(size: int, use_fast_accum: bool, device: torch.device, rounds: int) -> list[Entry]:
+    """An emulated GEMM of `size` x `size` x `size` for each way to the emulator, beside `torch.mm`."""
     times = shortest(subjects(size, use_fast_accum, device), rounds)
+    baseline = times.pop(BASELINE)
     return [
-        Figure(
-            subject=name,
-            size=size,
-            use_fast_accum=use_fast_accum,
-            seconds=seconds,
-            baseline_seconds=times[BASELINE],
-            ratio=seconds / times[BASELINE],
-            giga_multiply_adds_per_second=size**3 / seconds / 1e9,
-        )
+        {
+            "subject": name,
+            "size": size,
+            "use_fast_accum": use_fast_accum,
+            "seconds": seconds,
+            "baseline_seconds": baseline,
+            "ratio": seconds / baseline,
+            "giga_multiply_adds_per_second": size**3 / seconds / 1e9,
+        }
         for name, seconds in times.items()
-        if name != BASELINE
     ]
 
 
-def line(figure: Figure) -> str:
-    """A figure as a row of the table."""
+def line(figure: Entry) -> str:
+    """A figure as a row of the table, at once: a run takes minutes."""
     return (
-        f"{figure.subject:<24} {figure.size:>6} {figure.use_fast_accum!s:>6} {1e3 * figure.seconds:>10.3f} "
-        f"{1e3 * figure.baseline_seconds:>9.3f} {figure.ratio:>7.2f} {figure.giga_multiply_adds_per_second:>9.2f}"
+        f"{figure['subject']:<24} {figure['size']:>6} {figure['use_fast_accum']!s:>6} {1e3 * figure['seconds']:>10.3f} "
+        f"{1e3 * figure['baseline_seconds']:>9.3f} {figure['ratio']:>7.2f} "
+        f"{figure['giga_multiply_adds_per_second']:>9.2f}"
     )
 
 
@@ -145,36 +130,33 @@ def cpu_name() -> str:
     return next((row.partition(": ")[2] for row in rows if row.startswith("model name")), platform.processor())
 
 
+BENCH = Bench(
+    "benchmarks.emulator",
+    "Emulated GEMMs against mm.",
+    option("device", "cpu", choices=("cpu", "cuda")),
+    option("sizes", SIZES, "M = N = K, a multiple of 16"),
+    *turns_of(20),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table, and records it where asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.emulator", description="Emulated GEMMs against mm.")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="M = N = K, a multiple of 16")
-    parser.add_argument(
-        "--rounds", type=int, default=20, help="times each subject takes its turn (default %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, help="where to record")
-    given = sys.argv[1:] if argv is None else argv
-    arguments = parser.parse_args(given)
-    device = torch.device(arguments.device)
+    run = BENCH.parse(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
-    report = facts("benchmarks.emulator", given, device) | {
+    run.report |= {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "load_before": round(os.getloadavg()[0], 1),
     }
     say(HEADER)
-    figures: list[Figure] = []
-    for size in arguments.sizes:
+    figures: list[Entry] = []
+    for size in run.arguments.sizes:
         for use_fast_accum in (True, False):
-            for figure in measure(size, use_fast_accum, device, arguments.rounds):
-                figures.append(figure)
-                say(line(figure))
-    if arguments.json is not None:
-        report["figures"] = [asdict(figure) for figure in figures]
-        write_json(arguments.json, report)
-        say(f"recorded in {arguments.json}")
+            found = measure(size, use_fast_accum, run.device, run.arguments.rounds)
+            figures += found
+            say("\n".join(map(line, found)))
+    run.record(figures=figures)
     return 0
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.checkpointing import checkpointed
-from benchmarks.subjects import AbsentError, compiled, converted
+from benchmarks.runner import AbsentError
+from benchmarks.subjects import compiled, converted
 from benchmarks.workloads import Workload
 from f8emu.torch import delayed_state_dict
 

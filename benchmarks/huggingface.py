@@ -8,14 +8,12 @@ Peak memory is a model's own: weights, optimizer, and the most that a step holds
 is not finite.
 """
 
-import argparse
 import importlib
 import math
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,26 @@ from torch import Tensor, nn
 
 from benchmarks.kernels import draw_kernels, kernels
 from benchmarks.measure import forget
-from benchmarks.report import draw, facts, figure, package_version, say, write_json
-from benchmarks.subjects import BASELINE, MODES, SUBJECTS, AbsentError, compile_options, converted
-from benchmarks.timing import back_to_back, median, synchronize
+from benchmarks.runner import (
+    DEVICE,
+    Bench,
+    Columns,
+    Entry,
+    add_ratios,
+    attempt,
+    bounds,
+    compile_without_limits,
+    draw_entries,
+    option,
+    package_version,
+    say,
+    scaled,
+    spread,
+    take_turns,
+    turns_of,
+)
+from benchmarks.subjects import MODES, SUBJECTS, compile_options, converted
+from benchmarks.timing import back_to_back, synchronize
 
 WARMUP = 4
 """Steps before the first figure; their losses are recorded."""
@@ -70,65 +85,75 @@ class Training:
         return loss.detach()
 
 
+def _losses(entry: Entry) -> str:
+    losses = entry["losses"]
+    return " ".join(f"{loss:.4f}" for loss in (losses[0], losses[WARMUP - 1], losses[-1]))
+
+
+BENCH = Bench(
+    "benchmarks.huggingface",
+    "A Hugging Face Llama in training.",
+    option("subjects", SUBJECTS, choices=SUBJECTS),
+    option("mode", "compiled", choices=MODES),
+    option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
+    *turns_of(5, 3),
+    option("recompute-casts", False, "f8emu's option, for less memory"),
+    option("tiny", False, "two tiny layers, 64 tokens, one step: for tests"),
+    DEVICE,
+)
+_COLUMNS: Columns = {
+    "tokens/s": "tokens_per_second:.0f",
+    "times bf16": "speed:.3f",
+    "ms": "ms:.2f",
+    "min - max": bounds,
+    "peak GiB": scaled("peak_bytes", 2**30, ".2f"),
+    f"loss 1, {WARMUP}, last": _losses,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records, and gives the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(given)
-    device = torch.device(arguments.device)
+    run = BENCH.parse(argv)
+    arguments, device, report = run.arguments, run.device, run.report
     _transformers()
-    torch._dynamo.config.recompile_limit = 256  # as in benchmarks.linear
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    config = _TINY_CONFIG if arguments.tiny else _CONFIG
+    compile_without_limits()
+    config, shape = (_TINY_CONFIG, _TINY_SHAPE) if arguments.tiny else (_CONFIG, _SHAPE)
     rounds, steps = (1, 1) if arguments.tiny else (arguments.rounds, arguments.steps)
-    shape = _TINY_SHAPE if arguments.tiny else _SHAPE
-    report = facts("benchmarks.huggingface", given, device)
     report["versions"]["transformers"] = package_version("transformers")
     report |= {"config": config, "batch": list(shape), "mode": arguments.mode, "rounds": rounds, "steps": steps}
-    say(f"{report['device']}, torch {report['versions']['torch']}, transformers {report['versions']['transformers']}")
+    run.announce(f", transformers {report['versions']['transformers']}")
     torch.manual_seed(0)
     ids = torch.randint(config["vocab_size"], shape, device=device)
-    entries: list[dict[str, Any]] = []
-    report["subjects"] = entries
-    ready: list[tuple[Training, dict[str, Any]]] = []
-    for name in arguments.subjects:
-        entry: dict[str, Any] = {"subject": name}
-        entries.append(entry)
-        try:
-            ready.append((_ready(name, config, ids, arguments.mode, entry, arguments.recompute_casts), entry))
-        except AbsentError as error:
-            entry["absent"] = str(error)
-        except Exception as error:  # as in `measure`
-            entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            say(f"{name} failed: {error}")
+    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
+    ready: dict[str, Training] = {}
+    for entry in entries:
+        name = entry["subject"]
+        with attempt(entry):
+            ready[name] = _ready(name, config, ids, arguments.mode, entry, arguments.recompute_casts)
         say(f"{name}: {entry.get('absent') or entry.get('failed') or 'ready'}")
-    times: dict[str, list[float]] = {training.subject: [] for training, _ in ready}
-    for _ in range(rounds):
-        for training, _ in ready:
-            times[training.subject].append(back_to_back(training.step, steps, device).ms)
-    plain: float | None = None
-    for training, entry in ready:
-        of = times[training.subject]
-        entry |= {"ms": median(of), "ms_min": min(of), "ms_max": max(of)}
+    times = take_turns(
+        {name: lambda t=training: back_to_back(t.step, steps, device).ms for name, training in ready.items()}, rounds
+    )
+    for entry in (e for e in entries if e["subject"] in ready):
+        training = ready[entry["subject"]]
+        entry |= spread(times[training.subject])
         entry["tokens_per_second"] = 1e3 * ids.numel() / entry["ms"]
         entry["losses"].append(training.step().item())
-        if training.subject == BASELINE:
-            plain = entry["ms"]
-        if plain is not None:
-            entry["speed"] = plain / entry["ms"]
         if training.subject in arguments.kernels:
             entry["kernels"] = kernels(training.step, device)
-    _draw(entries)
-    if arguments.json:
-        write_json(arguments.json, report)
+    add_ratios(entries, {})
+    draw_entries("Hugging Face Llama, a training step", entries, _COLUMNS)
+    for e in entries:
+        if "kernels" in e:
+            draw_kernels(f"{e['subject']}: a step of {e['ms']:.2f} ms", e["kernels"])
+    run.record(subjects=entries)
     ready.clear()
     forget()
     own = [e for e in entries if not e["subject"].startswith("torchao/")]
     return int(any("failed" in e or not all(map(math.isfinite, e["losses"])) for e in own))
 
 
-def _ready(
-    name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: dict[str, Any], recompute_casts: bool
-) -> Training:
+def _ready(name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: Entry, recompute_casts: bool) -> Training:
     """The subject after its warm-up; its peak memory is measured beside what others hold."""
     device = ids.device
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
@@ -170,49 +195,6 @@ def _transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise SystemExit(f"benchmarks.huggingface: needs the package transformers: {error}") from None
-
-
-def _draw(entries: Sequence[dict[str, Any]]) -> None:
-    rows = []
-    for e in entries:
-        if "ms" not in e:
-            rows.append([e["subject"], "absent" if "absent" in e else "FAILED"])
-            continue
-        losses = e["losses"]
-        rows.append(
-            [
-                e["subject"],
-                f"{e['tokens_per_second']:.0f}",
-                figure(e, "speed", ".3f"),
-                f"{e['ms']:.2f}",
-                f"{e['ms_min']:.2f} - {e['ms_max']:.2f}",
-                f"{e['peak_bytes'] / 2**30:.2f}" if e["peak_bytes"] else "-",
-                " ".join(f"{loss:.4f}" for loss in (losses[0], losses[WARMUP - 1], losses[-1])),
-            ]
-        )
-    columns = ("subject", "tokens/s", "times bf16", "ms", "min - max", "peak GiB", f"loss 1, {WARMUP}, last")
-    draw("Hugging Face Llama, a training step", columns, rows)
-    for e in entries:
-        if "kernels" in e:
-            draw_kernels(f"{e['subject']}: a step of {e['ms']:.2f} ms", e["kernels"])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.huggingface", description="A Hugging Face Llama in training."
-    )
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    parser.add_argument("--mode", choices=MODES, default="compiled", help="default compiled")
-    parser.add_argument(
-        "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list the kernels of a step"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every subject (default 5)")
-    parser.add_argument("--steps", type=int, default=3, help="steps a turn (default 3)")
-    parser.add_argument("--recompute-casts", action="store_true", help="f8emu's option, for less memory")
-    parser.add_argument("--tiny", action="store_true", help="two tiny layers, 64 tokens, one step: for tests")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    return parser
 
 
 if __name__ == "__main__":

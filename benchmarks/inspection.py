@@ -9,12 +9,10 @@ most 1 %, every 10 steps at most 10 %. On a CPU the emulation takes most of the 
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import TransformerBlock
-from benchmarks.report import draw, facts, write_json
+from benchmarks.runner import Bench, Columns, draw_entries, option, say, spread, turns_of
 from benchmarks.timing import back_to_back
 from f8emu.torch import InspectConfig, convert_to_float8_training, inspect
 
@@ -38,19 +36,23 @@ SUBJECTS = {
 """Those that look write a file, as users do: fsynced after each inspected step."""
 
 
+BENCH = Bench(
+    "benchmarks.inspection",
+    "What inspection costs a step.",
+    option("device", "cuda"),
+    option("tiny", False, "small blocks: for tests"),
+    option("recipe", "tensorwise"),
+    option("compile", False),
+    option("layers", 4),
+    *turns_of(5, 20),
+)
+_COLUMNS: Columns = {"ms": "ms:.3f", "overhead": "overhead:+.2%"}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--recipe", default="tensorwise")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20, help="of a subject in a round; a multiple of 10")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    given = sys.argv[1:] if argv is None else list(argv)
-    arguments = parser.parse_args(given)
-    device = torch.device(arguments.device)
+    """Runs, prints a table, records; `--steps` is a multiple of 10."""
+    run = BENCH.parse(argv)
+    arguments, device = run.arguments, run.device
     step, model = _training(arguments, device)
     times: dict[str, list[float]] = {name: [] for name in SUBJECTS}
     for turn in range(arguments.rounds + 1):
@@ -68,20 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
                 # The step before the timed ones, and the first round, compile; step 1 is inspected then.
                 ms = back_to_back(timed, arguments.steps, device).ms
-            print(f"round {turn} of {arguments.rounds}: {name} {ms:.1f} ms", file=sys.stderr, flush=True)
+            say(f"round {turn} of {arguments.rounds}: {name} {ms:.1f} ms")
             if turn:
                 times[name].append(ms)
-    median = {name: statistics.median(found) for name, found in times.items()}
-    base = median["not inspected"]
-    rows = [
-        {"subject": name, "ms": ms, "overhead": ms / base - 1, "rounds": times[name]} for name, ms in median.items()
-    ]
+    rows = [{"subject": name, "ms": spread(of)["ms"], "rounds": of} for name, of in times.items()]
+    for row in rows:
+        row["overhead"] = row["ms"] / rows[0]["ms"] - 1
     title = f"{arguments.recipe}{', compiled' if arguments.compile else ''}: a step, forward and backward"
-    draw(
-        title, ("subject", "ms", "overhead"), [(r["subject"], f"{r['ms']:.3f}", f"{r['overhead']:+.2%}") for r in rows]
-    )
-    if arguments.json is not None:
-        write_json(arguments.json, {**facts("benchmarks.inspection", given, device), "subjects": rows})
+    draw_entries(title, rows, _COLUMNS)
+    run.record(subjects=rows)
     return 0
 
 
@@ -105,4 +102,4 @@ def _training(arguments: argparse.Namespace, device: torch.device) -> tuple[Call
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -28,7 +28,7 @@ from jax import lax
 
 import f8emu.jax
 from benchmarks.kernels import draw_kernels
-from benchmarks.report import draw, facts, figure, say, write_json
+from benchmarks.runner import draw, facts, figure, say, write_json
 from f8emu.spec import RECIPES
 
 BF16 = "bf16"

@@ -15,7 +15,6 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,8 +28,8 @@ from torch import nn
 
 import f8emu.jax
 from benchmarks.corpus import Corpus, read_corpus
-from benchmarks.report import draw, facts, say, write_json
-from benchmarks.train import BF16, FIGURES, HEAD, LAST, WARMUP, judge, mean, rate
+from benchmarks.runner import Bench, draw, option, say
+from benchmarks.train import BF16, FIGURES, HEAD, LAST, WARMUP, in_range, judge, mean, rate
 from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.jax.hosts.flax_linen import Float8DotGeneral
@@ -236,24 +235,32 @@ def _run(
     return run
 
 
+BENCH = Bench(
+    "benchmarks.jax_train",
+    "A small flax transformer trained under every recipe, beside bfloat16 and beside the same model in torch.",
+    option("recipes", tuple(RECIPES), choices=tuple(RECIPES), nargs="*"),
+    option("steps", 200),
+    option("seeds", 3, "of bfloat16 and of every recipe in JAX"),
+    option("torch-seeds", 1, "those of them that torch trains too"),
+    option("lr", 1e-3),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, prints a table, records, and gives the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(given)
+    run = BENCH.parse(argv, device="cpu")
+    arguments, report = run.arguments, run.report
     corpus = read_corpus()
-    report = facts("benchmarks.jax_train", given, torch.device("cpu"))
     report |= {"jax_device": jax.devices()[0].device_kind, "corpus": corpus.description, "model": SIZE, "rows": ROWS}
     report |= {"steps": arguments.steps, "warmup": WARMUP, "learning_rate": arguments.lr}
     say(f"JAX on {report['jax_device']}, {report['versions']['jax']}; torch on the CPU")
-    report["runs"] = runs = []
+    runs: list[dict[str, Any]] = []
     for name in (BF16, *arguments.recipes):
         for seed in range(arguments.seeds):
             runs.append(train_jax(name, seed, corpus, arguments))
             if seed < arguments.torch_seeds:
                 runs.append(train_torch(name, seed, corpus, arguments))
-            report["verdicts"] = judge([run for run in runs if run["library"] == "jax"])
-            if arguments.json:
-                write_json(arguments.json, report)
+            run.record(runs=runs, verdicts=judge([one for one in runs if one["library"] == "jax"]))
     columns = ("recipe", "loss", "bf16 seeds", "in range", "seed 0: jax", "torch", "first step: jax", "torch")
     draw(f"loss after {arguments.steps} steps, mean of {arguments.seeds} seeds", columns, _rows(report))
     return int(not all(verdict["passes"] for verdict in report["verdicts"]))
@@ -268,9 +275,7 @@ def _rows(report: dict[str, Any]) -> list[list[str]]:
         for figure in FIGURES:
             cells = ["", "", ""]
             if name in of_recipe:
-                of = of_recipe[name][figure]
-                seeds = f"{of['bf16_least']:.4f} - {of['bf16_greatest']:.4f}"
-                cells = [f"{of['loss']:.4f}", seeds, "yes" if of["in_range"] else "NO"]
+                cells = in_range(of_recipe[name][figure])
             pair = [first.get((library, name)) for library in ("jax", "torch")]
             beside = ["-" if run is None else f"{run[figure]:.4f}" for run in pair]
             begun = ["-" if run is None else f"{run['losses'][0]:.6f}" for run in pair]
@@ -280,18 +285,6 @@ def _rows(report: dict[str, Any]) -> list[list[str]]:
 
 def _array(tokens: torch.Tensor) -> jax.Array:
     return interop.to_jax(tokens.to(torch.int32))
-
-
-def _parser() -> argparse.ArgumentParser:
-    summary = "A small flax transformer trained under every recipe, beside bfloat16 and beside the same model in torch."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.jax_train", description=summary)
-    parser.add_argument("--recipes", nargs="*", choices=tuple(RECIPES), default=tuple(RECIPES))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3, help="of bfloat16 and of every recipe in JAX (default 3)")
-    parser.add_argument("--torch-seeds", type=int, default=1, help="those of them that torch trains too (default 1)")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--json", type=Path, help="where to record")
-    return parser
 
 
 if __name__ == "__main__":

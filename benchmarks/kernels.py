@@ -10,7 +10,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.report import draw
+from benchmarks.runner import draw
 from benchmarks.timing import Step, synchronize
 
 STEPS = 3

@@ -10,11 +10,9 @@ is the median over rounds. Steps run back to back as training runs them. Exit st
 differs from torchao or from itself without checkpointing where it must not.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,31 +21,67 @@ from benchmarks import workloads
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.equality import equal_to_no_checkpointing, equal_to_torchao
 from benchmarks.kernels import draw_kernels
-from benchmarks.measure import forget, measure
-from benchmarks.report import draw, facts, figure, say, write_json
-from benchmarks.subjects import MODES, SUBJECTS, AbsentError
+from benchmarks.measure import forget, is_wrong, measure
+from benchmarks.runner import (
+    DEVICE,
+    AbsentError,
+    Bench,
+    Columns,
+    Entry,
+    attempt,
+    bounds,
+    compile_without_limits,
+    draw_entries,
+    figure,
+    option,
+    say,
+    scaled,
+    turns_of,
+)
+from benchmarks.subjects import MODES, SUBJECTS
 from benchmarks.timing import copy_bandwidth
 from benchmarks.workloads import Floor, Workload
 
-_SUMMARY = "Forward and backward of linear layers and Llama blocks: bfloat16, torchao and f8emu."
+KINDS = ("linear", "feed_forward", "block")
+BENCH = Bench(
+    "benchmarks.linear",
+    "Forward and backward of linear layers and Llama blocks: bfloat16, torchao and f8emu.",
+    option("workloads", KINDS, choices=KINDS),
+    option("subjects", SUBJECTS, choices=SUBJECTS),
+    option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
+    option("checkpointing", ("none",), choices=CHECKPOINTING),
+    option("mode", "both", choices=(*MODES, "both")),
+    option("tokens", 8192),
+    option("dim", 4096),
+    option("hidden", int, "default 3.5 * dim, as in Llama-3 8B"),
+    *turns_of(7, 10),
+    DEVICE,
+)
+_COLUMNS: Columns = {
+    "ms": "ms:.3f",
+    "min - max": bounds,
+    "speed": "speed:.3f",
+    "floor ms": "floor_ms:.3f",
+    "of floor": "fraction_of_floor:.1%",
+    "peak MB": scaled("peak_bytes", 1e6, ".0f"),
+    "memory": "memory:.3f",
+    "host ms": "enqueue_ms:.3f",
+}
+_KEPT: Columns = {"kept MB": scaled("kept_bytes", 1e6, ".0f"), "kept": "kept:.3f"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records, and gives the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(given)
-    device = torch.device(arguments.device)
+    run = BENCH.parse(argv)
+    arguments, device, report = run.arguments, run.device, run.report
     torch.manual_seed(0)
-    # One model under many subjects is many compilations of one forward(), each of them wanted.
-    torch._dynamo.config.recompile_limit = 256
-    torch._dynamo.config.accumulated_recompile_limit = 1024
+    compile_without_limits()
     dim, tokens = arguments.dim, arguments.tokens
     hidden = arguments.hidden or dim * 7 // 2
-    report = facts("benchmarks.linear", given, device)
     bandwidth = copy_bandwidth(device)
+    run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
     report |= {"tokens": tokens, "rounds": arguments.rounds, "steps": arguments.steps}
     report |= {"copy_bytes_per_second": round(bandwidth)}
-    say(f"{report['device']}, copy {bandwidth / 1e12:.3f} TB/s, torch {report['versions']['torch']}")
     floor = Floor(device, bandwidth)
     report["equal_to_torchao"] = _equality([(256, 512, 384), (tokens, dim, hidden)], device)
     report["workloads"] = []
@@ -61,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, checkpointing in ((name, c) for name in arguments.workloads for c in arguments.checkpointing):
         workload = builders[name]()
         is_plain = checkpointing == "none"
-        entry: dict[str, Any] = {"name": name, "title": workload.title, "checkpointing": checkpointing}
+        entry: Entry = {"name": name, "title": workload.title, "checkpointing": checkpointing}
         if not is_plain:
             entry["equal_to_no_checkpointing"] = _checkpointing_equality(
                 workload, checkpointing, arguments.subjects, device
@@ -77,12 +111,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             profiled=arguments.kernels,
         )
         report["workloads"].append(entry)
-        report["gemms"] = _gemm_entries(floor)
-        _draw(workload, entry["subjects"], checkpointing)
+        title = workload.title if is_plain else f"{workload.title}, checkpointing {checkpointing}"
+        title += f"; {workload.tokens} tokens, forward + backward; speed and memory: times bf16's"
+        draw_entries(title, entry["subjects"], _COLUMNS if is_plain else {**_COLUMNS, **_KEPT})
         for timed in (e for e in entry["subjects"] if "kernels" in e):
             _draw_kernels(timed)
-        if arguments.json:
-            write_json(arguments.json, report)
+        run.record(gemms=_gemm_entries(floor))
         forget()
     return _status(report)
 
@@ -107,10 +141,8 @@ def _checkpointing_equality(
     for subject in (name for name in subjects if name.startswith("f8emu/")):
         entry: dict[str, Any] = {"subject": subject}
         found.append(entry)
-        try:
+        with attempt(entry):
             entry["numbers_differing"] = equal_to_no_checkpointing(subject, workload, checkpointing, device)
-        except Exception as error:  # as in `measure`
-            entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         verdict = f"FAILED, {entry['failed']}" if "failed" in entry else _verdict(entry["numbers_differing"])
         say(f"{subject}, {workload.name}, checkpointing {checkpointing} against none, eager: {verdict}")
         forget()
@@ -130,51 +162,6 @@ def _gemm_entries(floor: Floor) -> list[dict[str, Any]]:
     return found
 
 
-def _draw(workload: Workload, results: Sequence[dict[str, Any]], checkpointing: str) -> None:
-    is_plain = checkpointing == "none"
-    columns = [
-        "subject",
-        "ms",
-        "min - max",
-        "speed",
-        "floor ms",
-        "of floor",
-        "peak MB",
-        "memory",
-        "host ms",
-        *(() if is_plain else ("kept MB", "kept")),
-    ]
-    rows = []
-    for e in results:
-        label = f"{e['subject']} {e['mode']}"
-        if "ms" not in e:
-            rows.append([label, "absent" if "absent" in e else "FAILED"])
-            continue
-        peak, kept = (f"{e[key] / 1e6:.0f}" if e.get(key) else "-" for key in ("peak_bytes", "kept_bytes"))
-        span = f"{e['ms_min']:.3f} - {e['ms_max']:.3f}"
-        rows.append(
-            [
-                label,
-                f"{e['ms']:.3f}",
-                span,
-                figure(e, "speed", ".3f"),
-                figure(e, "floor_ms", ".3f"),
-                figure(e, "fraction_of_floor", ".1%"),
-                peak,
-                figure(e, "memory", ".3f"),
-                f"{e['enqueue_ms']:.3f}",
-                *(() if is_plain else (kept, figure(e, "kept", ".3f"))),
-            ]
-        )
-    title = workload.title if is_plain else f"{workload.title}, checkpointing {checkpointing}"
-    draw(f"{title}; {workload.tokens} tokens, forward + backward; speed and memory: times bf16's", columns, rows)
-    for e in results:
-        if "absent" in e or "failed" in e:
-            say(f"{e['subject']} {e['mode']}: {e.get('absent') or e.get('failed')}")
-        if e.get("compiled_while_timed"):
-            say(f"{e['subject']} {e['mode']}: something was compiled while it was timed: do not use its figures")
-
-
 def _draw_kernels(timed: dict[str, Any]) -> None:
     """The kernels of a step, under the step's time and the parts of its floor."""
     floor = "".join(f", {part} {figure(timed, f'{part}_ms', '.3f')} ms" for part in ("gemms", "attention", "bytes"))
@@ -185,35 +172,10 @@ def _draw_kernels(timed: dict[str, Any]) -> None:
 def _status(report: dict[str, Any]) -> int:
     equality = report["equal_to_torchao"]
     differs = not isinstance(equality, str) and any(any(e["numbers_differing"].values()) for e in equality)
-    failed = any(
-        "failed" in e or not e["is_finite"]
-        for w in report["workloads"]
-        for e in w["subjects"]
-        if not e["subject"].startswith("torchao/")
-    )
+    failed = any(is_wrong(e) for w in report["workloads"] for e in w["subjects"])
     compared = [e for w in report["workloads"] for e in w.get("equal_to_no_checkpointing", [])]
     is_altered = any("failed" in e or any(e["numbers_differing"].values()) for e in compared)
     return int(differs or failed or is_altered)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear", description=_SUMMARY)
-    kinds = ("linear", "feed_forward", "block")
-    parser.add_argument("--workloads", nargs="+", choices=kinds, default=kinds)
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    parser.add_argument(
-        "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list the kernels of a step"
-    )
-    parser.add_argument("--checkpointing", nargs="+", choices=CHECKPOINTING, default=["none"], help="default none")
-    parser.add_argument("--mode", choices=(*MODES, "both"), default="both", help="default both")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--dim", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, help="default 3.5 * dim, as in Llama-3 8B")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every subject (default 7)")
-    parser.add_argument("--steps", type=int, default=10, help="steps a turn (default 10)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    return parser
 
 
 if __name__ == "__main__":

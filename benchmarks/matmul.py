@@ -8,17 +8,14 @@ w13 8192 -> 2 * 28672 / 8, w2 28672 / 8 -> 8192. M is 4 sequences of 4096 tokens
 zeros of the original, on which a GPU draws less power and runs faster. Peaks are the data sheet's, without sparsity.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.gemms import Shape, launcher
-from benchmarks.report import draw, facts, say, write_json
-from benchmarks.timing import alone, median
+from benchmarks.runner import DEVICE, Bench, Columns, Entry, draw_entries, option, spread, take_turns, turns_of
+from benchmarks.timing import alone
 from benchmarks.workloads import HIGH_PRECISION_GEMM
 from f8emu.spec import E4M3FN, Cast, Gemm, Granularity
 
@@ -49,70 +46,50 @@ KINDS = {
 }
 
 
-def measure(name: str, shape: Shape, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+BENCH = Bench(
+    "benchmarks.matmul",
+    "GEMMs over Llama-2 70B's shapes.",
+    option("tokens", TOKENS, "M"),
+    option("dim", 8192, "of the model; the shapes shrink with it"),
+    *turns_of(3),
+    DEVICE,
+)
+_COLUMNS: Columns = {
+    "kind": "kind:",
+    "ms": "ms:.4f",
+    "TFLOP/s": "tflops:.0f",
+    "x bf16": "speed:.2f",
+    "of peak": "fraction_of_peak:.1%",
+}
+
+
+def measure(name: str, shape: Shape, rounds: int, device: torch.device) -> list[Entry]:
     """One entry for each kind: the median over rounds in which the kinds take turns."""
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     calls = {kind: launcher(gemm, shape, device) for kind, gemm in KINDS.items()}
-    for _ in range(rounds):
-        for kind, call in calls.items():
-            times[kind].append(alone(call, device))
-    bf16 = median(times["bf16"])
-    found = []
+    times = take_turns({kind: lambda call=call: alone(call, device) for kind, call in calls.items()}, rounds)
+    found: list[Entry] = []
     for kind, of in times.items():
-        ms = median(of)
-        tflops = shape.flops / ms / 1e9
-        peak = PEAK_TFLOPS["bf16" if kind == "bf16" else "float8"]
-        found.append(
-            {
-                "name": name,
-                "m": shape.m,
-                "k": shape.k,
-                "n": shape.n,
-                "kind": kind,
-                "ms": ms,
-                "ms_min": min(of),
-                "ms_max": max(of),
-                "tflops": tflops,
-                "speed": bf16 / ms,
-                "fraction_of_peak": tflops / peak,
-            }
-        )
+        entry = {"name": name, "m": shape.m, "k": shape.k, "n": shape.n, "kind": kind, **spread(of)}
+        entry["tflops"] = shape.flops / entry["ms"] / 1e9
+        entry["speed"] = spread(times["bf16"])["ms"] / entry["ms"]
+        entry["fraction_of_peak"] = entry["tflops"] / PEAK_TFLOPS["bf16" if kind == "bf16" else "float8"]
+        found.append(entry)
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table and records."""
-    given = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.matmul", description="GEMMs over Llama-2 70B's shapes.")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"M (default {TOKENS})")
-    parser.add_argument("--dim", type=int, default=8192, help="of the model; the shapes shrink with it (default 8192)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    arguments = parser.parse_args(given)
-    device = torch.device(arguments.device)
+    run = BENCH.parse(argv)
+    arguments = run.arguments
     torch.manual_seed(0)
-    report = facts("benchmarks.matmul", given, device)
-    report |= {"peak_tflops": PEAK_TFLOPS, "rounds": arguments.rounds, "gemms": []}
-    say(f"{report['device']}, torch {report['versions']['torch']}")
+    run.announce()
+    gemms: list[Entry] = []
     for name, (k, n) in SHAPES.items():
         shrunk = [max(128, size * arguments.dim // 8192 // 128 * 128) for size in (k, n)]
-        report["gemms"] += measure(name, Shape(arguments.tokens, shrunk[1], shrunk[0]), arguments.rounds, device)
-    rows = [
-        [
-            f"{e['name']} {e['m']} x {e['k']} x {e['n']}",
-            e["kind"],
-            f"{e['ms']:.4f}",
-            f"{e['tflops']:.0f}",
-            f"{e['speed']:.2f}",
-            f"{e['fraction_of_peak']:.1%}",
-        ]
-        for e in report["gemms"]
-    ]
-    draw("GEMMs alone, M x K x N", ("layer", "kind", "ms", "TFLOP/s", "x bf16", "of peak"), rows)
-    if arguments.json:
-        write_json(arguments.json, report)
-        say(f"recorded in {arguments.json}")
+        gemms += measure(name, Shape(arguments.tokens, shrunk[1], shrunk[0]), arguments.rounds, run.device)
+    shown = [{**e, "layer": f"{e['name']} {e['m']} x {e['k']} x {e['n']}"} for e in gemms]
+    draw_entries("GEMMs alone, M x K x N", shown, _COLUMNS, of="layer")
+    run.record(peak_tflops=PEAK_TFLOPS, rounds=arguments.rounds, gemms=gemms)
     return 0
 
 

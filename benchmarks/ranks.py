@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.report import say
-from benchmarks.subjects import AbsentError
+from benchmarks.runner import AbsentError, say
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",

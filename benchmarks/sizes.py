@@ -8,18 +8,16 @@ least number of features, in and out, and of parameters from which on no size wa
 leaves out fewest sizes.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import workloads
 from benchmarks.measure import forget, measure
-from benchmarks.report import draw, facts, figure, say, write_json
+from benchmarks.runner import DEVICE, Bench, draw, figure, option, say, turns_of
 from benchmarks.subjects import BASELINE, SUBJECTS
 
 SIZES = (512, 1024, 2048, 4096, 8192, 14336)
@@ -39,25 +37,25 @@ def smallest(speeds: Mapping[Size, float]) -> Size | None:
     return max(found, key=lambda pair: (found[pair], pair), default=None)  # of equals, the one that claims least
 
 
+BENCH = Bench(
+    "benchmarks.sizes",
+    "One linear layer, many sizes.",
+    option("sizes", SIZES, "of K and N"),
+    option("subjects", tuple(name for name in SUBJECTS if not name.startswith("torchao/")), choices=SUBJECTS),
+    option("tokens", 8192),
+    *turns_of(5, 10),
+    option("seconds", float, "begin no size after these"),
+    DEVICE,
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs, prints tables, records; exit status 1 if a subject failed."""
-    given = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description="One linear layer, many sizes.")
-    own = tuple(name for name in SUBJECTS if not name.startswith("torchao/"))
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=f"of K and N (default {SIZES})")
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=own)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every subject (default 5)")
-    parser.add_argument("--steps", type=int, default=10, help="steps a turn (default 10)")
-    parser.add_argument("--seconds", type=float, help="begin no size after these")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record, after every size")
-    arguments = parser.parse_args(given)
-    device = torch.device(arguments.device)
+    """Runs, prints tables, records after every size; exit status 1 if a subject failed."""
+    run = BENCH.parse(argv)
+    arguments, device, report = run.arguments, run.device, run.report
     torch.manual_seed(0)
     timings = TIMINGS if device.type == "cuda" else TIMINGS[:1]
     wanted = [(name, "eager") for name in arguments.subjects]
-    report = facts("benchmarks.sizes", given, device)
     report |= {"tokens": arguments.tokens, "rounds": arguments.rounds, "steps": arguments.steps, "points": []}
     start = time.perf_counter()
     for k, n in ((k, n) for k in arguments.sizes for n in arguments.sizes):
@@ -79,29 +77,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             speeds = ", ".join(f"{e['subject']} {figure(e, 'speed', '.2f')}" for e in point[timing])
             say(f"K={k} N={n}, {timing}: {speeds}")
         forget()
-        report["smallest"] = {
+        found = {
             timing: {name: smallest(_speeds(report["points"], timing, name)) for name in arguments.subjects}
             for timing in timings
         }
-        if arguments.json:
-            write_json(arguments.json, report)
-    others = [name for name in arguments.subjects if name != BASELINE]
+        run.record(smallest=found)
     for timing in timings:
-        rows = []
-        for point in report["points"]:
-            by_name = {e["subject"]: e for e in point[timing]}
-            figures = [figure(by_name[name], "speed", ".2f") for name in others]
-            bf16 = figure(by_name.get(BASELINE, {}), "ms", ".3f")
-            rows.append([f"{point['k']} x {point['n']}", bf16, *figures])
-        draw(
-            f"speed of one linear layer against bf16, {arguments.tokens} tokens, {timing}",
-            ("K x N", "bf16 ms", *others),
-            rows,
-        )
-        for name in others:
-            found = report.get("smallest", {}).get(timing, {}).get(name)
-            say(f"{timing}, {name}: " + (f"from {found[0]} features, {found[1]} parameters on" if found else "never"))
+        _draw(report, timing, [name for name in arguments.subjects if name != BASELINE])
     return int(any("failed" in e for point in report["points"] for timing in timings for e in point[timing]))
+
+
+def _draw(report: dict[str, Any], timing: str, others: Sequence[str]) -> None:
+    rows = []
+    for point in report["points"]:
+        by_name = {e["subject"]: e for e in point[timing]}
+        figures = [figure(by_name[name], "speed", ".2f") for name in others]
+        bf16 = figure(by_name.get(BASELINE, {}), "ms", ".3f")
+        rows.append([f"{point['k']} x {point['n']}", bf16, *figures])
+    title = f"speed of one linear layer against bf16, {report['tokens']} tokens, {timing}"
+    draw(title, ("K x N", "bf16 ms", *others), rows)
+    for name in others:
+        found = report.get("smallest", {}).get(timing, {}).get(name)
+        say(f"{timing}, {name}: " + (f"from {found[0]} features, {found[1]} parameters on" if found else "never"))
 
 
 def _speeds(points: Sequence[dict[str, Any]], timing: str, subject: str) -> dict[Size, float]:

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.checkpointing import checkpointed
+from benchmarks.runner import BASELINE, AbsentError
 from f8emu.spec import RECIPES, Recipe
 from f8emu.torch import convert_to_float8_training
 
-BASELINE = "bf16"
 TORCHAO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 SUBJECTS = (BASELINE, *(f"torchao/{name}" for name in TORCHAO_RECIPES), *(f"f8emu/{name}" for name in RECIPES))
 MODES = ("compiled", "eager")
-
-
-class AbsentError(Exception):
-    """A subject that is not installed."""
 
 
 def torchao_float8() -> Any:

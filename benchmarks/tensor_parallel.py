@@ -15,7 +15,6 @@ that fails on some ranks only, the collectives no longer match: what was measure
 Exit status 1 if bfloat16 or f8emu fails, or a loss is not finite.
 """
 
-import argparse
 import gc
 import importlib
 import math
@@ -23,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +30,24 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.functional import cross_entropy
 
+from benchmarks.measure import graphs_compiled
 from benchmarks.ranks import DividedError, Ranks, join, leave, together
-from benchmarks.report import draw, facts, figure, say, write_json
-from benchmarks.subjects import BASELINE, AbsentError, converted, torchao_float8
-from benchmarks.timing import back_to_back, median, synchronize
+from benchmarks.runner import (
+    BASELINE,
+    DEVICE,
+    AbsentError,
+    Bench,
+    Columns,
+    Entry,
+    add_ratios,
+    draw_entries,
+    option,
+    scaled,
+    spread,
+    turns_of,
+)
+from benchmarks.subjects import converted, torchao_float8
+from benchmarks.timing import back_to_back, synchronize
 from examples.train_llama import FLOAT8_STYLES, STYLES, Llama, Size, initialize, parallelize_tensors
 
 SUBJECTS = (BASELINE, "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed", "f8emu/rowwise")
@@ -83,7 +95,7 @@ class Subject:
         self.optimizer.zero_grad()
         self.launched.append(loss.detach())
 
-    def turn(self, steps: int) -> dict[str, Any]:
+    def turn(self, steps: int) -> Entry:
         """Times `steps` steps, after one that is not timed; the figures of all turns so far."""
         device, before = self.run.ranks.device, 0
         if device.type == "cuda":
@@ -94,9 +106,9 @@ class Subject:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - before + self.resident)
         self.losses += [loss.to_local().item() for loss in self.launched]
         self.launched.clear()
-        tokens, ms = self.run.batch * self.run.length, median(self.ms)
-        found: dict[str, Any] = {"ms": ms, "ms_min": min(self.ms), "ms_max": max(self.ms)}
-        found |= {"tokens_per_second": 1e3 * tokens / ms, "losses": list(self.losses)}
+        found = spread(self.ms)
+        tokens = self.run.batch * self.run.length
+        found |= {"tokens_per_second": 1e3 * tokens / found["ms"], "losses": list(self.losses)}
         return found | ({"peak_bytes": self.peak} if self.peak else {})
 
 
@@ -150,19 +162,19 @@ def tokens_of(step: int, run: Run) -> Tensor:
     return (drawn**4 * run.size.vocabulary).long()
 
 
-def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) -> None:
+def measure(entries: list[Entry], run: Run, rounds: int, steps: int) -> None:
     """Fills in the entries, after every turn: figures, or why there are none.
 
     Raises:
         DividedError: the run cannot go on.
     """
-    ready: list[tuple[Subject, dict[str, Any]]] = []
+    ready: list[tuple[Subject, Entry]] = []
 
-    def turn(subject: Subject, entry: dict[str, Any]) -> None:
-        compiled = _graphs_compiled()
+    def turn(subject: Subject, entry: Entry) -> None:
+        compiled = graphs_compiled()
         if (figures := _attempt(entry, lambda: subject.turn(steps), run)) is not None:
             entry |= figures
-            if _graphs_compiled() != compiled:
+            if graphs_compiled() != compiled:
                 entry["compiled_while_timed"] = True
 
     for entry in entries:
@@ -185,7 +197,7 @@ def measure(entries: list[dict[str, Any]], run: Run, rounds: int, steps: int) ->
     gc.unfreeze()
 
 
-def _attempt(entry: dict[str, Any], call: Callable[[], Any], run: Run) -> Any:
+def _attempt(entry: Entry, call: Callable[[], Any], run: Run) -> Any:
     """What `call` gives, or None, with the reason in the entry."""
     try:
         return together(call, run.ranks)
@@ -199,110 +211,59 @@ def _attempt(entry: dict[str, Any], call: Callable[[], Any], run: Run) -> Any:
     return None
 
 
-def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
-    """Adds speed and peak memory, times bfloat16's, and the last loss less bfloat16's."""
-    plain = next((e for e in entries if e["subject"] == BASELINE and "ms" in e), None)
-    if plain is None:
-        return
-    for entry in (e for e in entries if "ms" in e):
-        entry["speed"] = plain["ms"] / entry["ms"]
-        if len(entry["losses"]) == len(plain["losses"]):
-            entry["last_loss_less_bf16"] = entry["losses"][-1] - plain["losses"][-1]
-        if "peak_bytes" in entry and "peak_bytes" in plain:
-            entry["memory"] = entry["peak_bytes"] / plain["peak_bytes"]
-
-
-def _graphs_compiled() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def _draw(report: dict[str, Any]) -> None:
-    rows = []
-    for e in report["subjects"]:
-        if "ms" not in e or e.keys() & {"absent", "failed"}:
-            rows.append([e["subject"], "FAILED" if "failed" in e else "absent" if "absent" in e else "not measured"])
-            continue
-        rows.append(
-            [
-                e["subject"],
-                f"{e['tokens_per_second']:.0f}",
-                figure(e, "speed", ".3f"),
-                f"{e['ms']:.2f}",
-                f"{e['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in e else "-",
-                figure(e, "memory", ".3f"),
-                f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}",
-                figure(e, "last_loss_less_bf16", "+.4f"),
-            ]
-        )
-    columns = (
-        "subject",
-        "tokens/s",
-        "times bf16",
-        "step ms",
-        "peak GiB",
-        "times bf16",
-        "loss 1, last",
-        "less bf16's",
-    )
-    title = f"Llama of {report['parameters'] / 1e6:.0f} M parameters, {report['tokens']} tokens, {report['device']}"
-    draw(title, columns, rows)
-    for e in report["subjects"]:
-        if "absent" in e or "failed" in e:
-            say(f"{e['subject']}: {e.get('absent') or e.get('failed')}")
-        elif e.get("compiled_while_timed"):
-            say(f"{e['subject']}: something was compiled while it was timed: do not use its figures")
-
-
-def _status(entries: Sequence[dict[str, Any]]) -> int:
+def _status(entries: Sequence[Entry]) -> int:
     own = [e for e in entries if not e["subject"].startswith("torchao/")]
     return int(any("failed" in e or "ms" not in e or not all(map(math.isfinite, e["losses"])) for e in own))
 
 
+SIZES = {False: (Size(2048, 16, 32, 8, 8192, 32768), 4096), True: (Size(64, 2, 4, 2, 128, 256), 32)}
+"""Whether it is tiny -> the model, and the length of a sequence."""
+BENCH = Bench(
+    "benchmarks.tensor_parallel",
+    "A Llama under tensor parallelism, in float8.",
+    option("subjects", SUBJECTS, choices=SUBJECTS),
+    option("batch", 8, "sequences of 4,096 tokens"),
+    *turns_of(3, 5),
+    option("tiny", False, "two tiny blocks, one step: for tests"),
+    DEVICE,
+)
+_COLUMNS: Columns = {
+    "tokens/s": "tokens_per_second:.0f",
+    "speed": "speed:.3f",
+    "step ms": "ms:.2f",
+    "peak GiB": scaled("peak_bytes", 2**30, ".2f"),
+    "memory": "memory:.3f",
+    "loss 1, last": lambda e: f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}" if "losses" in e else "-",
+    "less bf16's": "last_loss_less_bf16:+.4f",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs on every rank; rank 0 prints and records. The exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(given)
+    bench = BENCH.parse(argv)
+    arguments, report = bench.arguments, bench.report
     ranks = join(arguments.device)
-    if arguments.tiny:
-        size, batch, length, rounds, steps = Size(64, 2, 4, 2, 128, 256), 2, 32, 1, 1
-    else:
-        size, batch, length = Size(2048, 16, 32, 8, 8192, 32768), arguments.batch, 4096
-        rounds, steps = arguments.rounds, arguments.steps
+    size, length = SIZES[arguments.tiny]
+    batch, rounds, steps = (2, 1, 1) if arguments.tiny else (arguments.batch, arguments.rounds, arguments.steps)
     run = Run(ranks=ranks, size=size, batch=batch, length=length)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Llama(size).parameters())
-    report = facts("benchmarks.tensor_parallel", given, ranks.device)
     ranks.command(report)
     report |= {"model": size._asdict(), "parameters": parameters, "batch": batch, "tokens": batch * length}
     report |= {"rounds": rounds, "steps": steps}
-    entries: list[dict[str, Any]] = [{"subject": name} for name in arguments.subjects]
-    report["subjects"] = entries
+    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
     is_divided = False
     try:
         measure(entries, run, rounds, steps)
     except DividedError:
         is_divided = True
-    add_ratios(entries)
+    add_ratios(entries, {"memory": "peak_bytes"})
     if ranks.is_first:
-        _draw(report)
-        if arguments.json:
-            write_json(arguments.json, report)
+        title = f"Llama of {parameters / 1e6:.0f} M parameters, {batch * length} tokens, {report['device']}"
+        draw_entries(f"{title}; speed and memory: times bf16's", entries, _COLUMNS)
+        bench.record(subjects=entries)
     leave(ranks, is_divided=is_divided)
     return _status(entries)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrun -m benchmarks.tensor_parallel", description="A Llama under tensor parallelism, in float8."
-    )
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 4,096 tokens (default 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of every subject (default 3)")
-    parser.add_argument("--steps", type=int, default=5, help="steps a turn (default 5)")
-    parser.add_argument("--tiny", action="store_true", help="two tiny blocks, one step: for tests")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    return parser
 
 
 if __name__ == "__main__":

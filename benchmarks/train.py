@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.corpus import Corpus, read_corpus
 from benchmarks.models import Llama
-from benchmarks.report import draw, facts, say, write_json
+from benchmarks.runner import DEVICE, Bench, draw, option, say
 from f8emu.spec import RECIPES
 from f8emu.torch import convert_to_float8_training
 
@@ -133,43 +133,55 @@ def plot(path: Path, runs: Sequence[dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
+BENCH = Bench(
+    "benchmarks.train",
+    "A small byte-level Llama trained under every recipe, beside three seeds of bfloat16.",
+    option("recipes", tuple(RECIPES), choices=tuple(RECIPES)),
+    option("steps", 300),
+    option("seeds", 3, "of bfloat16 and of every recipe"),
+    option("lr", 1e-3),
+    option("tiny", False, "two layers of 128, for a CPU"),
+    option("plot", Path, "where to draw the curves, a PNG; needs matplotlib"),
+    DEVICE,
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, prints a table, records, and gives the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(given)
+    run = BENCH.parse(argv)
+    arguments = run.arguments
     if arguments.tiny:
         torch.set_num_threads(1)  # matrices too small for more
     corpus = read_corpus()
-    report = facts("benchmarks.train", given, torch.device(arguments.device))
-    report |= {"corpus": corpus.description, "model": TINY if arguments.tiny else FULL, "steps": arguments.steps}
-    say(f"{report['device']}, torch {report['versions']['torch']}, corpus {corpus.description['training_bytes']} bytes")
-    plan = [(BF16, seed) for seed in range(arguments.seeds)]
-    plan += [(name, seed) for name in arguments.recipes for seed in range(arguments.seeds)]
-    report["runs"] = runs = []
-    for name, seed in plan:
-        runs.append(train(name, seed, corpus, arguments))
-        report["verdicts"] = judge(runs)
-        if arguments.json:
-            write_json(arguments.json, report)
-    verdicts = report["verdicts"]
+    model = TINY if arguments.tiny else FULL
+    run.report |= {"corpus": corpus.description, "model": model, "steps": arguments.steps}
+    run.announce(f", corpus {corpus.description['training_bytes']} bytes")
+    runs: list[dict[str, Any]] = []
+    for name in (BF16, *arguments.recipes):
+        for seed in range(arguments.seeds):
+            runs.append(train(name, seed, corpus, arguments))
+            run.record(runs=runs, verdicts=judge(runs))
+    verdicts = run.report["verdicts"]
     rows = []
     for verdict in verdicts:
         for figure in FIGURES:
-            of = verdict[figure]
-            seeds = f"{of['bf16_least']:.4f} - {of['bf16_greatest']:.4f}"
-            label = f"{verdict['name']}, {figure.replace('_', ' ')}"
-            rows.append([label, f"{of['loss']:.4f}", seeds, "yes" if of["in_range"] else "NO", f"{of['shift']:+.4f}"])
+            cells = in_range(verdict[figure])
+            rows.append([f"{verdict['name']}, {figure.replace('_', ' ')}", *cells, f"{verdict[figure]['shift']:+.4f}"])
     columns = ("recipe", "loss", "bf16 seeds", "in range", "shift from bf16")
-    last = min(LAST, arguments.steps)
-    draw(
-        f"loss after {arguments.steps} steps, mean of {arguments.seeds} seeds; training: the last {last}", columns, rows
-    )
+    what = f"mean of {arguments.seeds} seeds; training: the last {min(LAST, arguments.steps)}"
+    draw(f"loss after {arguments.steps} steps, {what}", columns, rows)
     if arguments.plot:
         if importlib.util.find_spec("matplotlib") is None:
             say("no plot: matplotlib is not installed")
         else:
             plot(arguments.plot, runs)
     return int(not all(verdict["passes"] for verdict in verdicts))
+
+
+def in_range(of: dict[str, Any]) -> list[str]:
+    """A loss, the range of the bfloat16 seeds, and whether it lies in it."""
+    seeds = f"{of['bf16_least']:.4f} - {of['bf16_greatest']:.4f}"
+    return [f"{of['loss']:.4f}", seeds, "yes" if of["in_range"] else "NO"]
 
 
 def _is_converted(module: nn.Module, fqn: str) -> bool:
@@ -194,20 +206,6 @@ def _smooth(losses: Sequence[float], width: int = 10) -> list[float]:
         window = losses[max(0, i - width + 1) : i + 1]
         found.append(mean(window))
     return found
-
-
-def _parser() -> argparse.ArgumentParser:
-    summary = "A small byte-level Llama trained under every recipe, beside three seeds of bfloat16."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=summary)
-    parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=tuple(RECIPES))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3, help="of bfloat16 and of every recipe (default 3)")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--tiny", action="store_true", help="two layers of 128, for a CPU")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    parser.add_argument("--plot", type=Path, help="where to draw the curves, a PNG; needs matplotlib")
-    return parser
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.models import TransformerBlock
-from benchmarks.report import draw, facts, say, write_json
+from benchmarks.runner import draw, facts, say, write_json
 from f8emu.capture.read import read_capture
 from f8emu.capture.replay import KINDS, replay
 from f8emu.torch import capture, convert_to_float8_training

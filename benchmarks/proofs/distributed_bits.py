@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import f8emu.torch as f8
 from benchmarks.ranks import DividedError, Ranks, join, leave, together
-from benchmarks.report import draw, facts, say, write_json
+from benchmarks.runner import draw, facts, say, write_json
 from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 RANKS = 2

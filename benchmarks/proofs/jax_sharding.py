@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import f8emu.jax as f8
-from benchmarks.report import facts, say, write_json
+from benchmarks.runner import facts, say, write_json
 from f8emu.spec import recipe_by_name
 from tests.jax_path import sharded
 

@@ -25,7 +25,7 @@ from rich.progress import track
 from torch import Tensor
 
 import f8emu.torch as f8
-from benchmarks.report import facts, say, write_json
+from benchmarks.runner import facts, say, write_json
 from f8emu.spec import RECIPES
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"

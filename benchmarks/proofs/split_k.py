@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import facts, write_json
+from benchmarks.runner import facts, write_json
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.split_k.ask import WORKSPACE_BYTES, CublasLt, loaded_path, question

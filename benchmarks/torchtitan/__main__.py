@@ -14,7 +14,6 @@ folder of wheels to install first, for a machine without network:
 Exit status 1 if a variant fails; the end of its log is shown.
 """
 
-import argparse
 import json
 import math
 import os
@@ -30,7 +29,7 @@ import torch
 
 from benchmarks.kernels import draw_exposure, draw_kernels
 from benchmarks.ranks import MULTICAST_OFF
-from benchmarks.report import draw, facts, figure, say, write_json
+from benchmarks.runner import BASELINE, DEVICE, Bench, Columns, Entry, add_ratios, draw_entries, option, say
 
 _ADAPTER = "f8emu.torch.integrations.torchtitan"
 _TORCHAO = ["--model.converters", "quantize.linear.float8"]
@@ -47,7 +46,6 @@ def _f8emu(recipe: str) -> list[str]:
     return ["--model.converters", "f8emu", *imports, "--f8emu.recipe_name", recipe, "--f8emu.filter_fqns", "output"]
 
 
-BASELINE = "bf16"
 VARIANTS: dict[str, list[str]] = {
     BASELINE: [],
     "torchao/tensorwise": _TORCHAO,
@@ -73,19 +71,50 @@ _LOG_LINES = 25
 """Of the log of a variant that failed."""
 
 
+BENCH = Bench(
+    "benchmarks.torchtitan",
+    "torchtitan's Trainer with f8emu.",
+    option("variants", tuple(VARIANTS), choices=VARIANTS, metavar="VARIANT"),
+    option("kernels", (), "list a step's kernels and waits", choices=VARIANTS, metavar="VARIANT"),
+    option("gpus", max(1, torch.cuda.device_count())),
+    option("layers", 32, "of Llama-3 8B"),
+    option("steps", 15),
+    option("last", 8, "figures are medians of the last"),
+    option("checkpointing", "selective", choices=("selective", "none", "full")),
+    option("wheels", Path, "a folder of wheels to install first"),
+    option("limit", 150.0, "seconds that a variant may take"),
+    option("seconds", 3600.0, "seconds that all may take"),
+    option("least", 50.0, "begin none with fewer left"),
+    option("tiny", False, "one layer of torchtitan's debug model: for tests"),
+    option("log", Path, "append the logs here"),
+    DEVICE,
+)
+_COLUMNS: Columns = {
+    "tokens/s/GPU": "tokens_per_second_per_gpu:.0f",
+    "speed": "speed:.3f",
+    "step ms": "step_ms:.1f",
+    "MFU %": "mfu_percent:.1f",
+    "active GiB": "peak_active_gib:.2f",
+    "reserved GiB": "peak_reserved_gib:.2f",
+    "memory": "memory:.3f",
+    "loss 1, last": lambda e: f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}",
+    "less bf16's": "last_loss_less_bf16:+.4f",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the variants, prints one JSON line each and a table, records, and gives the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     cut = given.index("--") if "--" in given else len(given)
-    arguments = _parser().parse_args(given[:cut])
+    # Asking for the GPU's name here would hold memory on it; rank 0 will tell.
+    bench = BENCH.parse(given, device="cpu")
+    arguments, report = bench.arguments, bench.report
     begin = time.perf_counter()
     config = Path(__file__).with_name("tiny.toml" if arguments.tiny else "llama3_8b.toml")
     layers, steps, last = (1, 3, 2) if arguments.tiny else (arguments.layers, arguments.steps, arguments.last)
-    # Asking for the GPU's name here would hold memory on it; rank 0 will tell.
-    report = facts("benchmarks.torchtitan", given, torch.device("cpu"))
     report["device"] = "unknown, no variant ran"
     report |= {"gpus": arguments.gpus, "layers": layers, "steps": steps, "checkpointing": arguments.checkpointing}
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     report["variants"] = entries
     with tempfile.TemporaryDirectory() as folder:
         site = Path(folder) / "site"
@@ -93,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             install(arguments.wheels, site)
         for name in arguments.variants:
             left = arguments.seconds - (time.perf_counter() - begin)
-            entry: dict[str, Any] = {"variant": name}
+            entry: Entry = {"variant": name}
             entries.append(entry)
             if left < arguments.least:
                 entry["failed"] = f"not begun: {left:.0f} of {arguments.seconds} seconds were left"
@@ -120,13 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 entry["failed"] = failed
                 say("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]))
             entry["seconds"] = round(time.perf_counter() - start, 1)
-            add_ratios(entries)
+            _add_ratios(entries)
             say(json.dumps(entry))
             if arguments.log:
                 with arguments.log.open("a") as file:
                     file.write(f"=== {name}\n{log.read_text(errors='replace')}\n")
-            if arguments.json:
-                write_json(arguments.json, report)
+            bench.record()
     _draw(report)
     return int(any("failed" in entry or not all(map(math.isfinite, entry["losses"])) for entry in entries))
 
@@ -166,84 +194,24 @@ def run(command: Sequence[str], log: Path, site: Path, limit: float) -> str | No
     return f"exit status {status}" if status else None
 
 
-def add_ratios(entries: Sequence[dict[str, Any]]) -> None:
-    """Adds speed and reserved memory, times bfloat16's, and the last loss less bfloat16's."""
-    plain = next((e for e in entries if e["variant"] == BASELINE and "failed" not in e), None)
-    if plain is None:
-        return
-    for entry in (e for e in entries if "failed" not in e):
-        entry["speed"] = entry["tokens_per_second_per_gpu"] / plain["tokens_per_second_per_gpu"]
-        if plain["peak_reserved_gib"] > 0:
-            entry["memory"] = entry["peak_reserved_gib"] / plain["peak_reserved_gib"]
-        if len(entry["losses"]) == len(plain["losses"]):
-            entry["last_loss_less_bf16"] = entry["losses"][-1] - plain["losses"][-1]
+def _add_ratios(entries: Sequence[Entry]) -> None:
+    """Of the variants' tokens per second and reserved memory."""
+    done = [
+        {**e, "subject": e["variant"], "ms": 1e3 / e["tokens_per_second_per_gpu"]} for e in entries if "losses" in e
+    ]
+    add_ratios(done, {"memory": "peak_reserved_gib"})
+    for entry, found in zip((e for e in entries if "losses" in e), done, strict=True):
+        entry |= {key: found[key] for key in ("speed", "memory", "last_loss_less_bf16") if key in found}
 
 
 def _draw(report: dict[str, Any]) -> None:
-    rows = []
-    for e in report["variants"]:
-        if "failed" in e:
-            rows.append([e["variant"], "FAILED"])
-            continue
-        rows.append(
-            [
-                e["variant"],
-                f"{e['tokens_per_second_per_gpu']:.0f}",
-                figure(e, "speed", ".3f"),
-                f"{e['step_ms']:.1f}",
-                f"{e['mfu_percent']:.1f}",
-                f"{e['peak_active_gib']:.2f}",
-                f"{e['peak_reserved_gib']:.2f}",
-                figure(e, "memory", ".3f"),
-                f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}",
-                figure(e, "last_loss_less_bf16", "+.4f"),
-            ]
-        )
-    columns = (
-        "variant",
-        "tokens/s/GPU",
-        "times bf16",
-        "step ms",
-        "MFU %",
-        "active GiB",
-        "reserved GiB",
-        "times bf16",
-        "loss 1, last",
-        "less bf16's",
-    )
     title = f"torchtitan, {report['layers']} layers, checkpointing {report['checkpointing']}, {report['device']}"
-    draw(title, columns, rows)
+    draw_entries(f"{title}; speed and memory: times bf16's", report["variants"], _COLUMNS, of="variant")
     for e in report["variants"]:
-        if "failed" in e:
-            say(f"{e['variant']}: {e['failed']}")
         if "kernels" in e:
             draw_kernels(f"{e['variant']}: the kernels of a step of rank 0", e["kernels"])
         if "exposure" in e:
             draw_exposure(f"{e['variant']}: where the time of a step goes", e["exposure"])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.torchtitan", description="torchtitan's Trainer with f8emu."
-    )
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=tuple(VARIANTS), metavar="VARIANT")
-    parser.add_argument(
-        "--kernels", nargs="+", choices=VARIANTS, default=(), metavar="VARIANT", help="list a step's kernels and waits"
-    )
-    parser.add_argument("--gpus", type=int, default=max(1, torch.cuda.device_count()), help="default all")
-    parser.add_argument("--layers", type=int, default=32, help="of Llama-3 8B (default 32)")
-    parser.add_argument("--steps", type=int, default=15, help="default 15")
-    parser.add_argument("--last", type=int, default=8, help="figures are medians of the last (default 8)")
-    parser.add_argument("--checkpointing", choices=("selective", "none", "full"), default="selective")
-    parser.add_argument("--wheels", type=Path, help="a folder of wheels to install first")
-    parser.add_argument("--limit", type=float, default=150, help="seconds that a variant may take (default 150)")
-    parser.add_argument("--seconds", type=float, default=3600, help="seconds that all may take (default 3600)")
-    parser.add_argument("--least", type=float, default=50, help="begin none with fewer left (default 50)")
-    parser.add_argument("--tiny", action="store_true", help="one layer of torchtitan's debug model: for tests")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--log", type=Path, help="append the logs here")
-    parser.add_argument("--json", type=Path, help="where to record, after every variant")
-    return parser
 
 
 if __name__ == "__main__":

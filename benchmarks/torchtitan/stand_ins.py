@@ -8,7 +8,7 @@ from typing import Any
 
 import torch._utils
 
-from benchmarks.report import say
+from benchmarks.runner import say
 
 
 def datasets_if_broken() -> None:

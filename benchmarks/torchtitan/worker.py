@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import exposure, profiled
-from benchmarks.report import package_version, write_json
+from benchmarks.runner import package_version, write_json
 from benchmarks.torchtitan.stand_ins import (
     cpu_as_accelerator,
     datasets_if_broken,

@@ -1,0 +1,257 @@
+"""What every benchmark shares: its options, the facts of its record, subjects that take turns, ratios, and a table.
+
+BENCH = Bench("benchmarks.matmul", "GEMMs over Llama-2 70B's shapes.", option("tokens", 16384), DEVICE)
+run = BENCH.parse(argv)
+run.record(gemms=...)
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from f8emu.environment import versions
+
+BASELINE = "bf16"
+Entry = dict[str, Any]
+"""What is recorded of one subject."""
+
+
+class AbsentError(Exception):
+    """A subject that is not installed."""
+
+
+# 1 Options
+
+
+class Option(NamedTuple):
+    """One option of a command line, as argparse takes it."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+def option(name: str, default: Any, help: str = "", **settings: Any) -> Option:
+    """`--name`, of the type of its default: a flag for False, a list for a tuple; a type has no default."""
+    text = help if default in (None, False) or isinstance(default, type) else f"{help} (default {_shown(default)})"
+    if default is False:
+        return Option(name, {"action": "store_true", "help": text.strip()})
+    if isinstance(default, type):
+        return Option(name, {"type": default, "help": text.strip()} | settings)
+    if isinstance(default, tuple):
+        settings = {"nargs": "+", "type": type((*default, *settings.get("choices", ()), "")[0]), **settings}
+        return Option(name, {"default": default, "help": text.strip()} | settings)
+    return Option(name, {"default": default, "type": type(default), "help": text.strip()} | settings)
+
+
+def _shown(default: Any) -> str:
+    return " ".join(map(str, default)) or "none" if isinstance(default, tuple) else str(default)
+
+
+def turns_of(rounds: int, steps: int | None = None) -> tuple[Option, ...]:
+    """`--rounds`, and `--steps` of a turn."""
+    found = option("rounds", rounds, "turns of every subject")
+    return (found,) if steps is None else (found, option("steps", steps, "steps a turn"))
+
+
+DEVICE = option("device", "cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Bench:
+    """A script: how it is called, and its options; `--json` is one of every script."""
+
+    def __init__(self, module: str, summary: str, *options: Option) -> None:
+        self.module, self.summary = module, summary
+        self.options = (*options, option("json", Path, "where to record"))
+
+    def parse(self, argv: Sequence[str] | None, device: str | None = None) -> "Run":
+        """What was asked for, on the device of `--device` or the one given."""
+        given = list(sys.argv[1:] if argv is None else argv)
+        parser = argparse.ArgumentParser(prog=f"python -m {self.module}", description=self.summary)
+        for name, settings in self.options:
+            parser.add_argument(f"--{name}", **settings)
+        own = given[: given.index("--")] if "--" in given else given
+        arguments = parser.parse_args(own)
+        return Run(self.module, given, arguments, torch.device(device or arguments.device))
+
+
+class Run:
+    """One run of a script: its arguments, its device and its record."""
+
+    def __init__(self, module: str, given: Sequence[str], arguments: argparse.Namespace, device: torch.device) -> None:
+        self.arguments, self.device = arguments, device
+        self.report = facts(module, given, device)
+
+    def announce(self, more: str = "") -> None:
+        """The device and the version of torch, in a line."""
+        say(f"{self.report['device']}{more}, torch {self.report['versions']['torch']}")
+
+    def record(self, **more: Any) -> None:
+        """Adds to the record, and writes it where `--json` says."""
+        self.report |= more
+        if self.arguments.json:
+            write_json(self.arguments.json, self.report)
+
+
+# 2 The record
+
+
+def facts(module: str, given: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """The command, the device and the versions that figures belong to."""
+    found = versions()
+    for package in ("torchao", "triton"):
+        found[package] = package_version(package)
+    found["cuda"] = torch.version.cuda
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    command = shlex.join(["python", "-m", module, *given])
+    return {"command": command, "device": name, "versions": found}
+
+
+def package_version(package: str) -> str | None:
+    """None is not installed. A package that only lies on the path has its own `__version__`."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        pass
+    try:
+        return getattr(importlib.import_module(package), "__version__", "unknown")
+    except ImportError:
+        return None
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """The report, whole or not at all: a run that is cut off leaves the file before it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    part.replace(path)
+
+
+# 3 Subjects
+
+
+def compile_without_limits() -> None:
+    """One model under many subjects is many compilations of one forward(), each of them wanted."""
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+
+
+@contextmanager
+def attempt(entry: Entry, name: str = "") -> Iterator[None]:
+    """One subject that fails costs its row, not the run: the entry says why."""
+    try:
+        yield
+    except AbsentError as error:
+        entry["absent"] = str(error)
+    except Exception as error:  # whatever it is
+        entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        say(f"{name or entry.get('subject', '')} failed: {error}")
+
+
+def take_turns(calls: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What the calls give, which take turns, so that all see the same clocks and temperature."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    # A full collection walks through the compiled code of all subjects, in the turn of one.
+    gc.collect()
+    gc.freeze()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            found[name].append(call())
+    gc.unfreeze()
+    return found
+
+
+def spread(ms: Sequence[float]) -> Entry:
+    """The median over rounds, the least and the greatest."""
+    return {"ms": statistics.median(ms), "ms_min": min(ms), "ms_max": max(ms)}
+
+
+def add_ratios(entries: Sequence[Entry], ratios: Mapping[str, str], baseline: str = BASELINE) -> None:
+    """Adds `speed`, the baseline's `ms` over the entry's, and each of `ratios`: its name -> the figure divided by the
+    baseline's. Entries are compared in one `mode`.
+    """
+    for entry in entries:
+        same = [e for e in entries if e["subject"] == baseline and e.get("mode") == entry.get("mode") and "ms" in e]
+        if "ms" not in entry or not same:
+            continue
+        entry["speed"] = same[0]["ms"] / entry["ms"]
+        for name, key in ratios.items():
+            if entry.get(key) and same[0].get(key):
+                entry[name] = entry[key] / same[0][key]
+        if "losses" in entry and len(entry["losses"]) == len(same[0]["losses"]):
+            entry["last_loss_less_bf16"] = entry["losses"][-1] - same[0]["losses"][-1]
+
+
+# 4 Tables
+
+Columns = Mapping[str, str | Callable[[Entry], str]]
+"""Head of a column -> `key:format` of a figure, or what writes it."""
+
+
+def draw(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table; the first column is a name, the others are figures."""
+    table = Table(title=Text(title, style="bold"), title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if i else "left", no_wrap=not i)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    # A pipe has no width of its own, and a table cut to 80 columns says nothing.
+    console = Console() if Console().is_terminal else Console(width=160)
+    console.print(table)
+
+
+def draw_entries(title: str, entries: Sequence[Entry], columns: Columns, *, of: str = "subject") -> None:
+    """A table of entries; below it why an entry has no figures, or should not be believed."""
+    rows = []
+    for e in entries:
+        label = f"{e[of]} {e['mode']}" if "mode" in e else e[of]
+        missing = "absent" if "absent" in e else "FAILED" if "failed" in e else ""
+        rows.append([label, missing] if missing else [label, *(_figure(e, column) for column in columns.values())])
+    draw(title, (of, *columns), rows)
+    for e, (label, *_) in zip(entries, rows, strict=True):
+        if "absent" in e or "failed" in e:
+            say(f"{label}: {e.get('absent') or e.get('failed')}")
+        elif not e.get("is_finite", True):
+            say(f"{label}: an output or gradient is not finite")
+        if e.get("compiled_while_timed"):
+            say(f"{label}: something was compiled while it was timed: do not use its figures")
+
+
+def _figure(entry: Entry, column: str | Callable[[Entry], str]) -> str:
+    if not isinstance(column, str):
+        return column(entry)
+    key, _, form = column.partition(":")
+    return figure(entry, key, form)
+
+
+def figure(entry: Entry, key: str, form: str) -> str:
+    """A figure of an entry, for a table; a dash where it has none."""
+    return format(entry[key], form) if entry.get(key) is not None else "-"
+
+
+def scaled(key: str, unit: float, form: str) -> Callable[[Entry], str]:
+    """A column of a figure in another unit."""
+    return lambda entry: f"{entry[key] / unit:{form}}" if entry.get(key) else "-"
+
+
+def bounds(entry: Entry) -> str:
+    """`least - greatest` of the rounds."""
+    return f"{entry['ms_min']:.3f} - {entry['ms_max']:.3f}"
+
+
+def say(line: str) -> None:
+    """A line at once, also into a pipe: a run takes minutes."""
+    print(line, file=sys.stdout, flush=True)
