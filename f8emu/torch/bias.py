@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from f8emu.torch.library import fake, is_exporting, operator
+from f8emu.torch.library import differentiable_once, fake, is_exporting, operator
 
 
 def add_bias(output: Tensor, bias: Tensor) -> Tensor:
@@ -20,11 +20,9 @@ def add_bias(output: Tensor, bias: Tensor) -> Tensor:
     compiled, where grad_output has the same strides: a compiler makes one contiguous that enters a graph. Where the sum
     rounds, they are those of the device's kernel, as nn.Linear's are.
     """
-    if not torch.compiler.is_compiling():
-        return output + (bias if bias.dtype is output.dtype else _Rounded.apply(bias, output.dtype))
     if is_exporting():  # a forward pass alone
         return output + rounded(bias.detach(), output.dtype)
-    return output + _Spread.apply(bias, output.shape[0], output.dtype)  # else it sums rows in an order of its own
+    return output + _Spread.apply(bias, output.shape[0], output.dtype)
 
 
 @operator()
@@ -56,19 +54,8 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1])
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = bias.dtype
-        return rounded(bias, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return rounded(grads[0], ctx.dtype), None  # rounds the sum over rows
-
-
 class _Spread(torch.autograd.Function):
-    """The bias, rounded, in each of so many rows."""
+    """The bias, rounded, in each of so many rows. autograd alone would let a compiler sum the gradient in its order."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -76,6 +63,7 @@ class _Spread(torch.autograd.Function):
         return rounded(bias, dtype).expand(rows, -1)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = sum_of_rows(grads[0])
         return total if total.dtype is ctx.dtype else rounded(total, ctx.dtype), None, None

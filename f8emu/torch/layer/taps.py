@@ -316,19 +316,8 @@ def _(x: Tensor) -> Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@fake(observe_tensor)
-def _(token: Tensor, *_: Any) -> None:
-    return None
-
-
-@fake(observe_gated)
-def _(token: Tensor, *_: Any) -> None:
-    return None
-
-
-@fake(observe_gemm)
-def _(token: Tensor, *_: Any) -> None:
-    return None
+for _shown in (observe_tensor, observe_gated, observe_gemm):
+    fake(_shown)(lambda *_: None)
 
 
 def _at(token: Tensor, is_forward: bool, x: Tensor) -> _Watched | None:
