@@ -133,6 +133,7 @@ def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
 
 def _tensor_to_jax(jax: Any, tensor: "torch.Tensor", copy: bool | None) -> Any:
     torch = require_torch("interop.to_jax")
+    # 1. DLPack shares memory that JAX would lay out in the same way, on the same device.
     source = _plain("to_jax", tensor)
     device = jax_device(source.device)
     is_shared = (source.device.type == "cpu") == (device.platform == "cpu")
@@ -145,6 +146,7 @@ def _tensor_to_jax(jax: Any, tensor: "torch.Tensor", copy: bool | None) -> Any:
             f"the array would be on {device}; needed are one device, row-major or transposed memory, and an address "
             f"that is a multiple of {_ALIGNMENT}",
         )
+    # 2. Otherwise into memory of torch's own, which is aligned.
     if source.device.type == "cuda" and device.platform == "cpu":
         source = source.contiguous().cpu()
     elif copy or not is_shared:

@@ -71,6 +71,7 @@ class ParameterRule:
         """
         if self.axes is None:
             return array
+        # As einops: split the axes in parentheses, permute, join.
         source, target = self._sides(to)
         sizes = dict(self.sizes)
         for group, size in zip(source, array.shape, strict=True):
@@ -113,6 +114,7 @@ def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) ->
             f"parameter {name!r} with {ndim} axes: no rule fits its name on the side of {back}; add a ParameterRule, "
             "or end the rules with DEFAULT_RULES"
         )
+    # A name without a way back would be another parameter after the next conversion.
     target = len(rule._sides(to)[1]) if rule.axes is not None else ndim
     returned, _ = next(_fitting(rules, found, target, to=back), (None, None))
     if returned != name:

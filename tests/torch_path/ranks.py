@@ -26,6 +26,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+shared: list[Path] = []
+"""On a rank: the directory that was given to `run_cases`."""
+
 
 @functools.cache
 def _servers() -> tuple[forkserver.ForkServer, ...]:
@@ -76,6 +79,7 @@ def run_cases(module: str, ranks: int, directory: Path) -> None:
 def _run_rank(rank: int, module: str, ranks: int, directory: Path) -> None:
     """All cases on this rank; what each of them raised goes to the parent, by a file."""
     join(rank, ranks, directory)
+    shared.append(directory)
     cases: Mapping[str, Callable[[], None]] = import_module(module).CASES[ranks]
     raised: dict[str, str] = {}
     for name, case in cases.items():

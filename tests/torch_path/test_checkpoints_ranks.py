@@ -1,11 +1,11 @@
 """Checkpoints of sharded models (gloo): other numbers of ranks, a rank killed in the middle of a save, plain files."""
 
+import functools
 import os
 import runpy
 import signal
 import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +26,8 @@ from torch.optim import AdamW, Optimizer
 import f8emu.torch as f8
 from f8emu.spec import MissingExtraError
 from f8emu.torch.parallel.checkpoints import export_safetensors
-from tests.torch_path.ranks import forked, join, started
+from tests.torch_path import ranks
+from tests.torch_path.ranks import forked, run_cases
 from tests.torch_path.states import assert_same_state
 
 RANKS = (1, 2, 3, 4)
@@ -81,8 +82,9 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: getattr(x, "plain", x).detach().clone() for name, x in plain.items()}
 
 
-def save_and_resume(recipe: str, directory: Path) -> None:
+def save_and_resume(recipe: str) -> None:
     """On the first 1, 2, 3 and 4 of four ranks; resumed on each of these numbers, by models of other weights."""
+    (directory,) = ranks.shared
     meshes = {count: DeviceMesh("cpu", list(range(count)), mesh_dim_names=("dp",)) for count in RANKS}
     for saving, mesh in meshes.items():
         folder, expected = directory / f"{recipe}-{saving}", directory / f"{recipe}-{saving}.pt"
@@ -107,33 +109,15 @@ def save_and_resume(recipe: str, directory: Path) -> None:
             dist.barrier()
 
 
-def run_rank(rank: int, directory: Path) -> None:
-    """All recipes; what each of them raised goes to the parent, by a file."""
-    join(rank, 4, directory)
-    raised: dict[str, str] = {}
-    for recipe in RECIPES:
-        try:
-            save_and_resume(recipe, directory)
-            raised[recipe] = ""
-        except Exception:
-            raised[recipe] = traceback.format_exc()
-            break  # the other ranks wait, and will be ended
-    torch.save(raised, directory / f"raised_{rank}")
-    dist.destroy_process_group()
+CASES = {4: {recipe: functools.partial(save_and_resume, recipe) for recipe in RECIPES}}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where models were saved, and resumed on other numbers of ranks."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    started(run_rank, 4, directory)
+    run_cases(__name__, 4, directory)
     return directory
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_resumed_on_other_numbers_of_ranks(recipe: str, directory: Path) -> None:
-    for rank in range(4):
-        raised = torch.load(directory / f"raised_{rank}")
-        assert not raised[recipe], raised[recipe]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -165,10 +149,10 @@ def test_transformers_loads_an_exported_model(tmp_path: Path, monkeypatch: pytes
         export_safetensors(model, tmp_path / "other.safetensors")
 
 
-def train_llama(rank: int, ranks: int, port: int, directory: Path, steps: int, kill_at: int | None) -> None:
+def train_llama(rank: int, count: int, port: int, directory: Path, steps: int, kill_at: int | None) -> None:
     """The trainer of the examples, in bfloat16; rank 1 dies when it has written its part of a checkpoint."""
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     write = FileSystemWriter.write_data
 
     def write_and_die(self: Any, *args: Any) -> Any:
@@ -178,15 +162,15 @@ def train_llama(rank: int, ranks: int, port: int, directory: Path, steps: int, k
         return written
 
     folder = ["--checkpoint.folder", str(directory), "--checkpoint.interval", "1", "--parallel.timeout", str(TIMEOUT)]
-    sys.argv = ["train_llama", *folder, "--training.steps", str(steps), "--training.batch_size", str(4 // ranks)]
-    sys.stdout = (directory.parent / f"ranks-{ranks}-{rank}.txt").open("w")
+    sys.argv = ["train_llama", *folder, "--training.steps", str(steps), "--training.batch_size", str(4 // count)]
+    sys.stdout = (directory.parent / f"ranks-{count}-{rank}.txt").open("w")
     with mock.patch.object(FileSystemWriter, "write_data", write_and_die):
         runpy.run_path(str(TRAINER), run_name="__main__")
     sys.stdout.close()
 
 
 def run_trainer(
-    ranks: int, directory: Path, steps: int, kill_at: int | None = None
+    count: int, directory: Path, steps: int, kill_at: int | None = None
 ) -> tuple[list[int | None], list[str]]:
     """The exit status of every rank, none of which is ended from outside, and what rank 0 printed."""
     with socket.socket() as free:
@@ -194,8 +178,8 @@ def run_trainer(
         port = free.getsockname()[1]
     with forked() as context:
         processes = [
-            context.Process(target=train_llama, args=(rank, ranks, port, directory, steps, kill_at))
-            for rank in range(ranks)
+            context.Process(target=train_llama, args=(rank, count, port, directory, steps, kill_at))
+            for rank in range(count)
         ]
         for process in processes:
             process.start()
@@ -204,7 +188,7 @@ def run_trainer(
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    return codes, (directory.parent / f"ranks-{ranks}-0.txt").read_text().splitlines()
+    return codes, (directory.parent / f"ranks-{count}-0.txt").read_text().splitlines()
 
 
 def test_a_kill_during_a_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:

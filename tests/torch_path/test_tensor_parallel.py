@@ -36,7 +36,7 @@ from f8emu.torch.layer.operands import cast_both, find_source
 from f8emu.torch.parallel import sharding
 from tests.torch_path.layers import draw
 from tests.torch_path.ranks import run_cases
-from tests.torch_path.states import assert_same_state
+from tests.torch_path.states import assert_same_state, local
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise")
 GATHERED = ("tensorwise", "rowwise", "delayed")
@@ -63,8 +63,7 @@ def part(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
 
 
 def same(observed: Tensor, expected: Tensor) -> None:
-    observed = (observed.to_local() if isinstance(observed, DTensor) else observed).detach()
-    expected = expected.detach()
+    observed, expected = local(observed), expected.detach()
     assert observed.shape == expected.shape and observed.dtype == expected.dtype, (observed.shape, expected.shape)
     wrong = int((observed.contiguous().view(torch.int16) != expected.contiguous().view(torch.int16)).sum())
     assert not wrong, f"{wrong} of {expected.numel()} differ"
@@ -301,24 +300,28 @@ def sequence_parallel(model: FeedForward, mesh: DeviceMesh) -> FeedForward:
     return model
 
 
+def results(model: nn.Module, x: Tensor, grad_output: Tensor | None = None) -> list[Tensor]:
+    """A pass: the output and all gradients, of this rank. An input with a grad_fn, as in a model."""
+    x = x.clone().requires_grad_()
+    output = model(x * 1)
+    output.backward(torch.ones_like(output) if grad_output is None else grad_output)
+    found = [output, x, *model.parameters()]
+    return [local(output), *(local(y.grad).clone() for y in found[1:])]
+
+
 def compiled(recipe: str) -> None:
     """Compiled as one graph, sequence-parallel layers have the bits of eager ones; the input is gathered once."""
     mesh = mesh_of_all()
     found: list[list[Tensor]] = []
     for backend in (None, "aot_eager"):
         model = Block(sequence_parallel(FeedForward(recipe), mesh))
-        run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
-        results: list[Tensor] = []
+        run: Any = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+        found.append([])
         for step in range(2):
-            x = part(draw(BATCH, TOKENS, K, seed=20 + step), 1, mesh).clone().requires_grad_()
-            output = run(x * 1)
-            output.backward(part(draw(BATCH, TOKENS, K, seed=30 + step), 1, mesh))
-            assert x.grad is not None
-            grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-            results += [output, x.grad, *(grad.to_local() for grad in grads)]
+            x, grad_output = (part(draw(BATCH, TOKENS, K, seed=seed + step), 1, mesh) for seed in (20, 30))
+            found[-1] += results(run, x, grad_output)
             model.zero_grad()
             f8.sync_float8_amax_and_scale_history(model)
-        found.append(results)
     for eager, traced in zip(*found, strict=True):
         same(traced, eager)
 
@@ -421,32 +424,24 @@ def inspected() -> None:
     mesh = mesh_of_all()
     x = draw(1, TOKENS, K, seed=20)
     for is_fsdp in (False, True):
-        results: list[list[Tensor]] = []
+        found: list[list[Tensor]] = []
         for is_watched in (False, True):
-            model: Any
-            if is_fsdp:
-                model = fully_shard(FeedForward("rowwise", True), mesh=mesh)
-            else:
-                model = sequence_parallel(FeedForward("rowwise"), mesh)
-            own = (x * (1 + dist.get_rank()) if is_fsdp else part(x, 1, mesh)).clone().requires_grad_()
+            model: Any = FeedForward("rowwise", is_fsdp)
+            model = fully_shard(model, mesh=mesh) if is_fsdp else sequence_parallel(model, mesh)
             with f8.inspect(model, {"start": 1 if is_watched else 9, "first_values": 1}) as inspector:
-                output = model(own * 1)
-                output.sum().backward()
+                found.append(results(model, x * (1 + dist.get_rank()) if is_fsdp else part(x, 1, mesh)))
                 pending = read(inspector._recorder.pending)
-            assert own.grad is not None
-            grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-            results.append([output.detach(), own.grad, *(grad.to_local() for grad in grads)])
             if not is_watched:
                 assert not pending
                 continue
-            found = {(r["layer"], r["gemm"], r["operand"]): (r, set(named)) for r, named, _ in pending}
-            assert len(found) == len(pending) == 3 * len(dict(model.named_parameters())) * 3
-            for place, (record, named) in found.items():
+            records = {(r["layer"], r["gemm"], r["operand"]): (r, set(named)) for r, named, _ in pending}
+            assert len(records) == len(pending) == 3 * len(dict(model.named_parameters())) * 3
+            for place, (record, named) in records.items():
                 assert record["rank"] == dist.get_rank() and record["pass"] == 1
                 is_known = not (is_fsdp and record["tensor"] == "weight")
                 assert ("nan" in named) == is_known and ("nan_codes" in named) != is_known, place
-        for mine, plain in zip(*results, strict=True):
-            same(mine, plain)
+        for watched, plain in zip(*found, strict=True):
+            same(watched, plain)
 
 
 def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -> None:
@@ -466,23 +461,19 @@ def with_fsdp2(recipe: str, gathers: bool = False, backend: str | None = None) -
         elif recipe == "delayed":
             f8.set_amax_reduction_group(model, dist.group.WORLD)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        results: list[Tensor] = []
+        found.append([])
         for step in range(2):
             seed = 20 + 10 * dp.get_local_rank() + step
-            x = part(draw(BATCH, TOKENS, K, seed=seed), 1, tp).clone().requires_grad_()
-            output = model(x * 1)
-            output.backward(part(draw(BATCH, TOKENS, K, seed=seed + 5), 1, tp))
-            assert x.grad is not None
-            results += [output.detach(), x.grad]
+            x, grad_output = (part(draw(BATCH, TOKENS, K, seed=seed + i), 1, tp) for i in (0, 5))
+            found[-1] += results(model, x, grad_output)[:2]
             for parameter in model.parameters():
                 grad: Any = parameter.grad
                 if not is_sharded:
                     dist.all_reduce(grad.to_local(), group=dp.get_group())
                     grad.to_local().div_(2)
-                results.append(grad.full_tensor().clone())
+                found[-1].append(grad.full_tensor().clone())
             optimizer.step()
             optimizer.zero_grad()
-        found.append(results)
     for observed, expected in zip(found[1], found[0], strict=True):
         same(observed, expected)
 

@@ -44,6 +44,7 @@ def linear_class(of: type[Float8Linear]) -> type[nn.Linear] | None:
 
 def float_layer(layer: Float8Linear, of: type[nn.Linear]) -> nn.Linear:
     """An `of` with the parameters, hooks and mode of `layer`, which is not changed."""
+    # Without __init__, which may take other arguments and would allocate parameters.
     new = of.__new__(of)
     new.__dict__.update(copied_attributes(layer))
     own = (*Float8Layer.__annotations__, *Float8Linear.__annotations__)

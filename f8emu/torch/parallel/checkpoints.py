@@ -37,6 +37,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
         raise MissingExtraError("export_safetensors", "safetensors", "torch") from error
+    # 1. One tensor at a time, so that no rank but the first holds more than one whole tensor.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     state = get_model_state_dict(model)
     repeated = _repeated(state)
@@ -48,6 +49,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
         whole = _plain(value.full_tensor() if isinstance(value, DTensor) else value)
         if is_first:
             tensors[name] = whole.detach().cpu().contiguous()
+    # 2. Under another name until it is complete.
     if is_first:
         unfinished = Path(f"{os.fspath(path)}.unfinished")
         save_file(tensors, unfinished, metadata={"format": "pt"})

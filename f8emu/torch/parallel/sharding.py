@@ -101,13 +101,16 @@ def sum_products(product: Tensor, layout: Layout) -> Tensor:
 
 def scatter_sum(x: Tensor, tokens: Tokens) -> Tensor:
     """The sum of `x` [tokens.rows, C] over the ranks, in its dtype: the rows of this rank's tokens."""
+    # 1. The sharded dimension in the middle, padded to what all ranks have together.
     width = x.shape[1]
     last = tokens.after * width
     missing = tokens.per_rank * tokens.ranks - tokens.size
     whole = pad(x.reshape(tokens.before, tokens.size, last), (0, 0, 0, missing)) if missing else x
+    # 2. The ranks first: the collective gives each rank one run of memory.
     parts = whole.reshape(tokens.before, tokens.ranks, tokens.per_rank * last).transpose(0, 1).contiguous()
     parts = parts.reshape(tokens.ranks * tokens.before, tokens.per_rank * last)
     mine = collective("reduce_scatter_tensor", parts, "sum", tokens.ranks, tokens.group)
+    # 3. Without the padding.
     mine = mine.reshape(tokens.before, tokens.per_rank, last)[:, : tokens.mine]
     return mine.reshape(tokens.before * tokens.mine * tokens.after, width)
 
@@ -131,12 +134,13 @@ class Gathered(Function):
 
 def gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
     """The rows [tokens.rows, C] of all ranks from those of each, in the order of the tokens."""
-    # As bytes: gloo has no float8.
+    # 1. As bytes, since gloo has no float8, padded to the rows of the first rank.
     width = x.shape[1] * x.element_size()
     own = x.view(torch.uint8).reshape(tokens.before, tokens.mine, tokens.after * width)
     missing = tokens.per_rank - tokens.mine
     own = pad(own, (0, 0, 0, missing)) if missing else own
     found = collective("all_gather_into_tensor", own, tokens.ranks, tokens.group)
+    # 2. From rank-major to the order of the tokens; with one leading index these are the same.
     found = found.reshape(tokens.ranks, tokens.before, tokens.per_rank, tokens.after * width)
     if tokens.before > 1:
         found = found.transpose(0, 1).contiguous()
@@ -149,6 +153,8 @@ def find_sharded_source(
 ) -> ScaleSource:
     """`find_source` for the whole matrix, of which `x` is this rank's part."""
     source = find_source(x, rows, cols, is_stored=is_stored)
+    # An amax of the tensor spans both dimensions, one of a row the ranks that share the row's columns. Both operands
+    # share the amax of the tensor, and its reduction.
     every = (*shards.rows, *shards.cols)
     of_tensor = None
     found: list[Tensor | None] = []
@@ -180,14 +186,14 @@ def cast_sharded(
     """
     x = arrived(x)
     if shards.gather is not None:
-        return _cast_gathered(x, rows, cols, rule, delayed, shards, shards.gather)
+        return _cast_gather_operand(x, rows, cols, rule, delayed, shards, shards.gather)
     if delayed is not None:
         row, col, _ = cast_delayed(x, rows, cols, global_delayed(x, rows or cols, rule, delayed, shards), rule)
         return row, col
     return cast_both(x, rows, cols, find_sharded_source(x, rows, cols, shards), rule, recompute=recompute)
 
 
-def _cast_gathered(
+def _cast_gather_operand(
     x: Tensor,
     rows: Cast | None,
     cols: Cast | None,
@@ -198,26 +204,28 @@ def _cast_gathered(
 ) -> tuple[Operand | None, Operand | None]:
     """`cast_sharded` with gathered codes, in the layout of `x`; with one scale, those of `x^T` are the same codes."""
     kinds = [None if cast is None else cast.granularity for cast in (rows, cols)]
+    # 1. Casts of this rank's tokens, gathered: one for both operands, if they have the same scale.
     if delayed is not None:
         state = global_delayed(x, rows or cols, rule, delayed, shards)
         own, _, _ = cast_delayed(x, rows or cols, None, state, rule)
         assert own is not None, "it was requested"
-        row = col = _gathered(own, tokens, None)
+        row = col = _gather_operand(own, tokens, None)
     else:
         source = find_sharded_source(x, rows, cols, shards)
         own, _ = cast_both(x, rows, None, source, rule)
-        row = col = None if own is None else _gathered(own, tokens, kinds[0])
+        row = col = None if own is None else _gather_operand(own, tokens, kinds[0])
         if cols is not None and (kinds[1] is Granularity.ROWWISE or kinds[0] is not kinds[1]):
             assert source.cols is not None, "it was requested"
             own = cast_cols_in_rows(x, cols, source.cols, rule)
             col = Operand(gather_rows(own.codes, tokens), own.scale)  # of all tokens, on every rank
+    # 2. The GEMM reads the transpose of all tokens.
     if cols is not None:
         assert col is not None, "it was requested"
         col = Operand(transpose_codes(col.codes, col.codes), col.scale)
     return row if rows is not None else None, col if cols is not None else None
 
 
-def _gathered(own: Operand, tokens: Tokens, granularity: Granularity | None) -> Operand:
+def _gather_operand(own: Operand, tokens: Tokens, granularity: Granularity | None) -> Operand:
     """The operand of all tokens from that of each rank's; a scale of all tokens is on every rank."""
     assert own.scale is not None, "high precision is not gathered"
     scale = gather_rows(own.scale, tokens) if granularity is Granularity.ROWWISE else own.scale
@@ -230,6 +238,7 @@ def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delay
     every = (*shards.rows, *shards.cols)
     if shards.is_set or name is None or not every:
         return delayed
+    # The inv_scale below is another tensor, of which no owner is known: the state's own is told of the cast here.
     note_cast(delayed.amax, delayed.inv_scale)
     amax = reduce_amax(fused.tensor_amax(x), every)
     own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)

@@ -164,6 +164,7 @@ class Float8Weight(CodedWeight):
         """The weight after `to`. The master stays where it is, and is rounded to `dtype` unless an optimizer has it."""
         origin, dtype = self._origin, dtype or self.dtype
         device = device or self.device
+        # A new dtype rounds the values, so that the codes are cast again: as those of a plain weight would be.
         if dtype != self.dtype and not origin.is_taken:
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(dtype))
             return Float8Weight(_cast(origin.master.to(device), origin.recipe, origin.delayed), dtype, origin)
@@ -197,6 +198,7 @@ class Float8Weight(CodedWeight):
         out = func(value, *args, **kwargs)
         if not func._schema.is_mutable:
             return out
+        # Values that were written need not fit the scale of earlier passes.
         if value is not self.master:
             self.master.copy_(value)
         self.refill(by_own_amax=True)
@@ -245,6 +247,7 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_a
     if delayed is None:
         (scales,) = global_scales([LocalWeight(x, recipe, OwnRows(n=x.shape[0]))])
         return cast_weight(x, recipe, scales)
+    # The layer's state is not written to: each call of the layer records this amax, as its cast would (`note_call`).
     amax = torch.full_like(delayed.amax, UNCALLED)
     inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
     state = delayed._replace(inv_scale=inv_scale, amax=amax)

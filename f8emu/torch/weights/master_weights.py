@@ -65,8 +65,10 @@ class MasterWeights(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the masters and cast them. A closure sees the codes of the current masters."""
+        # 1. Schedulers write to this optimizer's groups.
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
+        # 2. The step of the masters. Cast them even if it raises: some may have been stepped.
         self._take_gradients()
         try:
             loss = self.inner.step(None if closure is None else self._with_casts(closure))
@@ -74,6 +76,7 @@ class MasterWeights(Optimizer):
             self._cast()
             for weight in self._weights():
                 weight.master.grad = None
+        # 3. The state under the parameters of the model, for state dicts.
         self._share_state()
         return loss
 
