@@ -14,15 +14,19 @@ GEMM is then the hardware's bfloat16 matmul [BF16-1].
 
 import hashlib
 import json
+import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TypedDict
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS, chip_by_name
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2, Format
 from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
+
+SCHEMA = 1
+"""Version of the layout of recipes as text; raised when a recipe's text changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,12 @@ class Cast:
     @property
     def is_high_precision(self) -> bool:
         return self.format is None
+
+    def to_dict(self) -> dict[str, object]:
+        """A plain dict."""
+        if self.format is None:
+            return {"format": str(self)}
+        return {"format": self.format.name, "granularity": self.granularity.value}
 
     def __repr__(self) -> str:
         return f"Cast({self})"
@@ -88,6 +98,10 @@ class Gemm:
     @property
     def is_high_precision(self) -> bool:
         return self.a.is_high_precision
+
+    def to_dict(self) -> dict[str, object]:
+        """A plain dict."""
+        return {"a": self.a.to_dict(), "b": self.b.to_dict(), "use_fast_accum": self.use_fast_accum}
 
     def refusal(self, chip: Chip) -> str | None:
         """Why `chip` has no such GEMM, and the remedy; None if it has one."""
@@ -216,20 +230,37 @@ class Recipe:
         return f"{self.name} ({self.content_hash[:12]}){on}"
 
     def to_dict(self) -> dict[str, object]:
-        """A plain dict of strings, numbers and booleans, the content of TOML and JSON."""
-        from f8emu.spec.serialize import recipe_to_dict
+        """A plain dict of strings, numbers and booleans, the content of TOML and JSON, with every default written out.
 
-        return recipe_to_dict(self)
+        A chip and tensors of delayed scaling that are the defaults are left out: so texts and hashes from before these
+        fields stay as they were.
+        """
+        data: dict[str, object] = {"schema": SCHEMA, "name": self.name}
+        if self.chip != HOPPER.name:
+            data["chip"] = self.chip
+        data["scale_rule"] = asdict(self.scale_rule)
+        if self.delayed is not None:
+            changed = {"reduction": self.delayed.reduction.value, "tensors": list(self.delayed.tensors)}
+            delayed = asdict(self.delayed) | changed
+            if self.delayed.tensors == TENSORS:
+                del delayed["tensors"]
+            data["delayed"] = delayed
+        return data | {name: gemm.to_dict() for name, gemm in self.gemms.items()}
 
     def to_json(self) -> str:
-        from f8emu.spec.serialize import recipe_to_json
-
-        return recipe_to_json(self)
+        """JSON text, indented by two."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def to_toml(self) -> str:
-        from f8emu.spec.serialize import recipe_to_toml
-
-        return recipe_to_toml(self)
+        """TOML text: top-level keys, then one table for each part."""
+        lines: list[str] = []
+        for key, value in self.to_dict().items():
+            if isinstance(value, dict):
+                table = typing.cast(dict[str, object], value)
+                lines += ["", f"[{key}]", *(f"{k} = {_toml_value(v)}" for k, v in table.items())]
+            else:
+                lines.append(f"{key} = {_toml_value(value)}")
+        return "\n".join(lines) + "\n"
 
     def explain(self) -> str:
         """The recipe in words and its three GEMMs as equations."""
@@ -263,13 +294,15 @@ class Recipe:
         return "\n".join(lines)
 
 
-class _Gemms(TypedDict):
-    output: Gemm
-    grad_input: Gemm
-    grad_weight: Gemm
+def _toml_value(value: object) -> str:
+    if isinstance(value, dict):
+        items = typing.cast(dict[str, object], value).items()
+        return "{ " + ", ".join(f"{k} = {_toml_value(v)}" for k, v in items) + " }"
+    # JSON's text of the others is TOML's, but for two: TOML has no surrogate pairs, and escapes DEL.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _three_gemms(input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool) -> _Gemms:
+def _three_gemms(input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool) -> dict[str, Any]:
     return {
         "output": Gemm(a=input, b=weight, use_fast_accum=fast_output),
         "grad_input": Gemm(a=grad_output, b=weight),
