@@ -3,13 +3,30 @@
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-import f8ref.exact as exact
 import tests.oracle.together as reference
 from f8emu.conformance.cases.distributions import draw_codes
-from f8emu.spec import E4M3FN, E5M2, FLOAT32, HOPPER, AccumulationModel, Chip, Evidence, Granularity, UnsupportedError
+from f8emu.spec import (
+    BLACKWELL_MMA,
+    CDNA3,
+    CHIPS,
+    E4M3FN,
+    E5M2,
+    HOPPER,
+    AccumulationModel,
+    Chip,
+    Evidence,
+    Format,
+    Granularity,
+    Instruction,
+    OperandError,
+    UnsupportedError,
+)
+from f8ref import exact
+from tests.oracle.exactly import EXACT, assert_same_bits, codes_of, typed
 
 jax_reference = pytest.importorskip("f8ref.jax")
 
@@ -58,58 +75,23 @@ def operands(options: dict[str, Any]) -> tuple[np.ndarray, ...]:
 
 def product(backend: Any, chip: Chip, options: dict[str, Any]) -> np.ndarray:
     a, b, scale_a, scale_b = operands(options)
-    out = backend.scaled_mm(a, b.T, scale_a, scale_b, out_dtype="float32", chip=chip, **options)
-    return np.asarray(out).view(np.uint32)
-
-
-def exact_product(chip: Chip, options: dict[str, Any]) -> np.ndarray:
-    a, b, scale_a, scale_b = operands(options)
-    codes_a, codes_b = a.view(np.uint8).tolist(), b.view(np.uint8).tolist()
-
-    def scales_of(scales: np.ndarray, row: int) -> list[int]:
-        return scales[min(row, len(scales) - 1)].view(np.uint32).tolist()  # squares and tensorwise have one row here
-
-    return np.array(
-        [
-            [
-                exact.scaled_dot(
-                    codes_a[m],
-                    codes_b[n],
-                    a_format=E5M2,
-                    b_format=E5M2,
-                    scale_a=scales_of(np.ascontiguousarray(scale_a), m),
-                    scale_b=scales_of(np.ascontiguousarray(scale_b.T), n),
-                    out_format=FLOAT32,
-                    chip=chip,
-                    **options,
-                )
-                for n in range(N)
-            ]
-            for m in range(M)
-        ],
-        np.uint32,
-    )
+    return codes_of(backend.scaled_mm(a, b.T, scale_a, scale_b, out_dtype="float32", chip=chip, **options))
 
 
 @pytest.mark.parametrize("name", GEMMS)
 def test_the_three_agree_on_another_chip(name: str) -> None:
-    expected = exact_product(OTHER, GEMMS[name])
-    assert np.array_equal(product(reference, OTHER, GEMMS[name]), expected)
-    assert np.array_equal(product(jax_reference, OTHER, GEMMS[name]), expected)
+    expected = product(EXACT, OTHER, GEMMS[name])
+    for backend in (reference, jax_reference):
+        assert np.array_equal(product(backend, OTHER, GEMMS[name]), expected)
 
 
 def test_bfloat16_on_another_chip() -> None:
     rng = np.random.default_rng(12)
     a, b = (rng.standard_normal(s).astype("bfloat16") for s in ((M, K), (K, N)))
     for split_k in (1, 3):
-        codes_a, codes_b = a.view(np.uint16).tolist(), b.T.view(np.uint16).tolist()
-        expected = [
-            [exact.mm_dot(row, column, out_format=FLOAT32, split_k=split_k, chip=OTHER) for column in codes_b]
-            for row in codes_a
-        ]
+        options: Any = {"out_dtype": "float32", "split_k": split_k, "chip": OTHER}
         for backend in (reference, jax_reference):
-            out = np.asarray(backend.mm(a, b, out_dtype="float32", split_k=split_k, chip=OTHER))
-            assert out.view(np.uint32).tolist() == expected
+            assert_same_bits(backend.mm(a, b, **options), EXACT.mm(a, b, **options))
 
 
 @pytest.mark.parametrize(
@@ -142,3 +124,77 @@ def test_each_chip_has_its_own_pairs() -> None:
             backend.scaled_mm(a, b.T, scale_a, scale_b)
         with pytest.raises(UnsupportedError, match=r"Other \(unverified\) multiplies"):
             backend.scaled_mm(a.view(E4M3FN.name), b.T, scale_a, scale_b, chip=OTHER)
+
+
+# ---- The profiles of chips: instructions, and GEMMs of what their models have and Hopper has not
+
+K_OF_INSTRUCTION = 37
+"""Longer than an instruction, and no multiple of a step or of an order."""
+INSTRUCTIONS = [
+    (chip, instruction)
+    for chip in CHIPS.values()
+    for instruction in chip.instructions
+    if chip.name == "Hopper" or instruction not in CHIPS["Hopper"].instructions  # what it shares is tested there
+]
+OF_JAX = {
+    ("Hopper", "float16", 8),
+    ("Blackwell tcgen05", "float32", 8),
+    ("CDNA3", "float32", 16),
+}
+"""(chip, output, bits of an operand): what the GEMMs below do not cover, since each is a program to compile."""
+
+
+def drawn(rng: np.random.Generator, format: Format, shape: tuple[int, ...]) -> np.ndarray:
+    """Codes of all kinds: of any exponent, of like exponents so that sums cancel, and a few that are not finite."""
+    any_code = rng.integers(0, 1 << format.bits, shape)
+    finite = np.where((any_code & format.magnitude_mask) > format.max_code, any_code & format.fraction_mask, any_code)
+    one = format.bias << format.fraction_bits
+    near_one = (any_code & (format.sign_mask | format.fraction_mask)) | one
+    mixed = np.where(rng.random((shape[0],) + (1,) * (len(shape) - 1)) < 0.4, near_one, finite)
+    return np.where(rng.random(shape) < 0.002, any_code, mixed)
+
+
+@pytest.mark.parametrize(
+    ("chip", "instruction"),
+    INSTRUCTIONS,
+    ids=[f"{c.name} {i.name} {i.out} {i.format_pairs[0][0]}" for c, i in INSTRUCTIONS],
+)
+def test_the_three_agree_on_every_instruction(chip: Chip, instruction: Instruction) -> None:
+    rng = np.random.default_rng(13)
+    formats = instruction.format_pairs[min(1, len(instruction.format_pairs) - 1)]
+    a, b = (drawn(rng, format, (200, K_OF_INSTRUCTION)) for format in formats)
+    c = drawn(rng, instruction.out, (200,))
+    expected = [
+        exact.mma(*row, a_format=formats[0], b_format=formats[1], out_format=instruction.out, chip=chip)
+        for row in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    operands = typed(a, formats[0]), typed(b, formats[1]), typed(c, instruction.out)
+    is_new_to_jax = (chip.name, instruction.out.name, formats[0].bits) in OF_JAX
+    for backend in (reference, jax_reference) if is_new_to_jax else (reference,):
+        found = np.asarray(backend.mma(*operands, chip=chip, out_dtype=instruction.out))
+        assert codes_of(found).tolist() == expected, backend.__name__
+
+
+@pytest.mark.parametrize("chip", [BLACKWELL_MMA, CDNA3], ids=str)
+def test_the_three_agree_on_a_gemm_in_slices(chip: Chip) -> None:
+    """What their models have and Hopper's has not: an order of K whose tail is padded, conversions, floored sums."""
+    rng = np.random.default_rng(17)
+    formats, (m, n, k) = chip.format_pairs[1], (3, 4, 390)
+    a, b = drawn(rng, formats[0], (m, k)), drawn(rng, formats[1], (n, k))
+    scale_a, scale_b = (rng.uniform(0.5, 2, (1, 1)).astype(np.float32) for _ in "ab")
+    operands = typed(a, formats[0]), typed(b, formats[1]).T, scale_a, scale_b
+    options: Any = {"out_dtype": "float32", "split_k": 3, "chip": chip}
+    for backend in (reference, jax_reference):
+        assert_same_bits(backend.scaled_mm(*operands, **options), EXACT.scaled_mm(*operands, **options))
+
+
+@pytest.mark.parametrize("backend", [reference, jax_reference], ids=["numpy", "jax"])
+def test_what_mma_refuses(backend: Any) -> None:
+    codes = np.zeros((2, 32), ml_dtypes.float8_e4m3fn)
+    c = np.zeros(2, np.float32)
+    with pytest.raises(OperandError, match=r"mma: a and b must be \[cases, K\] and c \[cases\]"):
+        backend.mma(codes, codes[:, :16], c)
+    with pytest.raises(OperandError, match="mma: c must"):
+        backend.mma(codes, codes, c, out_dtype="float16")
+    with pytest.raises(UnsupportedError, match=r"mma: the profile of CDNA3 \(unverified\) has the instructions"):
+        backend.mma(codes, codes, c, chip=CDNA3)
