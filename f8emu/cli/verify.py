@@ -54,8 +54,7 @@ def add_to(app: "typer.Typer") -> None:
         golden: Annotated[Path | None, typer.Option(help="Recorded GEMMs; the shipped file by default.")] = None,
         json_file: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the report.")] = None,
         html_file: Annotated[
-            Path | None,
-            typer.Option("--html", metavar="OUT", help="Write the report as one page with figures."),
+            Path | None, typer.Option("--html", metavar="OUT", help="Write the report as one page with figures.")
         ] = None,
         stage: Annotated[
             list[str] | None, typer.Option(help="Run only this stage; may be repeated. All by default.")
@@ -74,24 +73,15 @@ def add_to(app: "typer.Typer") -> None:
             list[str] | None,
             typer.Option(metavar="NAME=PROFILE", help="The profile for a chip in --recordings; may be repeated."),
         ] = None,
-        isolate: Annotated[
-            bool,
-            typer.Option("--isolate", help=ISOLATE),
-        ] = False,
-        timeout: Annotated[
-            float | None,
-            typer.Option(metavar="SECONDS", help=SECONDS),
-        ] = None,
+        isolate: Annotated[bool, typer.Option("--isolate", help=ISOLATE)] = False,
+        timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=SECONDS)] = None,
         kernels: Annotated[
             bool, typer.Option("--kernels", help="List the known kernels, with what each should give, and exit.")
         ] = False,
         contract: Annotated[
             bool, typer.Option("--contract", help="Show what your own kernel is given and must return, and exit.")
         ] = False,
-        jobs: Annotated[
-            int | None,
-            typer.Option(min=1, help=JOBS),
-        ] = None,
+        jobs: Annotated[int | None, typer.Option(min=1, help=JOBS)] = None,
         diagnose: Annotated[bool, typer.Option(help="Find out what a subject whose GEMMs differ computes.")] = True,
     ) -> None:
         """Prove that the bits agree: formats, scales, recorded GEMMs, generated GEMMs, layers under recipes.

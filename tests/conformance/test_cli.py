@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import f8emu
-from f8emu import cli
 from f8emu.conformance import read_golden, shipped_golden, write_golden
 from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.subject import load_subject
 from f8emu.report import html, terminal, verify_json
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
+from tests.conformance.command import invoke
 
 ROOT = Path(__file__).parents[2]
 BLOCK = """
@@ -29,13 +28,6 @@ class Blocker(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Blocker())
 """
-
-
-def invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(cli.build_app(), list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 def python(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -65,12 +57,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_version() -> None:
     assert invoke("--version") == (0, f"f8emu {f8emu.__version__}\n", "")
-
-
-def test_help_names_the_commands() -> None:
-    status, out, _ = invoke("--help")
-    assert status == 0
-    assert all(name in out for name in ("verify", "recipes", "doctor", "record", "plan"))
 
 
 def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,10 +127,7 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("verify", "f8ref.nump"),
-            "unknown subject 'f8ref.nump'; known subjects are f8ref.numpy, f8ref.jax, f8emu",
-        ),
+        (("verify", "f8ref.nump"), "unknown subject 'f8ref.nump'; known subjects are f8ref.numpy, f8ref.jax, f8emu"),
         (("verify", "--stage", "goldn"), "unknown stage 'goldn'; known stages are formats"),
         (("verify", "--golden", "/no/such/file"), "cannot read /no/such/file"),
         (("verify", "--golden", __file__), "cut short, or foreign"),
@@ -158,6 +141,7 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
         (("recipes", "nosuch"), "unknown recipe 'nosuch'; known recipes: tensorwise, rowwise"),
         (("recipes", "--toml", "--json"), "exclude each other"),
         (("nosuch",), "nosuch"),
+        (("record", "/no/such/place/new.safetensors"), "record: cannot write /no/such/place/new.safetensors"),
     ],
 )
 def test_bad_usage_is_a_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:
@@ -315,14 +299,6 @@ def test_without_frameworks_numpy_is_still_verified(few: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "4/4" in result.stdout
     assert "36/36" in result.stdout and "not offered" not in result.stdout
-
-
-def test_doctor_and_record_are_there() -> None:
-    """Their own tests are elsewhere; here, that the commands find them."""
-    pytest.importorskip("torch")
-    status, out, _ = invoke("record", "/no/such/place/new.safetensors")
-    assert status == 2 and out == ""
-    assert invoke("doctor", "--help")[0] == 0
 
 
 SHAPES = [

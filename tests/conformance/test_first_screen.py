@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import f8ref.numpy as f8
-from f8emu import cli
 from f8emu.cli.process import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import Mode
 from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.run.check import run_case
 from f8emu.conformance.run.stages import STAGES
-from f8emu.spec import Granularity, SpecError
+from f8emu.spec import Granularity
+from tests.conformance.command import invoke
 
 ROOT = Path(__file__).parents[2]
 KERNELS = """
@@ -121,17 +120,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "deep" / "exits_on_import.py").write_text("import os\nos._exit(0)\n")
     (tmp_path / "deep" / "broken.py").write_text("import helper\nraise KeyError('x')\n")
     (tmp_path / "deep" / "helper.py").write_text("")
+    (tmp_path / "my_kernel.py").write_text("")
     golden = shipped_golden()
     write_golden(tmp_path / "few", [golden.cases[i] for i in (0, 8, 40, 68)], golden.metadata)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     return tmp_path
-
-
-def invoke(*arguments: str, width: int | None = 400) -> tuple[int, str, str]:
-    environment = {"COLUMNS": None if width is None else str(width)}
-    result = CliRunner().invoke(cli.build_app(), list(arguments), env=environment)
-    return result.exit_code, result.stdout, result.stderr
 
 
 FEW = ("--arrays", "numpy", "--stage", "golden", "--golden", "few", "--no-diagnose")
@@ -160,6 +154,9 @@ def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
         ("deep/numpy.py:", "no attribute ''"),
         ("deep/numpy.py", "which function of deep/numpy.py? Name it: deep/numpy.py:FUNCTION"),
         ("deep:float32", "deep has no attribute 'float32'"),
+        ("deep/numpy.py:CALLS", "deep/numpy.py:CALLS is not callable"),
+        (":f", "expected package.module:function"),
+        ("my_kernal:f", "No module named 'my_kernal'; did you mean my_kernel?"),
         (
             "deep/leaves_on_import.py:f",
             "the import of deep/leaves_on_import.py raised SystemExit(0), which ends a process; put what a script",
@@ -281,7 +278,7 @@ def test_nothing_outlives_a_command_that_is_killed(folder: Path) -> None:
 def test_the_order_and_the_width_of_a_report(folder: Path) -> None:
     """The verdict first, what can be pasted last; nothing is wider than asked, but what is pasted."""
     for width, columns in ((None, 80), (50, 50), (120, 120)):
-        status, out, _ = invoke("verify", "deep/numpy.py:float32", *FEW, width=width)
+        status, out, _ = invoke("verify", "deep/numpy.py:float32", *FEW, COLUMNS=None if width is None else str(width))
         report, _, pasted = out.partition("To run one case again:\n")
         assert status == 1 and report.startswith("NOT EQUAL: deep/numpy.py:float32")
         assert columns - 20 < max(map(len, report.splitlines())) <= columns
@@ -396,9 +393,3 @@ def test_names_in_a_file_do_nothing_to_a_terminal(folder: Path) -> None:
     _, out, _ = invoke("verify", "deep/numpy.py:float32", *FEW[:-2], "hostile", "--no-diagnose")
     line = next(line for line in out.splitlines() if line.startswith("f8emu verify "))
     assert invoke(*shlex.split(line)[1:])[0] == 1, "and the line that is pasted runs no other command"
-
-
-def test_a_missing_module_is_told_with_files_that_are_near(folder: Path) -> None:
-    (folder / "my_kernel.py").write_text("")
-    with pytest.raises(SpecError, match=r"No module named 'my_kernal'; did you mean my_kernel\?"):
-        load_subject("my_kernal:f")

@@ -62,18 +62,6 @@ def test_a_grid_without_whole_tiles_is_refused() -> None:
         slices_of_k([("nvjet_64x32_x_splitK_TNT", (5, 1, 1))], 64, 64)
 
 
-def test_block_scales_come_in_the_layout_of_the_verbs() -> None:
-    square = Granularity.BLOCKWISE_128X128
-    cases = [case.gemm for case in shipped_golden().cases if case.gemm.mode is Mode.BLOCKWISE]
-    assert len(cases) == 12
-    for gemm in cases:
-        m, n = gemm.output_shape
-        assert gemm.scale_a is not None and gemm.scale_b is not None
-        assert gemm.scale_a.shape == gemm.granularity_a.scale_shape(m, gemm.k)
-        assert gemm.scale_b.T.shape == gemm.granularity_b.scale_shape(n, gemm.k)
-    assert sum(gemm.granularity_a is square for gemm in cases) == 4
-
-
 def same(x: np.ndarray | None, y: np.ndarray | None) -> bool:
     if x is None or y is None:
         return x is y

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from f8emu import cli
 from f8emu.conformance.cases.container import decode_container, encode_container
 from f8emu.conformance.record import instructions
 from f8emu.conformance.record.instructions import instruction_subject, read_recordings, replay
 from f8emu.spec import CHIPS, HOPPER, AccumulationModel, Chip, GoldenFileError, Instruction, Rounding, SpecError
+from tests.conformance.command import invoke
 
 SAMPLE = Path(__file__).parent / "data" / "instructions.safetensors"
 """Six telling cases of each public recording; `metadata["source"]` and `metadata["license"]` say whose."""
@@ -29,15 +28,8 @@ def written(path: Path, changed: dict[str, np.ndarray]) -> Path:
     return path
 
 
-def verified(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.build_app(), ["verify", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout + result.stderr
-
-
 def test_the_public_sample_is_equal_to_the_bit() -> None:
-    status, out = verified("f8ref.numpy", "f8ref.exact", "--recordings", str(SAMPLE))
+    status, out, _ = invoke("verify", "f8ref.numpy", "f8ref.exact", "--recordings", str(SAMPLE))
     assert status == 0 and "equal: every bit of 216 outputs in 36 cases" in out
     assert "L40S: profile Ada (instructions recorded, GEMMs around them assumed)" in out
     assert "BSD 2-Clause" in read_recordings(SAMPLE).metadata["license"]
@@ -50,8 +42,7 @@ def wrong(model: AccumulationModel) -> dict[str, AccumulationModel]:
         "steps of half the length": replace(model, step_k=model.step_k // 2),
         "one bit less": replace(model, aligned_fraction_bits=model.aligned_fraction_bits - 1),
         "the other rounding": replace(
-            model,
-            rounding=Rounding.TOWARD_ZERO if model.rounding is Rounding.NEAREST_EVEN else Rounding.NEAREST_EVEN,
+            model, rounding=Rounding.TOWARD_ZERO if model.rounding is Rounding.NEAREST_EVEN else Rounding.NEAREST_EVEN
         ),
     }
     if model.order:  # of float32 results the recordings do not tell these [CHIP-2]
@@ -82,7 +73,7 @@ def test_one_flipped_bit_is_named(tmp_path: Path) -> None:
     d = changed["L40S.E5M2.d"].copy()
     d[4] ^= 1
     path = written(tmp_path / "flipped.safetensors", changed | {"L40S.E5M2.d": d})
-    status, out = verified("f8ref.numpy", "--recordings", str(path), "--json", str(tmp_path / "out.json"))
+    status, out, _ = invoke("verify", "f8ref.numpy", "--recordings", str(path), "--json", str(tmp_path / "out.json"))
     assert status == 1 and "NOT EQUAL: f8ref.numpy (instructions)" in out
     assert "L40S float8_e5m2 K=32 -> float32 by the profile of Ada [4] a=<" in out
     assert '"outputs_equal": 107' in (tmp_path / "out.json").read_text()
@@ -124,13 +115,13 @@ def test_another_chip_is_named_by_the_user(tmp_path: Path) -> None:
     path = written(tmp_path / "l4", renamed)
     with pytest.raises(GoldenFileError, match=r"found 'L4'; say which profile it is with --chip L4=PROFILE"):
         read_recordings(path)
-    assert verified("f8ref.numpy", "--recordings", str(path), "--chip", "L4=Ada")[0] == 0
-    status, out = verified("f8ref.numpy", "--recordings", str(path), "--chip", "L4=Blackwell tcgen05")
+    assert invoke("verify", "f8ref.numpy", "--recordings", str(path), "--chip", "L4=Ada")[0] == 0
+    status, out, _ = invoke("verify", "f8ref.numpy", "--recordings", str(path), "--chip", "L4=Blackwell tcgen05")
     assert status == 1 and "L4: profile Blackwell tcgen05 (unverified)\n" in out
     with pytest.raises(SpecError, match="PROFILE to be one of Hopper, H100, Ada"):
         read_recordings(path, {"L4": "Turing"})
     for chip in ("L4", "=Ada", "L4="):
-        assert verified("--recordings", str(path), "--chip", chip)[0] == 2
+        assert invoke("verify", "--recordings", str(path), "--chip", chip)[0] == 2
 
 
 BAD: dict[str, tuple[Callable[[dict[str, np.ndarray]], dict[str, Any]], str]] = {
@@ -169,15 +160,17 @@ def test_damaged_and_huge_files(tmp_path: Path) -> None:
     for special in (str(tmp_path / "pipe"), "/dev/zero"):
         with pytest.raises(GoldenFileError, match="not a regular file"):
             read_recordings(special)
-    assert verified("--recordings", str(tmp_path / "none"))[0] == 2
-    assert verified("--chip", "L4=Ada")[0] == 2 and verified("torch", "--recordings", str(SAMPLE))[0] == 2
+    assert invoke("verify", "--recordings", str(tmp_path / "none"))[0] == 2
+    assert (
+        invoke("verify", "--chip", "L4=Ada")[0] == 2 and invoke("verify", "torch", "--recordings", str(SAMPLE))[0] == 2
+    )
 
 
 def test_an_instruction_that_a_profile_has_not(tmp_path: Path) -> None:
     renamed = {k.replace("Ada.", "CDNA3."): v for k, v in tensors().items() if k.startswith("Ada.E4M3")}
     path = written(tmp_path / "cdna", renamed)
-    status, out = verified("f8ref.numpy", "--recordings", str(path))
-    assert status == 2 and "the profile of CDNA3 (unverified) has the instructions" in out
+    status, _, error = invoke("verify", "f8ref.numpy", "--recordings", str(path))
+    assert status == 2 and "the profile of CDNA3 (unverified) has the instructions" in error
 
 
 def test_names_in_files_have_profiles() -> None:

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import GemmCase, NotOffered
 from f8emu.conformance.cases.gemm_cases import gemm_cases
@@ -25,6 +23,7 @@ from f8emu.conformance.kernels.loaded import IsolatedKernel
 from f8emu.conformance.run import stages
 from f8emu.conformance.run.subject import Subject
 from f8emu.spec import SpecError
+from tests.conformance.command import invoke, stages_in
 
 KERNELS = '''
 import ctypes, os, sys, time
@@ -168,14 +167,14 @@ def test_after_three_hangs_in_a_row_nothing_is_waited_for(module: Path, monkeypa
     monkeypatch.setattr("f8emu.conformance.run.subject.kernel_cases", lambda kernel: ())
     report = module / "report.json"
     words = ["verify", "faulty_kernels:HANGS", "--stage", "gemms", "--timeout", "0.3", "--json"]
-    ran = CliRunner().invoke(cli.build_app(), [*words, str(report)])
-    (hanging,) = json.loads(report.read_text())["subjects"][0]["stages"]
-    assert ran.exit_code == 1, ran.output
+    status, out, _ = invoke(*words, str(report))
+    hanging = stages_in(report)["gemms"]
+    assert status == 1, out
     errors = [mismatch["error"] for mismatch in hanging["mismatches"]]
     # the first of the three is the first call, which was made before the run
     assert all("raised TimedOut: no output within 0.3 s" in error for error in errors[:3])
     assert len(errors) > 3 and all("not run: 3 GEMMs in a row gave no output" in error for error in errors[3:])
-    assert "not diagnosed" in ran.output
+    assert "not diagnosed" in out
 
 
 def test_ctrl_c_ends_the_process(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,26 +244,16 @@ def test_from_the_command_line(module: Path, tmp_path: Path) -> None:
     chosen = [case for case in chosen if case.gemm.split_k == 1 and case.gemm.a.shape[0] in rows][:6]
     write_golden(few, chosen, golden.metadata)
     crashing = sum(case.gemm.a.shape[0] == 64 for case in chosen)
-    words = [
-        "verify",
-        "faulty_kernels:by_rows",
-        "f8ref.numpy",
-        "--arrays",
-        "numpy",
-        "--stage",
-        "golden",
-        "--golden",
-        str(few),
-    ]
-    ran = CliRunner().invoke(cli.build_app(), [*words, "--isolate", "--json", str(report)])
+    words = "verify faulty_kernels:by_rows f8ref.numpy --arrays numpy --stage golden --isolate --golden".split()
+    status, out, _ = invoke(*words, str(few), "--json", str(report))
     stage, right = (subject["stages"][0] for subject in json.loads(report.read_text())["subjects"])
-    assert ran.exit_code == 1, ran.output
+    assert status == 1, out
     assert right["status"] == "equal", "what is no kernel runs beside it as ever"
     assert stage["cases_total"] == len(chosen) == 6 == crashing
     errors = [mismatch["error"] for mismatch in stage["mismatches"]]
     assert all("ProcessEnded: faulty_kernels:by_rows raised SystemExit(3)" in error for error in errors[:-1])
     assert errors[-1:] == ["raised ProcessEnded: not run: 5 GEMMs in a row ended or broke their process"]
-    assert "equal so far" not in ran.output
+    assert "equal so far" not in out
 
 
 @pytest.mark.parametrize(
@@ -296,7 +285,7 @@ def test_a_known_kernel_that_cannot_be_imported_stops_nobody(module: Path, monke
 
 
 def test_list_of_kernels() -> None:
-    ran = CliRunner().invoke(cli.build_app(), ["verify", "--kernels"])
-    assert ran.exit_code == 0
-    assert re.search(r"^fbgemm\.rowwise\n  predicted: equal: \(acc \* scale_b\)", ran.output, re.MULTILINE)
-    assert "pip install torchao" in ran.output
+    status, out, _ = invoke("verify", "--kernels")
+    assert status == 0
+    assert re.search(r"^fbgemm\.rowwise\n  predicted: equal: \(acc \* scale_b\)", out, re.MULTILINE)
+    assert "pip install torchao" in out

@@ -1,6 +1,5 @@
 """Anyone's own kernel as a subject: `package.module:function`, called as torch._scaled_mm is."""
 
-import json
 import re
 import sys
 from itertools import islice
@@ -9,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.kernels.loaded import CONTRACT
 from f8emu.conformance.run import subject
 from f8emu.conformance.run.extra_gemms import kernel_cases
-from f8emu.spec import SpecError
+from tests.conformance.command import invoke, stages_in
 
 KERNELS = '''
 import numpy as np
@@ -172,11 +169,9 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(few: Path, json_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Without a diagnosis of what is wrong: test_fit.py and test_diagnosis.py have some."""
-    words = ["verify", *arguments, "--golden", str(few), "--json", str(json_path), "--no-diagnose"]
-    result = CliRunner().invoke(cli.build_app(), words)
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.output
-    stages = json.loads(json_path.read_text())["subjects"][0]["stages"] if json_path.exists() else []
-    return result.exit_code, {stage["stage"]: stage for stage in stages}, result.output
+    words = ("verify", *arguments, "--golden", str(few), "--json", str(json_path), "--no-diagnose")
+    status, out, error = invoke(*words)
+    return status, stages_in(json_path) if json_path.exists() else {}, out + error
 
 
 def test_right_kernel(kernels: Any, few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,12 +236,7 @@ def test_what_refuses_padded_rows_is_not_accused(kernels: Any) -> None:
 @pytest.mark.parametrize("isolate", [(), ("--isolate",)])
 @pytest.mark.parametrize(("name", "text"), [("first_wrong", "expected: 0x"), ("first_raises", "not warm yet")])
 def test_the_first_call_is_judged(
-    name: str,
-    text: str,
-    isolate: tuple[str, ...],
-    kernels: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, text: str, isolate: tuple[str, ...], kernels: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is made before the run."""
     monkeypatch.setattr(subject, "kernel_cases", lambda kernel: ())
@@ -334,24 +324,23 @@ def test_not_implemented_is_not_offered(kernels: Any, few: Path, tmp_path: Path)
     ],
 )
 @pytest.mark.parametrize("command", ["verify", "fit"])
-def test_first_contact(command: str, name: str, arrays: str, text: str, kernels: Any) -> None:
+def test_first_call_of_a_kernel(command: str, name: str, arrays: str, text: str, kernels: Any) -> None:
     """What cannot be called at all is one line and bad usage, before the suite runs; what to do is in it."""
     for framework in ("torch", "jax"):
         pytest.importorskip(framework)
-    ran = CliRunner().invoke(cli.build_app(), [command, f"own_kernels:{name}", "--arrays", arrays])
-    assert (ran.exit_code, ran.stdout) == (2, ""), ran.output
-    assert text in ran.stderr and ran.stderr.startswith("f8emu verify own_kernels:"), ran.stderr
-    assert len(ran.stderr.splitlines()) == 1
-    assert ("f8emu verify --contract" in ran.stderr) != ("add --arrays" in ran.stderr)
+    status, out, error = invoke(command, f"own_kernels:{name}", "--arrays", arrays)
+    assert (status, out) == (2, ""), error
+    assert text in error and error.startswith("f8emu verify own_kernels:"), error
+    assert len(error.splitlines()) == 1
+    assert ("f8emu verify --contract" in error) != ("add --arrays" in error)
 
 
 def test_the_contract_is_shown() -> None:
-    ran = CliRunner().invoke(cli.build_app(), ["verify", "--contract"])
-    assert (ran.exit_code, ran.stdout) == (0, CONTRACT)
+    assert invoke("verify", "--contract") == (0, CONTRACT, "")
     assert max(map(len, CONTRACT.splitlines())) <= 80
 
 
-def test_one_wrong_kind_is_no_first_contact(kernels: Any, few: Path, tmp_path: Path) -> None:
+def test_a_kernel_that_can_be_called_is_verified(kernels: Any, few: Path, tmp_path: Path) -> None:
     """A kernel that can be called is verified, whatever it raises in other cases."""
     words = ("--arrays", "numpy", "--stage", "golden", "--errors", "3")
     for name, text in (("wrong_accumulation", "expected: 0x"), ("no_bias", "raised RuntimeError: a bug of one kind")):
@@ -378,19 +367,3 @@ def test_kernel_in_the_current_directory(few: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     status, _, output = run(few, tmp_path / "o", "kernel_of_mine:right", "--arrays", "numpy", "--stage", "golden")
     assert status == 0, output
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_module:f", "No module named 'no_such_module'"),
-        ("own_kernels:missing", "no attribute 'missing'"),
-        ("own_kernels:constant", "not callable"),
-        ("own_kernels:", "package.module:function"),
-        (":f", "package.module:function"),
-    ],
-)
-def test_no_such_kernel(name: str, message: str, kernels: Any) -> None:
-    with pytest.raises(SpecError, match=message) as caught:
-        load_subject(name, arrays="numpy")
-    assert "PYTHONPATH" in str(caught.value)

@@ -240,23 +240,8 @@ def few_cases() -> tuple[GemmCase, ...]:
     return tuple(kept)
 
 
-@cache
-def answer(key: str, case: "Asked") -> np.ndarray:
-    return case.case.run(NUMPY.verbs)
-
-
-class Asked:
-    """A case as a key: its judge is asked once."""
-
-    def __init__(self, case: GemmCase) -> None:
-        self.case = case
-        self.key = (case.id, case.out_dtype, case.use_fast_accum)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Asked) and self.key == other.key
+ANSWERS: dict[tuple[object, ...], np.ndarray] = {}
+"""What the oracle gives for a case in the form that a kernel takes."""
 
 
 def equal_and_offered(kernel: Kernel) -> tuple[int, int]:
@@ -270,8 +255,15 @@ def equal_and_offered(kernel: Kernel) -> tuple[int, int]:
         except NotOffered:
             continue
         offered += 1
-        equal += not different(output, answer(asked.id, Asked(asked))).any()
+        key = asked.id, asked.out_dtype, asked.use_fast_accum
+        if key not in ANSWERS:
+            ANSWERS[key] = asked.run(NUMPY.verbs)
+        equal += not different(output, ANSWERS[key]).any()
     return equal, offered
+
+
+def rowwise_case(rows: int) -> GemmCase:
+    return next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == rows)
 
 
 def test_every_known_kernel_is_tried() -> None:
@@ -406,7 +398,7 @@ def test_operand_layouts(arrays: str, k_first: bool, k_contiguous: bool) -> None
     kernel = own(function=looks, arguments=(Arg.A, Arg.B, Arg.SCALE_A), arrays=arrays, b=layout, multiples=(1, 1, 1))
     subject = kernel_subject(kernel)
     for rows in (5, 1):
-        case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+        case = rowwise_case(5)
         case = replace(case, b=case.b[:rows], scale_b=case.scale_b[:, :rows], bias=None)  # type: ignore[index]
         with pytest.raises(NotOffered, match="only looking"):
             subject.gemm(subject.question(case))
@@ -437,7 +429,7 @@ def test_contradictions(options: dict[str, Any], message: str) -> None:
 
 def test_writes_beside_the_output_are_found() -> None:
     """One element before it, one behind it, a whole tile: outside of the output, inside of the process."""
-    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 48)
+    case = rowwise_case(48)
 
     def beside(offset: int, count: int) -> Callable[..., None]:
         def kernel(a: Any, b: Any, out: np.ndarray) -> None:
@@ -464,7 +456,7 @@ def test_writes_beside_the_output_are_found() -> None:
 
 def test_reads_and_writes_beside_an_input_are_found() -> None:
     """A missing mask along K reads behind the last row: there are NaN, not zeros by luck."""
-    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+    case = rowwise_case(5)
 
     def past_its_end(a: np.ndarray, k: int) -> np.ndarray:
         return np.lib.stride_tricks.as_strided(a, (len(a), k), a.strides)
@@ -507,7 +499,7 @@ def test_operands_lie_where_the_case_says(arrays: str) -> None:
 
     options = {"arguments": (Arg.A, Arg.B, Arg.SCALE_A), "arrays": arrays, "a": PADDED_ROWS_BY_K}
     subject = kernel_subject(own(function=looks, multiples=(1, 1, 1), **options))
-    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 5)
+    case = rowwise_case(5)
     for placement, expected in (
         (None, (case.k, 0)),
         (Placement(padding_a=16), (case.k + 16, 0)),
@@ -525,7 +517,7 @@ def test_outputs_never_written_are_found(arrays: str, dtype: Any) -> None:
         out[:] = 0
         out[3:, 5] = previous
 
-    case = next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == 48)
+    case = rowwise_case(48)
     previous: Any = 0
     subject = kernel_subject(own(function=lazy, arrays=arrays, out_dtypes=(dtype,)))
     assert subject.gemm(subject.question(case)).shape == (48, 16)  # all written, and a NaN is no poison

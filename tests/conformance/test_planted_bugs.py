@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import f8ref.numpy as reference
-from f8emu import cli
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import Family
 from f8emu.conformance.cases.gemm_cases import gemm_cases
@@ -39,6 +37,7 @@ from f8emu.spec import (
     Scales,
     format_by_name,
 )
+from tests.conformance.command import invoke
 
 Verb = Callable[..., Any]
 
@@ -414,10 +413,8 @@ def run_cli(planted: Subject, golden: Path, json_path: Path, *stage_names: str) 
         patch.setitem(subject.SUBJECTS, planted.name, lambda: planted)
         patch.setattr(stages, "layer_cases", few_layers)
         patch.setattr(Runner, "__init__", partialmethod(answered, Runner.__init__))
-        result = CliRunner().invoke(cli.build_app(), arguments)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, json.loads(json_path.read_text()), result.output
+        status, out, _ = invoke(*arguments)
+    return status, json.loads(json_path.read_text()), out
 
 
 def plant(name: str, verbs: dict[str, Verb]) -> Subject:

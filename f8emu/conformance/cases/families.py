@@ -175,10 +175,7 @@ def size_cases(combinations: Iterable[Combination], most: float = math.inf) -> I
     groups = [[one for one in dense if (one.granularities, one.use_fast_accum) == kind] for kind in kinds]
     for family in ALL_MEET:
         types = HIGH_PRECISION if family in (Family.ROW, Family.TILES) else (None,)
-        plan = [
-            *product(ALL_MEET[family], dense, types),
-            *product(BLOCK_SHAPES[family], blocks, (None,)),
-        ]
+        plan = [*product(ALL_MEET[family], dense, types), *product(BLOCK_SHAPES[family], blocks, (None,))]
         for turn, shape in enumerate(SOME_MEET[family]):
             plan += [(shape, group[(turn + i) % len(group)], None) for i, group in enumerate(groups)]
         for number, (shape, combination, out_dtype) in enumerate(plan):

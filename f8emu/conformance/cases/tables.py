@@ -137,9 +137,7 @@ def inv_scales(x: np.ndarray, granularity: Granularity, fmt: Format) -> np.ndarr
 DELAYED_TRACES: tuple[tuple[DelayedScaling, ScaleRule, Format], ...] = tuple(
     (DelayedScaling(history_length=length, reduction=reduction, margin=margin), rule, fmt)
     for (length, margin), reduction, (rule, fmt) in product(
-        ((1, 0), (3, 0), (16, 2)),
-        AmaxHistoryReduction,
-        ((ScaleRule(), E4M3FN), (ScaleRule(power_of_two=True), E5M2)),
+        ((1, 0), (3, 0), (16, 2)), AmaxHistoryReduction, ((ScaleRule(), E4M3FN), (ScaleRule(power_of_two=True), E5M2))
     )
 )
 """(rule, scale rule, format) of the states that are updated with every amax of DELAYED_AMAXES in turn."""

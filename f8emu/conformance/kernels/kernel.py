@@ -112,13 +112,9 @@ ROWWISE_VECTORS: Scales = {(Granularity.ROWWISE, Granularity.ROWWISE): (ScaleLay
 """[M] and [N]."""
 ROWWISE_MATRICES: Scales = {(Granularity.ROWWISE, Granularity.ROWWISE): (ScaleLayout(), ScaleLayout(k_first=True))}
 """[M, 1] and [1, N], as torch takes them."""
-BLOCKWISE_1X128_128X128: Scales = {
-    (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS),
-}
+BLOCKWISE_1X128_128X128: Scales = {(Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS)}
 """[M, K/128] and [N/128, K/128], row-major."""
-BLOCKWISE_128X128: Scales = {
-    (Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS),
-}
+BLOCKWISE_128X128: Scales = {(Granularity.BLOCKWISE_128X128, Granularity.BLOCKWISE_128X128): (_BLOCKS, _BLOCKS)}
 """[M/128, K/128] and [N/128, K/128], row-major. The judge takes 1x128 by 128x128 scales whose rows repeat."""
 
 

@@ -67,12 +67,7 @@ MIXED = (
         grad_input=Gemm(a=_TENSOR, b=_TENSOR),
         grad_weight=_HIGH,
     ),
-    Recipe(
-        name="mixed high high tensor",
-        output=_HIGH,
-        grad_input=_HIGH,
-        grad_weight=Gemm(a=_TENSOR, b=_ROW),
-    ),
+    Recipe(name="mixed high high tensor", output=_HIGH, grad_input=_HIGH, grad_weight=Gemm(a=_TENSOR, b=_ROW)),
     Recipe(
         name="mixed square high block",
         output=Gemm(a=_SQUARE, b=_VECTOR),

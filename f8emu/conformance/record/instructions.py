@@ -135,10 +135,7 @@ class RecordingsFile:
             if subject.name == "f8ref.exact":
                 recording = recording.part(slice(None, None, max(1, len(recording.d) // EXACT_CASES)))
             yield Case(
-                id=recording.id,
-                run=recording.run,
-                recorded={"": recording.d},
-                describe=partial(_describe, recording),
+                id=recording.id, run=recording.run, recorded={"": recording.d}, describe=partial(_describe, recording)
             )
 
 

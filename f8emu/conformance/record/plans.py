@@ -107,12 +107,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
     plan = replace(plan, recorded=recorded)
     path.write_text(plan_to_json(plan), encoding="utf-8")
     return PlanRecording(
-        path=path,
-        plan=plan,
-        found=found,
-        predicted=len(guesses),
-        predicted_right=sum(guesses),
-        not_found=not_found,
+        path=path, plan=plan, found=found, predicted=len(guesses), predicted_right=sum(guesses), not_found=not_found
     )
 
 
