@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from f8emu.conformance.cases.container import LARGEST_FILE, REMEDY, decode_container, write_container
+from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.conformance.cases.layouts import load_scales, slices_of_k, store_scales
 from f8emu.spec import BFLOAT16, HIGH_PRECISION, HOPPER, Format, GoldenFileError, Granularity
@@ -190,15 +191,15 @@ class _Reader:
         full_m, full_n, k = (self.get(key, int) for key in "MNK")
         sample = self.sample(full_m, full_n)
         m, n = (full_m, full_n) if sample is None else (len(sample.rows), len(sample.cols))
-        out_dtype = _dtype(out_format)
-        a = self.tensor("a", _dtype(a_format), (m, k))
+        out_dtype = dtype_of(out_format)
+        a = self.tensor("a", dtype_of(a_format), (m, k))
         offs = None
         if mode is Mode.GROUPED_ROWWISE:  # "N" is not used: torch's profile of a grouped GEMM gives the groups there
-            b = self.tensor("b", _dtype(b_format), (None, None, k))
+            b = self.tensor("b", dtype_of(b_format), (None, None, k))
             n = b.shape[1]
             offs = self.tensor("offs", np.int32, (b.shape[0],))
         else:
-            b = self.tensor("b", _dtype(b_format), (n, k))
+            b = self.tensor("b", dtype_of(b_format), (n, k))
         scale_a = scale_b = None
         granularities = (Granularity.TENSORWISE, Granularity.TENSORWISE)
         if mode is not Mode.BF16:
@@ -246,7 +247,3 @@ class _Reader:
                 case _:
                     raise self.fault("'kernels' to hold [name, grid] each", repr(kernel)[:80])
         return tuple(found)
-
-
-def _dtype(fmt: Format) -> np.dtype:
-    return np.dtype(getattr(ml_dtypes, fmt.name, fmt.name))

@@ -4,7 +4,7 @@ Every table entry is tried; what the library refuses is listed in the recorded f
 come from one seed, and operands are drawn once for all the cases that share them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -30,6 +30,11 @@ LAYER_KINDS = ((E4M3FN, True), (E5M2, False))
 SAMPLES = 24
 BLOCKWISE_SHAPES = ((128, 128, 512), (256, 128, 1024), (144, 256, 640))
 """640 = 5 blocks, which the layout of 128x128 scales pads to 8; 144 rows are one block and an eighth."""
+LIBRARY_NAMES = {
+    Granularity.BLOCKWISE_1X128: "BlockWise1x128",
+    Granularity.BLOCKWISE_128X128: "BlockWise128x128",
+}
+"""As in `torch.nn.functional.ScalingType`."""
 GROUPS = (((32, 96, 112), 64, 512), ((16, 16, 80, 256), 96, 1040))
 """Cumulative row ends [EPI-6], N, K. The second has an empty group."""
 BF16_SHAPES = ((64, 96, 512), (48, 80, 1040), (64, 64, 4096), (16, 64, 16384))
@@ -190,7 +195,7 @@ def _blockwise(draw: _Draw) -> Iterator[PlannedCase]:
     for granularity_a, granularity_b in HOPPER.granularity_pairs:
         if not granularity_a.is_blockwise:
             continue
-        kinds = f"{_library_name(granularity_a)} {_library_name(granularity_b)}"
+        kinds = f"{LIBRARY_NAMES[granularity_a]} {LIBRARY_NAMES[granularity_b]}"
         for m, n, k in BLOCKWISE_SHAPES:
             first = (m, n, k) == BLOCKWISE_SHAPES[0]
             for a_format, b_format in PAIRS if first else PAIRS[:1]:
@@ -212,28 +217,32 @@ def _blockwise(draw: _Draw) -> Iterator[PlannedCase]:
                     yield from _options(f"blockwise {kinds}", gemm, fast=(True,), outputs=(BFLOAT16,))
 
 
-def _library_name(granularity: Granularity) -> str:
-    """The name in `torch.nn.functional.ScalingType`."""
-    return {Granularity.BLOCKWISE_1X128: "BlockWise1x128", Granularity.BLOCKWISE_128X128: "BlockWise128x128"}[
-        granularity
-    ]
-
-
 def _grouped(draw: _Draw) -> Iterator[PlannedCase]:
     for ends, n, k in GROUPS:
-        for a_format, b_format in PAIRS if n == GROUPS[0][1] else PAIRS[:1]:
-            gemm = GemmCase(
-                id="",
-                mode=Mode.GROUPED_ROWWISE,
-                a=draw.codes("outlier", (ends[-1], k), a_format),
-                b=draw.codes("normal", (len(ends) * n, k), b_format).reshape(len(ends), n, k),
-                scale_a=draw.scales(ends[-1]),
-                scale_b=draw.scales(len(ends), n),
-                granularity_a=Granularity.ROWWISE,
-                granularity_b=Granularity.ROWWISE,
-                offs=np.array(ends, np.int32),
-            )
-            yield from _options("grouped", gemm)
+        for formats in PAIRS if n == GROUPS[0][1] else PAIRS[:1]:
+            yield from _options("grouped", _grouped_gemm(draw, ends, n, k, formats, "outlier", draw.scales))
+
+
+def _grouped_gemm(
+    draw: _Draw,
+    ends: tuple[int, ...],
+    n: int,
+    k: int,
+    formats: tuple[Format, Format],
+    distribution: str,
+    scales: Callable[..., np.ndarray],
+) -> GemmCase:
+    return GemmCase(
+        id="",
+        mode=Mode.GROUPED_ROWWISE,
+        a=draw.codes(distribution, (ends[-1], k), formats[0]),
+        b=draw.codes("normal", (len(ends) * n, k), formats[1]).reshape(len(ends), n, k),
+        scale_a=scales(ends[-1]),
+        scale_b=scales(len(ends), n),
+        granularity_a=Granularity.ROWWISE,
+        granularity_b=Granularity.ROWWISE,
+        offs=np.array(ends, np.int32),
+    )
 
 
 def _bf16(draw: _Draw) -> Iterator[PlannedCase]:
@@ -257,22 +266,10 @@ def _epilogues(draw: _Draw) -> Iterator[PlannedCase]:
             yield from _options("zeros", scaled, fast=(True,))
             bias = np.full(16, -0.0, ml_dtypes.bfloat16)
             yield from _options("zeros-bias", replace(scaled, bias=bias), fast=(True,), outputs=(BFLOAT16,))
-    ends, n, k = (16, 16, 48), 32, 144
 
     def far_apart(*shape: int) -> np.ndarray:
-        return np.ldexp(draw.random.uniform(1, 2, shape), draw.random.choice([-147, -100, 0, 100, 122], shape)).astype(
-            np.float32
-        )
+        exponents = draw.random.uniform(1, 2, shape), draw.random.choice([-147, -100, 0, 100, 122], shape)
+        return np.ldexp(*exponents).astype(np.float32)
 
-    gemm = GemmCase(
-        id="",
-        mode=Mode.GROUPED_ROWWISE,
-        a=draw.codes("normal", (ends[-1], k), E4M3FN),
-        b=draw.codes("normal", (len(ends) * n, k), E4M3FN).reshape(len(ends), n, k),
-        scale_a=far_apart(ends[-1]),
-        scale_b=far_apart(len(ends), n),
-        granularity_a=Granularity.ROWWISE,
-        granularity_b=Granularity.ROWWISE,
-        offs=np.array(ends, np.int32),
-    )
+    gemm = _grouped_gemm(draw, (16, 16, 48), 32, 144, (E4M3FN, E4M3FN), "normal", far_apart)
     yield from _options("grouped-scales", gemm, outputs=(BFLOAT16,))

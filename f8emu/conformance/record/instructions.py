@@ -75,7 +75,7 @@ less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recording:
+class RecordedInstruction:
     """One instruction of one chip, many cases."""
 
     chip_name: str
@@ -98,7 +98,7 @@ class Recording:
         kept = ", low half of its float32 pattern" if self.keeps_low_half else ""
         return f"{self.chip_name} {self.format} K={self.a.shape[1]} -> {self.out}{kept} by the profile of {self.chip}"
 
-    def part(self, cases: slice) -> "Recording":
+    def part(self, cases: slice) -> "RecordedInstruction":
         """Some of the cases."""
         return replace(self, a=self.a[cases], b=self.b[cases], c=self.c[cases], d=self.d[cases])
 
@@ -117,7 +117,7 @@ class RecordingsFile:
     path: Path
     sha256: str
     metadata: dict[str, str]
-    recordings: tuple[Recording, ...]
+    recordings: tuple[RecordedInstruction, ...]
 
     @property
     def stage(self) -> Stage:
@@ -210,7 +210,7 @@ def _recordings(
     group: Mapping[str, np.ndarray],
     profiles: Mapping[str, Chip],
     said: str | None,
-) -> Iterator[Recording]:
+) -> Iterator[RecordedInstruction]:
     """The float32 and the float16 results of one chip and format; `said` of the latter by the metadata."""
     where, format = f"{chip_name}.{name}", FORMATS_IN_FILES[name]
     if chip_name not in profiles:
@@ -244,7 +244,7 @@ def _recordings(
         with np.errstate(over="ignore"):
             start = start.astype(dtype_of(out))
         d = group[role] if is_low_half else group[role].view(dtype_of(out))
-        yield Recording(
+        yield RecordedInstruction(
             chip_name=chip_name, chip=chip, format=format, out=out, a=a, b=b, c=start, d=d, keeps_low_half=is_low_half
         )
 
@@ -283,7 +283,7 @@ def _exact_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_d
     return np.array(found, code_dtype).view(dtype_of(out_dtype))
 
 
-def _describe(recording: Recording, part: str, index: tuple[int, ...]) -> str:
+def _describe(recording: RecordedInstruction, part: str, index: tuple[int, ...]) -> str:
     (case,) = index
     words = [abbreviated(recording.a[case], "a"), abbreviated(recording.b[case], "b")]
     return " ".join([*words, f"c={hexadecimal(recording.c[case])}"])

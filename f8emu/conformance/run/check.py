@@ -63,7 +63,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CaseResult:
     """What became of a case."""
 
     case: str
@@ -88,7 +88,7 @@ class Outcome:
     def is_different(self) -> bool:
         return not self.is_equal and self.own_split is None
 
-    def excused(self) -> "Outcome":
+    def excused(self) -> "CaseResult":
         """The outcome under the subject's own S: counted neither as equal nor as different."""
         return replace(self, outputs_equal=0, first_difference="", mismatch=None, ulps={}, place=None)
 
@@ -104,14 +104,14 @@ def answer(case: Case, judge: Subject | None) -> Parts | Exception:
         return error
 
 
-def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcome:
+def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseResult:
     """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
         return _failed(case, {}, f"the oracle raised {said_by(answers)}")
     try:
         given = case.run(subject)
     except (NotOffered, MissingExtraError) as reason:  # torch without JAX casts, and emulates no GEMM
-        return Outcome(case=case.id, not_offered=str(reason), traits=case.traits)
+        return CaseResult(case=case.id, not_offered=str(reason), traits=case.traits)
     except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
         return _failed(case, answers, f"raised {said_by(error)}")
 
@@ -141,7 +141,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
             found = replace(found, outputs=expected.size, differing=histogram.total)
             found = replace(found, snippet=case.snippet(found) if case.snippet else "")
             place = difference_map(case.id, part, array, expected)
-    return Outcome(
+    return CaseResult(
         case=case.id,
         is_equal=found is None,
         own_split=case.own_split(given, answers) if case.own_split and place is not None else None,
@@ -155,12 +155,12 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> Outcom
     )
 
 
-def _failed(case: Case, answers: Parts, error: str) -> Outcome:
+def _failed(case: Case, answers: Parts, error: str) -> CaseResult:
     ulps: dict[str, UlpHistogram] = {}
     for expected in answers.values():
         missing = UlpHistogram(apart={NOT_COMPARED: expected.size})
         ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), missing))
-    return Outcome(
+    return CaseResult(
         case=case.id,
         outputs_total=sum(array.size for array in answers.values()),
         mismatch=Mismatch(case=case.id, error=error),

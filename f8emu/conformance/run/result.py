@@ -9,7 +9,7 @@ from f8emu.conformance.breakdown.difference_map import DifferenceMap
 from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.compare import Mismatch
-from f8emu.conformance.run.check import Outcome
+from f8emu.conformance.run.check import CaseResult
 
 _WORST = 6
 """Cases of a stage of which the map is kept."""
@@ -162,13 +162,13 @@ class Result:
         return bool(found & {Status.DIFFERENT, Status.EMPTY})
 
 
-def stage_result(about: StageResult, outcomes: Sequence[Outcome], errors: int) -> StageResult:
+def stage_result(about: StageResult, outcomes: Sequence[CaseResult], errors: int) -> StageResult:
     """The cases of a stage counted; `about` says which stage it is, and how long it took."""
     found = joined([about, *(_of_case(about, outcome) for outcome in outcomes)], errors)
     return replace(found, places=_worst(outcomes))
 
 
-def _of_case(about: StageResult, outcome: Outcome) -> StageResult:
+def _of_case(about: StageResult, outcome: CaseResult) -> StageResult:
     """The result of a stage of this case alone."""
     if outcome.not_offered:
         return replace(about, seconds=0.0, cases_not_offered=1, reason=outcome.not_offered)
@@ -233,7 +233,7 @@ def _summed(tallies: Iterable[Mapping[_K, Tally]]) -> dict[_K, Tally]:
     return found
 
 
-def _worst(outcomes: Sequence[Outcome]) -> list[DifferenceMap]:
+def _worst(outcomes: Sequence[CaseResult]) -> list[DifferenceMap]:
     """The maps with the largest shares; one of each dtype and first trait before a second, so that they tell more."""
     found = [(outcome.place, next(iter(outcome.traits.values()), "")) for outcome in outcomes if outcome.place]
     seen: dict[tuple[str, str], int] = {}

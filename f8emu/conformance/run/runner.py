@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from f8emu.conformance.cases.golden import GoldenFile
-from f8emu.conformance.run.check import Case, Outcome, Parts, answer, are_excused, run_case
+from f8emu.conformance.run.check import Case, CaseResult, Parts, answer, are_excused, run_case
 from f8emu.conformance.run.result import Progress, StageResult, stage_result
 from f8emu.conformance.run.stages import Stage
 from f8emu.conformance.run.subject import NotOffered, Subject
@@ -52,7 +52,7 @@ class Runner:
         self.progress.begin(subject.name, stage.title, len(cases))
         start = time.perf_counter()
 
-        def run(index: int) -> Outcome:
+        def run(index: int) -> CaseResult:
             outcome = run_case(self._known(stage, cases[index], subject), subject, answers[index])
             self.progress.advance()
             return outcome

@@ -5,14 +5,15 @@ emulated torch must never be taken for hardware.
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from f8emu.conformance.arrays import FRAMEWORKS, jax_arrays, torch_arrays, travelling
+from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.cases.gemm import GemmCase, Verbs
 from f8emu.conformance.cases.gemm import NotOffered as NotOffered
 from f8emu.conformance.cases.gemm_cases import ALIGNED, is_aligned
@@ -31,23 +32,11 @@ from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
 from f8emu.spec import HOPPER, MissingExtraError, SpecError, UnsupportedError
 
-VERBS = (
-    "decode",
-    "cast",
-    "amax",
-    "scale_from_amax",
-    "quantize",
-    "dequantize",
-    "scaled_mm",
-    "scaled_grouped_mm",
-    "mm",
-    "initial_delayed_state",
-    "update_delayed_state",
-    "linear",
-)
-"""What an implementation of f8emu offers."""
 GEMM_VERBS = ("scaled_mm", "scaled_grouped_mm", "mm")
 """What f8ref.jax offers."""
+STATE_VERBS = ("initial_delayed_state", "update_delayed_state")
+VERBS = (*GEMM_VERBS, *STATE_VERBS, "decode", "cast", "amax", "scale_from_amax", "quantize", "dequantize")
+"""What f8emu.torch and f8emu.jax offer, whose layers train; f8ref.numpy has the verb `linear` too."""
 
 
 class FirstCall(NamedTuple):
@@ -208,7 +197,7 @@ def _f8ref_numpy() -> Subject:
     return Subject(
         name="f8ref.numpy",
         engine=f"f8ref.numpy, numpy {np.__version__}",
-        verbs={verb: getattr(f8ref.numpy, verb) for verb in VERBS},
+        verbs={verb: getattr(f8ref.numpy, verb) for verb in (*VERBS, "linear")},
     )
 
 
@@ -220,7 +209,7 @@ def _f8ref_jax() -> Subject:
     return Subject(
         name="f8ref.jax",
         engine=f"f8ref.jax, jax {framework.version}, {framework.device}",
-        verbs={verb: travelling(framework, getattr(f8ref.jax, verb)) for verb in GEMM_VERBS},
+        verbs=_travelling(framework, f8ref.jax, GEMM_VERBS),
         is_thread_safe=not framework.on_gpu,
         is_idle=not framework.on_gpu and library.library() is not None,
     )
@@ -234,12 +223,12 @@ def _f8emu_native(width: str | None = None) -> Subject:
     import f8ref.numpy
     from f8emu.numpy import emulation
 
-    names = ("amax", "quantize", "scaled_mm", "scaled_grouped_mm", "mm")
+    names = ("amax", "quantize", *GEMM_VERBS)
     verbs: dict[str, Any] = {name: partial(getattr(emulation, name), width=width) for name in names}
     verbs["scale_from_amax"] = emulation.scale_from_amax
     verbs["linear"] = partial(linear, dict(verbs))
     # The states, which layers need, are the oracle's.
-    verbs |= {name: getattr(f8ref.numpy, name) for name in ("initial_delayed_state", "update_delayed_state")}
+    verbs |= {name: getattr(f8ref.numpy, name) for name in STATE_VERBS}
     return Subject(
         name="f8emu.native" if width is None else f"f8emu.native:{width.lower()}",
         engine=f"f8emu.native, {width or library.widths()[0]} on cpu",
@@ -261,8 +250,7 @@ def _torch() -> Subject:
         multiplies = engine.engine_of(device)
     except MissingExtraError:  # its casts run all the same
         multiplies = "no GEMMs: JAX, which would emulate them, is not installed"
-    names = [verb for verb in VERBS if verb != "linear"]  # its layer is Float8Linear, and that trains
-    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in names}
+    verbs = _travelling(framework, implementation, VERBS)
     return Subject(
         name="torch",
         engine=f"torch {framework.version}, {multiplies}",
@@ -283,8 +271,7 @@ def _f8emu_jax() -> Subject:
     implementation, engine = (importlib.import_module(name) for name in ("f8emu.jax", "f8emu.jax.gemm.engine"))
     multiplies = engine.engine_of()
     on_hardware = not multiplies.startswith("emulated")
-    names = [verb for verb in VERBS if verb != "linear"]  # its layer is made of dot_general, and that trains
-    verbs = {verb: travelling(framework, getattr(implementation, verb)) for verb in names}
+    verbs = _travelling(framework, implementation, VERBS)
     return Subject(
         name="f8emu.jax",
         engine=f"jax {framework.version}, {multiplies}",
@@ -294,6 +281,10 @@ def _f8emu_jax() -> Subject:
         runs_full_size=on_hardware,
         chooses_split_k=on_hardware,
     )
+
+
+def _travelling(framework: Framework, module: ModuleType, names: Sequence[str]) -> Verbs:
+    return {name: travelling(framework, getattr(module, name)) for name in names}
 
 
 def without_split_k(verbs: Verbs) -> Verbs:
