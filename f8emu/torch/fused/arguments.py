@@ -11,7 +11,7 @@ from torch import Tensor
 from f8emu.spec.errors import OperandError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.dtypes import CHIP, operand_format
+from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, operand_format, require_values
 
 CODES: dict[str, torch.dtype] = {format.name: getattr(torch, format.name) for format in CHIP.operand_formats}
 """Format name -> the dtype of its codes."""
@@ -40,6 +40,12 @@ class Output(NamedTuple):
         return x.new_empty(self.shape, dtype=self.dtype)
 
 
+def matrix(call: str, x: Tensor) -> tuple[int, int]:
+    """Rows and columns of an argument that has to be a matrix in high precision."""
+    require_values(call, x, ndim=2)
+    return x.shape[0], x.shape[1]
+
+
 def codes_of(fmt: str, rows: int, k: int, side: int | None = None, *, is_wanted: bool = True) -> Output:
     """Codes [rows, k] of a format."""
     return Output((rows, k) if is_wanted else (0, 0), CODES[fmt], side)
@@ -61,7 +67,7 @@ def side_of_pair(
     is_of_tiles = power_of_two and amax.ndim == 3 and amax.shape[0] > 0 and tuple(amax.shape[1:]) == (rows, 1)
     is_vector = is_of_tiles or tuple(amax.shape) == (rows, 1)
     is_of_all = amax.numel() == 1 or (amax.ndim == 2 and amax.shape[0] == 1 and amax.shape[1] > 0)
-    if amax.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not (is_of_all or is_vector):
+    if amax.dtype not in HIGH_PRECISION_DTYPES or not (is_of_all or is_vector):
         raise OperandError(
             f"cast_pair: {name} must be float32, bfloat16 or float16, with one element, of shape [1, any number], "
             f"[{rows}, 1] or, for powers of two, [any number, {rows}, 1]; got {amax.dtype} of shape "

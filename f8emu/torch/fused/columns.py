@@ -4,34 +4,32 @@ The shards of a weight are rows of it, and are gathered as rows. So codes of `x^
 transposed where they arrive.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import OperandError
-from f8emu.torch.dtypes import require_values
 from f8emu.torch.fused import eager
-from f8emu.torch.fused.arguments import CODES, Output, codes_of, named_format
+from f8emu.torch.fused.arguments import CODES, Output, codes_of, matrix, named_format
 from f8emu.torch.fused.fused_cast import FusedCast
 
 
 def _columns_outputs(x: Tensor, fmt: str, inv_scale: Tensor) -> tuple[Output, ...]:
-    require_values("cast_columns", x, ndim=2)
+    m, n = matrix("cast_columns", x)
     named_format("cast_columns", fmt)
-    if inv_scale.dtype is not torch.float32 or tuple(inv_scale.shape) != (x.shape[1], 1):
+    if inv_scale.dtype is not torch.float32 or tuple(inv_scale.shape) != (n, 1):
         raise OperandError(
-            f"cast_columns: inv_scale must be float32 of shape [{x.shape[1]}, 1]; got {inv_scale.dtype} of shape "
+            f"cast_columns: inv_scale must be float32 of shape [{n}, 1]; got {inv_scale.dtype} of shape "
             f"{list(inv_scale.shape)}; take it from scale_from_amax() of the column amaxes"
         )
-    return (codes_of(fmt, *x.shape),)
+    return (codes_of(fmt, m, n),)
 
 
-def _launch_columns(on: Any, out: Any, x: Any, fmt: str, inv_scale: Any) -> None:
-    on.run(on.plans.cast_columns(*on.shape(x), fmt), x, on.contiguous(inv_scale), *out)
-
-
-@FusedCast(outputs=_columns_outputs, launch=_launch_columns)
+@FusedCast(
+    outputs=_columns_outputs,
+    launch=lambda on, out, x, fmt, inv_scale: on.run(
+        on.plans.cast_columns(*on.shape(x), fmt), x, on.contiguous(inv_scale), *out
+    ),
+)
 def cast_columns(x: Tensor, fmt: str, inv_scale: Tensor) -> Tensor:
     """Codes of `x` [M, N] in its layout, by the inv_scale [N, 1] of each column.
 
@@ -49,11 +47,10 @@ def _transposed_outputs(codes: Tensor, after: Tensor) -> tuple[Output, ...]:
     return (Output((codes.shape[1], codes.shape[0]), codes.dtype),)
 
 
-def _launch_transposed(on: Any, out: Any, codes: Any, after: Any) -> None:
-    on.run(on.plans.transpose_codes(*on.shape(codes)), codes, *out)
-
-
-@FusedCast(outputs=_transposed_outputs, launch=_launch_transposed)
+@FusedCast(
+    outputs=_transposed_outputs,
+    launch=lambda on, out, codes, after: on.run(on.plans.transpose_codes(*on.shape(codes)), codes, *out),
+)
 def transpose_codes(codes: Tensor, after: Tensor) -> Tensor:
     """Codes [M, N], or their bytes, as a new tensor [N, M], row-major.
 

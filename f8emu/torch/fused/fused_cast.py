@@ -83,6 +83,10 @@ class EagerLauncher:
         """The shape of an argument or a result."""
         return tuple(x.shape)
 
+    def count(self, x: Tensor) -> int:
+        """How many elements an argument or a result has."""
+        return x.numel()
+
     def has_pairs(self, x: Tensor) -> bool:
         """`plans.has_pairs` of a matrix."""
         return self.plans.has_pairs(x.dtype, x.shape[1], x.device)

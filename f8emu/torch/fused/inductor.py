@@ -11,6 +11,7 @@ Both hooks use internals of torch (2.11 to 2.13). If sizes are unknown at compil
 are: same bits, more host time.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -167,13 +168,8 @@ def _allocated(x: Any, output: Output) -> Any:
         zeros = lowerings[torch.ops.aten.full.default](list(output.shape), 0.0, **options)
         zeros.realize()
         return zeros
-    strides = [1] * len(output.shape)
-    if len(output.shape) == 2:
-        rows, columns = (max(size, 1) for size in output.shape)
-        strides = [1, rows] if output.is_transposed else [columns, 1]
-    else:
-        for i in reversed(range(len(strides) - 1)):
-            strides[i] = strides[i + 1] * max(output.shape[i + 1], 1)
+    sizes = [max(size, 1) for size in output.shape]
+    strides = [1, sizes[0]] if output.is_transposed else [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
     return lowerings[torch.ops.aten.empty_strided.default](list(output.shape), strides, **options)
 
 
@@ -185,6 +181,9 @@ class _InductorLauncher:
 
     def shape(self, x: Any) -> tuple[int, ...]:
         return tuple(int(size) for size in x.get_size())
+
+    def count(self, x: Any) -> int:
+        return math.prod(self.shape(x))
 
     def has_pairs(self, x: Any) -> bool:
         from torch._inductor.virtualized import V
@@ -199,28 +198,21 @@ class _InductorLauncher:
         return _allocated(x, Output(shape))
 
     def run(self, plan: Any, *tensors: Any) -> None:
-        _add_node(plan, tensors, None, ())
+        self.run_through(None, (), plan, *tensors)
 
-    def run_through(self, host: Callable[..., Any], settings: tuple[Any, ...], plan: Any, *tensors: Any) -> None:
-        _add_node(plan, tensors, host, settings)
+    def run_through(self, host: Callable[..., Any] | None, settings: tuple[Any, ...], plan: Any, *tensors: Any) -> None:
+        from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-
-def _add_node(
-    plan: Any, tensors: tuple[Any, ...], host: Callable[..., Any] | None, host_settings: tuple[Any, ...]
-) -> None:
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    kernel = _with_warps(plan.kernel, plan.warps)
-    names = plan.kernel.arg_names
-    arguments = dict(zip(names, (*tensors, *plan.sizes), strict=False)) | plan.constants
-    assert set(arguments) == set(names), "a plan fills all arguments of its kernel"
-    node = _planned_kernel()(
-        kernel_idx=kernel_side_table.add_kernel(kernel),
-        grid=[(plan.programs, 1, 1)],
-        tma_descriptor_metadata={},
-        kernel_args=arguments,
-    )
-    node.plan, node.host, node.host_settings = plan, host, host_settings
+        names = plan.kernel.arg_names
+        arguments = dict(zip(names, (*tensors, *plan.sizes), strict=False)) | plan.constants
+        assert set(arguments) == set(names), "a plan fills all arguments of its kernel"
+        node = _planned_kernel()(
+            kernel_idx=kernel_side_table.add_kernel(_with_warps(plan.kernel, plan.warps)),
+            grid=[(plan.programs, 1, 1)],
+            tma_descriptor_metadata={},
+            kernel_args=arguments,
+        )
+        node.plan, node.host, node.host_settings = plan, host, settings
 
 
 @cache

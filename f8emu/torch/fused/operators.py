@@ -33,6 +33,7 @@ from f8emu.torch.fused.arguments import (
     block_granularity,
     check_one_float,
     codes_of,
+    matrix,
     named_format,
     named_rule,
     side_of_blocks,
@@ -47,7 +48,7 @@ from f8emu.torch.scale import require_margin
 _REDUCTION = Traits(is_reduction=True)
 
 
-# Amaxes.
+# Amaxes. To dispatch modes the opaque operators below are `aten.max`, which their policies know.
 
 
 def _amax_outputs(x: Tensor) -> tuple[Output, ...]:
@@ -55,11 +56,11 @@ def _amax_outputs(x: Tensor) -> tuple[Output, ...]:
     return (Output((1, 1), is_zeroed=True),)
 
 
-def _launch_amax(on: Any, out: Any, x: Any) -> None:
-    on.run(on.plans.tensor_amax(_count(on, x)), x, out[0])
-
-
-@FusedCast(outputs=_amax_outputs, launch=_launch_amax, traits=_REDUCTION)
+@FusedCast(
+    outputs=_amax_outputs,
+    launch=lambda on, out, x: on.run(on.plans.tensor_amax(on.count(x)), x, *out),
+    traits=_REDUCTION,
+)
 def reduce_tensor(x: Tensor) -> Tensor:
     """The opaque operator behind `tensor_amax`."""
     return eager.tensor_amax(x)
@@ -71,16 +72,11 @@ def tensor_amax(x: Tensor) -> Tensor:
     return seen_as_max(x, lambda: reduce_tensor(x))
 
 
-def _row_amax_outputs(x: Tensor) -> tuple[Output, ...]:
-    require_values("row_amax", x, ndim=2)
-    return (Output((x.shape[0], 1)),)
-
-
-def _launch_row_amax(on: Any, out: Any, x: Any) -> None:
-    on.run(on.plans.row_amax(*on.shape(x)), x, out[0])
-
-
-@FusedCast(outputs=_row_amax_outputs, launch=_launch_row_amax, traits=_REDUCTION)
+@FusedCast(
+    outputs=lambda x: (Output((matrix("row_amax", x)[0], 1)),),
+    launch=lambda on, out, x: on.run(on.plans.row_amax(*on.shape(x)), x, *out),
+    traits=_REDUCTION,
+)
 def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of `x` [M, N], [M, 1]."""
     return eager.row_amax(x)
@@ -92,16 +88,11 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
     return amaxes[:m].unsqueeze(1), amaxes[m:].unsqueeze(1)
 
 
-def _row_col_outputs(x: Tensor) -> tuple[Output, ...]:
-    require_values("row_col_amax", x, ndim=2)
-    return (Output((x.shape[0] + x.shape[1],), is_zeroed=True),)
-
-
-def _launch_row_col(on: Any, out: Any, x: Any) -> None:
-    on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), False), x, out[0])
-
-
-@FusedCast(outputs=_row_col_outputs, launch=_launch_row_col, traits=_REDUCTION)
+@FusedCast(
+    outputs=lambda x: (Output((sum(matrix("row_col_amax", x)),), is_zeroed=True),),
+    launch=lambda on, out, x: on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), False), x, *out),
+    traits=_REDUCTION,
+)
 def reduce_rows_and_cols(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amaxes`."""
     return torch.cat(eager.row_col_amax(x)).flatten()
@@ -113,16 +104,11 @@ def row_col_amaxes(x: Tensor) -> Tensor:
     return seen_as_max(x, lambda: reduce_rows_and_cols(x))
 
 
-def _tiles_outputs(x: Tensor) -> tuple[Output, ...]:
-    require_values("row_col_amax_of_tiles", x, ndim=2)
-    return (Output((sum(tile_amaxes(*x.shape)),)),)
-
-
-def _launch_tiles(on: Any, out: Any, x: Any) -> None:
-    on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), True), x, out[0])
-
-
-@FusedCast(outputs=_tiles_outputs, launch=_launch_tiles, traits=_REDUCTION)
+@FusedCast(
+    outputs=lambda x: (Output((sum(tile_amaxes(*matrix("row_col_amax_of_tiles", x))),)),),
+    launch=lambda on, out, x: on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), True), x, *out),
+    traits=_REDUCTION,
+)
 def reduce_tiles(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amax_of_tiles`."""
     return eager.amaxes_of_tiles(x)
@@ -147,18 +133,18 @@ def row_col_amax_of_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
 # Scales.
 
 
-def _scales_outputs(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Output, ...]:
+def _scales_outputs(amax: Tensor, *rule: Any) -> tuple[Output, ...]:
     require_values("scales", amax, name="amax")
-    require_margin("scales", margin)
-    named_rule("scales", fmt, power_of_two, amax_floor)
-    return Output(tuple(amax.shape)), Output(tuple(amax.shape))
+    require_margin("scales", rule[-1])
+    named_rule("scales", *rule[:-1])
+    return (Output(tuple(amax.shape)),) * 2
 
 
-def _launch_scales(on: Any, out: Any, amax: Any, *rule: Any) -> None:
-    on.run(on.plans.scales(*rule, _count(on, amax)), amax, *out)
-
-
-@FusedCast(outputs=_scales_outputs, launch=_launch_scales, traits=_REDUCTION)
+@FusedCast(
+    outputs=_scales_outputs,
+    launch=lambda on, out, amax, *rule: on.run(on.plans.scales(*rule, on.count(amax)), amax, *out),
+    traits=_REDUCTION,
+)
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     """(inv_scale, scale) for each amax, as `scale_from_amax`; any shape and high-precision dtype."""
     return eager.scales(amax.float(), *named_rule("scales", fmt, power_of_two, amax_floor), margin)
@@ -171,7 +157,7 @@ def _pair_outputs(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Output, ...]:
     named_rule("cast_pair", fmt, power_of_two, amax_floor)
-    require_values("cast_pair", x, ndim=2)
+    matrix("cast_pair", x)
     rows = side_of_pair("row_amax", x, fmt, row_amax, 0, power_of_two)
     return *rows, *side_of_pair("col_amax", x, fmt, col_amax, 1, power_of_two)
 
@@ -188,7 +174,7 @@ def _launch_pair(
         source, count = on.contiguous(amax), amax_count(on.shape(amax))
         if count == 0 and not power_of_two:  # a kernel before this one divides for the scales of vectors
             inv_scale = on.floats(x, *on.shape(scale))
-            on.run(on.plans.scales(*rule, 0, _count(on, scale)), source, inv_scale, scale)
+            on.run(on.plans.scales(*rule, 0, on.count(scale)), source, inv_scale, scale)
             source = inv_scale
         tensors += [source, codes, scale]
         counts.append(count)
@@ -225,10 +211,9 @@ def recomputable_cast_pair(
 
 def given_outputs(call: str, x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bool) -> tuple[Output, Output]:
     """Row and column codes under one inv_scale."""
-    require_values(call, x, ndim=2)
+    m, n = matrix(call, x)
     check_one_float(call, "inv_scale", inv_scale, x)
     named_format(call, fmt)
-    m, n = x.shape
     return codes_of(fmt, m, n, 0, is_wanted=rows), codes_of(fmt, n, m, 1, is_wanted=cols)
 
 
@@ -244,29 +229,24 @@ def cast_pair_given(x: Tensor, fmt: str, inv_scale: Tensor, rows: bool, cols: bo
     return eager.cast_sides_by(x, named_format("cast_pair_given", fmt), inv_scale, rows, cols)
 
 
-def _rows_outputs(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Output, ...]:
-    named_rule("cast_rows", fmt, power_of_two, amax_floor)
-    require_values("cast_rows", x, ndim=2)
-    m, n = x.shape
-    return codes_of(fmt, m, n), Output((m, 1)), Output((m, 1))
+def _rows_outputs(x: Tensor, *rule: Any) -> tuple[Output, ...]:
+    named_rule("cast_rows", *rule)
+    m, n = matrix("cast_rows", x)
+    return codes_of(rule[0], m, n), Output((m, 1)), Output((m, 1))
 
 
-def _launch_rows(on: Any, out: Any, x: Any, *rule: Any) -> None:
-    on.run(on.plans.cast_rows(*on.shape(x), *rule), x, *out)
-
-
-@FusedCast(outputs=_rows_outputs, launch=_launch_rows)
+@FusedCast(
+    outputs=_rows_outputs,
+    launch=lambda on, out, x, *rule: on.run(on.plans.cast_rows(*on.shape(x), *rule), x, *out),
+)
 def cast_rows(x: Tensor, fmt: str, power_of_two: bool, amax_floor: float) -> tuple[Tensor, Tensor, Tensor]:
     """Rowwise amax, scale and codes of `x` [M, N], read once: (codes [M, N], scale [M, 1], amax [M, 1])."""
     return eager.cast_rows(x, *named_rule("cast_rows", fmt, power_of_two, amax_floor))
 
 
-def _blocks_outputs(
-    x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, power_of_two: bool, amax_floor: float
-) -> tuple[Output, ...]:
-    named_rule("cast_blocks", fmt, power_of_two, amax_floor)
-    require_values("cast_blocks", x, ndim=2)
-    m, n = x.shape
+def _blocks_outputs(x: Tensor, fmt: str, square: bool, rows: bool, cols: bool, *rule: Any) -> tuple[Output, ...]:
+    named_rule("cast_blocks", fmt, *rule)
+    m, n = matrix("cast_blocks", x)
     return *side_of_blocks(fmt, square, m, n, 0, rows), *side_of_blocks(fmt, square, n, m, 1, cols)
 
 
@@ -296,10 +276,3 @@ def cast_blocks(
         for side, is_wanted in ((x, rows), (x.t(), cols))
     )
     return *row, *col
-
-
-def _count(on: Any, x: Any) -> int:
-    count = 1
-    for size in on.shape(x):
-        count *= size
-    return count

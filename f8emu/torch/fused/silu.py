@@ -78,39 +78,18 @@ def hidden_delayed(
 
 
 def _gradients_outputs(
-    grad_hidden: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    fmt: str,
-    hidden_fmt: str,
-    gate_inv_scale: Tensor,
-    up_inv_scale: Tensor,
-    hidden_inv_scale: Tensor,
-    rows: bool,
-    gate_cols: bool,
-    up_cols: bool,
-    hidden_cols: bool,
-    gate_amax: Tensor,
-    up_amax: Tensor,
-    *_: Any,
+    grad_hidden: Tensor, gate: Tensor, up: Tensor, fmt: str, hidden_fmt: str, *args: Any
 ) -> tuple[Output, ...]:
-    call, numbers = "gradients_delayed", {"gate_inv_scale": gate_inv_scale, "up_inv_scale": up_inv_scale}
-    numbers |= {"hidden_inv_scale": hidden_inv_scale, "gate_amax": gate_amax, "up_amax": up_amax}
+    call, names = "gradients_delayed", ("gate_inv_scale", "up_inv_scale", "hidden_inv_scale", "gate_amax", "up_amax")
+    numbers = dict(zip(names, (*args[:3], *args[7:9]), strict=True))
     _check(call, {"grad_hidden": grad_hidden, "gate": gate, "up": up}, numbers)
     for name in (fmt, hidden_fmt):
         named_format(call, name)
-    m, n = gate.shape
-    of_rows = codes_of(fmt, m, n, is_wanted=rows)
-    gate_scale, up_scale = (Output((1, 1) if rows or cols else (0, 0)) for cols in (gate_cols, up_cols))
-    return (
-        of_rows,
-        codes_of(fmt, n, m, is_wanted=gate_cols),
-        of_rows,
-        codes_of(fmt, n, m, is_wanted=up_cols),
-        codes_of(hidden_fmt, n, m, is_wanted=hidden_cols),
-        gate_scale,
-        up_scale,
-    )
+    (m, n), (rows, gate_cols, up_cols, hidden_cols) = gate.shape, args[3:7]
+    row = codes_of(fmt, m, n, is_wanted=rows)
+    of_gate, of_up = (codes_of(fmt, n, m, is_wanted=cols) for cols in (gate_cols, up_cols))
+    scales = (Output((1, 1) if rows or cols else (0, 0)) for cols in (gate_cols, up_cols))
+    return row, of_gate, row, of_up, codes_of(hidden_fmt, n, m, is_wanted=hidden_cols), *scales
 
 
 def _launch_gradients(
@@ -153,28 +132,14 @@ def gradients_delayed(
 
     If codes of a gradient are requested, its amax is updated to the maximum of itself and that of the gradient.
 
-    Args:
-        grad_hidden: [M, N], bfloat16, as `gate` and `up`.
-        gate: the output of w1, the input of SiLU.
-        up: the output of w3.
-        fmt: the gradients' format.
-        hidden_fmt: that of `hidden`.
-        gate_inv_scale: of `grad_gate`, in its state.
-        up_inv_scale: of `grad_up`, in its state.
-        hidden_inv_scale: of `hidden`, as it was used in the forward pass.
-        rows: request `grad_gate` and `grad_up` [M, N].
-        gate_cols: request `grad_gate^T` [N, M].
-        up_cols: request `grad_up^T` [N, M].
-        hidden_cols: request `hidden^T` [N, M].
-        gate_amax: updated in place, float32 with one element.
-        up_amax: updated in place, float32 with one element.
-        power_of_two: of the scale rule.
-        amax_floor: of the scale rule.
-        margin: of delayed scaling.
+    `gate_inv_scale` and `up_inv_scale` are those of the gradients' states, `hidden_inv_scale` is the one that the forward
+    pass used. `rows` requests `grad_gate` and `grad_up`, each of the other three a transpose.
+
+    Shapes:
+        grad_hidden, gate, up [M, N] in bfloat16 -> codes [M, N] and, transposed, [N, M].
 
     Returns:
-        Codes: of `grad_gate`, of `grad_gate^T`, of `grad_up`, of `grad_up^T`, of `hidden^T`; empty if not requested.
-        Scales [1, 1], as they were used: of `grad_gate`, of `grad_up`; empty if none of their codes is requested.
+        Codes, empty if not requested, and the scales [1, 1] that were used, empty without codes: see `_Gradients`.
     """
     activated, rule = silu(gate), (power_of_two, amax_floor, margin)
     outputs = [
