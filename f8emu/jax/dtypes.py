@@ -38,15 +38,6 @@ def float8_format(call: str, format: Any) -> Format:
     return formats.float8_format(call, named(format))
 
 
-def operand_format(call: str, format: Any) -> Format:
-    """`float8_format`, for the operand of a GEMM."""
-    found = float8_format(call, format)
-    if found not in CHIP.operand_formats:
-        known = " or ".join(f.name for f in CHIP.operand_formats)
-        raise UnsupportedError(f"{call}: {CHIP.name} multiplies {known}; got {found}; cast to one of these")
-    return found
-
-
 def output_format(call: str, out_dtype: Any, *, name: str = "out_dtype") -> Format:
     """The format of an output, given itself, by name or as a dtype; the caller's argument is called `name`.
 
@@ -62,6 +53,22 @@ def output_format(call: str, out_dtype: Any, *, name: str = "out_dtype") -> Form
         found = FORMATS[found]
     if not isinstance(found, Format):
         raise OperandError(f"{call}: {name} must be a dtype, a Format or its name; got {out_dtype!r}")
+    return found
+
+
+def check_output(call: str, out_dtype: Any, *, name: str = "out_dtype") -> Format:
+    """The format of an output, which the caller gave as the argument `name`.
+
+    Raises:
+        SpecError: no such format.
+        UnsupportedError: one that no GEMM gives.
+    """
+    found = output_format(call, out_dtype, name=name)
+    if found not in HIGH_PRECISION:
+        known = ", ".join(HIGH_PRECISION_NAMES)
+        raise UnsupportedError(
+            f"{call}: {name} must be one of {known}; got {found}; quantize the result: float8 output is not modelled"
+        )
     return found
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ import f8emu.jax as f8
 from f8emu.spec import (
     DELAYED,
     TENSORS,
-    TENSORWISE,
     AmaxHistoryReduction,
     DelayedScaling,
     DelayedState,
     Float8State,
     OperandError,
     Recipe,
-    SpecError,
     UnsupportedError,
 )
 from tests.jax_path.layers import WEIGHT, assert_same_bits, draw
@@ -233,74 +231,3 @@ def test_an_empty_operand_keeps_the_state(shape: tuple[int, int, int]) -> None:
         assert float(of_tensor.amax_history[0]) == (tensor.size > 0)
         if not tensor.size:
             assert_same_bits(of_tensor.inv_scale, before.inv_scale)
-
-
-STATE = linear_delayed_state()
-NO_STATE: Any = None
-X, W = jnp.ones((2, 16, 32), jnp.bfloat16), jnp.ones((2, 16, 32), jnp.bfloat16)
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no state": (
-        lambda: f8.delayed_dot_general()(X[0], W[0], NO_STATE, WEIGHT),
-        OperandError,
-        "must be the Float8State",
-    ),
-    "of another recipe": (
-        lambda: f8.delayed_dot_general(MOST_RECENT)(X[0], W[0], STATE, WEIGHT),
-        OperandError,
-        r"histories of 3; got .*\(16,\).*linear_delayed_state",
-    ),
-    "of a part": (
-        lambda: f8.delayed_dot_general()(X[0], W[0], STATE._replace(weight=None), WEIGHT),
-        OperandError,
-        "must be the Float8State",
-    ),
-    "with bool": (
-        lambda: f8.delayed_dot_general()(
-            X[0], W[0], STATE._replace(input=STATE.input._replace(initialized=jnp.ones((), bool))), WEIGHT
-        ),
-        OperandError,
-        "all float32",
-    ),
-    "batch": (
-        lambda: f8.delayed_dot_general()(X, W, STATE, (((2,), (2,)), ((0,), (0,)))),
-        OperandError,
-        "no batch dimensions; got .0. of lhs; use jax.vmap",
-    ),
-    "dynamic": (lambda: linear_delayed_state("rowwise"), SpecError, "needs a recipe with delayed scaling"),
-    "update of dynamic": (lambda: linear_delayed_update(STATE, STATE, TENSORWISE), SpecError, "delayed scaling"),
-    "amaxes of a part": (
-        lambda: linear_delayed_update(STATE, STATE._replace(input=None)),
-        OperandError,
-        "got DelayedState and NoneType for input",
-    ),
-    "cast state": (
-        lambda: f8.delayed_dot_general()(X[0], W[0], jax.tree.map(lambda v: v.astype(jnp.bfloat16), STATE), WEIGHT),
-        OperandError,
-        r"bfloat16\(16,\)",
-    ),
-    "state of dicts": (
-        lambda: f8.delayed_dot_general()(X[0], W[0], cast(Any, {"input": {}}), WEIGHT),
-        OperandError,
-        r"got dict; .*restore with linear_delayed_state\(recipe\) as the template",
-    ),
-    "update of dicts": (lambda: linear_delayed_update({}, {}), OperandError, "state must be a Float8State.*got dict"),
-    "maximum of others": (
-        lambda: linear_delayed_maximum(STATE, STATE._replace(input=STATE.input._replace(initialized=None))),
-        OperandError,
-        "must be gradients of one state",
-    ),
-    "no uses": (lambda: f8.shared_delayed_state(STATE, 0), OperandError, "at least 1; got 0"),
-    "settling zeros": (
-        lambda: linear_delayed_settled(jax.tree.map(jnp.zeros_like, STATE._replace(input=None, weight=None))),
-        OperandError,
-        "the scale of grad_output is not.*without a gradient",
-    ),
-    "traced settling": (lambda: jax.jit(linear_delayed_settled)(STATE), OperandError, "outside of a trace"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_refusals(case: str) -> None:
-    call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
-        call()

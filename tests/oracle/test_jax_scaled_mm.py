@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 import f8ref.numpy
-from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Granularity, OperandError, SpecError
+from f8emu.spec import BFLOAT16, E4M3FN, HOPPER, Granularity
 from f8ref.jax import gemm, mm, scaled_grouped_mm, scaled_mm, tiles
 from f8ref.jax.chain import Chain
 
@@ -74,20 +74,6 @@ def test_tiled_gemms_have_the_bits_of_whole_ones(monkeypatch: pytest.MonkeyPatch
     assert len(tile_shapes) == 2 and all(rows < 37 and columns < 45 for rows, columns in tile_shapes)
 
 
-def test_promotion_and_split_k_are_sums_of_parts() -> None:
-    rng = np.random.default_rng(62)
-    a, b = drawn(rng, (8, 384)), drawn(rng, (384, 16))
-    whole_a, whole_b = np.asarray(a), np.asarray(b)
-    bounds = [(0, 128), (128, 256), (256, 384)]
-    slices = [(jnp.asarray(whole_a[:, i:j]), jnp.asarray(whole_b[i:j])) for i, j in bounds]
-    parts = [np.asarray(F32_MM(a_s, b_s, use_fast_accum=True)) for a_s, b_s in slices]
-    total = parts[0] + parts[1] + parts[2]
-    assert equal(F32_MM(a, b), total)  # [CHAIN-2]
-    assert equal(F32_MM(a, b, use_fast_accum=True, split_k=3), total)  # [CHAIN-3]
-    assert equal(F32_MM(a, b, split_k=1000), total)  # no slice is shorter than 128, and no more than are needed
-    assert not equal(F32_MM(a, b, use_fast_accum=True), total)  # [CHAIN-1]
-
-
 def test_extents_of_a_chain() -> None:
     chain = Chain(HOPPER.float8, E4M3FN, E4M3FN, 8192, 3)
     assert (chain.block_k, chain.blocks, chain.padded_k, chain.blocks_per_slice) == (128, 64, 8192, 22)
@@ -110,51 +96,6 @@ def test_small_and_empty(m: int, n: int, k: int) -> None:
     scale_b = jnp.ones(blocks.scale_shape(n, k)[::-1], jnp.float32)
     blockwise = scaled_mm(a, b, scale_a, scale_b, granularity_a=blocks, granularity_b=blocks, out_dtype="float32")
     assert np.array_equal(np.asarray(blockwise), product)
-
-
-def test_signs_of_zero() -> None:
-    zero = jnp.zeros((1, 32), jnp.float8_e4m3fn)
-    minus = -zero
-    assert np.signbit(np.asarray(minus.astype(jnp.float32))).all()
-    for a in (zero, minus):
-        assert not np.signbit(np.asarray(F32_MM(a, zero.T))).any()
-        assert not np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, out_dtype="float32"))).any()  # [EPI-1]
-        rows: Any = {"granularity_a": "rowwise", "granularity_b": "rowwise"}
-        assert np.signbit(np.asarray(scaled_mm(a, zero.T, -ONE, ONE, **rows, out_dtype="float32"))).all()
-
-
-def test_specials() -> None:
-    inf, nan = np.inf, np.nan
-    rows = {"plain": [1, 1, 1], "nan": [nan, 0, 0], "inf": [inf, 1, 0], "both": [inf, -inf, 0], "-inf": [1, -inf, 1]}
-    columns = {"plain": [1, 1, 1], "zero": [0, 1, 1], "minus": [-1, 1, 1], "nan": [0, 0, nan], "zeros": [0, 0, 0]}
-    expected = {
-        "plain": [3, 2, 1, nan, 0],
-        "nan": [nan] * 5,
-        "inf": [inf, nan, -inf, nan, nan],
-        "both": [nan, nan, -inf, nan, nan],
-        "-inf": [-inf, -inf, -inf, nan, nan],
-    }
-    a = jnp.asarray(np.array(list(rows.values()), np.float32).astype("float8_e5m2"))
-    b = jnp.asarray(np.array(list(columns.values()), np.float32).T.astype("float8_e4m3fn"))
-    wanted = np.array([expected[name] for name in rows], np.float32)
-    for use_fast_accum in (False, True):
-        observed = np.asarray(F32_MM(a, b, use_fast_accum=use_fast_accum))
-        assert np.array_equal(observed, wanted, equal_nan=True)
-        assert set(observed[np.isnan(observed)].view(np.uint32).tolist()) == {0x7FFFFFFF}
-    half = np.asarray(scaled_mm(a, b, ONE, ONE))
-    assert set(half[np.isnan(half.astype(np.float32))].view(np.uint16).tolist()) == {0x7FFF}
-    bf16 = np.asarray(mm(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), out_dtype="float32"))
-    assert np.array_equal(bf16, wanted, equal_nan=True)
-
-
-def test_nan_in_a_block() -> None:
-    rng = np.random.default_rng(65)
-    a, b = np.array(drawn(rng, (4, 300))), drawn(rng, (300, 16))
-    a[2, 200] = np.nan
-    blocks = Granularity.BLOCKWISE_1X128
-    scales = jnp.ones((4, 3), jnp.float32), jnp.ones((3, 16), jnp.float32)
-    observed = scaled_mm(jnp.asarray(a), b, *scales, granularity_a=blocks, granularity_b=blocks, out_dtype="float32")
-    assert np.isnan(np.asarray(observed)).all(axis=1).tolist() == [False, False, True, False]
 
 
 def test_groups_are_transposed_rowwise_gemms_of_their_rows() -> None:
@@ -187,30 +128,3 @@ def test_memory_of_the_compiled_program() -> None:
         memory = jax.jit(call).lower(codes, codes, scale, scale).compile().memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes <= 2 * 2 * size**2 + 4 * size**2 + 3 * 4 * min(size**2, tiles.LIMIT)
-
-
-def test_refusals() -> None:
-    rng = np.random.default_rng(67)
-    a, b = drawn(rng, (4, 32)), drawn(rng, (32, 8))
-    row_a, row_b = jnp.ones((4, 1), jnp.float32), jnp.ones((1, 8), jnp.float32)
-    rowwise = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
-    refusals: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
-        (OperandError, "a must be an array of float8", (a.astype(jnp.float32), b, ONE, ONE), {}),
-        (OperandError, "float64", (np.ones((4, 32)), b, ONE, ONE), {}),
-        (OperandError, "Transpose b", (a, b.T, ONE, ONE), {}),
-        (OperandError, r"scale_a must have shape \(4, 1\) for rowwise; got \(1, 1\)", (a, b, ONE, row_b), rowwise),
-        (OperandError, r"scale_b must have shape \(1, 8\)", (a, b, row_a, row_b.T), rowwise),
-        (OperandError, "float32; got an array of bfloat16", (a, b, ONE.astype(jnp.bfloat16), ONE), {}),
-        (OperandError, r"bias must have shape \(8,\)", (a, b, ONE, ONE), {"bias": jnp.ones(4)}),
-        (SpecError, "unknown format", (a, b, ONE, ONE), {"out_dtype": "float64"}),
-    ]
-    for error, text, operands, options in refusals:
-        with pytest.raises(error, match=text):
-            scaled_mm(*operands, **options)
-    with pytest.raises(OperandError, match="mm: a must be an array of bfloat16"):
-        mm(a, b)
-    offs = jnp.asarray([4], jnp.int32)
-    with pytest.raises(OperandError, match="offs must be an array of int32; got float32"):
-        scaled_grouped_mm(a, b[None], row_a[:, 0], row_b, offs.astype(jnp.float32))
-    with pytest.raises(OperandError, match=r"\[total_M, K\], \[G, K, N\]"):
-        scaled_grouped_mm(a, b, row_a[:, 0], row_b, offs)

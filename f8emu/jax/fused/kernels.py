@@ -15,7 +15,6 @@ Exactness: the bits of `plain`, for these reasons.
 The functions here take what `casts` has checked. `interpret` runs them on a CPU, for tests.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +92,6 @@ def magnitudes(values: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(values, jnp.int32) & bits.MAGNITUDE
 
 
-def largest_of(tile: jax.Array) -> jax.Array:
-    """The largest of the magnitudes of a tile, []."""
-    return jnp.max(jnp.max(magnitudes(tile), axis=1), axis=0)
-
-
 def encode(values: jax.Array, format: Format, interpret: bool, *, is_within: bool = False) -> jax.Array:
     """Codes of float32 values, saturating; `is_within` says that none rounds beyond the largest of the format."""
     clamped = values
@@ -121,14 +115,9 @@ def call(
     outs: Any,
     interpret: bool,
     name: str,
-    aliases: Mapping[int, int] | None = None,
 ) -> Any:
-    """`pl.pallas_call` of `kernel`; `ins` are block specs, `outs` pairs of a block spec and a shape.
-
-    `aliases`: which operand a result is written over.
-    """
+    """`pl.pallas_call` of `kernel`; `ins` are block specs, `outs` pairs of a block spec and a shape."""
     params = plgpu.CompilerParams(num_warps=launch.warps, num_stages=launch.stages)
-
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -136,7 +125,6 @@ def call(
         out_specs=[spec for spec, _ in outs],
         out_shape=[jax.ShapeDtypeStruct(out.shape, out.dtype, **NOT_VARYING) for _, out in outs],
         compiler_params=params,
-        input_output_aliases=dict(aliases or {}),
         interpret=interpret,
         name=f"f8emu_{name}",
     )
@@ -159,39 +147,6 @@ def code_specs(launch: Launch, shape: tuple[int, ...], format: Format, rows: boo
 def grid_of(launch: Launch, shape: tuple[int, ...]) -> tuple[int, int]:
     """How many tiles there are."""
     return pl.cdiv(shape[0], launch.rows), pl.cdiv(shape[1], launch.cols)
-
-
-def one_per_tile(grid: tuple[int, int]) -> Any:
-    """Where one int32 of every tile goes."""
-    return pl.BlockSpec((1,), lambda i, j: (i * grid[1] + j,)), jax.ShapeDtypeStruct((grid[0] * grid[1],), jnp.int32)
-
-
-def row_col_specs(launch: Launch, shape: tuple[int, ...]) -> list[Any]:
-    """Where the largest magnitudes of the rows of every tile go, and those of its columns.
-
-    Both are padded to whole tiles: what a program writes needs no mask.
-    """
-    grid = grid_of(launch, shape)
-    padded_m, padded_n = grid[0] * launch.rows, grid[1] * launch.cols
-    rows = pl.BlockSpec((None, launch.rows), lambda i, j: (j, i))
-    cols = pl.BlockSpec((None, launch.cols), lambda i, j: (i, j))
-    return [
-        (rows, jax.ShapeDtypeStruct((grid[1], padded_m), jnp.int32)),
-        (cols, jax.ShapeDtypeStruct((grid[0], padded_n), jnp.int32)),
-    ]
-
-
-def store_row_col(tile: jax.Array, row_ref: Any, col_ref: Any) -> None:
-    """Store the largest magnitudes of the rows and columns of a tile."""
-    found = magnitudes(tile)
-    row_ref[...] = jnp.max(found, axis=1)
-    col_ref[...] = jnp.max(found, axis=0)
-
-
-def row_col_amaxes_of(largest: Sequence[jax.Array], shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The amaxes of rows [M, 1] and of columns [N, 1] from what `row_col_specs` names."""
-    rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in largest)
-    return amax_of(rows[: shape[0], None]), amax_of(cols[: shape[1], None])
 
 
 def cast_pair(
@@ -248,7 +203,7 @@ def cast_pair_amax(
         *code_refs, amax_ref = refs
         inside = inside_of(launch, x.shape)
         values = load_tile(x_ref, inside)
-        amax_ref[0] = largest_of(values)
+        amax_ref[0] = jnp.max(jnp.max(magnitudes(values), axis=1), axis=0)
         codes = encode(values * inv_ref[0], format, interpret)
         if rows:
             store_tile(code_refs.pop(0), codes, inside)
@@ -256,23 +211,39 @@ def cast_pair_amax(
             store_tile(code_refs.pop(0), codes.T, None if inside is None else inside.T)
 
     ins = [pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j)), pl.BlockSpec((1,), lambda i, j: (0,))]
-    outs = [*code_specs(launch, x.shape, format, rows, cols), one_per_tile(grid)]
+    tiles = grid[0] * grid[1]
+    amaxes = pl.BlockSpec((1,), lambda i, j: (i * grid[1] + j,)), jax.ShapeDtypeStruct((tiles,), jnp.int32)
+    outs = [*code_specs(launch, x.shape, format, rows, cols), amaxes]
     *found, largest = call(kernel, launch, grid, ins, outs, interpret, "cast_pair_amax")(x, inv_scale.reshape(1))
-    return found.pop(0) if rows else None, found.pop(0) if cols else None, amax_of_tiles(largest)
+    codes = found.pop(0) if rows else None, found.pop(0) if cols else None
+    return *codes, amax_of(jnp.max(largest).reshape(1, 1))
 
 
 def row_col_amax(
     x: jax.Array, *, launch: Launch = ROW_COL_AMAX, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The amaxes of the rows and of the columns: the kernel stores those of each tile."""
+    """The amaxes of the rows [M, 1] and of the columns [N, 1]: the kernel stores those of each tile."""
     grid = grid_of(launch, x.shape)
 
     def kernel(x_ref: Any, row_ref: Any, col_ref: Any) -> None:
-        store_row_col(load_tile(x_ref, inside_of(launch, x.shape)), row_ref, col_ref)
+        found = magnitudes(load_tile(x_ref, inside_of(launch, x.shape)))
+        row_ref[...], col_ref[...] = jnp.max(found, axis=1), jnp.max(found, axis=0)
 
+    # Padded to whole tiles: what a program writes needs no mask.
+    outs = [
+        (
+            pl.BlockSpec((None, launch.rows), lambda i, j: (j, i)),
+            jax.ShapeDtypeStruct((grid[1], grid[0] * launch.rows), jnp.int32),
+        ),
+        (
+            pl.BlockSpec((None, launch.cols), lambda i, j: (i, j)),
+            jax.ShapeDtypeStruct((grid[0], grid[1] * launch.cols), jnp.int32),
+        ),
+    ]
     ins = [pl.BlockSpec((launch.rows, launch.cols), lambda i, j: (i, j))]
-    found = call(kernel, launch, grid, ins, row_col_specs(launch, x.shape), interpret, "row_col_amax")(x)
-    return row_col_amaxes_of(found, x.shape)
+    found = call(kernel, launch, grid, ins, outs, interpret, "row_col_amax")(x)
+    rows, cols = (jnp.max(of_tiles, axis=0) for of_tiles in found)
+    return amax_of(rows[: x.shape[0], None]), amax_of(cols[: x.shape[1], None])
 
 
 def cast_rows(
@@ -305,11 +276,6 @@ def cast_rows(
 def amax_of(largest: jax.Array) -> jax.Array:
     """Amaxes from integer maxima of float32 magnitudes."""
     return bits.float32_of(bits.one_nan(largest.astype(jnp.uint32)))
-
-
-def amax_of_tiles(largest: jax.Array) -> jax.Array:
-    """The amax [1, 1] from those of the tiles."""
-    return amax_of(jnp.max(largest).reshape(1, 1))
 
 
 def _vector_spec(inv_scale: jax.Array, extent: int, axis: int) -> Any:

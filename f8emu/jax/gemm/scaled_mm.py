@@ -1,21 +1,21 @@
 """The GEMMs: scaled_mm, scaled_grouped_mm and mm, on the tensor cores or emulated."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from f8emu.jax.compiling import known_options
+from f8emu.jax.dtypes import check_output
 from f8emu.jax.gemm import engine as engines
 from f8emu.jax.gemm.call import Gemm
-from f8emu.jax.gemm.checks import check_mm, check_output, check_scaled_grouped_mm, check_scaled_mm
 from f8emu.jax.lowering import without_gradient
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import HOPPER, chip_by_name
-from f8emu.spec.formats import Format
+from f8emu.spec.errors import OperandError
+from f8emu.spec.gemm_call import GemmCall, Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8emu.spec.scaling import Granularity
-
-_ROW = Granularity.ROWWISE
 
 
 def scaled_mm(
@@ -71,20 +71,9 @@ def scaled_mm(
         UnsupportedError: a call that the hardware or the engine does not support; the message names a remedy. In a
             traced call this may be raised when the program is lowered.
     """
-    out, chip = _checked("scaled_mm", out_dtype, engine, chip)
-    operands, pair = check_scaled_mm(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        bias=bias,
-        use_fast_accum=use_fast_accum,
-        granularity_a=granularity_a,
-        granularity_b=granularity_b,
-        split_k=split_k,
-        chip=chip,
-    )
-    return _product(Gemm("scaled_mm", out, chip, pair, use_fast_accum, split_k, engine), operands)
+    operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b} | ({} if bias is None else {"bias": bias})
+    options = {"granularity_a": granularity_a, "granularity_b": granularity_b, "split_k": split_k}
+    return _product(scaled_mm_call, operands, out_dtype, engine, chip, **options, use_fast_accum=use_fast_accum)
 
 
 def scaled_grouped_mm(
@@ -104,7 +93,7 @@ def scaled_grouped_mm(
     Group g is the rows from `offs[g - 1]` (0 for the first) up to `offs[g]`; rows after the last group give zeros.
 
     Shapes:
-        a [total_M, K], b [groups, K, N], float8_e4m3fn; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
+        a [total_M, K], b [groups, K, N], float8; scale_a float32 [total_M], scale_b float32 [groups, N]; offs
         int32 [groups], the end of each group's rows -> [total_M, N] of out_dtype.
 
     Exactness: as for `scaled_mm`. On hardware every group is a GEMM of all rows, of which the group's own are kept.
@@ -113,10 +102,8 @@ def scaled_grouped_mm(
         OperandError: wrong dtype or shape.
         UnsupportedError: a call that the hardware or this engine does not support.
     """
-    out, chip = _checked("scaled_grouped_mm", out_dtype, engine, chip)
-    check_scaled_grouped_mm(a, b, scale_a, scale_b, offs, chip)
-    gemm = Gemm("scaled_grouped_mm", out, chip, (_ROW, _ROW), use_fast_accum, engine=engine)
-    return _product(gemm, (a, b, scale_a, scale_b, offs))
+    operands = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs}
+    return _product(scaled_grouped_mm_call, operands, out_dtype, engine, chip, use_fast_accum=use_fast_accum)
 
 
 def mm(
@@ -139,21 +126,37 @@ def mm(
         OperandError: wrong dtype or shape.
         UnsupportedError: a call that the hardware or this engine does not support.
     """
-    out, chip = _checked("mm", out_dtype, engine, chip)
-    check_mm(a, b, split_k)
-    return _product(Gemm("mm", out, chip, split_k=split_k, engine=engine), (a, b))
+    return _product(mm_call, {"a": a, "b": b}, out_dtype, engine, chip, split_k=split_k)
 
 
-def _checked(call: str, out_dtype: Any, engine: str, chip: Chip | str) -> tuple[Format, Chip]:
+def _product(
+    describe: Callable[..., GemmCall],
+    given: Mapping[str, Any],
+    out_dtype: Any,
+    engine: str,
+    chip: Chip | str,
+    **options: Any,
+) -> jax.Array:
+    """The product of the operands `given`, which `describe` refuses or describes."""
+    call = describe.__name__.removesuffix("_call")
+    # 1. What is refused.
     out = check_output(call, out_dtype)
     engines.check_engine(call, engine)
-    return out, chip_by_name(call, chip)
+    shaped = {name: _shaped(call, name, x) for name, x in given.items()}
+    found = describe(**shaped, out_dtype=out, chip=chip_by_name(call, chip), **options)
+    # 2. The operands as arrays, tensorwise scales [1, 1].
+    arrays = {name: jnp.asarray(x) for name, x in given.items()}
+    if found.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
+        arrays |= {name: arrays[name].reshape(1, 1) for name in ("scale_a", "scale_b")}
+    if 0 in found.sizes and "bias" not in arrays:
+        return jnp.zeros((found.sizes[0], found.sizes[1]), out.name)
+    gemm = Gemm(call, out, found.chip, found.granularities, found.use_fast_accum, options.get("split_k"), engine)
+    return engines.multiply(gemm, without_gradient(call, tuple(arrays.values())), known_options())
 
 
-def _product(gemm: Gemm, operands: tuple[Any, ...]) -> jax.Array:
-    operands = tuple(map(jnp.asarray, operands))
-    a, b, *rest = operands
-    has_bias = gemm.call == "scaled_mm" and len(rest) > 2
-    if 0 in (*a.shape, *b.shape) and not has_bias:
-        return jnp.zeros((a.shape[0], b.shape[-1]), gemm.out_dtype.name)
-    return engines.multiply(gemm, without_gradient(gemm.call, operands), known_options())
+def _shaped(call: str, name: str, x: Any) -> Shaped:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise OperandError(
+            f"{call}: {name} must be a JAX array; got {type(x).__name__}; convert it first: jnp.asarray({name})"
+        )
+    return Shaped(tuple(x.shape), str(x.dtype))

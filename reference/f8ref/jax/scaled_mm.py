@@ -3,21 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from f8emu.spec import (
-    BFLOAT16,
-    FLOAT8,
-    FLOAT32,
-    HIGH_PRECISION,
-    HOPPER,
-    Chip,
-    Format,
-    Granularity,
-    OperandError,
-    SpecError,
-    UnsupportedError,
-    granularity_by_name,
-    output_format,
-)
+from f8emu.spec import BFLOAT16, FLOAT8, HOPPER, Chip, Format, Granularity, OperandError, output_format
+from f8emu.spec.gemm_call import Shaped, mm_call, scaled_grouped_mm_call, scaled_mm_call
 from f8ref.jax.chain import Chain
 from f8ref.jax.codec import codes, dtype_format, float32_bits
 from f8ref.jax.epilogue import finish, product
@@ -56,29 +43,30 @@ def scaled_mm(
         SpecError: an unknown granularity or output format, or a `split_k` below 1.
         UnsupportedError: formats, granularities, options or an output format that the chip has no GEMM for.
     """
-    call = "scaled_mm"
-    formats = _formats(call, a, b, chip)
-    m, n, k = _extents(call, a, b)
-    pair = (granularity_by_name(call, granularity_a), granularity_by_name(call, granularity_b))
-    slices = _slices(call, split_k)
-    _require_gemm(call, chip.refusal(formats, pair, use_fast_accum=use_fast_accum))
-    _require_scale(call, "scale_a", scale_a, pair[0], pair[0].scale_shape(m, k))
-    _require_scale(call, "scale_b", scale_b, pair[1], pair[1].scale_shape(n, k)[::-1])
-    out = output_format(call, out_dtype)
-    is_blockwise = pair[0].is_blockwise
-    model = chip.accumulation(pair, use_fast_accum=use_fast_accum)
+    gemm = scaled_mm_call(
+        *_shaped(a, b, scale_a, scale_b),
+        bias=None if bias is None else _shaped(bias)[0],
+        granularity_a=granularity_a,
+        granularity_b=granularity_b,
+        out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+        split_k=split_k,
+        chip=chip,
+    )
+    pair = gemm.granularities
+    assert pair is not None, "a scaled_mm has scales"
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
-    a, b, formats = taken(model, a, b, formats)
-    chain = Chain(model, *formats, a.shape[1], slices, scale_block_k=pair[0].block[1] if is_blockwise else None)
-    addend = _bias(call, bias, n)
-    if is_blockwise:
-        return finish(blockwise_totals(a, b, scale_a, scale_b, chain, pair), (), addend, out)
+    addend = None if bias is None else jnp.asarray(bias)
+    a, b, formats = taken(gemm.model, a, b, gemm.formats)
+    chain = Chain(gemm.model, *formats, a.shape[1], split_k, scale_block_k=pair[0].block[1])
+    if pair[0].is_blockwise:
+        return finish(blockwise_totals(a, b, scale_a, scale_b, chain, pair), (), addend, gemm.out)
     is_tensorwise = pair[0] is Granularity.TENSORWISE
     if is_tensorwise:
         factors = (product(scale_a.reshape(1, 1), scale_b.reshape(1, 1)),)
     else:
         factors = (scale_b, scale_a)
-    return finish(accumulators(a, b, chain), factors, addend, out, adds_zero=is_tensorwise)
+    return finish(accumulators(a, b, chain), factors, addend, gemm.out, adds_zero=is_tensorwise)
 
 
 def scaled_grouped_mm(
@@ -104,33 +92,18 @@ def scaled_grouped_mm(
         SpecError: an unknown output format.
         UnsupportedError: formats or an output format that the chip has no GEMM for.
     """
-    call = "scaled_grouped_mm"
-    formats = _formats(call, a, b, chip)
-    _require_gemm(call, chip.refusal(formats, (Granularity.ROWWISE, Granularity.ROWWISE)))
-    dtype_format(scale_a, call, "scale_a", (FLOAT32.name,))
-    dtype_format(scale_b, call, "scale_b", (FLOAT32.name,))
-    if str(getattr(offs, "dtype", None)) != "int32":
-        raise OperandError(f"{call}: offs must be an array of int32; got {getattr(offs, 'dtype', type(offs).__name__)}")
-    shapes = tuple(tuple(x.shape) for x in (a, b, scale_a, scale_b, offs))
-    if tuple(map(len, shapes)) != (2, 3, 1, 2, 1) or shapes != _grouped_shapes(shapes[0], shapes[1]):
-        raise OperandError(
-            f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [G, K, N], [total_M], [G, N] and [G]; "
-            f"got {', '.join(map(str, shapes))}. A 2-d b has no groups: that is scaled_mm"
-        )
-    out = output_format(call, out_dtype)
-    a, b, scale_a, scale_b, offs = map(jnp.asarray, (a, b, scale_a, scale_b, offs))
-    model = chip.float8_fast if use_fast_accum else chip.float8
-    a, b, formats = taken(model, a, b, formats)
-    chain = Chain(model, *formats, a.shape[1])
-    if b.shape[0] == 0:
-        return jnp.zeros((a.shape[0], b.shape[2]), out.name)
+    operands = (a, b, scale_a, scale_b, offs)
+    gemm = scaled_grouped_mm_call(*_shaped(*operands), out_dtype=out_dtype, use_fast_accum=use_fast_accum, chip=chip)
+    a, b, scale_a, scale_b, offs = map(jnp.asarray, operands)
+    a, b, formats = taken(gemm.model, a, b, gemm.formats)
+    chain = Chain(gemm.model, *formats, a.shape[1])
     totals = grouped_accumulators(a, b, offs, chain)
     row = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
     group = jnp.sum(row >= offs[None, :], axis=1, dtype=offs.dtype)
     # Rows of no group have no scale either: 0 * 0.
     scale_b_row = jnp.where((group < b.shape[0])[:, None], scale_b.at[group].get(mode="clip"), 0)
     scale_a_row = jnp.where(group < b.shape[0], scale_a, 0)[:, None]
-    return finish(totals, (scale_a_row, scale_b_row), None, out)
+    return finish(totals, (scale_a_row, scale_b_row), None, gemm.out)
 
 
 def mm(
@@ -152,12 +125,9 @@ def mm(
         SpecError: an unknown output format, or a `split_k` below 1.
         UnsupportedError: an output format that no GEMM gives.
     """
-    dtype_format(a, "mm", "a", (BFLOAT16.name,))
-    dtype_format(b, "mm", "b", (BFLOAT16.name,))
-    _, _, k = _extents("mm", a, b)
-    chain = Chain(chip.bfloat16, BFLOAT16, BFLOAT16, k, _slices("mm", split_k))
-    totals = accumulators(jnp.asarray(a), jnp.asarray(b), chain)
-    return finish(totals, (), None, output_format("mm", out_dtype))
+    gemm = mm_call(*_shaped(a, b), out_dtype=out_dtype, split_k=split_k, chip=chip)
+    chain = Chain(gemm.model, *gemm.formats, gemm.sizes[2], split_k)
+    return finish(accumulators(jnp.asarray(a), jnp.asarray(b), chain), (), None, gemm.out)
 
 
 def mma(
@@ -190,52 +160,5 @@ def mma(
     return finish(multiply_adds(a, transposed.T, float32_bits(codes(c, out), out), chain), (), None, out)
 
 
-def _extents(call: str, a: jax.Array, b: jax.Array) -> tuple[int, int, int]:
-    """(M, N, K)."""
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[1] != b.shape[0]:
-        raise OperandError(
-            f"{call}: a must be [M, K] and b [K, N]; got shapes {tuple(a.shape)} and {tuple(b.shape)}. "
-            "Transpose b if it is stored as [N, K]"
-        )
-    return a.shape[0], b.shape[1], a.shape[1]
-
-
-def _formats(call: str, a: jax.Array, b: jax.Array, chip: Chip) -> tuple[Format, Format]:
-    names = tuple(f.name for f in chip.operand_formats)
-    return dtype_format(a, call, "a", names), dtype_format(b, call, "b", names)
-
-
-def _require_gemm(call: str, refusal: str | None) -> None:
-    if refusal is not None:
-        raise UnsupportedError(f"{call}: {refusal}")
-
-
-def _grouped_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shapes of all operands of a grouped GEMM that a [M, K] and b [G, K, N] ask for."""
-    groups, _, n = b
-    return a, (groups, a[1], n), (a[0],), (groups, n), (groups,)
-
-
-def _slices(call: str, split_k: int) -> int:
-    if isinstance(split_k, bool) or not isinstance(split_k, int) or split_k < 1:
-        raise SpecError(f"{call}: split_k must be a static integer of at least 1; got {split_k!r}")
-    return split_k
-
-
-def _require_scale(call: str, name: str, scale: jax.Array, granularity: Granularity, expected: tuple[int, ...]) -> None:
-    dtype_format(scale, call, name, (FLOAT32.name,))
-    shape = tuple(scale.shape)
-    if shape != expected and not (granularity is Granularity.TENSORWISE and scale.size == 1):
-        raise OperandError(
-            f"{call}: {name} must have shape {expected} for {granularity.value}; got {shape}. "
-            "scale_b is the scale of b.T, transposed"
-        )
-
-
-def _bias(call: str, bias: jax.Array | None, n: int) -> jax.Array | None:
-    if bias is None:
-        return None
-    dtype_format(bias, call, "bias", tuple(f.name for f in HIGH_PRECISION))
-    if tuple(bias.shape) != (n,):
-        raise OperandError(f"{call}: bias must have shape ({n},), one for each column of b; got {tuple(bias.shape)}")
-    return jnp.asarray(bias)
+def _shaped(*arrays: jax.Array) -> list[Shaped]:
+    return [Shaped(jnp.shape(x), str(getattr(x, "dtype", type(x).__name__))) for x in arrays]

@@ -1,0 +1,122 @@
+"""What f8emu.jax refuses: one table of calls, each with the error and its message.
+
+What a GEMM refuses for its shapes and formats is the matter of `f8emu.spec.gemm_call`, and of its tests.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import f8emu.jax as f8
+from f8emu.spec import E4M3FN, E5M2, E8M0FNU, ROWWISE, TENSORWISE, F8Error, OperandError, SpecError, UnsupportedError
+from tests.jax_path.layers import KERNEL, WEIGHT
+
+NOTHING: Any = None
+X: Any = jnp.zeros((4, 256))
+ONE: Any = jnp.ones((1, 1), jnp.float32)
+A: Any = jnp.ones((16, 32), jnp.float8_e4m3fn)
+LHS: Any = jnp.ones((16, 32), jnp.bfloat16)
+BOTH: Any = jnp.ones((2, 16, 32), jnp.bfloat16)
+STATE: Any = f8.linear_delayed_state()
+FLAGGED: Any = STATE._replace(input=STATE.input._replace(initialized=jnp.ones((), bool)))
+BATCH = (((2,), (2,)), ((0,), (0,)))
+ZEROS: Any = jax.tree.map(jnp.zeros_like, STATE._replace(input=None, weight=None))
+
+
+def layer(lhs: Any = LHS, rhs: Any = LHS, numbers: Any = WEIGHT, *given: Any, **options: Any) -> Any:
+    return f8.dot_general("tensorwise", **options)(lhs, rhs, numbers, *given)
+
+
+def delayed(state: Any, lhs: Any = LHS, numbers: Any = WEIGHT) -> Any:
+    return f8.delayed_dot_general()(lhs, lhs, state, numbers)
+
+
+def gradient(scale: Any) -> Any:
+    return jax.grad(lambda s: f8.scaled_mm(A, A.T, s, ONE, out_dtype="float32").sum())(scale)
+
+
+update: Any = f8.linear_delayed_update
+WRONG: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    # Casts and scales
+    (OperandError, r"cast: x must be .*got int32", lambda: f8.cast(jnp.zeros(3, jnp.int32), E4M3FN)),
+    (OperandError, r"cast: x must be .*got float8_e4m3fn", lambda: f8.cast(A, E4M3FN)),
+    (OperandError, r"cast: x must be .*got list", lambda: f8.cast([1.0], E4M3FN)),  # pyright: ignore
+    (SpecError, r"cast: format must be one of .*got float8_e8m0fnu", lambda: f8.cast(X, E8M0FNU)),
+    (OperandError, r"inv_scale must have shape \[4, 2\]", lambda: f8.quantize(X, ONE, E4M3FN, "blockwise_1x128")),
+    (OperandError, r"inv_scale .*float32.*got bfloat16", lambda: f8.quantize(X, ONE.astype(jnp.bfloat16), E4M3FN)),
+    (OperandError, r"got 0\.1, which float32 does not hold", lambda: f8.quantize(X, 0.1, E4M3FN)),
+    (OperandError, r"\[4, 1\] for rowwise", lambda: f8.quantize(X, 1, E4M3FN, "rowwise")),
+    (SpecError, "granularity", lambda: f8.quantize(X, ONE, E4M3FN, "columnwise")),
+    (OperandError, r"dequantize: codes must be .*got float32", lambda: f8.dequantize(X, ONE)),
+    (OperandError, "out_dtype must be float32, bfloat16 or", lambda: f8.dequantize(A, ONE, out_dtype="float8_e5m2")),
+    (OperandError, r"amax: x must be .* got int32", lambda: f8.amax(jnp.zeros((2, 2), jnp.int32))),
+    (OperandError, r"amax: x must have 2 dimensions or more", lambda: f8.amax(jnp.zeros(2))),
+    (OperandError, r"amax must be .*float32.* got bfloat16", lambda: f8.scale_from_amax(LHS, E5M2)),
+    (SpecError, r"margin must be in 0..6; got 7", lambda: f8.scale_from_amax(X, E5M2, margin=7)),
+    # GEMMs
+    (OperandError, r"a must be .* got float32", lambda: f8.scaled_mm(X, A.T, ONE, ONE)),
+    (OperandError, r"a must be a JAX array; got list", lambda: f8.scaled_mm([1.0], A.T, ONE, ONE)),  # pyright: ignore
+    (OperandError, r"pass a weight .N, K. as weight.T", lambda: f8.scaled_mm(A, A, ONE, ONE)),
+    (UnsupportedError, "float8 output", lambda: f8.scaled_mm(A, A.T, ONE, ONE, out_dtype="float8_e4m3fn")),
+    (SpecError, r"at least 1.* got 0", lambda: f8.scaled_mm(A, A.T, ONE, ONE, split_k=0)),
+    (OperandError, r"engine must be one of", lambda: f8.mm(LHS, LHS.T, engine="cuda")),
+    (OperandError, r"a must be .*bfloat16.*got float8_e4m3fn", lambda: f8.mm(A, A.T)),
+    (OperandError, "scaled_mm", lambda: f8.scaled_grouped_mm(A, A, ONE, ONE, jnp.ones(1, jnp.int32))),
+    (UnsupportedError, r"got .*cpu", lambda: f8.engine_of(None, "hardware")),
+    (UnsupportedError, r"codes have no gradient.* differentiate f8emu\.jax\.dot_general", lambda: gradient(ONE)),
+    # dot_general
+    (OperandError, r"lhs must be one of float32, .*; got float8_e4m3fn; convert", lambda: layer(A, A)),
+    (OperandError, r"rhs must be .* got int32", lambda: layer(rhs=LHS.astype(jnp.int32))),
+    (OperandError, r"lhs must be .* got float64", lambda: layer(np.ones((16, 32)))),
+    (OperandError, r"lhs must be a JAX array; got list", lambda: layer([[1.0]])),
+    (OperandError, r"equal sizes .* got \[32\] and \[16\]", lambda: layer(numbers=KERNEL)),
+    (OperandError, r"lhs must be different", lambda: layer(numbers=(((2,), (1,)), ((), ())))),
+    (OperandError, r"lhs must be different", lambda: layer(numbers=(((1, 1), (1, 1)), ((), ())))),
+    (OperandError, r"dimension_numbers must be \(\(lhs", lambda: layer(numbers=((1,), (1,)))),
+    (OperandError, r"sums over a dimension", lambda: layer(numbers=(((), ()), ((), ())))),
+    (UnsupportedError, r"precision must be None; got HIGHEST", lambda: layer(LHS, LHS, WEIGHT, "HIGHEST")),
+    (UnsupportedError, r"element_type .* got float8_e5m2", lambda: layer(LHS, LHS, WEIGHT, None, jnp.float8_e5m2)),
+    (SpecError, r"element_type must be one of .*; got float64", lambda: layer(LHS, LHS, WEIGHT, None, np.float64)),
+    (SpecError, r"rowise", lambda: f8.dot_general("rowise")),
+    (SpecError, r"known when the function is traced", lambda: jax.jit(lambda r: f8.dot_general(r))(1.0)),
+    (TypeError, r"Recipe", lambda: jax.jit(lambda r: 1)(ROWWISE)),
+    (SpecError, r"with delayed scaling; use delayed_dot_general", lambda: f8.dot_general("delayed")),
+    (SpecError, r"without delayed scaling; use dot_general", lambda: f8.delayed_dot_general("rowwise")),
+    (OperandError, r"engine must be one of auto, hardware", lambda: f8.dot_general("rowwise", engine="gpu")),
+    (UnsupportedError, r"needs a CUDA device .*; got .*cpu.*; run it on one, or", lambda: layer(engine="hardware")),
+    (UnsupportedError, r"needs a CUDA device", lambda: f8.jit(lambda x: layer(x, engine="hardware"))(LHS)),
+    # The block
+    (OperandError, r"w1 and w3 \[dim, hidden\]", lambda: f8.feed_forward("rowwise")(LHS, LHS, LHS, LHS)),
+    (OperandError, "feed_forward: x ", lambda: f8.feed_forward("rowwise")(A, LHS.T, LHS, LHS.T)),
+    (SpecError, "use delayed_feed_forward", lambda: f8.feed_forward("delayed")),
+    (SpecError, "use feed_forward", lambda: f8.delayed_feed_forward("rowwise")),
+    (OperandError, "three Float8States", lambda: f8.delayed_feed_forward()(LHS, LHS.T, LHS, LHS.T, states=STATE)),
+    (OperandError, "three Float8States", lambda: f8.delayed_feed_forward()(LHS, LHS.T, LHS, LHS.T, [STATE] * 2)),
+    # States
+    (OperandError, "must be the Float8State", lambda: delayed(NOTHING)),
+    (OperandError, "must be the Float8State", lambda: delayed(STATE._replace(weight=None))),
+    (OperandError, "histories of 16", lambda: delayed(jax.tree.map(lambda v: v[..., :3] if v.ndim else v, STATE))),
+    (OperandError, "all float32", lambda: delayed(FLAGGED)),
+    (OperandError, r"bfloat16\(16,\)", lambda: delayed(jax.tree.map(lambda v: v.astype(jnp.bfloat16), STATE))),
+    (OperandError, r"got dict; .*restore with linear_delayed_state\(recipe\) as", lambda: delayed({"input": {}})),
+    (OperandError, "no batch dimensions; got .0. of lhs; use jax.vmap", lambda: delayed(STATE, BOTH, BATCH)),
+    (SpecError, "needs a recipe with delayed scaling", lambda: f8.linear_delayed_state("rowwise")),
+    (SpecError, "delayed scaling", lambda: update(STATE, STATE, TENSORWISE)),
+    (OperandError, "got DelayedState and NoneType for input", lambda: update(STATE, STATE._replace(input=None))),
+    (OperandError, "state must be a Float8State.*got dict", lambda: update({}, {})),
+    (OperandError, "must be gradients of one state", lambda: f8.linear_delayed_maximum(STATE, ZEROS)),
+    (OperandError, "at least 1; got 0", lambda: f8.shared_delayed_state(STATE, 0)),
+    (OperandError, "of grad_output is not.*without a gradient", lambda: f8.linear_delayed_settled(ZEROS)),
+    (OperandError, "outside of a trace", lambda: jax.jit(f8.linear_delayed_settled)(STATE)),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), WRONG, ids=[message for _, message, _ in WRONG])
+def test_refusals(error: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert type(caught.value) is error or not issubclass(error, F8Error)
