@@ -18,6 +18,7 @@ from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_laye
 from f8emu.torch.conversion.small_layers import ModuleFilter
 from f8emu.torch.conversion.subclass import float8_subclass, float_layer, linear_class
 from f8emu.torch.conversion.torchao import RecipeLike
+from f8emu.torch.conversion.weights import gather_as_float8, hold_as_float8, release, require_sole_reader
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
@@ -26,8 +27,6 @@ from f8emu.torch.layer.replacement import watch_replacements
 from f8emu.torch.torch_internals import replace_modules
 from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight
-from f8emu.torch.weights.primary_weights import hold_as_float8, release, require_sole_reader
-from f8emu.torch.weights.sharded_weight import gather_as_float8
 
 _log = logging.getLogger("f8emu")
 _CALL = "convert_to_float8_training"
@@ -97,7 +96,7 @@ def convert_to_float8_training(
     report = report_of(module, recipe, module_filter_fn, pad, subclasses)
     layers = dict(linear_layers(module))
     chosen = {fqn: layers[fqn] for fqn in report.names(Outcome.CONVERTED)}
-    already = {fqn: layers[fqn] for fqn in report.names(Outcome.ALREADY)}
+    already = {fqn: layer for fqn, layer in layers.items() if isinstance(layer, Float8Linear)}
     _check_report(report)
     _check_converted(report, already, engine, recompute_casts)
     for device in {layer.weight.device for layer in chosen.values()}:
@@ -118,7 +117,7 @@ def convert_to_float8_training(
                 made.update_with(group)
     # 3. Their weights.
     if float8_primary_weights:
-        hold_as_float8(list(new.values()))
+        hold_as_float8(new.values())
     if enable_fsdp_float8_all_gather:
         gather_as_float8([*new.values(), *already.values()])
     # 4. The model, and what is said of it.
@@ -169,7 +168,6 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
     layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
     sharded = sharded_layers(module)
     new: dict[int, nn.Linear] = {}
-    released: dict[int, nn.Parameter] = {}
     for fqn, layer in layers.items():
         if id(layer) in sharded:
             raise UnsupportedError(
@@ -184,7 +182,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
             )
         if id(layer) not in new:
             new[id(layer)] = float_layer(layer, cls)
-            release(new[id(layer)], released)
+    release(new.values())
     return replace_modules(module, new)
 
 
@@ -232,11 +230,10 @@ def _check_report(report: ConversionReport) -> None:
 
 
 def _check_converted(
-    report: ConversionReport, already: dict[str, nn.Linear], engine: str, recompute_casts: bool
+    report: ConversionReport, already: dict[str, Float8Linear], engine: str, recompute_casts: bool
 ) -> None:
     """Raise if a layer was converted before with other settings."""
     for fqn, layer in already.items():
-        assert isinstance(layer, Float8Linear), "only these are converted already"
         if (layer.recipe, layer.engine, layer.recompute_casts) != (report.recipe, engine, recompute_casts):
             raise OperandError(
                 f"{_CALL}: {fqn or 'the module'} is a Float8Linear under recipe {layer.recipe.label!r}, engine "
@@ -249,7 +246,7 @@ def _check_primary(
     recipe: Recipe,
     module: nn.Module,
     chosen: dict[str, nn.Linear],
-    already: dict[str, nn.Linear],
+    already: dict[str, Float8Linear],
     is_gathered: bool,
 ) -> None:
     """Raise if the weights cannot be float8 alone."""

@@ -65,7 +65,7 @@ class OwnRows:
         return -(-self.n // self.ranks)
 
     @property
-    def own(self) -> slice:
+    def rows(self) -> slice:
         """The rows of this rank."""
         return slice(min(self.n, self.rank * self.padded), min(self.n, (self.rank + 1) * self.padded))
 
@@ -86,7 +86,7 @@ class LocalWeight(NamedTuple):
 
     values: Tensor
     recipe: Recipe
-    rows: OwnRows
+    own: OwnRows
 
 
 class _Part(NamedTuple):
@@ -110,8 +110,8 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
     A rank fills in the amaxes of its own rows and leaves zeros for the others.
     """
     together: dict[Any, list[int]] = {}
-    for i, (values, recipe, rows) in enumerate(weights):
-        together.setdefault((values.device, recipe, rows.group), []).append(i)
+    for i, (values, recipe, own) in enumerate(weights):
+        together.setdefault((values.device, recipe, own.group), []).append(i)
     found: dict[int, WeightScales] = {}
     for (_, recipe, group), members in together.items():
         # 1. The amaxes that this rank knows, in one tensor, by few launches for the hundreds of weights of a model.
@@ -125,7 +125,7 @@ def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
         flat = reduce_amax(flat, () if group is None else (group,))
         amaxes = _split(flat, parts)
         for i, row, col in zip(members, amaxes[::2], amaxes[1::2], strict=True):
-            _reduce_over_others(weights[i].rows, row, col)
+            _reduce_over_others(weights[i].own, row, col)
         # 3. Their scales.
         rule = recipe.scale_rule
         both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
@@ -144,7 +144,7 @@ def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
 
 def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     """The amaxes of this rank's rows: for `output` and for `grad_input`."""
-    x, recipe, whole = weight
+    x, recipe, own = weight
     by_row = recipe.output.b.granularity is Granularity.ROWWISE
     by_col = recipe.grad_input.b.granularity is Granularity.ROWWISE
     of_rows = of_cols = None
@@ -155,13 +155,13 @@ def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
     of_all = None if by_row and by_col else fused.tensor_amax(x if of_rows is None else of_rows)
     rows, cols = of_rows if by_row else of_all, of_cols if by_col else of_all
     assert rows is not None and cols is not None, "each operand has scales of one kind or the other"
-    row_part = _Part(rows, whole.n, whole.own.start) if by_row else _Part(rows, 1)
+    row_part = _Part(rows, own.n, own.rows.start) if by_row else _Part(rows, 1)
     return row_part, _Part(cols, cols.numel())
 
 
-def _reduce_over_others(rows: OwnRows, row_amax: Tensor, col_amax: Tensor) -> None:
+def _reduce_over_others(own: OwnRows, row_amax: Tensor, col_amax: Tensor) -> None:
     """Tensor parallelism along N, dimension 0, has cut the columns; along K, the rows. In place."""
-    for group, dim in rows.others:
+    for group, dim in own.others:
         for amax, cut in ((row_amax, 1), (col_amax, 0)):
             if amax.numel() == 1 or cut == dim:
                 amax.copy_(reduce_amax(amax, (group,)))

@@ -14,7 +14,6 @@
 Exactness: codes and scales are those of the whole weight on one device.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -169,7 +168,7 @@ class ShardedWeight(Tensor):
         """The codes for `output` of this rank's rows `x`, padded."""
         own, scales = self.state.own, self.state.of_forward
         assert own is not None and scales is not None, "fsdp_pre_all_gather"
-        return own.pad(cast_rows(x, self.recipe, scales, own.own))
+        return own.pad(cast_rows(x, self.recipe, scales, own.rows))
 
     def _own_cols(self, x: Tensor) -> Tensor:
         """The codes for `grad_input` of this rank's rows `x`, padded."""
@@ -244,18 +243,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[ShardedWeight]:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += [x for x in tree_leaves(value) if isinstance(x, ShardedWeight)]
     return found
-
-
-def gather_as_float8(layers: Iterable[nn.Linear]) -> None:
-    """Make the weights of float8 layers such that FSDP2 gathers them as float8; shared parameters stay shared."""
-    new: dict[int, nn.Parameter] = {}
-    for layer in layers:
-        weight, recipe = layer.weight, getattr(layer, "recipe")  # noqa: B009
-        if isinstance(weight, ShardedWeight):
-            continue
-        if id(weight) not in new:
-            new[id(weight)] = nn.Parameter(ShardedWeight(weight.detach(), recipe), weight.requires_grad)
-        layer.weight = new[id(weight)]
 
 
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
