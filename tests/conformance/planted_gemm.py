@@ -1,7 +1,7 @@
 """A tensor core of float64 numbers, with a knob for each fault; nothing of the diagnosis computes it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -189,12 +189,15 @@ def unpacked(knobs: Knobs, x: Number) -> tuple[Number, Number]:
     return np.where(fields == 0, 0.0, values) if knobs.flush else values, np.maximum(fields, 1) - fmt.bias
 
 
+def subject_of(scaled_mm: Callable[..., Number]) -> Subject:
+    return Subject(name="x", engine="numpy", verbs={"scaled_mm": scaled_mm})
+
+
 def subject(**knobs: Any) -> Subject:
-    verb = partial(kernel, Knobs(**knobs))
-    return Subject(name="planted", engine="numpy", verbs={"scaled_mm": verb})
+    return replace(subject_of(partial(kernel, Knobs(**knobs))), name="planted")
 
 
-def failing(fails: Callable[[int, int], bool], error: Exception, **knobs: Any) -> tuple[Subject, list[int]]:
+def failing(fails: Callable[[int, int], bool], error: BaseException, **knobs: Any) -> tuple[Subject, list[int]]:
     """A planted kernel that fails on GEMMs of some (call, K), and the K of its calls."""
     verb, calls = subject(**knobs).verbs["scaled_mm"], list[int]()
 
@@ -204,7 +207,7 @@ def failing(fails: Callable[[int, int], bool], error: Exception, **knobs: Any) -
             raise error
         return verb(a, *args, **options)
 
-    return Subject(name="failing", engine="numpy", verbs={"scaled_mm": run}), calls
+    return subject_of(run), calls
 
 
 def spoilt(spoil: Callable[[Number, Number], None]) -> Subject:
@@ -216,4 +219,4 @@ def spoilt(spoil: Callable[[Number, Number], None]) -> Subject:
         spoil(a, output)
         return output
 
-    return Subject(name="spoilt", engine="x", verbs={"scaled_mm": run})
+    return subject_of(run)

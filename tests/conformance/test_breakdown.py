@@ -17,6 +17,7 @@ from f8emu.conformance.breakdown.difference_map import MAX_CELLS, difference_map
 from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
 from f8emu.conformance.compare import different
 from f8emu.conformance.run.check import Case, answer, run_case
+from f8emu.conformance.run.result import joined
 from f8emu.conformance.run.verify import Result
 from f8emu.report.terminal import parts
 from f8emu.report.verify import Run, page
@@ -55,18 +56,8 @@ def test_steps_of_nextafter(dtype: Any) -> None:
 
 def test_histogram_counts_every_output_that_differs() -> None:
     nan, inf = np.nan, np.inf
-    pairs = [
-        (1.0, nan),
-        (1.0, inf),
-        (inf, 1.0),
-        (-inf, inf),
-        (inf, nan),
-        (nan, 1.0),
-        (nan, -inf),
-        (nan, nan),
-        (2.0, 2.0),
-    ]
-    pairs += [(0.0, -0.0), (np.float32(1 + 2**-23), 1.0), (np.float32(1 + 2**-21), 1.0), (1.0, np.float32(1 + 2**-22))]
+    pairs = [(1.0, nan), (1.0, inf), (inf, 1.0), (-inf, inf), (inf, nan), (nan, 1.0), (nan, -inf), (nan, nan)]
+    pairs += [(2.0, 2.0), (0.0, -0.0), (1 + 2**-23, 1.0), (1 + 2**-21, 1.0), (1.0, 1 + 2**-22)]
     observed, expected = np.array(pairs, np.float32).T
     histogram = ulp_histogram(observed, expected)
     assert histogram.labelled() == {
@@ -165,12 +156,12 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
     subject = planted.subjects[0]
     (found,) = breakdowns(subject.stages)
     assert found.stages == ("recorded GEMMs", "generated GEMMs"), "the same traits, counted together"
-    stages = subject.stages[1:]
+    total = joined(subject.stages[1:], errors=0)
     whole = Tally(
-        cases=sum(stage.cases_total for stage in stages),
-        cases_differing=sum(stage.cases_total - stage.cases_equal for stage in stages),
-        outputs=sum(stage.outputs_total for stage in stages),
-        outputs_differing=sum(stage.outputs_total - stage.outputs_equal for stage in stages),
+        cases=total.cases_total,
+        cases_differing=total.cases_total - total.cases_equal,
+        outputs=total.outputs_total,
+        outputs_differing=total.outputs_total - total.outputs_equal,
     )
     assert found.whole == whole and whole.cases_differing > 20
     assert list(found.tallies) == [

@@ -29,7 +29,7 @@ from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.conformance.run.verify import Result, StageResult, SubjectResult
 from f8emu.spec import HOPPER, OperandError
-from tests.conformance.planted_gemm import failing, spoilt
+from tests.conformance.planted_gemm import failing, spoilt, subject_of
 from tests.conformance.planted_gemm import subject as planted
 
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -108,7 +108,7 @@ def test_rows_that_depend_on_m() -> None:
     def kernel(a: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
         return (few if a.shape[0] <= 16 else many)(a, *args, **options)
 
-    found = fitted(FAST, Subject(name="x", engine="x", verbs={"scaled_mm": kernel}), 1, 16, 17, 64)
+    found = fitted(FAST, subject_of(kernel), 1, 16, 17, 64)
     assert found.is_batch_invariant is False
     assert {one.name: (one.is_same, one.split_k) for one in found.sizes} == {
         "M = 64": (True, 1), "M = 17": (True, 1), "M = 16": (False, 4), "M = 1": (False, 4),
@@ -150,14 +150,19 @@ def test_sizes_at_which_rules_do_not_hold(
     assert INTERPRETED in fit_verdict(Fit(subject="x", engine=f"y, {INTERPRETED}", kinds=[whole]))
 
 
-def test_a_size_that_our_own_library_refuses_is_no_failure() -> None:
+def test_a_size_that_did_not_run_shows_nothing() -> None:
+    """Refused by our own library, which is no failure, or padded to more rows."""
+
     def refuses(*args: Any, **options: Any) -> np.ndarray:
         raise OperandError("M must be a multiple of 4")
 
     for takes_any_size in (False, True):
-        subject = Subject(name="x", engine="x", verbs={"scaled_mm": refuses}, takes_any_size=takes_any_size)
+        subject = replace(subject_of(refuses), takes_any_size=takes_any_size)
         found = list(checks.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
         assert all("multiple of 4" in one.reason and one.has_failed == takes_any_size for one in found), found
+    kernel = replace(scaled_mm_kernel("x", lambda *operands, **options: operands[0]), multiples=(16, 16, 16))
+    *refused, _, _, _ = checks.at_sizes(kernel_subject(kernel, "numpy"), BY_NAME[FAST], rules_for(FAST), (1, 17))
+    assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
 
 
 def test_random_gemms_ask_formats_outputs_and_twice() -> None:
@@ -168,7 +173,7 @@ def test_random_gemms_ask_formats_outputs_and_twice() -> None:
         def kernel(a: np.ndarray, b: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
             return change(a, b, verb(a, b, *args, **options).copy())
 
-        subject = Subject(name="x", engine="x", verbs={"scaled_mm": kernel})
+        subject = subject_of(kernel)
         return checks.on_random_gemms(subject, BY_NAME[FAST], rules_for(FAST))
 
     def reused(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
@@ -188,15 +193,6 @@ def test_random_gemms_ask_formats_outputs_and_twice() -> None:
     assert left is not None and left.names == ("output: float16",), left
 
 
-def test_rows_that_would_be_padded_are_not_claimed() -> None:
-    """An M that never ran shows nothing."""
-    kernel = replace(scaled_mm_kernel("x", lambda *operands, **options: operands[0]), multiples=(16, 16, 16))
-    subject = kernel_subject(kernel, "numpy")
-    _, whole = next(checks.sizes_run(subject, BY_NAME[FAST]))
-    *refused, _, _, _ = checks.at_sizes(subject, BY_NAME[FAST], rules_of(HOPPER, whole), (1, 17))
-    assert [one.reason for one in refused] == ["x takes it padded to 32 rows", "x takes it padded to 16 rows"]
-
-
 def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one of the random GEMMs, or with one number of rows: that is no GEMM which is not offered."""
     verb = planted().verbs["scaled_mm"]
@@ -206,7 +202,7 @@ def test_a_kernel_that_fails_is_not_confirmed(monkeypatch: pytest.MonkeyPatch) -
             raise RuntimeError("illegal memory access")
         return verb(a, *args, **options)
 
-    subject = Subject(name="x", engine="x", verbs={"scaled_mm": kernel})
+    subject = subject_of(kernel)
     result = fit(subject, kinds=[BY_NAME[PROMOTED]])
     (found,) = result.kinds
     assert "illegal memory access" in found.error and not found.is_confirmed and not result.is_confirmed
@@ -288,7 +284,8 @@ def test_command_line(kernels: Path) -> None:
     assert "nothing is lost" in text and "confirmed on random GEMMs, 1792/1792 outputs equal" in text
     assert "do not depend on M (32, 1)" in text
     (kind,) = json.loads(out.read_text())["kinds"]
-    assert kind["rules"]["adder"] == "exact" and kind["batch_invariant"] is True
+    assert kind["rules"]["adder"] == "exact" and kind["in_words"][0] == "adds exactly"
+    assert kind["batch_invariant"] is True
     assert kind["outputs_equal"] == kind["outputs_total"] == 1792
     narrow = invoke("fit", "fit_kernels:exact", *options, columns="50")[1]
     assert max(map(len, narrow.splitlines())) <= 50
@@ -348,20 +345,17 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
         golden=shipped_golden(), subjects=[SubjectResult(name=one.name, engine="x", stages=[stage]) for one in subjects]
     )
 
+    def explanation(equal: int) -> Explanation:
+        return Explanation(alterations=(f"altered {equal}",), sentence="it", outputs_equal=equal, outputs_total=9)
+
+    right = {"outputs_equal": 9}
+    odd = {"outputs_equal": 5, "best": explanation(7), "tried": tuple(map(explanation, (7, 6, 5)))}
+
     def diagnose(subject: Subject, **options: Any) -> tuple[Diagnosis, ...]:
         if subject.name == "failing":
             raise MemoryError("no room")
-        best = None if subject.name == "right" else explanation(7)
-        return tuple(
-            Diagnosis(
-                kind=kind.name, cases=1, outputs_equal=9 if best is None else 5, outputs_total=9, best=best,
-                tried=() if best is None else (explanation(7), explanation(6), explanation(5)),
-            )
-            for kind in KINDS
-        )  # fmt: skip
-
-    def explanation(equal: int) -> Explanation:
-        return Explanation(alterations=(f"altered {equal}",), sentence="it", outputs_equal=equal, outputs_total=9)
+        known: dict[str, Any] = right if subject.name == "right" else odd
+        return tuple(Diagnosis(kind=kind.name, cases=1, outputs_total=9, **known) for kind in KINDS)
 
     monkeypatch.setattr(telling, "diagnose", diagnose)
     told, found = diagnosed(result, subjects)
@@ -372,10 +366,3 @@ def test_a_diagnosis_that_fails_loses_no_verification(monkeypatch: pytest.Monkey
     assert "the probes do not show it" in lines["right"][-1] and len(lines["right"]) == 2
     assert len(lines["odd"]) == 2 and f"{7 * len(KINDS)}/{9 * len(KINDS)} outputs equal" in lines["odd"][0]
     assert not any("do not show" in line for line in lines["odd"])
-
-
-def test_rules_in_words() -> None:
-    rules = rules_of(HOPPER, gemm_cases()[0])
-    assert rules.lines()[0].startswith("adds 32 products at a time, aligned to 13 fraction bits (cut toward zero), ")
-    assert isinstance(rules, Rules) and isinstance(Fit(subject="x", engine="y").kinds, list)
-    assert json.dumps(rules.to_dict())
