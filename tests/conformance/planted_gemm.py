@@ -115,7 +115,7 @@ def blocks(
     rows = np.arange(a.shape[0]) // (of_a.block[0] or 1)
     columns = np.arange(b.shape[1]) // (of_b.block[0] or 1)
     exact = np.longdouble  # 64 bits of significand: the product of two float32 numbers, and nearly any sum with it
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    total: Number = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for block in range(-(-a.shape[1] // 128)):
         k = slice(128 * block, 128 * block + 128)
         p = chain(knobs, a[:, k], b[k]).astype(np.float32)
@@ -135,7 +135,7 @@ def blocks(
 def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Number:
     k = a.shape[1]
     length = max(-(-k // ((knobs.slices if k > knobs.slices_above else 1) * 128)) * 128, 128)
-    total = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    total: Number = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for start in range(0, k, length):
         stop = min(start + length, k)
         part, piece = np.zeros_like(total), promote or length

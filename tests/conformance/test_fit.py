@@ -140,7 +140,7 @@ def test_sizes_at_which_rules_do_not_hold(
 ) -> None:
     monkeypatch.setattr(checks, "_K", 160)
     monkeypatch.setattr(checks, "MS", (1, 16, 129, 256))
-    found = tuple(checks.at_sizes(spoilt(spoil), BY_NAME[FAST], rules_for(FAST)))
+    found = list(checks.at_sizes(spoilt(spoil), BY_NAME[FAST], rules_for(FAST)))
     assert [one.name for one in found if one.misses] == missed
     whole = Fitted(kind=FAST, random=RandomGemms(outputs_equal=9, outputs_total=9), sizes=found)
     assert whole.is_confirmed == (not missed)

@@ -7,6 +7,7 @@ Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -76,7 +77,10 @@ def _before_epilogue(case: GemmCase, read: Arguments, rules: Rules, memory: Memo
     codes, k = (read.a_MK, read.b_NK), case.k
     reading = (*reading_of(rules), read.format_a, read.format_b)
     if rules.scales.is_before_dot:
-        key = (*_scaling_before(rules), *reading)
+        # Only operands in bfloat16 are added by a tensor core.
+        rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
+        adding = rules.adder, rules.lanes, rules.model.promote_k, rules.split_k, *rounded
+        key = (rules.scales, *adding, *reading)
         of = (*codes, read.scale_a_MB, read.scale_b_BN)
         return memory.get(of, key, lambda: _scaled_before(read, rules))
     if case.mode is Mode.BLOCKWISE:
@@ -127,15 +131,9 @@ def _epilogue(
     """[EPI-1..4] in the order of the rules."""
     if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
         acc, bias = acc + bias, None
-    match rules.scales:
-        case ScaleOrder.AFTER_OUTPUT:
-            value, factor = _rounded_output(acc, rules, out).astype(np.float32), scale_a * scale_b
-        case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
-            value, factor = acc * scale_b, scale_a
-        case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
-            value, factor = acc * scale_a, scale_b
-        case _:
-            value, factor = acc, scale_a * scale_b
+    if rules.scales is ScaleOrder.AFTER_OUTPUT:
+        acc = _rounded_output(acc, rules, out).astype(np.float32)
+    value, factor = _scaled_once(acc, scale_a, scale_b, rules.scales)
     if bias is not None and rules.bias is BiasRule.FUSED:
         return _rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
     result = _never_minus_zero(value * factor, rules)
@@ -144,6 +142,19 @@ def _epilogue(
     elif bias is not None:
         result = result + bias
     return _rounded_output(result, rules, out)
+
+
+def _scaled_once(
+    x: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, order: ScaleOrder
+) -> tuple[np.ndarray, np.ndarray]:
+    """What is multiplied last, [M, N], and by what."""
+    match order:
+        case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
+            return x * scale_b, scale_a
+        case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
+            return x * scale_a, scale_b
+        case _:
+            return x, scale_a * scale_b
 
 
 def _never_minus_zero(scaled: np.ndarray, rules: Rules) -> np.ndarray:
@@ -182,39 +193,25 @@ def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -
 
 def _partials(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     """The accumulator of each block of K [EPI-5], [B, M, N]."""
-    return np.concatenate(
-        [
-            np.zeros((0, a.rows, b.rows), np.float32),
-            *(promoted(*blocks, rules) for blocks in side_by_side(a, b, BLOCK_K)),
-        ]
-    )
+    partials = [promoted(*blocks, rules) for blocks in side_by_side(a, b, BLOCK_K)]
+    return np.concatenate([np.zeros((0, a.rows, b.rows), np.float32), *partials])
 
 
 def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int) -> np.ndarray:
     """The float32 total of the scaled blocks, slice by slice."""
     multiple = rules.model.split_k_multiple if rules.split_k > 1 else BLOCK_K
-    result: np.ndarray | None = None
+    zero = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
+    totals: list[np.ndarray] = []
     for part in slices(k, rules.split_k, multiple):
-        total = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
+        total = zero
         for block in range(part.start // BLOCK_K, -(-part.stop // BLOCK_K)):
-            p, sa, sb = partials[block], scale_a_MB[:, block, None], scale_b_BN[block]
-            match rules.scales:
-                case ScaleOrder.ROW_FIRST | ScaleOrder.FMA_ROW_FIRST:
-                    value, factor = p * sa, np.broadcast_to(sb, p.shape)
-                case ScaleOrder.COLUMN_FIRST | ScaleOrder.FMA_COLUMN_FIRST:
-                    value, factor = p * sb, np.broadcast_to(sa, p.shape)
-                case _:
-                    value, factor = p, sa * sb
+            value, factor = _scaled_once(
+                partials[block], scale_a_MB[:, block, None], scale_b_BN[block, None], rules.scales
+            )
+            factor = np.broadcast_to(factor, zero.shape)
             total = fma(value, factor, total) if rules.scales.is_fused else value * factor + total
-        result = total if result is None else result + total
-    return np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32) if result is None else result
-
-
-def _scaling_before(rules: Rules) -> tuple[object, ...]:
-    """The same of scaled operands: only those in bfloat16 are added by a tensor core."""
-    numbers = (rules.scales, rules.model.promote_k, rules.split_k, reading_of(rules))
-    rounded = (rules.terms, rules.sums) if rules.scales is ScaleOrder.BEFORE_DOT_BFLOAT16 else ()
-    return (*numbers, rules.adder, rules.lanes, *rounded)
+        totals.append(total)
+    return reduce(np.add, totals) if totals else zero
 
 
 def _scaled_before(read: Arguments, rules: Rules) -> np.ndarray:

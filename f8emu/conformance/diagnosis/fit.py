@@ -10,12 +10,14 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
 from f8emu.conformance.diagnosis.alterations import SUM_BITS, alterations
 from f8emu.conformance.diagnosis.arguments import Memory
 from f8emu.conformance.diagnosis.checks import AtSize, RandomGemms, at_sizes, on_random_gemms, sizes_count
-from f8emu.conformance.diagnosis.observations import NoOutput, Observation, observe_probes
+from f8emu.conformance.diagnosis.observations import Observation, ProbeOutputs, observe_probes
 from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.run.result import Progress, Silent
@@ -25,8 +27,7 @@ from f8emu.spec import HOPPER, Chip
 Option = tuple[str, Callable[[Rules], Rules]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(NamedTuple):
     """One parameter of a kernel."""
 
     name: str
@@ -35,19 +36,19 @@ class Measured:
     """How it was measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Fitted:
-    """One kind of GEMM of a kernel."""
+    """One kind of GEMM of a kernel; grows while `fit` runs."""
 
     kind: str
     rules: Rules | None = None
-    """None: it failed, or the run was interrupted before they were known."""
-    measured: tuple[Measured, ...] = ()
+    """None: it failed before they were known."""
+    measured: list[Measured] = field(default_factory=list)
     follows: str = ""
     """The chip whose rules these are."""
     random: RandomGemms | None = None
     """None: not run yet."""
-    sizes: tuple[AtSize, ...] = ()
+    sizes: list[AtSize] = field(default_factory=list)
     left_out: str = ""
     """How many probes the kernel failed on, and how on the first: the rest was measured."""
     error: str = ""
@@ -59,9 +60,9 @@ class Fitted:
         return not self.error and found is not None and 0 < found.outputs_total == found.outputs_equal
 
     @property
-    def missed(self) -> tuple[AtSize, ...]:
+    def missed(self) -> list[AtSize]:
         """The sizes at which rules do not hold that random GEMMs confirm."""
-        return tuple(one for one in self.sizes if one.misses and self.holds_on_random)
+        return [one for one in self.sizes if one.misses and self.holds_on_random]
 
     @property
     def is_confirmed(self) -> bool:
@@ -81,7 +82,7 @@ class Fitted:
 
 @dataclass(slots=True, kw_only=True)
 class Fit:
-    """What is known of a kernel; grows while `fit` runs."""
+    """What is known of a kernel; grows as its kinds do."""
 
     subject: str
     engine: str
@@ -119,75 +120,73 @@ def fit(
         for kind in kinds:
             progress.begin(f"{subject.name}: {kind.name}", "probes", 1)
             given = observe_probes(subject, kind)
-            if isinstance(given, NoOutput):
-                if given.is_refusal:
-                    result.reason = result.reason or given.reason
-                else:
-                    result.kinds.append(Fitted(kind=kind.name, error=given.reason))
-                continue
-            # each knows more than the one before
-            for known in _fitted(subject, kind, given.observations, ms, chip, progress):
-                if result.kinds and result.kinds[-1].kind == known.kind:
-                    result.kinds.pop()
-                result.kinds.append(replace(known, left_out=given.left_out))
+            if isinstance(given, ProbeOutputs):
+                found = Fitted(kind=kind.name, left_out=given.left_out)
+                _fit_kind(result, found, subject, kind, given.observations, ms, chip, progress)
+            elif given.is_refusal:
+                result.reason = result.reason or given.reason
+            else:
+                result.kinds.append(Fitted(kind=kind.name, error=given.reason))
     except KeyboardInterrupt:
         result.is_interrupted = True
     return result
 
 
-def _fitted(
+def _fit_kind(
+    result: Fit,
+    found: Fitted,
     subject: Subject,
     kind: Kind,
     given: Sequence[Observation],
     ms: Sequence[int],
     chip: Chip,
     progress: Progress,
-) -> Iterator[Fitted]:
+) -> None:
+    """Add what is known of a kind to the result as soon as it is known: the next step may be interrupted."""
     name = f"{subject.name}: {kind.name}"
     right = rules_of(chip, given[0].case)
     # 1. The order of adding.
     progress.begin(name, "order of adding", 1)
+    order, bits = None, None
     try:
         order = measure_order(subject, kind)
         bits = aligned_fraction_bits(subject, kind)
     except NotOffered:
-        order, bits = None, None
+        pass
     except (Exception, SystemExit) as error:  # a subject may raise anything, and exit
-        yield Fitted(kind=kind.name, error=f"order of adding: raised {type(error).__name__}: {str(error)[:200]}")
+        found.error = f"order of adding: raised {type(error).__name__}: {str(error)[:200]}"
+        result.kinds.append(found)
         return
-    rules, measured = _of_order(right, order, bits)
-    known = Fitted(kind=kind.name, rules=rules, measured=tuple(measured))
-    yield known
+    rules, found.measured = _of_order(right, order, bits)
+    found.rules = rules
+    result.kinds.append(found)
     # 2. What has few possibilities.
     rules, of_probes = _of_probes(rules, right, given, kind, progress, name)
-    known = replace(known, rules=rules, measured=(*measured, *of_probes), follows=chip.name if rules == right else "")
-    yield known
+    found.rules, found.follows = rules, chip.name if rules == right else ""
+    found.measured += of_probes
     # 3. Random GEMMs.
     progress.begin(name, "random GEMMs", 1)
-    found = on_random_gemms(subject, kind, rules)
-    known = replace(known, random=found, error=found.failure)
-    yield known
-    if known.error:
-        return
+    found.random = on_random_gemms(subject, kind, rules)
+    found.error = found.random.failure
     # 4. Other sizes.
-    progress.begin(name, "sizes", sizes_count(ms))
-    for one in at_sizes(subject, kind, rules, ms):
-        progress.advance()
-        known = replace(known, sizes=(*known.sizes, one))
-        yield known
+    if not found.error:
+        progress.begin(name, "sizes", sizes_count(ms))
+        for one in at_sizes(subject, kind, rules, ms):
+            progress.advance()
+            found.sizes.append(one)
 
 
 def _of_order(right: Rules, order: Order | None, bits: int | None) -> tuple[Rules, list[Measured]]:
     """The rules of adding as far as crafted operands tell them."""
     if order is None:
-        return right, [Measured(name="order of adding", value="not told", evidence="no such GEMM is offered")]
+        return right, [Measured("order of adding", "not told", "no such GEMM is offered")]
     evidence = "M and -M at two places of K, equal tiny products at all others, counted"
     found = {"order of adding": order.sentence}
     if not right.scales.is_fused:
         promotion = order.promote_k
         found["promotion to float32"] = f"every {promotion} of K" if promotion else "one chain over all of K"
         found["split of K"] = f"slices of {order.split_length} at K = 1024" if order.split_k > 1 else "none"
-    measured = [Measured(name=name, value=value, evidence=evidence) for name, value in found.items()]
+    measured = [Measured(name, value, evidence) for name, value in found.items()]
     model = replace(right.model, promote_k=order.promote_k)
     rules = replace(right, split_k=order.split_k)
     if order.adder in (Adder.FLOAT32, Adder.EXACT):
@@ -196,13 +195,11 @@ def _of_order(right: Rules, order: Order | None, bits: int | None) -> tuple[Rule
         model = replace(model, step_k=order.step_k)
         if bits is not None:
             model = replace(model, aligned_fraction_bits=bits)
-            evidence = "M, 2^-j M and -M in one step"
-            measured.append(Measured(name="fraction bits of a term", value=str(bits), evidence=evidence))
+            measured.append(Measured("fraction bits of a term", str(bits), "M, 2^-j M and -M in one step"))
     return replace(rules, model=model), measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parameter:
+class _Parameter(NamedTuple):
     """A parameter with few possibilities, and the probes that part them."""
 
     name: str
@@ -211,54 +208,39 @@ class _Parameter:
     options: tuple[Option, ...]
 
 
-_EXACT_ON_PROBES = (
-    ("output", ("ties of the output", "scales ->"), ("output cut", "output ties", "output through")),
-    ("scales", ("scales ->", "scales beside", "scales that"), ("scales", "block scales", "first block")),
-)
-"""Name, beginnings of the names of probes and of alterations. These probes add exactly under any rule: an unknown way
-to add does not hide them."""
-_OTHERS = (
-    (
-        "operands",
-        ("every code", "middle", "mixed", "tail of K", "one chain"),
-        ("operands", "subnormal operands", "output transposed", "formats"),
-    ),
-    ("bias", ("bias",), ("bias",)),
-    ("sign of a zero", ("zeros",), ("-0",)),
-    ("subnormal results", ("subnormal results",), ("subnormal results",)),
-    ("overflow", ("overflow",), ("output saturates",)),
-)
-
-
 def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Parameter]:
-    def by_alterations(table: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]]) -> Iterator[_Parameter]:
-        for name, probes, beginnings in table:
-            found = [(one.name, one.change) for one in alterations() if one.name.startswith(beginnings)]
-            if name != "bias" or kind.with_bias:
-                yield _Parameter(name=name, probes=probes, options=(("as the hardware", _same), *found))
+    def named(name: str, probes: tuple[str, ...], *beginnings: str) -> _Parameter:
+        found = [(one.name, one.change) for one in alterations() if one.name.startswith(beginnings)]
+        return _Parameter(name, probes, (("as the hardware", _same), *found))
 
-    yield from by_alterations(_EXACT_ON_PROBES)
+    # These probes add exactly under any rule: an unknown way to add does not hide them.
+    yield named("output", ("ties of the output", "scales ->"), "output cut", "output ties", "output through")
+    yield named("scales", ("scales ->", "scales beside", "scales that"), "scales", "block scales", "first block")
     if rules.adder is Adder.TENSOR_CORE:
-        widths = dict.fromkeys(
-            (right.model.result_fraction_bits, min(rules.model.aligned_fraction_bits, SUM_BITS[0]), *SUM_BITS)
-        )
+        aligned = min(rules.model.aligned_fraction_bits, SUM_BITS[0])
+        widths = dict.fromkeys((right.model.result_fraction_bits, aligned, *SUM_BITS))
         cut, nearest = Rounding.CUT, Rounding.NEAREST
         roundings = (cut, cut), (nearest, nearest), (cut, nearest), (nearest, cut)
         options = tuple(_sum_of_a_step(width, *both) for both in roundings for width in widths)
-        yield _Parameter(name="sum of a step", probes=("one step", "one chain", "middle"), options=options)
+        yield _Parameter("sum of a step", ("one step", "one chain", "middle"), options)
         if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
-            step = rules.model.step_k
-            each_step: Option = (
-                f"every step, {step} of K",
-                lambda rules: replace(rules, model=replace(rules.model, promote_k=step)),
-            )
-            options = (("as measured", _same), each_step)
-            yield _Parameter(name="promotion of steps", probes=("one chain", "middle"), options=options)
-    yield from by_alterations(_OTHERS)
+            each_step = f"every step, {rules.model.step_k} of K", partial(_promoted, every=rules.model.step_k)
+            yield _Parameter("promotion of steps", ("one chain", "middle"), (("as measured", _same), each_step))
+    codes = ("every code", "middle", "mixed", "tail of K", "one chain")
+    yield named("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
+    if kind.with_bias:
+        yield named("bias", ("bias",), "bias")
+    yield named("sign of a zero", ("zeros",), "-0")
+    yield named("subnormal results", ("subnormal results",), "subnormal results")
+    yield named("overflow", ("overflow",), "output saturates")
 
 
 def _same(rules: Rules) -> Rules:
     return rules
+
+
+def _promoted(rules: Rules, *, every: int) -> Rules:
+    return replace(rules, model=replace(rules.model, promote_k=every))
 
 
 def _sum_of_a_step(width: int, terms: Rounding, sums: Rounding) -> Option:
@@ -289,7 +271,7 @@ def _of_probes(
             evidence = f"{max(scores)} of {sum(one.size for one in told)} outputs of {len(told)} probes"
             if change(rules) == rules and parameter.name in found:
                 text = found[parameter.name].value
-            found[parameter.name] = Measured(name=parameter.name, value=text, evidence=evidence)
+            found[parameter.name] = Measured(parameter.name, text, evidence)
             rules = change(rules)
         if rules == before:
             break

@@ -108,7 +108,6 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
     """
     found: list[Observation] = []
     failures: list[NoOutput] = []
-    refusal = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
     refusals: list[NoOutput] = []
     lost_in_a_row = 0
     for probe in probes(kind, takes_any_size=subject.takes_any_size):
@@ -127,7 +126,8 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
                 return one
             (refusals if one.is_refusal else failures).append(one)
     if not found:
-        return [*failures, *refusals, refusal][0]
+        none = NoOutput(reason=f"{subject.name} has none of the output types", is_refusal=True)
+        return [*failures, *refusals, none][0]
     left_out = ""
     if failures:
         left_out = f"{len(failures)} of {len(failures) + len(found)} probes failed, first: {failures[0].reason}"

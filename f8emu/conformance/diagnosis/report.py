@@ -147,7 +147,7 @@ def fit_table(kind: Fitted) -> "Table":
 
     drawn = Table("parameter", "value", "told by", title=Text(kind.kind, style="bold"), title_justify="left")
     for one in kind.measured:
-        drawn.add_row(*map(Text, (one.name, one.value, one.evidence)))
+        drawn.add_row(*map(Text, one))
     return drawn
 
 
@@ -234,16 +234,11 @@ def fit_json(fit: Fit, *, command: Sequence[str], seconds: float) -> dict[str, A
 def _fitted_json(kind: Fitted) -> dict[str, Any]:
     random = kind.random or RandomGemms()
     return {
-        "kind": kind.kind,
-        "left_out": kind.left_out,
-        "error": kind.error,
+        **{name: getattr(kind, name) for name in ("kind", "left_out", "error", "follows")},
         "rules": None if kind.rules is None else kind.rules.to_dict(),
         "in_words": [] if kind.rules is None else list(kind.rules.lines()),
-        "follows": kind.follows,
-        "measured": list(map(asdict, kind.measured)),
-        "outputs_equal": random.outputs_equal,
-        "outputs_total": random.outputs_total,
-        "unsteady": random.unsteady,
+        "measured": [one._asdict() for one in kind.measured],
+        **{name: getattr(random, name) for name in ("outputs_equal", "outputs_total", "unsteady")},
         "confirmed": kind.is_confirmed,
         "batch_invariant": kind.is_batch_invariant,
         "sizes": [

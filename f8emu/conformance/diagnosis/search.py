@@ -7,6 +7,7 @@ single alterations first, all that explain every bit; where none does, a second 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import NamedTuple
 
 from f8emu.conformance.breakdown.contrast import HIGH, Contrast
 from f8emu.conformance.diagnosis.alterations import Alteration, alterations, from_there_on
@@ -121,8 +122,7 @@ def diagnose(
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
+class _Tried(NamedTuple):
     steps: Steps
     equal: tuple[int, ...]
     """Outputs of each probe."""
@@ -150,7 +150,7 @@ class Search:
         self.probes = [self.probes[i] for i in order]  # those that differ first, and of them the quick ones
         self.sizes = [one.size for one, _ in self.probes]
         self.total = sum(self.sizes)
-        self.own = _Tried(steps=(), equal=tuple(equal[i] for i in order))
+        self.own = _Tried((), tuple(equal[i] for i in order))
 
     def diagnosis(self, kind: str, ranked: Sequence[_Tried]) -> Diagnosis:
         """What the probes of a kind tell."""
@@ -234,7 +234,7 @@ class Search:
         for step in complete.steps:
             fewer = tuple(other for other in complete.steps if other is not step)
             if fewer and self._is_complete(self._rules(fewer)):
-                return self._reduced(replace(complete, steps=fewer))
+                return self._reduced(complete._replace(steps=fewer))
         return complete
 
     def _is_complete(self, rules: tuple[Rules, ...]) -> bool:
@@ -257,7 +257,7 @@ class Search:
         """The attempts that explain every bit with one alteration more than a base has."""
         for steps, rules in self._more(bases, title):
             if self._is_complete(rules):
-                yield _Tried(steps=steps, equal=tuple(self.sizes))
+                yield _Tried(steps, tuple(self.sizes))
 
     def _counted_level(self, base: _Tried, title: str) -> list[_Tried]:
         """With one alteration more than a base has, those that give more outputs of a probe that the base misses."""
@@ -302,6 +302,4 @@ class Search:
         return found
 
     def _counted(self, steps: Steps) -> _Tried:
-        return _Tried(
-            steps=steps, equal=tuple(one.outputs_equal(rules, self.memory) for one, rules in self._ruled(steps))
-        )
+        return _Tried(steps, tuple(one.outputs_equal(rules, self.memory) for one, rules in self._ruled(steps)))
