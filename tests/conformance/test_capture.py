@@ -33,7 +33,7 @@ from f8emu.capture.diff import diff_captures, ulps
 from f8emu.capture.findings import diff_verdict, replay_verdict
 from f8emu.capture.read import read_capture
 from f8emu.capture.record import Record
-from f8emu.capture.replay import replay
+from f8emu.capture.replay import Replay, replay
 from f8emu.conformance.cases.distributions import draw, dtype_of
 from f8emu.spec import (
     BFLOAT16,
@@ -153,13 +153,17 @@ def invoke(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def again(path: Path) -> Replay:
+    return replay(read_capture(path), oracle="f8ref.numpy")
+
+
 # Replay
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
     written(tmp_path, RECIPES[name], layers[name])
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    found = again(tmp_path)
     assert found.is_equal, [one.line() for one in found.findings]
     assert not found.not_replayed and not found.missing and not found.damaged
     counts = found.counts
@@ -174,7 +178,7 @@ def test_tensors_may_come_after_their_casts(layers: dict[str, Records], tmp_path
     records = layers["blockwise"][:3]
     backwards = [(replace(record, order=2 - record.order), arrays) for record, arrays in records]
     written(tmp_path, RECIPES["blockwise"], backwards)
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    found = again(tmp_path)
     assert found.is_equal and found.counts["codes"].parts == 2 and not found.not_replayed
 
 
@@ -195,7 +199,7 @@ def test_one_flipped_bit_is_named(
     """The first stage, its element, and the tensor that the operand was made of."""
     bit = 20 if part.endswith("scale") else 0
     written(tmp_path, RECIPES[name], flipped(layers[name], "layers.0.w1", gemm, part, index, bit))
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    found = again(tmp_path)
     first = found.findings[0]
     assert (first.step, first.place, first.part, first.tensor) == ("step 7", f"layers.0.w1 {gemm}", part, tensor)
     assert first.elements_different == 1 and first.mismatches[0].index == index
@@ -215,7 +219,7 @@ def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> N
     for is_sharded in (True, False):
         path = tmp_path / str(is_sharded)
         written(path, recipe, [*tensors, (replace(record, is_sharded=is_sharded), arrays)])
-        found = replay(read_capture(path), oracle="f8ref.numpy")
+        found = again(path)
         assert found.is_equal == is_sharded
         assert [one.part for one in found.findings] == ([] if is_sharded else ["a.scale"])
         assert found.counts["codes"].parts_equal == 2
@@ -225,7 +229,7 @@ def test_without_tensors_the_pattern_names_the_operand(tmp_path: Path) -> None:
     recipe = RECIPES["rowwise"]
     gemms = [one for one in layer(recipe) if isinstance(one[0], GemmRecord)]
     written(tmp_path, recipe, flipped(gemms, "layers.0.w1", "output", "b.codes", (9, 1), bit=6))
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    found = again(tmp_path)
     assert [one.part for one in found.findings] == ["product"]
     assert "column 9" in found.findings[0].cause and "(weight)" in found.findings[0].cause
     assert len(found.not_replayed) == 6
@@ -238,7 +242,7 @@ def test_a_split_that_was_not_planned_is_named(tmp_path: Path) -> None:
         for record, arrays in layer(recipe, split_k={"output": 3})
     ]
     written(tmp_path, recipe, records)
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    found = again(tmp_path)
     assert [one.part for one in found.findings] == ["product"]
     assert "every bit equals split-K with S = " in found.findings[0].cause
 
@@ -276,7 +280,7 @@ def test_a_file_changed_after_the_capture(file: str, part: str, layers: dict[str
     blob = bytearray(path.read_bytes())
     blob[-1] ^= 1
     path.write_bytes(blob)
-    found = replay(read_capture(tmp_path), oracle="f8ref.numpy")
+    found = again(tmp_path)
     assert found.damaged == [f"{path}: layers.0.w1 {'weight' if file == '000001' else 'output'}"]
     assert (found.findings[0].place, found.findings[0].part) == ("layers.0.w1 output", part)
 
@@ -319,7 +323,7 @@ def test_a_flipped_bit_in_a_capture_of_a_gpu_is_named(place: str, part: str, of_
     captured.path.write_bytes(blob)
     index = step.path / "index.json"
     index.write_text(index.read_text().replace(captured.sha256, hashlib.sha256(blob).hexdigest()))
-    found = replay(read_capture(tmp_path / "run"), oracle="f8ref.numpy")
+    found = again(tmp_path / "run")
     assert not found.damaged and (found.findings[0].place, found.findings[0].part) == (place, part)
 
 
@@ -396,7 +400,7 @@ def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], 
     spoil, message = FAULTS[fault]
     spoil(path)
     with pytest.raises(CaptureError, match=message):
-        replay(read_capture(path), oracle="f8ref.numpy")
+        again(path)
     status, _, err = invoke("replay", tmp_path / "run")
     assert status == 2 and "Traceback" not in err
     assert "f8emu.torch.capture" in err or "with the version that wrote it" in err
@@ -439,9 +443,7 @@ def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) ->
 
 def test_a_step_that_was_never_finished_is_replayed(layers: dict[str, Records], tmp_path: Path) -> None:
     """A process that dies leaves whole files, and half a one that does not count."""
-    made = StepWriter(tmp_path, header(RECIPES["rowwise"]), Budget(None))
-    for record, arrays in layers["rowwise"][:4]:
-        made.add(record, {name: stored(array) for name, array in arrays.items()})
+    made = unfinished(tmp_path, layers["rowwise"][:4])
     (tmp_path / f"{made.name}.partial" / "000004.safetensors.writing").write_bytes(b"half")
     (step,) = read_capture(tmp_path)
     assert not step.is_complete and len(step.records) == 4
@@ -579,25 +581,16 @@ def test_diff_of_captures_that_hold_different_things(layers: dict[str, Records],
         diff_captures(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
 
 
-def unfinished(root: Path, records: Records, **changes: Any) -> None:
+def unfinished(root: Path, records: Records, **changes: Any) -> StepWriter:
     """A step whose process died."""
     made = StepWriter(root, header(RECIPES["rowwise"], **changes), Budget(None))
     for record, arrays in records:
         made.add(record, {name: stored(array) for name, array in arrays.items()})
+    return made
 
 
-def with_all(root: Path, records: Records) -> None:
-    written(root, RECIPES["rowwise"], records)
-
-
-def with_limit(root: Path, records: Records) -> None:
-    written(root, RECIPES["rowwise"], records, limit=LIMIT)
-
-
-def with_both(root: Path, records: Records) -> None:
-    """The finished step, and an unfinished one of the same number."""
-    with_all(root, records)
-    unfinished(root, records)
+def with_all(root: Path, records: Records, **changes: Any) -> Path:
+    return written(root, RECIPES["rowwise"], records, **changes)
 
 
 def with_copy(root: Path, records: Records) -> None:
@@ -611,29 +604,30 @@ def with_empty(root: Path, records: Records) -> None:
     (root / "step-00000008-rank-00000.partial").mkdir()
 
 
-def with_one_rank(root: Path, records: Records) -> None:
-    written(root, RECIPES["rowwise"], records, world_size=2)
-
-
-def with_one_rank_of_two_steps(root: Path, records: Records) -> None:
-    for step in (7, 8):
-        written(root, RECIPES["rowwise"], records, step=step, world_size=3)
-
-
-def with_one_twice(root: Path, records: Records) -> None:
-    record, arrays = records[-1]
-    with_all(root, [*records, (replace(record, order=99), arrays)])
-
-
-MISSING: dict[str, tuple[Callable[[Path, Records], None], str]] = {
-    "left out": (with_limit, f"step 7: layers.0.w1 grad_input was left out: limit_bytes={LIMIT} is reached"),
+MISSING: dict[str, tuple[Callable[[Path, Records], object], str]] = {
+    "left out": (
+        lambda root, records: with_all(root, records, limit=LIMIT),
+        f"step 7: layers.0.w1 grad_input was left out: limit_bytes={LIMIT} is reached",
+    ),
     "unfinished": (unfinished, "step 7 was never finished"),
-    "finished and unfinished": (with_both, "step 7 appears twice"),
+    "finished and unfinished": (
+        lambda root, records: (with_all(root, records), unfinished(root, records)),
+        "step 7 appears twice",
+    ),
     "two directories": (with_copy, "step 7 appears twice"),
     "no index": (with_empty, "step-00000008-rank-00000.partial was left out: it was begun, and has no index"),
-    "one rank": (with_one_rank, "step 7: 1 rank of 2 did not capture it"),
-    "one rank, two steps": (with_one_rank_of_two_steps, "step 8: 2 ranks of 3 did not capture it"),
-    "a record twice": (with_one_twice, "layers.0.w1 output appears twice"),
+    "one rank": (
+        lambda root, records: with_all(root, records, world_size=2),
+        "step 7: 1 rank of 2 did not capture it",
+    ),
+    "one rank, two steps": (
+        lambda root, records: [with_all(root, records, step=step, world_size=3) for step in (7, 8)],
+        "step 8: 2 ranks of 3 did not capture it",
+    ),
+    "a record twice": (
+        lambda root, records: with_all(root, [*records, (replace(records[-1][0], order=99), records[-1][1])]),
+        "layers.0.w1 output appears twice",
+    ),
 }
 
 
@@ -657,7 +651,7 @@ def test_what_is_missing_is_counted_and_never_equal(
 
 
 def test_a_step_by_its_own_path_needs_no_other_ranks(layers: dict[str, Records], tmp_path: Path) -> None:
-    with_one_rank(tmp_path, layers["rowwise"][:3])
+    with_all(tmp_path, layers["rowwise"][:3], world_size=2)
     step = tmp_path / "step-00000007-rank-00000"
     assert invoke("diff", step, step)[0] == invoke("replay", step, "--oracle", "f8ref.numpy")[0] == 0
     assert invoke("diff", step, tmp_path)[0] == 2
