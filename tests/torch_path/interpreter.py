@@ -9,6 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from torch import Tensor
+
+from f8emu.torch import library
+from f8emu.torch.device import has_float8_hardware
+from f8emu.torch.fused.delayed import mark_set
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -69,6 +74,35 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_get_np_dtype", dtype_of)
     monkeypatch.setattr(tl.block_type, "with_element_ty", block_of)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
+class Kernels:
+    """Calls operators on the device, with kernels or without; results come back, and numbers that are written to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        if INTERPRETED:
+            prepare(monkeypatch)
+        self._run = False
+        monkeypatch.setattr(
+            library, "has_float8_hardware", lambda x: self._run and (INTERPRETED or has_float8_hardware(x))
+        )
+
+    def __call__(self, operator: Any, *args: Any, run: bool = True, is_set: bool = False) -> tuple[Tensor, ...]:
+        """`run` its kernels; states of delayed scaling are known to be set or not."""
+        moved = [a.to(DEVICE, copy=a.numel() == 1) if isinstance(a, Tensor) else a for a in args]
+        for x in moved:
+            if is_set and isinstance(x, Tensor) and x.numel() == 1:
+                mark_set(x, True)
+        self._run = run
+        try:
+            with np.errstate(all="ignore"):
+                outcome = operator(*moved)
+        finally:
+            self._run = False
+        for before, after in zip(args, moved, strict=True):
+            if isinstance(before, Tensor) and before.numel() == 1:
+                before.copy_(after)
+        return tuple(y.cpu() for y in ((outcome,) if isinstance(outcome, Tensor) else outcome))
 
 
 def run_interpreted(*files: str) -> None:

@@ -6,7 +6,7 @@ torch's own, the approximate reciprocal numpy's division, and a fused multiply-a
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,11 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import E4M3FN, E5M2, RECIPES, OperandError
-from f8emu.torch import library
 from f8emu.torch.fused import silu as fused
-from f8emu.torch.fused.delayed import mark_set
 from f8emu.torch.layer import feed_forward
-from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
+from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, Kernels
 from tests.torch_path.layers import draw
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="needs no kernel, or a GPU")
@@ -58,9 +56,7 @@ def tensors(request: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tensor]]]:
-    """Calls an operator so that its kernel runs; tensors go to the device and come back, those written to as well."""
-    runs_kernels = False
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     if INTERPRETED:
         import triton.language as tl  # pyright: ignore[reportMissingImports]
         import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
@@ -83,55 +79,24 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Tens
         monkeypatch.setattr(silu_arithmetic, "exp", elementwise(exp))
         monkeypatch.setattr(silu_arithmetic, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
         monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
-        prepare(monkeypatch)
-        monkeypatch.setattr(library, "has_float8_hardware", lambda device: runs_kernels)
-
-    def call(operator: Any, *args: Any) -> list[Tensor]:
-        nonlocal runs_kernels
-        moved = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in args]
-        for x in moved:  # otherwise plain torch runs
-            if isinstance(x, Tensor) and x.numel() == 1:
-                mark_set(x, True)
-        runs_kernels = True
-        with np.errstate(all="ignore"):
-            outcome = operator(*moved)
-        runs_kernels = False
-        for before, after in zip(args, moved, strict=True):
-            if isinstance(before, Tensor):
-                before.copy_(after)
-        return [y.cpu() for y in ([outcome] if isinstance(outcome, Tensor) else outcome)]
-
-    yield call
+    return Kernels(monkeypatch)
 
 
 @pytest.fixture
-def compare(kernels: Any, assert_same_bits: Any) -> Callable[..., None]:
-    """The kernel on the device and eager torch there: equal results, strides, and amaxes that were raised."""
+def compare(kernels: Kernels, assert_same_bits: Any) -> Callable[..., None]:
+    """The kernel and eager torch on the device, whose silu is not a CPU's: equal results, strides, raised amaxes."""
 
     def call(operator: Any, *args: Any) -> None:
-        eager_args, kernel_args = ([a.clone() if isinstance(a, Tensor) else a for a in args] for _ in range(2))
-        expected = in_eager(operator, eager_args)
-        found = kernels(operator, *kernel_args)
-        for ours, theirs in zip(found, expected, strict=True):
+        of_eager, of_kernel = ([a.clone() if isinstance(a, Tensor) else a for a in args] for _ in range(2))
+        expected = kernels(operator, *of_eager, run=False, is_set=True)
+        for ours, theirs in zip(kernels(operator, *of_kernel, is_set=True), expected, strict=True):
             assert_same_bits(ours, theirs, nan_codes=ours.dtype is not F32)
             assert ours.stride() == theirs.stride()
-        for ours, theirs in zip(kernel_args, eager_args, strict=True):
+        for ours, theirs in zip(of_kernel, of_eager, strict=True):
             if isinstance(ours, Tensor):
                 assert_same_bits(ours, theirs)
 
     return call
-
-
-def in_eager(operator: Any, args: list[Any]) -> list[Tensor]:
-    """The operator without kernels, on the device: a GPU's silu is not a CPU's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "has_float8_hardware", lambda device: False)
-        moved = [a.to(DEVICE) if isinstance(a, Tensor) else a for a in args]
-        outcome = operator(*moved)
-    for before, after in zip(args, moved, strict=True):
-        if isinstance(before, Tensor):
-            before.copy_(after)
-    return [y.cpu() for y in ([outcome] if isinstance(outcome, Tensor) else outcome)]
 
 
 def one(value: float) -> Tensor:
@@ -288,10 +253,11 @@ def assert_same_steps(assert_same_bits: Any) -> Callable[..., None]:
         for step in range(steps):
             outcomes = []
             for block in pair:
-                x = draw(*shape, seed=100 + step, dtype=dtype).requires_grad_(leaf)
+                device = next(block.parameters()).device
+                x = draw(*shape, seed=100 + step, dtype=dtype).to(device).requires_grad_(leaf)
                 block.zero_grad()
                 output = block(x) if run is None else run(block, x)
-                output.backward(draw(*shape, seed=200 + step, dtype=output.dtype) / 64)
+                output.backward(draw(*shape, seed=200 + step, dtype=output.dtype).to(device) / 64)
                 amaxes = [x for name, x in f8.delayed_state_dict(block).items() if name.endswith("amax")]
                 f8.sync_float8_amax_and_scale_history(block)
                 states = f8.delayed_state_dict(block).values()
@@ -476,20 +442,12 @@ def test_from_float(fusions: list[int], assert_same_steps: Any) -> None:
 @pytest.mark.gpu
 @NOT_INTERPRETED
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_on_a_gpu(compiles: bool, assert_same_bits: Any) -> None:
+def test_on_a_gpu(compiles: bool, assert_same_steps: Any) -> None:
     """The fused block, eager and compiled, and the layers in eager torch, on one device."""
-    pair = tuple(block.cuda() for block in pair_of("delayed", 256, 528))
-    first: Any = torch.compile(pair[0]) if compiles else pair[0]
-    for step in range(4):
-        outcomes = []
-        for block, run in zip(pair, (first, pair[1]), strict=True):
-            x = draw(3, 110, 256, seed=step).cuda().requires_grad_()
-            block.zero_grad()
-            output = run(x)
-            output.backward(draw(3, 110, 256, seed=50 + step).cuda() / 64)
-            f8.sync_float8_amax_and_scale_history(block)
-            states = f8.delayed_state_dict(block).values()
-            gradients = [parameter.grad for parameter in block.parameters()]
-            outcomes.append([output.detach(), x.grad, *gradients, *(state.float() for state in states)])
-        for ours, theirs in zip(*outcomes, strict=True):
-            assert_same_bits(ours, theirs)
+    block, layers = (block.cuda() for block in pair_of("delayed", 256, 528))
+    compiled: Any = torch.compile(block) if compiles else block
+
+    def run(either: nn.Module, x: Tensor) -> Tensor:
+        return compiled(x) if either is block else either(x)
+
+    assert_same_steps((block, layers), 3, 110, 256, steps=4, run=run)

@@ -132,8 +132,8 @@ def gradients_delayed(
 
     If codes of a gradient are requested, its amax is updated to the maximum of itself and that of the gradient.
 
-    `gate_inv_scale` and `up_inv_scale` are those of the gradients' states, `hidden_inv_scale` is the one that the forward
-    pass used. `rows` requests `grad_gate` and `grad_up`, each of the other three a transpose.
+    `gate_inv_scale` and `up_inv_scale` are those of the gradients' states, `hidden_inv_scale` is the one that the
+    forward pass used. `rows` requests `grad_gate` and `grad_up`, each of the other three a transpose.
 
     Shapes:
         grad_hidden, gate, up [M, N] in bfloat16 -> codes [M, N] and, transposed, [N, M].
