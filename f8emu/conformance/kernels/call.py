@@ -20,6 +20,7 @@ from f8emu.spec import Format, Granularity, SpecError, format_by_name
 _SQUARE = Granularity.BLOCKWISE_128X128
 _VECTOR = Granularity.BLOCKWISE_1X128
 _SIDE = 128
+_VERBS = ("scaled_mm", "scaled_grouped_mm")
 _LAYOUT = re.compile(r"\b(strid|contiguous|align|CUBLAS_STATUS_INVALID_VALUE)", re.IGNORECASE)
 """What a RuntimeError says that refuses where operands lie; `misaligned address` is a crash."""
 _NOT_SUPPORTED = "CUBLAS_STATUS_NOT_SUPPORTED"
@@ -73,16 +74,16 @@ def kernel_verbs(kernel: Kernel, framework: Framework) -> dict[str, Callable[...
         call = _Call(kernel=kernel, framework=framework, function=function_of(kernel, framework))
     except NotOffered as reason:
         return absent(str(reason))
-    return {"scaled_mm": call.scaled_mm, "scaled_grouped_mm": call.scaled_grouped_mm, "in_turn": call.in_turn}
+    return {**{verb: partial(call.run, verb) for verb in _VERBS}, "in_turn": call.in_turn}
 
 
 def absent(reason: str) -> dict[str, Callable[..., Any]]:
     """The verbs of a kernel that is not here."""
-    return dict.fromkeys(("scaled_mm", "scaled_grouped_mm", "in_turn"), partial(_refused, reason))
 
+    def refused(*args: Any, **options: Any) -> np.ndarray:
+        raise NotOffered(reason)
 
-def _refused(reason: str, *args: Any, **options: Any) -> np.ndarray:
-    raise NotOffered(reason)
+    return dict.fromkeys((*_VERBS, "in_turn"), refused)
 
 
 _Output = Callable[[], np.ndarray]
@@ -97,19 +98,18 @@ class _Call:
     framework: Framework
     function: Callable[..., Any]
 
-    def scaled_mm(self, *arguments: Any, **options: Any) -> np.ndarray:
-        """The verb `scaled_mm`."""
-        return self._scaled_mm(*arguments, **options)()
-
-    def scaled_grouped_mm(self, *arguments: Any, **options: Any) -> np.ndarray:
-        """The verb `scaled_grouped_mm`; it raises like `scaled_mm`."""
-        return self._scaled_grouped_mm(*arguments, **options)()
+    def run(self, verb: str, *arguments: Any, **options: Any) -> np.ndarray:
+        """The output of a verb."""
+        return self._begun()[verb](*arguments, **options)()
 
     def in_turn(self, calls: Sequence[Call]) -> tuple[np.ndarray, ...]:
-        """The outputs of several calls, looked at after the last; raises as `scaled_mm`."""
-        verbs = {"scaled_mm": self._scaled_mm, "scaled_grouped_mm": self._scaled_grouped_mm}
-        outputs: list[_Output] = [call.run(verbs) for call in calls]
+        """The outputs of several calls, looked at after the last; raises as the verbs."""
+        outputs: list[_Output] = [call.run(self._begun()) for call in calls]
         return tuple(output() for output in outputs)
+
+    def _begun(self) -> dict[str, Callable[..., _Output]]:
+        """The verbs, which call the kernel and do not look at what it returned."""
+        return {"scaled_mm": self._scaled_mm, "scaled_grouped_mm": self._scaled_grouped_mm}
 
     def _scaled_mm(
         self,
@@ -126,28 +126,29 @@ class _Call:
         split_k: int,
         placement: Placement | None = None,
     ) -> _Output:
-        if self.kernel.is_grouped:
-            raise NotOffered(f"{self.kernel.name} multiplies only groups of rows")
-        if placement is not None and self.framework.name == "jax":
-            raise NotOffered("JAX decides where its arrays lie")
-        if split_k != 1:
-            raise NotOffered("the library chooses the split-K, and your own kernel is not passed it")
-        self._require(a, b, out_dtype, use_fast_accum, is_blockwise=granularity_a.is_blockwise)
-        if bias is not None and not self.kernel.takes_bias:
-            raise NotOffered(f"{self.kernel.name} takes no bias")
+        # 1. What the kernel does not declare is not offered.
+        name = self.kernel.name
+        is_placed = placement is not None
+        _offer(
+            (not self.kernel.is_grouped, f"{name} multiplies only groups of rows"),
+            (not (is_placed and self.framework.name == "jax"), "JAX decides where its arrays lie"),
+            (split_k == 1, "the library chooses the split-K, and your own kernel is not passed it"),
+            *self._declared(a, b, out_dtype, use_fast_accum, is_blockwise=granularity_a.is_blockwise),
+            (bias is None or self.kernel.takes_bias, f"{name} takes no bias"),
+        )
+        # 2. Scales in the granularities that it takes: rows of 1x128 scales that repeat are 128x128 ones.
         pair = granularity_a, granularity_b
         if _needs_squares(self.kernel, pair):
             squares = scale_a[::_SIDE]
-            if not np.array_equal(np.repeat(squares, _SIDE, axis=0)[: len(a)], scale_a):
-                raise NotOffered(f"{self.kernel.name} takes 128x128 scales of a; these are 1x128")
+            is_repeated = np.array_equal(np.repeat(squares, _SIDE, axis=0)[: len(a)], scale_a)
+            _offer((is_repeated, f"{name} takes 128x128 scales of a; these are 1x128"))
             pair, scale_a = (_SQUARE, _SQUARE), squares
-        if pair not in self.kernel.scales:
-            raise NotOffered(f"{self.kernel.name} takes no scales {pair[0].value} x {pair[1].value}")
+        _offer((pair in self.kernel.scales, f"{name} takes no scales {pair[0].value} x {pair[1].value}"))
         layouts = self.kernel.scales[pair]
         for layout, scale in zip(layouts, (scale_a, scale_b), strict=True):
-            if layout.is_inverse and (scale != _power_of_two(scale)).any():
-                raise NotOffered(f"{self.kernel.name} takes inverse scales, exact only for powers of two")
-
+            is_exact = not layout.is_inverse or bool((scale == _power_of_two(scale)).all())
+            _offer((is_exact, f"{name} takes inverse scales, exact only for powers of two"))
+        # 3. Operands and scales padded with zeros and ones, and laid out as declared.
         m, n, k = _padded((a.shape[0], b.shape[1], a.shape[1]), _multiples(self.kernel, granularity_a))
         at = placement or Placement()
         values: dict[Arg, Any] = {
@@ -162,17 +163,18 @@ class _Call:
         if Arg.SCALE_PRODUCT in self.kernel.args:
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 values[Arg.SCALE_PRODUCT] = float((scale_a.reshape(-1) * scale_b.reshape(-1))[0])
+        # 4. The call, and later a look at what it returned.
         try:
             output = self._called(values, (m, n), out_dtype, use_fast_accum)
         except (NotOffered, KernelFault):
             raise
         except Exception as refusal:  # what no declaration says of memory a kernel may refuse, aloud
             if isinstance(refusal, RuntimeError) and _NOT_SUPPORTED in str(refusal):
-                raise NotOffered(f"{self.kernel.name}: {_NOT_SUPPORTED}") from None
+                raise NotOffered(f"{name}: {_NOT_SUPPORTED}") from None
             is_of_layout = isinstance(refusal, RuntimeError) and _LAYOUT.search(str(refusal))
             if placement is None or not (isinstance(refusal, ValueError) or is_of_layout):
                 raise
-            raise NotOffered(f"{self.kernel.name} refuses {placement.text}: {refusal}") from None
+            raise NotOffered(f"{name} refuses {placement.text}: {refusal}") from None
         return lambda: output()[: a.shape[0], : b.shape[1]]
 
     def _scaled_grouped_mm(
@@ -186,9 +188,10 @@ class _Call:
         out_dtype: Format,
         use_fast_accum: bool,
     ) -> _Output:
-        if not self.kernel.is_grouped:
-            raise NotOffered(f"{self.kernel.name} has no groups")
-        self._require(a, b, out_dtype, use_fast_accum, is_blockwise=False)
+        _offer(
+            (self.kernel.is_grouped, f"{self.kernel.name} has no groups"),
+            *self._declared(a, b, out_dtype, use_fast_accum, is_blockwise=False),
+        )
         groups, _, n = b.shape
         _, up_n, k = _padded((1, n, a.shape[1]), self.kernel.multiples)
         padded = np.zeros((groups, up_n, k), b.dtype)
@@ -206,18 +209,19 @@ class _Call:
         output = self._called(values, (len(a), up_n), out_dtype, use_fast_accum)
         return lambda: output()[:, :n]
 
-    def _require(
+    def _declared(
         self, a: np.ndarray, b: np.ndarray, out_dtype: Format, use_fast_accum: bool, *, is_blockwise: bool
-    ) -> None:
+    ) -> tuple[tuple[bool, str], ...]:
+        """For `_offer`: what every kernel declares."""
         kernel = self.kernel
         formats = format_by_name(a.dtype.name), format_by_name(b.dtype.name)
-        if formats not in kernel.formats:
-            raise NotOffered(f"{kernel.name} does not multiply {formats[0]} x {formats[1]}")
-        if out_dtype not in kernel.out_dtypes:
-            raise NotOffered(f"{kernel.name} has no output {out_dtype}")
         is_fast = kernel.accumulation is Accumulation.FAST
-        if not kernel.chooses_accumulation and not is_blockwise and use_fast_accum != is_fast:
-            raise NotOffered(f"{kernel.name} has only {kernel.accumulation.value} accumulation")
+        has_accumulation = kernel.chooses_accumulation or is_blockwise or use_fast_accum == is_fast
+        return (
+            (formats in kernel.formats, f"{kernel.name} does not multiply {formats[0]} x {formats[1]}"),
+            (out_dtype in kernel.out_dtypes, f"{kernel.name} has no output {out_dtype}"),
+            (has_accumulation, f"{kernel.name} has only {kernel.accumulation.value} accumulation"),
+        )
 
     def _called(
         self, values: dict[Arg, Any], shape: tuple[int, int], out_dtype: Format, use_fast_accum: bool
@@ -275,6 +279,13 @@ class _Call:
         if output is not None:
             check_written(computed)
         return computed
+
+
+def _offer(*conditions: tuple[bool, str]) -> None:
+    """Raises NotOffered with the reason of the first condition that does not hold."""
+    for holds, reason in conditions:
+        if not holds:
+            raise NotOffered(reason)
 
 
 def _multiples(kernel: Kernel, granularity_a: Granularity) -> tuple[int, int, int]:

@@ -85,22 +85,19 @@ def processes_for(subjects: Sequence[Subject], is_whole: bool) -> int:
 
 
 def parts_of(stages: Sequence[str], subjects: Sequence[str], processes: int = 2) -> list[Part]:
-    """A run in parts, short ones last; together they ask everything once.
-
-    For more than two processes, parts are shares of the cases of a stage; those of layers, which take longest, come
-    first, and are more than there are processes, so that none waits for long. For two, they are the following.
-
-    Answers of oracles belong to a stage. Layers are most of a run, so those that train are a part each, of f8emu.jax
-    two: its jitted layers share no program with others, while eager ones find the GEMMs of other stages compiled.
-    Those of torch wait for compilers in turn, and are the longest part. Formats and scales are so short that every
-    subject is a part.
-    """
+    """A run in parts, short ones last; together they ask everything once."""
+    # 1. More than two processes: shares of the cases of a stage. Those of layers, which take longest, come first, and
+    # are more than there are processes, so that none waits for long.
     if processes > 2:
         counts = dict.fromkeys(stages, 1) | {stage: processes for stage in _LONG if stage in stages}
         if "layers" in stages:
             counts["layers"] = 4 * processes + 1  # odd: cases alternate between eager and compiled
         order = sorted(stages, key=lambda stage: -counts[stage])
         return [Part((s,), tuple(subjects), share=(i, counts[s])) for s in order for i in range(counts[s])]
+    # 2. Two processes: whole stages, because answers of oracles belong to a stage. Layers are most of a run, so those
+    # that train are a part each, of f8emu.jax two: its jitted layers share no program with others, while eager ones
+    # find the GEMMs of other stages compiled. Those of torch wait for compilers in turn, and are the longest part.
+    # Formats and scales are so short that every subject is a part.
     layers = ("layers",) if "layers" in stages else ()
     multiplied = tuple(stage for stage in stages if stage in ("golden", "gemms"))
     values = tuple(stage for stage in stages if stage not in (*layers, *multiplied))

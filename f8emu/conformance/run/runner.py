@@ -35,6 +35,7 @@ class Runner:
 
     def stage(self, stage: Stage, subject: Subject) -> StageResult:
         """The result of one stage of one subject."""
+        # 1. The cases of the subject, and who judges them.
         about = StageResult(stage=stage.name, title=stage.title, oracle=f"recorded on {self.golden.device}")
         try:
             missing = [verb for verb in stage.needs if verb not in subject.verbs]
@@ -48,6 +49,7 @@ class Runner:
             assert judge.name != subject.name, f"{subject.name} would judge itself"
             about = replace(about, oracle=judge.engine)
         assert len({case.id for case in cases}) == len(cases), f"{stage.name}: two cases of one name share an answer"
+        # 2. What is expected, then what the subject gives; its time alone is counted.
         answers = self._answers(stage, cases, judge, subject.name)
         self.progress.begin(subject.name, stage.title, len(cases))
         start = time.perf_counter()
@@ -58,6 +60,7 @@ class Runner:
             return outcome
 
         outcomes = _mapped(run, range(len(cases)), subject)
+        # 3. [CHAIN-3] Whether the S that a subject picked itself explain all that differs.
         splits = [outcome.own_split for outcome in outcomes if outcome.own_split]
         # An error, or an output of another shape, is a difference of its own, and says nothing of S.
         is_wrong = any(outcome.is_different and outcome.place is not None for outcome in outcomes)
