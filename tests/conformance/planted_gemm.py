@@ -122,11 +122,11 @@ def blocks(
         sa, sb = scale_a[rows, block][:, None], scale_b[block, columns][None]
         match knobs.order or ("fma(p*sa,sb)" if of_a is of_b else "fma(p,sa*sb)"):
             case "fma(p*sa,sb)":
-                total = (exact(p * sa) * exact(sb) + exact(total)).astype(np.float32)
+                total = np.asarray(exact(p * sa) * exact(sb) + exact(total)).astype(np.float32)
             case "fma(p,sa*sb)":
-                total = (exact(p) * exact(sa * sb) + exact(total)).astype(np.float32)
+                total = np.asarray(exact(p) * exact(sa * sb) + exact(total)).astype(np.float32)
             case "(p*sa)*sb":
-                total = (p * sa) * sb + total
+                total = np.asarray((p * sa) * sb + total)
             case _:
                 total = np.asarray(p * (sa * sb) + total)
     return total

@@ -175,40 +175,30 @@ def test_breakdown_names_what_differs(planted: Result) -> None:
     fast = found.tallies["accumulation"]["fast"]
     assert fast.cases_differing == 20, "NaN in a corner: 20 of float16 and 48 rows"
     assert found.ulps["float16"].apart["NaN for number"] > 0
+    (golden,) = breakdowns([stage for stage in subject.stages if stage.stage == "golden"])
+    sentence = "Of the cases with accumulation: promoted, 100 % (8 of 8) differ; of all others 0 % (0 of 8)"
+    assert list(golden.sentences()) == [sentence]
 
 
-def test_sentence_of_a_contrast(planted: Result) -> None:
-    (subject,) = planted.subjects
-    stage = next(stage for stage in subject.stages if stage.stage == "golden")
-    (found,) = breakdowns([stage])
-    (sentence,) = found.sentences()
-    assert sentence == ("Of the cases with accumulation: promoted, 100 % (8 of 8) differ; of all others 0 % (0 of 8)")
+M_BY_RANGE = {"1 to 16": (0, 60), "17 to 64": (60, 60)}
+CONTRASTS: dict[str, tuple[dict[str, dict[str, tuple[int, int]]], list[tuple[str, ...]]]] = {
+    # what the findings saw: 93 % here, 0.3 % there
+    "a tail": (
+        {"tail of K": {"none": (1, 300), "a part of a step": (93, 100)}},
+        [("tail of K: a part of a step",)],
+    ),
+    # all that differ have it, and so have many that do not
+    "no contrast": ({"bias": {"with": (9, 200), "without": (0, 200)}}, []),
+    "a coincidence": ({"inputs": {"specials": (1, 1), "bits": (0, 400)}}, []),
+    "a range": ({"M": {"1 to 16": (0, 9), "17 to 64": (1, 90), "65 and more": (50, 50)}}, [("M above 64",)]),
+    "the sharper": ({"output": {"float32": (60, 100), "bfloat16": (0, 60)}, "M": M_BY_RANGE}, [("M above 16",)]),
+    # nothing tells which it is
+    "confounded": ({"M": M_BY_RANGE, "N": M_BY_RANGE}, [("M above 16", "N above 16")]),
+    "two values": ({"operands": {"a": (9, 9), "b": (0, 9), "c": (9, 9), "d": (0, 9)}}, [("operands: a or c",)]),
+}
 
 
-@pytest.mark.parametrize(
-    ("counts", "names"),
-    [
-        # what the findings saw: 93 % here, 0.3 % there
-        ({"tail of K": {"none": (1, 300), "a part of a step": (93, 100)}}, [("tail of K: a part of a step",)]),
-        # all that differ have it, and so have many that do not
-        ({"bias": {"with": (9, 200), "without": (0, 200)}}, []),
-        # one coincidence
-        ({"inputs": {"specials": (1, 1), "bits": (0, 400)}}, []),
-        ({"M": {"1 to 16": (0, 9), "17 to 64": (1, 90), "65 and more": (50, 50)}}, [("M above 64",)]),
-        # the sharper of two
-        (
-            {"output": {"float32": (60, 100), "bfloat16": (0, 60)}, "M": {"1 to 16": (0, 60), "17 to 64": (60, 60)}},
-            [("M above 16",)],
-        ),
-        # confounded: nothing tells which it is
-        (
-            {"M": {"1 to 16": (0, 60), "17 to 64": (60, 60)}, "N": {"1 to 16": (0, 60), "17 to 64": (60, 60)}},
-            [("M above 16", "N above 16")],
-        ),
-        ({"operands": {"a": (9, 9), "b": (0, 9), "c": (9, 9), "d": (0, 9)}}, [("operands: a or c",)]),
-    ],
-    ids=["a tail", "no contrast", "a coincidence", "a range", "the sharper", "confounded", "two values"],
-)
+@pytest.mark.parametrize(("counts", "names"), CONTRASTS.values(), ids=CONTRASTS)
 def test_contrasts(counts: dict[str, dict[str, tuple[int, int]]], names: list[tuple[str, ...]]) -> None:
     assert [one.names for one in contrasts(counts)] == names
 

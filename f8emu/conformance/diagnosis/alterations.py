@@ -238,7 +238,7 @@ def _chips() -> Iterator[Alteration]:
                 name=f"products of float16{place}, {f'promotion every {length}' if length else 'no promotion'}",
                 sentence=f"converts float8 to float16, adds 16 products in a step [BF16-1]{order}, and {chain}",
                 is_of_chip=True,
-                change=partial(_instruction, model=adds),
+                change=partial(_whole_model, model=adds, is_instruction=True),
             )
     for chip, fast in product(CHIPS.values(), (True, False)):
         if chip is not H100:  # it adds as Hopper does
@@ -246,18 +246,14 @@ def _chips() -> Iterator[Alteration]:
                 name=f"{chip.name}'s {'fast' if fast else 'promoted'} accumulation",
                 sentence=f"adds as {chip.name} does with use_fast_accum={fast}",
                 is_of_chip=True,
-                change=partial(_whole_chip, model=chip.float8_fast if fast else chip.float8),
+                change=partial(_whole_model, model=chip.float8_fast if fast else chip.float8, is_instruction=False),
             )
 
 
-def _instruction(rules: Rules, *, model: AccumulationModel) -> Rules:
-    """Another instruction; a promotion is no longer than a block of scales."""
-    is_longer = rules.scales.is_fused and (model.promote_k or 0) >= _BLOCK_K
-    if rules.adder is not Adder.TENSOR_CORE or is_longer:
+def _whole_model(rules: Rules, *, model: AccumulationModel, is_instruction: bool) -> Rules:
+    """Another instruction, whose promotion is no longer than a block of scales; or a chip, without scales of blocks."""
+    fits = not rules.scales.is_fused or (is_instruction and (model.promote_k or 0) < _BLOCK_K)
+    if rules.adder is not Adder.TENSOR_CORE or not fits:
         return rules
-    return replace(rules, model=replace(model, split_k_multiple=rules.model.split_k_multiple))
-
-
-def _whole_chip(rules: Rules, *, model: AccumulationModel) -> Rules:
-    is_other = rules.adder is not Adder.TENSOR_CORE or rules.scales.is_fused
-    return rules if is_other else replace(rules, model=model)
+    multiple = rules.model.split_k_multiple if is_instruction else model.split_k_multiple
+    return replace(rules, model=replace(model, split_k_multiple=multiple))

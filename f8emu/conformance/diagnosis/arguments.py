@@ -178,17 +178,12 @@ def operands(read: Arguments, rules: Rules, memory: Memory) -> tuple[Operand, Op
     """Both operands, K first, as f8ref.numpy decodes them."""
 
     def decoded(array: np.ndarray, fmt: Format) -> Operand:
-        model = rules.model
+        model, (_, has_no_nan) = rules.model, reading_of(rules)
         key = (fmt, *reading_of(rules), model.operand, model.order, are_exact_in_float32(fmt, model))
-        return memory.get((array,), key, lambda: _operand(array, fmt, rules))
+        decode = _numbers_for_nan if has_no_nan and fmt == E4M3FN else operand
+        return memory.get((array,), key, lambda: decode(flushed(array, fmt, rules).view(dtype_of(fmt)), fmt, model))
 
     return decoded(read.a_MK, read.format_a), decoded(read.b_NK, read.format_b)
-
-
-def _operand(array: np.ndarray, fmt: Format, rules: Rules) -> Operand:
-    codes = flushed(array, fmt, rules).view(dtype_of(fmt))
-    is_misread = Misreading.NAN_AS_NUMBER in rules.misreads and fmt == E4M3FN
-    return (_numbers_for_nan if is_misread else operand)(codes, fmt, rules.model)
 
 
 def _numbers_for_nan(x: np.ndarray, fmt: Format, model: AccumulationModel) -> Operand:

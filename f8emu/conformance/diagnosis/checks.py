@@ -18,8 +18,9 @@ from f8emu.conformance.breakdown.contrast import Contrast
 from f8emu.conformance.cases.distributions import rng
 from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.cases.gemm_cases import scaled_case
+from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.arguments import Memory, Part
-from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, differing, observe
+from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, observe
 from f8emu.conformance.diagnosis.probes import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules
 from f8emu.conformance.run.subject import Subject
@@ -106,13 +107,13 @@ def on_random_gemms(subject: Subject, kind: Kind, rules: Rules) -> RandomGemms:
 def _unsteady(subject: Subject, whole: Observation, sample: Observation) -> str:
     """The first GEMM once more, after all others; `sample` was copied when it ran."""
     assert sample.at is not None
-    if differing(whole.part(sample.at).outputs, sample.outputs).any():
+    if different(whole.part(sample.at).outputs, sample.outputs).any():
         return f"{whole.case.id}: a later call wrote to its output"
     first = whole.outputs.copy()
     again = observe(subject, whole.case)
     if isinstance(again, NoOutput):
         return f"{whole.case.id}: run again after others, it gave no output: {again.reason}"
-    if differing(first, again.outputs).any():
+    if different(first, again.outputs).any():
         return f"{whole.case.id}: run again after others, it gave other bits"
     return ""
 
@@ -177,7 +178,7 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
             continue
         if dimension == "M":
             whole = largest.setdefault(case.k, one.outputs.copy())
-            found = replace(found, is_same=not differing(one.outputs, whole[:size]).any())
+            found = replace(found, is_same=not different(one.outputs, whole[:size]).any())
         yield _judged(found, one, rules)
 
 

@@ -45,19 +45,15 @@ class Observation:
     def outputs_equal(self, rules: Rules, memory: Memory) -> int:
         """How many outputs are those of the rules, bit for bit."""
         expected = compute(self.case, rules, at=self.at, memory=memory)
-        return memory.get(
-            (self.outputs, expected), "equal", lambda: self.size - int(np.sum(differing(self.outputs, expected)))
-        )
+
+        def count() -> int:
+            return self.size - int(np.sum(different(self.outputs, expected)))
+
+        return memory.get((self.outputs, expected), "equal", count)
 
     def differing(self, rules: Rules, memory: Memory) -> np.ndarray:
         """Which outputs are not those of the rules."""
-        return differing(self.outputs, compute(self.case, rules, at=self.at, memory=memory))
-
-
-def differing(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """`different`, of outputs that may be signalling NaN."""
-    with np.errstate(invalid="ignore"):
-        return different(x, y)
+        return different(self.outputs, compute(self.case, rules, at=self.at, memory=memory))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ kernel part too. Sums of the long ones are exact in float32: an unknown order of
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 
 import numpy as np
 
@@ -84,18 +85,11 @@ class Kind:
         )
 
 
-KINDS: tuple[Kind, ...] = (
-    *(
-        Kind(pair=(granularity, granularity), use_fast_accum=fast, with_bias=with_bias)
-        for granularity in (Granularity.TENSORWISE, Granularity.ROWWISE)
-        for with_bias in (False, True)
-        for fast in (True, False)
-    ),
-    *(
-        Kind(pair=pair, use_fast_accum=False, with_bias=False)
-        for pair in HOPPER.granularity_pairs
-        if pair[0].is_blockwise
-    ),
+KINDS: tuple[Kind, ...] = tuple(
+    Kind(pair=pair, use_fast_accum=fast, with_bias=with_bias)
+    for pair in HOPPER.granularity_pairs
+    for with_bias, fast in product((False, True), (True, False))
+    if not (pair[0].is_blockwise and (fast or with_bias))
 )
 """The kinds that are diagnosed apart, in this order."""
 
