@@ -22,6 +22,7 @@ from benchmarks.runner import Bench, Entry, option, say, turns_of
 from f8emu.native import gemm, library
 from f8emu.spec import E4M3FN, Granularity
 from f8emu.spec.gemm_call import GemmCall
+from f8emu.torch.gemm import emulation
 
 SIZES = (64, 128, 512, 2048)
 BASELINE = "torch.mm float32"
@@ -60,18 +61,16 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
 
 
 def _engine(a: Tensor, b: Tensor, scale: Tensor, use_fast_accum: bool, width: str) -> Call:
-    """The same GEMM by the engine alone."""
+    """The same GEMM by the engine alone, on the operands as the emulation describes them."""
     (m, k), n = a.shape, b.shape[1]
     options = {"granularities": TENSORWISE, "use_fast_accum": use_fast_accum}
     called = GemmCall(call="scaled_mm", sizes=(m, n, k), formats=(E4M3FN, E4M3FN), **options)
-
-    def operand(x: Tensor) -> gemm.Matrix:
-        row_stride, k_stride = x.stride()
-        return gemm.Matrix(x.data_ptr(), row_stride, k_stride, "float8_e4m3fn", 1, scale.data_ptr(), 0, 0)
+    one = emulation.described(called, a, b, scale, scale)
+    assert one is not None, library.unavailable()
 
     def call() -> None:
         out = a.new_empty((m, n), dtype=torch.bfloat16)
-        one = gemm.described(called, operand(a), operand(b.t()), gemm.Output(out.data_ptr(), n, 1, "bfloat16"))
+        one.out = out.data_ptr()
         gemm.run(one, threads=torch.get_num_threads(), width=width)
 
     return call

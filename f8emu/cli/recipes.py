@@ -1,4 +1,4 @@
-"""`f8emu recipes`: list the named recipes, or explain one."""
+"""`f8emu recipes` lists the named recipes or explains one; `f8emu doctor` says what this machine does."""
 
 import json
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_to(app: "typer.Typer") -> None:
-    """Add the command."""
+    """Add the commands."""
     import typer
 
     @app.command()
@@ -22,6 +22,11 @@ def add_to(app: "typer.Typer") -> None:
     ) -> None:
         """List the named recipes, or explain one."""
         raise typer.Exit(guarded(_recipes, name, as_toml, as_json))
+
+    @app.command()
+    def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False) -> None:
+        """Show how this machine's torch, JAX and GPU behave on the known traps, and which engine would run."""
+        raise typer.Exit(guarded(_doctor, as_json))
 
 
 def _recipes(name: str | None, as_toml: bool, as_json: bool) -> int:
@@ -52,3 +57,9 @@ def _print_recipes() -> None:
         table.add_section()
     console().print(table)
     print("f8emu recipes NAME explains one; --toml and --json print the text that f8emu reads")
+
+
+def _doctor(as_json: bool) -> int:
+    from f8emu.doctor import run
+
+    return run(as_json=as_json)

@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ SCHEMA = 1
 _LONGEST = 1 << 20
 """Bytes of a line; ours have a few hundred, with first values at most a third of this."""
 _LAST_STEP = 2**63 - 1
+_CUT: dict[str, Any] = {"": "cut"}
+_NAMES = ("layer", "gemm", "operand", "tensor")
 HIGHER_IS_WORSE = ("underflow", "saturation", "error_total", "error_quantisation", "error_accumulation", "nan", "inf")
 LOWER_IS_WORSE = ("sqnr",)
 MEASURES = (*LOWER_IS_WORSE, *HIGHER_IS_WORSE)
@@ -79,31 +80,27 @@ def read_run(path: Path) -> Run:
     places: dict[tuple[str, ...], Place] = {}
     is_cut, skipped = False, 0
     for number, record in _records(path):
-        if isinstance(record, _Broken):
-            is_cut = record is _Broken.AT_THE_END
+        if record is None or record == _CUT:
+            is_cut = record == _CUT
             skipped += not is_cut
             continue
         if not headers and "schema" not in record:
             raise _bad(path, number, "the first line must be the one that f8emu.torch.inspect writes, with its schema")
         if "schema" in record:
             if not isinstance(record["schema"], int) or record["schema"] > SCHEMA:
-                raise _bad(
-                    path, number, f"schema must be at most {SCHEMA}, not {record['schema']!r}: a newer f8emu wrote it"
-                )
+                found = f"not {record['schema']!r}: a newer f8emu wrote it"
+                raise _bad(path, number, f"schema must be at most {SCHEMA}, {found}")
             headers.append(record)
         elif "event" in record:
             events.append(record)
         elif "recipe" not in record:
-            try:
-                key = tuple(str(record[name]) for name in ("layer", "gemm", "operand", "tensor"))
-                step = record["step"]
-            except KeyError as error:
-                raise _bad(
-                    path, number, f"a record must have layer, gemm, operand, tensor and step: {error!r}"
-                ) from None
+            if missing := [name for name in (*_NAMES, "step") if name not in record]:
+                raise _bad(path, number, f"a record must have {', '.join(_NAMES)} and step, not lack {missing[0]}")
+            key, step = tuple(str(record[name]) for name in _NAMES), record["step"]
             if type(step) is not int or not 0 <= step <= _LAST_STEP:
                 raise _bad(path, number, f"step must be an integer from 0 to 2^63 - 1, not {step!r:.40}")
-            place = places.setdefault(key, _place(key, str(record.get("cast", ""))))
+            names = dict(zip(_NAMES, key, strict=True))
+            place = places.setdefault(key, Place(**names, cast=str(record.get("cast", ""))))
             for measure in MEASURES:
                 curve = place.curves.setdefault(measure, [])
                 curve.append(_number(record.get(measure)))
@@ -111,28 +108,21 @@ def read_run(path: Path) -> Run:
     return Run(headers=headers, events=events, places=list(places.values()), is_cut=is_cut, skipped=skipped)
 
 
-class _Broken(Enum):
-    """A line that is no JSON."""
-
-    WITHIN = auto()
-    AT_THE_END = auto()
-
-
-def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | _Broken]]:
-    """(number, object) of each line."""
+def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(number, object) of each line; None where a line is no JSON, `_CUT` where the last one has no end."""
     try:
         with open_regular(path) as file:
             number = 0
             while line := file.readline(_LONGEST):
                 number += 1
                 if not line.endswith(b"\n") and len(line) < _LONGEST:
-                    yield number, _Broken.AT_THE_END
+                    yield number, _CUT
                     return
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     if number > 1 and len(line) < _LONGEST:
-                        yield number, _Broken.WITHIN
+                        yield number, None
                         continue
                     raise _bad(path, number, f"every line must be a JSON object: {error}") from None
                 if not isinstance(record, dict):
@@ -152,11 +142,6 @@ def _number(value: object) -> float:
         return math.nan if value is None or isinstance(value, bool) else float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _place(key: Sequence[str], cast: str) -> Place:
-    layer, gemm, operand, tensor = key
-    return Place(layer=layer, gemm=gemm, operand=operand, tensor=tensor, cast=cast)
 
 
 def _bad(path: Path, line: int, what: str) -> SpecError:
