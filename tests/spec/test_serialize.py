@@ -168,125 +168,61 @@ def test_what_is_left_out_has_its_default() -> None:
     )
 
 
-# What is changed in the text above (old, new) -> the error. `output` is the first table with an `a`.
-MALFORMED: dict[str, tuple[str, str, str]] = {
-    "not TOML": ("schema = 1", "schema 1", "recipe_from_toml: not TOML: Expected '=' after a key"),
-    "a key twice": ("schema = 1", "schema = 1\nschema = 1", "recipe_from_toml: not TOML: Cannot overwrite a value"),
-    "a number without end": ("schema = 1", f"schema = {'1' * 5000}", "recipe_from_toml: not TOML: Exceeds the limit"),
-    "nesting without end": ("schema = 1", f"schema = {'[' * 5000}", "recipe_from_toml: not TOML: maximum recursion"),
-    "another schema": ("schema = 1", "schema = 2", "recipe: schema 2 is unknown; this version of f8emu reads schema 1"),
-    "schema of another type": ("schema = 1", "schema = true", "recipe: schema must be of type int; got True"),
-    "no name": ('name = "delayed"', "", "recipe: recipe has keys ["),
-    "unknown key at the top": ('name = "delayed"', 'nam = "x"\nname = "x"', "unknown ['nam']"),
-    "name of another type": ('name = "delayed"', "name = 3", "recipe: name must be of type str; got 3"),
-    "name that is a date": (
-        'name = "delayed"',
-        "name = 2020-01-01",
-        "recipe: name must be of type str; got datetime.date",
-    ),
-    "no GEMM": ("[grad_input]", "[other]", "missing ['grad_input']"),
-    "scale_rule that is no table": (
-        "[scale_rule]\npower_of_two = false\namax_floor = 1e-12",
-        "scale_rule = 1",
-        "recipe: scale_rule must be a table; got 1",
-    ),
-    "unknown scale rule": (
-        "power_of_two",
-        "power_of_2",
-        "recipe: scale_rule has keys ['power_of_two', 'amax_floor']; unknown ['power_of_2']",
-    ),
-    "number in place of a boolean": (
-        "power_of_two = false",
-        "power_of_two = 0",
-        "recipe: scale_rule.power_of_two must be of type bool; got 0",
-    ),
-    "boolean in place of a number": ("1e-12", "true", "recipe: scale_rule.amax_floor must be of type float; got True"),
-    "text in place of a number": (
-        "1e-12",
-        '"1e-12"',
-        "recipe: scale_rule.amax_floor must be of type float; got '1e-12'",
-    ),
-    "floor out of range": ("1e-12", "1", "recipe: scale_rule: ScaleRule: amax_floor must be in [2^-110, 1)"),
-    "floor that is no number": ("1e-12", "nan", "recipe: scale_rule: ScaleRule: amax_floor must be in [2^-110, 1)"),
-    "delayed that is no table": (
+MALFORMED: list[tuple[str, str, str]] = [
+    ("schema = 1", "schema 1", "recipe_from_toml: not TOML: Expected '=' after a key"),
+    ("schema = 1", "schema = 1\nschema = 1", "recipe_from_toml: not TOML: Cannot overwrite a value"),
+    ("schema = 1", f"schema = {'1' * 5000}", "recipe_from_toml: not TOML: Exceeds the limit"),
+    ("schema = 1", f"schema = {'[' * 5000}", "recipe_from_toml: not TOML: maximum recursion"),
+    ("schema = 1", "schema = 2", "recipe: schema 2 is unknown; this version of f8emu reads schema 1"),
+    ("schema = 1", "schema = true", "recipe: schema must be of type int; got True"),
+    ('name = "delayed"', "", "recipe: recipe has keys ["),
+    ('name = "delayed"', 'nam = "x"\nname = "x"', "unknown ['nam']"),
+    ('name = "delayed"', "name = 3", "recipe: name must be of type str; got 3"),
+    ('name = "delayed"', "name = 2020-01-01", "recipe: name must be of type str; got datetime.date"),
+    ("[grad_input]", "[other]", "missing ['grad_input']"),
+    ("[scale_rule]\npower_of_two = false\namax_floor = 1e-12", "scale_rule = 1", "recipe: scale_rule must be a table;"),
+    ("power_of_two", "power_of_2", "recipe: scale_rule has keys ['power_of_two', 'amax_floor']; unknown ['power_of_2'"),
+    ("power_of_two = false", "power_of_two = 0", "recipe: scale_rule.power_of_two must be of type bool; got 0"),
+    ("1e-12", "true", "recipe: scale_rule.amax_floor must be of type float; got True"),
+    ("1e-12", '"1e-12"', "recipe: scale_rule.amax_floor must be of type float; got '1e-12'"),
+    ("1e-12", "1", "recipe: scale_rule: ScaleRule: amax_floor must be in [2^-110, 1)"),
+    ("1e-12", "nan", "recipe: scale_rule: ScaleRule: amax_floor must be in [2^-110, 1)"),
+    (
         '[delayed]\nhistory_length = 16\nreduction = "max"\nmargin = 0',
         "[[delayed]]\nmargin = 0",
         "recipe: delayed must be a table; got [{'margin': 0}]",
     ),
-    "unknown delayed key": (
-        "margin",
-        "margins",
-        "recipe: delayed has keys ['history_length', 'reduction', 'margin', 'tensors']; unknown ['margins']",
-    ),
-    "fraction in place of a length": ("16", "16.0", "recipe: delayed.history_length must be of type int; got 16.0"),
-    "boolean in place of a margin": (
-        "margin = 0",
-        "margin = false",
-        "recipe: delayed.margin must be of type int; got False",
-    ),
-    "length out of range": ("16", "0", "recipe: delayed: DelayedScaling: history_length must be at least 1; got 0"),
-    "margin out of range": ("margin = 0", "margin = 7", "recipe: delayed: DelayedScaling: margin must be in 0..6"),
-    "unknown reduction": ('"max"', '"mean"', "recipe: delayed.reduction must be one of max, most_recent; got 'mean'"),
-    "reduction of another type": ('"max"', "[]", "recipe: delayed.reduction must be one of max, most_recent; got []"),
-    "no operand": ("a = {", "c = {", "recipe: output has keys ['a', 'b', 'use_fast_accum']; missing ['a']"),
-    "unknown GEMM key": (
-        "use_fast_accum",
-        "fast",
-        "recipe: output has keys ['a', 'b', 'use_fast_accum']; unknown ['fast']",
-    ),
-    "text in place of a boolean": (
-        "= true",
-        '= "true"',
-        "recipe: output.use_fast_accum must be of type bool; got 'true'",
-    ),
-    "operand that is no table": (
-        'a = { format = "float8_e4m3fn", granularity = "tensorwise" }',
-        'a = "float8_e4m3fn"',
-        "recipe: output.a must be a table; got 'float8_e4m3fn'",
-    ),
-    "no format": (
-        'format = "float8_e4m3fn", ',
-        "",
-        "recipe: output.a has keys ['format', 'granularity']; missing ['format']",
-    ),
-    "unknown format": (
-        "float8_e4m3fn",
-        "float8_e4m3",
-        "recipe: output.a: format_by_name: unknown format 'float8_e4m3'; known formats are: float8_e4m3fn,",
-    ),
-    "format of another type": ('"float8_e4m3fn"', "8", "recipe: output.a.format must be of type str; got 8"),
-    "format that is no operand": (
-        "float8_e4m3fn",
-        "float16",
-        "recipe: output.a: Cast: format must be the Format float8_e4m3fn or",
-    ),
-    "unknown granularity": (
-        '"tensorwise"',
-        '"axiswise"',
-        "recipe: output.a.granularity must be one of tensorwise, rowwise, blockwise_1x128, blockwise_128x128; "
-        "got 'axiswise'",
-    ),
-    "high precision with granularity": (
-        "float8_e4m3fn",
-        "bfloat16",
-        "recipe: output.a is bfloat16 and has no granularity; remove the key",
-    ),
-    "impossible GEMM": (
+    ("margin", "margins", "recipe: delayed has keys ['history_length', 'reduction', 'margin', 'tensors']; unknown ['m"),
+    ("16", "16.0", "recipe: delayed.history_length must be of type int; got 16.0"),
+    ("margin = 0", "margin = false", "recipe: delayed.margin must be of type int; got False"),
+    ("16", "0", "recipe: delayed: DelayedScaling: history_length must be at least 1; got 0"),
+    ("margin = 0", "margin = 7", "recipe: delayed: DelayedScaling: margin must be in 0..6"),
+    ('"max"', '"mean"', "recipe: delayed.reduction must be one of max, most_recent; got 'mean'"),
+    ('"max"', "[]", "recipe: delayed.reduction must be one of max, most_recent; got []"),
+    ("a = {", "c = {", "recipe: output has keys ['a', 'b', 'use_fast_accum']; missing ['a']"),
+    ("use_fast_accum", "fast", "recipe: output has keys ['a', 'b', 'use_fast_accum']; unknown ['fast']"),
+    ("= true", '= "true"', "recipe: output.use_fast_accum must be of type bool; got 'true'"),
+    ('a = { format = "float8_e4m3fn", granularity = "tensorwise" }', 'a = "float8_e4m3fn"', "recipe: output.a must be"),
+    ('format = "float8_e4m3fn", ', "", "recipe: output.a has keys ['format', 'granularity']; missing ['format']"),
+    ("float8_e4m3fn", "float8_e4m3", "recipe: output.a: format_by_name: unknown format 'float8_e4m3'; known formats a"),
+    ('"float8_e4m3fn"', "8", "recipe: output.a.format must be of type str; got 8"),
+    ("float8_e4m3fn", "float16", "recipe: output.a: Cast: format must be the Format float8_e4m3fn or"),
+    ('"tensorwise"', '"axiswise"', "recipe: output.a.granularity must be one of tensorwise, rowwise, blockwise_1x128,"),
+    ("float8_e4m3fn", "bfloat16", "recipe: output.a is bfloat16 and has no granularity; remove the key"),
+    (
         'float8_e4m3fn", granularity = "tensorwise" }\nuse_fast_accum = false',
         'float8_e5m2", granularity = "tensorwise" }\nuse_fast_accum = false',
         "recipe: grad_input: Gemm: Hopper multiplies float8_e4m3fn x float8_e4m3fn, ",
     ),
-    "impossible recipe": (
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "Recipe 'delayed': input is cast to float8_e4m3fn and float8_e5m2",
-    ),
-}
+    ("float8_e4m3fn", "float8_e5m2", "Recipe 'delayed': input is cast to float8_e4m3fn and float8_e5m2"),
+]
+"""What is changed in the text above (old, new) -> the start of the error. `output` is the first table with an `a`."""
 
 
-@pytest.mark.parametrize("case", MALFORMED)
-def test_malformed_toml_names_the_place(case: str) -> None:
-    old, new, text = MALFORMED[case]
+@pytest.mark.parametrize(
+    ("old", "new", "text"), MALFORMED, ids=[f"{i} {row[2][:40]}" for i, row in enumerate(MALFORMED)]
+)
+def test_malformed_toml_names_the_place(old: str, new: str, text: str) -> None:
     assert old in DELAYED_TOML
     with pytest.raises(SpecError) as caught:
         recipe_from_toml(DELAYED_TOML.replace(old, new, 1))
