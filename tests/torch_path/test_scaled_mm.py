@@ -45,29 +45,17 @@ def test_every_granularity_equals_the_oracle(pair, out_dtype, expect, assert_sam
 
 @pytest.mark.parametrize("granularity", [Granularity.TENSORWISE, Granularity.ROWWISE], ids=lambda g: g.value)
 @pytest.mark.parametrize("formats", [(E4M3FN, E5M2), (E5M2, E4M3FN)], ids=str)
-@pytest.mark.parametrize("use_fast_accum", [False, True])
-def test_formats_and_accumulation_equal_the_oracle(granularity, formats, use_fast_accum, expect, assert_same_bits):
+def test_options_equal_the_oracle(granularity, formats, expect, assert_same_bits) -> None:
+    """Formats, accumulation, a bias with gaps, slices of K."""
     args = list(operands((granularity, granularity)))
     args[0], args[1] = random_codes(5, M, K, formats[0]), random_codes(6, N, K, formats[1]).t()
-    options = {"use_fast_accum": use_fast_accum, "out_dtype": torch.float32}
-    expected = expect("scaled_mm", *args, granularity_a=granularity, granularity_b=granularity, **options)
-    assert_same_bits(f8.scaled_mm(*args, **options), expected)
-
-
-@pytest.mark.parametrize("granularity", [Granularity.TENSORWISE, Granularity.ROWWISE], ids=lambda g: g.value)
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_bias_equals_the_oracle(granularity, out_dtype, expect, assert_same_bits) -> None:
-    args = operands((granularity, granularity))
-    options = {"bias": random_scale(7, (2 * N,)).to(out_dtype)[::2], "out_dtype": out_dtype}
-    expected = expect("scaled_mm", *args, granularity_a=granularity, granularity_b=granularity, **options)
-    assert_same_bits(f8.scaled_mm(*args, **options), expected)
-
-
-@pytest.mark.parametrize(("split_k", "use_fast_accum"), [(2, False), (3, False), (3, True)])
-def test_split_k_equals_the_oracle(split_k, use_fast_accum, expect, assert_same_bits) -> None:
-    args = operands((Granularity.TENSORWISE, Granularity.TENSORWISE))
-    options = {"split_k": split_k, "use_fast_accum": use_fast_accum, "out_dtype": torch.float32}
-    assert_same_bits(f8.scaled_mm(*args, **options), expect("scaled_mm", *args, **options))
+    bias = random_scale(7, (2 * N,))[::2]
+    of_scales = {"granularity_a": granularity, "granularity_b": granularity}
+    for options in (
+        *({"use_fast_accum": fast, "split_k": s, "out_dtype": OUTPUTS[0]} for fast in (False, True) for s in (1, 2, 3)),
+        *({"bias": bias.to(out_dtype), "out_dtype": out_dtype} for out_dtype in OUTPUTS[1:]),
+    ):
+        assert_same_bits(f8.scaled_mm(*args, **options), expect("scaled_mm", *args, **of_scales, **options))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)

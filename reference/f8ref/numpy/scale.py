@@ -55,7 +55,7 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
 
     Shapes: any; both results have the shape of `amax`.
     Exactness: both quotients are correctly rounded. A float64 quotient of two float32 numbers, rounded to float32, is
-    (53 >= 2 * 24 + 2); `tests/oracle/test_numpy_scale.py` proves it in integers for all 2^23 significands.
+    (53 >= 2 * 24 + 2); `tests/oracle/test_scales.py` proves it in integers for all 2^23 significands.
 
     Raises:
         OperandError: `amax` is not float32.

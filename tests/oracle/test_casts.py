@@ -1,13 +1,23 @@
-"""f8ref.exact.cast and number: codes, the one rounding, exact arithmetic; against literals, ml_dtypes and numpy."""
+"""Codes, the one rounding and exact arithmetic of the definition, and the casts of the oracle.
+
+The witnesses are literals of the documents, a search for the nearest code in exact arithmetic, ml_dtypes and numpy.
+"""
 
 import math
+import re
 import struct
+from collections.abc import Callable
 from fractions import Fraction
+from itertools import pairwise
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+import f8ref.numpy as f8
+from f8emu.conformance.run.oracle import exact_subject
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
@@ -19,6 +29,7 @@ from f8emu.spec import (
     FLOAT16,
     FLOAT32,
     Format,
+    OperandError,
     Overflow,
     SpecError,
 )
@@ -28,7 +39,6 @@ from f8ref.exact import (
     Kind,
     Number,
     add,
-    cast,
     decode,
     encode,
     exponent_of,
@@ -38,18 +48,18 @@ from f8ref.exact import (
     multiply,
     round_to,
 )
+from tests.oracle.exactly import codes_of, dtype_of, typed
 
 SATURATE, NONFINITE = Overflow.SATURATE, Overflow.NONFINITE
 MINUS_ZERO = Number(Kind.FINITE, negative=True)
-DTYPES = {
-    E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
-    E5M2: np.dtype(ml_dtypes.float8_e5m2),
-    E4M3FNUZ: np.dtype(ml_dtypes.float8_e4m3fnuz),
-    E5M2FNUZ: np.dtype(ml_dtypes.float8_e5m2fnuz),
-    E8M0FNU: np.dtype(ml_dtypes.float8_e8m0fnu),
-    BFLOAT16: np.dtype(ml_dtypes.bfloat16),
-    FLOAT16: np.dtype(np.float16),
+FORMATS = pytest.mark.parametrize("format", FLOAT8, ids=str)
+POLICIES = pytest.mark.parametrize("overflow", Overflow, ids=lambda overflow: overflow.value)
+VERBS: dict[str, dict[str, Callable[..., Any]]] = {
+    "exact": dict(exact_subject().verbs),
+    "numpy": {name: getattr(f8, name) for name in ("cast", "decode")},
 }
+BACKENDS = pytest.mark.parametrize("backend", VERBS)
+Codes = NDArray[np.uint8]
 
 # OFP8 revision 1.0, tables 1 and 2; MX 1.0, section 5.4.1; IEEE 754-2019, table 3.5.
 VALUES: list[tuple[Format, int, Fraction | int]] = [
@@ -78,39 +88,32 @@ VALUES: list[tuple[Format, int, Fraction | int]] = [
     (FLOAT32, 0x7F7FFFFF, ((1 << 24) - 1) << 104),
     (FLOAT32, 0xC0490FDB, Fraction(-0x490FDB - (1 << 23), 1 << 22)),  # float32 of -pi
 ]
+SPECIALS: list[tuple[Format, int, Number]] = [
+    (E4M3FN, 0x00, ZERO),
+    (E4M3FN, 0x80, MINUS_ZERO),
+    (E4M3FN, 0x7F, NAN),
+    (E4M3FN, 0xFF, NAN),
+    (E5M2, 0x80, MINUS_ZERO),
+    (E5M2, 0x7C, infinity()),
+    (E5M2, 0xFC, infinity(negative=True)),
+    *((E5M2, code, NAN) for code in (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
+    (E4M3FNUZ, 0x80, NAN),
+    (E4M3FNUZ, 0xFF, finite(-240)),
+    (E5M2FNUZ, 0x80, NAN),
+    (E5M2FNUZ, 0x7F, finite(57344)),
+    (E8M0FNU, 0xFF, NAN),
+    (FLOAT32, 0x80000000, MINUS_ZERO),
+    (FLOAT32, 0xFF800000, infinity(negative=True)),
+    (FLOAT32, 0xFF800001, NAN),
+]
 
 
-@pytest.mark.parametrize(("format", "code", "value"), VALUES, ids=lambda v: str(v))
-def test_decode_literals(format: Format, code: int, value: Fraction | int) -> None:
+@pytest.mark.parametrize(("format", "code", "value"), [*VALUES, *SPECIALS], ids=lambda v: str(v)[:24])
+def test_decode_literals(format: Format, code: int, value: Fraction | int | Number) -> None:
     number = decode(code, format)
-    assert number.value == value
-    assert number.negative == (value < 0)
-
-
-@pytest.mark.parametrize(
-    ("format", "code", "number"),
-    [
-        (E4M3FN, 0x00, ZERO),
-        (E4M3FN, 0x80, MINUS_ZERO),
-        (E4M3FN, 0x7F, NAN),
-        (E4M3FN, 0xFF, NAN),
-        (E5M2, 0x80, MINUS_ZERO),
-        (E5M2, 0x7C, infinity()),
-        (E5M2, 0xFC, infinity(negative=True)),
-        *((E5M2, code, NAN) for code in (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
-        (E4M3FNUZ, 0x80, NAN),
-        (E4M3FNUZ, 0xFF, finite(-240)),
-        (E5M2FNUZ, 0x80, NAN),
-        (E5M2FNUZ, 0x7F, finite(57344)),
-        (E8M0FNU, 0xFF, NAN),
-        (FLOAT32, 0x80000000, MINUS_ZERO),
-        (FLOAT32, 0xFF800000, infinity(negative=True)),
-        (FLOAT32, 0xFF800001, NAN),
-    ],
-    ids=lambda v: v.kind.value if isinstance(v, Number) else hex(v) if isinstance(v, int) else str(v),
-)
-def test_decode_specials(format: Format, code: int, number: Number) -> None:
-    assert decode(code, format) == number
+    assert number == (value if isinstance(value, Number) else finite(value))
+    if format is not FLOAT32:
+        assert codes_of(f8.decode(typed(code, format))).item() == encode(number, FLOAT32)
 
 
 @pytest.mark.parametrize(("format", "exponent_bits", "bias"), [(E4M3FN, 4, 7), (E5M2, 5, 15)], ids=["E4M3FN", "E5M2"])
@@ -129,19 +132,14 @@ def test_decode_every_float8_code_against_its_bit_string(format: Format, exponen
     assert finite_codes == (254 if format is E4M3FN else 248)
 
 
-@pytest.mark.parametrize("format", DTYPES, ids=str)
-def test_decode_every_code_against_ml_dtypes(format: Format) -> None:
-    codes = np.arange(1 << format.bits, dtype=np.uint8 if format.bits == 8 else np.uint16)
+@BACKENDS
+@pytest.mark.parametrize("format", [*FLOAT8, E8M0FNU, BFLOAT16, FLOAT16], ids=str)
+def test_decode_every_code_against_ml_dtypes(format: Format, backend: str) -> None:
+    x = typed(np.arange(1 << format.bits), format)
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        witnesses = codes.view(DTYPES[format]).astype(np.float64).tolist()
-    for code, witness in zip(codes.tolist(), witnesses, strict=True):
-        number = decode(code, format)
-        if math.isnan(witness):
-            assert number.is_nan
-        elif math.isinf(witness):
-            assert number == infinity(witness < 0)
-        else:
-            assert number == Number(Kind.FINITE, math.copysign(1, witness) < 0, abs(Fraction(witness)))
+        expected = x.astype(np.float32)
+    expected[np.isnan(expected)] = np.uint32(0x7FFFFFFF).view(np.float32)
+    np.testing.assert_array_equal(codes_of(VERBS[backend]["decode"](x)), codes_of(expected))
 
 
 @pytest.mark.parametrize("format", [E4M3FN, E5M2, FLOAT16, BFLOAT16], ids=str)
@@ -237,7 +235,7 @@ ROUNDING: dict[Format, list[tuple[Fraction | int, int, str]]] = {
         for value, code, why in rows
     ],
 )
-@pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
+@POLICIES
 def test_rounding(format: Format, value: Fraction, code: int, overflow: Overflow) -> None:
     number = finite(value)
     assert encode(number, format, overflow) == code
@@ -277,24 +275,6 @@ def test_overflow(format: Format, number: Number, saturated: int, nonfinite: int
     assert encode(number, format, NONFINITE) == nonfinite
 
 
-@pytest.mark.parametrize("overflow", Overflow, ids=lambda o: o.value)
-@pytest.mark.parametrize("to_format", FLOAT8, ids=str)
-@pytest.mark.parametrize("from_format", [BFLOAT16, FLOAT16], ids=str)
-def test_cast_of_every_16_bit_code_against_ml_dtypes(
-    from_format: Format, to_format: Format, overflow: Overflow
-) -> None:
-    """ml_dtypes overflows to inf or NaN; clipped to +-max first, it saturates."""
-    codes = np.arange(1 << 16, dtype=np.uint16)
-    values = codes.view(DTYPES[from_format]).astype(np.float32)
-    if overflow is SATURATE:
-        values = np.clip(values, -to_format.max, to_format.max)
-    with np.errstate(over="ignore", invalid="ignore"):
-        typed = values.astype(DTYPES[to_format])
-    witness = np.where(np.isnan(typed.astype(np.float32)), to_format.nan_code, typed.view(np.uint8))
-    for code, expected in zip(codes.tolist(), witness.tolist(), strict=True):
-        assert cast(code, from_format, to_format, overflow) == expected, hex(code)
-
-
 @pytest.mark.parametrize("to_format", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
 def test_encode_of_drawn_float64_against_numpy(to_format: Format) -> None:
     """Random significands and midpoints, from below the smallest subnormal to beyond the largest value."""
@@ -317,7 +297,7 @@ def test_encode_of_drawn_float64_against_numpy(to_format: Format) -> None:
             exact = np.float32(values).astype(np.float64) == values  # float32 in between must not round
             values = values[exact]
             assert len(values) > 2000
-            witness = values.astype(np.float32).astype(DTYPES[to_format]).view(np.uint16)
+            witness = values.astype(np.float32).astype(dtype_of(to_format)).view(np.uint16)
     for value, expected in zip(values.tolist(), witness.tolist(), strict=True):
         assert encode(finite(Fraction(value)), to_format) == expected, value.hex()
 
@@ -378,3 +358,130 @@ def test_round_to_agrees_with_the_machine_on_decimals() -> None:
     for value in (0.1, 1e-40, 3.3e38, 2 / 3, 1e-12):
         expected = struct.unpack("<f", struct.pack("<f", value))[0]
         assert round_to(finite(Fraction(value)), FLOAT32).value == Fraction(expected)
+
+
+# ---- casts
+
+
+def magnitudes(format: Format) -> list[Fraction]:
+    """The finite magnitudes in the order of their codes, and the one after the last, had the format one more."""
+    step = Fraction(2) ** (1 - format.bias - format.fraction_bits)
+    per_binade = 1 << format.fraction_bits
+    return [
+        (code % per_binade + per_binade * (code >= per_binade)) * step * 2 ** max(code // per_binade - 1, 0)
+        for code in range(format.max_code + 2)
+    ]
+
+
+def nearest_codes(x: NDArray[np.float32], format: Format, overflow: Overflow) -> Codes:
+    """Nearest-even by search among the midpoints: few-bit numbers, so that comparing in float64 is exact."""
+    exact = magnitudes(format)
+    midpoints = [(low + high) / 2 for low, high in pairwise(exact)]
+    bounds = np.array([float(m) for m in midpoints])
+    assert [Fraction(bound) for bound in bounds] == midpoints
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        size = np.abs(x.astype(np.float64))
+    below = np.searchsorted(bounds, size, side="left")
+    above = np.searchsorted(bounds, size, side="right")  # differs from `below` on a midpoint only
+    code = np.where(below % 2 == 0, below, above)
+    beyond = {Overflow.SATURATE: format.max_code, Overflow.NONFINITE: format.infinity_code or format.nan_code}[overflow]
+    code = np.where(code > format.max_code, beyond, code)
+    is_signed = np.signbit(x) & (True if format.has_negative_zero else code != 0)
+    code = np.where(np.isnan(x) | (code == format.nan_code), format.nan_code, code | is_signed * 0x80)
+    return code.astype(np.uint8)
+
+
+def witness_codes(x: NDArray[np.float32], format: Format, overflow: Overflow) -> Codes:
+    """ml_dtypes, which overflows to what is not finite; clamped first where the policy saturates."""
+    limit = np.float32(format.max)
+    clamped = np.clip(x, -limit, limit) if overflow is Overflow.SATURATE else x
+    with np.errstate(all="ignore"):
+        code = clamped.astype(getattr(ml_dtypes, format.name)).view(np.uint8)
+    is_nan = np.isnan(code.view(getattr(ml_dtypes, format.name)).astype(np.float32))
+    return np.where(is_nan, format.nan_code, code)
+
+
+def assert_right(x: np.ndarray, format: Format, overflow: Overflow, backend: str = "numpy") -> None:
+    codes = VERBS[backend]["cast"](x, format, overflow=overflow)
+    assert codes.dtype == dtype_of(format) and codes.shape == x.shape
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        x32 = x.astype(np.float32)
+    np.testing.assert_array_equal(codes.view(np.uint8), nearest_codes(x32, format, overflow))
+    np.testing.assert_array_equal(codes.view(np.uint8), witness_codes(x32, format, overflow))
+
+
+@FORMATS
+def test_the_search_itself(format: Format) -> None:
+    """Its midpoint trick equals the smallest distance, ties to the even code, in fractions."""
+    values = magnitudes(format)
+    assert values[format.max_code] == Fraction(format.max)
+    x = np.random.default_rng(1).uniform(-1.2, 1.2, 400).astype(np.float32) * np.float32(format.max)
+    x[:200] *= np.float32(2.0) ** np.random.default_rng(2).integers(-30, 0, 200).astype(np.float32)
+    x[300:] = [float((values[i] + values[i + 1]) / 2) for i in range(100)]
+    found = nearest_codes(x, format, Overflow.SATURATE) & 0x7F
+    for number, code in zip(x.tolist(), found.tolist(), strict=True):
+        distances = [(abs(abs(Fraction(number)) - v), i % 2, i) for i, v in enumerate(values)]
+        assert code == min(min(distances)[2], format.max_code)
+
+
+@BACKENDS
+@FORMATS
+@POLICIES
+@pytest.mark.parametrize("source", [BFLOAT16, FLOAT16], ids=str)
+def test_all_16_bit_inputs(source: Format, format: Format, overflow: Overflow, backend: str) -> None:
+    assert_right(typed(np.arange(1 << 16), source), format, overflow, backend)
+
+
+@FORMATS
+@POLICIES
+def test_float32_boundaries(format: Format, overflow: Overflow) -> None:
+    """Each value of the format, each midpoint and each power of two with both neighbours; subnormals, infinity, NaN."""
+    exact = magnitudes(format)
+    values = [float(v) for v in exact]
+    midpoints = [float((low + high) / 2) for low, high in pairwise(exact)]
+    powers = [2.0**e for e in range(-149, 128)]
+    points = np.array(values + midpoints + powers, np.float32)
+    assert points.astype(np.float64).tolist() == values + midpoints + powers
+    neighbours = [np.nextafter(points, np.float32(s) * np.float32(np.inf)) for s in (1, -1)]
+    subnormals = np.array([*range(1, 1000), *range((1 << 23) - 1000, 1 << 23)], np.uint32).view(np.float32)
+    specials = np.array([0x7F800000, 0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF, 0x7F7FFFFF], np.uint32)
+    x = np.concatenate([points, *neighbours, subnormals, specials.view(np.float32)])
+    assert_right(np.concatenate([x, -x]), format, overflow)
+
+
+@FORMATS
+@POLICIES
+def test_drawn_float32(format: Format, overflow: Overflow) -> None:
+    rng = np.random.default_rng(7)
+    bits = rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint32).view(np.float32)
+    near = (rng.normal(size=1 << 18) * format.smallest_normal).astype(np.float32)
+    assert_right(np.concatenate([bits, near]), format, overflow)
+
+
+@pytest.mark.parametrize("verb", [f8.decode, lambda x: f8.cast(f8.decode(x), E4M3FN)], ids=["decode", "cast"])
+def test_shapes_and_strides(verb: Callable[[np.ndarray], np.ndarray]) -> None:
+    x = np.random.default_rng(3).integers(0, 0x7F, (300, 130)).astype(np.uint8).view(dtype_of(E4M3FN))
+    found = codes_of(verb(x))
+    np.testing.assert_array_equal(codes_of(verb(x.T)), found.T)
+    np.testing.assert_array_equal(codes_of(verb(x[::7, 1::3])), found[::7, 1::3])
+    assert verb(x[:0]).shape == (0, 130) and verb(x[0, 0]).shape == ()
+    assert codes_of(verb(x[0, 0])) == found[0, 0]
+
+
+def test_results_are_writable_and_apart() -> None:
+    x = np.zeros(4, np.uint8).view(ml_dtypes.float8_e5m2)
+    first = f8.decode(x)
+    first[:] = 7
+    assert f8.decode(x).tolist() == [0, 0, 0, 0]
+
+
+def test_other_dtypes_and_formats_are_refused() -> None:
+    for x in (np.zeros(3), np.zeros(3, np.uint8), np.zeros(3, np.float32), "code"):
+        with pytest.raises(OperandError, match=re.escape("decode: x must have dtype float8_e4m3fn")):
+            f8.decode(x)
+    for x in (np.zeros(3), 1.0, np.zeros(3, np.int32), np.zeros(3, ml_dtypes.float8_e5m2)):
+        with pytest.raises(OperandError, match=r"cast: x must have dtype float32, bfloat16, float16; got .*; convert"):
+            f8.cast(x, E4M3FN)
+    for format in ("float8_e8m0fnu", "bfloat16", "e4m3"):
+        with pytest.raises(SpecError, match=re.escape(format)):
+            f8.cast(np.zeros(2, np.float32), format)

@@ -1,7 +1,9 @@
-"""Amax, the scale rule (proved in integers), quantise and dequantise."""
+"""Amax, the scale rule (proved in integers), quantise and dequantise, delayed scaling: of definition and oracle."""
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -9,13 +11,31 @@ import pytest
 from numpy.typing import NDArray
 
 import f8ref.numpy as f8
-from f8emu.spec import E4M3FN, E5M2, Format, Granularity, OperandError, ScaleRule, SpecError
+from f8emu.conformance.run.oracle import exact_subject
+from f8emu.spec import (
+    E4M3FN,
+    E5M2,
+    AmaxHistoryReduction,
+    DelayedScaling,
+    DelayedState,
+    Format,
+    Granularity,
+    OperandError,
+    ScaleRule,
+    SpecError,
+)
+from tests.oracle.exactly import codes_of, typed
 
 TENSORWISE, ROWWISE = Granularity.TENSORWISE, Granularity.ROWWISE
 VECTORS, SQUARES = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 GRANULARITIES = pytest.mark.parametrize("granularity", Granularity, ids=lambda granularity: granularity.value)
 FORMATS = pytest.mark.parametrize("format", [E4M3FN, E5M2], ids=str)
 POWER_OF_TWO = ScaleRule(power_of_two=True)
+VERBS: dict[str, dict[str, Callable[..., Any]]] = {
+    "exact": dict(exact_subject().verbs),
+    "numpy": {name: getattr(f8, name) for name in exact_subject().verbs},
+}
+BACKENDS = pytest.mark.parametrize("backend", VERBS)
 
 
 def f32(*values: float) -> NDArray[np.float32]:
@@ -71,15 +91,91 @@ def test_amax_keeps_nan(place: tuple[int, int], code: int) -> None:
         assert np.isnan(result).sum() == 1
 
 
-def test_amax_of_little() -> None:
+@BACKENDS
+def test_amax_of_little(backend: str) -> None:
+    amax = VERBS[backend]["amax"]
     x = f32(-0.0, 2.0**-149, -(2.0**-148))[None]
-    assert f8.amax(x).tolist() == [[2.0**-148]]
-    assert f8.amax(f32(-0.0)[None]).view(np.uint32).tolist() == [[0]]
-    assert f8.amax(f32(-np.inf, 3.0)[None]).tolist() == [[np.inf]]
-    assert f8.amax(np.zeros((0, 5), np.float32)).tolist() == [[0]]
-    assert f8.amax(np.zeros((2, 0), np.float32), ROWWISE).tolist() == [[0], [0]]
-    assert f8.amax(np.zeros((2, 0), np.float32), VECTORS).shape == (2, 0)
-    assert f8.amax(np.zeros((0, 300), np.float32), SQUARES).shape == (0, 3)
+    assert amax(x).tolist() == [[2.0**-148]]
+    assert amax(f32(-0.0)[None]).view(np.uint32).tolist() == [[0]]
+    assert amax(f32(-np.inf, 3.0)[None]).tolist() == [[np.inf]]
+    assert amax(np.zeros((0, 5), np.float32)).tolist() == [[0]]
+    assert amax(np.zeros((2, 0), np.float32), ROWWISE).tolist() == [[0], [0]]
+    assert amax(np.zeros((2, 0), np.float32), VECTORS).shape == (2, 0)
+    assert amax(np.zeros((0, 300), np.float32), SQUARES).shape == (0, 3)
+
+
+INF, NAN, ONE = 0x7F800000, 0x7FFFFFFF, 0x3F800000
+
+
+def code(value: float) -> int:
+    return int(f32(value).view(np.uint32)[0])
+
+
+# (code of amax, format, rule, margin, codes of inv_scale and scale)
+SCALES: list[tuple[int, Format, ScaleRule, int, int, int]] = [
+    (code(448), E4M3FN, ScaleRule(), 0, ONE, ONE),
+    (code(57344), E5M2, ScaleRule(), 0, ONE, ONE),
+    (code(3.5), E4M3FN, ScaleRule(), 0, code(128), code(2**-7)),
+    (code(3.5), E4M3FN, ScaleRule(), 3, code(16), code(2**-4)),
+    (0, E4M3FN, ScaleRule(amax_floor=2.0**-40), 0, code(448 * 2.0**40), code(1 / (448 * 2.0**40))),
+    (code(2.0**-41), E4M3FN, ScaleRule(amax_floor=2.0**-40), 0, code(448 * 2.0**40), code(1 / (448 * 2.0**40))),
+    (code(1), E4M3FN, POWER_OF_TWO, 0, code(256), code(2**-8)),  # 448 cut to 256
+    (code(224), E4M3FN, POWER_OF_TWO, 0, code(2), code(0.5)),
+    (code(224) + 1, E4M3FN, POWER_OF_TWO, 0, ONE, ONE),  # just below 2, where exp2(floor(log2)) rounds up
+    *((INF, format, rule, 0, 0, INF) for format in (E4M3FN, E5M2) for rule in (ScaleRule(), POWER_OF_TWO)),
+    *((nan, E4M3FN, rule, 0, NAN, NAN) for nan in (INF + 1, 0xFFC00000) for rule in (ScaleRule(), POWER_OF_TWO)),
+    # A floor with 53 bits, for which 448 / floor is just above the midpoint of 0x44800022 and the next float32. The
+    # float64 quotient is the midpoint, which goes to the even code; one rounding would give the odd one.
+    (0, E4M3FN, ScaleRule(amax_floor=float.fromhex("0x1.bfff8740208bbp-2")), 0, 0x44800022, 0x3A7FFFBC),
+]
+
+
+@BACKENDS
+@pytest.mark.parametrize("row", SCALES, ids=lambda row: f"{row[0]:#x} {row[1]} {row[2]} {row[3]}")
+def test_scales_by_hand(row: Any, backend: str) -> None:
+    amax, format, rule, margin, inv_scale, scale = row
+    given = np.array([amax], np.uint32).view(np.float32)
+    found = VERBS[backend]["scale_from_amax"](given, format, rule, margin=margin)
+    assert [hex(codes_of(x).item()) for x in found] == [hex(inv_scale), hex(scale)]
+
+
+# (code of x, code of inv_scale, in E4M3, in E5M2)
+QUANTIZED = [
+    # (1 + 2^-23) * (17 - 2^-19) is above the tie of 16 and 18, but in float32 it is 17, and goes to the even 16.
+    (0x3F800001, code(17) - 1, 0x58, 0x4C),
+    (0x3F800001, code(17), 0x59, 0x4C),  # 17 + 2^-19 stays above the tie in float32
+    (code(1e30), code(1e30), 0x7E, 0x7B),  # the product overflows float32
+    (code(-1e30), code(1e30), 0xFE, 0xFB),
+    (INF, ONE, 0x7E, 0x7B),
+    (INF, 0, 0x7F, 0x7F),  # inf * 0
+    (NAN, ONE, 0x7F, 0x7F),
+    (ONE, NAN, 0x7F, 0x7F),
+    (0x80000000, ONE, 0x80, 0x80),
+    (code(-1e-30), code(1e-30), 0x80, 0x80),
+    (code(460), ONE, 0x7E, 0x5F),  # 460 is 448 in both: 448 = 1.75 * 2^8
+]
+# (code, format, code of scale, code of the value)
+DEQUANTIZED = [
+    (0x7E, E4M3FN, code(2), code(896)),
+    (0x01, E4M3FN, code(2.0**-140), 1),
+    (0x80, E4M3FN, code(2), 0x80000000),
+    (0xFC, E5M2, code(2), 0xFF800000),
+    (0x7F, E4M3FN, code(2), NAN),
+    (0x80, E5M2, INF, NAN),
+    (0x39, E4M3FN, 0x3F800001, code(1.125) + 1),  # 1.125 + 1.125 * 2^-23, to the nearest float32
+]
+
+
+@BACKENDS
+def test_quantize_and_dequantize_by_hand(backend: str) -> None:
+    verbs = VERBS[backend]
+    for x, inv_scale, *expected in QUANTIZED:
+        given, factor = (np.array([[bits]], np.uint32).view(np.float32) for bits in (x, inv_scale))
+        found = [codes_of(verbs["quantize"](given, factor, format)).item() for format in (E4M3FN, E5M2)]
+        assert list(map(hex, found)) == list(map(hex, expected)), (hex(x), hex(inv_scale))
+    for codes, format, scale, expected_code in DEQUANTIZED:
+        factor = np.array([[scale]], np.uint32).view(np.float32)
+        assert codes_of(verbs["dequantize"](typed([[codes]], format), factor)).item() == expected_code, hex(codes)
 
 
 def significand_and_exponent(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -143,17 +239,6 @@ def test_the_floor(format: Format) -> None:
 
 
 @FORMATS
-@pytest.mark.parametrize("rule", [ScaleRule(), POWER_OF_TWO], ids=["plain", "power_of_two"])
-def test_infinity_and_nan(rule: ScaleRule, format: Format) -> None:
-    amax = np.array([0x7F800000, 0x7F800001, 0xFFC00000], np.uint32).view(np.float32)
-    scales = f8.scale_from_amax(amax, format, rule)
-    assert scales.inv_scale[0] == 0
-    assert scales.scale[0] == np.inf
-    assert scales.inv_scale.view(np.uint32)[1:].tolist() == [0x7FFFFFFF] * 2
-    assert scales.scale.view(np.uint32)[1:].tolist() == [0x7FFFFFFF] * 2
-
-
-@FORMATS
 def test_power_of_two_is_the_one_below(format: Format) -> None:
     rng = np.random.default_rng(5)
     amax = np.abs(rng.integers(0, 0x7F800000, 1 << 16, dtype=np.uint32).view(np.float32))
@@ -206,19 +291,6 @@ def test_quantize_by_element(dtype: type, format: Format, granularity: Granulari
     np.testing.assert_array_equal(values, expected.astype(np.float32) * divisors)
 
 
-def test_quantize_specials() -> None:
-    x = f32(np.inf, -np.inf, np.nan, 0.0, -0.0, 3e38, 1e-45)[None]
-    codes = f8.quantize(x, f32(2.0), E4M3FN).view(np.uint8)
-    assert codes.tolist() == [[0x7E, 0xFE, 0x7F, 0x00, 0x80, 0x7E, 0x00]]
-    # An infinite amax has inv_scale 0: what is finite becomes 0, infinity NaN.
-    scales = f8.scale_from_amax(f8.amax(f32(np.inf, -1.0, 2.0)[None]), E5M2)
-    assert f8.quantize(f32(np.inf, -1.0, 2.0)[None], scales.inv_scale, E5M2).view(np.uint8).tolist() == [
-        [0x7F, 0x80, 0]
-    ]
-    values = f8.dequantize(np.array([[0x7F, 0x80, 0x7C]], np.uint8).view(ml_dtypes.float8_e5m2), f32(np.inf))
-    assert values.view(np.uint32).tolist() == [[0x7FFFFFFF, 0x7FFFFFFF, 0x7F800000]]
-
-
 def test_empty() -> None:
     for shape in ((0, 4), (4, 0), (0, 0)):
         x = np.zeros(shape, np.float32)
@@ -244,3 +316,113 @@ def test_bad_operands() -> None:
         f8.quantize(x, np.ones((1, 1)), E4M3FN)
     with pytest.raises(OperandError, match=r"dequantize: codes must have dtype float8_e4m3fn, .*; got float32"):
         f8.dequantize(x, f32(1))
+
+
+# ---- Delayed scaling, traced by hand from the words of `DelayedScaling`
+
+PLAIN = ScaleRule()
+Trace = Callable[..., list[DelayedState]]
+
+
+@pytest.fixture(params=VERBS)
+def trace(request: pytest.FixtureRequest) -> Trace:
+    """The states after each amax."""
+    verbs = VERBS[request.param]
+
+    def call(
+        delayed: DelayedScaling, amaxes: list[float], format: Format = E4M3FN, rule: ScaleRule = PLAIN
+    ) -> list[DelayedState]:
+        states = [verbs["initial_delayed_state"](delayed)]
+        for amax in amaxes:
+            states.append(verbs["update_delayed_state"](states[-1], np.float32(amax), format, rule, delayed))
+        return states[1:]
+
+    return call
+
+
+def as_lists(states: list[DelayedState]) -> list[tuple[Any, Any, Any]]:
+    return [(s.amax_history.tolist(), s.inv_scale.tolist(), s.initialized.tolist()) for s in states]
+
+
+@BACKENDS
+def test_initial_state(backend: str) -> None:
+    state = VERBS[backend]["initial_delayed_state"](DelayedScaling(history_length=3))
+    assert [x.shape for x in state] == [(3,), (), ()]
+    assert as_lists([state]) == [([0, 0, 0], 1, False)]
+
+
+def test_delayed_the_maximum_rolls_out(trace: Trace) -> None:
+    """448 / amax is exact here. The 14 counts for three steps, then the 7 of the step after it."""
+    states = trace(DelayedScaling(history_length=3), [14.0, 7.0, 3.5, 1.75, 0.875])
+    assert as_lists(states) == [
+        ([14, 0, 0], 32, True),
+        ([7, 14, 0], 32, True),
+        ([3.5, 7, 14], 32, True),
+        ([1.75, 3.5, 7], 64, True),
+        ([0.875, 1.75, 3.5], 128, True),
+    ]
+    assert all(x.dtype == dtype for s in states for x, dtype in zip(s, (np.float32, np.float32, np.bool_), strict=True))
+
+
+def test_delayed_most_recent(trace: Trace) -> None:
+    delayed = DelayedScaling(history_length=2, reduction=AmaxHistoryReduction.MOST_RECENT)
+    assert as_lists(trace(delayed, [14.0, 7.0, 28.0])) == [
+        ([14, 0], 32, True),
+        ([7, 14], 64, True),
+        ([28, 7], 16, True),
+    ]
+
+
+def test_delayed_a_history_of_one(trace: Trace) -> None:
+    assert as_lists(trace(DelayedScaling(history_length=1), [14.0, 7.0])) == [([14], 32, True), ([7], 64, True)]
+
+
+def test_delayed_margin_and_format(trace: Trace) -> None:
+    """57344 * 2^-3 / 7 = 1024; 448 * 2^-1 / 7 = 32."""
+    assert trace(DelayedScaling(margin=3), [7.0], E5M2)[0].inv_scale == 1024
+    assert trace(DelayedScaling(margin=1), [7.0], E4M3FN)[0].inv_scale == 32
+
+
+def test_delayed_power_of_two(trace: Trace) -> None:
+    """448 / 5 = 89.6, cut to 64."""
+    assert trace(DelayedScaling(), [5.0])[0].inv_scale == np.float32(89.6)
+    assert trace(DelayedScaling(), [5.0], rule=ScaleRule(power_of_two=True))[0].inv_scale == 64
+
+
+def test_delayed_the_floor(trace: Trace) -> None:
+    assert trace(DelayedScaling(), [1e-30])[0].inv_scale == np.float32(448 / 1e-12)
+    assert trace(DelayedScaling(), [0.25], rule=ScaleRule(amax_floor=0.5))[0].inv_scale == 896
+
+
+@pytest.mark.parametrize("bad", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("reduction", AmaxHistoryReduction, ids=lambda reduction: reduction.value)
+def test_useless_amaxes(bad: float, reduction: AmaxHistoryReduction, trace: Trace) -> None:
+    """They enter the history as 0, and neither the scale nor `initialized` moves; the history goes on."""
+    delayed = DelayedScaling(history_length=2, reduction=reduction)
+    states = trace(delayed, [bad, 14.0, bad, bad, bad, 7.0])
+    assert as_lists(states) == [
+        ([0, 0], 1, False),
+        ([14, 0], 32, True),
+        ([0, 14], 32, True),
+        ([0, 0], 32, True),
+        ([0, 0], 32, True),
+        ([7, 0], 64, True),
+    ]
+
+
+def test_the_old_state_stays_as_it_is(trace: Trace) -> None:
+    delayed = DelayedScaling(history_length=2)
+    first = trace(delayed, [14.0])[0]
+    f8.update_delayed_state(first, np.full((1, 1), 7, np.float32), "float8_e4m3fn", PLAIN, delayed)
+    assert as_lists([first]) == [([14, 0], 32, True)]
+
+
+def test_bad_delayed_input() -> None:
+    delayed = DelayedScaling(history_length=2)
+    state = f8.initial_delayed_state(delayed)
+    with pytest.raises(OperandError, match="amax must have dtype float32; got float64"):
+        f8.update_delayed_state(state, 1.0, E4M3FN, PLAIN, delayed)
+    with pytest.raises(OperandError, match=re.escape("amax must have one element; got shape (2,)")):
+        f8.update_delayed_state(state, np.ones(2, np.float32), E4M3FN, PLAIN, delayed)
+    with pytest.raises(OperandError, match=re.escape("amax_history must have shape (16,); got (2,)")):
+        f8.update_delayed_state(state, np.float32(1), E4M3FN, PLAIN, DelayedScaling())
