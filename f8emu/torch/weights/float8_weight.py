@@ -8,6 +8,7 @@ Exactness: codes and scales are those that a `Float8Linear` casts in its forward
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from f8emu.torch.fused.delayed import UNCALLED, UNSET
 from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.torch_internals import no_torch_function
 from f8emu.torch.weights.coded_weight import CodedWeight
-from f8emu.torch.weights.codes import WeightCodes, cast_rows_delayed, cast_weight
+from f8emu.torch.weights.codes import WeightCodes, WeightScales, cast_rows_delayed, cast_weight
 from f8emu.torch.weights.scales import LocalWeight, OwnRows, global_scales
 
 _aten = torch.ops.aten
@@ -76,6 +77,11 @@ class Float8Weight(CodedWeight):
         return self._origin.master
 
     @property
+    def recipe(self) -> Recipe:
+        """The recipe of the layer."""
+        return self._origin.recipe
+
+    @property
     def _origin(self) -> MasterOf:
         if self.origin is None:
             raise UnsupportedError(
@@ -100,15 +106,19 @@ class Float8Weight(CodedWeight):
         return self.rows.float() * self.row_scale
 
     @torch.no_grad()
-    def refill(self, *, by_own_amax: bool = False) -> None:
-        """Cast the master into the codes, in place. Under delayed scaling use its state, or the master's own amax."""
+    def refill(self, *, by_own_amax: bool = False, scales: WeightScales | None = None) -> None:
+        """Cast the master into the codes, in place. Under delayed scaling use its state, or the master's own amax.
+
+        `scales` are those of the master, if they are known.
+        """
         if torch.compiler.is_compiling():
             raise UnsupportedError(
                 "Float8Linear: with float8_primary_weights=True weights are cast outside of compiled code; compile the "
                 "model, and call the optimizer's step outside"
             )
         origin = self._origin
-        new = _cast(origin.master.to(self.device), origin.recipe, origin.delayed, by_own_amax=by_own_amax)
+        x = origin.master.to(self.device)
+        new = _cast(x, origin.recipe, origin.delayed, by_own_amax=by_own_amax, scales=scales)
         for mine, found in zip(self.held, new, strict=True):
             if mine is not None and found is not None:
                 mine.copy_(found)
@@ -238,14 +248,22 @@ def _rebuilt(
 
 
 @torch.no_grad()
-def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_amax: bool = False) -> WeightCodes:
+def _cast(
+    x: Tensor,
+    recipe: Recipe,
+    buffers: DelayedBuffers | None,
+    *,
+    by_own_amax: bool = False,
+    scales: WeightScales | None = None,
+) -> WeightCodes:
     """The codes of `x` [N, K] under its own scales, or under the state of delayed scaling."""
     x = x.contiguous()
     if buffers is not None:
         buffers.follow(x.device)
     delayed = None if buffers is None else buffers.of_tensors()[1]
     if delayed is None:
-        (scales,) = global_scales([LocalWeight(x, recipe, OwnRows(n=x.shape[0]))])
+        if scales is None:
+            (scales,) = global_scales([LocalWeight(x, recipe, OwnRows(n=x.shape[0]))])
         return cast_weight(x, recipe, scales)
     # The layer's state is not written to: each call of the layer records this amax, as its cast would (`note_call`).
     amax = torch.full_like(delayed.amax, UNCALLED)
@@ -253,6 +271,15 @@ def _cast(x: Tensor, recipe: Recipe, buffers: DelayedBuffers | None, *, by_own_a
     state = delayed._replace(inv_scale=inv_scale, amax=amax)
     rows, scale = cast_rows_delayed(x, recipe, state)
     return WeightCodes(rows, scale, scale.clone(), master_amax=amax)
+
+
+def refill_all(weights: Sequence[Float8Weight]) -> None:
+    """`refill` of many weights: the scales of all take one kernel."""
+    local = {id(x): LocalWeight(x.master.detach().to(x.device), x.recipe, OwnRows(n=x.shape[0])) for x in weights}
+    local = {key: x for key, x in local.items() if x.recipe.delayed_scaling_of("weight") is None}
+    scales = dict(zip(local, global_scales([*local.values()]), strict=True))
+    for weight in weights:
+        weight.refill(scales=scales.get(id(weight)))
 
 
 def refill(weight: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from f8emu.spec.errors import OperandError
-from f8emu.torch.weights.float8_weight import Float8Weight
+from f8emu.torch.weights.float8_weight import Float8Weight, refill_all
 
 
 class MasterWeights(Optimizer):
@@ -117,9 +117,7 @@ class MasterWeights(Optimizer):
 
     def _cast(self) -> None:
         """Cast the masters that were stepped."""
-        for weight in self._weights():
-            if weight.master.grad is not None:
-                weight.refill()
+        refill_all([weight for weight in self._weights() if weight.master.grad is not None])
 
     def _share_state(self) -> None:
         """The state of each parameter is that of its master."""
