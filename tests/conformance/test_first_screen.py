@@ -208,12 +208,23 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         signal.signal(signal.SIGINT, of_process)
 
 
-@pytest.mark.parametrize("name", ["numpy.py:exits", "exits_on_import.py:f"])
-def test_os_exit_ends_no_verdict(name: str, folder: Path) -> None:
-    process = started(folder, "verify", f"deep/{name}", *FEW)
+@pytest.mark.parametrize(
+    ("name", "status", "text"),
+    [
+        ("numpy.py:exits", 2, "NOT VERIFIED: the process exited with status 0 before the verdict"),
+        ("exits_on_import.py:f", 2, "NOT VERIFIED: the process exited with status 0 before the verdict"),
+        ("numpy.py:forks_in_c", 1, "NOT EQUAL: "),
+        # Cases before an interrupt that no signal sent are kept, and the status is that of a difference.
+        ("numpy.py:interrupts", 1, "raised KeyboardInterrupt(), which ends a process"),
+    ],
+)
+def test_nothing_ends_the_verdict(name: str, status: int, text: str, folder: Path) -> None:
+    process = started(folder, "verify", f"deep/{name}", *FEW, "--errors", "2")
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert out.startswith("NOT VERIFIED: the process exited with status 0 before the verdict") and "--isolate" in out
+    words = " ".join(out.split())
+    assert process.returncode == status and text in words
+    assert words.count("NOT EQUAL: ") == (status == 1) and ("--isolate" in words) == (status == 2)
+    assert ("called" in words) == ("forks" in name)
     if "on_import" in name:  # of cases: tests/conformance/test_isolation.py
         status, out, error = invoke("verify", f"deep/{name}", *FEW, "--isolate")
         assert (status, out) == (2, "") and "its process exited with status 0" in error
@@ -231,18 +242,6 @@ def test_without_fork_a_command_runs_in_this_process(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(os, "fork")
     with pytest.raises(SystemExit, match="7"):
         run_supervised(lambda: sys.exit(7))
-
-
-def test_a_fork_by_the_c_library_gives_one_verdict(folder: Path) -> None:
-    out, _ = started(folder, "verify", "deep/numpy.py:forks_in_c", *FEW, "--errors", "1").communicate(timeout=60)
-    assert out.count("called") > 1 and out.count("NOT EQUAL: ") == 1
-
-
-def test_a_keyboard_interrupt_without_a_signal_is_a_fault(folder: Path) -> None:
-    """Its cases are different, those before it are kept, and the status is that of a difference."""
-    process = started(folder, "verify", "deep/numpy.py:interrupts", *FEW)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "raised KeyboardInterrupt(), which ends a process" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("command", ["verify", "recipes"])

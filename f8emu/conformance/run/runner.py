@@ -31,7 +31,6 @@ class Runner:
         self.errors = errors
         self.progress = progress
         self.known: dict[tuple[str, str, str, object], Parts | Exception] = {}
-        self.judges: dict[str, Subject] = {}
 
     def stage(self, stage: Stage, subject: Subject) -> StageResult:
         """The result of one stage of one subject."""
@@ -55,7 +54,7 @@ class Runner:
         start = time.perf_counter()
 
         def run(index: int) -> CaseResult:
-            outcome = run_case(self._known(stage, cases[index], subject), subject, answers[index])
+            outcome = run_case(cases[index], subject, answers[index])
             self.progress.advance()
             return outcome
 
@@ -72,13 +71,6 @@ class Runner:
             outcomes = [replace(outcome, own_split=None) for outcome in outcomes]
         return stage_result(replace(about, seconds=time.perf_counter() - start), outcomes, self.errors)
 
-    def _known(self, stage: Stage, case: Case, subject: Subject) -> Case:
-        """The case; what the very same subject gave for it, as the judge of another one, is not computed again."""
-        found = self.known.get((subject.name, stage.name, case.id, case.context))
-        if self.judges.get(subject.name) is not subject or found is None or isinstance(found, Exception):
-            return case
-        return replace(case, run=lambda _: found)
-
     def _answers(self, stage: Stage, cases: list[Case], judge: Subject | None, subject: str) -> list[Parts | Exception]:
         """What is expected of each case; an answer that a judge gave for an earlier subject is reused."""
         if judge is None:
@@ -91,7 +83,6 @@ class Runner:
             self.progress.advance()
             return self.known[key]
 
-        self.judges[judge.name] = judge
         self.progress.begin(subject, f"{stage.title}, asking {judge.name}", len(cases))
         return _mapped(expected, cases, judge)
 

@@ -7,7 +7,7 @@ emulated torch must never be taken for hardware.
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -201,7 +201,6 @@ def _f8ref_numpy() -> Subject:
     )
 
 
-@cache
 def _f8ref_jax() -> Subject:
     framework = jax_arrays("f8emu verify f8ref.jax")
     import f8ref.jax
