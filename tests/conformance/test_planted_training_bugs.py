@@ -5,8 +5,8 @@ Each says which part of a layer must be the first that differs, so that a report
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -146,43 +146,34 @@ def update_skipped() -> Planted:
     yield patch.object(delayed_update, "update_delayed", lambda *_: None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bug:
+class Bug(NamedTuple):
     """What is planted, the case that must show it, and the first part that must differ."""
 
     plant: Callable[[], Planted]
+    fields: dict[str, Any]
     first: str
     recipe: Recipe = TENSORWISE
-    fields: dict[str, Any]
     mode: LayerMode = LayerMode.EAGER
 
 
 BATCH, AUTOCAST, LONG = (SITUATIONS[name] for name in ("batch", "autocast", "long"))
 WIDE = {"shape": REGULAR, "dtype": FLOAT32, "weight_dtype": FLOAT32}
 BUGS = {
-    "casts zeroed": Bug(plant=casts_zeroed, fields=BATCH, first="output.a.codes"),
-    "grad_weight tripled": Bug(plant=grad_weight_tripled, fields=BATCH, first="weight.grad"),
-    "scales swapped": Bug(plant=scales_swapped, fields=BATCH, first="output.a.scale"),
-    "stale shared input": Bug(plant=stale_input, fields=LONG, first="step 1 pass 2 output.a.scale"),
-    "padded tail dropped": Bug(plant=tail_dropped, fields=BATCH, first="output.a.codes"),
-    "padding not zero": Bug(plant=padding_not_zero, fields=BATCH, first="output.a.padding"),
-    "other accumulation in grad_input": Bug(plant=other_accumulation, fields=WIDE, first="grad_input.product"),
-    "fast accumulation everywhere": Bug(plant=engine_ignores_fast_accum, fields=WIDE, first="grad_input.product"),
-    "bias twice": Bug(plant=bias_twice, fields=BATCH, first="result"),
-    "grad_weight rounded to bfloat16": Bug(plant=gradient_rounded, fields=WIDE, first="weight.grad"),
-    "weight rounded before its cast": Bug(plant=weight_rounded, fields=AUTOCAST, first="output.b.scale"),
-    "delayed amax not raised": Bug(
-        plant=amax_not_raised, recipe=DELAYED, fields=LONG, first="step 1 pass 2 output.a.scale"
-    ),
-    "delayed update skipped": Bug(
-        plant=update_skipped, recipe=DELAYED, fields=LONG, first="step 1 pass 2 output.a.scale"
-    ),
-    "casts zeroed, compiled": Bug(
-        plant=casts_zeroed, fields=COMPILED[1], first="output.a.codes", mode=LayerMode.COMPILED
-    ),
-    "grad_weight tripled, compiled": Bug(
-        plant=grad_weight_tripled, fields=COMPILED[1], first="weight.grad", mode=LayerMode.COMPILED
-    ),
+    "casts zeroed": Bug(casts_zeroed, BATCH, "output.a.codes"),
+    "grad_weight tripled": Bug(grad_weight_tripled, BATCH, "weight.grad"),
+    "scales swapped": Bug(scales_swapped, BATCH, "output.a.scale"),
+    "stale shared input": Bug(stale_input, LONG, "step 1 pass 2 output.a.scale"),
+    "padded tail dropped": Bug(tail_dropped, BATCH, "output.a.codes"),
+    "padding not zero": Bug(padding_not_zero, BATCH, "output.a.padding"),
+    "other accumulation in grad_input": Bug(other_accumulation, WIDE, "grad_input.product"),
+    "fast accumulation everywhere": Bug(engine_ignores_fast_accum, WIDE, "grad_input.product"),
+    "bias twice": Bug(bias_twice, BATCH, "result"),
+    "grad_weight rounded to bfloat16": Bug(gradient_rounded, WIDE, "weight.grad"),
+    "weight rounded before its cast": Bug(weight_rounded, AUTOCAST, "output.b.scale"),
+    "delayed amax not raised": Bug(amax_not_raised, LONG, "step 1 pass 2 output.a.scale", DELAYED),
+    "delayed update skipped": Bug(update_skipped, LONG, "step 1 pass 2 output.a.scale", DELAYED),
+    "casts zeroed, compiled": Bug(casts_zeroed, COMPILED[1], "output.a.codes", mode=LayerMode.COMPILED),
+    "grad_weight tripled, compiled": Bug(grad_weight_tripled, COMPILED[1], "weight.grad", mode=LayerMode.COMPILED),
 }
 
 
