@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from f8emu.capture.diff import CaptureDiff
 from f8emu.capture.replay import Replay
-from f8emu.conformance.words import counted
+from f8emu.conformance.compare import counted
 from f8emu.report.page import Cell, Page, Row, Section, Table, Text, Tone
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from f8emu.capture.read import CapturedStep
-from f8emu.conformance.words import counted
+from f8emu.conformance.compare import counted
 
 
 def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from f8emu.conformance.breakdown.breakdown import Breakdown, Tally, breakdowns
+from f8emu.conformance.compare import counted
 from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_lines
 from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
 from f8emu.conformance.run.subject import SUBJECTS
-from f8emu.conformance.words import counted
 from f8emu.environment import devices, versions
 from f8emu.report.figures import map_plot, ulp_plot
 from f8emu.report.page import Block, Cell, Code, Facts, Page, Plots, Row, Section, Share, Table, Text, Tone

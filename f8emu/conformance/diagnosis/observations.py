@@ -8,14 +8,13 @@ import numpy as np
 from f8emu.conformance.breakdown.contrast import Contrast, contrasts
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
-from f8emu.conformance.compare import different, shape_fault
+from f8emu.conformance.compare import different, said_by, shape_fault
 from f8emu.conformance.diagnosis.arguments import Memory, Part
 from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.probes import Kind, probes
 from f8emu.conformance.diagnosis.rules import Places, Rules
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.conformance.words import said_by
 from f8emu.spec import MissingExtraError, OperandError
 
 _LOST = 3

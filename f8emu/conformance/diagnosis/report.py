@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from f8emu.conformance.breakdown.breakdown import percent
 from f8emu.conformance.breakdown.contrast import Contrast
+from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.checks import RandomGemms
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, diagnose
 from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.result import Progress, Result, Status
 from f8emu.conformance.run.subject import Subject
-from f8emu.conformance.words import said_by
 from f8emu.environment import devices, versions
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import numpy as np
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Call, GemmCase, Mode, NotOffered, Placement
+from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import Guarded, KernelFault, check_written, unwritten
 from f8emu.conformance.kernels.imported import function_of
 from f8emu.conformance.kernels.kernel import Accumulation, Arg, Kernel, Laid, filled, laid_operand, laid_scale
-from f8emu.conformance.words import text_of
 from f8emu.spec import Format, Granularity, SpecError, format_by_name
 
 _SQUARE = Granularity.BLOCKWISE_128X128

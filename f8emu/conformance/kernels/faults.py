@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
-from f8emu.conformance.compare import bits, hexadecimal
-from f8emu.conformance.words import text_of
+from f8emu.conformance.compare import bits, hexadecimal, text_of
 
 _T = TypeVar("_T")
 

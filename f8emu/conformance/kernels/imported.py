@@ -16,9 +16,9 @@ from typing import Any
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.cases.gemm import NotOffered
+from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels.faults import contained
 from f8emu.conformance.kernels.kernel import Kernel
-from f8emu.conformance.words import text_of
 from f8emu.spec import SpecError
 
 INTERPRETED = "in Triton's interpreter: nothing follows for the GPU"

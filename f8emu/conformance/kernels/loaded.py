@@ -18,6 +18,7 @@ import numpy as np
 
 from f8emu.conformance.arrays import FRAMEWORKS
 from f8emu.conformance.cases.gemm import NotOffered, Verbs
+from f8emu.conformance.compare import text_of
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.call import kernel_verbs
 from f8emu.conformance.kernels.faults import KernelFault, ProcessEnded, TimedOut
@@ -31,7 +32,6 @@ from f8emu.conformance.kernels.kernel import (
     Kernel,
 )
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.words import text_of
 from f8emu.conformance.workers import Worker
 from f8emu.spec import HIGH_PRECISION, F8Error, MissingExtraError, SpecError
 

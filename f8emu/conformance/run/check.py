@@ -17,9 +17,8 @@ import numpy as np
 from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
 from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.compare import Mismatch, different, mismatches, shape_fault
+from f8emu.conformance.compare import Mismatch, different, mismatches, said_by, shape_fault
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.conformance.words import said_by
 from f8emu.spec import MissingExtraError
 
 MOST_SLICES = 32

@@ -12,12 +12,11 @@ from f8emu.conformance.arrays import FRAMEWORKS
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.cases.gemm_cases import gemm_cases
-from f8emu.conformance.compare import shape_fault
+from f8emu.conformance.compare import said_by, shape_fault
 from f8emu.conformance.kernels import faults
 from f8emu.conformance.kernels.imported import REMEDY
 from f8emu.conformance.run import subject as subjects
 from f8emu.conformance.run.subject import FirstCall, NotOffered, Subject
-from f8emu.conformance.words import said_by
 from f8emu.spec import F8Error, SpecError
 
 _LARGEST = 1 << 20
