@@ -1,6 +1,7 @@
 """What the torch tests share: torch to numpy without a change of bits, and comparison of bits."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -44,6 +45,14 @@ def _assert_same_bits(observed: Any, expected: Any, *, nan_codes: bool = False) 
     wrong = np.flatnonzero(bits != wanted)
     first = [(int(i), hex(bits.flat[i]), hex(wanted.flat[i])) for i in wrong[:5]]
     assert not wrong.size, f"{wrong.size} of {bits.size} differ; (index, observed, expected): {first}"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """A test's compiled code counts toward no other's limit of recompilations."""
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 @pytest.fixture(scope="session")

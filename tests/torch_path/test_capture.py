@@ -23,11 +23,6 @@ from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
 from f8emu.torch.layer.taps import TensorSeen
 
-# What torch warns about itself when it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
 LAYERS = ("0.w1", "0.w2", "1.w1", "1.w2")
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,18 +31,7 @@ from tests.torch_path.delayed import BF16, assert_same, batch, buffers_of, make,
 from tests.torch_path.states import assert_same_state, through_file
 
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
-# Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
 sync = f8.sync_float8_amax_and_scale_history
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import functools
 import gc
 import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,20 +40,7 @@ from tests.torch_path.delayed import (
 )
 from tests.torch_path.states import assert_same_state, state_of
 
-# Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
-
-
 sync = f8.sync_float8_amax_and_scale_history
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 @torch.no_grad()

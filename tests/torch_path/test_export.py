@@ -1,7 +1,6 @@
 """Symbolic sizes: exported programs and compiled layers serve every batch, in every recipe, with eager code's bits."""
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,11 @@ from tests.torch_path.layers import draw
 
 # Dynamo itself instantiates every autograd function that it traces.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 
 SIZES = ((1, 1), (3, 5), (3, 43))
 """Leading dimensions: a row, which torch likes to take for a constant; an odd number; more than a block of 128."""
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """A test's compiled code counts toward no other's limit of recompilations."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def converted(recipe: str, dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Sequential:

@@ -9,7 +9,7 @@ import sys
 import tomllib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,6 @@ from f8emu.torch.layer.taps import GemmSeen, TensorSeen, observe
 
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    yield
-    torch._dynamo.reset()
 
 
 def draw(*shape: int, seed: int) -> Tensor:

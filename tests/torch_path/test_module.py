@@ -5,7 +5,6 @@ import functools
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -36,20 +35,6 @@ from f8emu.torch.delayed.state import DelayedBuffers
 from tests.torch_path.layers import draw, passes
 
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
-
-
-# Dynamo itself instantiates every autograd function that it traces, and Inductor imports what is deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """A test's compiled code counts toward no other's limit of recompilations."""
-    yield
-    torch._dynamo.reset()
 
 
 def layer_of(recipe: Recipe, n: int, k: int, dtype: torch.dtype, *, bias: bool = True) -> f8.Float8Linear:
@@ -438,22 +423,6 @@ def test_specials_are_propagated_as_the_oracle_does(
             assert_same_bits(ours, theirs)
         if value != value or abs(value) == float("inf"):
             assert not all(tensor.isfinite().all() for tensor in observed)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_autocast(name: str, oracle: Any, assert_same_bits: Any) -> None:
-    """The input in autocast's dtype, the weight from its own float32 values."""
-    layer = layer_of(RECIPES[name], 16, 32, F32)
-    x = draw(16, 32, seed=3, dtype=F32).requires_grad_()
-    grad_output = draw(16, 16, seed=4, dtype=BF16)
-    with torch.autocast("cpu", dtype=BF16):
-        output = layer(x)
-    output.backward(grad_output)
-    expected = oracle(layer, x.detach().to(BF16), grad_output, layer.bias)
-    assert_same_bits(output, expected.result)
-    assert x.grad is not None and x.grad.dtype is F32 and layer.weight.grad is not None
-    assert_same_bits(x.grad.to(BF16), expected.grad_input.product)
-    assert_same_bits(layer.weight.grad.to(BF16), expected.grad_weight.product)
 
 
 def test_only_what_is_asked_for_is_computed() -> None:

@@ -20,8 +20,6 @@ from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.names import all_float8_layers
 
 pytestmark = [
-    # Dynamo itself instantiates every autograd function that it traces.
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     # Or asks a tensor between two graphs for its gradient.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

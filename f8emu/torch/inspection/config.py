@@ -120,37 +120,28 @@ class InspectConfig:
         return step >= self.start and is_before_end and (step - self.start) % self.every == 0
 
 
-def config_from_toml(text: str, source: str = "TOML") -> InspectConfig:
-    """The configuration that a TOML text holds, its keys those of `InspectConfig`.
+def config_of(config: InspectConfig | Mapping[str, Any] | str | Path | None) -> InspectConfig:
+    """A configuration, the keys of one, or the path of a TOML file with such keys.
 
     Raises:
         SpecError: no TOML, a key that is not known, or what `InspectConfig` refuses.
     """
-    try:
-        found = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"inspect: {source} must be TOML; {error}; its keys are those of InspectConfig") from None
-    return config_of(found, source)
-
-
-def config_of(config: "InspectConfig | Mapping[str, Any] | str | Path | None", source: str = "config") -> InspectConfig:
-    """A configuration, the keys of one, or the path of a TOML file."""
-    if config is None:
-        return InspectConfig()
-    if isinstance(config, InspectConfig):
-        return config
+    if config is None or isinstance(config, InspectConfig):
+        return config or InspectConfig()
+    source = "config"
     if isinstance(config, (str, Path)):
+        source = str(config)
         try:
-            text = Path(config).read_text(encoding="utf-8")
+            config = tomllib.loads(Path(config).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"inspect: cannot read {config}: {error}; give the path of a TOML file") from None
-        return config_from_toml(text, str(config))
+            raise SpecError(f"inspect: cannot read {source}: {error}; give the path of a TOML file") from None
+        except tomllib.TOMLDecodeError as error:
+            raise SpecError(f"inspect: {source} must be TOML; {error}; its keys are those of InspectConfig") from None
     known = [field.name for field in fields(InspectConfig)]
     unknown = [key for key in config if key not in known]
     if unknown:
         raise SpecError(f"inspect: {source} has unknown keys: {unknown}; known keys are {', '.join(known)}")
-    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
-    return InspectConfig(**options)
+    return InspectConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in config.items()})
 
 
 def _set(config: InspectConfig, name: str, value: tuple[str, ...]) -> None:

@@ -56,33 +56,26 @@ def of_cast(names: tuple[str, ...], wanted: Collection[str], count: int, numbers
     return found
 
 
+_OF_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.abs().amax(),
+    "nan": lambda x: x.isnan().sum(),
+    "inf": lambda x: x.isinf().sum(),
+    "zero": lambda x: (x == 0).sum(),
+    "mean": lambda x: x.mean(dtype=torch.float64),
+    # torch gives NaN for one element too, with a warning.
+    "std": lambda x: x.double().std() if x.numel() > 1 else x.new_full((), math.nan, dtype=torch.float64),
+    "l1_norm": lambda x: x.abs().sum(dtype=torch.float64),
+    "l2_norm": lambda x: _norm(x),
+    "dynamic_range": lambda x: _range(x.abs().reshape(1, -1)).max(),
+}
+
+
 def value_statistics(x: Tensor, wanted: Collection[str]) -> Statistics:
     """The requested statistics of `VALUE_STATISTICS`, for a matrix in high precision.
 
     NaN and infinity take no part in dynamic_range; in the others they do as torch has it.
     """
-    found: dict[str, Tensor] = {}
-    magnitude = x.detach().abs() if {"amax", "dynamic_range"} & set(wanted) else x
-    if "amax" in wanted:
-        found["amax"] = magnitude.amax()
-    if "nan" in wanted:
-        found["nan"] = x.isnan().sum()
-    if "inf" in wanted:
-        found["inf"] = x.isinf().sum()
-    if "zero" in wanted:
-        found["zero"] = (x == 0).sum()
-    if "mean" in wanted:
-        found["mean"] = x.mean(dtype=torch.float64)
-    if "std" in wanted:
-        # torch gives NaN for one element too, with a warning.
-        found["std"] = x.double().std() if x.numel() > 1 else x.new_full((), math.nan, dtype=torch.float64)
-    if "l1_norm" in wanted:
-        found["l1_norm"] = x.abs().sum(dtype=torch.float64)
-    if "l2_norm" in wanted:
-        found["l2_norm"] = _norm(x)
-    if "dynamic_range" in wanted:
-        found["dynamic_range"] = _range(magnitude.reshape(1, -1)).max()
-    return named(found)
+    return named({name: statistic(x.detach()) for name, statistic in _OF_VALUES.items() if name in wanted})
 
 
 def cast_statistics(

@@ -279,7 +279,7 @@ class Float8Linear(Float8Layer):
             written_over(self, held)
         if self.delayed is None:
             return
-        if self.delayed.inv_scale.device != self.weight.device:  # the new parameter may be on another device
+        if self.delayed.amax_input.device != self.weight.device:  # the new parameter may be on another device
             self.delayed.to_empty(device=self.weight.device)
         state = local_metadata.get(_METADATA_KEY)
         if state is None:
