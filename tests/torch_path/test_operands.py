@@ -1,4 +1,4 @@
-"""Bad input of the GEMMs: each a clear error that names the remedy, the same for both engines."""
+"""Bad input of the GEMMs that torch alone can have: each a clear error that names the remedy, for both engines."""
 
 from typing import Any
 
@@ -38,116 +38,35 @@ BLOCKWISE: dict[str, Any] = {
 }
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "an array": ({"a": [1.0]}, OperandError, r"scaled_mm: a must be a torch.Tensor; got list.*interop.to_torch"),
-    "float32 operand": ({"a": zeros(32, 64, torch.float32)}, OperandError, "a must be float8.*got torch.float32.*cast"),
-    "float64 operand": (
-        {"b": zeros(48, 64, torch.float64).t()},
-        OperandError,
-        "b must be float8.*got torch.float64",
-    ),
-    "raw codes": ({"a": zeros(32, 64, torch.uint8)}, OperandError, "a must be float8.*got torch.uint8"),
-    "E5M2 x E5M2": (
-        {"a": zeros(32, 64, E5M2), "b": zeros(48, 64, E5M2).t()},
-        UnsupportedError,
-        "got float8_e5m2 x float8_e5m2; cast to one of these",
-    ),
-    "1-d": ({"a": zeros(32, 64)[0]}, OperandError, r"a must be \[M, K\] and b \[K, N\]; got shapes \[64\].*reshape"),
-    "3-d": ({"a": zeros(32, 64)[None]}, OperandError, r"got shapes \[1, 32, 64\].*a.reshape\(-1, K\)"),
-    "K differs": ({"b": zeros(48, 32).t()}, OperandError, r"K = 64; got \[32, 48\].*weight.t\(\)"),
-    "weight not transposed": ({"b": zeros(48, 64)}, OperandError, r"K = 64; got \[48, 64\].*weight.t\(\)"),
-    "a column-major": ({"a": zeros(64, 32).t()}, OperandError, r"a must be row-major.*\[1, 32\].*a.contiguous\(\)"),
-    "a strided": ({"a": zeros(32, 128)[:, ::2]}, OperandError, r"a must be row-major.*strides \[128, 2\]"),
-    "a expanded": ({"a": zeros(1, 64).expand(32, 64)}, OperandError, r"a must be row-major.*strides \[0, 1\]"),
-    "b row-major": ({"b": zeros(64, 48)}, OperandError, r"b must be column-major.*b.t\(\).contiguous\(\).t\(\)"),
-    "K not a multiple": (
-        {"a": zeros(32, 72), "b": zeros(48, 72).t()},
-        OperandError,
-        "K and N must be multiples of 16; got K = 72, N = 48; pad",
-    ),
-    "N not a multiple": ({"b": zeros(40, 64).t()}, OperandError, "multiples of 16; got K = 64, N = 40; pad"),
-    "no rows": ({"a": zeros(0, 64)}, OperandError, r"empty operands, \[M, K\] = \[0, 64\].*skip the GEMM"),
-    "no columns": ({"b": zeros(0, 64).t()}, OperandError, "empty operands.*skip the GEMM"),
-    "no K": ({"a": zeros(32, 0), "b": zeros(48, 0).t()}, OperandError, "empty operands.*zeros where only K is 0"),
-    "float64 scale": (
-        {"scale_a": torch.ones((), dtype=torch.float64)},
-        OperandError,
-        r"scale_a must be float32; got torch.float64; convert it with scale_a.float\(\)",
-    ),
-    "E8M0 scale": (
-        {"scale_b": torch.ones(1).to(torch.float8_e8m0fnu)},
-        OperandError,
-        "scale_b must be float32; got torch.float8_e8m0fnu",
-    ),
-    "one scale tensorwise, one rowwise": (
-        {"scale_a": torch.ones(32, 1)},
-        OperandError,
-        r"\[1, 1\] and \[1, 1\] for tensorwise x tensorwise; or \[32, 1\] and \[1, 48\] for rowwise.*got \[32, 1\] and",
-    ),
-    "scale_b not transposed": (
-        ROWWISE | {"scale_b": torch.ones(48, 1)},
-        OperandError,
-        r"got \[32, 1\] and \[48, 1\]; scales of b are those of its transpose \[N, K\], transposed",
-    ),
+    # What f8emu.spec.gemm_call refuses (tests/spec/test_gemm_call.py) reaches it: one of each kind.
+    "float32 operand": ({"a": zeros(32, 64, torch.float32)}, OperandError, "a must be float8.*got float32"),
+    "weight not transposed": ({"b": zeros(48, 64)}, OperandError, r"got shapes \[32, 64\] and \[48, 64\]"),
     "scales of another granularity": (
         ROWWISE | {"granularity_a": "tensorwise"},
         OperandError,
         r"\[1, 1\] and \[1, 1\] for tensorwise x tensorwise; got \[32, 1\]",
     ),
-    "1-d rowwise scales": (
-        {"scale_a": torch.ones(32), "scale_b": torch.ones(48)},
-        OperandError,
-        r"got \[32\] and \[48\]",
-    ),
+    "N not a multiple": ({"b": zeros(40, 64).t()}, OperandError, "multiples of 16; got K = 64, N = 40; pad"),
+    "blockwise, fast": (BLOCKWISE | {"use_fast_accum": True}, UnsupportedError, "use_fast_accum"),
+    "bias of another size": ({"bias": torch.zeros(32, dtype=BF16)}, OperandError, r"shape \[N\] = \[48\]"),
+    "split_k 0": ({"split_k": 0}, SpecError, "split_k must be a static integer of at least 1"),
+    # What torch alone knows: tensors, strides, devices, engines.
+    "an array": ({"a": [1.0]}, OperandError, r"scaled_mm: a must be a torch.Tensor; got list.*interop.to_torch"),
+    "raw codes": ({"a": zeros(32, 64, torch.uint8)}, OperandError, "a must be float8.*got uint8"),
+    "a column-major": ({"a": zeros(64, 32).t()}, OperandError, r"a must be row-major.*\[1, 32\].*a.contiguous\(\)"),
+    "a strided": ({"a": zeros(32, 128)[:, ::2]}, OperandError, r"a must be row-major.*strides \[128, 2\]"),
+    "a expanded": ({"a": zeros(1, 64).expand(32, 64)}, OperandError, r"a must be row-major.*strides \[0, 1\]"),
+    "b row-major": ({"b": zeros(64, 48)}, OperandError, r"b must be column-major.*b.t\(\).contiguous\(\).t\(\)"),
     "strided rowwise scales": (
         ROWWISE | {"scale_b": torch.ones(1, 96)[:, ::2]},
         OperandError,
         r"rowwise scales must be contiguous; call scale.contiguous\(\)",
     ),
-    "impossible pair": (
-        {"granularity_a": "rowwise", "granularity_b": "tensorwise"},
-        UnsupportedError,
-        "takes scales tensorwise x tensorwise, rowwise x rowwise, .*got rowwise x tensorwise; to use",
-    ),
-    "unknown granularity": ({"granularity_a": "1x32"}, SpecError, "granularity must be one of tensorwise.*got '1x32'"),
-    "block scales of a wrong size": (
-        BLOCKWISE | {"scale_a": torch.ones(32, 3)},
-        OperandError,
-        r"\[32, 2\] and \[2, 48\] for blockwise_1x128 x blockwise_1x128;.*got \[32, 3\] and \[2, 1\]",
-    ),
-    "blockwise, E5M2": (
-        BLOCKWISE | {"a": zeros(32, 256, E5M2)},
-        UnsupportedError,
-        "block scales of float8_e4m3fn x float8_e4m3fn; got float8_e5m2 x float8_e4m3fn; cast",
-    ),
-    "blockwise, fast": (BLOCKWISE | {"use_fast_accum": True}, UnsupportedError, "no fast accum.*use_fast_accum=False"),
-    "blockwise, bias": (
-        BLOCKWISE | {"bias": torch.zeros(48, dtype=BF16)},
-        UnsupportedError,
-        "bias with blockwise scales is not modelled; add it to the result",
-    ),
-    "blockwise, M": (
-        BLOCKWISE | {"a": zeros(30, 256), "scale_a": torch.ones(30, 2)},
-        OperandError,
-        "with 1x128 scales of a, M must be a multiple of 4; got 30; pad a and scale_a",
-    ),
-    "blockwise, no slices": (BLOCKWISE | {"split_k": 0}, SpecError, "split_k must be at least 1, which means no split"),
     "no out_dtype": ({"out_dtype": None}, UnsupportedError, "out_dtype=None asks for float8.*pass out_dtype=torch.bf"),
     "float8 out": ({"out_dtype": E4M3}, UnsupportedError, "out_dtype must be.*got torch.float8_e4m3fn; quantize"),
     "float64 out": ({"out_dtype": torch.float64}, UnsupportedError, "out_dtype must be.*got torch.float64"),
     "unknown out": ({"out_dtype": "float33"}, SpecError, "unknown format 'float33'"),
     "odd out": ({"out_dtype": 32}, OperandError, "out_dtype must be a torch.dtype, a Format or its name; got 32"),
-    "bias beside float32": (
-        {"out_dtype": torch.float32, "bias": torch.zeros(48)},
-        UnsupportedError,
-        "no bias to a float32 output; add it to the result",
-    ),
-    "bias of another dtype": (
-        {"bias": torch.zeros(48, dtype=torch.float32)},
-        OperandError,
-        r"bias must be of out_dtype torch.bfloat16 and shape \[N\] = \[48\]; got torch.float32",
-    ),
-    "bias of another size": ({"bias": torch.zeros(32, dtype=BF16)}, OperandError, r"shape \[N\] = \[48\]; got.*\[32\]"),
-    "split_k 0": ({"split_k": 0}, SpecError, "split_k must be at least 1, which means no split-K; got 0"),
     "unknown engine": ({"engine": "gpu"}, OperandError, "engine must be one of auto, hardware, emulated; got 'gpu'"),
     "another device": ({"scale_a": torch.ones((), device="meta")}, OperandError, "one device; a is on cpu and scale_a"),
     "a bias elsewhere": (
@@ -195,22 +114,12 @@ GOOD_GROUPED: dict[str, Any] = {
     "offs": torch.tensor([16, 32], dtype=torch.int32),
 }
 BAD_GROUPED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "2-d b": ({"b": zeros(16, 64).t()}, OperandError, r"b \[groups, K, N\]; got shapes \[32, 64\] and \[64, 16\]"),
-    "E5M2": ({"a": zeros(32, 64, E5M2)}, OperandError, "a must be float8_e4m3fn; got torch.float8_e5m2"),
-    "no groups": ({"b": GOOD_GROUPED["b"][:0]}, OperandError, "b has no groups.*skip the call"),
+    "2-d b": ({"b": zeros(16, 64).t()}, OperandError, "a b of two dimensions has no groups"),
+    "no groups": ({"b": GOOD_GROUPED["b"][:0]}, OperandError, "groups"),
     "b row-major": ({"b": zeros(2 * 64, 16).view(2, 64, 16)}, OperandError, "b must be column-major"),
-    "N not a multiple": ({"b": zeros(2 * 8, 64).view(2, 8, 64).mT}, OperandError, "multiples of 16; got K = 64, N = 8"),
-    "2-d scale_a": ({"scale_a": torch.ones(32, 1)}, OperandError, r"\[total_M\] = \[32\].*got \[32, 1\].*flatten"),
     "strided scale": ({"scale_a": torch.ones(64)[::2]}, OperandError, "scales must be contiguous"),
-    "int64 ends": ({"offs": torch.tensor([16, 32])}, OperandError, r"offs must be int32 of shape \[2\].*int64.*cumsum"),
-    "ends missing": ({"offs": GOOD_GROUPED["offs"][:1]}, OperandError, r"shape \[2\].*got torch.int32 of shape \[1\]"),
-    "rows left over": (
-        {"offs": torch.tensor([8, 16], dtype=torch.int32)},
-        OperandError,
-        r"end at total_M = 32; got \[8, 16\]",
-    ),
-    "ends that fall": ({"offs": torch.tensor([40, 32], dtype=torch.int32)}, OperandError, r"rise.*got \[40, 32\]"),
-    "float32 out": ({"out_dtype": torch.float32}, UnsupportedError, "out_dtype must be torch.bfloat16; got"),
+    "rows left over": ({"offs": torch.tensor([8, 16], dtype=torch.int32)}, OperandError, r"got \[8, 16\]"),
+    "ends that fall": ({"offs": torch.tensor([40, 32], dtype=torch.int32)}, OperandError, r"got \[40, 32\]"),
 }
 
 
@@ -223,8 +132,6 @@ def test_scaled_grouped_mm_refuses(name) -> None:
 
 def test_mm_refuses() -> None:
     a = zeros(32, 64, BF16)
-    with pytest.raises(OperandError, match=r"mm: b must be bfloat16; got torch.float32"):
-        f8.mm(a, zeros(64, 32, torch.float32))
     with pytest.raises(OperandError, match=r"K and N must be multiples of 16; got K = 64, N = 8"):
         f8.mm(a, zeros(64, 8, BF16))
     with pytest.raises(UnsupportedError, match=r"mm: out_dtype must be"):
