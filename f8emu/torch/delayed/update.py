@@ -119,6 +119,7 @@ def update_states(layers: Sequence[Float8Layer]) -> None:
 
     Tensors and process groups are looked up anew: to make sure that nothing has changed takes as long.
     """
+    # 1. Layers of one device, recipe and process groups are updated by one launch.
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
     for layer, groups in zip(layers, _groups_of(layers), strict=True):
         buffers = layer.delayed
@@ -128,11 +129,13 @@ def update_states(layers: Sequence[Float8Layer]) -> None:
         buffers.notes.is_loaded = False
     reports: list[tuple[Report, list[DelayedBuffers]]] = []
     for (device, groups, _), found in alike.items():
+        # 2. The largest amaxes of all ranks.
         states = [x for buffers in found for x in own_buffers(buffers).values()]  # in the order of STATE
         taken = amaxes_of(states)
         for group in groups:
             _require_same_layers(tuple([buffers.notes.name for buffers in found]), group, device)
             _reduce_max(taken, group)
+        # 3. The update, which tells the host in the report when the device gets there.
         report = report_of(found, device)
         numbers = taken.new_empty(len(found), 3) if report is None else report.numbers
         reports += [] if report is None else [(report, found)]
@@ -141,10 +144,11 @@ def update_states(layers: Sequence[Float8Layer]) -> None:
         is_most_recent = delayed.reduction is AmaxHistoryReduction.MOST_RECENT
         settings = (rule.power_of_two, rule.amax_floor, delayed.margin, is_most_recent)
         update_delayed(states, numbers, taken, found[0].formats, *settings)
+    # 4. What the host learns. Warnings come last: one may be an error.
     for layer in layers:
         if layer.delayed is not None and layer.delayed.notes.is_sharded:
             layer.delayed.are_set()
-    for report, found in reports:  # last: a warning may be an error
+    for report, found in reports:
         report.read(found)
 
 

@@ -141,7 +141,8 @@ def config_of(config: InspectConfig | Mapping[str, Any] | str | Path | None) -> 
     unknown = [key for key in config if key not in known]
     if unknown:
         raise SpecError(f"inspect: {source} has unknown keys: {unknown}; known keys are {', '.join(known)}")
-    return InspectConfig(**{key: tuple(value) if isinstance(value, list) else value for key, value in config.items()})
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+    return InspectConfig(**options)
 
 
 def _set(config: InspectConfig, name: str, value: tuple[str, ...]) -> None:

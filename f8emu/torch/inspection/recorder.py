@@ -150,6 +150,7 @@ class Recorder:
         if name not in config.gemms:
             return
         self._passes[seen.layer, name] += 1
+        # 1. The operands, by what is known of their values.
         samples: list[Sample] = []
         for side, operand, tensor in zip(_SIDES, (seen.a, seen.b), OPERANDS[name], strict=True):
             known = self._waiting.take(seen.layer, name, side, seen.call)
@@ -158,6 +159,7 @@ class Recorder:
             # Under tensor parallelism an operand may have been gathered, and the sample be of this rank's part.
             if known is not None and known.sample is not None and known.shape == operand.codes.shape:
                 samples.append(known.sample)
+        # 2. The product; its error where the values of both operands were seen.
         if "product" in config.tensors:
             record = self._record(seen, "product", "product", split_k=seen.split_k, engine=seen.engine)
             statistics = Matrix(seen.product).values({*_EVENT_STATISTICS, *config.statistics})

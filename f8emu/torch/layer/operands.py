@@ -5,6 +5,7 @@ K = M ("cols"). Their scales come from a `ScaleSource`: amaxes, found in a previ
 scaling, the scales of earlier passes. The operators of `fused` then cast both operands in one pass.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -140,33 +141,33 @@ def cast_both(
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
-    row_operand, col_operand = _high_precision(x, rows, cols)
+    operands = _high_precision(x, rows, cols)
     row_kind, col_kind = _granularity(rows), _granularity(cols)
     name = format_name(rows, cols)
     if name is None:
-        return row_operand, col_operand
+        return operands
+    # 1. The scales of another cast of the same matrix.
     if source.given is not None:
         inv_scale, scale = source.given
         wanted = (row_kind is not None, col_kind is not None)
-        row_codes, col_codes = fused.cast_pair_given(x, name, inv_scale, *wanted)
-        row_operand = Operand(row_codes, scale) if wanted[0] else row_operand
-        col_operand = Operand(col_codes, scale) if wanted[1] else col_operand
-        return row_operand, col_operand
+        codes = fused.cast_pair_given(x, name, inv_scale, *wanted)
+        return _with_float8(operands, wanted, codes, (scale, scale))
     settings = (rule.power_of_two, rule.amax_floor)
+    # 2. Scales of blocks: one cast for each kind of block, which finds the amaxes itself.
     for kind in _BLOCKWISE:
         if kind is row_kind or kind is col_kind:
             wanted = (kind is row_kind, kind is col_kind)
             found = fused.cast_blocks(x, name, kind is Granularity.BLOCKWISE_128X128, *wanted, *settings)
-            row_operand = Operand(found[0], found[1]) if wanted[0] else row_operand
-            col_operand = Operand(found[2], found[3]) if wanted[1] else col_operand
+            operands = _with_float8(operands, wanted, (found[0], found[2]), (found[1], found[3]))
+    # 3. One scale, or one of each row: a cast by the amaxes of a reading before.
     by_row = None if rows is None else source.rows
     by_col = None if cols is None else source.cols
     if by_row is not None or by_col is not None:
         cast_pair = fused.recomputable_cast_pair if recompute else fused.cast_pair
         found = cast_pair(x, name, by_row, by_col, *settings)
-        row_operand = row_operand if by_row is None else Operand(found[0], found[1])
-        col_operand = col_operand if by_col is None else Operand(found[2], found[3])
-    return row_operand, col_operand
+        wanted = (by_row is not None, by_col is not None)
+        operands = _with_float8(operands, wanted, (found[0], found[2]), (found[1], found[3]))
+    return operands
 
 
 def cast_delayed(
@@ -178,16 +179,14 @@ def cast_delayed(
 
     Exactness: the codes, scales and state of `f8ref.numpy.linear`.
     """
-    row_operand, col_operand = _high_precision(x, rows, cols)
+    operands = _high_precision(x, rows, cols)
     wanted = (_granularity(rows) is not None, _granularity(cols) is not None)
     name = format_name(rows, cols)
     if name is None:
-        return row_operand, col_operand, ScaleSource()
+        return *operands, ScaleSource()
     settings = (state.amax, rule.power_of_two, rule.amax_floor, state.margin)
-    row_codes, col_codes, inv_scale, scale = cast_pair_delayed(x, name, state.inv_scale, *wanted, *settings)
-    row_operand = Operand(row_codes, scale) if wanted[0] else row_operand
-    col_operand = Operand(col_codes, scale) if wanted[1] else col_operand
-    return row_operand, col_operand, ScaleSource(given=Scales(inv_scale, scale))
+    *codes, inv_scale, scale = cast_pair_delayed(x, name, state.inv_scale, *wanted, *settings)
+    return *_with_float8(operands, wanted, codes, (scale, scale)), ScaleSource(given=Scales(inv_scale, scale))
 
 
 def cast_rows_first(x: Tensor, rows: Cast, cols: Cast | None, rule: ScaleRule) -> tuple[Operand, ScaleSource]:
@@ -238,6 +237,18 @@ def _high_precision(x: Tensor, rows: Cast | None, cols: Cast | None) -> tuple[Op
         Operand(x.to(torch.bfloat16), None) if rows is not None and rows.format is None else None,
         Operand(x.t().to(torch.bfloat16), None) if cols is not None and cols.format is None else None,
     )
+
+
+def _with_float8(
+    operands: tuple[Operand | None, Operand | None],
+    wanted: tuple[bool, bool],
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+) -> tuple[Operand | None, Operand | None]:
+    """The operands of rows and columns, those that are wanted by their codes and scales."""
+    row, col = operands
+    row = Operand(codes[0], scales[0]) if wanted[0] else row
+    return row, Operand(codes[1], scales[1]) if wanted[1] else col
 
 
 def _granularity(cast: Cast | None) -> Granularity | None:
