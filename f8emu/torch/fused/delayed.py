@@ -23,7 +23,6 @@ from f8emu.spec.scaling import ScaleRule
 from f8emu.torch.fused import eager
 from f8emu.torch.fused.arguments import Output, check_one_float, named_format, named_rule
 from f8emu.torch.fused.fused_cast import FusedCast
-from f8emu.torch.fused.inductor import Traits
 from f8emu.torch.fused.operators import given_outputs
 from f8emu.torch.library import fake, kernels_for, launch_plans, operator
 from f8emu.torch.scale import reciprocal
@@ -112,7 +111,7 @@ def by_state(launch: Callable[..., None], count: int, *rule: Any) -> Callable[..
     return call
 
 
-@FusedCast(outputs=_delayed_outputs, launch=_launch_delayed, mutates_args=("amax",), traits=Traits(needs_host=True))
+@FusedCast(outputs=_delayed_outputs, launch=_launch_delayed, mutates_args=("amax",), needs_host=True)
 def cast_pair_delayed(
     x: Tensor,
     fmt: str,

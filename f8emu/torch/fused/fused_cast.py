@@ -38,7 +38,12 @@ class FusedCast:
     """Names of the tensors that it writes to."""
     is_ready: Callable[..., bool] | None = None
     """Whether kernels can run on these arguments; with it, compiled code calls the operator as it is."""
-    traits: inductor.Traits = inductor.NO_TRAITS
+    needs_host: bool = False
+    """Whether Python runs with its kernels: compiled ahead of time, the operator is called as it is."""
+    is_recomputable: bool = False
+    """Whether a compiler may do it again in the backward pass instead of keeping its results."""
+    is_reduction: bool = False
+    """Whether it only gives numbers to such a cast."""
 
     def __call__(self, plain: Implementation) -> Operator:
         """Register the operator."""
@@ -67,7 +72,7 @@ class FusedCast:
             return results[0] if is_single else tuple(results)
 
         if self.is_ready is None:
-            inductor.add(cast.overload, self.outputs, self.launch, self.traits)
+            inductor.add(cast.overload, self)
         return cast
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,38 +25,12 @@ from f8emu.torch.device import has_float8_hardware
 from f8emu.torch.fused.arguments import Output
 from f8emu.torch.library import launch_plans
 
-
-class Traits(NamedTuple):
-    """What the compiler should know of a cast."""
-
-    is_recomputable: bool = False
-    """Whether the backward pass may do it again instead of keeping its results."""
-    is_reduction: bool = False
-    """Whether it only gives numbers to a recomputable cast."""
-    needs_host: bool = False
-    """Whether Python runs with its kernels: ahead of time, the operator is called as it is."""
+_lowerings: dict[torch._ops.OpOverload, Any] = {}
 
 
-NO_TRAITS = Traits()
-
-
-class _Lowering(NamedTuple):
-    outputs: Callable[..., tuple[Output, ...]]
-    launch: Callable[..., None]
-    traits: Traits
-
-
-_lowerings: dict[torch._ops.OpOverload, _Lowering] = {}
-
-
-def add(
-    overload: torch._ops.OpOverload,
-    outputs: Callable[..., tuple[Output, ...]],
-    launch: Callable[..., None],
-    traits: Traits,
-) -> None:
-    """Lower an operator, as a `FusedCast` describes it."""
-    _lowerings[overload] = _Lowering(outputs, launch, traits)
+def add(overload: torch._ops.OpOverload, cast: Any) -> None:
+    """Lower an operator as its `FusedCast` says."""
+    _lowerings[overload] = cast
 
 
 def install() -> None:
@@ -77,10 +51,10 @@ def _allow_recomputation() -> None:
     def with_casts() -> Any:
         types = default()
         casts, reductions = set[Any](), set[Any]()
-        for overload, (_, _, traits) in _lowerings.items():
-            if traits.is_recomputable:
+        for overload, cast in _lowerings.items():
+            if cast.is_recomputable:
                 casts.add(overload.overloadpacket)
-            elif traits.is_reduction:
+            elif cast.is_reduction:
                 reductions.add(overload.overloadpacket)
         types.recomputable_ops.update(casts)
         # The partitioner does not recompute a node whose results are read by operators that are not fusible, nor one
@@ -95,12 +69,12 @@ def _allow_recomputation() -> None:
 def _register_lowerings() -> None:
     from torch._inductor import lowering
 
-    for overload, description in _lowerings.items():
+    for overload, cast in _lowerings.items():
         lowering.add_needs_realized_inputs(overload)
-        lowering.register_lowering(overload, type_promotion_kind=None)(_lowered(overload, description))
+        lowering.register_lowering(overload, type_promotion_kind=None)(_lowered(overload, cast))
 
 
-def _lowered(overload: torch._ops.OpOverload, description: _Lowering) -> Callable[..., Any]:
+def _lowered(overload: torch._ops.OpOverload, cast: Any) -> Callable[..., Any]:
     """The results of a cast as Inductor's buffers if kernels run and sizes are known; else a call of the operator."""
     from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import fallback_handler
@@ -113,10 +87,10 @@ def _lowered(overload: torch._ops.OpOverload, description: _Lowering) -> Callabl
         described = [_described(arg) for arg in (x, *args)]
         is_plain = any(arg is _UNKNOWN for arg in described) or 0 in x.get_size()
         is_plain = is_plain or not has_float8_hardware(x.get_device())
-        if is_plain or (description.traits.needs_host and V.graph.cpp_wrapper) or (plans := launch_plans()) is None:
+        if is_plain or (cast.needs_host and V.graph.cpp_wrapper) or (plans := launch_plans()) is None:
             return fallback(x, *args)
         # 1. Which results there are, and which of them somebody reads, or what is computed with them.
-        outputs = description.outputs(*described)
+        outputs = cast.outputs(*described)
         used = {0} if is_single else _used()
         sides = {output.side for i, output in enumerate(outputs) if i in used}
         outputs = [
@@ -127,7 +101,7 @@ def _lowered(overload: torch._ops.OpOverload, description: _Lowering) -> Callabl
         results = [_allocated(x, output) for output in outputs]
         out = [None if 0 in output.shape else result for output, result in zip(outputs, results, strict=True)]
         if any(result is not None for result in out):
-            description.launch(_InductorLauncher(plans), out, ExternKernel.require_contiguous(x), *args)
+            cast.launch(_InductorLauncher(plans), out, ExternKernel.require_contiguous(x), *args)
         return results[0] if is_single else results
 
     return lowered

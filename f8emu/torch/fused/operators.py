@@ -41,12 +41,8 @@ from f8emu.torch.fused.arguments import (
     tile_amaxes,
 )
 from f8emu.torch.fused.fused_cast import FusedCast
-from f8emu.torch.fused.inductor import Traits
 from f8emu.torch.library import operator
 from f8emu.torch.scale import require_margin
-
-_REDUCTION = Traits(is_reduction=True)
-
 
 # Amaxes. To dispatch modes the opaque operators below are `aten.max`, which their policies know.
 
@@ -59,7 +55,7 @@ def _amax_outputs(x: Tensor) -> tuple[Output, ...]:
 @FusedCast(
     outputs=_amax_outputs,
     launch=lambda on, out, x: on.run(on.plans.tensor_amax(on.count(x)), x, *out),
-    traits=_REDUCTION,
+    is_reduction=True,
 )
 def reduce_tensor(x: Tensor) -> Tensor:
     """The opaque operator behind `tensor_amax`."""
@@ -75,7 +71,7 @@ def tensor_amax(x: Tensor) -> Tensor:
 @FusedCast(
     outputs=lambda x: (Output((matrix("row_amax", x)[0], 1)),),
     launch=lambda on, out, x: on.run(on.plans.row_amax(*on.shape(x)), x, *out),
-    traits=_REDUCTION,
+    is_reduction=True,
 )
 def row_amax(x: Tensor) -> Tensor:
     """Largest magnitude of each row of `x` [M, N], [M, 1]."""
@@ -91,7 +87,7 @@ def row_col_amax(x: Tensor) -> tuple[Tensor, Tensor]:
 @FusedCast(
     outputs=lambda x: (Output((sum(matrix("row_col_amax", x)),), is_zeroed=True),),
     launch=lambda on, out, x: on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), False), x, *out),
-    traits=_REDUCTION,
+    is_reduction=True,
 )
 def reduce_rows_and_cols(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amaxes`."""
@@ -107,7 +103,7 @@ def row_col_amaxes(x: Tensor) -> Tensor:
 @FusedCast(
     outputs=lambda x: (Output((sum(tile_amaxes(*matrix("row_col_amax_of_tiles", x))),)),),
     launch=lambda on, out, x: on.run(on.plans.row_col_amax(*on.shape(x), on.has_pairs(x), True), x, *out),
-    traits=_REDUCTION,
+    is_reduction=True,
 )
 def reduce_tiles(x: Tensor) -> Tensor:
     """The opaque operator behind `row_col_amax_of_tiles`."""
@@ -143,7 +139,7 @@ def _scales_outputs(amax: Tensor, *rule: Any) -> tuple[Output, ...]:
 @FusedCast(
     outputs=_scales_outputs,
     launch=lambda on, out, amax, *rule: on.run(on.plans.scales(*rule, on.count(amax)), amax, *out),
-    traits=_REDUCTION,
+    is_reduction=True,
 )
 def scales(amax: Tensor, fmt: str, power_of_two: bool, amax_floor: float, margin: int) -> tuple[Tensor, Tensor]:
     """(inv_scale, scale) for each amax, as `scale_from_amax`; any shape and high-precision dtype."""
@@ -201,7 +197,7 @@ def cast_pair(
     return *row, *col
 
 
-@FusedCast(outputs=_pair_outputs, launch=_launch_pair, traits=Traits(is_recomputable=True))
+@FusedCast(outputs=_pair_outputs, launch=_launch_pair, is_recomputable=True)
 def recomputable_cast_pair(
     x: Tensor, fmt: str, row_amax: Tensor | None, col_amax: Tensor | None, power_of_two: bool, amax_floor: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ def float8_feed_forward(x1: Tensor, x3: Tensor, layers: Layers) -> Tensor:
     flat = [tensor for pair in parts for tensor in pair]
     place = _FeedForwardBackward.apply(x1, x3, *weights, settings, gate, up, *flat)
     with torch.no_grad():
-        product = _output(hidden, b2, settings, 1)
+        product = _gemm("output", hidden, b2, settings, 1)
     return Output.apply(place, product)
 
 
@@ -127,7 +127,7 @@ def _product(
     recipe = settings.recipe
     a, kept, _ = _cast(x, recipe.output.a, recipe.grad_weight.b if weight.requires_grad else None, of_input, recipe)
     b, _, used = _cast(weight, recipe.output.b, None, of_weight, recipe)
-    return _output(a, b, settings, layer), kept, used
+    return _gemm("output", a, b, settings, layer), kept, used
 
 
 def _cast(
@@ -166,33 +166,26 @@ def _cast_gradients(
     return list(map(Operand, codes, (gate_scale, gate_scale, up_scale, up_scale, of_hidden.scale)))
 
 
-def _output(a: Operand, b: Operand, settings: _Settings, layer: int) -> Tensor:
-    """`output` of one layer."""
-    recipe, tap = settings.recipe, settings.taps[layer]
-    product = gemm(a, b, recipe.output, settings.dtype, settings.engine, recipe.chip)
-    show_gemm(tap, "output", a, b, product)
-    return product
-
-
 def _grad_input(a: Operand, weight: Tensor, scales: tuple[Tensor, Tensor], settings: _Settings, layer: int) -> Tensor:
     """`grad_input` of one layer."""
-    recipe, tap = settings.recipe, settings.taps[layer]
+    recipe = settings.recipe
     _, b = cast_both(weight, None, recipe.grad_input.b, ScaleSource(given=Scales(*scales)), recipe.scale_rule)
     assert b is not None, "it was requested"
-    product = gemm(a, b, recipe.grad_input, settings.dtype, settings.engine, recipe.chip)
-    show_gemm(tap, "grad_input", a, b, product)
-    return product
+    return _gemm("grad_input", a, b, settings, layer)
 
 
-def _grad_weight(
-    a: Operand | None, b: tuple[Tensor, Tensor | None], weight: Tensor, settings: _Settings, layer: int
-) -> Tensor:
+def _grad_weight(a: Operand | None, b: Any, weight: Tensor, settings: _Settings, layer: int) -> Tensor:
     """`grad_weight` of one layer, in the dtype of its weight."""
     assert a is not None, "it was requested"
-    recipe, tap, kept = settings.recipe, settings.taps[layer], Operand(*b)
-    product = gemm(a, kept, recipe.grad_weight, settings.dtype, settings.engine, recipe.chip)
-    show_gemm(tap, "grad_weight", a, kept, product)
-    return product.to(weight.dtype)
+    return _gemm("grad_weight", a, Operand(*b), settings, layer).to(weight.dtype)
+
+
+def _gemm(name: str, a: Operand, b: Operand, settings: _Settings, layer: int) -> Tensor:
+    """One GEMM of one layer."""
+    recipe = settings.recipe
+    product = gemm(a, b, getattr(recipe, name), settings.dtype, settings.engine, recipe.chip)
+    show_gemm(settings.taps[layer], name, a, b, product)
+    return product
 
 
 def _show_forward(taps: tuple[Tap | None, ...], x: Tensor, weights: list[Tensor], gate: Tensor, up: Tensor) -> None:
