@@ -2,9 +2,7 @@
 
 `f8emu verify` is `verify` with a table; from Python:
 
-    from f8emu.conformance import load_subject
-
-    from f8emu.conformance.run import verify
+    from f8emu.conformance import load_subject, verify
 
     result = verify([load_subject("f8ref.numpy")])
     assert result.is_equal
