@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from f8emu import cli
 from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
 from f8emu.conformance.cases.gemm_cases import gemm_cases
@@ -29,6 +27,7 @@ from f8emu.conformance.kernels.imported import INTERPRETED
 from f8emu.conformance.run.subject import Subject, kernel_subject, load_subject, scaled_mm_kernel
 from f8emu.conformance.run.verify import Result, StageResult, SubjectResult
 from f8emu.spec import HOPPER, OperandError
+from tests.conformance import command
 from tests.conformance.planted_gemm import failing, spoilt, subject_of
 from tests.conformance.planted_gemm import subject as planted
 
@@ -46,7 +45,7 @@ def _small_random_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_right_rules_are_the_oracle() -> None:
     oracle = load_subject("f8ref.numpy")
-    for case in gemm_cases():
+    for case in (case for case in gemm_cases() if case.verb == "scaled_mm"):
         found, expected = compute(case, rules_of(HOPPER, case)), oracle.gemm(case)
         assert found.dtype == expected.dtype and not different(found, expected).any(), case.id
 
@@ -270,10 +269,8 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def invoke(*arguments: str, columns: str = "120") -> tuple[int, str]:
-    result = CliRunner().invoke(cli.build_app(), list(arguments), env={"COLUMNS": columns})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
+    status, *said = command.invoke(*arguments, COLUMNS=columns)
+    return status, "".join(said)
 
 
 def test_command_line(kernels: Path) -> None:

@@ -3,7 +3,9 @@
 Recorded by `f8emu record`, its cases of those names; the shipped file has no output that tells these rules.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.rules import ScaleOrder, rules_of
 from f8emu.conformance.run.subject import load_subject
-from f8emu.spec import FLOAT32, HOPPER, format_by_name
+from f8emu.spec import FLOAT32, HOPPER, Granularity, format_by_name
 from f8ref.exact import cast, group_of_row, scaled_dot
 
 GOLDEN = read_golden(Path(__file__).parent / "data" / "epilogues.safetensors")
@@ -71,13 +73,32 @@ def test_every_bit(name: str) -> None:
                 assert exact_code(case.gemm, m, n) == observed[m, n], (case.id, m, n)
 
 
+def groups_of(case: GemmCase) -> Iterator[GemmCase]:
+    """The GEMMs of a grouped one."""
+    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
+    for group, (start, stop) in enumerate(pairwise([0, *case.offs.tolist()])):
+        yield replace(
+            case,
+            mode=Mode.ROWWISE,
+            a=case.a[start:stop],
+            b=case.b[group],
+            scale_a=case.scale_a[start:stop, None],
+            scale_b=case.scale_b[group][None],
+            granularity_a=Granularity.ROWWISE,
+            granularity_b=Granularity.ROWWISE,
+            offs=None,
+        )
+
+
 def test_without_these_rules_it_would_differ() -> None:
     """0 is added to tensorwise results alone, before the bias; the scales of a grouped GEMM are those of rows first."""
     for case in GOLDEN.cases:
-        rules = rules_of(HOPPER, case.gemm)
-        if case.gemm.mode is Mode.GROUPED_ROWWISE:
-            wrong = replace(rules, scales=ScaleOrder.COLUMN_FIRST)
-        else:
-            wrong = replace(rules, adds_zero=not rules.adds_zero)
-        assert not different(compute(case.gemm, rules), case.out).any()
-        assert different(compute(case.gemm, wrong), case.out).sum() > 10, (case.id, case.name)
+        is_grouped = case.gemm.mode is Mode.GROUPED_ROWWISE
+        gemms = list(groups_of(case.gemm)) if is_grouped else [case.gemm]
+        right = rules_of(HOPPER, gemms[0])
+        wrong = replace(right, adds_zero=not right.adds_zero)
+        if is_grouped:
+            right, wrong = replace(right, scales=ScaleOrder.ROW_FIRST), right
+        outputs = [np.concatenate([compute(gemm, rules) for gemm in gemms]) for rules in (right, wrong)]
+        assert not different(outputs[0], case.out).any()
+        assert different(outputs[1], case.out).sum() > 10, (case.id, case.name)

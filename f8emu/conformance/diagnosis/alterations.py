@@ -145,10 +145,9 @@ def _splits() -> Iterator[Alteration]:
 
 def _epilogue() -> Iterator[Alteration]:
     for order in ScaleOrder:
-        if order is not ScaleOrder.NONE:
-            name = _SCALE_NAMES.get(order, f"scales as {order.value}")
-            sentence = f"multiplies the scales in another place: {order.value}"
-            yield Alteration(name=name, sentence=sentence, change=partial(_scaled, order=order))
+        name = _SCALE_NAMES.get(order, f"scales as {order.value}")
+        sentence = f"multiplies the scales in another place: {order.value}"
+        yield Alteration(name=name, sentence=sentence, change=partial(_scaled, order=order))
     yield _row("-0 kept", "keeps the -0 that the scales give; the hardware adds 0 to it [EPI-1]", adds_zero=False)
     yield _row("-0 lost", "turns the -0 that the scales give into +0; only tensorwise does so [EPI-1]", adds_zero=True)
     yield from (_row(name, f"adds the bias {rule.value}", bias=rule) for rule, name in _BIAS_NAMES.items())

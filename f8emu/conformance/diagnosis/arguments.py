@@ -75,7 +75,7 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Arguments:
     for misplaced in rules.misplaced:
         if misplaced.of is Places.BIAS:
             bias = None if bias is None else np.where(*_nowhere_or(bias, misplaced, 0, np.float32(0)))
-        elif case.scale_a is not None and not misplaced.of.is_output:
+        elif not misplaced.of.is_output:
             side = 0 if misplaced.of in (Places.SCALES_A, Places.BLOCKS_A) else 1
             axis = 0 if misplaced.of in (Places.SCALES_A, Places.SCALES_B) else 1
             scales[side] = np.where(*_nowhere_or(scales[side], misplaced, axis, np.float32(1)))
@@ -97,15 +97,16 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Arguments:
 
 def _scales(case: GemmCase, wrong: frozenset[Misreading]) -> list[np.ndarray]:
     """Both scales, [M, B] and [N, B]."""
-    m, n = len(case.a), len(case.b)
-    if case.scale_a is None or case.scale_b is None:
-        return [np.ones((m, 1), np.float32), np.ones((n, 1), np.float32)]
+    assert case.scale_a is not None and case.scale_b is not None
     scales = [case.scale_a, case.scale_b.T]
     if Misreading.SCALES_SWAPPED in wrong and scales[0].shape == scales[1].shape:
         scales.reverse()
     if Misreading.SCALES_TRANSPOSED in wrong:  # a matrix whose memory is taken for that of the other order
         scales = [np.ravel(scale).reshape(scale.shape, order="F") for scale in scales]
-    scales = [_spread(scales[0], case.granularity_a, m), _spread(scales[1], case.granularity_b, n)]
+    scales = [
+        _spread(scales[0], case.granularity_a, len(case.a)),
+        _spread(scales[1], case.granularity_b, len(case.b)),
+    ]
     if Misreading.SCALES_FIRST_BLOCK in wrong:
         scales = [scale[:, :1].repeat(scale.shape[1], 1) for scale in scales]
     if Misreading.SCALES_INVERTED in wrong:

@@ -5,10 +5,8 @@ Under the right rules it is the oracle again (tests/conformance/test_fit.py).
 Shape suffixes: M rows of `a`, N columns of `b`, K summed, B blocks of 128 along K.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
-from itertools import pairwise
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from f8emu.conformance.diagnosis.arguments import (
     reading_of,
 )
 from f8emu.conformance.diagnosis.rules import BiasRule, Misplaced, Places, Rounding, Rules, ScaleOrder
-from f8emu.spec import BFLOAT16, FLOAT32, Format, Granularity, format_by_name
+from f8emu.spec import BFLOAT16, FLOAT32, Format, format_by_name
 from f8ref.numpy.accumulate import Operand, side_by_side
 from f8ref.numpy.cast import convert
 from f8ref.numpy.float32 import fma
@@ -39,8 +37,7 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
 
     Exactness: under the right rules every bit of f8ref.numpy; NaN is all ones.
     """
-    if case.mode is Mode.GROUPED_ROWWISE:
-        return np.concatenate([compute(group, rules, memory=memory) for group in _groups(case)])
+    assert case.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BLOCKWISE), case.id
     memory = memory or Memory()
     if rules.split_above:
         rules = replace(rules, split_k=rules.split_k if case.k > rules.split_above else 1, split_above=0)
@@ -94,7 +91,7 @@ def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> n
     """Scales, bias and the output type, on what the adder gave."""
     scales = read.scale_a_MB, read.scale_b_BN
     bias = None if rules.bias is BiasRule.IGNORED else read.bias
-    is_scaled = rules.scales.is_before_dot or case.mode is Mode.BF16
+    is_scaled = rules.scales.is_before_dot
     if is_scaled or case.mode is Mode.BLOCKWISE:
         result = _never_minus_zero(acc if is_scaled else _blocks(acc, *scales, rules, case.k), rules)
         if bias is not None:  # of block scales and of scaled operands nothing is left to fuse with
@@ -103,23 +100,6 @@ def _output(case: GemmCase, read: Arguments, acc: np.ndarray, rules: Rules) -> n
     else:
         output = _epilogue(acc, *scales, bias, rules, case.out_dtype)
     return output.T if is_transposed(case, rules.misreads) else output
-
-
-def _groups(case: GemmCase) -> Iterator[GemmCase]:
-    """The GEMMs of a grouped one [EPI-6]."""
-    assert case.offs is not None and case.scale_a is not None and case.scale_b is not None
-    for group, (start, stop) in enumerate(pairwise([0, *case.offs.tolist()])):
-        yield replace(
-            case,
-            mode=Mode.ROWWISE,
-            a=case.a[start:stop],
-            b=case.b[group],
-            scale_a=case.scale_a[start:stop, None],
-            scale_b=case.scale_b[group][None],
-            granularity_a=Granularity.ROWWISE,
-            granularity_b=Granularity.ROWWISE,
-            offs=None,
-        )
 
 
 # Scales, bias, output

@@ -22,7 +22,7 @@ from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Adder, Rounding, Rules, rules_of
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.spec import HOPPER, Chip
+from f8emu.spec import HOPPER
 
 Option = tuple[str, Callable[[Rules], Rules]]
 
@@ -107,12 +107,11 @@ def fit(
     *,
     kinds: Iterable[Kind] = KINDS,
     ms: Sequence[int] = (),
-    chip: Chip = HOPPER,
     progress: Progress | None = None,
 ) -> Fit:
     """The rules of every kind of GEMM that the subject offers. KeyboardInterrupt ends it, with what was found.
 
-    `chip` is where the search begins, and is named if its rules are found. `ms`: the numbers of rows of step 4.
+    `ms`: the numbers of rows of step 4.
     """
     result = Fit(subject=subject.name, engine=subject.engine)
     progress = progress or Silent()
@@ -122,7 +121,7 @@ def fit(
             given = observe_probes(subject, kind)
             if isinstance(given, ProbeOutputs):
                 found = Fitted(kind=kind.name, left_out=given.left_out)
-                _fit_kind(result, found, subject, kind, given.observations, ms, chip, progress)
+                _fit_kind(result, found, subject, kind, given.observations, ms, progress)
             elif given.is_refusal:
                 result.reason = result.reason or given.reason
             else:
@@ -139,12 +138,11 @@ def _fit_kind(
     kind: Kind,
     given: Sequence[Observation],
     ms: Sequence[int],
-    chip: Chip,
     progress: Progress,
 ) -> None:
     """Add what is known of a kind to the result as soon as it is known: the next step may be interrupted."""
     name = f"{subject.name}: {kind.name}"
-    right = rules_of(chip, given[0].case)
+    right = rules_of(HOPPER, given[0].case)
     # 1. The order of adding.
     progress.begin(name, "order of adding", 1)
     order, bits = None, None
@@ -162,7 +160,7 @@ def _fit_kind(
     result.kinds.append(found)
     # 2. What has few possibilities.
     rules, of_probes = _of_probes(rules, right, given, kind, progress, name)
-    found.rules, found.follows = rules, chip.name if rules == right else ""
+    found.rules, found.follows = rules, HOPPER.name if rules == right else ""
     found.measured += of_probes
     # 3. Random GEMMs.
     progress.begin(name, "random GEMMs", 1)

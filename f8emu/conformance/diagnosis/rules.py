@@ -35,7 +35,6 @@ class Rounding(Enum):
 class ScaleOrder(Enum):
     """Where the scales are multiplied; p is the accumulator of one block of K, total the float32 sum of blocks."""
 
-    NONE = "no scales"
     PRODUCT = "acc * (sa * sb)"
     COLUMN_FIRST = "(acc * sb) * sa"
     ROW_FIRST = "(acc * sa) * sb"
@@ -168,7 +167,7 @@ class Rules:
     split_above: int = 0
     """K up to this is not split."""
     scales: ScaleOrder = ScaleOrder.PRODUCT
-    """[EPI-1], [EPI-2], [EPI-5], [EPI-6]."""
+    """[EPI-1], [EPI-2], [EPI-5]."""
     adds_zero: bool = False
     """[EPI-1] A scaled result of -0 becomes +0, before the bias."""
     bias: BiasRule = BiasRule.ADDED
@@ -245,18 +244,16 @@ def _plain(value: Any) -> Any:
 
 
 _ORDERS = {
-    Mode.BF16: ScaleOrder.NONE,
     Mode.TENSORWISE: ScaleOrder.PRODUCT,
     Mode.ROWWISE: ScaleOrder.COLUMN_FIRST,
-    Mode.GROUPED_ROWWISE: ScaleOrder.ROW_FIRST,
     Mode.BLOCKWISE: ScaleOrder.FMA_PRODUCT,
 }
-"""[EPI-1], [EPI-2], [EPI-5], [EPI-6]."""
+"""[EPI-1], [EPI-2], [EPI-5]."""
 
 
 def rules_of(chip: Chip, case: GemmCase) -> Rules:
-    """The right rules of a GEMM on a chip."""
-    pair = None if case.mode is Mode.BF16 else (case.granularity_a, case.granularity_b)
+    """The right rules of a GEMM with scales on a chip."""
+    pair = case.granularity_a, case.granularity_b
     both_vectors = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
     return Rules(
         model=chip.accumulation(pair, use_fast_accum=case.use_fast_accum),

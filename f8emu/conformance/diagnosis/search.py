@@ -17,7 +17,7 @@ from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.conformance.run.subject import Subject
-from f8emu.spec import HOPPER, Chip
+from f8emu.spec import HOPPER
 
 _SECOND, _THIRD = 4, 2
 """How many of the best are tried with a second, and with a third alteration."""
@@ -90,7 +90,6 @@ def diagnose(
     subject: Subject,
     *,
     kinds: Iterable[Kind] = KINDS,
-    chip: Chip = HOPPER,
     progress: Progress | None = None,
     memory: Memory | None = None,
 ) -> tuple[Diagnosis, ...]:
@@ -111,7 +110,7 @@ def diagnose(
             continue
         # Where a kind has no explanation, the next ones are not searched for three faults at once; but what
         # explains one kind is tried on the next.
-        search = Search(given.observations, chip, memory, progress, f"{subject.name}: {kind.name}")
+        search = Search(given.observations, memory, progress, f"{subject.name}: {kind.name}")
         is_thorough = all(one.best is None or one.best.is_complete for one in found)
         ranked = search.ranked(tuple(hints.values()), is_thorough)
         one = replace(search.diagnosis(kind.name, ranked), left_out=given.left_out)
@@ -139,10 +138,10 @@ class Search:
     and only where none does are shares counted.
     """
 
-    def __init__(self, given: Sequence[Observation], chip: Chip, memory: Memory, progress: Progress, name: str) -> None:
+    def __init__(self, given: Sequence[Observation], memory: Memory, progress: Progress, name: str) -> None:
         self.memory, self.progress, self.name = memory, progress, name
         self.alterations = alterations()
-        right = [rules_of(chip, one.case) for one in given]
+        right = [rules_of(HOPPER, one.case) for one in given]
         self.right = tuple(dict.fromkeys(right))  # few: most probes are of one kind
         self.probes = [(one, self.right.index(rules)) for one, rules in zip(given, right, strict=True)]
         equal = self._counted(()).equal
