@@ -19,22 +19,6 @@ FORMATS = {
 """Format name -> its number in engine.h."""
 
 
-class Matrix(NamedTuple):
-    """An operand [rows, K]: address of its codes, strides in elements, and its scales in float32.
-
-    The scale of (row, k) is at `row // rows_per_scale * scale_row_stride + k // 128 * scale_block_stride`.
-    """
-
-    address: int
-    row_stride: int
-    k_stride: int
-    format: str
-    rows_per_scale: int = 1
-    scale: int = 0
-    scale_row_stride: int = 0
-    scale_block_stride: int = 0
-
-
 class Output(NamedTuple):
     """The result [M, N]: address, strides in elements; and the bias [N] that it takes, or 0."""
 
@@ -47,8 +31,11 @@ class Output(NamedTuple):
     bias_format: str = "float32"
 
 
-class _Operand(ctypes.Structure):
-    """`f8_operand` of engine.h."""
+class Matrix(ctypes.Structure):
+    """`f8_operand` of engine.h: an operand [rows, K], strides in elements, and its scales in float32.
+
+    The scale of (row, k) is at `row // rows_per_scale * scale_row_stride + k // 128 * scale_block_stride`.
+    """
 
     _fields_ = (
         ("codes", ctypes.c_void_p),
@@ -69,8 +56,8 @@ class Gemm(ctypes.Structure):
         ("m", ctypes.c_int64),
         ("n", ctypes.c_int64),
         ("k", ctypes.c_int64),
-        ("a", _Operand),
-        ("b", _Operand),
+        ("a", Matrix),
+        ("b", Matrix),
         ("out", ctypes.c_void_p),
         ("out_row_stride", ctypes.c_int64),
         ("out_column_stride", ctypes.c_int64),
@@ -106,7 +93,7 @@ def matrix(
     rows_per_scale = 128 if granularity is Granularity.BLOCKWISE_128X128 else 1
     per_row = 0 if granularity in (None, Granularity.TENSORWISE) else scale_strides[0]
     per_block = scale_strides[1] if granularity is not None and granularity.is_blockwise else 0
-    return Matrix(address, strides[0], strides[1], format, rows_per_scale, scale, per_row, per_block)
+    return Matrix(address, strides[0], strides[1], FORMATS[format], rows_per_scale, scale, per_row, per_block)
 
 
 def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
@@ -117,8 +104,8 @@ def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
     scaling = UNSCALED if call.granularities is None else scaling_of(call.granularities)
     return Gemm(
         *call.sizes,
-        _operand(a),
-        _operand(b),
+        a,
+        b,
         out.address,
         out.row_stride,
         out.column_stride,
@@ -165,8 +152,3 @@ def run_at(gemm: Gemm, a: int, b: int, scale_a: int, scale_b: int, out: int, bia
     of_a.codes, of_a.scale, of_b.codes, of_b.scale = a, scale_a, b, scale_b
     call.out, call.bias = out, bias
     run(call, threads=threads)
-
-
-def _operand(x: Matrix) -> _Operand:
-    address, row_stride, k_stride, format, *scales = x
-    return _Operand(address, row_stride, k_stride, FORMATS[format], *scales)

@@ -7,7 +7,7 @@ Python integers and `fractions.Fraction` only, so that nothing rounds unless a l
 - `cast`: what a code means (`decode`), how a number becomes a code (`encode`), and the casts made of the two;
 - `accumulate`: the tensor core [OP-1, OP-2, ACC-1..5, SPEC-1] and the chaining of its steps along K [CHAIN-1..3];
 - `scaled_mm`: one output of a scaled GEMM [EPI-1..6] and of the bfloat16 matmul [BF16-1, BF16-2];
-- `scale` and `delayed_state`: amax, the scale rule, and the state of delayed scaling.
+- `scale`: amax, the scale rule, and the state of delayed scaling.
 
 Arguments and results are codes (bit patterns as integers) beside their `Format`; float32 factors such as scales are
 float32 codes. The rule ids are those of `reference/NUMERICS.md`; `reference/README.md` names the recorded
@@ -30,8 +30,6 @@ from f8ref.exact.cast import encode as encode
 from f8ref.exact.cast import float32 as float32
 from f8ref.exact.cast import quantize as quantize
 from f8ref.exact.cast import round_to as round_to
-from f8ref.exact.delayed_state import initial_delayed_state as initial_delayed_state
-from f8ref.exact.delayed_state import update_delayed_state as update_delayed_state
 from f8ref.exact.number import NAN as NAN
 from f8ref.exact.number import ZERO as ZERO
 from f8ref.exact.number import Kind as Kind
@@ -43,7 +41,9 @@ from f8ref.exact.number import infinity as infinity
 from f8ref.exact.number import multiply as multiply
 from f8ref.exact.number import power_of_two as power_of_two
 from f8ref.exact.scale import amax as amax
+from f8ref.exact.scale import initial_delayed_state as initial_delayed_state
 from f8ref.exact.scale import scale_from_amax as scale_from_amax
+from f8ref.exact.scale import update_delayed_state as update_delayed_state
 from f8ref.exact.scaled_mm import blockwise as blockwise
 from f8ref.exact.scaled_mm import group_of_row as group_of_row
 from f8ref.exact.scaled_mm import mm_dot as mm_dot

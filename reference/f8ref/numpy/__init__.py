@@ -4,12 +4,12 @@ from f8ref.numpy.cast import cast as cast
 from f8ref.numpy.cast import decode as decode
 from f8ref.numpy.cast import dequantize as dequantize
 from f8ref.numpy.cast import quantize as quantize
-from f8ref.numpy.delayed_state import initial_delayed_state as initial_delayed_state
-from f8ref.numpy.delayed_state import update_delayed_state as update_delayed_state
-from f8ref.numpy.instruction import mma as mma
 from f8ref.numpy.linear import linear as linear
 from f8ref.numpy.scale import amax as amax
+from f8ref.numpy.scale import initial_delayed_state as initial_delayed_state
 from f8ref.numpy.scale import scale_from_amax as scale_from_amax
+from f8ref.numpy.scale import update_delayed_state as update_delayed_state
 from f8ref.numpy.scaled_mm import mm as mm
+from f8ref.numpy.scaled_mm import mma as mma
 from f8ref.numpy.scaled_mm import scaled_grouped_mm as scaled_grouped_mm
 from f8ref.numpy.scaled_mm import scaled_mm as scaled_mm

@@ -1,6 +1,6 @@
-"""Whole GEMMs of a chip: the tensor core's accumulator, then scales, bias and output type.
+"""Whole GEMMs of a chip: the tensor core's accumulator, then scales, bias and output type. And single instructions.
 
-Shape suffixes: M rows of `a`, N columns of `b`, K summed, G groups, B blocks of 128 along K.
+Shape suffixes: M rows of `a`, N columns of `b`, K summed, G groups, B blocks of 128 along K, C cases of an instruction.
 """
 
 from collections.abc import Callable
@@ -8,12 +8,22 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from f8emu.spec import HOPPER, AccumulationModel, Chip, Format, Granularity
+from f8emu.spec import (
+    BFLOAT16,
+    FLOAT8,
+    HOPPER,
+    AccumulationModel,
+    Chip,
+    Format,
+    Granularity,
+    OperandError,
+    output_format,
+)
 from f8emu.spec.gemm_call import GemmCall
-from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, operand, side_by_side
+from f8ref.numpy.accumulate import TILE, Operand, accumulate, chain, multiply_add, operand, side_by_side
 from f8ref.numpy.cast import convert
 from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_grouped_mm, checked_scaled_mm
-from f8ref.numpy.codec import Array
+from f8ref.numpy.codec import Array, as_float32, typed_array
 from f8ref.numpy.float32 import fma
 
 _TILE_N = 256
@@ -116,6 +126,34 @@ def mm(
         UnsupportedError: an `out_dtype` that no GEMM gives.
     """
     return product(checked_mm(a, b, out_dtype=out_dtype, split_k=split_k, chip=chip))
+
+
+def mma(a: ArrayLike, b: ArrayLike, c: ArrayLike, *, chip: Chip = HOPPER, out_dtype: Format | str = "float32") -> Array:
+    """`dot(a, b) + c` of every case by one matrix instruction of the chip, or by several in a row if K is longer.
+
+    c is the first accumulator of the steps [ACC-2], [CHIP-6], or is added to their sum [CHIP-3].
+
+    Shapes: `a` and `b` [cases, K], `c` [cases] of `out_dtype`; result [cases].
+    Exactness: the public recordings of single instructions, every bit, for chips whose `evidence` is not LITERATURE.
+
+    Raises:
+        OperandError: operands of the wrong dtype or shape.
+        SpecError: an unknown `out_dtype`.
+        UnsupportedError: formats that the chip's profile has no instruction for.
+    """
+    a_CK, format_a = typed_array(a, (BFLOAT16, *FLOAT8), "mma: a")
+    b_CK, format_b = typed_array(b, (BFLOAT16, *FLOAT8), "mma: b")
+    out_format = output_format("mma", out_dtype)
+    model = chip.instruction("mma", (format_a, format_b), out_format).model
+    c_C, _ = typed_array(c, (out_format,), "mma: c")
+    if a_CK.ndim != 2 or b_CK.shape != a_CK.shape or c_C.shape != a_CK.shape[:1]:
+        raise OperandError(
+            f"mma: a and b must be [cases, K] and c [cases]; got {a_CK.shape}, {b_CK.shape} and {c_C.shape}; "
+            "reshape them"
+        )
+    left, right = (operand(x, f, model)._replace(is_paired=True) for x, f in ((a_CK, format_a), (b_CK, format_b)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return convert(multiply_add(left, right, as_float32(c_C, "mma: c"), model), out_format)
 
 
 def product(gemm: Gemm) -> Array:
