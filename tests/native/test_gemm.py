@@ -39,17 +39,17 @@ def _random(rng: np.random.Generator, shape: tuple[int, ...], format: Format, ki
     return np.clip(x, -240, 240).astype(np.float32).astype(dtype)
 
 
-def _matrix(x: Any, **scales: Any) -> native.Matrix:
-    row_stride, k_stride = (stride // x.itemsize for stride in x.strides)
-    return native.Matrix(x.ctypes.data, row_stride, k_stride, x.dtype.name, **scales)
+def _matrix(x: Any, scales: tuple[Any, ...] = ()) -> native.Matrix:
+    strides = tuple(stride // x.itemsize for stride in x.strides)
+    return native.matrix(x.ctypes.data, strides, x.dtype.name, *scales)
 
 
 def _run(a: Any, b: Any, call: GemmCall, out: Any, width: str, bias: Any = None, **options: Any) -> Any:
-    scales = [options.pop(name, {}) for name in ("of_a", "of_b")]
+    scales = [options.pop(name, ()) for name in ("of_a", "of_b")]
     row_stride, column_stride = (stride // out.itemsize for stride in out.strides)
     given: tuple[int, int, str] = (0, 0, "float32") if bias is None else (bias.ctypes.data, 1, bias.dtype.name)
     output = native.Output(out.ctypes.data, row_stride, column_stride, out.dtype.name, *given)
-    described = native.described(call, _matrix(a, **scales[0]), _matrix(b, **scales[1]), output)
+    described = native.described(call, _matrix(a, scales[0]), _matrix(b, scales[1]), output)
     native.run(described, width=width, threads=options.pop("threads", 2))
     return out
 
@@ -106,15 +106,7 @@ def check_epilogues(pair: tuple[Granularity, Granularity], widths: Sequence[str]
         (rng.standard_normal(g.scale_shape(rows, k)) * 2.0 ** rng.integers(-140, 100)).astype(np.float32)
         for g, rows in zip(pair, (m, n), strict=True)
     )
-    scales = [
-        {
-            "rows_per_scale": 128 if g is Granularity.BLOCKWISE_128X128 else 1,
-            "scale": scale.ctypes.data,
-            "scale_row_stride": 0 if g is Granularity.TENSORWISE else scale.shape[1],
-            "scale_block_stride": int(is_blockwise),
-        }
-        for g, scale in zip(pair, (scale_a, scale_b), strict=True)
-    ]
+    scales = [(g, scale.ctypes.data, (scale.shape[1], 1)) for g, scale in zip(pair, (scale_a, scale_b), strict=True)]
     for fast in (False,) if is_blockwise else (False, True):
         for out_dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)):
             for split_k in (1, 2, 3):
