@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from f8emu.capture.missing import absences, absent_ranks, numbered
+from f8emu.capture.compared import Finding, absences, absent_ranks, numbered
 from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
 from f8emu.conformance.breakdown.ulps import distances
-from f8emu.conformance.compare import Mismatch, different, mismatches
+from f8emu.conformance.compare import different, mismatches
 from f8emu.conformance.run.result import Progress
 from f8emu.spec import OPERANDS, SpecError
 
@@ -25,17 +25,9 @@ _OPTIONS = ("a_format", "b_format", "granularity_a", "granularity_b", "out_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divergence:
+class Divergence(Finding):
     """One stage whose bits differ between the two captures."""
 
-    step: str
-    place: str
-    part: str
-    """`value` (a tensor before its casts), `a.scale`, `a.codes`, ..., `product`."""
-    tensor: str
-    """The tensor itself, or the one that the operand was cast from; empty for a product."""
-    elements: int
-    elements_different: int
     ulps_median: float = 0.0
     """The median difference of the elements that differ, in ulps of their format, NaN and infinities left out."""
     ulps_max: int = 0
@@ -45,19 +37,16 @@ class Divergence:
     """Why they cannot be compared: another dtype or shape."""
     options: str = ""
     """Options of the GEMM that differ."""
-    cause: str = ""
-    mismatches: tuple[Mismatch, ...] = ()
 
-    def line(self) -> str:
-        """One line."""
-        of = f" ({self.tensor})" if self.tensor else ""
-        head = f"{self.step}: {self.place} {self.part}{of}: "
+    @property
+    def share(self) -> str:
+        """How many elements differ, and how far; or why they cannot be compared."""
         if self.fault:
-            return head + self.fault
+            return self.fault
         share = f"{self.elements_different} of {self.elements} differ ({self.elements_different / self.elements:.2%})"
         ulps = f", by {self.ulps_median:g} ulps (median), {self.ulps_max} at most" if self.ulps_max else ""
         special = f", {self.nonfinite} finite on one side only" if self.nonfinite else ""
-        return head + share + ulps + special + "".join(f"; {text}" for text in (self.options, self.cause) if text)
+        return share + ulps + special + (f"; {self.options}" if self.options else "")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,13 +7,13 @@ The engine that computed a capture does not judge it: a capture that f8ref.jax e
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 
 from f8emu.capture.cast import Tensors, replay_casts, require_of_recipe
-from f8emu.capture.missing import absences, absent_ranks, numbered
+from f8emu.capture.compared import Finding, absences, absent_ranks, numbered
 from f8emu.capture.product import Sampled, likely_cause, product_of, sampled
 from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord
@@ -34,31 +34,6 @@ class Count:
     parts_equal: int = 0
     elements: int = 0
     elements_equal: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One stage whose bits differ."""
-
-    step: str
-    place: str
-    """Layer and GEMM."""
-    part: str
-    """`a.scale`, `a.codes`, ..., `product`."""
-    tensor: str
-    """What the operand was made of; empty for a product."""
-    elements: int
-    elements_different: int
-    cause: str
-    """What the pattern of the difference says; may be empty."""
-    mismatches: tuple[Mismatch, ...]
-    """The first ones."""
-
-    def line(self) -> str:
-        """One line."""
-        of = f" ({self.tensor})" if self.tensor else ""
-        share = f"{self.elements_different} of {self.elements} differ"
-        return f"{self.step}: {self.place} {self.part}{of}: {share}" + (f"; {self.cause}" if self.cause else "")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -253,11 +228,4 @@ def _placed(found: Iterator[Mismatch], sample: Sampled | None) -> Iterator[Misma
             continue
         i, j = one.index
         inputs = f"{abbreviated(sample.a[i], 'a')} {abbreviated(sample.b[j], 'b')}"
-        yield Mismatch(
-            case=one.case,
-            part=one.part,
-            index=(int(sample.rows[i]), int(sample.columns[j])),
-            inputs=inputs,
-            observed=one.observed,
-            expected=one.expected,
-        )
+        yield replace(one, index=(int(sample.rows[i]), int(sample.columns[j])), inputs=inputs)

@@ -1,9 +1,40 @@
-"""What a capture lacks, by what it says itself: unfinished steps, records left out, ranks that captured nothing."""
+"""What a replay and a diff find: stages whose bits differ, and what a capture lacks by what it says itself."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from f8emu.capture.read import CapturedStep
-from f8emu.conformance.compare import counted
+from f8emu.conformance.compare import Mismatch, counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One stage whose bits differ."""
+
+    step: str
+    place: str
+    """Layer and GEMM or tensor."""
+    part: str
+    """`value` (a tensor before its casts), `a.scale`, `a.codes`, ..., `product`."""
+    tensor: str
+    """The tensor itself, or the one that the operand was cast from; empty for a product."""
+    elements: int
+    elements_different: int
+    cause: str = ""
+    """What the pattern of the difference says."""
+    mismatches: tuple[Mismatch, ...] = ()
+    """The first ones."""
+
+    @property
+    def share(self) -> str:
+        """How many elements differ."""
+        return f"{self.elements_different} of {self.elements} differ"
+
+    def line(self) -> str:
+        """One line."""
+        of = f" ({self.tensor})" if self.tensor else ""
+        cause = f"; {self.cause}" if self.cause else ""
+        return f"{self.step}: {self.place} {self.part}{of}: {self.share}{cause}"
 
 
 def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
