@@ -27,29 +27,31 @@ from f8emu.spec import Granularity
 from tests.conformance.command import invoke
 
 ROOT = Path(__file__).parents[2]
+BEFORE = {  # name of a kernel -> what it does before it computes
+    "leaves": "sys.exit(0)",
+    "ends": "raise Ending",
+    "exits": "os._exit(0)",
+    "forks": "os.fork()",
+    "ends_oddly": "raise Odd",
+    "raises_oddly": "raise OddError",
+    "raises_oddly_later": "later(OddError)",
+    "interrupts": "later(KeyboardInterrupt)",
+    "forks_in_c": "print('called', flush=True); ctypes.CDLL(None).fork()",
+    "starts": "assert subprocess.run([sys.executable, '-c', '']).returncode == 0",
+    "waits": "print('waiting', flush=True); time.sleep(60)",
+    "silences": "sys.stdout = sys.stderr = None",
+}
 KERNELS = """
-import os, sys
+import ctypes, os, subprocess, sys, time
 import numpy as np
+from f8emu.conformance import Accumulation, Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
 
 def float32(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     out = (a.astype(np.float32) @ b.astype(np.float32)) * scale_b * scale_a
     return (out if bias is None else out + bias.astype(np.float32)).astype(out_dtype)
 
-def leaves(*args, **options):
-    sys.exit(0)
-
 class Ending(BaseException):
     pass
-
-def ends(*args, **options):
-    raise Ending
-
-def exits(*args, **options):
-    os._exit(0)
-
-def forks(*args, **options):
-    os.fork()
-    return float32(*args, **options)
 
 class Odd(BaseException):
     def __str__(self):
@@ -58,47 +60,13 @@ class Odd(BaseException):
 class OddError(Odd, ValueError):
     pass
 
-def ends_oddly(*args, **options):
-    raise Odd
-
-def raises_oddly(*args, **options):
-    raise OddError
-
 CALLS = []
 
-def raises_oddly_later(*args, **options):
+def later(error):
     CALLS.append(0)
     if len(CALLS) > 1:
-        raise OddError
-    return float32(*args, **options)
+        raise error
 
-def interrupts(*args, **options):
-    CALLS.append(0)
-    if len(CALLS) > 1:
-        raise KeyboardInterrupt
-    return float32(*args, **options)
-
-def forks_in_c(*args, **options):
-    import ctypes
-    print("called", flush=True)
-    ctypes.CDLL(None).fork()
-    return float32(*args, **options)
-
-def starts(*args, **options):
-    import subprocess
-    assert subprocess.run([sys.executable, "-c", ""]).returncode == 0
-    return float32(*args, **options)
-
-def waits(*args, **options):
-    import time
-    print("waiting", flush=True)
-    time.sleep(60)
-
-def silences(*args, **options):
-    sys.stdout = sys.stderr = None
-    return float32(*args, **options)
-
-from f8emu.conformance import Accumulation, Arg, K_BY_ROWS, Kernel, TENSORWISE_SCALARS
 DECLARED = Kernel(name="another name", function=float32, scales=TENSORWISE_SCALARS, b=K_BY_ROWS, arrays="numpy",
                   accumulation=Accumulation.FAST,
                   arguments=(Arg.A, Arg.B, Arg.SCALE_A, Arg.SCALE_B),
@@ -108,7 +76,10 @@ class Group:
     @staticmethod
     def inner(*args, **options):
         return float32(*args, **options)
-"""
+""" + "".join(
+    f"\ndef {name}(*args, **options):\n    {line}\n    return float32(*args, **options)\n"
+    for name, line in BEFORE.items()
+)
 
 
 @pytest.fixture
@@ -149,7 +120,7 @@ def test_a_kernel_in_a_file(name: str, folder: Path) -> None:
     ("name", "text"),
     [
         ("deep/numpi.py:float32", "there is no file deep/numpi.py; did you mean deep/numpy.py?"),
-        ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; also there: leaves"),
+        ("deep/numpy.py:float23", "no attribute 'float23'; did you mean float32?; also there: "),
         ("deep/zzzzzz.py:f", "there is no file deep/zzzzzz.py; there: deep/broken.py, "),
         ("deep/numpy.py:", "no attribute ''"),
         ("deep/numpy.py", "which function of deep/numpy.py? Name it: deep/numpy.py:FUNCTION"),
