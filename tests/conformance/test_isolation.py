@@ -179,19 +179,19 @@ def test_after_three_hangs_in_a_row_nothing_is_waited_for(module: Path, monkeypa
 
 def test_ctrl_c_ends_the_process(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     child = isolated(subject)._worker.process
-    ask = IsolatedKernel._answer
+    ask = IsolatedKernel._reply
 
     def asked_and_interrupted(*request: Any) -> Any:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         return ask(*request)
 
-    monkeypatch.setattr(IsolatedKernel, "_answer", asked_and_interrupted)
+    monkeypatch.setattr(IsolatedKernel, "_reply", asked_and_interrupted)
     of_process = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with pytest.raises(KeyboardInterrupt):
         subject.gemm(with_rows(48))
     signal.signal(signal.SIGINT, of_process)
     assert child.poll() == -signal.SIGKILL
-    monkeypatch.setattr(IsolatedKernel, "_answer", ask)
+    monkeypatch.setattr(IsolatedKernel, "_reply", ask)
     assert equals_the_oracle(subject)
 
 

@@ -86,7 +86,7 @@ def test_what_is_refused_or_not_explained_is_said(tmp_path: Path) -> None:
             out = super().planned(gemm, a_K, b_CK)
             return out if isinstance(out, Refused) else np.nextafter(out, out.dtype.type(np.inf))
 
-    result = record_plans(tmp_path / "a.json", GEMMS[:2], Library(lambda gemm: gemm.accumulation == "fast"))
+    result = record_plans(tmp_path / "a.json", GEMMS[:2], Library(lambda gemm: int(gemm.accumulation == "fast")))
     assert list(result.not_found) == ["not today"] and result.found == 1
     result = record_plans(tmp_path / "b.json", GEMMS[7:8], Wrong(lambda gemm: 1))
     assert list(result.not_found) == ["no split-K gives these bits"] and "4 x 512 x 8192" in result.lines()[-1]

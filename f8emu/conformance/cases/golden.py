@@ -182,6 +182,7 @@ class _Reader:
         return array.view(dtype)
 
     def case(self, index: int) -> GoldenCase:
+        # 1. What the GEMM is.
         mode: Mode = self.choice("mode", {mode.value: mode for mode in Mode})
         operands = {f.name: f for f in ((BFLOAT16,) if mode is Mode.BF16 else HOPPER.operand_formats)}
         a_format: Format = self.choice("a_dtype", operands)
@@ -192,6 +193,7 @@ class _Reader:
         sample = self.sample(full_m, full_n)
         m, n = (full_m, full_n) if sample is None else (len(sample.rows), len(sample.cols))
         out_dtype = dtype_of(out_format)
+        # 2. Its tensors, of the sizes that follow.
         a = self.tensor("a", dtype_of(a_format), (m, k))
         offs = None
         if mode is Mode.GROUPED_ROWWISE:  # "N" is not used: torch's profile of a grouped GEMM gives the groups there
@@ -204,6 +206,7 @@ class _Reader:
         granularities = (Granularity.TENSORWISE, Granularity.TENSORWISE)
         if mode is not Mode.BF16:
             scale_a, scale_b, granularities = load_scales(self.tensor, mode, m, n, k, groups=b.shape[0])
+        # 3. [CHAIN-3] S, which only the grid of the kernel tells.
         kernels = self.kernels()
         try:
             split_k = slices_of_k(kernels, full_m, full_n)

@@ -187,17 +187,20 @@ class IsolatedKernel:
             SpecError: its process was started anew, and loading it failed.
             KernelFault: it crashed, exited, gave nothing in time, or what the child found out.
         """
+        # 1. A kernel that never answers costs no more time.
         if self._hangs == _HANGS:
             raise TimedOut(f"not run: {_HANGS} GEMMs in a row gave no output within {self._timeout:g} s")
         if self._ends == _ENDS:
             raise ProcessEnded(f"not run: {_ENDS} GEMMs in a row ended or broke their process")
+        # 2. The question, to a child that is started where there is none.
         try:
-            kind, *found = self._answer(self._running()[0], ("run", verb, args, options), self._timeout)
+            kind, *found = self._reply(self._running()[0], ("run", verb, args, options), self._timeout)
         except BaseException as error:  # also Ctrl-C: what the child would answer later belongs to no question
             self._hangs = self._hangs + 1 if isinstance(error, TimedOut) else 0
             self._ends += 1
             self.close()
             raise
+        # 3. What the child found out; a spoilt one is not asked again.
         self._hangs = 0
         if kind == "raised":
             name, text, is_spoilt = found
@@ -225,7 +228,7 @@ class IsolatedKernel:
             return self._worker, self.loaded
         worker = Worker("f8emu.conformance.kernels.loaded:serve", flags=("-X", "faulthandler"), keeps_prints=True)
         try:
-            kind, *found = self._answer(worker, ("load", self._name, self._arrays), _START_SECONDS)
+            kind, *found = self._reply(worker, ("load", self._name, self._arrays), _START_SECONDS)
         except BaseException:
             worker.end()
             raise
@@ -235,7 +238,7 @@ class IsolatedKernel:
         self._worker = worker
         return worker, found[0]
 
-    def _answer(self, worker: Worker, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
+    def _reply(self, worker: Worker, request: tuple[Any, ...], seconds: float) -> tuple[Any, ...]:
         """What the child answers.
 
         Raises:

@@ -161,14 +161,17 @@ def layer_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> P
     for i, step in enumerate(steps(case, verbs, slices_of), start=1):
         grads: Parts = {}
         for j, traces in enumerate(step.turns, start=1):
+            # 1. Forward, layer by layer.
             places = [Place(i, j, k) for k in range(1, case.layers + 1)]
             for place, trace in zip(places, traces, strict=True):
                 parts |= _of_gemm(case, place, "output", trace.output)
                 rows = case.batch or case.shape[:1]
                 parts[case.part(place, "result")] = np.asarray(trace.result).reshape(*rows, -1)
-            for place, trace in reversed(list(zip(places, traces, strict=True))):  # as autograd does
+            # 2. Backward, the last layer first, as autograd does.
+            for place, trace in reversed(list(zip(places, traces, strict=True))):
                 for name in case.gemms[1:]:
                     parts |= _of_gemm(case, place, name, getattr(trace, name))
+            # 3. Gradients: that of a shared input is a sum over layers, those of parameters are sums over passes.
             parts[case.part(places[0], "gemms", of="pass")] = np.array(len(case.gemms) * case.layers)
             if "input" in case.trained:
                 products = [trace.grad_input.product for trace in traces if trace.grad_input is not None]

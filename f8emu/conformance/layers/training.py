@@ -190,6 +190,7 @@ def gemm_parts(case: LayerCase, found: tuple[Wanted, Executed | None]) -> Parts:
 
 def matched(wanted: list[Wanted], executed: list[Executed]) -> Iterator[tuple[Wanted, Executed | None]]:
     """Which GEMM of the recipe each one is: by its sizes, or where they say nothing by the order of the calls."""
+    # 1. By sizes: the first GEMM of the same padded ones.
     left = list(executed)
     found: list[Executed | None] = []
     for gemm in wanted:
@@ -197,6 +198,7 @@ def matched(wanted: list[Wanted], executed: list[Executed]) -> Iterator[tuple[Wa
         match = next((one for one in left if padded((len(one.a), *one.b.shape)) == size), None)
         found.append(match)
         left = [one for one in left if one is not match]
+    # 2. By order, what is left: it has other sizes than it should, and is reported as that.
     for gemm, match in zip(wanted, found, strict=True):
         yield gemm, match if match is not None or not left else left.pop(0)
 

@@ -218,6 +218,7 @@ def _recordings(
             f"{_CALL}: {path}: expected chips among {', '.join(profiles)}; found {chip_name!r}; say which "
             f"profile it is with --chip {chip_name}=PROFILE, PROFILE one of {', '.join(CHIPS)}"
         )
+    # 1. The roles that a recording needs, all with one number of cases.
     missing = [role for role in ("a", "b", "c") if role not in group]
     if missing or not ({"d", "d_float16"} & group.keys()):
         raise _fault(path, f"tensors {where}.a, .b, .c and .d or .d_float16", f"{', '.join(group)} alone")
@@ -231,6 +232,7 @@ def _recordings(
             expected, observed = f"uint{bits}{list(shape)}", f"{tensor.dtype}{list(tensor.shape)}"
             raise _fault(path, f"{where}.{role} {expected}", observed)
 
+    # 2. One recording for each type of the result; an instruction that starts from zero ignores c.
     chip = profiles[chip_name]
     a, b = (group[role].view(dtype_of(format)) for role in "ab")
     c = group["c"].view(np.float32)

@@ -76,6 +76,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
     path = Path(path)
     if not path.parent.is_dir():
         raise SpecError(f"record: cannot write {path}: no directory {path.parent}; make it first")
+    # 1. The plan of this library and chip, with what an earlier run recorded.
     run = CudaLauncher() if runner is None else runner
     facts = run.metadata()
     plan = Plan(library=f"cuBLAS {facts['cublas']}", chip=facts["device"], torch=facts["torch"], recorded={})
@@ -89,6 +90,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
         plan = replace(plan, recorded=old.recorded)
     shipped = shipped_plan(plan.chip if plan.chip in PLANS else CHIP)
     is_shipped = (plan.library, plan.chip) == (shipped.library, shipped.chip)
+    # 2. S of each shape; what the shipped plan predicts for the same library is a test of its rules.
     recorded = dict(plan.recorded)
     not_found: dict[str, list[str]] = {}
     guesses: list[bool] = []

@@ -91,6 +91,7 @@ def record(
     path = Path(path)
     if not path.parent.is_dir():
         raise GoldenFileError(f"record: cannot write {path}: no directory {path.parent}; make it first")
+    # 1. Every planned GEMM, run or refused.
     launch = CudaLauncher() if launcher is None else launcher
     planned = plan(seed) if cases is None else cases
     golden: list[GoldenCase] = []
@@ -106,6 +107,7 @@ def record(
             f"record: the library refused all {len(planned)} cases, first: {refused[0]['reason'] if refused else '-'}; "
             "nothing is written"
         )
+    # 2. The file, which is read back before anyone trusts it.
     by_reason: dict[str, list[str]] = {}
     for entry in refused:
         by_reason.setdefault(entry["reason"], []).append(f"{entry['id']} {entry['name']} ({entry['gemm']})")
@@ -115,6 +117,7 @@ def record(
     stored = read_golden(path)
     for case, back in zip(golden, stored.cases, strict=True):
         assert not different(back.out, case.out).any(), f"{case.id} did not survive the file"
+    # 3. The oracle's word on it, where that is requested.
     verified = None
     if verify:
         found = run_suite([load_subject("f8ref.numpy")], stages=["golden"], golden=stored, errors=len(golden))

@@ -114,6 +114,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
     except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
         return _failed(case, answers, f"raised {said_by(error)}")
 
+    # Every part is counted; the first that differs is explained, for what follows it follows from it.
     total = sum(array.size for array in answers.values())
     wrong, first = 0, ""
     found: Mismatch | None = None
@@ -131,7 +132,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
             ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), histogram))
         if found is not None or not (fault or histogram.total):
             continue
-        first = part  # what follows a difference follows from it
+        first = part
         if fault or array is None:
             found = Mismatch(case=case.id, part=part, error=fault)
         else:
@@ -188,17 +189,19 @@ class OwnSplit:
         """The S of which `observed` has every bit, where it differs from `expected`."""
         if self._is_refuted:
             return None
+        # 1. S that explained an earlier output first: a library takes few.
         differs = different(observed, expected)
         most = 1 if case.mode is Mode.GROUPED_ROWWISE else min(MOST_SLICES, -(-case.k // _PROMOTION))
         for slices in dict.fromkeys((*self._found, *range(1, most + 1))):
             if slices != case.split_k and self._explains(replace(case, split_k=slices), observed, differs):
                 self._found = list(dict.fromkeys((slices, *self._found)))
                 return Split(slices, slices == 1 or case.k > slices * _PROMOTION)
+        # 2. An output that none explains: the kernel is wrong, and no other S is looked for.
         self._is_refuted = True
         return None
 
     def _explains(self, case: GemmCase, observed: np.ndarray, differs: np.ndarray) -> bool:
-        if case.mode in (Mode.TENSORWISE, Mode.ROWWISE):
+        if case.mode in (Mode.TENSORWISE, Mode.ROWWISE):  # most S fail on a few outputs, which are cheap
             rows, cols = (np.unique(places)[:_LOOKED_AT] for places in np.nonzero(differs))
             if different(observed[np.ix_(rows, cols)], self.judge(case.part(rows, cols))).any():
                 return False

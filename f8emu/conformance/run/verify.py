@@ -109,6 +109,7 @@ def verify(
         GoldenFileError: the shipped file cannot be read.
         WorkerEnded: one of several processes crashed.
     """
+    # 1. What runs, and whether several processes can load it by its names.
     chosen = stages_by_name(stages) if only is None else only
     golden = shipped_golden() if golden is None else golden
     own = [subject.name for subject in subjects if subject.name not in SUBJECTS]
@@ -126,6 +127,7 @@ def verify(
         if keep is not None:
             keep(subject, result)
 
+    # 2. Stages as they finish, in whatever order.
     try:
         if processes > 1:
             parts = parts_of([stage.name for stage in chosen], [subject.name for subject in subjects], processes)
@@ -137,6 +139,7 @@ def verify(
                 kept(subject.name, runner.stage(stage, subject))
     except KeyboardInterrupt:
         is_interrupted = True
+    # 3. In the order of the subjects and stages; after Ctrl-C those that were finished.
     results = [
         SubjectResult(
             name=subject.name,
