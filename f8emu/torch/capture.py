@@ -21,8 +21,7 @@ from f8emu.capture.writer import Stored
 from f8emu.environment import versions
 from f8emu.spec.chips import CHIPS
 from f8emu.split_k.plan import plans_of
-from f8emu.torch.float8_layer import Float8Layer
-from f8emu.torch.layer.names import float8_layers
+from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.layer.taps import GemmSeen, TensorSeen, Watch
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process

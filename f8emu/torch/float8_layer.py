@@ -1,9 +1,16 @@
-"""What the rooms below a float8 layer know of it. `Float8Linear`, defined above them, is the one class of this kind."""
+"""What the rooms below a float8 layer know of it, and the layers of a model by name.
 
+`Float8Linear`, defined above these rooms, is the one class of this kind.
+"""
+
+import re
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from f8emu.spec.errors import OperandError, SpecError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.torch_internals import Linear
+from f8emu.torch.torch_internals import Linear, named_modules
 
 if TYPE_CHECKING:
     from f8emu.torch.delayed.state import DelayedBuffers
@@ -26,3 +33,35 @@ class Float8Layer(Linear):
     def update_with(self, group: "UpdateGroup | None") -> None:
         """Update the scales together with those of the other layers of `group`."""
         raise NotImplementedError
+
+
+def float8_layers(model: nn.Module, pattern: str | None, *, call: str = "f8emu.torch") -> dict[str, Float8Layer]:
+    """The layers whose names match `pattern`, a regular expression that is searched, as in TransformerEngine.
+
+    Names are those of the model before torch.compile, DistributedDataParallel, FSDP or activation checkpointing wrapped
+    it. A layer with two names has the first. None: all.
+
+    Raises:
+        SpecError: no regular expression.
+        OperandError: no such layer.
+    """
+    found = all_float8_layers(model)
+    try:
+        chosen = {name: layer for name, layer in found.items() if pattern is None or re.search(pattern, name)}
+    except (re.error, TypeError) as error:
+        raise SpecError(
+            f"{call}: layers must be a regular expression; got {pattern!r}: {error}; escape dots as \\."
+        ) from None
+    if not chosen:
+        wanted = "" if pattern is None else f" whose name has {pattern!r}"
+        known = f": {', '.join(list(found)[:8])}" if found else ""
+        raise OperandError(
+            f"{call}: expected a Float8Linear in the model{wanted}; found {len(found)} in all{known}; convert the "
+            "model first, with convert_to_float8_training, or give other layers"
+        )
+    return chosen
+
+
+def all_float8_layers(model: nn.Module) -> dict[str, Float8Layer]:
+    """Name, as `float8_layers` has it -> layer."""
+    return {name: module for name, module in named_modules(model) if isinstance(module, Float8Layer)}

@@ -16,8 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import f8emu.torch as f8
 from f8emu.spec import OperandError
+from f8emu.torch.float8_layer import all_float8_layers
 from f8emu.torch.layer.float8_linear import Float8Linear
-from f8emu.torch.layer.names import all_float8_layers
 
 pytestmark = [
     # Or asks a tensor between two graphs for its gradient.

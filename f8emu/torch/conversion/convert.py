@@ -14,6 +14,7 @@ from torch import nn
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
+from f8emu.torch.conversion.replacement import watch_replacements
 from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_layers, report_of, sharded_layers
 from f8emu.torch.conversion.small_layers import ModuleFilter
 from f8emu.torch.conversion.subclass import float8_subclass, float_layer, linear_class
@@ -23,7 +24,6 @@ from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.float8_linear import Float8Linear, resolve_recipe
-from f8emu.torch.layer.replacement import watch_replacements
 from f8emu.torch.torch_internals import replace_modules
 from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import f8emu
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, config_of
 from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
 from f8emu.torch.inspection.recorder import Recorder, read
-from f8emu.torch.layer.names import float8_layers
 from f8emu.torch.layer.taps import Watch
 from f8emu.torch.torch_internals import not_compiled, rank_of_process, to_list
 

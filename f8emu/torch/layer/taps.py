@@ -24,10 +24,9 @@ from torch.nn.functional import silu
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError
 from f8emu.spec.recipe import TRANSPOSED, Gemm, Recipe
-from f8emu.torch.float8_layer import Float8Layer
+from f8emu.torch.float8_layer import Float8Layer, all_float8_layers
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.gemm.planned import layer_split_k
-from f8emu.torch.layer.names import all_float8_layers
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.library import fake, operator
 from f8emu.torch.torch_internals import is_in_backward_pass
