@@ -53,6 +53,7 @@ def _chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
             sums = _pairwise_sum(lanes)
         case Adder.EXACT:
             sums = _exact(a, b)
+    # [SPEC-1] What is not finite adds as IEEE 754 says, whatever adds the rest.
     if np.isfinite(a.values).all() and np.isfinite(b.values).all():
         return sums
     ieee = np.einsum("k...m,k...n->...mn", _signs(a), _signs(b))
@@ -88,11 +89,14 @@ def _rounded_chain(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
     accumulator = np.zeros((*a.values.shape[1:], b.rows))
     for k in range(0, a.k, model.step_k):
         one, other = (x.part(k=slice(k, k + model.step_k)) for x in (a, b))
+        # [OP-2] Exact products. [ACC-2] The largest exponent, of the accumulator too.
         product = _finite(one)[..., :, None] * _finite(other)[..., None, :]
         exponent = (one.exponents[..., :, None] + other.exponents[..., None, :]).max(axis=0)
         largest = np.maximum(exponent, exponents_of(accumulator, model.accumulator))
         to_units = power_of_two(model.aligned_fraction_bits - largest)
+        # [ACC-3] Terms in units. [ACC-4] Their exact sum.
         total = (terms(product * to_units).sum(axis=0) + terms(accumulator * to_units)) / to_units
+        # [ACC-5] The places that are kept of it.
         to_places = to_last_place(total, model)
         accumulator = sums(total * to_places) / to_places + 0.0
     return accumulator.astype(np.float32)

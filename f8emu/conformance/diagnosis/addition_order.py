@@ -78,6 +78,7 @@ def _smallest_sums(subject: Subject, kind: Kind, k: int) -> np.ndarray | None:
 
     The first entry is 0. None if the subject offers no such GEMM.
     """
+    # M and the tiny product are as large as float8 codes allow, or normal where subnormals are lost.
     stride, flushes = k // LEAVES, _flushes_subnormals(subject, kind)
     formats = (E5M2, E4M3FN) if flushes else (E4M3FN, E4M3FN)
     small = [_NORMAL[fmt] if flushes else _SMALL for fmt in formats]
@@ -106,12 +107,14 @@ def _flushes_subnormals(subject: Subject, kind: Kind) -> bool:
 
 def measure_order(subject: Subject, kind: Kind) -> Order | None:
     """The order of adding of one kind of GEMM; None if the subject offers none."""
+    # 1. Within 128 of K: the step of a tensor core, or the lanes of float32.
     fine = _smallest_sums(subject, kind, LEAVES)
     if fine is None:
         return None
     found = _of_a_chain(fine)
     if kind.is_blockwise:  # the blocks are summed by the scales' rule
         return found
+    # 2. Along a longer K: where chains, promotions and slices end.
     lengths = []
     for k in (4 * LEAVES, 8 * LEAVES):
         coarse = _smallest_sums(subject, kind, k)
@@ -119,7 +122,7 @@ def measure_order(subject: Subject, kind: Kind) -> Order | None:
     short, long = lengths
     if found.adder is Adder.EXACT or short is None or long is None:
         return found
-    # A promotion has one length, also where it is too long for the shorter K; slices grow with K.
+    # 3. A promotion has one length, also where it is too long for the shorter K; slices grow with K.
     inner = next((length for length in long if length in short), None)
     if inner is None and long and not short:
         inner = long[0]
@@ -163,6 +166,7 @@ def _chains(sums: np.ndarray, stride: int) -> list[int]:
     """The lengths of chains within the whole, short ones first: where a run of places begins that meet the first
     product all at once, as far from it as the run is long.
     """
+    # 1. Runs of places with one smallest sum. 2. Each that is longer than all before, and not cut off, is a chain.
     runs, start, found = [], 0, []
     for _, group in groupby([int(sums[1]), *sums[1:].tolist()]):  # the first place belongs to the first run
         length = len(list(group))

@@ -94,6 +94,7 @@ def on_random_gemms(subject: Subject, kind: Kind, rules: Rules) -> RandomGemms:
             samples.append(one.part(at))
         elif not one.is_refusal:
             return RandomGemms(failure=one.reason)
+    # The subject ran all outputs; the rules are computed at a sample, which was copied before the next call.
     memory = Memory()
     equal, total = sum(one.outputs_equal(rules, memory) for one in samples), sum(one.size for one in samples)
     return RandomGemms(
@@ -168,6 +169,7 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
     for dimension, case in sizes_run(subject, kind, ms):
         size = {"M": case.output_shape[0], "N": case.output_shape[1], "K": case.k}[dimension]
         found = AtSize(dimension=dimension, size=size)
+        # An M that never ran shows nothing.
         padded = subject.rows_run(case)
         if dimension == "M" and padded != size:
             yield replace(found, reason=f"{subject.name} takes it padded to {padded} rows")
@@ -176,7 +178,7 @@ def at_sizes(subject: Subject, kind: Kind, rules: Rules, ms: Sequence[int] = ())
         if isinstance(one, NoOutput):
             yield replace(found, reason=one.reason or "not offered", has_failed=not one.is_refusal)
             continue
-        if dimension == "M":
+        if dimension == "M":  # the largest comes first
             whole = largest.setdefault(case.k, one.outputs.copy())
             found = replace(found, is_same=not different(one.outputs, whole[:size]).any())
         yield _judged(found, one, rules)

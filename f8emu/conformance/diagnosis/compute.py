@@ -39,15 +39,18 @@ def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Mem
     """
     assert case.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BLOCKWISE), case.id
     memory = memory or Memory()
+    # 1. The K that takes part, and its slices.
     if rules.split_above:
         rules = replace(rules, split_k=rules.split_k if case.k > rules.split_above else 1, split_above=0)
     if rules.k_multiple > 1 or rules.k_less:
         whole, k = case, max(case.k - rules.k_less, 0) // rules.k_multiple * rules.k_multiple
         case = memory.get((whole,), ("K", k), lambda: replace(whole, a=whole.a[:, :k], b=whole.b[:, :k]))
+    # 2. Outputs in the place of others are those of the other rules.
     outputs = next((one for one in rules.misplaced if one.of.is_output), None)
     if outputs is not None:
         return _misplaced_outputs(case, rules, outputs, at, memory)
     with np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore"):
+        # 3. Arguments, 4. accumulators, 5. scales to output: each is made once for all rules that agree on it.
         key = (rules.misreads, rules.reads, rules.misplaced)
         read = memory.get((case, at), key, lambda: read_arguments(case, rules, at))
         acc = _before_epilogue(case, read, rules, memory)
@@ -109,11 +112,13 @@ def _epilogue(
     acc: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, bias: np.ndarray | None, rules: Rules, out: Format
 ) -> np.ndarray:
     """[EPI-1..4] in the order of the rules."""
+    # 1. [EPI-1], [EPI-2] The scales, one after the other.
     if bias is not None and rules.bias is BiasRule.BEFORE_SCALES:
         acc, bias = acc + bias, None
     if rules.scales is ScaleOrder.AFTER_OUTPUT:
         acc = _rounded_output(acc, rules, out).astype(np.float32)
     value, factor = _scaled_once(acc, scale_a, scale_b, rules.scales)
+    # 2. [EPI-3] The bias, in a rounding of its own unless altered.
     if bias is not None and rules.bias is BiasRule.FUSED:
         return _rounded_output(fma(value, factor, np.broadcast_to(bias, value.shape)), rules, out)
     result = _never_minus_zero(value * factor, rules)
@@ -121,6 +126,7 @@ def _epilogue(
         result = _rounded_output(result, rules, out).astype(np.float32) + bias
     elif bias is not None:
         result = result + bias
+    # 3. [EPI-4] The output type.
     return _rounded_output(result, rules, out)
 
 
@@ -162,6 +168,7 @@ def _rounded_output(x: np.ndarray, rules: Rules, out: Format) -> np.ndarray:
 def _rounded_otherwise(x: np.ndarray, nearest: np.ndarray, rounding: Rounding) -> np.ndarray:
     """The neighbour toward zero, or of a tie the one away from it."""
     codes, values = codes_of(nearest).copy(), nearest.astype(np.float64)
+    # Codes of one sign are in the order of magnitudes: one less is the neighbour toward zero.
     magnitude, rounded = np.abs(x.astype(np.float64)), np.abs(values)
     if rounding is not Rounding.NEAREST_AWAY:
         codes[np.isfinite(x) & (rounded > magnitude)] -= 1
@@ -179,6 +186,7 @@ def _partials(a: Operand, b: Operand, rules: Rules) -> np.ndarray:
 
 def _blocks(partials: np.ndarray, scale_a_MB: np.ndarray, scale_b_BN: np.ndarray, rules: Rules, k: int) -> np.ndarray:
     """The float32 total of the scaled blocks, slice by slice."""
+    # One slice has every block; several begin at multiples of the library's own length [CHAIN-3].
     multiple = rules.model.split_k_multiple if rules.split_k > 1 else BLOCK_K
     zero = np.zeros((len(scale_a_MB), scale_b_BN.shape[1]), np.float32)
     totals: list[np.ndarray] = []

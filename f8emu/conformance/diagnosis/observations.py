@@ -79,6 +79,7 @@ def observe(subject: Subject, case: GemmCase, at: Part | None = None) -> Observa
     """One GEMM run by a subject, in the form that it accepts: its outputs, or why there are none."""
     try:
         run = subject.question(case)
+        # A kernel with one accumulation, or without a bias, would be asked something else.
         if (run.use_fast_accum, run.bias is None) != (case.use_fast_accum, case.bias is None):
             kept = "bias" if run.use_fast_accum == case.use_fast_accum else "accumulation"
             return NoOutput(reason=f"{subject.name} takes no such {kept}", is_refusal=True)
@@ -168,6 +169,7 @@ def common_trait(observed: Sequence[tuple[Observation, Rules]], memory: Memory, 
             places = np.arange(wrong.shape[axis]) if one.at is None else one.at[axis]
             for place, differ in zip(places.tolist(), wrong.sum(axis=1 - axis).tolist(), strict=True):
                 add(name, str(place), differ, wrong.shape[1 - axis])
+    # A trait of few probes may be the name of one of them.
     names = counts.pop("probe")
     for traits in (counts, {"probe": names}):  # a size tells more than the name of a probe
         if found := contrasts(traits, high=high, coverage=_COVERAGE):

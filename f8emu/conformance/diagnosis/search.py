@@ -141,12 +141,14 @@ class Search:
     def __init__(self, given: Sequence[Observation], memory: Memory, progress: Progress, name: str) -> None:
         self.memory, self.progress, self.name = memory, progress, name
         self.alterations = alterations()
+        # 1. The chip's rules of each probe.
         right = [rules_of(HOPPER, one.case) for one in given]
         self.right = tuple(dict.fromkeys(right))  # few: most probes are of one kind
         self.probes = [(one, self.right.index(rules)) for one, rules in zip(given, right, strict=True)]
+        # 2. Most hypotheses fail on the first probes: those that differ first, and of them the quick ones.
         equal = self._counted(()).equal
         order = sorted(range(len(given)), key=lambda i: (equal[i] == given[i].size, given[i].case.k))
-        self.probes = [self.probes[i] for i in order]  # those that differ first, and of them the quick ones
+        self.probes = [self.probes[i] for i in order]
         self.sizes = [one.size for one, _ in self.probes]
         self.total = sum(self.sizes)
         self.own = _Tried((), tuple(equal[i] for i in order))
@@ -174,10 +176,9 @@ class Search:
         best = self.own
         for count in (1, 2, 3):
             more = next((one for one in ranked if len(one.steps) == count), None)
-            if more is not None and any(
-                2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True)
-            ):
-                best = more
+            if more is not None:
+                halved = (2 * n <= m for n, m in zip(self._missed(more), self._missed(best), strict=True))
+                best = more if any(halved) else best
         high = 0.0 if best.steps else HIGH  # few outputs of a trait tell what little is left, and not what is wrong
         left = common_trait(self._ruled(best.steps), self.memory, high)
         return replace(self._explanation(best), left=left)
@@ -204,7 +205,7 @@ class Search:
     def _searched(self, hints: Sequence[Steps], is_thorough: bool) -> list[_Tried]:
         # 1. All single alterations that explain every bit.
         complete = list(self._complete([self.own], "one alteration"))
-        if not complete:
+        if not complete:  # a row or column that is wrong tells its own alterations
             self.alterations = tuple(from_there_on(first_wrong(self._ruled(()), self.memory)))
             complete = list(self._complete([self.own], "from a row or column on"))
             self.alterations = (*alterations(), *self.alterations)
