@@ -11,9 +11,7 @@ is the compiler's account of the program (`memory_analysis`): results and tempor
 f8emu has a GEMM of codes that is no call of cuBLASLt on a GPU, or gives something that is not finite.
 """
 
-import argparse
 import functools
-import statistics
 import sys
 import tempfile
 import time
@@ -23,12 +21,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import torch
 from jax import lax
 
 import f8emu.jax
 from benchmarks.kernels import draw_kernels
-from benchmarks.runner import draw, facts, figure, say, write_json
+from benchmarks.runner import (
+    AbsentError,
+    Bench,
+    Columns,
+    Entry,
+    add_ratios,
+    attempt,
+    bounds,
+    draw_entries,
+    figure,
+    option,
+    say,
+    scaled,
+    spread,
+    take_turns,
+    turns_of,
+)
 from f8emu.spec import RECIPES
 
 BF16 = "bf16"
@@ -49,46 +62,57 @@ class Program(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+BENCH = Bench(
+    "benchmarks.jax_feed_forward",
+    "Llama's feed-forward block in JAX: bfloat16, flax's float8 and f8emu.",
+    option("subjects", SUBJECTS, choices=SUBJECTS),
+    option("kernels", (), "list its kernels", choices=SUBJECTS, metavar="SUBJECT"),
+    option("blocks", 1, "in a row"),
+    option("tokens", 8192),
+    option("dim", 4096),
+    option("hidden", 14336),
+    *turns_of(7, 10),
+)
+_COLUMNS: Columns = {
+    "ms": "ms:.3f",
+    "min - max": bounds,
+    "speed": "speed:.3f",
+    "GB": scaled("bytes", 1e9, ".3f"),
+    "memory": "memory:.3f",
+    "float8 GEMMs": "float8_gemms:",
+    "Triton kernels": "triton_kernels:",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records, and gives the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    arguments = _parser().parse_args(given)
     is_gpu = jax.default_backend() == "gpu"
-    report = facts("benchmarks.jax_feed_forward", given, torch.device("cuda" if is_gpu else "cpu"))
-    report |= {name: getattr(arguments, name) for name in ("blocks", "tokens", "dim", "hidden", "rounds", "steps")}
+    run = BENCH.parse(argv, device="cuda" if is_gpu else "cpu")
+    arguments = run.arguments
+    sizes = {name: getattr(arguments, name) for name in ("blocks", "tokens", "dim", "hidden", "rounds", "steps")}
     tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden, arguments.blocks)
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
     calls: dict[str, Callable[[], Any]] = {}
-    for subject in arguments.subjects:
-        entry: dict[str, Any] = {"subject": subject}
-        entries.append(entry)
-        try:
-            calls[subject] = _prepared(subject, tensors, arguments.kernels, entry)
-        except ImportError as error:
-            entry["absent"] = str(error)
-        except Exception as error:  # the others go on
-            entry["failed"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        say(f"{subject}: {figure(entry, 'compile_s', '.1f')} s to compile")
-    times: dict[str, list[float]] = {subject: [] for subject in calls}
-    for _ in range(arguments.rounds):
-        for subject, call in calls.items():
-            times[subject].append(_back_to_back(call, arguments.steps))
     for entry in entries:
-        if found := times.get(entry["subject"]):
-            entry |= {"ms": statistics.median(found), "ms_min": min(found), "ms_max": max(found)}
-    _compare(entries)
-    report["subjects"] = entries
-    _draw(arguments, entries)
-    if arguments.json:
-        write_json(arguments.json, report)
-    return int(
-        any(_is_wrong(entry, is_gpu, arguments.blocks) for entry in entries if entry["subject"].startswith("f8emu/"))
-    )
+        with attempt(entry):
+            calls[entry["subject"]] = _prepared(entry["subject"], tensors, arguments.kernels, entry)
+        say(f"{entry['subject']}: {figure(entry, 'compile_s', '.1f')} s to compile")
+    turns = {name: functools.partial(_back_to_back, call, arguments.steps) for name, call in calls.items()}
+    times = take_turns(turns, arguments.rounds)
+    for entry in (e for e in entries if e["subject"] in times):
+        entry |= spread(times[entry["subject"]])
+    add_ratios(entries, {"memory": "bytes"})
+    for entry in (e for e in entries if "kernels" in e):
+        draw_kernels(f"{entry['subject']}: the kernels of a step of {entry['ms']:.3f} ms", entry["kernels"])
+    what = "feed-forward block" if arguments.blocks == 1 else f"{arguments.blocks} feed-forward blocks"
+    title = f"{what}, {arguments.dim} -> {arguments.hidden} -> {arguments.dim}, {arguments.tokens} tokens"
+    draw_entries(f"{title}, forward + backward; speed and memory: times bf16's", entries, _COLUMNS)
+    run.record(**sizes, subjects=entries)
+    own = (entry for entry in entries if entry["subject"].startswith("f8emu/"))
+    return int(any(_is_wrong(entry, is_gpu, arguments.blocks) for entry in own))
 
 
-def _prepared(
-    subject: str, tensors: tuple[jax.Array, ...], profiled: Sequence[str], entry: dict[str, Any]
-) -> Callable[[], Any]:
+def _prepared(subject: str, tensors: tuple[jax.Array, ...], profiled: Sequence[str], entry: Entry) -> Callable[[], Any]:
     """The compiled step; what is known of it goes into `entry`."""
     step, arguments = _program(subject, tensors)
     start = time.perf_counter()
@@ -174,8 +198,11 @@ def delayed_step(subject: str) -> Callable[..., Any]:
 
 
 def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
-    from flax import linen
-    from flax.linen import fp8_ops
+    try:
+        from flax import linen
+        from flax.linen import fp8_ops
+    except ImportError as error:
+        raise AbsentError(str(error)) from error
 
     _, _, *weights = tensors
     matrices = _matrices(weights)
@@ -272,67 +299,13 @@ def _back_to_back(call: Callable[[], Any], steps: int) -> float:
     return 1e3 * (time.perf_counter() - start) / steps
 
 
-def _compare(entries: Sequence[dict[str, Any]]) -> None:
-    """Speed and memory, times those of bfloat16."""
-    bf16 = next((entry for entry in entries if entry["subject"] == BF16), {})
-    for entry in entries:
-        if "ms" in entry and "ms" in bf16:
-            entry |= {"speed": bf16["ms"] / entry["ms"], "memory": entry["bytes"] / bf16["bytes"]}
-
-
-def _is_wrong(entry: dict[str, Any], is_gpu: bool, blocks: int) -> bool:
+def _is_wrong(entry: Entry, is_gpu: bool, blocks: int) -> bool:
     if "failed" in entry or not entry.get("is_finite"):
         return True
     recipe = RECIPES[recipe_of(entry["subject"])]
     is_blockwise = recipe.output.a.granularity.is_blockwise
     gemms = sum(3 for gemm in recipe.gemms.values() if not gemm.is_high_precision)
     return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms * blocks
-
-
-def _draw(arguments: argparse.Namespace, entries: Sequence[dict[str, Any]]) -> None:
-    columns = ["subject", "ms", "min - max", "speed", "GB", "memory", "float8 GEMMs", "Triton kernels"]
-    rows = []
-    for entry in entries:
-        if "ms" not in entry:
-            rows.append([entry["subject"], entry.get("absent") or entry.get("failed", "")])
-            continue
-        rows.append(
-            [
-                entry["subject"],
-                f"{entry['ms']:.3f}",
-                f"{entry['ms_min']:.3f} - {entry['ms_max']:.3f}",
-                figure(entry, "speed", ".3f"),
-                f"{entry['bytes'] / 1e9:.3f}",
-                figure(entry, "memory", ".3f"),
-                str(entry["float8_gemms"]),
-                str(entry["triton_kernels"]),
-            ]
-        )
-    sizes = f"{arguments.dim} -> {arguments.hidden} -> {arguments.dim}, {arguments.tokens} tokens"
-    for entry in entries:
-        if "kernels" in entry:
-            draw_kernels(
-                f"{entry['subject']}: the kernels of a step of {figure(entry, 'ms', '.3f')} ms", entry["kernels"]
-            )
-    what = "feed-forward block" if arguments.blocks == 1 else f"{arguments.blocks} feed-forward blocks"
-    draw(f"{what}, {sizes}, forward + backward; speed and memory: times bf16's", columns, rows)
-
-
-def _parser() -> argparse.ArgumentParser:
-    summary = "Llama's feed-forward block in JAX: bfloat16, flax's float8 and f8emu."
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.jax_feed_forward", description=summary)
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS)
-    parser.add_argument(
-        "--kernels", nargs="+", choices=SUBJECTS, default=[], metavar="SUBJECT", help="list its kernels"
-    )
-    parser.add_argument("--blocks", type=int, default=1, help="in a row (default 1)")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--dim", type=int, default=4096)
-    parser.add_argument("--hidden", type=int, default=14336)
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every subject (default 7)")
-    parser.add_argument("--steps", type=int, default=10, help="steps a turn (default 10)")
-    parser.add_argument("--json", type=Path, help="where to record")
-    return parser
 
 
 if __name__ == "__main__":
