@@ -254,23 +254,6 @@ def training() -> None:
             assert_same_bits(of_tensor.inv_scale, np.asarray(wanted[name].inv_scale))
 
 
-def feed_forward(recipe: str) -> None:
-    """The fused block, its hidden dimension and its tokens divided, codes gathered along K: the bits of one device."""
-    mesh, block = mesh_of(2, 2), f8.feed_forward(recipe, sharded_k="gather")
-    (x, w1, _), (_, w3, _), (_, w2, g) = tensors(64, 48, 96), tensors(64, 48, 96), tensors(64, 96, 32)
-    specs = (P(DATA), P(None, MODEL), P(MODEL), P(None, MODEL), P(DATA))
-
-    def both(x: Any, w1: Any, w2: Any, w3: Any, g: Any) -> Any:
-        output, pull = jax.vjp(block, x, w1, w2, w3)
-        return output, *pull(g)
-
-    arrays = x, w1, w2, w3[:, ::-1].copy(), g
-    for observed, right in zip(
-        jax.jit(both)(*placed(mesh, arrays, specs)), both(*map(jnp.asarray, arrays)), strict=True
-    ):
-        assert_same_bits(observed, right)
-
-
 def refusals() -> None:
     """What cannot be right says so when it is traced."""
     mesh, (x, w, _) = mesh_of(2, 2), tensors(256, 256, 64)
@@ -350,8 +333,6 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "shard_map, local scales": planted_local_scales,
     "shard_map, three steps of delayed": training,
-    "feed-forward block, tensorwise": lambda: feed_forward("tensorwise"),
-    "feed-forward block, rowwise": lambda: feed_forward("rowwise"),
     "refusals": refusals,
 }
 

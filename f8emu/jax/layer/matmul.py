@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from f8emu.jax.compiling import known_options
 from f8emu.jax.gemm.call import Gemm
 from f8emu.jax.gemm.engine import multiply
-from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_both, cast_delayed
+from f8emu.jax.layer.operands import Deferred, Operand, Side, cast_matrix
 from f8emu.jax.layer.sharding import Axes, Divided, as_gradient, gathered, scattered_sum, varying
 from f8emu.jax.lowering import differentiable_no_more, refuse_mapped_alone
 from f8emu.spec import recipe as recipes
@@ -203,19 +203,10 @@ def _cast_matrix(
 
     Operands are `Operand`s; with `defers_cols` a second one under float8 is `Deferred`.
     """
-    recipe = plan.recipe
     deferred = int(not is_transposed) if defers_cols and cols is not None else None
     if is_transposed:
         rows, cols, axes = cols, rows, (axes[1], axes[0])
-    amax = None
-    if state is None:
-        by_rows, by_cols = cast_both(x, rows, cols, recipe.scale_rule, axes=axes, deferred=deferred)
-    else:
-        delayed = recipe.delayed
-        assert delayed is not None, "only such a recipe has a state"
-        by_rows, by_cols, amax = cast_delayed(
-            x, rows, cols, state, delayed, recipe.scale_rule, axes=axes, deferred=deferred
-        )
+    by_rows, by_cols, amax = cast_matrix(x, (rows, cols), plan.recipe, state, axes=axes, deferred=deferred)
     return (by_cols, by_rows, amax) if is_transposed else (by_rows, by_cols, amax)
 
 

@@ -5,7 +5,6 @@ K = M ("cols"). Both are cast at once: one pass over `x` for the amaxes and one 
 scales are those of blocks, of rows alone, or of earlier steps.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,8 @@ from f8emu.jax.fused import casts
 from f8emu.jax.layer.sharding import Axes, global_amax, require_whole_blocks
 from f8emu.jax.scale import reciprocal, scales_of
 from f8emu.spec.formats import Format
-from f8emu.spec.recipe import Cast
-from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.recipe import Cast, Recipe
+from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.spec.trace import DelayedState, Scales
 
 
@@ -57,118 +56,83 @@ class Deferred(NamedTuple):
 
 Side = Operand | Deferred | None
 """An operand of a matrix, or of its transpose; None if none is wanted."""
-Pair = tuple[Side, Side]
-"""The operands of a matrix and of its transpose."""
 WHOLE: tuple[Axes, Axes] = ((), ())
 """Axes that divide nothing."""
 
 
-def cast_both(
+def cast_matrix(
     x: jax.Array,
-    rows: Cast | None,
-    cols: Cast | None,
-    rule: ScaleRule,
+    of_sides: tuple[Cast | None, Cast | None],
+    recipe: Recipe,
+    state: DelayedState | None,
     *,
     axes: tuple[Axes, Axes] = WHOLE,
     deferred: int | None = None,
-) -> Pair:
-    """`x` [M, N] under the cast `rows` and `x^T` [N, M] under `cols`; None leaves an operand out.
+) -> tuple[Side, Side, jax.Array | None]:
+    """`x` [M, N] under the first cast and `x^T` [N, M] under the second; None leaves an operand out. And with a state,
+    whose scale is that of earlier steps, the amax of `x` [] for the next update; 0 without a cast.
 
-    `axes` of `jax.shard_map` are those along which M and N are divided: scales are those of the whole matrix.
-    `deferred` is the side that is not cast yet: 0 for rows, 1 for cols.
+    A state whose `initialized` is None is known to be initialized, and amax and codes take one pass. `axes` of
+    `jax.shard_map` are those along which M and N are divided: scales are those of the whole matrix. `deferred` is the
+    side that is not cast yet.
 
     Exactness: the codes and scales of `f8ref.numpy.linear`.
     """
-    found: list[Side] = list(_high_precision(x, rows, cols))
-    format = float8_of(rows, cols)
+    found: list[Side] = [
+        Operand((x.T if side else x).astype(jnp.bfloat16), None) if cast is not None and cast.format is None else None
+        for side, cast in enumerate(of_sides)
+    ]
+    format, rule, amax = float8_of(*of_sides), recipe.scale_rule, None
     if format is None:
-        return found[0], found[1]
-    kinds = [_granularity(rows), _granularity(cols)]
-    # 1. Blocks: amax, scale and codes in one pass.
-    blocks = [kind if kind is not None and kind.is_blockwise else None for kind in kinds]
-    require_whole_blocks(blocks, x.shape, axes)
-    if deferred is not None and blocks[deferred] is not None:
-        found[deferred], blocks[deferred], kinds[deferred] = Deferred(x, None), None, None
-    if any(blocks):
-        for side, cast in enumerate(casts.cast_blocks(x, format, rule, blocks[0], blocks[1])):
-            if cast is not None:
-                found[side], kinds[side] = Operand(cast[0], cast[1].scale), None
-    # 2. Rows alone: likewise.
-    if kinds == [Granularity.ROWWISE, None] and deferred != 0 and not axes[1]:
-        codes, scales = casts.cast_rows(x, format, rule)
-        return Operand(codes, scales.scale), found[1]
-    # 3. Amaxes in one pass, codes in another.
-    both = _scales(x, kinds[0], kinds[1], format, rule, axes)
-    _fill(found, x, both, deferred, lambda of_rows, of_cols: casts.cast_pair(x, format, of_rows, of_cols))
-    return found[0], found[1]
-
-
-def cast_delayed(
-    x: jax.Array,
-    rows: Cast | None,
-    cols: Cast | None,
-    state: DelayedState,
-    delayed: DelayedScaling,
-    rule: ScaleRule,
-    *,
-    axes: tuple[Axes, Axes] = WHOLE,
-    deferred: int | None = None,
-) -> tuple[Side, Side, jax.Array]:
-    """`cast_both` by the scale of earlier steps, and the amax of `x` [] for the next update; 0 without a cast.
-
-    A state whose `initialized` is None is known to be initialized, and amax and codes take one pass. Otherwise the
-    amax is found first, because it may be needed for the scale.
-    """
-    found: list[Side] = list(_high_precision(x, rows, cols))
-    format = float8_of(rows, cols)
-    if format is None:
-        return found[0], found[1], jnp.zeros((), jnp.float32)
-    amax = own = None
-    if state.initialized is not None:
-        amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1])
-        own = scales_of(amax, format, rule, margin=delayed.margin)
-    scales = _scales_in_use(state, own)
-    both = tuple(None if _granularity(cast) is None else scales for cast in (rows, cols))
-
-    def codes(of_rows: jax.Array | None, of_cols: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-        nonlocal amax
-        if amax is not None:
-            return casts.cast_pair(x, format, of_rows, of_cols)
-        wanted = {"rows": of_rows is not None, "cols": of_cols is not None}
-        row_codes, col_codes, amax = casts.cast_pair_amax(x, format, scales.inv_scale, **wanted)
-        amax = global_amax(amax, axes[0] + axes[1])
-        return row_codes, col_codes
-
-    _fill(found, x, both, deferred, codes)
-    amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1]) if amax is None else amax
-    return found[0], found[1], jnp.reshape(amax, ())
-
-
-def _scales_in_use(state: DelayedState | None, own: Scales | None) -> Scales:
-    """The scales of earlier steps, [1, 1]. Without a state, or before it is initialized, `own` of the tensor itself."""
+        return found[0], found[1], None if state is None else jnp.zeros((), jnp.float32)
+    kinds = [None if cast is None or cast.format is None else cast.granularity for cast in of_sides]
     if state is None:
-        assert own is not None, "without a state scales are the tensor's own"
-        return own
-    inv_scale = jnp.reshape(state.inv_scale, (1, 1))
-    if state.initialized is not None:
-        assert own is not None, "a first step may need them"
-        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own.inv_scale)
-    return Scales(inv_scale=inv_scale, scale=reciprocal(inv_scale))
-
-
-def _fill(
-    found: list[Side],
-    x: jax.Array,
-    both: tuple[Scales | None, ...],
-    deferred: int | None,
-    codes: Callable[[jax.Array | None, jax.Array | None], tuple[jax.Array | None, jax.Array | None]],
-) -> None:
-    """Puts the operands that have scales into `found`; `codes` makes codes of both from their inv_scales."""
+        # 1. Blocks: amax, scale and codes in one pass.
+        blocks = [kind if kind is not None and kind.is_blockwise else None for kind in kinds]
+        require_whole_blocks(blocks, x.shape, axes)
+        if deferred is not None and blocks[deferred] is not None:
+            found[deferred], blocks[deferred], kinds[deferred] = Deferred(x, None), None, None
+        if any(blocks):
+            for side, cast in enumerate(casts.cast_blocks(x, format, rule, blocks[0], blocks[1])):
+                if cast is not None:
+                    found[side], kinds[side] = Operand(cast[0], cast[1].scale), None
+        # 2. Rows alone: likewise.
+        if kinds == [Granularity.ROWWISE, None] and deferred != 0 and not axes[1]:
+            codes, scales = casts.cast_rows(x, format, rule)
+            return Operand(codes, scales.scale), found[1], None
+        # 3. Amaxes in one pass, codes in another.
+        both = _scales(x, kinds[0], kinds[1], format, rule, axes)
+    else:
+        # 4. The scale of earlier steps.
+        in_use, amax = _delayed_scales(x, format, recipe, state, axes)
+        both = tuple(None if kind is None else in_use for kind in kinds)
+    # 5. Codes under these scales.
     now = [None if side == deferred or scales is None else scales.inv_scale for side, scales in enumerate(both)]
-    made = codes(*now) if any(inv_scale is not None for inv_scale in now) else (None, None)
-    for side, (scales, of_side) in enumerate(zip(both, made, strict=True)):
+    if state is not None and amax is None and any(scale is not None for scale in now):
+        wanted = {"rows": now[0] is not None, "cols": now[1] is not None}
+        *made, amax = casts.cast_pair_amax(x, format, jnp.reshape(state.inv_scale, (1, 1)), **wanted)
+        amax = global_amax(amax, axes[0] + axes[1])
+    else:
+        made = casts.cast_pair(x, format, *now)
+    for side, (scales, codes) in enumerate(zip(both, made, strict=True)):
         if scales is not None:
-            found[side] = Deferred(x, scales) if of_side is None else Operand(of_side, scales.scale)
+            found[side] = Deferred(x, scales) if codes is None else Operand(codes, scales.scale)
+    if state is not None:
+        amax = jnp.reshape(global_amax(casts.tensor_amax(x), axes[0] + axes[1]) if amax is None else amax, ())
+    return found[0], found[1], amax
+
+
+def _delayed_scales(
+    x: jax.Array, format: Format, recipe: Recipe, state: DelayedState, axes: tuple[Axes, Axes]
+) -> tuple[Scales, jax.Array | None]:
+    """The scales that a state gives, [1, 1], and the amax of `x` if a first step may need it: then they are its own."""
+    inv_scale, amax = jnp.reshape(state.inv_scale, (1, 1)), None
+    if state.initialized is not None:
+        assert recipe.delayed is not None, "only such a recipe has a state"
+        amax = global_amax(casts.tensor_amax(x), axes[0] + axes[1])
+        own = scales_of(amax, format, recipe.scale_rule, margin=recipe.delayed.margin)
+        inv_scale = jnp.where(jnp.reshape(state.initialized, (1, 1)) != 0, inv_scale, own.inv_scale)
+    return Scales(inv_scale, reciprocal(inv_scale)), amax
 
 
 def float8_of(*of_matrix: Cast | None) -> Format | None:
@@ -209,16 +173,3 @@ def _scales(
 def _at(side: int, value: Any) -> tuple[Any, Any]:
     """`value` for one side, None for the other."""
     return (value, None) if side == 0 else (None, value)
-
-
-def _high_precision(x: jax.Array, rows: Cast | None, cols: Cast | None) -> Pair:
-    """The operands that stay in high precision."""
-    return (
-        Operand(x.astype(jnp.bfloat16), None) if rows is not None and rows.format is None else None,
-        Operand(x.T.astype(jnp.bfloat16), None) if cols is not None and cols.format is None else None,
-    )
-
-
-def _granularity(cast: Cast | None) -> Granularity | None:
-    """The granularity of a cast; None if it has no scale."""
-    return None if cast is None or cast.format is None else cast.granularity
