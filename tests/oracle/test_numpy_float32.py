@@ -9,18 +9,7 @@ import pytest
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32
 from f8ref.numpy.cast import convert
 from f8ref.numpy.float32 import fma
-
-
-def rounded(exact: Fraction) -> float:
-    """Nearest-even float32 of a fraction, by integers."""
-    if exact == 0:
-        return 0.0
-    size = abs(exact)
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent -= size < Fraction(2) ** exponent
-    unit = Fraction(2) ** (max(exponent, -126) - 23)
-    value = round(size / unit) * unit  # Python rounds fractions half to even
-    return (np.inf if value >= Fraction(2) ** 128 else float(value)) * (1 if exact > 0 else -1)
+from tests.oracle.exactly import rounded
 
 
 def test_fma_rounds_once() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import tests.oracle.together as f8
 from f8emu.spec import BFLOAT16, E4M3FN, E5M2, FLOAT16, FLOAT32, Format, Granularity, OperandError
 from f8ref.exact import encode, finite, group_of_row, mm_dot, scaled_dot
-from tests.oracle.exactly import IMPLEMENTATIONS, assert_same_bits, codes_of, dtype_of, implementation
+from tests.oracle.exactly import IMPLEMENTATIONS, assert_same_bits, codes_of, dtype_of, implementation, rounded
 
 TENSORWISE, ROWWISE = Granularity.TENSORWISE, Granularity.ROWWISE
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
@@ -364,16 +364,6 @@ def test_tensorwise_and_rowwise_epilogues(out_dtype: str, with_bias: bool) -> No
     assert ((acc * scale_a) * scale_b != (acc * scale_b) * scale_a).any()  # the order does matter
 
 
-def rounded(exact: Fraction) -> np.float32:
-    """Nearest-even float32 of a fraction that is normal in float32."""
-    if exact == 0:
-        return np.float32(0)
-    size = abs(exact)
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    unit = Fraction(2) ** (exponent - (size < Fraction(2) ** exponent) - 23)
-    return np.float32(float(round(exact / unit) * unit))
-
-
 def block_of(granularity: Granularity, row: int, block: int) -> tuple[int, int]:
     return (row, block) if granularity is VECTOR else (row // 128, block)
 
@@ -402,7 +392,7 @@ def test_blockwise_by_element(granularity_a: Granularity, granularity_b: Granula
             factor_b = scale_b.T[block_of(granularity_b, j, g)]
             p = partials[g][i, j]
             x, y = (p * factor_a, factor_b) if granularity_a == granularity_b else (p, factor_a * factor_b)
-            total = rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(total)))
+            total = np.float32(rounded(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(total))))
         assert result[i, j] == total
     bias = magnitudes(rng, n)
     with_bias = f8.scaled_mm(a, b, scale_a, scale_b, bias=bias, **options)

@@ -94,29 +94,15 @@ def short(cast: Cast) -> str:
     return f"{ABBREVIATIONS[cast.granularity]}/{cast.format.name.removeprefix('float8_')}"
 
 
-def test_the_named_recipes() -> None:
-    assert list(RECIPES) == list(CASTS)
-    assert [recipe.name for recipe in RECIPES.values()] == list(CASTS)
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_casts_are_those_of_the_table(name: str) -> None:
-    gemms = RECIPES[name].gemms
-    assert {gemm_name: (short(gemm.a), short(gemm.b)) for gemm_name, gemm in gemms.items()} == CASTS[name]
-
-
-@pytest.mark.parametrize("name", FAST_AND_POWER_OF_TWO)
-def test_accumulation_and_scale_rule_are_those_of_the_table(name: str) -> None:
-    recipe = RECIPES[name]
-    fast, power_of_two = FAST_AND_POWER_OF_TWO[name]
-    assert tuple(gemm.use_fast_accum for gemm in recipe.gemms.values()) == fast
-    assert recipe.scale_rule == ScaleRule(power_of_two=power_of_two, amax_floor=1e-12)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_only_delayed_is_delayed(name: str) -> None:
-    expected = DelayedScaling(history_length=16, reduction=AmaxHistoryReduction.MAX, margin=0)
-    assert RECIPES[name].delayed == (expected if name == "delayed" else None)
+def test_the_named_recipes_are_those_of_the_table() -> None:
+    assert [recipe.name for recipe in RECIPES.values()] == list(RECIPES) == list(CASTS) == list(FAST_AND_POWER_OF_TWO)
+    for name, recipe in RECIPES.items():
+        fast, power_of_two = FAST_AND_POWER_OF_TWO[name]
+        assert {key: (short(gemm.a), short(gemm.b)) for key, gemm in recipe.gemms.items()} == CASTS[name]
+        assert tuple(gemm.use_fast_accum for gemm in recipe.gemms.values()) == fast
+        assert recipe.scale_rule == ScaleRule(power_of_two=power_of_two, amax_floor=1e-12)
+        expected = DelayedScaling(history_length=16, reduction=AmaxHistoryReduction.MAX, margin=0)
+        assert recipe.delayed == (expected if name == "delayed" else None)
 
 
 def test_gemms_and_their_operands() -> None:
@@ -144,22 +130,10 @@ def test_casts_name_the_gemm_and_the_tensor() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_is_found_by_name(name: str) -> None:
-    assert recipe_by_name(name) is RECIPES[name]
-
-
-@pytest.mark.parametrize(
-    ("older", "recipe"),
-    [
-        ("all_tensorwise", TENSORWISE),
-        ("all_axiswise", ROWWISE),
-        ("lw_axiswise_with_gw_hp", ROWWISE_WITH_GW_HP),
-    ],
-)
-def test_recipe_is_found_by_its_older_name(older: str, recipe: Recipe) -> None:
-    assert recipe_by_name(older) is recipe
-    assert older in RECIPE_ALIASES
+def test_recipes_are_found_by_name_and_by_older_names() -> None:
+    assert all(recipe_by_name(name) is recipe for name, recipe in RECIPES.items())
+    older = {"all_tensorwise": TENSORWISE, "all_axiswise": ROWWISE, "lw_axiswise_with_gw_hp": ROWWISE_WITH_GW_HP}
+    assert {name: recipe_by_name(name) for name in RECIPE_ALIASES} == older
 
 
 @pytest.mark.parametrize("name", ["rowise", "TENSORWISE", "", "axiswise"])
@@ -267,20 +241,11 @@ def test_impossible_combination_is_refused(case: str) -> None:
         build()
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "runs_as"),
-    [
-        (Granularity.TENSORWISE, Granularity.TENSORWISE, (Granularity.TENSORWISE, Granularity.TENSORWISE)),
-        (Granularity.ROWWISE, Granularity.TENSORWISE, (Granularity.ROWWISE, Granularity.ROWWISE)),
-        (Granularity.TENSORWISE, Granularity.ROWWISE, (Granularity.ROWWISE, Granularity.ROWWISE)),
-        (VECTOR, SQUARE, (VECTOR, SQUARE)),
-        (SQUARE, VECTOR, (SQUARE, VECTOR)),
-    ],
-)
-def test_granularities_of_the_gemm_that_runs(
-    a: Granularity, b: Granularity, runs_as: tuple[Granularity, Granularity]
-) -> None:
-    assert Gemm(a=e4m3(a), b=e4m3(b)).scaled_gemm_granularities == runs_as
+def test_granularities_of_the_gemm_that_runs() -> None:
+    """One scale beside rowwise ones is repeated for every row."""
+    t, r = Granularity.TENSORWISE, Granularity.ROWWISE
+    for pair, runs_as in {(t, t): (t, t), (r, t): (r, r), (t, r): (r, r), (VECTOR, SQUARE): (VECTOR, SQUARE)}.items():
+        assert Gemm(a=e4m3(pair[0]), b=e4m3(pair[1])).scaled_gemm_granularities == runs_as
 
 
 def test_delayed_may_keep_one_gemm_in_high_precision() -> None:
@@ -297,10 +262,9 @@ def test_tensors_with_a_state_of_delayed_scaling() -> None:
     assert forward_only.delayed_tensors == ("input", "weight")
 
 
-@pytest.mark.parametrize("name", HASHES)
-def test_content_hash_is_pinned(name: str) -> None:
+def test_content_hashes_are_pinned() -> None:
     """A changed hash says that recorded results belong to other bits: it needs a line under "Bit changes"."""
-    assert RECIPES[name].content_hash == HASHES[name]
+    assert {name: recipe.content_hash for name, recipe in RECIPES.items()} == HASHES
 
 
 def test_content_hash_and_equality_ignore_the_name() -> None:
