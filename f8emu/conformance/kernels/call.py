@@ -127,8 +127,7 @@ class _Call:
         placement: Placement | None = None,
     ) -> _Output:
         # 1. What the kernel does not declare is not offered.
-        name = self.kernel.name
-        is_placed = placement is not None
+        name, is_placed = self.kernel.name, placement is not None
         _offer(
             (not self.kernel.is_grouped, f"{name} multiplies only groups of rows"),
             (not (is_placed and self.framework.name == "jax"), "JAX decides where its arrays lie"),
@@ -192,22 +191,19 @@ class _Call:
             (self.kernel.is_grouped, f"{self.kernel.name} has no groups"),
             *self._declared(a, b, out_dtype, use_fast_accum, is_blockwise=False),
         )
-        groups, _, n = b.shape
-        _, up_n, k = _padded((1, n, a.shape[1]), self.kernel.multiples)
-        padded = np.zeros((groups, up_n, k), b.dtype)
-        padded[:, :n, : b.shape[1]] = b.swapaxes(1, 2)
+        _, up_n, k = _padded((1, b.shape[2], a.shape[1]), self.kernel.multiples)
         values: dict[Arg, Any] = {
             Arg.A: laid_operand(a, (len(a), k), self.kernel.a),
-            Arg.B: laid_operand(padded, (up_n, k), self.kernel.b),
+            Arg.B: laid_operand(b.swapaxes(1, 2), (up_n, k), self.kernel.b),
             Arg.SCALE_A: Laid(scale_a, False),
-            Arg.SCALE_B: Laid(np.pad(scale_b, ((0, 0), (0, up_n - n)), constant_values=1), False),
+            Arg.SCALE_B: Laid(np.pad(scale_b, ((0, 0), (0, up_n - b.shape[2])), constant_values=1), False),
             Arg.GRANULARITY_A: self.kernel.granularity_word(Granularity.ROWWISE),
             Arg.GRANULARITY_B: self.kernel.granularity_word(Granularity.ROWWISE),
             Arg.OFFS: Laid(offs, False),
             Arg.GROUP_SIZES: Laid(np.diff(offs, prepend=offs.dtype.type(0)), False),
         }
         output = self._called(values, (len(a), up_n), out_dtype, use_fast_accum)
-        return lambda: output()[:, :n]
+        return lambda: output()[:, : b.shape[2]]
 
     def _declared(
         self, a: np.ndarray, b: np.ndarray, out_dtype: Format, use_fast_accum: bool, *, is_blockwise: bool
@@ -230,21 +226,14 @@ class _Call:
         framework, kernel = self.framework, self.kernel
         values[Arg.ZEROS] = Laid(np.zeros(shape, dtype_of(out_dtype)), kernel.out_column_major)
         inputs = {
-            arg: Guarded(
-                framework,
-                f"the input {arg.value}",
-                laid.array,
-                column_major=laid.column_major,
-                padding=laid.padding,
-                offset=laid.offset,
-            )
+            arg: Guarded(framework, f"the input {arg.value}", laid)
             for arg, laid in values.items()
             if isinstance(laid, Laid) and arg in kernel.args
         }
         output: Guarded | None = None
         if Arg.OUT in kernel.args:
-            empty = unwritten(shape, dtype_of(out_dtype))
-            output = Guarded(framework, "the output", empty, column_major=kernel.out_column_major)
+            empty = Laid(unwritten(shape, dtype_of(out_dtype)), kernel.out_column_major)
+            output = Guarded(framework, "the output", empty)
         given = {
             **values,
             **{arg: guarded.array for arg, guarded in inputs.items()},

@@ -20,6 +20,7 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.compare import bits, hexadecimal, text_of
+from f8emu.conformance.kernels.kernel import Laid
 
 _T = TypeVar("_T")
 
@@ -67,17 +68,8 @@ class Guarded:
     array: Any
     """What the kernel is given, in the framework: C-contiguous, or with the last two dimensions column-major."""
 
-    def __init__(
-        self,
-        framework: Framework,
-        name: str,
-        contents: np.ndarray,
-        *,
-        column_major: bool = False,
-        padding: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """`padding` elements lie between the contiguous rows; the first is `offset` bytes from where it would be."""
+    def __init__(self, framework: Framework, name: str, laid: Laid) -> None:
+        contents, column_major, padding, offset = laid
         lying = np.array(contents.swapaxes(-1, -2) if column_major else contents, order="C")
         self._framework, self._name, self._contents = framework, name, contents
         self._memory: Any = None

@@ -46,11 +46,7 @@ class FirstCall(NamedTuple):
     output: np.ndarray | Exception
 
     def outputs(self) -> Mapping[str, np.ndarray]:
-        """The output by name.
-
-        Raises:
-            Exception: what the kernel raised.
-        """
+        """The output by name; it raises what the kernel raised."""
         if isinstance(self.output, Exception):
             raise self.output
         return {"": self.output}
@@ -238,15 +234,13 @@ def _f8emu_native(width: str | None = None) -> Subject:
 
 
 def _torch() -> Subject:
-    call = "f8emu verify torch"
-    framework = torch_arrays(call)
+    framework = torch_arrays("f8emu verify torch")
     modules = ("f8emu.torch", "f8emu.torch.gemm.engine", "f8emu.split_k.ask")
     implementation, engine, cublaslt = map(importlib.import_module, modules)
-    device = "cuda" if framework.on_gpu else "cpu"
     at = framework.load(np.zeros(1, np.float32)).device
     on_hardware = engine.has_float8_hardware(at)
     try:
-        multiplies = engine.engine_of(device)
+        multiplies = engine.engine_of("cuda" if framework.on_gpu else "cpu")
     except MissingExtraError:  # its casts run all the same
         multiplies = "no GEMMs: JAX, which would emulate them, is not installed"
     verbs = _travelling(framework, implementation, VERBS)
@@ -267,7 +261,7 @@ def _torch() -> Subject:
 
 def _f8emu_jax() -> Subject:
     framework = jax_arrays("f8emu verify f8emu.jax")
-    implementation, engine = (importlib.import_module(name) for name in ("f8emu.jax", "f8emu.jax.gemm.engine"))
+    implementation, engine = map(importlib.import_module, ("f8emu.jax", "f8emu.jax.gemm.engine"))
     multiplies = engine.engine_of()
     on_hardware = not multiplies.startswith("emulated")
     verbs = _travelling(framework, implementation, VERBS)
