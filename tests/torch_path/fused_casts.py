@@ -92,16 +92,14 @@ def _pairs(x: Tensor, rule: ScaleRule) -> dict[str, tuple[Tensor | None, Tensor 
     sizes = {"ones": (1, 1), "vectors": (m, n), "a vector and one": (m, 1), "one and a vector": (1, n)}
     found = {key: (amaxes(rows), amaxes(cols)) for key, (rows, cols) in sizes.items()}
     found |= {"one, rows": (amaxes(1), None), "a vector, columns": (None, amaxes(n))}
-    found["one of three dimensions"] = (torch.full((1, 1, 1), 300.0),) * 2
+    three = torch.full((1, 1, 1), 300.0)
+    found["one of three dimensions"] = (three, three)
     if x.numel():
-        of_x = x.abs().max().reshape(1, 1)
-        found["its own"] = (fused.tensor_amax(x), of_x)
-        found["its own of rows"] = (x.abs().amax(dim=1).reshape(1, -1),) * 2
+        of_x, of_rows = x.abs().max().reshape(1, 1), x.abs().amax(dim=1).reshape(1, -1)
+        found |= {"its own": (fused.tensor_amax(x), of_x), "its own of rows": (of_rows, of_rows)}
         if rule.power_of_two:
-            of_rows, of_cols = fused.row_col_amax_of_tiles(x)
-            found["tiles"] = (of_rows, of_cols)
-            found["tiles, rows"] = (of_rows, None)
-            found["one and tiles"] = (of_x, of_cols)
+            rows, cols = fused.row_col_amax_of_tiles(x)
+            found |= {"tiles": (rows, cols), "tiles, rows": (rows, None), "one and tiles": (of_x, cols)}
     return found
 
 

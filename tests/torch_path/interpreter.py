@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from f8emu.torch import library
@@ -76,12 +78,38 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
+def prepare_silu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter lacks of SiLU's arithmetic: `exp`, an approximate reciprocal, a fused multiply-add."""
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.runtime.interpreter as interpreter  # pyright: ignore[reportMissingImports]
+
+    from f8emu.torch.fused.kernels import silu_arithmetic
+
+    def elementwise(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any], Any]:
+        def call(x: Any) -> Any:
+            return tl.core.tensor(interpreter.TensorHandle(function(x.handle.data), tl.float32), x.type)
+
+        return call
+
+    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data.astype(np.float64)
+        return interpreter.TensorHandle(exact.astype(np.float32), tl.float32)
+
+    def exp(x: np.ndarray) -> np.ndarray:
+        return torch.exp(torch.from_numpy(np.ascontiguousarray(x))).numpy()
+
+    monkeypatch.setattr(silu_arithmetic, "exp", elementwise(exp))
+    monkeypatch.setattr(silu_arithmetic, "approximate_reciprocal", elementwise(lambda x: np.float32(1) / x))
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
+
+
 class Kernels:
     """Calls operators on the device, with kernels or without; results come back, and numbers that are written to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         if INTERPRETED:
             prepare(monkeypatch)
+            prepare_silu(monkeypatch)
         self._run = False
         monkeypatch.setattr(
             library, "has_float8_hardware", lambda x: self._run and (INTERPRETED or has_float8_hardware(x))

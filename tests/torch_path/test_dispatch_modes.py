@@ -8,38 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import f8emu.torch as f8
+from benchmarks.models import FeedForward
 from f8emu.spec import RECIPES
 from f8emu.torch.gemm import emulation
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-]
 ATEN = torch.ops.aten
 BF16 = torch.bfloat16
 PARTITIONED = "aot_eager_decomp_partition"
 """A backend that runs what Inductor would compile."""
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32)
-        self.w1, self.w2, self.w3 = (nn.Linear(k, n, bias=False) for k, n in ((32, 48), (48, 32), (32, 48)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.w2(silu(self.w1(y)) * self.w3(y))
-
-
 def converted(name: str, *, recompute_casts: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return f8.convert_to_float8_training(FeedForward().to(BF16), config=name, recompute_casts=recompute_casts)
+    return f8.convert_to_float8_training(FeedForward(32, 48).to(BF16), config=name, recompute_casts=recompute_casts)
 
 
 def inputs(*shape: int) -> tuple[Tensor, Tensor]:
@@ -107,7 +92,6 @@ def test_a_policy_that_knows_aten(name: str, backend: str | None, gemms: list[st
     def region(x: Tensor) -> Any:
         return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
 
-    torch._dynamo.reset()
     run = region if backend is None else torch.compile(region, backend=backend, fullgraph=True)
     gemms.clear()
     found = step(model, run)
@@ -122,7 +106,7 @@ def test_a_policy_that_knows_aten(name: str, backend: str | None, gemms: list[st
 @pytest.mark.parametrize("name", RECIPES)
 def test_flops_are_those_of_bfloat16(name: str) -> None:
     counts = []
-    for model in (FeedForward().to(BF16), converted(name)):
+    for model in (FeedForward(32, 48).to(BF16), converted(name)):
         with FlopCounterMode(display=False) as counter:
             step(model, model)
         counts.append(counter.get_total_flops())
@@ -156,7 +140,6 @@ def test_codes_are_recomputed_if_that_is_wanted(name: str) -> None:
     """Then a compiler's partitioner keeps none of a block whose inputs are kept anyway or cheap to recompute."""
     model = converted(name, recompute_casts=True)
     plain = converted(name)
-    torch._dynamo.reset()
     compiled, without = (torch.compile(m, backend=PARTITIONED) for m in (model, plain))
     assert kept_codes(model) and kept_codes(without)
     assert not kept_codes(compiled)
@@ -168,5 +151,4 @@ def test_codes_are_kept_where_that_is_less() -> None:
     """An input of the graph and a product have two bytes an element, their codes one."""
     layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(BF16)
     model = f8.convert_to_float8_training(layers, recompute_casts=True)
-    torch._dynamo.reset()
     assert kept_codes(torch.compile(model, backend=PARTITIONED), 32, 64) == [(32, 64)] * 2

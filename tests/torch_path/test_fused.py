@@ -28,12 +28,6 @@ from tests.torch_path.fused_casts import (
     settings,
 )
 
-# Loading and running the compiler warns about torch's own old code.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 SHAPES = [(1, 1), (1, 300), (130, 70), (257, 129), (300, 1)]
 E4M3 = "float8_e4m3fn"
 NAMES = list(calls(torch.zeros(1, 1)))
@@ -182,7 +176,6 @@ def test_opcheck(name) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_whole_and_with_any_size(name, assert_same_bits) -> None:
     operator = calls(torch.zeros(1, 1))[name][0]
-    torch._dynamo.reset()
     compiled = torch.compile(lambda *args: operator(*args), fullgraph=True, backend="aot_eager", dynamic=True)
     for shape in ((130, 70), (257, 129)):
         eager = calls(drawn(shape, torch.bfloat16))[name][1]
@@ -259,7 +252,6 @@ def test_amaxes_are_raised_in_a_compiled_forward_and_backward(checkpointed, pend
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         return [*outputs, *gradients, *model.buffers()]
 
-    torch._dynamo.reset()
     expected = trace(compiled=False)
     assert len(expected) == 2 + 2 + 6 and all(amax > 0 for amax in expected[-6:])
     for found, wanted in zip(trace(compiled=True), expected, strict=True):
@@ -347,7 +339,6 @@ def test_a_gradient_is_refused(name) -> None:
         trained = (*arguments[:i], arguments[i].clone().requires_grad_(), *arguments[i + 1 :])
         with pytest.raises(UnsupportedError, match="casts are not differentiable"):
             operator(*trained)
-    torch._dynamo.reset()
     compiled = torch.compile(lambda *args: operator(*args), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="casts are not differentiable"):
         compiled(*trained)

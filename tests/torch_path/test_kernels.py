@@ -354,7 +354,7 @@ def test_tensors_on_another_than_the_current_device(assert_same_bits) -> None:
         assert_same_bits(found, wanted)
 
 
-FILES = [f"tests/torch_path/test_{name}.py" for name in ("kernels", "inspection_kernels", "feed_forward")]
+FILES = [f"tests/torch_path/test_{name}.py" for name in ("kernels", "inspection_kernels", "silu")]
 
 
 @NEEDS_TRITON

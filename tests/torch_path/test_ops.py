@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import f8emu.torch as f8
 from f8emu.spec import (
@@ -18,9 +17,6 @@ from f8emu.spec import (
     UnsupportedError,
 )
 from f8emu.torch.gemm import operators as gemm_operators
-
-# Loading the compiler warns about torch's own old code.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 BF16 = torch.bfloat16
 
@@ -69,20 +65,6 @@ def test_opcheck(name, monkeypatch) -> None:
     monkeypatch.setattr(torch, "allclose", compare)
     operator, arguments = gemm_arguments()[name]
     torch.library.opcheck(operator.overload, arguments)
-
-
-@pytest.mark.parametrize("name", gemm_arguments())
-@pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_shapes_without_data(name, kind) -> None:
-    operator, arguments = gemm_arguments()[name]
-    expected = operator(*arguments)
-    if kind == "meta":
-        moved = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
-    else:
-        mode = FakeTensorMode()
-        moved = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-    out = operator(*moved)
-    assert (out.shape, out.dtype, out.stride()) == (expected.shape, expected.dtype, expected.stride())
 
 
 def test_fake_tensors_are_checked_like_real_ones() -> None:
@@ -147,14 +129,15 @@ def cast_everything(x: torch.Tensor) -> list[torch.Tensor]:
         for rule in (ScaleRule(), ScaleRule(power_of_two=True)):
             scales = f8.scale_from_amax(amax, E4M3FN, rule)
             out += [amax.view(torch.int32), scales.inv_scale.view(torch.int32), scales.scale.view(torch.int32)]
-        out.append(f8.quantize(x, scales.inv_scale, E4M3FN, granularity).view(torch.uint8))
+        codes = f8.quantize(x, scales.inv_scale, E4M3FN, granularity)
+        out += [codes.view(torch.uint8), f8.dequantize(codes, scales.scale, granularity).view(torch.int32)]
     delayed = DelayedScaling(history_length=4)
     state = f8.update_delayed_state(f8.initial_delayed_state(delayed), f8.amax(x), E4M3FN, ScaleRule(), delayed)
     return [*out, state.amax_history.view(torch.int32), state.inv_scale.view(torch.int32)]
 
 
 def test_compiled_casts_and_scales_equal_eager() -> None:
-    """All bfloat16 numbers, and tails of blocks."""
+    """All bfloat16 numbers, and tails of blocks: torch 2.13 compiles a scale that is repeated and cut wrongly there."""
     x = torch.randn(272, 400, generator=torch.Generator().manual_seed(4)).bfloat16()
     x[:256, :256] = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(BF16).view(256, 256)
     compiled = torch.compile(cast_everything, backend="inductor", fullgraph=True)
@@ -162,21 +145,6 @@ def test_compiled_casts_and_scales_equal_eager() -> None:
         is_nan = expected > 0x7F800000 if expected.dtype is torch.int32 else torch.zeros((), dtype=torch.bool)
         same_kind = (observed & 0x7FFFFFFF) > 0x7F800000 if observed.dtype is torch.int32 else is_nan
         assert bool(((observed == expected) | (is_nan & same_kind)).all())
-
-
-def test_compiled_block_scales_reach_the_tail(assert_same_bits) -> None:
-    """Torch 2.13 compiles a scale that is repeated and cut to the right size to wrong ones in the last block."""
-    x = torch.randn(272, 400, generator=torch.Generator().manual_seed(5))
-    scale = torch.rand(272, 4, generator=torch.Generator().manual_seed(6)) * 10
-    codes = f8.cast(x, E4M3FN)
-
-    def both(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        vectors = Granularity.BLOCKWISE_1X128
-        return f8.quantize(x, scale, E4M3FN, vectors), f8.dequantize(codes, scale, vectors)
-
-    compiled = torch.compile(both, backend="inductor", fullgraph=True)
-    for observed, expected in zip(compiled(x, codes), both(x, codes), strict=True):
-        assert_same_bits(observed, expected)
 
 
 def test_a_dynamic_number_of_rows_compiles_once(assert_same_bits) -> None:

@@ -10,10 +10,10 @@ Exactness: the values are those of eager torch, each product rounded to bfloat16
 
 - `exp` is libdevice's, which torch's kernels call too.
 - Torch divides `gate` by `1 + exp(-gate)`. The product with the reciprocal is the same bfloat16 for every gate
-  (tests/torch_path/test_feed_forward.py::test_silu_is_a_product).
+  (tests/torch_path/test_silu.py::test_silu_is_a_product).
 - nvcc contracts torch's `1 + x * (1 - sigmoid)` to an fma; here it is written as an fma.
 - The reciprocal is correctly rounded, by the steps that `rcp.rn` takes for numbers neither tiny nor huge, without its
-  branch: 5 instructions, where `div_rn` takes 13 and stalls. Tested on a GPU: test_feed_forward.py::test_every_gate.
+  branch: 5 instructions, where `div_rn` takes 13 and stalls. Tested on a GPU: test_silu.py::test_every_gate.
 """
 
 # pyright: reportMissingImports=false, reportOperatorIssue=false
