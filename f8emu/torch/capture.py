@@ -23,7 +23,7 @@ from f8emu.spec.chips import CHIPS
 from f8emu.split_k.plan import plans_of
 from f8emu.torch.float8_layer import Float8Layer, float8_layers
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.layer.taps import GemmSeen, TensorSeen, Watch
+from f8emu.torch.layer.taps import GemmSeen, Observation, TensorSeen
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 
 _CALL = "f8emu.torch.capture"
@@ -85,13 +85,13 @@ class Capture(Handle):
         self._has_seen = False
         self._ended_by: Callable[[], object] = lambda: None
         hook = register_optimizer_step_post_hook(not_compiled(lambda optimizer, *_: self._end(optimizer)))
-        self._watch = Watch(model, layers, self, hook)
-        self._watch.turn(session.is_wanted)
+        self._observation = Observation(model, layers, self, hook)
+        self._observation.turn(session.is_wanted)
 
     @property
     def is_done(self) -> bool:
         """Whether the capture is over: it records nothing more."""
-        return self._watch.hook is None
+        return self._observation.hook is None
 
     def step(self) -> None:
         """End the current step. Optimizers of torch.optim do this by themselves; then this call does nothing."""
@@ -99,7 +99,7 @@ class Capture(Handle):
 
     def _end(self, source: object) -> None:
         with self._session.lock:
-            is_end = self._has_seen if self._watch.is_on else self._ended_by() in (None, source)
+            is_end = self._has_seen if self._observation.is_on else self._ended_by() in (None, source)
             if is_end and not self.is_done:
                 self._ended_by = weakref.ref(source)
                 self._has_seen = False
@@ -107,7 +107,7 @@ class Capture(Handle):
                 if self._session.is_over:
                     self.close()
                 else:
-                    self._watch.turn(self._session.is_wanted)
+                    self._observation.turn(self._session.is_wanted)
 
     def write(self, reason: str = "asked for") -> None:
         """Write the steps that the ring holds, and the step in progress once it ends. Without a ring, do nothing."""
@@ -118,7 +118,7 @@ class Capture(Handle):
         """End the capture. A step in progress is written as far as it got. Safe to call twice."""
         with self._session.lock:
             if not self.is_done:
-                self._watch.remove()
+                self._observation.remove()
                 self._session.close()
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class Capture(Handle):
             return self.close()
         with self._session.lock:
             if not self.is_done:
-                self._watch.remove()
+                self._observation.remove()
                 self._session.abandon(error)
 
     def tensor(self, seen: TensorSeen) -> None:
@@ -183,7 +183,7 @@ class Capture(Handle):
     def _is_sharded(self, seen: GemmSeen) -> bool:
         """Tensor parallelism: asked in the forward pass, in which FSDP2 has whole weights."""
         if seen.gemm == "output":
-            self._sharded[seen.layer] = is_dtensor(self._watch.layers[seen.layer].weight)
+            self._sharded[seen.layer] = is_dtensor(self._observation.layers[seen.layer].weight)
         return self._sharded.get(seen.layer, True)
 
     def _look(self, x: Tensor, what: str) -> None:

@@ -22,7 +22,7 @@ from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, config_of
 from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
 from f8emu.torch.inspection.recorder import Recorder, read
-from f8emu.torch.layer.taps import Watch
+from f8emu.torch.layer.taps import Observation
 from f8emu.torch.torch_internals import not_compiled, rank_of_process, to_list
 
 _log = logging.getLogger("f8emu")
@@ -116,8 +116,8 @@ class Inspector:
         hook: Any = None
         if optimizer is not None:
             hook = optimizer.register_step_post_hook(not_compiled(lambda *_: self._end_step()))
-        self._watch = Watch(model, layers, self._recorder, hook)
-        self._watch.turn(config.is_step(self.number))
+        self._observation = Observation(model, layers, self._recorder, hook)
+        self._observation.turn(config.is_step(self.number))
 
     @property
     def number(self) -> int:
@@ -129,7 +129,7 @@ class Inspector:
 
         With an optimizer each of its steps does this; then this call does nothing.
         """
-        if self._watch.hook is None and not self._is_closed:
+        if self._observation.hook is None and not self._is_closed:
             self._end_step()
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Inspector:
         with ExitStack() as last:  # whatever is raised in between
             for log in self._logs:
                 last.callback(log.close)
-            last.callback(self._watch.remove)
+            last.callback(self._observation.remove)
             self._flush()
 
     def __enter__(self) -> Self:
@@ -154,7 +154,7 @@ class Inspector:
             self._flush()
         finally:
             self._recorder.next_step()
-            self._watch.turn(self.config.is_step(self.number))
+            self._observation.turn(self.config.is_step(self.number))
 
     def _flush(self) -> None:
         """Read the statistics that are waiting, all at once, and write them."""

@@ -115,23 +115,43 @@ _numbers, _calls = itertools.count(1), itertools.count(1)
 
 
 class Observation:
-    """An observer's place at the taps of some layers."""
+    """An observer's place at the taps of some layers, and the hook of an optimizer that ends steps.
 
-    def __init__(self, observer: Observer, numbers: list[int]) -> None:
-        self._observer, self._numbers = observer, numbers
+    It keeps neither the model nor its layers, and is removed with the model.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], observer: Observer, hook: Any) -> None:
+        self.layers = weakref.WeakValueDictionary(layers)
+        self.hook = hook
+        """The handle of the hook; None without one, or after it was removed."""
+        self.is_on = False
+        """Whether the layers have taps for the observer."""
+        self._observer = observer
+        self._end = weakref.finalize(model, self.remove)
+        self._end.atexit = False
+
+    def turn(self, on: bool) -> None:
+        """Show the observer the coming passes, or nothing. A layer without another observer then has no tap."""
+        if on is self.is_on:
+            return
+        self.is_on = on
+        for name, layer in self.layers.items():
+            if on:
+                _tapped(name, layer).observers.append(self._observer)
+            elif layer.tap is not None:
+                watched = _watched[_number(layer.tap)]
+                watched.observers.remove(self._observer)
+                if not watched.observers:
+                    del _watched[_number(layer.tap)]
+                    del layer.tap  # then the class's None counts, as before: compiled code is found again
 
     def remove(self) -> None:
-        """Stop showing it anything. A layer without another observer then has no tap. Safe to call twice."""
-        for number in self._numbers:
-            watched = _watched.get(number)
-            layer = None if watched is None else watched.layer()
-            if watched is None or layer is None:
-                continue
-            watched.observers.remove(self._observer)
-            if not watched.observers:
-                del layer.tap  # then the class's None counts, as before: compiled code is found again
-                del _watched[number]
-        self._numbers = []
+        """Show it nothing any more, and remove the hook. Safe to call twice."""
+        self.turn(False)
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        self._end.detach()
 
 
 def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module] | None = None) -> Observation:
@@ -142,72 +162,38 @@ def observe(model: nn.Module, observer: Observer, layers: Mapping[str, nn.Module
     Args:
         model: the model.
         observer: is called in the middle of a pass; an error that it raises ends the pass. It is kept until it is
-            removed or the layers are gone, so it should not keep them itself.
+            removed or the model is gone, so it should not keep that itself.
         layers: name -> `Float8Linear`, of those to watch; None: all of the model. A layer with two names has the first.
 
     Raises:
         OperandError: a layer that is no Float8Linear.
     """
-    chosen: dict[str, Float8Layer] = {}
+    names: dict[Float8Layer, str] = {}
     for name, layer in (all_float8_layers(model) if layers is None else layers).items():
         if not isinstance(layer, Float8Layer):
             raise OperandError(
                 f"observe: every layer must be a Float8Linear; got {type(layer).__name__} for {name!r}; convert the "
                 "model first, with convert_to_float8_training"
             )
-        chosen[name] = layer
-    numbers: list[int] = []
-    for name, layer in chosen.items():
-        if layer.tap is None:
-            number = next(_numbers)
-            with torch.inference_mode(False):
-                layer.tap = Tap(torch.tensor([number, 0]), torch.tensor([number, 0]))
-            _watched[number] = _Watched(name=name, layer=weakref.ref(layer), observers=[])
-            weakref.finalize(layer, _watched.pop, number, None).atexit = False
-        else:
-            number = int(layer.tap.forward[0])
-        if number not in numbers:
-            _watched[number].observers.append(observer)
-            numbers.append(number)
-    return Observation(observer, numbers)
+        names.setdefault(layer, name)
+    observation = Observation(model, {name: layer for layer, name in names.items()}, observer, None)
+    observation.turn(True)
+    return observation
 
 
-class Watch:
-    """An observer's taps during the steps that it wants, and the hook of an optimizer that ends steps.
+def _tapped(name: str, layer: Float8Layer) -> _Watched:
+    """The layer's entry, of a layer with a tap from now on."""
+    if layer.tap is None:
+        number = next(_numbers)
+        with torch.inference_mode(False):
+            layer.tap = Tap(torch.tensor([number, 0]), torch.tensor([number, 0]))
+        _watched[number] = _Watched(name=name, layer=weakref.ref(layer), observers=[])
+        weakref.finalize(layer, _watched.pop, number, None).atexit = False
+    return _watched[_number(layer.tap)]
 
-    Removed with the model, which is not kept.
-    """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, Float8Layer], observer: Observer, hook: Any) -> None:
-        self.layers = weakref.WeakValueDictionary(layers)
-        self.hook = hook
-        """The handle of the hook; None without one, or after it was removed."""
-        self._observer, self._observation = observer, None
-        self._model = weakref.ref(model)
-        self._end = weakref.finalize(model, self.remove)
-        self._end.atexit = False
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the layers have taps."""
-        return self._observation is not None
-
-    def turn(self, on: bool) -> None:
-        """Have taps in the coming step, or none."""
-        model = self._model()
-        if on and self._observation is None and model is not None:
-            self._observation = observe(model, self._observer, dict(self.layers))
-        elif not on and self._observation is not None:
-            self._observation.remove()
-            self._observation = None
-
-    def remove(self) -> None:
-        """Remove the taps and the hook. Safe to call twice."""
-        self.turn(False)
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
-        self._end.detach()
+def _number(tap: Tap) -> int:
+    return int(tap.forward[0])
 
 
 def begin_call(tap: Tap | None, x: Tensor) -> Tap | None:
