@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -141,6 +142,25 @@ def test_every_command_names_a_program_that_exists(records: ModuleType) -> None:
             assert any(path.exists() for path in found), name
         assert not [word for word in words if word.startswith(("/root", "/tmp"))], name
     assert without == ["blockwise_split_k-h200"]
+
+
+def test_every_recorded_command_is_one_that_its_script_takes(
+    records: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts on the shared runner; the others have a parser of their own."""
+    # docs/generate has an examples.py, which hides the folder of that name
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not place.endswith("generate")])
+    monkeypatch.delitem(sys.modules, "examples", raising=False)
+    taken = set()
+    for name in records.names():
+        words = shlex.split(records.command(name))
+        module = words[words.index("-m") + 1] if "-m" in words else ""
+        script = module if module != "benchmarks.torchtitan" else f"{module}.__main__"
+        if module.startswith("benchmarks.") and ".proofs." not in module:
+            bench = pytest.importorskip(script).BENCH
+            bench.parse(words[words.index("-m") + 2 :], device="cpu")
+            taken.add(module)
+    assert len(taken) >= 12
 
 
 @pytest.mark.parametrize("values, shown", [((9.9, 10.1), "9.90 to 10.10"), ((1.0, None, 1.001), "1.00"), ((), "-")])

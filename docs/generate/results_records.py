@@ -23,6 +23,9 @@ _MOVED = {"benchmarks.exhaustive": "benchmarks.proofs.exhaustive"}
 _OUR_OWN = re.compile(r" --(json|plot|wheels|log|seconds|least) \S+")
 """Arguments of a recorded command that say only where files lay and how long the machine was free."""
 
+_REMOVED = re.compile(r" f8emu/\w+/feed_forward\b")
+"""Subjects of a recorded command that no longer exist."""
+
 _PLACEHOLDERS = {"/root/out/recorded_layers.json": "FILE", "/tmp/h200caps": "FOLDER"}
 
 Entry = dict[str, Any]
@@ -116,7 +119,7 @@ def command(name: str) -> str:
     """The command of a recording as one can run it again: the last one where a file holds several runs."""
     held = last_run(name)
     found = held["command"] if isinstance(held["command"], str) else shlex.join(held["command"])
-    found = _OUR_OWN.sub("", re.split(r"[,;] ", found)[0].replace("python3 ", "python "))
+    found = _OUR_OWN.sub("", _REMOVED.sub("", re.split(r"[,;] ", found)[0].replace("python3 ", "python ")))
     for before, now in (_MOVED | _PLACEHOLDERS).items():
         found = found.replace(before, now)
     return found if found.startswith(("python ", "torchrun ", "f8emu ")) else ""
