@@ -9,11 +9,10 @@ from f8emu.numpy.dtypes import typed
 from f8emu.numpy.scaled_mm import chip_of
 from f8emu.spec.chip import Chip
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.recipe import OPERANDS, Recipe, recipe_by_name
 from f8emu.spec.trace import DelayedState, LinearTrace
 from f8emu.split_k.ask import known_split_k
-from f8emu.split_k.gemm import planned_gemm
+from f8emu.split_k.gemm import of_layer
 from f8ref.numpy.linear import traced
 
 _LAYOUTS = {"output": "tn", "grad_input": "nn", "grad_weight": "nt"}
@@ -74,15 +73,7 @@ def linear(
         for name, gemm in plan.gemms.items():
             if name in slices or not set(OPERANDS[name]) <= tensors.keys() or 0 in sizes[name]:
                 continue
-            a, b = (cast.format or BFLOAT16 for cast in (gemm.a, gemm.b))
-            asked = planned_gemm(
-                sizes[name],
-                None if gemm.is_high_precision else gemm.scaled_gemm_granularities,
-                (out, a.name, b.name),
-                use_fast_accum=gemm.use_fast_accum,
-                layout=_LAYOUTS[name],
-            )
-            slices[name] = known_split_k("f8emu.numpy", asked, on)
+            slices[name] = known_split_k("f8emu.numpy", of_layer(gemm, sizes[name], out, _LAYOUTS[name]), on)
     return traced(
         plan,
         tensors["input"],

@@ -12,7 +12,7 @@ from f8emu.spec.chips import HOPPER, chip_by_name
 from f8emu.spec.formats import BFLOAT16
 from f8emu.spec.scaling import Granularity
 from f8emu.split_k.ask import known_split_k
-from f8emu.split_k.gemm import planned_gemm
+from f8emu.split_k.gemm import of_call
 from f8ref import numpy as oracle
 from f8ref.numpy.checks import Gemm, checked_mm, checked_scaled_mm
 
@@ -173,13 +173,7 @@ def _planned(gemm: Gemm) -> Gemm:
     if call.split_k is not None or 0 in call.sizes:
         return gemm
     is_transposed = [x.strides[1] != x.itemsize and x.strides[0] == x.itemsize for x in (gemm.b_NK.T, gemm.a_MK)]
-    asked = planned_gemm(
-        call.sizes,
-        call.granularities,
-        (call.out.name, call.formats[0].name, call.formats[1].name),
-        use_fast_accum=call.use_fast_accum,
-        layout="".join("nt"[is_t] for is_t in is_transposed),
-    )
+    asked = of_call(call, "".join("nt"[is_t] for is_t in is_transposed))
     return gemm._replace(call=replace(call, split_k=known_split_k("f8emu.numpy", asked, call.chip, stacklevel=5)))
 
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from f8emu.spec.chips import HOPPER
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import E4M3FN, E5M2, HIGH_PRECISION
+from f8emu.spec.formats import BFLOAT16, E4M3FN, E5M2, HIGH_PRECISION
+from f8emu.spec.gemm_call import GemmCall
+from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 
 BLOCKWISE_GEMMS = {
@@ -159,6 +161,19 @@ def planned_gemm(
         a_dtype=dtypes[1],
         b_dtype=dtypes[2],
     )
+
+
+def of_call(call: GemmCall, layout: str = "tn") -> PlannedGemm:
+    """A call of a GEMM, which is not empty."""
+    dtypes = call.out.name, call.formats[0].name, call.formats[1].name
+    return planned_gemm(call.sizes, call.granularities, dtypes, use_fast_accum=call.use_fast_accum, layout=layout)
+
+
+def of_layer(spec: Gemm, sizes: tuple[int, int, int], out_dtype: str, layout: str) -> PlannedGemm:
+    """A GEMM of a layer, which is not empty; `sizes` before padding, `layout` counts in high precision."""
+    pair = None if spec.is_high_precision else spec.scaled_gemm_granularities
+    dtypes = out_dtype, (spec.a.format or BFLOAT16).name, (spec.b.format or BFLOAT16).name
+    return planned_gemm(sizes, pair, dtypes, use_fast_accum=spec.use_fast_accum, layout=layout)
 
 
 def one_of(key: str, value: object, known: Sequence[str]) -> None:

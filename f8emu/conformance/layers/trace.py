@@ -14,7 +14,6 @@ from f8emu.conformance.cases.gemm import Verbs
 from f8emu.conformance.compare import abbreviated, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, Place, place_of
 from f8emu.spec import (
-    BFLOAT16,
     GEMM_NAMES,
     OPERANDS,
     TRANSPOSED,
@@ -26,7 +25,7 @@ from f8emu.spec import (
     OperandTrace,
     Recipe,
 )
-from f8emu.split_k.gemm import PlannedGemm, planned_gemm
+from f8emu.split_k.gemm import PlannedGemm, of_layer
 from f8emu.split_k.plan import split_k
 
 Parts = dict[str, np.ndarray]
@@ -86,13 +85,7 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
     found: dict[str, int] = {}
     for name, sizes in case.gemm_sizes(layer).items():
         gemm = case.recipe.gemms[name]
-        asked = planned_gemm(
-            sizes,
-            None if gemm.is_high_precision else gemm.scaled_gemm_granularities,
-            (case.dtype.name, (gemm.a.format or BFLOAT16).name, (gemm.b.format or BFLOAT16).name),
-            use_fast_accum=gemm.use_fast_accum,
-            layout=_LAYOUTS[name],
-        )
+        asked = of_layer(gemm, sizes, case.dtype.name, _LAYOUTS[name])
         slices = slices_of(asked)
         if slices > 1:
             found[name] = slices

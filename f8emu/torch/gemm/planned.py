@@ -9,7 +9,7 @@ from f8emu.spec.chip import Chip
 from f8emu.spec.gemm_call import GemmCall
 from f8emu.spec.recipe import Gemm
 from f8emu.split_k.ask import known_split_k, split_of
-from f8emu.split_k.gemm import Source, Split, planned_gemm
+from f8emu.split_k.gemm import Source, Split, of_call, of_layer
 from f8emu.torch.device import is_device_of
 from f8emu.torch.dtypes import CHIP, name_of
 
@@ -18,11 +18,7 @@ _CALLER = "f8emu.torch"
 
 def split_k_of(gemm: GemmCall, a: Tensor, b: Tensor) -> int:
     """S of a GEMM."""
-    dtypes = gemm.out.name, gemm.formats[0].name, gemm.formats[1].name
-    asked = planned_gemm(
-        gemm.sizes, gemm.granularities, dtypes, use_fast_accum=gemm.use_fast_accum, layout=_layout(a, b)
-    )
-    return known_split_k(_CALLER, asked, gemm.chip, lambda: is_device_of(gemm.chip, a.device))
+    return known_split_k(_CALLER, of_call(gemm, _layout(a, b)), gemm.chip, lambda: is_device_of(gemm.chip, a.device))
 
 
 def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, chip: Chip) -> Split:
@@ -34,13 +30,8 @@ def layer_split_k(spec: Gemm, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, c
     if 0 in a.shape or 0 in b.shape:
         return Split(1, Source.RECORDED)
     pad_k, pad_n = -a.shape[1] % CHIP.size_multiple, -b.shape[0] % CHIP.size_multiple
-    asked = planned_gemm(
-        (a.shape[0], b.shape[0], a.shape[1]),
-        None if spec.is_high_precision else spec.scaled_gemm_granularities,
-        (name_of(out_dtype), name_of(a.dtype), name_of(b.dtype)),
-        use_fast_accum=spec.use_fast_accum,
-        layout=_layout(_padded(a, 0, pad_k), _padded(b, pad_n, pad_k).t()),
-    )
+    layout = _layout(_padded(a, 0, pad_k), _padded(b, pad_n, pad_k).t())
+    asked = of_layer(spec, (a.shape[0], b.shape[0], a.shape[1]), name_of(out_dtype), layout)
     return split_of(_CALLER, asked, chip, lambda: is_device_of(chip, a.device))
 
 
