@@ -25,7 +25,7 @@ SPECIALS = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-40,
 AMAXES = ("reduce_tensor", "row_amax", "reduce_rows_and_cols", "reduce_tiles")
 _ROWWISE, _VECTORS, _SQUARES = Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 
-Calls = dict[str, tuple[Operator, tuple[Any, ...]]]
+Calls = dict[str, tuple[Any, tuple[Any, ...]]]
 """A name -> an operator and the arguments of one call, the matrix first."""
 
 

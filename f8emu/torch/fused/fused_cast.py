@@ -52,12 +52,15 @@ class FusedCast:
 
         @wraps(plain)
         def run(*args: Any) -> Any:
+            # 1. Checks. Autograd learns of every tensor that will be written to.
             outputs = self.outputs(*args)
             if mutated:
                 torch.autograd.graph.increment_version([args[i] for i in mutated])
+            # 2. Plain torch where no kernel runs.
             plans = kernels_for(args[0])
             if plans is None or (self.is_ready is not None and not self.is_ready(*args)):
                 return plain(*args)
+            # 3. Kernels that fill the results.
             results = [output.new(args[0]) for output in outputs]
             given = [None if 0 in output.shape else x for output, x in zip(outputs, results, strict=True)]
             self.launch(EagerLauncher(plans), given, args[0].contiguous(), *args[1:])
