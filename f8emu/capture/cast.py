@@ -88,6 +88,7 @@ def replay_casts(
         gemm = recipe.gemms[record.gemm]
         cast = gemm.a if side == "a" else gemm.b
         is_local = recipe.delayed_scaling_of(tensor) is None and not record.is_sharded
+        # Several tensors of a layer may have been cast to this operand: the one that explains every bit, or the first.
         best: list[tuple[str, Expected]] | None = None
         for value in tensors.values(record, tensor):
             x = value.T if is_transposed else value
@@ -109,17 +110,19 @@ def _operand(
     x: np.ndarray, cast: Cast, recipe: Recipe, side: str, arrays: Arrays, is_local: bool
 ) -> Iterator[tuple[str, Expected]]:
     codes = arrays[f"{side}.codes"]
+    # 1. An operand in high precision is bfloat16, without scales.
     if cast.format is None:
         with np.errstate(over="ignore", invalid="ignore"):
             expected = x.astype(np.float32).astype(dtype_of(BFLOAT16))
         yield f"{side}.codes", Expected(expected, different(codes, expected))
         return
+    # 2. The scale, where this tensor alone decides it.
     scale = arrays[f"{side}.scale"]
     scales = f8ref.scale_from_amax(f8ref.amax(x, cast.granularity), cast.format, recipe.scale_rule)
     foreign = different(scale, scales.scale)
     if is_local:
         yield f"{side}.scale", Expected(scales.scale, foreign)
-    # A scale that is its own has one inv_scale; any other is judged by those whose reciprocal it is.
+    # 3. The codes. A scale that is its own has one inv_scale; any other is judged by those whose reciprocal it is.
     first, *others = _inverses(scale) if foreign.any() else iter((scales.inv_scale,))
     expected = f8ref.quantize(x, first, cast.format, cast.granularity)
     wrong = different(codes, expected)

@@ -93,10 +93,12 @@ def diff_captures(
     found = CaptureDiff()
     try:
         for step_a, step_b in _paired(a, b, found):
+            # 1. What the two steps say of themselves: how they were made, what is missing or broken.
             found.steps += 1
             found.context += [text for text in _context(step_a, step_b) if text not in found.context]
             found.damaged += [*step_a.damaged, *step_b.damaged]
             ours, others = _by_key("A", step_a, found), _by_key("B", step_b, found)
+            # 2. Records of one layer, GEMM and turn are compared; a damaged one costs itself alone.
             if progress is not None:
                 progress.begin("diff", step_a.name, len(ours))
             for key, one in ours.items():
@@ -110,6 +112,7 @@ def diff_captures(
                     found.only_a.append(f"{step_a.name}: {one.record.place}")
                 if progress is not None:
                     progress.advance()
+            # 3. What is on one side only counts unless the other side says that it lacks it.
             unmatched = [one for one in others.values() if not _is_excused(step_a, one)]
             found.only_b += [f"{step_b.name}: {one.record.place}" for one in unmatched]
     except KeyboardInterrupt:
@@ -126,6 +129,7 @@ def _paired(
     (of_a, twice_a), (of_b, twice_b) = numbered(a), numbered(b)
     found.missing += [f"A: {text}" for text in (*twice_a, *absent_ranks(a))]
     found.missing += [f"B: {text}" for text in (*twice_b, *absent_ranks(b))]
+    # Two steps that were named are compared whatever their numbers and ranks are.
     if len(of_a) == len(of_b) == 1:
         yield next(iter(of_a.values())), next(iter(of_b.values()))
         return
@@ -184,6 +188,7 @@ def _record(step: CapturedStep, a: CapturedRecord, b: CapturedRecord, found: Cap
     of_a, of_b = a.load(), b.load()
     found.damaged += [one.named for one in (a, b) if not one.is_intact()]
     equal: dict[str, bool] = {}
+    # in the order of computation: a product is judged by whether its operands were equal
     for part in _ORDER:
         if part not in of_a and part not in of_b:
             continue
@@ -212,6 +217,7 @@ def _stage(
         place = {"step": step.name, "place": a.record.place, "part": part, "tensor": _tensor(a.record, part)}
         return Divergence(**place, elements=total, elements_different=different, **more)
 
+    # 1. Parts that cannot be compared: all of their elements count as different.
     if part not in of_a or part not in of_b:
         size = of_a[part].size if part in of_a else of_b[part].size
         return found(size, size, fault=f"only {'A' if part in of_a else 'B'} has it")
@@ -219,6 +225,7 @@ def _stage(
     if x.dtype != y.dtype or x.shape != y.shape:
         size = max(x.size, y.size)
         return found(size, size, fault=f"{x.dtype.name}{list(x.shape)} / {y.dtype.name}{list(y.shape)}")
+    # 2. Bits, and how far apart those are that differ.
     wrong = different(x, y)
     count = int(np.count_nonzero(wrong))
     if not count:

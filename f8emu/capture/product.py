@@ -95,6 +95,7 @@ def product_of(record: GemmRecord, part: Sampled, judge: Subject, split_k: int) 
     out_format = format_by_name(record.out_dtype)
     if 0 in (*part.a.shape, *part.b.shape):
         return np.zeros(part.product.shape, part.product.dtype)
+    # Zeros along K add nothing, but the library slices the padded length [CHAIN-3].
     a, b = _padded(part.a), _padded(part.b)
     if part.scale_a is None or part.scale_b is None:
         return judge.verbs["mm"](a, b.T, out_dtype=out_format, split_k=split_k, chip=chip)
@@ -126,6 +127,7 @@ def _padded(codes: np.ndarray) -> np.ndarray:
 
 def likely_cause(record: GemmRecord, arrays: Arrays, part: Sampled, wrong: np.ndarray, judge: Subject) -> str:
     """What the pattern of wrong outputs says: another S, one row (of a), one column (of b), one output."""
+    # One wrong line of outputs is a wrong operand; wrong outputs all over may be another split of K.
     rows, columns = np.flatnonzero(wrong.any(axis=1)), np.flatnonzero(wrong.any(axis=0))
     of_a, of_b = OPERANDS[record.gemm]
     if len(rows) == len(columns) == 1:
@@ -157,6 +159,7 @@ def _other_split(
         )
     )
     part = taken(record, arrays, rows, columns)
+    # a few rows and columns decide it: every S is tried on them
     most = min(_MOST_SLICES, -(-record.k // _SHORTEST_SLICE))
     for slices in range(1, most + 1):
         if slices != record.split_k and not different(product_of(record, part, judge, slices), part.product).any():

@@ -111,12 +111,14 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
     """
     path = Path(path)
     try:
+        # 1. The path of one step, or a directory of steps.
         is_step = (path / INDEX).exists()
         names = [] if is_step else sorted(os.listdir(path))
     except OSError as error:
         raise CaptureError(f"read_capture: cannot read {path}: {error.strerror}; {REMEDY}") from None
     if is_step:
         return (replace(_step(path), is_alone=True),)
+    # 2. A finished step has an index: one without it has been tampered with, or copied in part.
     for name in names:
         if STEP_NAME.fullmatch(name) and not (path / name / INDEX).exists():
             raise _fault(str(path / name), f"the {INDEX} of a step that was finished", "none")
@@ -126,6 +128,7 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
             f"read_capture: expected a captured step, or a directory of such, at {path}; found no step-*/{INDEX} in "
             f"it; give the path that was given to f8emu.torch.capture, or {REMEDY}"
         )
+    # 3. A step that died before its first index is told as left out.
     begun = [name for name in names if _BEGUN.fullmatch(name) and not (path / name / INDEX).exists()]
     told = tuple(LeftOut(place=name, size=0, reason="it was begun, and has no index") for name in begun)
     steps[0] = replace(steps[0], left_out=(*steps[0].left_out, *told))
@@ -145,6 +148,7 @@ def _step(path: Path) -> CapturedStep:
         raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
     is_complete = index["is_complete"] and not path.name.endswith(UNFINISHED)
     damaged: list[str] = []
+    # A finished step has what its index lists; of any other, each file that holds a whole record counts.
     if is_complete:
         records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(entries)]
     else:
@@ -180,6 +184,7 @@ def _index(path: Path, source: str) -> dict[str, Any]:
         raise _fault(source, "a JSON index", f"{error}") from None
     if not isinstance(index, dict):
         raise _fault(source, "a JSON object", type(index).__name__)
+    # before anything else is read: another layout may mean something else by the same key
     if index.get("schema") != SCHEMA:
         made_by = index.get("versions", {})
         version = made_by.get("f8emu") if isinstance(made_by, dict) else None
@@ -238,6 +243,7 @@ def _decoded(path: Path, size: int | None = None) -> tuple[Arrays, dict[str, str
 def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: str) -> Arrays:
     """The arrays of a record, each of the dtype and shape that the record says."""
     expected: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    # 1. What the record says that its file holds.
     if isinstance(record, GemmRecord):
         expected["product"] = (_dtype(record.out_dtype), (record.m, record.n))
         for side, name, granularity, rows in (
@@ -252,6 +258,7 @@ def _typed(record: Record, tensors: Mapping[str, np.ndarray], source: str) -> Ar
         value = tensors.get("value")
         shape = value.shape if value is not None and value.ndim == 2 else (0, 0)
         expected["value"] = (_dtype(record.dtype), shape)
+    # 2. Exactly that, no more and no less: sizes are compared before anything is computed with them.
     if set(tensors) != set(expected):
         raise _fault(source, f"the tensors {', '.join(sorted(expected))}", ", ".join(sorted(tensors)) or "none")
     found: Arrays = {}

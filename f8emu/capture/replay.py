@@ -139,6 +139,7 @@ class _Run:
     def judge(self, record: GemmRecord) -> Subject:
         """Never who computed it; f8ref.numpy, which is slower, where JAX is missing."""
         name = self.oracle or ("f8ref.jax" if record.engine == "hardware" else "f8ref.numpy")
+        # torch and JAX are loaded for a capture that needs them only
         if name not in self.subjects:
             try:
                 self.subjects[name] = load_subject(name)
@@ -151,14 +152,17 @@ class _Run:
 
     def record(self, step: CapturedStep, captured: CapturedRecord, tensors: Tensors) -> None:
         record = captured.record
+        # 1. A changed file is named, and replayed all the same: its bits say what was changed.
         if not captured.is_intact():
             self.found.damaged.append(captured.named)
         if not isinstance(record, GemmRecord):
             captured.load()
             return
+        # 2. A record must be what its recipe says, or scales and codes would be judged by another rule.
         recipe = step.header.recipes.get(record.recipe)
         if recipe is not None:
             require_of_recipe(record, recipe)
+        # 3. Scales and codes from the tensors before their casts, then the product from the captured operands.
         arrays = captured.load()
         self.found.gemms += 1
         for part, tensor, expected in replay_casts(record, arrays, recipe, tensors):

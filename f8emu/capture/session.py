@@ -95,7 +95,9 @@ class Session:
         if self._current is None:
             self._current = _Held(self.number) if self.looks else self._writer(self.number)
         current = self._current
+        # 1. Whether it may be kept, before anything is copied from the device.
         refusal = current.refusal(size) if isinstance(current, StepWriter) else self._refusal(current, size)
+        # 2. The copy; a device or host without memory costs this record, not the training.
         try:
             if not refusal:
                 current.add(record, arrays())
@@ -123,6 +125,7 @@ class Session:
             return
         self.reason = reason[:LONGEST_REASON]
         current = self._current
+        # The steps that the ring holds are finished; the one in progress goes on as a file.
         held = [*self._held, *([current] if isinstance(current, _Held) else [])]
         self._held.clear()
         self._current = None
@@ -165,6 +168,7 @@ class Session:
             held = sum(one.size for one in self._held) + current.size
             return self._limit is not None and RESERVED + held + size + ROOM > self._limit
 
+        # the step in progress matters more than those before it
         while self._held and exceeds():
             self._held.popleft()
         return f"limit_bytes={self._limit} is reached in memory" if exceeds() else ""
@@ -176,6 +180,7 @@ class Session:
             self.written.append(final)
         if final is not None and not writer.left_out:
             return
+        # Where the limit left no room for one record, the next step would have none either.
         is_last = writer.is_refused and not self.is_ring  # a ring is written once anyway
         self.is_over = self.is_over or is_last
         reason = writer.fault or writer.left_out[0].reason

@@ -64,6 +64,7 @@ class StepWriter:
         self._entries: list[dict[str, Any]] = []
         self.fault = budget.refusal(RESERVED)
         """Why the step could not be finished; empty without a fault."""
+        # a limit without room for an index has none for a record
         self._is_full = bool(self.fault)
         self._before = budget.used
         if self._is_full:
@@ -71,6 +72,7 @@ class StepWriter:
         budget.used += RESERVED
         try:
             make_directory(self._path)
+            # after a crash this index says what step the files belong to
             self._write_index(is_complete=False)
             _write(self._path / _RESERVE, iter((bytes(RESERVED),)))
         except OSError as error:
@@ -123,11 +125,13 @@ class StepWriter:
             self._header = replace(self._header, reason=interrupted_by[:LONGEST_REASON])
         try:
             (self._path / _RESERVE).unlink()  # on a full disk the index needs its room
+            # 1. The index, in place of the room that was kept for it.
             index = self._write_index(is_complete=not interrupted_by)
             self._budget.used = self._before + sum(entry["bytes"] for entry in self._entries) + index
             if interrupted_by:
                 self.fault = interrupted_by
                 return None
+            # 2. The final name, which only a whole step has.
             self._path.rename(self._final)
             _sync_directory(self._final.parent)
         except OSError as error:
@@ -184,9 +188,10 @@ def _write(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[int, str]:
                 file.write(piece)
                 digest.update(piece)
                 size += len(piece) if isinstance(piece, bytes) else piece.nbytes
+            # the name must not come before the bytes
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(path)  # within a directory, so that it happens whole or not at all
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # on a full disk it would keep the room that others need

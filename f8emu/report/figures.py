@@ -32,6 +32,7 @@ _TITLED = 600
 
 def ulp_plot(breakdown: Breakdown) -> Plot:
     """One histogram for each dtype of output, under each other on one axis."""
+    # 1. The bins that any dtype has, so that all histograms stand under each other.
     found = dict(breakdown.ulps)
     indices = [index for histogram in found.values() for index in histogram.finite]
     first, last = min([*indices, -_LEAST]), max([*indices, _LEAST])
@@ -40,6 +41,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
     places: dict[int | str, int] = {index: index for index in range(first, last + 1)}
     places |= {name: last + 2 * (i + 1) for i, name in enumerate(apart)}
 
+    # 2. The figure.
     left, top = 46, 44
     below = 90 if apart else 50
     slots = max(places.values()) - first + 1
@@ -56,6 +58,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
     ):
         if end * sign > 0:
             figure.text(middle(0.5 * sign), 16, words, side, kind="below" if sign < 0 else "above")
+    # 3. A histogram for each dtype, then the axis that they share.
     base = top
     for dtype, histogram in found.items():
         base = _histogram(figure, histogram, dtype, places, middle, base, slot) + 34
@@ -65,6 +68,7 @@ def ulp_plot(breakdown: Breakdown) -> Plot:
             figure.text(middle(place) + 4, base + 14, _short(key), "end", turned=-50)
         else:
             figure.text(middle(place), base + 16, _short(key), "middle")
+    # what the axis counts
     figure.text(left, figure.height - 6, _AXIS, kind="quiet")
     alt = "; ".join(f"{dtype}: {histogram.words()}" for dtype, histogram in found.items()) + "."
     return Plot(svg=figure.html(alt), title="Distance of the outputs that differ", alt=alt, data=ulp_table(found))

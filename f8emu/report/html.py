@@ -32,6 +32,7 @@ def render(command: str, page: Page) -> str:
     data = files("f8emu.report")
     style = variables() + (data / "page.css").read_text(encoding="utf-8")
     script = (data / "page.js").read_text(encoding="utf-8")
+    # the policy names the two scripts by their hash: no other one runs, wherever it comes from
     hashes = " ".join(f"'sha256-{_sha256(text)}'" for text in (_EARLY, script))
     policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:"
     links = "".join(f'<li><a href="#part-{i}">{escape(s.title)}</a></li>' for i, s in enumerate(page.sections, 1))
@@ -150,6 +151,7 @@ def _row(number: int, table: Table) -> str:
     if number not in table.starts:
         return f"<tr>{cells}</tr>"
     end = min((start for start in table.starts if start > number), default=len(table.rows))
+    # one head beside all rows of its group
     head = escape(row[0] if isinstance(row[0], str) else row[0].text)
     return f'<tr class="start"><th scope="rowgroup" rowspan="{end - number}">{head}</th>{cells}</tr>'
 

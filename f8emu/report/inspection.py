@@ -105,6 +105,7 @@ def _shown(name: str, value: float | None) -> str:
 
 def _plot(places: Sequence[Place], by: str) -> Plot:
     """The measure over steps, a line for each place; told apart by dashes and marks, not by colour alone."""
+    # 1. The range of steps and of values, with a margin.
     curves = [_curve(place, by) for place in places]
     steps = [step for curve in curves for step in curve[0]]
     values = [value for curve in curves for value in curve[1]]
@@ -119,6 +120,7 @@ def _plot(places: Sequence[Place], by: str) -> Plot:
         across = (step - x0) / (x1 - x0) if x1 > x0 else 0.5
         return left + width * across, top + height * (1 - (value - y0) / (y1 - y0))
 
+    # 2. The axes.
     figure.text(6, 14, _UNITS.get(by, by), kind="quiet")
     for value in ticks(y0, y1, 5):
         y = at(x0, value)[1]
@@ -129,6 +131,7 @@ def _plot(places: Sequence[Place], by: str) -> Plot:
             figure.text(at(step, y0)[0], top + height + 16, f"{step:.0f}", "middle", kind="quiet")
     figure.line(left, top + height, left + width, top + height, "axis")
     figure.text(left + width / 2, top + height + 32, "step", "middle", kind="quiet")
+    # 3. A line for each place, its marks, and its row of the legend.
     for i, (place, curve) in enumerate(zip(places, curves, strict=True)):
         kind, mark = _COLOURS[i % len(_COLOURS)], _MARKS[i % len(_MARKS)]
         dash = f'stroke-dasharray="{_DASHES[i // len(_COLOURS) % len(_DASHES)]}"'

@@ -86,11 +86,13 @@ def read_run(path: Path) -> Run:
             continue
         if not headers and "schema" not in record:
             raise _bad(path, number, "the first line must be the one that f8emu.torch.inspect writes, with its schema")
+        # 1. A header: of the first run, or of one that went on with the file.
         if "schema" in record:
             if not isinstance(record["schema"], int) or record["schema"] > SCHEMA:
                 found = f"not {record['schema']!r}: a newer f8emu wrote it"
                 raise _bad(path, number, f"schema must be at most {SCHEMA}, {found}")
             headers.append(record)
+        # 2. An event, or the statistics of one place at one step.
         elif "event" in record:
             events.append(record)
         elif "recipe" not in record:

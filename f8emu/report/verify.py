@@ -49,6 +49,7 @@ def verdict(result: Result) -> str:
         if not outputs:
             return "INTERRUPTED, nothing was compared"
         return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
+    # Cases under an S of their own are equal, but are not the chip's: they are counted apart.
     if result.is_equal:
         splits = [tally for stage in stages for tally in stage.own_splits.values()]
         own = f"{sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
