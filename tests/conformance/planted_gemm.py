@@ -33,12 +33,14 @@ class Knobs:
     promote_fast: int | None = None
     slices: int = 1
     slices_above: int = 0
+    slice_multiple: int = 128
     order: str = ""
     keeps_minus_zero: bool | None = None
     """None: tensorwise does not [EPI-1]."""
     bias: str = "added"
     through: Any = None
     flush: bool = False
+    normalises: bool = False
     nan_is_480: bool = False
     cut_output: bool = False
     swap_scales: bool = False
@@ -86,7 +88,10 @@ def kernel(
     if is_blockwise:
         result = blocks(knobs, a, b, scale_a, scale_b, granularity_a, options["granularity_b"]) + zero
     else:
-        acc = accumulated(knobs, a, b, knobs.promote_fast if options["use_fast_accum"] else knobs.promote)
+        promote = knobs.promote_fast if options["use_fast_accum"] else knobs.promote
+        acc = accumulated(knobs, a, b, promote, options.get("split_k", 1))
+        if bias is not None and knobs.bias == "first":
+            acc = acc + bias.astype(np.float32)
         orders = {
             "acc*(sa*sb)": (acc, scale_a * scale_b),
             "(acc*sb)*sa": (acc * scale_b, scale_a),
@@ -97,7 +102,7 @@ def kernel(
         if bias is not None and knobs.bias == "fma":
             # of float64: a product of 48 bits and a sum that cancels are exact where it matters
             result = (value.astype(np.float64) * factor + bias.astype(np.float64)).astype(np.float32)
-        elif bias is not None and knobs.bias != "ignored":
+        elif bias is not None and knobs.bias == "added":
             result = result + bias.astype(np.float32)
     if knobs.through is not None:
         result = result.astype(knobs.through).astype(np.float32)
@@ -132,9 +137,11 @@ def blocks(
     return total
 
 
-def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None) -> Number:
+def accumulated(knobs: Knobs, a: Number, b: Number, promote: int | None, split_k: int) -> Number:
     k = a.shape[1]
-    length = max(-(-k // ((knobs.slices if k > knobs.slices_above else 1) * 128)) * 128, 128)
+    slices = split_k if split_k > 1 else knobs.slices if k > knobs.slices_above else 1
+    multiple = knobs.slice_multiple if slices > 1 else 128
+    length = max(-(-k // (slices * multiple)) * multiple, multiple)
     total: Number = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for start in range(0, k, length):
         stop = min(start + length, k)
@@ -184,6 +191,8 @@ def unpacked(knobs: Knobs, x: Number) -> tuple[Number, Number]:
     values = x.astype(np.float64)
     if knobs.nan_is_480:
         values = np.where(np.isnan(values), np.where(np.signbit(x), -480, 480), values)
+    if knobs.normalises:
+        return values, np.frexp(np.nan_to_num(values, posinf=1, neginf=1))[1] - 1
     if knobs.as_float16:
         return values, np.maximum(np.frexp(np.nan_to_num(values, posinf=1, neginf=1))[1] - 1, -14)
     return np.where(fields == 0, 0.0, values) if knobs.flush else values, np.maximum(fields, 1) - fmt.bias
