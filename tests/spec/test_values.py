@@ -1,4 +1,7 @@
-"""Reprs are short, so that help() of a function that has one as a default is; equality, hashes and pickles stay."""
+"""Reprs are short, so that help() of a function that has one as a default is; equality, hashes and pickles stay.
+
+And the kinds of errors: what a caller may catch them as, and the text of a missing extra.
+"""
 
 import pickle
 from dataclasses import replace
@@ -15,7 +18,13 @@ from f8emu.spec import (
     RECIPES,
     AmaxHistoryReduction,
     DelayedScaling,
+    F8Error,
+    GoldenFileError,
+    MissingExtraError,
+    OperandError,
     ScaleRule,
+    SpecError,
+    UnsupportedError,
 )
 
 
@@ -45,3 +54,24 @@ def test_what_a_repr_leaves_out_still_counts(data: object) -> None:
     again = pickle.loads(pickle.dumps(data))
     assert again == data and hash(again) == hash(data)
     assert len(repr(data)) < 130
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (SpecError, ValueError),
+        (OperandError, ValueError),
+        (UnsupportedError, NotImplementedError),
+        (GoldenFileError, ValueError),
+        (MissingExtraError, ImportError),
+    ],
+)
+def test_error_is_also_its_builtin_kind(kind: type[F8Error], builtin: type[Exception]) -> None:
+    assert kind.__mro__[1:3] == (F8Error, builtin)
+
+
+def test_missing_extra_names_the_remedy() -> None:
+    assert str(MissingExtraError("f8emu.torch.scaled_mm", "jax", "jax")) == (
+        "f8emu.torch.scaled_mm needs the package 'jax', which is not installed; "
+        "install it with: pip install 'f8emu[jax]'"
+    )
