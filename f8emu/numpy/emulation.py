@@ -40,6 +40,7 @@ def product(gemm: Gemm, *, width: str | None = None) -> Array:
     if gemm.bias is not None:
         bias = _readable(gemm.bias, alive)
         of_bias = bias.ctypes.data, bias.strides[0] // bias.itemsize, "float32"
+    # The struct holds addresses: what it names must live until the engine returns.
     described = engine.described(
         gemm.call,
         _matrix(gemm.a_MK, gemm.scale_a, of_a, alive),

@@ -69,6 +69,7 @@ def scaled_mm_call(
         SpecError: an unknown granularity or `out_dtype`, or a `split_k` below 1.
         UnsupportedError: a combination that the chip has no GEMM for, or an `out_dtype` that no GEMM gives.
     """
+    # The order is the one in which a caller mends a call: dtypes, shapes, scales, then what the chip pairs.
     call = "scaled_mm"
     formats = (_format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats))
     m, n, k = sizes = _sizes(call, a, b)

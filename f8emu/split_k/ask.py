@@ -137,6 +137,7 @@ def split_of(caller: str, gemm: PlannedGemm, chip: Chip, is_at_hand: Callable[[]
     """
     if not is_planned(caller, chip):
         return UNKNOWN
+    # The library at hand is the better source: the plan is a fit of its answers.
     return split_k_at_hand(gemm, chip) if is_at_hand() else split_k(gemm, chip=chip.plan)
 
 

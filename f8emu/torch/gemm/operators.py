@@ -57,13 +57,17 @@ def _prepared(check: Callable[..., Checked], operands: tuple[Any, ...], options:
     key = check, options, *[signature_of(x) for x in operands]
     known = _PREPARED.get(key)
     if known is None:
+        # 1. The rules of the hardware, and the engine.
         gemm, engine = check(*operands, *options)
         described = None
         if engine is Engine.EMULATED:
-            if gemm.split_k is None:  # here, since sizes may be symbols while a compiler traces
+            # 2. S [CHAIN-3]. It is asked here and not at the call, where sizes may be symbols of a compiler.
+            if gemm.split_k is None:
                 gemm = replace(gemm, split_k=split_k_of(gemm, *operands[:2]))
+            # 3. The engine's struct, whose addresses alone change from call to call.
             described = None if gemm.groups else emulation.described(gemm, *operands)
         known = _Prepared(gemm, engine, described)
+        # Shapes that change with every batch must not fill the memory.
         if len(_PREPARED) >= _MOST_PREPARED:
             _PREPARED.clear()  # one step, whatever other threads do
         _PREPARED[key] = known

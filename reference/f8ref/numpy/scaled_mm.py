@@ -161,6 +161,7 @@ def product(gemm: Gemm) -> Array:
     call, model = gemm.call, gemm.call.model
     a_KM, b_KN = (operand(x, f, model) for x, f in zip((gemm.a_MK, gemm.b_NK), call.formats, strict=True))
     with np.errstate(over="ignore", invalid="ignore"):
+        # 1. The accumulator, before any scale; of block scales with the scales of each block. 2. The scales.
         if call.granularities is None or gemm.scale_a is None or gemm.scale_b is None:
             result = _accumulated(a_KM, b_KN, model, call.split_k or 1)
         elif call.granularities[0].is_blockwise:
@@ -174,9 +175,11 @@ def product(gemm: Gemm) -> Array:
                 result = (result * factor_a) * factor_b  # [EPI-6]
             else:
                 result = (result * factor_b) * factor_a  # [EPI-2]
+        # 3. [EPI-3] The bias, in float32.
         if gemm.bias is not None:
-            result = result + gemm.bias  # [EPI-3]
-    return convert(result, call.out)  # [EPI-4]
+            result = result + gemm.bias
+    # 4. [EPI-4] One rounding to the output type.
+    return convert(result, call.out)
 
 
 def grouped_product(gemms: list[Gemm], product: Callable[[Gemm], Array]) -> Array:
