@@ -16,7 +16,6 @@ from f8emu.capture import GemmRecord
 from f8emu.capture.diff import diff_captures
 from f8emu.capture.read import read_capture
 from f8emu.capture.replay import replay
-from f8emu.jax.layer.feed_forward import gated
 from f8emu.spec import recipe_by_name
 
 ARRAYS = {"x": (24, 48), "w": (80, 48), "grad": (24, 80)}
@@ -70,35 +69,19 @@ def test_a_jax_capture_equals_that_of_torch(tmp_path: Path) -> None:
     assert "framework: torch / jax" in parts.context
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_fused_block_is_captured_as_its_layers(recipe: str, tmp_path: Path) -> None:
-    """Its capture replays, and is that of three layers of these names."""
+def test_a_block_is_captured_as_its_layers(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     shapes = (24, 32), (32, 48), (48, 32), (32, 48)
     arrays = [jnp.asarray(generator.standard_normal(shape), jnp.bfloat16) for shape in shapes]
-
-    def fused(capturing: f8.Capture) -> Any:
-        return capturing.named("mlp", f8.feed_forward(recipe))
-
-    def layers(capturing: f8.Capture) -> Any:
-        w1, w2, w3 = (capturing.named(f"mlp.{name}", f8.dot_general(recipe)) for name in ("w1", "w2", "w3"))
-        kernel = (((1,), (0,)), ((), ()))
-        return lambda x, a, b, c: w2(gated(w1(x, a, kernel), w3(x, c, kernel)), b, kernel)
-
-    for wanted, stages in ((range(4), 3 * (3 + 3 * 5)), ((3,), None)):
-        captures = []
-        for made in (fused, layers):
-            with f8.capture(tmp_path / f"{made.__name__}{len(wanted)}") as capturing:
-                run = made(capturing)
-                given = [arrays[i] for i in wanted]
-                output, pull = jax.vjp(lambda *given, run=run: run(*arrays[: 4 - len(given)], *given), *given)
-                jax.block_until_ready(pull(output))
-                capturing.step()
-            captures.append(read_capture(tmp_path / f"{made.__name__}{len(wanted)}"))
-        parts = diff_captures(*captures)
-        assert parts.is_equal and stages in (None, parts.stages), [one.line() for one in parts.divergences]
-        found = replay(captures[0])
-        assert found.is_equal and not found.not_replayed, [one.line() for one in found.findings]
+    with f8.capture(tmp_path) as capturing:
+        output, pull = jax.vjp(capturing.named("mlp", f8.feed_forward("tensorwise")), *arrays)
+        jax.block_until_ready(pull(output))
+        capturing.step()
+    steps = read_capture(tmp_path)
+    layers = {one.record.layer for one in steps[0].records}
+    assert layers == {"mlp.w1", "mlp.w2", "mlp.w3"}
+    found = replay(steps)
+    assert found.is_equal and found.gemms == 9 and not found.not_replayed, [one.line() for one in found.findings]
 
 
 def test_only_what_has_a_name_is_shown(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ Codes = tuple[jax.Array | None, jax.Array | None]
 @jax.jit
 def row_col_amax(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Largest magnitudes of the rows of `x` [M, N], [M, 1], and of its columns, [N, 1]."""
-    return _chosen(kernels.row_col_amax, plain.row_col_amax, x)
+    return _chosen("row_col_amax", x)
 
 
 def cast_pair(x: jax.Array, format: Format, row_inv_scale: jax.Array | None, col_inv_scale: jax.Array | None) -> Codes:
@@ -50,31 +50,23 @@ def cast_pair(x: jax.Array, format: Format, row_inv_scale: jax.Array | None, col
 def _cast_pair(
     x: jax.Array, row_inv_scale: jax.Array | None, col_inv_scale: jax.Array | None, *, format: Format, is_one: bool
 ) -> Codes:
-    def under(cast: Callable[..., Codes]) -> Callable[..., Codes]:
-        return lambda x, rows, cols: cast(x, rows, rows if is_one else cols, format=format)
-
-    return _chosen(under(kernels.cast_pair), under(plain.cast_pair), x, row_inv_scale, col_inv_scale, format=format)
+    # The casts see by identity that both inv_scales are one.
+    both = (lambda rows, cols: (rows, rows)) if is_one else (lambda rows, cols: (rows, cols))
+    return _chosen("cast_pair", x, row_inv_scale, col_inv_scale, arranged=both, format=format)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "rows", "cols"))
 def cast_pair_amax(
     x: jax.Array, format: Format, inv_scale: jax.Array, rows: bool = True, cols: bool = True
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array]:
-    """Codes of `x` if `rows`, of `x^T` if `cols`, under one inv_scale [1, 1], and the amax of `x`."""
-    given, otherwise = (
-        functools.partial(cast, format=format, rows=rows, cols=cols)
-        for cast in (kernels.cast_pair_amax, plain.cast_pair_amax)
-    )
-    return _chosen(given if rows or cols else otherwise, otherwise, x, inv_scale, format=format)
+    """Codes of `x` if `rows`, of `x^T` if `cols`, one of them at least, under one inv_scale [1, 1]; the amax of `x`."""
+    return _chosen("cast_pair_amax", x, inv_scale, format=format, rows=rows, cols=cols)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "rule"))
 def cast_rows(x: jax.Array, format: Format, rule: ScaleRule = ScaleRule()) -> Cast:
     """Codes [M, N] and scales [M, 1] of the rows of `x` [M, N], each scaled by its own amax."""
-    given, otherwise = (
-        functools.partial(cast, format=format, rule=rule) for cast in (kernels.cast_rows, plain.cast_rows)
-    )
-    return _chosen(given, otherwise, x, format=format, takes=x.shape[1] <= kernels.LONGEST_ROW)
+    return _chosen("cast_rows", x, takes=x.shape[1] <= kernels.LONGEST_ROW, format=format, rule=rule)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "rule", "row_granularity", "col_granularity"))
@@ -86,23 +78,24 @@ def cast_blocks(
     col_granularity: Granularity | None,
 ) -> tuple[Cast | None, Cast | None]:
     """Codes and scales of `x` [M, N] and of `x^T` [N, M], each by blocks of its own; None leaves an operand out."""
-    settings: dict[str, Any] = {"row_granularity": row_granularity, "col_granularity": col_granularity}
-    given, otherwise = (
-        functools.partial(cast, format=format, rule=rule, **settings)
-        for cast in (block_kernels.cast_blocks, plain.cast_blocks)
-    )
-    return _chosen(given, otherwise, x, format=format)
+    kinds: dict[str, Any] = {"row_granularity": row_granularity, "col_granularity": col_granularity}
+    return _chosen("cast_blocks", x, format=format, rule=rule, **kinds)
 
 
 def _chosen(
-    kernel: Callable[..., Any],
-    otherwise: Callable[..., Any],
+    name: str,
     x: jax.Array,
-    *args: Any,
-    format: Format | None = None,
+    *args: jax.Array | None,
     takes: bool = True,
+    arranged: Callable[..., tuple[Any, ...]] = lambda *args: args,
+    **settings: Any,
 ) -> Any:
-    """The kernel where it runs and takes the matrix and the format."""
-    if takes and 0 < x.size <= kernels.MOST_ELEMENTS and (format is None or format in CHIP.operand_formats):
-        return kernel_or_plain(kernel, otherwise, x, *args)
-    return otherwise(x, *args)
+    """The kernel `name` where it runs and takes the matrix and the format, else plain JAX; of `arranged(*args)`."""
+
+    def of(room: Any) -> Callable[..., Any]:
+        return lambda x, *args: getattr(room, name)(x, *arranged(*args), **settings)
+
+    is_taken = takes and 0 < x.size <= kernels.MOST_ELEMENTS
+    if is_taken and settings.get("format") in (None, *CHIP.operand_formats):
+        return kernel_or_plain(of(block_kernels if name == "cast_blocks" else kernels), of(plain), x, *args)
+    return of(plain)(x, *args)
