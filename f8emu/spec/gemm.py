@@ -1,0 +1,99 @@
+"""The GEMM of a recipe: the casts of its two operands, and the accumulation of the tensor core."""
+
+from dataclasses import dataclass
+
+from f8emu.spec.chip import Chip
+from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
+from f8emu.spec.errors import SpecError
+from f8emu.spec.formats import Format
+from f8emu.spec.scaling import Granularity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """How one operand of one GEMM becomes float8; `format=None` leaves it in high precision (bfloat16)."""
+
+    format: Format | None
+    granularity: Granularity = Granularity.TENSORWISE
+
+    def __post_init__(self) -> None:
+        if self.format is not None and self.format not in OPERAND_FORMATS:
+            known = " or ".join(f.name for f in OPERAND_FORMATS)
+            raise SpecError(
+                f"Cast: format must be the Format {known}, or None for high precision; "
+                f"got the {type(self.format).__name__} {self.format}"
+            )
+        if self.is_high_precision and self.granularity is not Granularity.TENSORWISE:
+            raise SpecError(
+                f"Cast: a high precision operand has no scales; got granularity {self.granularity.value}. "
+                "Leave the granularity out, or give a float8 format"
+            )
+
+    @property
+    def is_high_precision(self) -> bool:
+        return self.format is None
+
+    def to_dict(self) -> dict[str, object]:
+        """A plain dict."""
+        if self.format is None:
+            return {"format": str(self)}
+        return {"format": self.format.name, "granularity": self.granularity.value}
+
+    def __repr__(self) -> str:
+        return f"Cast({self})"
+
+    def __str__(self) -> str:
+        return "bfloat16" if self.format is None else f"{self.format.name} {self.granularity.value}"
+
+
+HIGH_PRECISION_CAST = Cast(format=None)
+"""No cast to float8: the operand stays in high precision, bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One GEMM `a @ b^T`: the casts of its operands and the accumulation of the tensor core."""
+
+    a: Cast
+    b: Cast
+    use_fast_accum: bool = False
+
+    def __post_init__(self) -> None:
+        a, b = self.a, self.b
+        if a.is_high_precision != b.is_high_precision:
+            raise SpecError(
+                f"Gemm: both operands must be float8 or both high precision; got {a} and {b}. "
+                "No matrix unit multiplies the two kinds; set format=None for both, or for neither"
+            )
+        if a.format is None or b.format is None:
+            if self.use_fast_accum:
+                raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
+            return
+        if all(self.refusal(chip) for chip in CHIPS.values()):
+            raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
+
+    def __repr__(self) -> str:
+        return f"Gemm({self.a} @ {self.b}{', use_fast_accum=True' if self.use_fast_accum else ''})"
+
+    @property
+    def is_high_precision(self) -> bool:
+        return self.a.is_high_precision
+
+    def to_dict(self) -> dict[str, object]:
+        """A plain dict."""
+        return {"a": self.a.to_dict(), "b": self.b.to_dict(), "use_fast_accum": self.use_fast_accum}
+
+    def refusal(self, chip: Chip) -> str | None:
+        """Why `chip` has no such GEMM, and the remedy; None if it has one."""
+        if self.a.format is None or self.b.format is None:
+            return None
+        formats, granularities = (self.a.format, self.b.format), self.scaled_gemm_granularities
+        return chip.refusal(formats, granularities, use_fast_accum=self.use_fast_accum)
+
+    @property
+    def scaled_gemm_granularities(self) -> tuple[Granularity, Granularity]:
+        """The granularities of the GEMM that runs: a tensorwise scale beside rowwise ones is repeated for every row."""
+        pair = (self.a.granularity, self.b.granularity)
+        if set(pair) == {Granularity.TENSORWISE, Granularity.ROWWISE}:
+            return (Granularity.ROWWISE, Granularity.ROWWISE)
+        return pair
