@@ -22,8 +22,8 @@ from f8emu.environment import versions
 from f8emu.spec.chips import CHIPS
 from f8emu.split_k.plan import plans_of
 from f8emu.torch.float8_layer import Float8Layer, float8_layers
+from f8emu.torch.layer.observers import GemmSeen, Observation, TensorSeen
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.layer.taps import GemmSeen, Observation, TensorSeen
 from f8emu.torch.torch_internals import is_dtensor, not_compiled, rank_of_process
 
 _CALL = "f8emu.torch.capture"

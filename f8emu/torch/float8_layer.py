@@ -15,7 +15,7 @@ from f8emu.torch.torch_internals import Linear, named_modules
 if TYPE_CHECKING:
     from f8emu.torch.delayed.state import DelayedBuffers
     from f8emu.torch.delayed.update import UpdateGroup
-    from f8emu.torch.layer.taps import Tap
+    from f8emu.torch.layer.observers import Tap
 
 
 class Float8Layer(Linear):

@@ -21,7 +21,7 @@ from f8emu.capture.read import read_capture
 from f8emu.capture.replay import replay
 from f8emu.spec import GEMM_NAMES, OperandError, SpecError, recipe_by_name
 from f8emu.torch import capture, convert_to_float8_training
-from f8emu.torch.layer.taps import TensorSeen
+from f8emu.torch.layer.observers import TensorSeen
 
 LAYERS = ("0.w1", "0.w2", "1.w1", "1.w2")
 

@@ -44,9 +44,9 @@ from f8emu.torch.gemm.planned import layer_split_k, split_k_of
 from f8emu.torch.inspection import recorder
 from f8emu.torch.inspection.config import STATISTICS, config_of
 from f8emu.torch.inspection.log import JsonLog
-from f8emu.torch.layer import taps as observation
+from f8emu.torch.layer import observers
+from f8emu.torch.layer.observers import GemmSeen, TensorSeen, observe
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.layer.taps import GemmSeen, TensorSeen, observe
 
 BF16 = torch.bfloat16
 Draw = Callable[..., Tensor]
@@ -231,10 +231,10 @@ def test_observers_go_with_the_layers() -> None:
     inspector, seen = f8.inspect(model), Seen()
     observe(model, seen)
     alive = [weakref.ref(x) for x in (model, model[0].w1, inspector, seen)]
-    watched = len(observation._watched)
+    watched = len(observers._watched)
     del model, inspector, seen
     gc.collect()
-    assert [x() for x in alive] == [None] * 4 and len(observation._watched) == watched - 3
+    assert [x() for x in alive] == [None] * 4 and len(observers._watched) == watched - 3
 
 
 def test_the_tap_has_the_plan_of_the_gemm() -> None:

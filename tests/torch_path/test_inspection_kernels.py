@@ -31,8 +31,8 @@ from f8emu.torch.inspection.config import OPERAND_STATISTICS, InspectConfig
 from f8emu.torch.inspection.matrix import Matrix, operand_statistics
 from f8emu.torch.inspection.recorder import Pending, Read, Recorder, read
 from f8emu.torch.inspection.statistics import Statistics
+from f8emu.torch.layer.observers import GemmSeen, TensorSeen
 from f8emu.torch.layer.operands import Delayed, Operand
-from f8emu.torch.layer.taps import GemmSeen, TensorSeen
 from tests.torch_path.interpreter import DEVICE, INTERPRETED, ON_GPU, prepare
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)

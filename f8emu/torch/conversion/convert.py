@@ -18,12 +18,12 @@ from f8emu.torch.conversion.replacement import watch_replacements
 from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_layers, report_of, sharded_layers
 from f8emu.torch.conversion.small_layers import ModuleFilter
 from f8emu.torch.conversion.subclass import float8_subclass, float_layer, linear_class
-from f8emu.torch.conversion.torchao import RecipeLike
+from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.conversion.weights import gather_as_float8, hold_as_float8, release, require_sole_reader
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine
-from f8emu.torch.layer.float8_linear import Float8Linear, resolve_recipe
+from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.torch_internals import replace_modules
 from f8emu.torch.weights.codes import require_codes
 from f8emu.torch.weights.float8_weight import Float8Weight

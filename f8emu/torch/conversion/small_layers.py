@@ -6,9 +6,8 @@ from typing import NamedTuple
 from torch import nn
 
 from f8emu.spec.recipe import BLOCKWISE, DELAYED, ROWWISE, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
-from f8emu.torch.conversion.torchao import RecipeLike
+from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
-from f8emu.torch.layer.float8_linear import resolve_recipe
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(layer, its name) -> whether to convert it."""

@@ -3,11 +3,11 @@
 from enum import Enum
 from typing import Any, Protocol
 
-from f8emu.spec.errors import SpecError
+from f8emu.spec.errors import SpecError, UnsupportedError
 from f8emu.spec.formats import Format
 from f8emu.spec.recipe import HIGH_PRECISION_CAST, RECIPES, Cast, Gemm, Recipe, recipe_by_name
 from f8emu.spec.scaling import Granularity, ScaleRule
-from f8emu.torch.dtypes import float8_format
+from f8emu.torch.dtypes import CHIP, float8_format
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
 _OPTIONS = {
@@ -31,6 +31,30 @@ class TorchaoConfig(Protocol):
 
 RecipeLike = Recipe | str | Enum | TorchaoConfig
 """A recipe, its name, or torchao's `Float8LinearRecipeName` or `Float8LinearConfig` for it."""
+
+
+def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
+    """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
+
+    Raises:
+        SpecError: no such recipe, or not a recipe.
+        UnsupportedError: a recipe with formats of another chip that layers do not cast to.
+    """
+    if isinstance(config, str):
+        return recipe_by_name(config)
+    config = recipe_of_torchao(call, config) or config
+    if not isinstance(config, Recipe):
+        raise SpecError(
+            f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"
+        )
+    for _, _, cast in config.casts():
+        if cast.format is not None and cast.format not in CHIP.operand_formats:
+            known = " or ".join(format.name for format in CHIP.operand_formats)
+            raise UnsupportedError(
+                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with "
+                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={config.chip!r})"
+            )
+    return config
 
 
 def recipe_of_torchao(call: str, config: object) -> Recipe | None:

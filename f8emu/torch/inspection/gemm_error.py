@@ -19,8 +19,8 @@ from f8emu.spec.recipe import Cast
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.inspection.statistics import Statistics, exact_values, named
 from f8emu.torch.layer.gemm import gemm
+from f8emu.torch.layer.observers import GemmSeen
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.layer.taps import GemmSeen
 
 
 class Sample(NamedTuple):

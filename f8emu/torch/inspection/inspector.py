@@ -22,7 +22,7 @@ from f8emu.torch.gemm.emulation import emulator_name
 from f8emu.torch.inspection.config import InspectConfig, config_of
 from f8emu.torch.inspection.log import JsonLog, Log, TensorBoardLog
 from f8emu.torch.inspection.recorder import Recorder, read
-from f8emu.torch.layer.taps import Observation
+from f8emu.torch.layer.observers import Observation
 from f8emu.torch.torch_internals import not_compiled, rank_of_process, to_list
 
 _log = logging.getLogger("f8emu")

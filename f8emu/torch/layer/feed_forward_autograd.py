@@ -16,6 +16,7 @@ from f8emu.torch.fused import silu as fused
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.layer.gemm import gemm
 from f8emu.torch.layer.matmul import Output
+from f8emu.torch.layer.observers import Tap
 from f8emu.torch.layer.operands import (
     Delayed,
     Operand,
@@ -24,7 +25,7 @@ from f8emu.torch.layer.operands import (
     cast_delayed,
     format_name,
 )
-from f8emu.torch.layer.taps import Tap, begin_call, observe_gated, show_gemm, show_tensor
+from f8emu.torch.layer.taps import begin_call, observe_gated, show_gemm, show_tensor
 from f8emu.torch.library import differentiable_once
 from f8emu.torch.torch_internals import Function
 

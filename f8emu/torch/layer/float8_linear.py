@@ -7,13 +7,13 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from f8emu.spec.errors import OperandError, SpecError, UnsupportedError
-from f8emu.spec.recipe import TENSORWISE, Recipe, recipe_by_name
+from f8emu.spec.errors import OperandError, UnsupportedError
+from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.bias import add_bias
-from f8emu.torch.conversion.torchao import RecipeLike, recipe_of_torchao
+from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
 from f8emu.torch.delayed.state import DelayedBuffers, stacked
 from f8emu.torch.delayed.update import UpdateGroup
-from f8emu.torch.dtypes import CHIP, require_values
+from f8emu.torch.dtypes import require_values
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.engine import check_engine
 from f8emu.torch.layer.casts import LayerPlan, cast_input
@@ -304,27 +304,3 @@ class Float8Linear(Float8Layer):
             refill(self.weight)
         except OperandError as error:
             error_msgs.append(str(error))
-
-
-def resolve_recipe(call: str, config: RecipeLike) -> Recipe:
-    """The recipe itself, the one of that name, or the one that torchao's configuration or enum stands for.
-
-    Raises:
-        SpecError: no such recipe, or not a recipe.
-        UnsupportedError: a recipe with formats of another chip that layers do not cast to.
-    """
-    if isinstance(config, str):
-        return recipe_by_name(config)
-    config = recipe_of_torchao(call, config) or config
-    if not isinstance(config, Recipe):
-        raise SpecError(
-            f"{call}: the recipe must be a Recipe or the name of one; got {type(config).__name__}; see f8emu.RECIPES"
-        )
-    for _, _, cast in config.casts():
-        if cast.format is not None and cast.format not in CHIP.operand_formats:
-            known = " or ".join(format.name for format in CHIP.operand_formats)
-            raise UnsupportedError(
-                f"{call}: layers cast to {known}; recipe {config.label} to {cast.format}; train with "
-                f"f8emu.jax.dot_general, or multiply with scaled_mm(..., chip={config.chip!r})"
-            )
-    return config

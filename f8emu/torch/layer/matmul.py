@@ -23,9 +23,10 @@ from f8emu.torch.layer.casts import (
     cast_weight_again,
 )
 from f8emu.torch.layer.gemm import gemm
+from f8emu.torch.layer.observers import Tap
 from f8emu.torch.layer.operands import Delayed, DelayedStates, Operand
 from f8emu.torch.layer.shared_input import checkpointed_region
-from f8emu.torch.layer.taps import Tap, show_gemm, show_tensor
+from f8emu.torch.layer.taps import show_gemm, show_tensor
 from f8emu.torch.library import differentiable_once, is_exporting
 from f8emu.torch.parallel.sharding import sum_products
 from f8emu.torch.torch_internals import Function
