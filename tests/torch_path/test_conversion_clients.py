@@ -21,7 +21,7 @@ import f8emu
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
-from f8emu.torch.layer import replacement
+from f8emu.torch.conversion import replacement
 from tests.torch_path.states import through_file
 
 pytestmark = [  # of Dynamo's

@@ -100,7 +100,7 @@ def by_state(launch: Callable[..., None], count: int, *rule: Any) -> Callable[..
 
     def call(x: Tensor, inv_scale: Tensor, *rest: Tensor) -> None:
         tell_owner(inv_scale)
-        if not is_known_set(inv_scale):
+        if not is_known_set(inv_scale):  # what the device knows would have to be waited for
             plans = launch_plans()
             assert plans is not None, "there is a launch"
             own = x.new_zeros((1, 1), dtype=torch.float32)

@@ -209,9 +209,11 @@ def _planned_kernel() -> Any:
             if V.graph.cpp_wrapper:  # ahead of time, without Python
                 super().codegen(wrapper)
                 return
+            # 1. The tensors; their device and dtypes are known here, so the call need not look them up.
             tensors = [x for x in self.ordered_kwargs_for_cpp_kernel if isinstance(self.kwargs[x], ir.IRNode)]
             values = [self.get_kwargs_value(x) for x in tensors]
             device, dtypes = values[0].get_device(), [str(x.get_dtype()) for x in values]
+            # 2. At the import of the code: the plan, bound to them, inside host code that runs with every launch.
             wrapper.add_import_once("from f8emu.torch.fused import launch as f8emu_launch, plans as f8emu_plans")
             wrapper.add_import_once(f"f8emu_launch.require_sources({sources_digest()!r})")
             bound = f"f8emu_plans.{self.plan.name}.bound({', '.join([str(device.index), *dtypes])})"
@@ -221,6 +223,7 @@ def _planned_kernel() -> Any:
                 bound = f"{self.host.__module__}.{self.host.__name__}({settings})"
             name = "f8emu_" + re.sub(r"\W+", "_", bound)
             wrapper.add_import_once(f"{name} = {bound}")
+            # 3. The call.
             self.codegen_comment(wrapper, name)
             wrapper.writeline(f"{name}({', '.join(map(_pointer_to, values))})")
 

@@ -161,6 +161,7 @@ def _pair_outputs(
 def _launch_pair(
     on: Any, out: Any, x: Any, fmt: str, row_amax: Any, col_amax: Any, power_of_two: bool, amax_floor: float
 ) -> None:
+    # 1. The source of each side's scales.
     rule, counts, tensors = (fmt, power_of_two, amax_floor), [], [x]
     for amax, codes, scale in ((row_amax, *out[:2]), (col_amax, *out[2:])):
         if codes is None:
@@ -174,6 +175,7 @@ def _launch_pair(
             source = inv_scale
         tensors += [source, codes, scale]
         counts.append(count)
+    # 2. Both sides from one reading.
     on.run(on.plans.cast_pair(*on.shape(x), *rule, *counts), *tensors)
 
 

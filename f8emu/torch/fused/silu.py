@@ -141,6 +141,7 @@ def gradients_delayed(
     Returns:
         Codes, empty if not requested, and the scales [1, 1] that were used, empty without codes: see `_Gradients`.
     """
+    # The tensors that eager torch would make, each cast by its own state.
     activated, rule = silu(gate), (power_of_two, amax_floor, margin)
     outputs = [
         gate.new_empty((0, 0), dtype=getattr(torch, name)) for name in [*[fmt] * 4, hidden_fmt, *["float32"] * 2]
