@@ -63,3 +63,17 @@ def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report 
             _reports.clear()
         _reports[key] = Report(layers, is_cuda)
     return _reports[key]
+
+
+def warn_of_lost_state() -> None:
+    """Warn that a layer was loaded without its state of delayed scaling."""
+    warnings.warn(
+        "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some checkpoint "
+        "formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging Face "
+        "Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
+        "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
+        'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
+        "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -1,6 +1,5 @@
 """Float8Linear: an `nn.Linear` that computes under a recipe."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -11,6 +10,7 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.bias import add_bias
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
+from f8emu.torch.delayed.report import warn_of_lost_state
 from f8emu.torch.delayed.state import DelayedBuffers, stacked
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.dtypes import require_values
@@ -288,16 +288,7 @@ class Float8Linear(Float8Layer):
             self.delayed.reset()
             refill(self.weight)
             if not self.delayed.notes.has_own_entry:
-                warnings.warn(
-                    "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some "
-                    "checkpoint formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging "
-                    "Face Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
-                    "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
-                    'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
-                    "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                warn_of_lost_state()
             return
         try:
             self.delayed.load(f"load_state_dict: {prefix[:-1] or 'the layer'}", stacked(state))
