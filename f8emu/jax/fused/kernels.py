@@ -12,7 +12,7 @@ Exactness: the bits of `plain`, for these reasons.
 - Divisions are those of `scale.inv_scale_bits`: a float32 `/` of Triton is approximate (NUMERICS 6).
 - What a kernel stores of an amax is reduced, and made a scale, by XLA on integers.
 
-The functions here take what `casts` has checked. `interpret` runs them on a CPU, for tests.
+Matrices are checked by the layers, and chosen by `casts`. `interpret` runs them on a CPU, for tests.
 """
 
 from dataclasses import dataclass

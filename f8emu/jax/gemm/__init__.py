@@ -1,1 +1,1 @@
-"""GEMMs: the checks of their operands, and the two engines that compute them."""
+"""GEMMs: the verbs, which check their operands, and the two engines that compute them."""

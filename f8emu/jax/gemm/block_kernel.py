@@ -12,7 +12,7 @@ Exactness: the bits of `f8ref.jax.scaled_mm`, for these reasons.
 - A K beyond the end is padded with zero codes, whose partial is +0, under scales that exist and are the caller's: NaN
   or infinite ones give NaN as they do in the oracle, whose last block is as short of codes.
 
-The functions here take what `checks` has checked. `interpret` runs them on a CPU, where the dot is XLA's: for tests.
+Operands are checked by the verbs and layers. `interpret` runs them on a CPU, where the dot is XLA's: for tests.
 """
 
 import functools
