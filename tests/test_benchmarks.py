@@ -276,9 +276,8 @@ def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    names: list[str] = (
-        "throughput(tps) time_metrics/end_to_end(s) mfu(%) loss_metrics/global_avg_loss grad_norm".split()
-    )
+    names = list[str]()
+    names += "throughput(tps) time_metrics/end_to_end(s) mfu(%) loss_metrics/global_avg_loss grad_norm".split()
     names += "memory/max_active(GiB) memory/max_reserved(GiB) memory/num_alloc_retries".split()
 
     def run(command: Sequence[str], log: Path, site: Path, limit: float) -> str | None:

@@ -34,10 +34,8 @@ def test_is_three_layers(recipe: str, recompute_casts: bool) -> None:
     states = None
     if recipe == "delayed":
         states = [f8.linear_delayed_state(recipe) for _ in weights]
-        delayed, whole = (
-            f8.delayed_dot_general(recipe),
-            f8.delayed_feed_forward(recipe, recompute_casts=recompute_casts),
-        )
+        delayed: Any = f8.delayed_dot_general(recipe)
+        whole: Any = f8.delayed_feed_forward(recipe, recompute_casts=recompute_casts)
 
         def layer(x: Any, w: Any, s: Any) -> jax.Array:
             return delayed(x, w, s, numbers)

@@ -185,12 +185,12 @@ BACKENDS = pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @BACKENDS
 @pytest.mark.parametrize("row", [*STEPS, *CHAINS, *BFLOAT16S], ids=lambda row: f"{row[0]}: {row[1]}")
 def test_rule(row: Row, backend: str) -> None:
-    _, _, terms, sum, options = row
+    _, _, terms, sum, given = row
     default = (BFLOAT16, BFLOAT16) if row in BFLOAT16S else (E4M3FN, E4M3FN)
-    options = {"k": 0, "formats": default, **options}
+    options: dict[str, Any] = {"k": 0, "formats": default, **given}
     is_open = default[0] is not BFLOAT16 and "use_fast_accum" not in options
     for more in ({"use_fast_accum": fast} for fast in (True, False)) if is_open else ({},):
-        found = dot(backend, terms, **options, **more)
+        found = dot(backend, terms, **(options | more))
         assert hex(codes_of(found).item()) == hex(expected_code(sum)), (found, more)
 
 

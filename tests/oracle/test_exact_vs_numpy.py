@@ -252,7 +252,13 @@ def test_split_blockwise(granularities: tuple[Granularity, Granularity], split_k
     formats = E4M3FN, E4M3FN
     for k, kind, scales in ((1300, "near", "ordinary"), (1536, "special", "special"), (2300, "near", "tiny")):
         case = Case(
-            seed=0, kind=kind, k=k, formats=formats, granularities=granularities, scales=(scales,) * 2, split_k=split_k
+            seed=0,
+            kind=kind,
+            k=k,
+            formats=formats,
+            granularities=granularities,
+            scales=(scales, scales),
+            split_k=split_k,
         )
         operands, options = scaled_operands(np.random.default_rng([k, split_k]), kind, k, case), options_of(case)
         observed, unsplit = (ref.scaled_mm(*operands, **options | {"split_k": slices}) for slices in (split_k, 1))

@@ -293,7 +293,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("message", "change"), REFUSED)
 def test_refusals_of_the_definition(message: str, change: dict[str, Any]) -> None:
     lengths: dict[str, Any] = {"a": 2, "b": 2, "scale_a": 1, "scale_b": 1, "a_format": E4M3FN, "b_format": E4M3FN}
-    call = {key: [0] * x if isinstance(x, int) else x for key, x in (lengths | change).items()}
+    call: dict[str, Any] = {key: [0] * x if isinstance(x, int) else x for key, x in (lengths | change).items()}
     with pytest.raises(OperandError, match=message):
         scaled_dot(call.pop("a"), call.pop("b"), **call)
     with pytest.raises(OperandError, match="same K"):
