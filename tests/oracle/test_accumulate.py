@@ -189,7 +189,8 @@ def test_rule(row: Row, backend: str) -> None:
     default = (BFLOAT16, BFLOAT16) if row in BFLOAT16S else (E4M3FN, E4M3FN)
     options: dict[str, Any] = {"k": 0, "formats": default, **given}
     is_open = default[0] is not BFLOAT16 and "use_fast_accum" not in options
-    for more in ({"use_fast_accum": fast} for fast in (True, False)) if is_open else ({},):
+    manners: list[dict[str, Any]] = [ONLY_FAST, ONLY_SLOW] if is_open else [{}]
+    for more in manners:
         found = dot(backend, terms, **(options | more))
         assert hex(codes_of(found).item()) == hex(expected_code(sum)), (found, more)
 
