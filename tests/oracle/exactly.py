@@ -4,7 +4,6 @@ The verbs have the arguments of `f8ref.numpy`. `at` asks for some rows and colum
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -123,15 +122,3 @@ def assert_same_bits(observed: Any, expected: np.ndarray) -> None:
     assert observed.dtype == expected.dtype and observed.shape == expected.shape
     wrong = np.argwhere(codes_of(observed) != codes_of(expected))
     assert not len(wrong), (wrong[:5].tolist(), observed[tuple(wrong[0])], expected[tuple(wrong[0])])
-
-
-def rounded(exact: Fraction) -> float:
-    """Nearest-even float32 of a fraction, by integers."""
-    if exact == 0:
-        return 0.0
-    size = abs(exact)
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent -= size < Fraction(2) ** exponent
-    unit = Fraction(2) ** (max(exponent, -126) - 23)
-    value = round(size / unit) * unit  # Python rounds fractions half to even
-    return (np.inf if value >= Fraction(2) ** 128 else float(value)) * (1 if exact > 0 else -1)
