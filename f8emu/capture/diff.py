@@ -14,8 +14,7 @@ import numpy as np
 from f8emu.capture.compared import Finding, absences, absent_ranks, numbered
 from f8emu.capture.read import Arrays, CapturedRecord, CapturedStep
 from f8emu.capture.record import CaptureError, GemmRecord, Record, StepHeader
-from f8emu.conformance.breakdown.ulps import distances
-from f8emu.conformance.compare import different, mismatches
+from f8emu.conformance.compare import different, distances, mismatches
 from f8emu.conformance.run.result import Progress
 from f8emu.spec import OPERANDS, SpecError
 

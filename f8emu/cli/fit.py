@@ -73,7 +73,7 @@ def _fit(
     from f8emu.conformance.diagnosis import report as diagnosis_report
     from f8emu.conformance.diagnosis.fit import fit
     from f8emu.conformance.diagnosis.probes import KINDS
-    from f8emu.conformance.run.first_call import load_and_call
+    from f8emu.conformance.run.runner import load_and_call
 
     start = time.perf_counter()
     known = {kind.name: kind for kind in KINDS}

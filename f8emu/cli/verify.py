@@ -202,7 +202,7 @@ def _asked(
 
 def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[str, Subject], dict[str, str]]":
     """The subjects by name, in the order of `names`; and, of the default ones, why a missing one cannot run."""
-    from f8emu.conformance.run.first_call import load_and_call
+    from f8emu.conformance.run.runner import load_and_call
     from f8emu.conformance.run.subject import SUBJECTS
 
     if any(":" in name for name in names):

@@ -1,10 +1,15 @@
-"""Strict comparison: bit by bit, NaN as NaN, -0 different from +0; and the words that explain a difference.
+"""Strict comparison: bit by bit, NaN as NaN, -0 different from +0; the words that explain a difference; how far off.
 
 Vectorised first; only elements that differ are looked at one by one.
+
+A distance, in units in the last place of the outputs' own format, is signed by magnitude, because that is what tells
+truncation from rounding: positive is farther from zero than expected, negative is nearer to zero, or beyond it. A wrong
+sign of zero has the distance 0. NaN and infinity have no distance, and are counted apart.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -127,3 +132,147 @@ def said_by(error: BaseException, longest: int = 400) -> str:
     """`ValueError: the first line of its text`, or the type alone where it has none."""
     lines = text_of(error).splitlines()
     return f"{type(error).__name__}: {lines[0][:longest]}" if lines else type(error).__name__
+
+
+LAST_BIN = 18
+"""Bin of everything beyond 2^16 ulps."""
+_APART: dict[tuple[int, int], str] = {
+    (0, 1): "number for infinity",
+    (0, 2): "number for NaN",
+    (1, 0): "infinity for number",
+    (1, 1): "the other infinity",
+    (1, 2): "infinity for NaN",
+    (2, 0): "NaN for number",
+    (2, 1): "NaN for infinity",
+}
+"""(observed, expected), where 0 is a finite number, 1 an infinity, 2 NaN -> the name of what has no distance."""
+APART = tuple(_APART.values())
+NOT_COMPARED = "not compared"
+"""Outputs of a case that raised, or whose dtype or shape is wrong."""
+
+
+def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Signed distances of outputs of one dtype, and which of them have none.
+
+    `d = (place(observed) - place(expected)) * sign(expected)`, where `place` counts the values of the format from zero,
+    so that neighbours are 1 apart. Integers and flags: `observed - expected`, as it is.
+
+    Shapes: any; both results have it: int64, and bool that is True where NaN or an infinity is on one side alone.
+    """
+    observed, expected = np.asarray(observed), np.asarray(expected)
+    if expected.dtype.kind in "biu":
+        return observed.astype(np.int64) - expected.astype(np.int64), np.zeros(expected.shape, np.bool_)
+    place = _places(expected)
+    signs = np.where(place < 0, -1, 1)
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        apart = ~(np.isfinite(observed) & np.isfinite(expected)) & different(observed, expected)
+    return np.where(apart, 0, (_places(observed) - place) * signs), apart
+
+
+def _places(array: np.ndarray) -> np.ndarray:
+    """Signed index of each value among those of its format; both zeros are 0."""
+    codes = bits(array)
+    if array.dtype.name == "float8_e8m0fnu":  # it has no sign
+        return codes.astype(np.int64)
+    magnitudes = (1 << (8 * array.dtype.itemsize - 1)) - 1
+    places = (codes & magnitudes).astype(np.int64)
+    return np.where(codes > magnitudes, -places, places)
+
+
+def bins(distance: np.ndarray) -> np.ndarray:
+    """Bins of distances: 0, 1, 2, 3 to 4, 5 to 8, .. are 0, 1, 2, 3, 4, ..; with the sign of the distance."""
+    magnitude = np.abs(distance).astype(np.float64)
+    exponents = np.ceil(np.log2(np.maximum(magnitude, 1))).astype(np.int64) + 1
+    return np.sign(distance) * np.minimum(np.where(magnitude == 0, 0, exponents), LAST_BIN)
+
+
+def bin_label(index: int) -> str:
+    """`-4 to -3`, `-2`, `+1`, `zero of the other sign`, `beyond +65536`."""
+    if index == 0:
+        return "zero of the other sign"
+    sign, magnitude = "-" if index < 0 else "+", abs(index)
+    if magnitude == LAST_BIN:
+        return f"beyond {sign}{1 << (LAST_BIN - 2)}"
+    last = 1 << (magnitude - 1)
+    first = last // 2 + 1
+    if first >= last:
+        return f"{sign}{last}"
+    return f"{sign}{last} to {sign}{first}" if index < 0 else f"{sign}{first} to {sign}{last}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UlpHistogram:
+    """The outputs that differ, by how far. Its counts add up to the number of outputs that differ."""
+
+    finite: Mapping[int, int] = field(default_factory=dict)
+    """Bin (see `bins`) -> outputs."""
+    apart: Mapping[str, int] = field(default_factory=dict)
+    """`observed for expected` of `APART`, or `NOT_COMPARED` -> outputs."""
+    lowest: int = 0
+    highest: int = 0
+    """The extreme distances; both 0 where there is none."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.finite.values()) + sum(self.apart.values())
+
+    @property
+    def not_compared(self) -> int:
+        return self.apart.get(NOT_COMPARED, 0)
+
+    def words(self) -> str:
+        """`120 outputs differ, by -3 to +1 ulps, most often +1 (60 %); NaN for number 4`."""
+        found = ["1 output differs" if self.total == 1 else f"{self.total:,} outputs differ"]
+        if self.finite:
+            low, high = f"{self.lowest:+,}", f"{self.highest:+,}"
+            found.append(
+                f"by {low} ulp{'s' * (low not in ('+1', '-1'))}" if low == high else f"by {low} to {high} ulps"
+            )
+        name, count = max(self.labelled().items(), key=lambda item: item[1])
+        found.append(f"most often {name} ({100 * count / self.total:.0f} %)")
+        return "; ".join([", ".join(found), *(f"{name} {count:,}" for name, count in self.apart.items())])
+
+    def labelled(self) -> dict[str, int]:
+        """Label -> outputs, from the most negative to the most positive, then what has no distance."""
+        finite = {bin_label(index): self.finite[index] for index in sorted(self.finite)}
+        return finite | {name: self.apart[name] for name in (*APART, NOT_COMPARED) if name in self.apart}
+
+
+def ulp_histogram(observed: np.ndarray, expected: np.ndarray) -> UlpHistogram:
+    """The histogram of the outputs that differ; arrays of one dtype and shape."""
+    observed, expected = np.asarray(observed), np.asarray(expected)
+    wrong = different(observed, expected)
+    observed, expected = observed[wrong], expected[wrong]
+    if not observed.size:
+        return UlpHistogram()
+    distance, apart = distances(observed, expected)
+    finite = distance[~apart]
+    found, counts = np.unique(bins(finite), return_counts=True)
+    kinds = np.bincount(3 * _kind(observed[apart]) + _kind(expected[apart]), minlength=9)
+    return UlpHistogram(
+        finite={int(index): int(count) for index, count in zip(found, counts, strict=True)},
+        apart={name: int(kinds[3 * o + e]) for (o, e), name in _APART.items() if kinds[3 * o + e]},
+        lowest=int(finite.min()) if finite.size else 0,
+        highest=int(finite.max()) if finite.size else 0,
+    )
+
+
+def _kind(array: np.ndarray) -> np.ndarray:
+    """0 of a finite number, 1 of an infinity, 2 of NaN."""
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        return np.where(np.isnan(array), 2, np.where(np.isfinite(array), 0, 1))
+
+
+def merged(histograms: Iterable[UlpHistogram]) -> UlpHistogram:
+    """All of them counted together."""
+    found = list(histograms)
+    finite, apart = Counter[int](), Counter[str]()
+    for histogram in found:
+        finite.update(histogram.finite)
+        apart.update(histogram.apart)
+    return UlpHistogram(
+        finite=dict(finite),
+        apart=dict(apart),
+        lowest=min((histogram.lowest for histogram in found if histogram.finite), default=0),
+        highest=max((histogram.highest for histogram in found if histogram.finite), default=0),
+    )

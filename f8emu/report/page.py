@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from f8emu.conformance.breakdown.breakdown import percent
+from f8emu.conformance.run.breakdown import percent
 
 Tone = Literal["", "good", "bad", "warn", "quiet"]
 """Says in colour what the words say already."""

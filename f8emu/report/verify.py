@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from f8emu.conformance.breakdown.breakdown import Breakdown, Tally, breakdowns
 from f8emu.conformance.compare import counted
 from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_lines
+from f8emu.conformance.run.breakdown import Breakdown, Tally, breakdowns
 from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
 from f8emu.conformance.run.subject import SUBJECTS
 from f8emu.environment import devices, versions

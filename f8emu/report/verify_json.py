@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from f8emu.conformance.breakdown.breakdown import Breakdown, breakdowns
 from f8emu.conformance.compare import Mismatch
 from f8emu.conformance.diagnosis.report import diagnosis_json
+from f8emu.conformance.run.breakdown import Breakdown, breakdowns
 from f8emu.conformance.run.result import Result, StageResult
 from f8emu.environment import devices, versions
 from f8emu.report.verify import Run

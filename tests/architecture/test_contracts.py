@@ -144,7 +144,7 @@ def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: 
         ("f8emu/conformance/run/subject.py", "import f8ref.jax", "TID253"),
         ("f8emu/interop/arrays.py", "from jax import numpy", "TID253"),
         ("f8emu/cli/verify.py", "from f8emu.torch import cast", "TID253"),
-        ("f8emu/conformance/layers/jax_layer.py", "import f8emu.jax", "TID253"),
+        ("f8emu/conformance/layers/trained.py", "import f8emu.jax", "TID253"),
         ("reference/f8ref/numpy/cast.py", "import jax", "TID253"),
         ("f8emu/torch/cast.py", "from . import scale", "TID252"),
     ],

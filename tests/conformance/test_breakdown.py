@@ -11,12 +11,18 @@ import pytest
 from rich.console import Console
 
 from f8emu.conformance import Subject, load_subject, shipped_golden, verify
-from f8emu.conformance.breakdown.breakdown import Tally, breakdowns, percent
-from f8emu.conformance.breakdown.contrast import contrasts
-from f8emu.conformance.breakdown.difference_map import MAX_CELLS, difference_map
-from f8emu.conformance.breakdown.ulps import LAST_BIN, NOT_COMPARED, bin_label, bins, distances, merged, ulp_histogram
-from f8emu.conformance.compare import different
-from f8emu.conformance.run.check import Case, answer, run_case
+from f8emu.conformance.compare import (
+    LAST_BIN,
+    NOT_COMPARED,
+    bin_label,
+    bins,
+    different,
+    distances,
+    merged,
+    ulp_histogram,
+)
+from f8emu.conformance.run.breakdown import Tally, breakdowns, contrasts, percent
+from f8emu.conformance.run.check import MAX_CELLS, Case, answer, difference_map, run_case
 from f8emu.conformance.run.result import joined
 from f8emu.conformance.run.verify import Result
 from f8emu.report.terminal import parts

@@ -12,11 +12,11 @@ from f8emu.conformance.cases import tables as cases
 from f8emu.conformance.cases.distributions import CODES, VALUES, codes_of, draw, draw_codes, dtype_of
 from f8emu.conformance.cases.families import BLOCKS, DENSE, code_cases
 from f8emu.conformance.cases.gemm import Family, Mode
-from f8emu.conformance.cases.gemm_cases import gemm_cases, is_aligned
+from f8emu.conformance.cases.tables import gemm_cases, is_aligned
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.layers.layer import LayerMode, Place, place_of
+from f8emu.conformance.layers.layer import LayerMode, Place, describe_layer, place_of
 from f8emu.conformance.layers.layer_cases import layer_cases
-from f8emu.conformance.layers.trace import describe_layer, layer_parts, planned_slices, trace_parts
+from f8emu.conformance.layers.trace import layer_parts, planned_slices, trace_parts
 from f8emu.conformance.layers.training import padded
 from f8emu.conformance.run.extra_gemms import kernel_cases
 from f8emu.spec import (

@@ -20,7 +20,7 @@ import f8ref.numpy as f8
 from f8emu.cli.process import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import Mode
-from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.run.check import run_case
 from f8emu.conformance.run.stages import STAGES
 from f8emu.spec import Granularity

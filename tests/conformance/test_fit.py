@@ -11,7 +11,7 @@ import pytest
 
 from f8emu.cli import fit as fit_command
 from f8emu.conformance import shipped_golden, write_golden
-from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis import checks
 from f8emu.conformance.diagnosis import fit as fitting

@@ -13,7 +13,7 @@ import pytest
 from f8emu.conformance import GoldenCase, read_golden, shipped_golden, write_golden
 from f8emu.conformance.cases.container import decode_container, encode_container
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.cases.layouts import slices_of_k
+from f8emu.conformance.cases.golden import slices_of_k
 from f8emu.spec import GoldenFileError, Granularity
 
 REMEDY = "f8emu record OUT"

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from f8emu import cli
 from f8emu.conformance import load_subject, shipped_golden, verify, write_golden
-from f8emu.conformance.breakdown.difference_map import DifferenceMap
 from f8emu.conformance.run import subject
+from f8emu.conformance.run.check import DifferenceMap
 from f8emu.report.figures import map_plot
 from f8emu.report.html import render
 from f8emu.report.page import Cell, Page, Section, Share, Table, Text

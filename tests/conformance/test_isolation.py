@@ -17,7 +17,7 @@ import pytest
 
 from f8emu.conformance import load_subject, shipped_golden, write_golden
 from f8emu.conformance.cases.gemm import GemmCase, NotOffered
-from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.kernels.faults import ChangedInput, KernelFault, ProcessEnded, TimedOut, WroteOutOfBounds
 from f8emu.conformance.kernels.loaded import IsolatedKernel
 from f8emu.conformance.run import stages
@@ -206,7 +206,7 @@ def test_the_process_ends_with_its_parent(module: Path) -> None:
     )
     (module / "tests_case.py").write_text(
         "from dataclasses import replace\nimport numpy as np\n"
-        "from f8emu.conformance.cases.gemm_cases import gemm_cases\n"
+        "from f8emu.conformance.cases.tables import gemm_cases\n"
         "from f8emu.spec import BFLOAT16\n"
         "case = next(c for c in gemm_cases() if c.a.shape == (16, 544))\n"
         "CASE = replace(case, a=np.resize(case.a, (48, 544)), out_dtype=BFLOAT16, bias=None)\n"

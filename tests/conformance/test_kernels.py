@@ -22,7 +22,7 @@ import f8ref.numpy as f8
 from f8emu.conformance import Arg, Kernel, ScaleLayout, load_subject
 from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.cases.gemm import Family, GemmCase, NotOffered, Placement
-from f8emu.conformance.cases.gemm_cases import CODE_DISTRIBUTIONS, gemm_cases
+from f8emu.conformance.cases.tables import CODE_DISTRIBUTIONS, gemm_cases
 from f8emu.conformance.compare import different
 from f8emu.conformance.kernels.call import question
 from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds

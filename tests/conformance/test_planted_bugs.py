@@ -17,11 +17,11 @@ import pytest
 import f8ref.numpy as reference
 from f8emu.conformance.cases.distributions import codes_of, dtype_of
 from f8emu.conformance.cases.gemm import Family
-from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.cases.golden import GoldenFile, shipped_golden, write_golden
-from f8emu.conformance.layers import engine_layer
+from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.layer_cases import REGULAR, layer_cases
+from f8emu.conformance.layers.trace import engine_linear
 from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.runner import Runner
 from f8emu.conformance.run.subject import Subject, load_subject
@@ -71,12 +71,12 @@ def two_roundings(*args: Any, **options: Any) -> np.ndarray:
 
 
 def without_bugs(*args: Any, **options: Any) -> LinearTrace:
-    return engine_layer.linear({**vars(reference)}, *args, **options)
+    return engine_linear({**vars(reference)}, *args, **options)
 
 
 def layer_of(**verbs: Verb) -> dict[str, Verb]:
     """The layer made of the oracle's verbs, some of them replaced."""
-    return {"linear": partial(engine_layer.linear, {**vars(reference), **verbs})}
+    return {"linear": partial(engine_linear, {**vars(reference), **verbs})}
 
 
 def amax_of_rounded(x: np.ndarray, granularity: Granularity) -> np.ndarray:

@@ -16,7 +16,7 @@ import pytest
 
 from f8emu.conformance.cases.distributions import codes_of
 from f8emu.conformance.cases.gemm import Family, NotOffered
-from f8emu.conformance.cases.gemm_cases import gemm_cases
+from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.compare import different
 from f8emu.conformance.kernels.kernel import BLOCKWISE_1X128_128X128, K_BY_ROWS, Arg, Kernel
 from f8emu.conformance.run.subject import kernel_subject, scaled_mm_kernel

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import f8ref.numpy as f8
-from f8emu.conformance.layers import engine_layer
+from f8emu.conformance.layers.trace import engine_linear
 from f8emu.spec import (
     BLOCKWISE,
     DELAYED,
@@ -54,7 +54,7 @@ BY_HAND = [name for name in RECIPES if name != "delayed"]
 
 def by_hand(recipe: Recipe, x: np.ndarray, w: np.ndarray, g: np.ndarray, **options: Any) -> LinearTrace:
     """The layer of the suite, written on its own, made of the oracle's verbs."""
-    return engine_layer.linear(VERBS, recipe, x, w, g, **options)
+    return engine_linear(VERBS, recipe, x, w, g, **options)
 
 
 SHAPES = {"output": (M, N), "grad_input": (M, K), "grad_weight": (N, K)}

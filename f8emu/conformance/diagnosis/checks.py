@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from f8emu.conformance.breakdown.contrast import Contrast
 from f8emu.conformance.cases.distributions import rng
 from f8emu.conformance.cases.gemm import GemmCase
-from f8emu.conformance.cases.gemm_cases import scaled_case
+from f8emu.conformance.cases.tables import scaled_case
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis.arguments import Memory, Part
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, observe
 from f8emu.conformance.diagnosis.probes import MANY, Kind
 from f8emu.conformance.diagnosis.rules import Rules
+from f8emu.conformance.run.breakdown import Contrast
 from f8emu.conformance.run.subject import Subject
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granularity
 

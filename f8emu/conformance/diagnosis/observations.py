@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from f8emu.conformance.breakdown.contrast import Contrast, contrasts
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import GemmCase
 from f8emu.conformance.compare import different, said_by, shape_fault
@@ -14,6 +13,7 @@ from f8emu.conformance.diagnosis.compute import compute
 from f8emu.conformance.diagnosis.probes import Kind, probes
 from f8emu.conformance.diagnosis.rules import Places, Rules
 from f8emu.conformance.kernels.faults import ProcessEnded, TimedOut
+from f8emu.conformance.run.breakdown import Contrast, contrasts
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError, OperandError
 

@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from f8emu.conformance.breakdown.breakdown import percent
-from f8emu.conformance.breakdown.contrast import Contrast
 from f8emu.conformance.compare import said_by
 from f8emu.conformance.diagnosis.checks import RandomGemms
 from f8emu.conformance.diagnosis.fit import Fit, Fitted
 from f8emu.conformance.diagnosis.search import Diagnosis, Explanation, diagnose
 from f8emu.conformance.kernels.imported import INTERPRETED
+from f8emu.conformance.run.breakdown import Contrast, percent
 from f8emu.conformance.run.result import Progress, Result, Status
 from f8emu.conformance.run.subject import Subject
 from f8emu.environment import devices, versions

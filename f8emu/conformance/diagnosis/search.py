@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
-from f8emu.conformance.breakdown.contrast import HIGH, Contrast
 from f8emu.conformance.diagnosis.alterations import Alteration, alterations, from_there_on
 from f8emu.conformance.diagnosis.arguments import Memory
 from f8emu.conformance.diagnosis.observations import NoOutput, Observation, common_trait, first_wrong, observe_probes
 from f8emu.conformance.diagnosis.probes import KINDS, Kind
 from f8emu.conformance.diagnosis.rules import Rules, rules_of
+from f8emu.conformance.run.breakdown import HIGH, Contrast
 from f8emu.conformance.run.result import Progress, Silent
 from f8emu.conformance.run.subject import Subject
 from f8emu.spec import HOPPER

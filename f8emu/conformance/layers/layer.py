@@ -5,6 +5,7 @@ steps, passes or layers, the name of a part says which: `step 2 pass 1 layer 2 o
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from f8emu.conformance.cases.distributions import draw, dtype_of
-from f8emu.spec import FLOAT32, GEMM_NAMES, Format, Recipe
+from f8emu.conformance.compare import abbreviated, hexadecimal
+from f8emu.spec import FLOAT32, GEMM_NAMES, OPERANDS, TRANSPOSED, Format, Granularity, Recipe
 
 MAGNITUDES = (1.0, 4.0, 0.0, 2.0**-6)
 """Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
@@ -175,3 +177,72 @@ def place_of(part: str) -> tuple[Place, str]:
     match = _PART.fullmatch(part)
     assert match is not None, "everything matches"
     return Place(*(int(word or 1) for word in match.groups()[:3])), match[4]
+
+
+def layer_traits(case: LayerCase) -> dict[str, str]:
+    """The traits of a layer under a recipe."""
+    return {
+        "recipe": case.recipe.name or "unnamed",
+        "run": case.mode.value,
+        "dtype": case.dtype.name,
+        "weight": case.weight_dtype.name,
+        "bias": "with bias" if case.with_bias else "without bias",
+        "M x N x K": "x".join(map(str, case.shape)),
+        "inputs": case.distribution,
+        "trained": " and ".join(case.trained) or "nothing, forward alone",
+    }
+
+
+# What explains a difference
+
+
+def describe_layer(case: LayerCase, part: str, index: tuple[int, ...]) -> str:
+    """The inputs of one element of a part, as hex: values of the tensor, or of the two that a product multiplies."""
+    place, name = place_of(part)
+    tensors = case.linear_tensors(place)
+    source, _, field = name.partition(".")
+    if name == "gemms" or field.endswith("padding"):
+        return ""
+    if source == "delayed":
+        tensor = field.partition(".")[0]
+        return abbreviated(tensors[tensor], tensor)
+    if name == "bias.grad":
+        return abbreviated(tensors["grad_output"][:, index[0]], f"grad_output[:, {index[0]}]")
+    if name in _PRODUCTS or field == "product":
+        gemm = _PRODUCTS.get(name, source)
+        *rows, column = index
+        row = rows[0] if len(rows) == 1 else int(np.ravel_multi_index(rows, case.batch))
+        bias = f" bias={hexadecimal(tensors['bias'][column])}" if name == "result" and case.with_bias else ""
+        return " ".join(_vector(tensors, gemm, side, i) for side, i in ((0, row), (1, column))) + bias
+    side, field = "ab".index(field[0]), field[2:]
+    operand, tensor = _operand(tensors, source, side), OPERANDS[source][side]
+    if field == "codes":
+        return f"{tensor}={hexadecimal(operand[index])}"
+    return abbreviated(_group(operand, _granularity(case.recipe, source, side), index), tensor)
+
+
+_PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}
+"""Part -> the GEMM whose product it is made of."""
+
+
+def _operand(tensors: Mapping[str, np.ndarray], gemm: str, side: int) -> np.ndarray:
+    tensor = tensors[OPERANDS[gemm][side]]
+    return tensor.T if TRANSPOSED[gemm][side] else tensor
+
+
+def _vector(tensors: Mapping[str, np.ndarray], gemm: str, side: int, row: int) -> str:
+    return abbreviated(_operand(tensors, gemm, side)[row], f"{OPERANDS[gemm][side]}[{row}]")
+
+
+def _granularity(recipe: Recipe, gemm: str, side: int) -> Granularity:
+    of = recipe.gemms[gemm]
+    return (of.a, of.b)[side].granularity
+
+
+def _group(operand: np.ndarray, granularity: Granularity, index: tuple[int, ...]) -> np.ndarray:
+    """The elements that share a scale."""
+    rows, columns = (
+        slice(None) if block is None else slice(i * block, (i + 1) * block)
+        for i, block in zip(index, granularity.block, strict=True)
+    )
+    return operand[rows, columns]

@@ -7,16 +7,16 @@ as they enter a GEMM, its product, the output, the gradients that autograd leave
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.cases.gemm import Verbs
-from f8emu.conformance.compare import abbreviated, hexadecimal
-from f8emu.conformance.layers.layer import LayerCase, Place, place_of
+from f8emu.conformance.layers.layer import LayerCase, Place
 from f8emu.spec import (
     GEMM_NAMES,
     OPERANDS,
-    TRANSPOSED,
+    Cast,
     DelayedState,
     Format,
     GemmTrace,
@@ -24,6 +24,7 @@ from f8emu.spec import (
     LinearTrace,
     OperandTrace,
     Recipe,
+    chip_by_name,
 )
 from f8emu.split_k.gemm import PlannedGemm, of_layer
 from f8emu.split_k.plan import split_k
@@ -215,56 +216,61 @@ def _added(products: list[np.ndarray], fmt: Format | None = None) -> np.ndarray:
     return first
 
 
-# What explains a difference
+def engine_linear(
+    verbs: Verbs,
+    recipe: Recipe,
+    input: np.ndarray,
+    weight: np.ndarray,
+    grad_output: np.ndarray,
+    bias: np.ndarray | None = None,
+    *,
+    delayed_state: Mapping[str, DelayedState] | None = None,
+    split_k: Mapping[str, int] | None = None,
+) -> LinearTrace:
+    """`f8ref.numpy.linear` of the casts and GEMMs `verbs`. It shares no code with that one, whose judge it is."""
+    options = {"out_dtype": input.dtype.name, "chip": chip_by_name("linear", recipe.chip)}
 
+    def operand(x: np.ndarray, cast: Cast, tensor: str) -> OperandTrace:
+        if cast.format is None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                return OperandTrace(None, None, None, x.astype(np.float32).astype(ml_dtypes.bfloat16))
+        amax = verbs["amax"](x, cast.granularity)
+        delayed = recipe.delayed_scaling_of(tensor)
+        if delayed is not None and delayed_state is not None and delayed_state[tensor].initialized:
+            inv_scale = np.float32(delayed_state[tensor].inv_scale).reshape(1, 1)
+            with np.errstate(divide="ignore"):
+                scale = np.float32(1) / inv_scale
+        else:
+            margin = 0 if delayed is None else delayed.margin
+            inv_scale, scale = verbs["scale_from_amax"](amax, cast.format, recipe.scale_rule, margin=margin)
+        return OperandTrace(amax, inv_scale, scale, verbs["quantize"](x, inv_scale, cast.format, cast.granularity))
 
-def describe_layer(case: LayerCase, part: str, index: tuple[int, ...]) -> str:
-    """The inputs of one element of a part, as hex: values of the tensor, or of the two that a product multiplies."""
-    place, name = place_of(part)
-    tensors = case.linear_tensors(place)
-    source, _, field = name.partition(".")
-    if name == "gemms" or field.endswith("padding"):
-        return ""
-    if source == "delayed":
-        tensor = field.partition(".")[0]
-        return abbreviated(tensors[tensor], tensor)
-    if name == "bias.grad":
-        return abbreviated(tensors["grad_output"][:, index[0]], f"grad_output[:, {index[0]}]")
-    if name in _PRODUCTS or field == "product":
-        gemm = _PRODUCTS.get(name, source)
-        *rows, column = index
-        row = rows[0] if len(rows) == 1 else int(np.ravel_multi_index(rows, case.batch))
-        bias = f" bias={hexadecimal(tensors['bias'][column])}" if name == "result" and case.with_bias else ""
-        return " ".join(_vector(tensors, gemm, side, i) for side, i in ((0, row), (1, column))) + bias
-    side, field = "ab".index(field[0]), field[2:]
-    operand, tensor = _operand(tensors, source, side), OPERANDS[source][side]
-    if field == "codes":
-        return f"{tensor}={hexadecimal(operand[index])}"
-    return abbreviated(_group(operand, _granularity(case.recipe, source, side), index), tensor)
+    def product(name: str, a: OperandTrace, b: OperandTrace) -> GemmTrace:
+        gemm, slices = recipe.gemms[name], (split_k or {}).get(name, 1)
+        if gemm.a.format is None:
+            return GemmTrace(a, b, verbs["mm"](a.codes, b.codes.T, split_k=slices, **options))
+        kinds = gemm.scaled_gemm_granularities
+        scales = [
+            np.repeat(one.scale, len(one.codes), axis=0)
+            if kind is Granularity.ROWWISE and one.scale.size == 1
+            else one.scale
+            for one, kind in zip((a, b), kinds, strict=True)
+        ]
+        of_scales: dict[str, Any] = {"granularity_a": kinds[0], "granularity_b": kinds[1]}
+        found = verbs["scaled_mm"](
+            a.codes, b.codes.T, scales[0], scales[1].T, **of_scales, **options,
+            use_fast_accum=gemm.use_fast_accum, split_k=slices,
+        )  # fmt: skip
+        return GemmTrace(a, b, found)
 
-
-_PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}
-"""Part -> the GEMM whose product it is made of."""
-
-
-def _operand(tensors: Mapping[str, np.ndarray], gemm: str, side: int) -> np.ndarray:
-    tensor = tensors[OPERANDS[gemm][side]]
-    return tensor.T if TRANSPOSED[gemm][side] else tensor
-
-
-def _vector(tensors: Mapping[str, np.ndarray], gemm: str, side: int, row: int) -> str:
-    return abbreviated(_operand(tensors, gemm, side)[row], f"{OPERANDS[gemm][side]}[{row}]")
-
-
-def _granularity(recipe: Recipe, gemm: str, side: int) -> Granularity:
-    of = recipe.gemms[gemm]
-    return (of.a, of.b)[side].granularity
-
-
-def _group(operand: np.ndarray, granularity: Granularity, index: tuple[int, ...]) -> np.ndarray:
-    """The elements that share a scale."""
-    rows, columns = (
-        slice(None) if block is None else slice(i * block, (i + 1) * block)
-        for i, block in zip(index, granularity.block, strict=True)
-    )
-    return operand[rows, columns]
+    of_output, of_input, of_weight = recipe.output, recipe.grad_input, recipe.grad_weight
+    output = product("output", operand(input, of_output.a, "input"), operand(weight, of_output.b, "weight"))
+    result = output.product
+    if bias is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            addend = bias.astype(result.dtype).astype(np.float32)
+            result = (result.astype(np.float32) + addend).astype(result.dtype)
+    grads = operand(grad_output, of_input.a, "grad_output"), operand(grad_output.T, of_weight.a, "grad_output")
+    grad_input = product("grad_input", grads[0], operand(weight.T, of_input.b, "weight"))
+    grad_weight = product("grad_weight", grads[1], operand(input.T, of_weight.b, "input"))
+    return LinearTrace(output, grad_input, grad_weight, result)

@@ -1,4 +1,4 @@
-"""A layer as people train it, forward and backward, step by step; `torch_layer` and `jax_layer` say how.
+"""A layer as people train it, forward and backward, step by step; `trained` says how.
 
 There is no second path to look into. Operands and product of a GEMM are taken where its engine is entered, by taps on
 the functions that compute it, behind the compiler; gradients and the state of delayed scaling are read where training

@@ -12,7 +12,7 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework, torch_arrays
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.cases.layouts import store_blocks, store_scales
+from f8emu.conformance.cases.golden import store_blocks, store_scales
 from f8emu.environment import versions
 from f8emu.spec import Granularity, UnsupportedError
 from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm

@@ -1,6 +1,6 @@
 """New golden cases, recorded on a GPU: `f8emu record OUT`.
 
-Every GEMM of `record_cases` is put to the library. What it gives is stored in the format of `golden`, with the kernels
+Every GEMM of `record.cases` is put to the library. What it gives is stored in the format of `golden`, with the kernels
 that ran and their grids; what it refuses is stored in the metadata as `refused`. No emulation takes part.
 """
 

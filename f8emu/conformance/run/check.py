@@ -14,10 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from f8emu.conformance.breakdown.difference_map import DifferenceMap, difference_map
-from f8emu.conformance.breakdown.ulps import NOT_COMPARED, UlpHistogram, merged, ulp_histogram
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.compare import Mismatch, different, mismatches, said_by, shape_fault
+from f8emu.conformance.compare import (
+    NOT_COMPARED,
+    Mismatch,
+    UlpHistogram,
+    different,
+    distances,
+    merged,
+    mismatches,
+    said_by,
+    shape_fault,
+    ulp_histogram,
+)
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import MissingExtraError
 
@@ -27,12 +36,106 @@ _PROMOTION = 128
 _LOOKED_AT = 3
 """Rows and columns of the outputs that differ, on which most S fail."""
 
+MAX_CELLS = 128
+"""Rows and columns of a map; a larger output has cells of several outputs."""
+_FOLD = 256
+"""Outputs in a row of the map of a vector: with every code of 16 bits in order, a row is a high byte."""
+
 Parts = Mapping[str, np.ndarray]
 """Name -> array, in the order in which they are computed; a case with one output calls it ""."""
 DescribePart = Callable[[str, tuple[int, ...]], str]
 """(part, index of an output) -> the inputs that lead to it."""
 Traits = Mapping[str, str]
 """Trait -> value: `accumulation` -> `promoted`. What a breakdown counts differences by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DifferenceMap:
+    """One output, cell by cell."""
+
+    case: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    """The shape of the output."""
+    cell: tuple[int, int]
+    """Rows and columns of the output in one cell."""
+    differing: np.ndarray
+    """[R, C] integers: outputs of the cell that differ."""
+    farthest: np.ndarray
+    """[R, C] int64: their largest distance in ulps, signed as `distances` signs it."""
+    apart: np.ndarray
+    """[R, C] bool: a NaN or an infinity is on one side alone."""
+
+    @property
+    def outputs(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def outputs_differing(self) -> int:
+        return int(self.differing.sum())
+
+    @property
+    def share(self) -> float:
+        return self.outputs_differing / self.outputs
+
+    def summary(self) -> str:
+        """What the picture shows, in words."""
+        rows, columns = ((self.differing.sum(axis=axis) > 0) for axis in (1, 0))
+        words = [
+            f"{self.outputs_differing:,} of {self.outputs:,} outputs differ",
+            f"in {rows.sum()} of {rows.size} rows{self._of_cells(0)} and "
+            f"{columns.sum()} of {columns.size} columns{self._of_cells(1)}",
+        ]
+        finite = self.farthest[(self.differing > 0) & ~self.apart]
+        if finite.size:
+            words.append(f"by {finite.min():+,} to {finite.max():+,} ulps")
+        if self.apart.any():
+            words.append(f"{int(self.apart.sum())} cells with a NaN or an infinity on one side only")
+        return ", ".join(words)
+
+    def _of_cells(self, axis: int) -> str:
+        return f" of cells ({self.cell[axis]} each)" if self.cell[axis] > 1 else ""
+
+
+def difference_map(case: str, part: str, observed: np.ndarray, expected: np.ndarray) -> DifferenceMap:
+    """The map of two arrays of one dtype and shape, not empty."""
+    wrong = _rows(different(observed, expected))
+    distance, apart = (_rows(array) for array in distances(observed, expected))
+    cell = (-(-wrong.shape[0] // MAX_CELLS), -(-wrong.shape[1] // MAX_CELLS))
+    farthest = _cells(np.where(wrong, distance, 0), cell)
+    lowest, highest = farthest.min(axis=-1), farthest.max(axis=-1)
+    return DifferenceMap(
+        case=case,
+        part=part,
+        dtype=np.asarray(expected).dtype.name,
+        shape=np.shape(expected),
+        cell=cell,
+        differing=np.asarray(np.count_nonzero(_cells(wrong, cell), axis=-1)),
+        farthest=np.where(-lowest > highest, lowest, highest),
+        apart=np.asarray(_cells(wrong & apart, cell).any(axis=-1)),
+    )
+
+
+def _rows(array: np.ndarray) -> np.ndarray:
+    """A matrix as it is; anything else in rows of 256, the last one padded with zeros."""
+    if is_matrix(array.shape):
+        return array
+    flat = array.ravel()
+    width = min(_FOLD, flat.size)
+    return np.pad(flat, (0, -flat.size % width)).reshape(-1, width)
+
+
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether rows and columns of a map are those of the output."""
+    return len(shape) == 2 and min(shape) > 1
+
+
+def _cells(array: np.ndarray, cell: tuple[int, int]) -> np.ndarray:
+    """[R, C, outputs of a cell], padded with zeros."""
+    array = np.pad(array, ((0, -array.shape[0] % cell[0]), (0, -array.shape[1] % cell[1])))
+    split = array.reshape(array.shape[0] // cell[0], cell[0], array.shape[1] // cell[1], cell[1])
+    return split.transpose(0, 2, 1, 3).reshape(split.shape[0], split.shape[2], -1)
 
 
 class Split(NamedTuple):
@@ -128,8 +231,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
         else:
             histogram = ulp_histogram(array, expected)
         wrong += histogram.total
-        if histogram.total:
-            ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), histogram))
+        _add(ulps, expected, histogram)
         if found is not None or not (fault or histogram.total):
             continue
         first = part
@@ -158,8 +260,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
 def _failed(case: Case, answers: Parts, error: str) -> CaseResult:
     ulps: dict[str, UlpHistogram] = {}
     for expected in answers.values():
-        missing = UlpHistogram(apart={NOT_COMPARED: expected.size})
-        ulps[expected.dtype.name] = merged((ulps.get(expected.dtype.name, UlpHistogram()), missing))
+        _add(ulps, expected, UlpHistogram(apart={NOT_COMPARED: expected.size}))
     return CaseResult(
         case=case.id,
         outputs_total=sum(array.size for array in answers.values()),
@@ -167,6 +268,12 @@ def _failed(case: Case, answers: Parts, error: str) -> CaseResult:
         traits=case.traits,
         ulps=ulps,
     )
+
+
+def _add(ulps: dict[str, UlpHistogram], expected: np.ndarray, found: UlpHistogram) -> None:
+    name = expected.dtype.name
+    if found.total:
+        ulps[name] = merged((ulps[name], found)) if name in ulps else found
 
 
 def are_excused(splits: Iterable[Split]) -> bool:

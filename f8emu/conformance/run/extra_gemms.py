@@ -24,7 +24,7 @@ from f8emu.conformance.cases.families import (
     turn_cases,
 )
 from f8emu.conformance.cases.gemm import Family, GemmCase
-from f8emu.conformance.cases.gemm_cases import BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
+from f8emu.conformance.cases.tables import BF16_DISTRIBUTIONS, CODE_DISTRIBUTIONS
 from f8emu.conformance.diagnosis.probes import KINDS, Kind, probes
 from f8emu.conformance.kernels.kernel import Accumulation, Kernel
 from f8emu.spec import HIGH_PRECISION, HOPPER, Granularity

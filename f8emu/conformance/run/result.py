@@ -5,11 +5,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from f8emu.conformance.breakdown.difference_map import DifferenceMap
-from f8emu.conformance.breakdown.ulps import UlpHistogram, merged
 from f8emu.conformance.cases.golden import GoldenFile
-from f8emu.conformance.compare import Mismatch
-from f8emu.conformance.run.check import CaseResult
+from f8emu.conformance.compare import Mismatch, UlpHistogram, merged
+from f8emu.conformance.run.check import CaseResult, DifferenceMap
 
 _WORST = 6
 """Cases of a stage of which the map is kept."""

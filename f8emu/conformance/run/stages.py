@@ -10,9 +10,7 @@ from itertools import islice, product
 
 import numpy as np
 
-from f8emu.conformance.breakdown.traits import gemm_traits, layer_traits, recorded_inputs
 from f8emu.conformance.cases.gemm import GemmCase
-from f8emu.conformance.cases.gemm_cases import gemm_cases
 from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.cases.tables import (
     CASTS,
@@ -24,17 +22,18 @@ from f8emu.conformance.cases.tables import (
     amax_corners,
     amax_inputs,
     cast_inputs,
+    gemm_cases,
     inv_scales,
     live_cases,
     quantize_inputs,
     values,
 )
 from f8emu.conformance.compare import abbreviated, different, hexadecimal
-from f8emu.conformance.layers.layer import LayerCase, LayerMode
+from f8emu.conformance.layers.layer import LayerCase, LayerMode, describe_layer, layer_traits
 from f8emu.conformance.layers.layer_cases import layer_cases
-from f8emu.conformance.layers.trace import SplitK, describe_layer, layer_parts, trace_parts
+from f8emu.conformance.layers.trace import SplitK, layer_parts, trace_parts
 from f8emu.conformance.run.check import Case, OwnSplit, Parts, Split, Traits
-from f8emu.conformance.run.gemm_text import describe_gemm, options_of, torch_snippet
+from f8emu.conformance.run.gemm_text import describe_gemm, gemm_traits, options_of, recorded_inputs, torch_snippet
 from f8emu.conformance.run.oracle import gemm_oracle, layer_oracle, value_oracle
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule

@@ -16,17 +16,15 @@ import numpy as np
 from f8emu.conformance.arrays import FRAMEWORKS, Framework, jax_arrays, torch_arrays, travelling
 from f8emu.conformance.cases.gemm import GemmCase, Verbs
 from f8emu.conformance.cases.gemm import NotOffered as NotOffered
-from f8emu.conformance.cases.gemm_cases import ALIGNED, is_aligned
+from f8emu.conformance.cases.tables import ALIGNED, is_aligned
 from f8emu.conformance.kernels.call import absent, question, rows_run
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
 from f8emu.conformance.kernels.loaded import LoadedKernel, isolated, load_kernel, loaded
 from f8emu.conformance.kernels.loaded import scaled_mm_kernel as scaled_mm_kernel
-from f8emu.conformance.layers.engine_layer import linear
-from f8emu.conformance.layers.jax_layer import JaxTraining
 from f8emu.conformance.layers.layer import LayerCase
-from f8emu.conformance.layers.torch_layer import TorchTraining
-from f8emu.conformance.layers.trace import SplitK, planned
+from f8emu.conformance.layers.trace import SplitK, engine_linear, planned
+from f8emu.conformance.layers.trained import JaxTraining, TorchTraining
 from f8emu.conformance.layers.training import train
 from f8emu.conformance.run.extra_gemms import engine_cases, kernel_cases
 from f8emu.native import library
@@ -221,7 +219,7 @@ def _f8emu_native(width: str | None = None) -> Subject:
     names = ("amax", "quantize", *GEMM_VERBS)
     verbs: dict[str, Any] = {name: partial(getattr(emulation, name), width=width) for name in names}
     verbs["scale_from_amax"] = emulation.scale_from_amax
-    verbs["linear"] = partial(linear, dict(verbs))
+    verbs["linear"] = partial(engine_linear, dict(verbs))
     # The states, which layers need, are the oracle's.
     verbs |= {name: getattr(f8ref.numpy, name) for name in STATE_VERBS}
     return Subject(

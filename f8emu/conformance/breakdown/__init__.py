@@ -1,1 +1,0 @@
-"""What differing cases have in common, how far outputs are off, and where."""
