@@ -27,7 +27,7 @@ from f8emu.spec import (
     ScaleRule,
 )
 from f8emu.torch.fused.delayed import UNCALLED
-from tests.torch_path.delayed import BF16, assert_same, batch, buffers_of, make, train
+from tests.torch_path.delayed import BF16, assert_same, batch, buffers_of, loss_of, make, train
 from tests.torch_path.states import assert_same_state, through_file
 
 FORMATS = dict(zip(TENSORS, (E4M3FN, E4M3FN, E5M2), strict=True))
@@ -96,11 +96,18 @@ def test_fifty_steps_equal_the_oracle(
 def test_compiled_training_equals_eager(backend: str) -> None:
     eager, compiled = make(), make()
     torch._dynamo.utils.counters.clear()
-    outputs = train(compiled, range(4), run=torch.compile(compiled, backend=backend, fullgraph=True))
+    run = torch.compile(compiled, backend=backend, fullgraph=True)
+    outputs = train(compiled, range(4), run=run)
     for ours, theirs in zip(outputs, train(eager, range(4)), strict=True):
         assert torch.equal(ours, theirs)
     assert_same(compiled, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "the second step compiles nothing"
+    for model, call in ((compiled, run), (eager, eager)):  # both forward passes raise the same amaxes
+        (loss_of(call, 1) + loss_of(call, 3)).backward()
+        model(batch(0))
+    assert_same(compiled, eager)
+    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        assert ours.grad is not None and torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("way", ["state_dict", "functions", "pickle", "deepcopy"])

@@ -4,6 +4,7 @@ hardware that is not there."""
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -99,14 +100,21 @@ def extremes(dtype: torch.dtype, value: float) -> Iterable[dict[str, Tensor]]:
             yield tensors
 
 
-@pytest.mark.parametrize("size", ["smallest", "largest"])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.filterwarnings("ignore:.*under delayed scaling the amax was infinite or NaN:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *((dtype, value) for dtype in (F32, BF16, F16) for value in (smallest(dtype), torch.finfo(dtype).max)),
+        *((BF16, value) for value in (0.0, float("inf"), float("nan"))),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_smallest_and_largest_amaxes(name: str, dtype: torch.dtype, size: str, assert_equal_to_oracle: Any) -> None:
-    value = smallest(dtype) if size == "smallest" else torch.finfo(dtype).max
+def test_unusual_amaxes(name: str, dtype: torch.dtype, value: float, assert_equal_to_oracle: Any) -> None:
     for tensors in extremes(dtype, value):
         observed, _ = assert_equal_to_oracle(layer_of(RECIPES[name], dtype), tensors)
-        assert size == "largest" or all(tensor.isfinite().all() for tensor in observed)
+        is_finite = all(tensor.isfinite().all() for tensor in observed)
+        assert value == torch.finfo(dtype).max or is_finite == math.isfinite(value)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -347,15 +355,25 @@ def test_doctor_says_which_chip_the_gpu_is(monkeypatch: pytest.MonkeyPatch) -> N
     )
 
 
-def test_a_model_on_a_gpu_without_float8_is_refused_at_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = pretend_a_gpu(monkeypatch, (8, 0))
+@pytest.mark.parametrize(
+    ("config", "capability", "remedy", "wanted"),
+    [
+        ("tensorwise", (8, 0), "auto", "convert_to_float8_training: engine='hardware' needs"),
+        ("blockwise", (10, 0), "emulated", r"needs .* 9\.0, Hopper; got cuda:0; move .*'Blackwell tcgen05'"),
+    ],
+    ids=["no float8", "other block scales"],
+)
+def test_a_model_on_another_gpu_is_refused_at_conversion(
+    config: str, capability: tuple[int, int], remedy: Any, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = pretend_a_gpu(monkeypatch, capability)
     model = nn.Sequential(nn.Linear(32, 32, device="meta"))
     with FakeTensorMode():  # without gradient: autograd would look for the device
         model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
-        with pytest.raises(UnsupportedError, match="convert_to_float8_training: engine='hardware' needs"):
-            f8.convert_to_float8_training(model, engine="hardware")
+        with pytest.raises(UnsupportedError, match=wanted):
+            f8.convert_to_float8_training(model, config=config, engine="hardware")
         assert type(model[0]) is nn.Linear, "nothing has changed"
-        f8.convert_to_float8_training(model, engine="auto")
+        f8.convert_to_float8_training(model, config=config, engine=remedy)
     assert isinstance(model[0], f8.Float8Linear)
 
 
@@ -367,19 +385,6 @@ def test_autocast_leaves_the_gemm_in_high_precision_alone() -> None:
     with torch.autocast("cpu", torch.float16):
         found = hardware.mm(a, b, gemm)
     assert found.dtype is torch.bfloat16 and torch.equal(found, expected)
-
-
-def test_block_scales_are_refused_at_conversion_on_a_gpu_that_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = pretend_a_gpu(monkeypatch, (10, 0))
-    model = nn.Sequential(nn.Linear(32, 32, device="meta"))
-    with FakeTensorMode():
-        model[0].weight = nn.Parameter(torch.empty(32, 32, device=gpu), requires_grad=False)
-        with pytest.raises(
-            UnsupportedError, match=r"engine='hardware' needs .* 9\.0, Hopper; got cuda:0; move .*'Blackwell tcgen05'"
-        ):
-            f8.convert_to_float8_training(model, config="blockwise", engine="hardware")
-        assert type(model[0]) is nn.Linear, "nothing has changed"
-        f8.convert_to_float8_training(model, config="blockwise", engine="emulated")
 
 
 @pytest.mark.parametrize("name", RECIPES)

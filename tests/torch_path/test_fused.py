@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
@@ -184,78 +183,6 @@ def test_compiled_whole_and_with_any_size(name, assert_same_bits) -> None:
         for found, expected in zip(traced, eager, strict=True):  # the amax that is raised, and what is not touched
             if isinstance(expected, torch.Tensor):
                 assert_same_bits(found, expected, nan_codes=True)
-
-
-class Delayed(torch.autograd.Function):
-    """Casts that raise amaxes in the forward and in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
-        one = torch.ones(1, 1)
-        x_codes, xt = cast_delayed(x, E4M3, one, True, True, amaxes[0])
-        w_codes, wt = cast_delayed(weight, E4M3, one, True, True, amaxes[1])
-        ctx.save_for_backward(xt, wt)
-        ctx.grad_amax = amaxes[2]  # saved, it would have to stay as it is until the backward pass
-        return x_codes.float() @ w_codes.float().t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        xt, wt = ctx.saved_tensors
-        one = torch.ones(1, 1)
-        codes, transposed = cast_delayed(grad, "float8_e5m2", one, True, True, ctx.grad_amax)
-        return codes.float() @ wt.float().t(), transposed.float() @ xt.float().t(), None, None, None
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(drawn((32, 32), torch.float32, special=False))
-        for name in ("amax_input", "amax_weight", "amax_grad_output"):
-            self.register_buffer(name, torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Delayed.apply(x, self.weight, self.amax_input, self.amax_weight, self.amax_grad_output)
-
-
-class Model(torch.nn.Module):
-    """Two layers, one of them used twice."""
-
-    def __init__(self, *, checkpointed: bool) -> None:
-        super().__init__()
-        layers = [Layer(), Layer()]
-        self.layers = torch.nn.Sequential(*layers, layers[0])
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layers, x, use_reentrant=False) if self.checkpointed else self.layers(x)
-
-
-@pytest.mark.parametrize(
-    ("checkpointed", "pending", "backend"),
-    [(False, 2, "inductor"), (False, 2, "aot_eager"), (True, 1, "aot_eager")],
-    ids=["plain-inductor", "plain", "checkpointed"],
-)
-def test_amaxes_are_raised_in_a_compiled_forward_and_backward(checkpointed, pending, backend, assert_same_bits) -> None:
-    """Two passes are accumulated, forward and backward in turn, or (`pending` 2) both forward before both backward.
-
-    Checkpointed and compiled, the latter is what torch 2.13 refuses: it would recompute from amaxes that have changed.
-    """
-
-    def trace(*, compiled: bool) -> list[torch.Tensor]:
-        model = Model(checkpointed=checkpointed)
-        run: Any = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
-        outputs: list[torch.Tensor] = []
-        for factors in ((1, 3),) if pending == 2 else ((1,), (3,)):
-            outputs += [run(drawn((48, 32), torch.float32, special=False) * factor) for factor in factors]
-            for output in outputs[-len(factors) :]:
-                output.sum().backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        return [*outputs, *gradients, *model.buffers()]
-
-    expected = trace(compiled=False)
-    assert len(expected) == 2 + 2 + 6 and all(amax > 0 for amax in expected[-6:])
-    for found, wanted in zip(trace(compiled=True), expected, strict=True):
-        assert_same_bits(found, wanted)
 
 
 # Bad input and missing parts.

@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 
 import f8emu.torch as f8
+from f8emu.torch import Outcome
 from tests.torch_path.states import assert_same_state, assert_updated, state_of
 
 # What these libraries and torch say of themselves; warnings of f8emu stay errors.
@@ -139,19 +140,15 @@ def test_hugging_face_trainer_with_its_best_model(tmp_path: Path) -> None:
 
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
-    models: list[nn.Module] = []
-    for is_explicit in (False, True):
-        accelerator, plain = accelerate.Accelerator(cpu=True), make()
-        model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=0.01))
-        for x in batches():
-            accelerator.backward(model(x).square().mean())
-            if is_explicit:
-                sync(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        models.append(model)
-    assert_updated(models[0], STEPS)
-    assert_same_state(*map(state_of, models))
+    plain, twin, accelerator = make(), make(), accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(plain, AdamW(plain.parameters(), lr=0.01))
+    for x in batches():
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    train(twin)
+    assert_updated(model, STEPS)
+    assert_same_state(state_of(model), state_of(twin))
 
 
 def test_lightning() -> None:
@@ -194,8 +191,15 @@ def test_peft(tmp_path: Path) -> None:
             f8.convert_to_float8_training(model, config="delayed")
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["0", "2"]))
+        report = f8.plan_conversion(model, config="delayed")
+        adapters = [entry for entry in report.entries if ".lora_" in entry.fqn]
+        assert {entry.outcome for entry in adapters} == {Outcome.ADAPTER} and len(adapters) == 4
+        assert adapters[0].reason == "its rank is not a multiple of 16"
+        assert len(report.names(Outcome.ALREADY if is_before else Outcome.CONVERTED)) == 2
         if not is_before:
             f8.convert_to_float8_training(model, config="delayed")
+            padded = f8.plan_conversion(model, config="delayed", pad=True)
+            assert padded.names(Outcome.CONVERTED) == tuple(entry.fqn for entry in adapters)
         return model
 
     before, after = build(True), build(False)

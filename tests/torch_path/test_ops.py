@@ -11,7 +11,6 @@ from f8emu.spec import (
     E4M3FN,
     DelayedScaling,
     Granularity,
-    OperandError,
     Overflow,
     ScaleRule,
     UnsupportedError,
@@ -67,13 +66,6 @@ def test_opcheck(name, monkeypatch) -> None:
     torch.library.opcheck(operator.overload, arguments)
 
 
-def test_fake_tensors_are_checked_like_real_ones() -> None:
-    a, b = codes(1, 32, 72).to("meta"), codes(2, 48, 72).t().to("meta")
-    one = torch.ones((), device="meta")
-    with pytest.raises(OperandError, match=r"K and N must be multiples of 16; got K = 72"):
-        f8.scaled_mm(a, b, one, one, out_dtype=BF16)
-
-
 def test_a_backward_through_a_gemm_is_refused() -> None:
     """At the call, of a scale as of a bias, eager and compiled; not where no gradient would be recorded."""
     a, b = codes(1, 32, 64), codes(2, 48, 64).t()
@@ -100,18 +92,6 @@ def quantize_and_multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor |
     a = f8.quantize(x, scales_x.inv_scale, E4M3FN, Granularity.ROWWISE)
     b = f8.quantize(w, scales_w.inv_scale, E4M3FN, Granularity.ROWWISE)
     return f8.scaled_mm(a, b.t(), scales_x.scale, scales_w.scale.t(), bias=bias, out_dtype=x.dtype)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_forward_equals_eager(backend, assert_same_bits) -> None:
-    """One graph, and the same bits: values around the ties of float8 and specials among the operands."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(32, 64, generator=generator).bfloat16()
-    w = torch.randn(48, 64, generator=generator).bfloat16()
-    x[3, 5], x[4, 6], x[5] = float("nan"), float("inf"), 0
-    bias = torch.randn(48, generator=generator).bfloat16()
-    compiled = torch.compile(quantize_and_multiply, backend=backend, fullgraph=True)
-    assert_same_bits(compiled(x, w, bias), quantize_and_multiply(x, w, bias), nan_codes=True)
 
 
 OVERFLOWS, GRANULARITIES = tuple(Overflow), tuple(Granularity)  # torch 2.11 does not trace iteration over an enum

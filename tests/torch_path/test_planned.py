@@ -14,7 +14,7 @@ from f8emu.conformance.compare import different
 from f8emu.conformance.layers.layer import LayerCase, LayerMode, Place
 from f8emu.conformance.layers.trace import layer_parts, planned_slices
 from f8emu.conformance.run.subject import load_subject
-from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Recipe
+from f8emu.spec import BLOCKWISE, E4M3FN, FLOAT32, HOPPER, ROWWISE_WITH_GW_HP, TENSORWISE, Granularity, Recipe
 from f8emu.split_k import ask
 from f8emu.split_k.plan import Source, Split
 from f8emu.torch.gemm import operators
@@ -43,43 +43,33 @@ def equal(a: Tensor, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "fast", "s"), [(8, 64, 8192, True, 3), (5, 32, 6144, True, 2), (8, 64, 4096, True, 1)]
+    ("of_a", "of_b", "m", "n", "k", "s"),
+    [
+        ("tensorwise", "tensorwise", 8, 64, 8192, 3),
+        ("tensorwise", "tensorwise", 5, 32, 6144, 2),
+        ("tensorwise", "tensorwise", 8, 64, 4096, 1),
+        ("rowwise", "rowwise", 8, 64, 8192, 1),  # never split
+        ("blockwise_1x128", "blockwise_1x128", 8, 32, 8192, 3),  # of 22 blocks
+        ("blockwise_1x128", "blockwise_128x128", 8, 32, 8192, 3),  # of 24
+        ("blockwise_1x128", "blockwise_128x128", 8, 32, 4096, 1),
+    ],
 )
-def test_scaled_mm_is_cut_as_planned(m: int, n: int, k: int, fast: bool, s: int) -> None:
-    import f8ref.numpy as oracle
-
-    a, b, one = codes(1, m, k), codes(2, n, k).t(), torch.ones(())
-    expected = {
-        slices: oracle.scaled_mm(
-            *map(ARRAYS.store, (a, b, one, one)), out_dtype="float32", use_fast_accum=fast, split_k=slices
-        )
-        for slices in (1, s)
-    }
-    options: dict[str, Any] = {"out_dtype": torch.float32, "use_fast_accum": fast, "engine": "emulated"}
-    out = f8.scaled_mm(a, b, one, one, **options)
-    assert equal(out, expected[s])
-    assert equal(f8.scaled_mm(a, b, one, one, **options, split_k=1), expected[1])
-    assert s == 1 or not equal(out, expected[1])
-    rowwise = f8.scaled_mm(a, b, torch.ones(m, 1), torch.ones(1, n), **options)
-    assert equal(rowwise, expected[1])  # never split
-
-
-@pytest.mark.parametrize(("square", "k", "s"), [(False, 8192, 3), (True, 8192, 3), (True, 4096, 1)])
-def test_block_scales_are_cut_as_planned(square: bool, k: int, s: int) -> None:
-    """Slices of 22 blocks, beside 128x128 scales of 24."""
+def test_scaled_mm_is_cut_as_planned(of_a: str, of_b: str, m: int, n: int, k: int, s: int) -> None:
     import f8ref.numpy as oracle
 
     draw = torch.Generator().manual_seed(3)
-    a, b = codes(1, 8, k), codes(2, 32, k).t()
-    scale_a = torch.rand((8, k // 128), generator=draw) + 0.5
-    scale_b = torch.rand((k // 128, 1 if square else 32), generator=draw) + 0.5
-    kinds = {"granularity_a": "blockwise_1x128", "granularity_b": "blockwise_128x128" if square else "blockwise_1x128"}
-    arrays = [ARRAYS.store(x) for x in (a, b, scale_a, scale_b)]
-    expected = {slices: oracle.scaled_mm(*arrays, **kinds, out_dtype="float32", split_k=slices) for slices in (1, s)}
-    options: dict[str, Any] = {**kinds, "out_dtype": torch.float32, "engine": "emulated"}
-    out = f8.scaled_mm(a, b, scale_a, scale_b, **options)
+    scale_a = torch.rand(Granularity(of_a).scale_shape(m, k), generator=draw) + 0.5
+    scale_b = torch.rand(Granularity(of_b).scale_shape(n, k), generator=draw).t().contiguous() + 0.5
+    operands = codes(1, m, k), codes(2, n, k).t(), scale_a, scale_b
+    options: dict[str, Any] = {"granularity_a": of_a, "granularity_b": of_b, "use_fast_accum": "block" not in of_a}
+    expected = {
+        slices: oracle.scaled_mm(*map(ARRAYS.store, operands), **options, out_dtype="float32", split_k=slices)
+        for slices in (1, s)
+    }
+    options |= {"out_dtype": torch.float32, "engine": "emulated"}
+    out = f8.scaled_mm(*operands, **options)
     assert equal(out, expected[s])
-    assert equal(f8.scaled_mm(a, b, scale_a, scale_b, **options, split_k=1), expected[1])
+    assert equal(f8.scaled_mm(*operands, **options, split_k=1), expected[1])
     assert s == 1 or not equal(out, expected[1])
 
 
