@@ -140,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table, records; exit status 1 if an operator's bits differ from plain torch, eager."""
     run = BENCH.parse(argv)
     arguments = run.arguments
-    torch.manual_seed(0)
     bandwidth = copy_bandwidth(run.device)
     run.announce(f", copy {bandwidth / 1e12:.3f} TB/s")
     found: list[Entry] = []

@@ -13,14 +13,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.checkpointing import checkpointed
-from benchmarks.runner import AbsentError
-from benchmarks.subjects import compiled, converted
+from benchmarks.measure import forget
+from benchmarks.runner import AbsentError, Entry, attempt, say
+from benchmarks.subjects import checkpointed, compiled, converted
 from benchmarks.workloads import Workload
 from f8emu.torch import delayed_state_dict
 
 PARTS = ("output", "grad_input", "grad_weight", "grad_bias")
 CHECKPOINTED_PARTS = ("output", "grad_input", "grad_parameters", "delayed_state")
+
+
+def compared(subjects: Sequence[str], what: str, count: Callable[[str], dict[str, int]], **of: Any) -> list[Entry]:
+    """An entry for each subject of f8emu: how many numbers of each part differ, or why `count` failed."""
+    found: list[Entry] = []
+    for subject in (name for name in subjects if name.startswith("f8emu/")):
+        entry: Entry = {"subject": subject, **of}
+        found.append(entry)
+        with attempt(entry):
+            entry["numbers_differing"] = count(subject)
+        told = f"FAILED, {entry['failed']}" if "failed" in entry else verdict(entry["numbers_differing"])
+        say(f"{subject}, {what}: {told}")
+        forget()
+    return found
+
+
+def is_altered(entries: Sequence[Entry]) -> bool:
+    """Whether a comparison failed or found a number that differs."""
+    return any("failed" in e or any(e["numbers_differing"].values()) for e in entries)
+
+
+def verdict(differing: dict[str, int]) -> str:
+    parts = ", ".join(f"{count} of {part}" for part, count in differing.items() if count)
+    return f"DIFFERS in {parts}" if parts else f"equal, every bit of {', '.join(differing)}"
 
 
 def equal_to_torchao(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> list[dict[str, Any]]:

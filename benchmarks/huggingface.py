@@ -19,26 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import runner
 from benchmarks.kernels import draw_kernels, kernels
 from benchmarks.measure import forget
-from benchmarks.runner import (
-    DEVICE,
-    Bench,
-    Columns,
-    Entry,
-    add_ratios,
-    attempt,
-    bounds,
-    compile_without_limits,
-    draw_entries,
-    option,
-    package_version,
-    say,
-    scaled,
-    spread,
-    take_turns,
-    turns_of,
-)
 from benchmarks.subjects import MODES, SUBJECTS, compile_options, converted
 from benchmarks.timing import back_to_back, synchronize
 
@@ -85,28 +68,28 @@ class Training:
         return loss.detach()
 
 
-def _losses(entry: Entry) -> str:
+def _losses(entry: runner.Entry) -> str:
     losses = entry["losses"]
     return " ".join(f"{loss:.4f}" for loss in (losses[0], losses[WARMUP - 1], losses[-1]))
 
 
-BENCH = Bench(
+BENCH = runner.Bench(
     "benchmarks.huggingface",
     "A Hugging Face Llama in training.",
-    option("subjects", SUBJECTS, choices=SUBJECTS),
-    option("mode", "compiled", choices=MODES),
-    option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
-    *turns_of(5, 3),
-    option("recompute-casts", False, "f8emu's option, for less memory"),
-    option("tiny", False, "two tiny layers, 64 tokens, one step: for tests"),
-    DEVICE,
+    runner.option("subjects", SUBJECTS, choices=SUBJECTS),
+    runner.option("mode", "compiled", choices=MODES),
+    runner.option("kernels", (), "list the kernels of a step", choices=SUBJECTS, metavar="SUBJECT"),
+    *runner.turns_of(5, 3),
+    runner.option("recompute-casts", False, "f8emu's option, for less memory"),
+    runner.option("tiny", False, "two tiny layers, 64 tokens, one step: for tests"),
+    runner.DEVICE,
 )
-_COLUMNS: Columns = {
+_COLUMNS: runner.Columns = {
     "tokens/s": "tokens_per_second:.0f",
     "times bf16": "speed:.3f",
     "ms": "ms:.2f",
-    "min - max": bounds,
-    "peak GiB": scaled("peak_bytes", 2**30, ".2f"),
+    "min - max": runner.bounds,
+    "peak GiB": runner.scaled("peak_bytes", 2**30, ".2f"),
     f"loss 1, {WARMUP}, last": _losses,
 }
 
@@ -116,33 +99,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv)
     arguments, device, report = run.arguments, run.device, run.report
     _transformers()
-    compile_without_limits()
+    runner.compile_without_limits()
     config, shape = (_TINY_CONFIG, _TINY_SHAPE) if arguments.tiny else (_CONFIG, _SHAPE)
     rounds, steps = (1, 1) if arguments.tiny else (arguments.rounds, arguments.steps)
-    report["versions"]["transformers"] = package_version("transformers")
+    report["versions"]["transformers"] = runner.package_version("transformers")
     report |= {"config": config, "batch": list(shape), "mode": arguments.mode, "rounds": rounds, "steps": steps}
     run.announce(f", transformers {report['versions']['transformers']}")
     torch.manual_seed(0)
     ids = torch.randint(config["vocab_size"], shape, device=device)
-    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
+    entries: list[runner.Entry] = [{"subject": name} for name in arguments.subjects]
     ready: dict[str, Training] = {}
     for entry in entries:
         name = entry["subject"]
-        with attempt(entry):
+        with runner.attempt(entry):
             ready[name] = _ready(name, config, ids, arguments.mode, entry, arguments.recompute_casts)
-        say(f"{name}: {entry.get('absent') or entry.get('failed') or 'ready'}")
-    times = take_turns(
+        runner.say(f"{name}: {entry.get('absent') or entry.get('failed') or 'ready'}")
+    times = runner.take_turns(
         {name: lambda t=training: back_to_back(t.step, steps, device).ms for name, training in ready.items()}, rounds
     )
     for entry in (e for e in entries if e["subject"] in ready):
         training = ready[entry["subject"]]
-        entry |= spread(times[training.subject])
+        entry |= runner.spread(times[training.subject])
         entry["tokens_per_second"] = 1e3 * ids.numel() / entry["ms"]
         entry["losses"].append(training.step().item())
         if training.subject in arguments.kernels:
             entry["kernels"] = kernels(training.step, device)
-    add_ratios(entries, {})
-    draw_entries("Hugging Face Llama, a training step", entries, _COLUMNS)
+    runner.add_ratios(entries, {})
+    runner.draw_entries("Hugging Face Llama, a training step", entries, _COLUMNS)
     for e in entries:
         if "kernels" in e:
             draw_kernels(f"{e['subject']}: a step of {e['ms']:.2f} ms", e["kernels"])
@@ -153,7 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any("failed" in e or not all(map(math.isfinite, e["losses"])) for e in own))
 
 
-def _ready(name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: Entry, recompute_casts: bool) -> Training:
+def _ready(
+    name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: runner.Entry, recompute_casts: bool
+) -> Training:
     """The subject after its warm-up; its peak memory is measured beside what others hold."""
     device = ids.device
     others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

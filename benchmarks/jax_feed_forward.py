@@ -24,24 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 import f8emu.jax
+from benchmarks import runner
 from benchmarks.kernels import draw_kernels
-from benchmarks.runner import (
-    AbsentError,
-    Bench,
-    Columns,
-    Entry,
-    add_ratios,
-    attempt,
-    bounds,
-    draw_entries,
-    figure,
-    option,
-    say,
-    scaled,
-    spread,
-    take_turns,
-    turns_of,
-)
 from f8emu.spec import RECIPES
 
 BF16 = "bf16"
@@ -51,33 +35,36 @@ FLOAT8_GEMM = "__cublas$lt$matmul$f8"
 """XLA's name for cuBLASLt's float8 GEMM."""
 
 Linear = Callable[[jax.Array, jax.Array], jax.Array]
-FeedForward = Callable[..., jax.Array]
-"""(x, w1, w2, w3) -> output."""
 
 
-class Program(NamedTuple):
-    """A subject: a step, and what it is called with."""
+class Layers(NamedTuple):
+    """How a subject multiplies; most have no states."""
 
-    step: Callable[..., Any]
-    arguments: tuple[Any, ...]
+    linears: Callable[[Sequence[Any]], Sequence[Linear]]
+    """Of the states, one each."""
+    states: list[Any]
+    updated: Callable[[Any, Any], Any]
+    """(states, their gradients) -> those of the next step."""
+    settled: Callable[[Any], Any] | None = None
+    """What a state becomes after the first step, before the program is compiled."""
 
 
-BENCH = Bench(
+BENCH = runner.Bench(
     "benchmarks.jax_feed_forward",
     "Llama's feed-forward block in JAX: bfloat16, flax's float8 and f8emu.",
-    option("subjects", SUBJECTS, choices=SUBJECTS),
-    option("kernels", (), "list its kernels", choices=SUBJECTS, metavar="SUBJECT"),
-    option("blocks", 1, "in a row"),
-    option("tokens", 8192),
-    option("dim", 4096),
-    option("hidden", 14336),
-    *turns_of(7, 10),
+    runner.option("subjects", SUBJECTS, choices=SUBJECTS),
+    runner.option("kernels", (), "list its kernels", choices=SUBJECTS, metavar="SUBJECT"),
+    runner.option("blocks", 1, "in a row"),
+    runner.option("tokens", 8192),
+    runner.option("dim", 4096),
+    runner.option("hidden", 14336),
+    *runner.turns_of(7, 10),
 )
-_COLUMNS: Columns = {
+_COLUMNS: runner.Columns = {
     "ms": "ms:.3f",
-    "min - max": bounds,
+    "min - max": runner.bounds,
     "speed": "speed:.3f",
-    "GB": scaled("bytes", 1e9, ".3f"),
+    "GB": runner.scaled("bytes", 1e9, ".3f"),
     "memory": "memory:.3f",
     "float8 GEMMs": "float8_gemms:",
     "Triton kernels": "triton_kernels:",
@@ -91,30 +78,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = run.arguments
     sizes = {name: getattr(arguments, name) for name in ("blocks", "tokens", "dim", "hidden", "rounds", "steps")}
     tensors = _tensors(arguments.tokens, arguments.dim, arguments.hidden, arguments.blocks)
-    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
+    entries: list[runner.Entry] = [{"subject": name} for name in arguments.subjects]
     calls: dict[str, Callable[[], Any]] = {}
     for entry in entries:
-        with attempt(entry):
+        with runner.attempt(entry):
             calls[entry["subject"]] = _prepared(entry["subject"], tensors, arguments.kernels, entry)
-        say(f"{entry['subject']}: {figure(entry, 'compile_s', '.1f')} s to compile")
+        runner.say(f"{entry['subject']}: {runner.figure(entry, 'compile_s', '.1f')} s to compile")
     turns = {name: functools.partial(_back_to_back, call, arguments.steps) for name, call in calls.items()}
-    times = take_turns(turns, arguments.rounds)
+    times = runner.take_turns(turns, arguments.rounds)
     for entry in (e for e in entries if e["subject"] in times):
-        entry |= spread(times[entry["subject"]])
-    add_ratios(entries, {"memory": "bytes"})
+        entry |= runner.spread(times[entry["subject"]])
+    runner.add_ratios(entries, {"memory": "bytes"})
     for entry in (e for e in entries if "kernels" in e):
         draw_kernels(f"{entry['subject']}: the kernels of a step of {entry['ms']:.3f} ms", entry["kernels"])
     what = "feed-forward block" if arguments.blocks == 1 else f"{arguments.blocks} feed-forward blocks"
     title = f"{what}, {arguments.dim} -> {arguments.hidden} -> {arguments.dim}, {arguments.tokens} tokens"
-    draw_entries(f"{title}, forward + backward; speed and memory: times bf16's", entries, _COLUMNS)
+    runner.draw_entries(f"{title}, forward + backward; speed and memory: times bf16's", entries, _COLUMNS)
     run.record(**sizes, subjects=entries)
     own = (entry for entry in entries if entry["subject"].startswith("f8emu/"))
     return int(any(_is_wrong(entry, is_gpu, arguments.blocks) for entry in own))
 
 
-def _prepared(subject: str, tensors: tuple[jax.Array, ...], profiled: Sequence[str], entry: Entry) -> Callable[[], Any]:
+def _prepared(
+    subject: str, tensors: tuple[jax.Array, ...], profiled: Sequence[str], entry: runner.Entry
+) -> Callable[[], Any]:
     """The compiled step; what is known of it goes into `entry`."""
-    step, arguments = _program(subject, tensors)
+    layers = _layers(subject, [w for w in tensors[2:] if w.ndim == 2])  # without those of norms
+    step, states = functools.partial(_step, layers), layers.states
+    if layers.settled is not None:
+        *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
+        states = [layers.settled(state) for state in states]
+    arguments = (states, *tensors)
     start = time.perf_counter()
     compiled = f8emu.jax.jit(step).lower(*arguments).compile()
     entry["compile_s"] = time.perf_counter() - start
@@ -147,98 +141,69 @@ def _kernels(call: Callable[[], Any], steps: int = 3) -> list[dict[str, Any]]:
     return sorted(kernels, key=lambda kernel: -kernel["us"])
 
 
-def _program(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
+def _layers(subject: str, matrices: Sequence[jax.Array]) -> Layers:
     library, _, name = subject.partition("/")
     if library == "flax":
-        return _of_flax(name, tensors)
-    if subject != BF16 and RECIPES[recipe_of(subject)].delayed is not None:
-        return _of_delayed(subject, tensors)
-    blocks = len(tensors[2:]) // 4
+        return _of_flax(name, matrices)
+    if subject != BF16 and RECIPES[name].delayed is not None:
+        return _of_delayed(name, matrices)
     bf16 = functools.partial(lax.dot_general, preferred_element_type=jnp.bfloat16)
     product: Any = bf16 if subject == BF16 else f8emu.jax.dot_general(name)
-    block = _of_linears((functools.partial(_linear, product),) * 3)
-
-    def step(x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(functools.partial(_blocks, [block] * blocks), x, *weights)
-        return output, backward(_after(output, grad))
-
-    return Program(step, tensors)
+    linear = functools.partial(_linear, product)
+    return Layers(lambda states: [linear for _ in states], [() for _ in matrices], lambda states, _: states)
 
 
-def recipe_of(subject: str) -> str:
-    """The name of f8emu's recipe."""
-    return subject.split("/")[1]
+def _of_delayed(name: str, matrices: Sequence[jax.Array]) -> Layers:
+    delayed: Any = f8emu.jax.delayed_dot_general(name)
+
+    def linears(states: Sequence[Any]) -> list[Linear]:
+        return [lambda x, w, s=s: delayed(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states]
+
+    def updated(states: Sequence[Any], amaxes: Sequence[Any]) -> list[Any]:
+        return [f8emu.jax.linear_delayed_update(*both, name) for both in zip(states, amaxes, strict=True)]
+
+    states = [f8emu.jax.linear_delayed_state(name) for _ in matrices]
+    return Layers(linears, states, updated, f8emu.jax.linear_delayed_settled)
 
 
-def _of_delayed(subject: str, tensors: tuple[jax.Array, ...]) -> Program:
-    step, name = delayed_step(subject), recipe_of(subject)
-    states = [f8emu.jax.linear_delayed_state(name) for _ in _matrices(tensors[2:])]
-    *_, states = f8emu.jax.jit(step)(states, *tensors)  # scales of an earlier step
-    return Program(step, ([f8emu.jax.linear_delayed_settled(state) for state in states], *tensors))
-
-
-def delayed_step(subject: str) -> Callable[..., Any]:
-    """The step of a subject with delayed scaling, which takes three states a block first: of w1, w3 and w2."""
-    name = recipe_of(subject)
-    product: Any = f8emu.jax.delayed_dot_general(name)
-
-    def block(states: Sequence[Any]) -> FeedForward:
-        return _of_linears([lambda x, w, s=s: product(x, w, s, (((x.ndim - 1,), (0,)), ((), ()))) for s in states])
-
-    def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
-        return _blocks([block(states[i : i + 3]) for i in range(0, len(states), 3)], x, *weights)
-
-    def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(blocks, x, weights, states)
-        grad_x, grad_weights, amaxes = backward(_after(output, grad))
-        update = f8emu.jax.linear_delayed_update
-        return output, (grad_x, grad_weights), [update(*both, name) for both in zip(states, amaxes, strict=True)]
-
-    return step
-
-
-def _of_flax(name: str, tensors: tuple[jax.Array, ...]) -> Program:
+def _of_flax(name: str, matrices: Sequence[jax.Array]) -> Layers:
     try:
         from flax import linen
         from flax.linen import fp8_ops
     except ImportError as error:
-        raise AbsentError(str(error)) from error
+        raise runner.AbsentError(str(error)) from error
 
-    _, _, *weights = tensors
-    matrices = _matrices(weights)
-    dense = functools.partial(
-        linen.Dense,
-        use_bias=False,
-        dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
-        dot_general_cls=getattr(fp8_ops, name),
-    )
+    options: dict[str, Any] = {"use_bias": False, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     # Each layer is applied by itself, so that the block is the same code for every subject.
-    layers = [dense(w.shape[1]) for w in matrices]
-    found = []
+    layers = [linen.Dense(w.shape[1], dot_general_cls=getattr(fp8_ops, name), **options) for w in matrices]
+
+    def first(path: Any, like: Any) -> jax.Array:
+        """flax starts with scales of one and histories of zeros."""
+        return jnp.full(like.shape, float("scale" in jax.tree_util.keystr(path)), like.dtype)
+
+    states: list[Any] = []
     for layer, w in zip(layers, matrices, strict=True):
         shapes = jax.eval_shape(layer.init, jax.random.key(0), jax.ShapeDtypeStruct((1, w.shape[0]), jnp.bfloat16))
-        others = {key: value for key, value in shapes.items() if key != "params"}
-        # flax starts with scales of one and histories of zeros.
-        found.append(
-            jax.tree.map_with_path(
-                lambda path, s: jnp.full(s.shape, float("scale" in jax.tree_util.keystr(path)), s.dtype), others
-            )
-        )
+        states.append(jax.tree.map_with_path(first, {key: of for key, of in shapes.items() if key != "params"}))
 
-    def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
-        linears: list[Any] = [
+    def linears(states: Sequence[Any]) -> list[Any]:
+        return [
             lambda x, w, layer=layer, s=s: layer.apply({"params": {"kernel": w}, **s}, x)
             for layer, s in zip(layers, states, strict=True)
         ]
-        return _blocks([_of_linears(linears[i : i + 3]) for i in range(0, len(linears), 3)], x, *weights)
 
-    def step(states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
-        output, backward = jax.vjp(blocks, x, weights, states)
-        *grads, states = backward(_after(output, grad))  # flax overwrites its states with their gradients
-        return output, grads, states
+    return Layers(linears, states, lambda _, overwritten: overwritten)  # by their gradients
 
-    return Program(step, (found, *tensors))
+
+def _step(layers: Layers, states: Any, x: jax.Array, grad: jax.Array, *weights: jax.Array) -> Any:
+    """Output, gradients of input and weights, and the next states."""
+
+    def blocks(x: jax.Array, weights: Sequence[jax.Array], states: Sequence[Any]) -> jax.Array:
+        return _blocks(layers.linears(states), x, weights)
+
+    output, backward = jax.vjp(blocks, x, weights, states)
+    *grads, of_states = backward(_after(output, grad))
+    return output, grads, layers.updated(states, of_states)
 
 
 def _after(output: jax.Array, grad: jax.Array) -> jax.Array:
@@ -250,25 +215,16 @@ def _linear(product: Any, x: jax.Array, w: jax.Array) -> jax.Array:
     return product(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-def _matrices(weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """Without the weights of norms."""
-    return [w for w in weights if w.ndim == 2]
-
-
-def _blocks(feed_forwards: Sequence[FeedForward], x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """Blocks in a row, of four weights each: of the norm, w1, w3, w2."""
-    for i, feed_forward in enumerate(feed_forwards):
+def _blocks(linears: Sequence[Linear], x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+    """Blocks in a row, of four weights and three layers each: of the norm, w1, w3, w2."""
+    for i in range(len(weights) // 4):
         norm, w1, w3, w2 = weights[4 * i : 4 * i + 4]
+        first, third, second = linears[3 * i : 3 * i + 3]
         wide = x.astype(jnp.float32)
-        scaled = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
-        x = x + feed_forward(scaled.astype(jnp.bfloat16) * norm, w1, w2, w3)
+        normalized = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-5)
+        y = normalized.astype(jnp.bfloat16) * norm
+        x = x + second(jax.nn.silu(first(y, w1)) * third(y, w3), w2)
     return x
-
-
-def _of_linears(linears: Sequence[Linear]) -> FeedForward:
-    """The block of three layers: w1, w3, w2."""
-    first, third, second = linears
-    return lambda x, w1, w2, w3: second(jax.nn.silu(first(x, w1)) * third(x, w3), w2)
 
 
 def _tensors(tokens: int, dim: int, hidden: int, blocks: int) -> tuple[jax.Array, ...]:
@@ -299,10 +255,10 @@ def _back_to_back(call: Callable[[], Any], steps: int) -> float:
     return 1e3 * (time.perf_counter() - start) / steps
 
 
-def _is_wrong(entry: Entry, is_gpu: bool, blocks: int) -> bool:
+def _is_wrong(entry: runner.Entry, is_gpu: bool, blocks: int) -> bool:
     if "failed" in entry or not entry.get("is_finite"):
         return True
-    recipe = RECIPES[recipe_of(entry["subject"])]
+    recipe = RECIPES[entry["subject"].partition("/")[2]]
     is_blockwise = recipe.output.a.granularity.is_blockwise
     gemms = sum(3 for gemm in recipe.gemms.values() if not gemm.is_high_precision)
     return is_gpu and not is_blockwise and entry["float8_gemms"] != gemms * blocks

@@ -13,7 +13,6 @@ under the recipe.
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,17 +28,14 @@ from torch import nn
 import f8emu.jax
 from benchmarks.corpus import Corpus, read_corpus
 from benchmarks.runner import Bench, draw, option, say
-from benchmarks.train import BF16, FIGURES, HEAD, LAST, WARMUP, in_range, judge, mean, rate
+from benchmarks.train import BF16, FIGURES, HEAD, WARMUP, Batches, followed, in_range, judge, of_torch, rate
 from f8emu import interop
 from f8emu.interop import DEFAULT_RULES, ParameterRule
 from f8emu.jax.hosts.flax_linen import Float8DotGeneral
 from f8emu.spec import RECIPES
-from f8emu.torch import convert_to_float8_training
 
 SIZE: dict[str, Any] = {"layers": 2, "dim": 128, "hidden": 256, "heads": 2, "length": 64}
-ROWS = 4
-"""Sequences in a batch."""
-HELD_OUT_BATCHES = 8
+BATCHES = Batches(rows=4, length=SIZE["length"], held_out=8)
 
 
 class Block(linen.Module):
@@ -179,60 +175,19 @@ def train_jax(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespac
         state, loss = step(state, _array(tokens))
         return loss
 
-    return _run("jax", name, seed, corpus, arguments, one, lambda tokens: evaluate(state.params, _array(tokens)))
+    def held_out(tokens: torch.Tensor) -> jax.Array:
+        return evaluate(state.params, _array(tokens))
+
+    run = {"library": "jax", "name": name, "seed": seed}
+    return run | followed(f"jax {name}", seed, corpus, arguments, BATCHES, one, held_out)
 
 
 def train_torch(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
     """The same run of torch's model, on the CPU."""
     torch.manual_seed(seed)
-    model = SameTransformer(**SIZE)
-    if name != BF16:
-        convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=lambda module, fqn: fqn != HEAD)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-
-    def one(tokens: torch.Tensor, learning_rate: float) -> torch.Tensor:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(tokens)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.detach()
-
-    @torch.no_grad()
-    def evaluate(tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(tokens)
-
-    return _run("torch", name, seed, corpus, arguments, one, evaluate)
-
-
-def _run(
-    library: str,
-    name: str,
-    seed: int,
-    corpus: Corpus,
-    arguments: argparse.Namespace,
-    one: Callable[[torch.Tensor, float], Any],
-    evaluate: Callable[[torch.Tensor], Any],
-) -> dict[str, Any]:
-    """Losses of every step and on the held-out text; batches and learning rates are the same in both libraries."""
-    generator = torch.Generator().manual_seed(seed)
-    start = time.perf_counter()
-    losses = [
-        one(corpus.batch(generator, ROWS, SIZE["length"]), arguments.lr * rate(step, arguments.steps))
-        for step in range(arguments.steps)
-    ]
-    curve = [float(loss) for loss in losses]
-    seconds = time.perf_counter() - start
-    batches = corpus.held_out_batches(HELD_OUT_BATCHES, ROWS, SIZE["length"])
-    held_out = mean([float(evaluate(tokens)) for tokens in batches])
-    run = {"library": library, "name": name, "seed": seed, "seconds": round(seconds, 2), "losses": curve}
-    run |= {"training": mean(curve[-LAST:]), "held_out": held_out}
-    say(f"{library} {name} seed {seed}: {run['training']:.4f} training, {held_out:.4f} held out, {seconds:.1f} s")
-    return run
+    calls = of_torch(name, SameTransformer(**SIZE), torch.device("cpu"))
+    run = {"library": "torch", "name": name, "seed": seed}
+    return run | followed(f"torch {name}", seed, corpus, arguments, BATCHES, *calls)
 
 
 BENCH = Bench(
@@ -251,7 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = BENCH.parse(argv, device="cpu")
     arguments, report = run.arguments, run.report
     corpus = read_corpus()
-    report |= {"jax_device": jax.devices()[0].device_kind, "corpus": corpus.description, "model": SIZE, "rows": ROWS}
+    report |= {
+        "jax_device": jax.devices()[0].device_kind,
+        "corpus": corpus.description,
+        "model": SIZE,
+        "rows": BATCHES.rows,
+    }
     report |= {"steps": arguments.steps, "warmup": WARMUP, "learning_rate": arguments.lr}
     say(f"JAX on {report['jax_device']}, {report['versions']['jax']}; torch on the CPU")
     runs: list[dict[str, Any]] = []

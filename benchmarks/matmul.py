@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a table and records."""
     run = BENCH.parse(argv)
     arguments = run.arguments
-    torch.manual_seed(0)
     run.announce()
     gemms: list[Entry] = []
     for name, (k, n) in SHAPES.items():

@@ -85,6 +85,7 @@ class Bench:
             parser.add_argument(f"--{name}", **settings)
         own = given[: given.index("--")] if "--" in given else given
         arguments = parser.parse_args(own)
+        torch.manual_seed(0)
         return Run(self.module, given, arguments, torch.device(device or arguments.device))
 
 

@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from benchmarks import workloads
 from benchmarks.measure import forget, measure
 from benchmarks.runner import DEVICE, Bench, draw, figure, option, say, turns_of
@@ -53,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints tables, records after every size; exit status 1 if a subject failed."""
     run = BENCH.parse(argv)
     arguments, device, report = run.arguments, run.device, run.report
-    torch.manual_seed(0)
     timings = TIMINGS if device.type == "cuda" else TIMINGS[:1]
     wanted = [(name, "eager") for name in arguments.subjects]
     report |= {"tokens": arguments.tokens, "rounds": arguments.rounds, "steps": arguments.steps, "points": []}

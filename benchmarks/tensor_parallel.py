@@ -30,27 +30,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import parallel as tp
 from torch.nn.functional import cross_entropy
 
+from benchmarks import runner
 from benchmarks.measure import graphs_compiled
 from benchmarks.ranks import DividedError, Ranks, join, leave, together
-from benchmarks.runner import (
-    BASELINE,
-    DEVICE,
-    AbsentError,
-    Bench,
-    Columns,
-    Entry,
-    add_ratios,
-    draw_entries,
-    option,
-    scaled,
-    spread,
-    turns_of,
-)
 from benchmarks.subjects import converted, torchao_float8
 from benchmarks.timing import back_to_back, synchronize
 from examples.train_llama import FLOAT8_STYLES, STYLES, Llama, Size, initialize, parallelize_tensors
 
-SUBJECTS = (BASELINE, "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed", "f8emu/rowwise")
+SUBJECTS = (runner.BASELINE, "torchao/tensorwise", "f8emu/tensorwise", "f8emu/delayed", "f8emu/rowwise")
 HEAD = "output"
 """The one linear layer that stays in bfloat16, as in torchtitan."""
 WARMUP = 4
@@ -95,7 +82,7 @@ class Subject:
         self.optimizer.zero_grad()
         self.launched.append(loss.detach())
 
-    def turn(self, steps: int) -> Entry:
+    def turn(self, steps: int) -> runner.Entry:
         """Times `steps` steps, after one that is not timed; the figures of all turns so far."""
         device, before = self.run.ranks.device, 0
         if device.type == "cuda":
@@ -106,7 +93,7 @@ class Subject:
             self.peak = max(self.peak, torch.cuda.max_memory_allocated(device) - before + self.resident)
         self.losses += [loss.to_local().item() for loss in self.launched]
         self.launched.clear()
-        found = spread(self.ms)
+        found = runner.spread(self.ms)
         tokens = self.run.batch * self.run.length
         found |= {"tokens_per_second": 1e3 * tokens / found["ms"], "losses": list(self.losses)}
         return found | ({"peak_bytes": self.peak} if self.peak else {})
@@ -146,7 +133,7 @@ def styles_of(name: str) -> tuple[Any, Any, Any]:
     Raises:
         AbsentError: torchao is not installed.
     """
-    if name == BASELINE:
+    if name == runner.BASELINE:
         return STYLES
     if name.startswith("f8emu/"):
         return FLOAT8_STYLES
@@ -162,15 +149,15 @@ def tokens_of(step: int, run: Run) -> Tensor:
     return (drawn**4 * run.size.vocabulary).long()
 
 
-def measure(entries: list[Entry], run: Run, rounds: int, steps: int) -> None:
+def measure(entries: list[runner.Entry], run: Run, rounds: int, steps: int) -> None:
     """Fills in the entries, after every turn: figures, or why there are none.
 
     Raises:
         DividedError: the run cannot go on.
     """
-    ready: list[tuple[Subject, Entry]] = []
+    ready: list[tuple[Subject, runner.Entry]] = []
 
-    def turn(subject: Subject, entry: Entry) -> None:
+    def turn(subject: Subject, entry: runner.Entry) -> None:
         compiled = graphs_compiled()
         if (figures := _attempt(entry, lambda: subject.turn(steps), run)) is not None:
             entry |= figures
@@ -197,11 +184,11 @@ def measure(entries: list[Entry], run: Run, rounds: int, steps: int) -> None:
     gc.unfreeze()
 
 
-def _attempt(entry: Entry, call: Callable[[], Any], run: Run) -> Any:
+def _attempt(entry: runner.Entry, call: Callable[[], Any], run: Run) -> Any:
     """What `call` gives, or None, with the reason in the entry."""
     try:
         return together(call, run.ranks)
-    except AbsentError as error:
+    except runner.AbsentError as error:
         entry["absent"] = str(error)
     except RuntimeError as error:
         entry["absent" if entry["subject"].startswith("torchao/") else "failed"] = str(error)
@@ -211,27 +198,27 @@ def _attempt(entry: Entry, call: Callable[[], Any], run: Run) -> Any:
     return None
 
 
-def _status(entries: Sequence[Entry]) -> int:
+def _status(entries: Sequence[runner.Entry]) -> int:
     own = [e for e in entries if not e["subject"].startswith("torchao/")]
     return int(any("failed" in e or "ms" not in e or not all(map(math.isfinite, e["losses"])) for e in own))
 
 
 SIZES = {False: (Size(2048, 16, 32, 8, 8192, 32768), 4096), True: (Size(64, 2, 4, 2, 128, 256), 32)}
 """Whether it is tiny -> the model, and the length of a sequence."""
-BENCH = Bench(
+BENCH = runner.Bench(
     "benchmarks.tensor_parallel",
     "A Llama under tensor parallelism, in float8.",
-    option("subjects", SUBJECTS, choices=SUBJECTS),
-    option("batch", 8, "sequences of 4,096 tokens"),
-    *turns_of(3, 5),
-    option("tiny", False, "two tiny blocks, one step: for tests"),
-    DEVICE,
+    runner.option("subjects", SUBJECTS, choices=SUBJECTS),
+    runner.option("batch", 8, "sequences of 4,096 tokens"),
+    *runner.turns_of(3, 5),
+    runner.option("tiny", False, "two tiny blocks, one step: for tests"),
+    runner.DEVICE,
 )
-_COLUMNS: Columns = {
+_COLUMNS: runner.Columns = {
     "tokens/s": "tokens_per_second:.0f",
     "speed": "speed:.3f",
     "step ms": "ms:.2f",
-    "peak GiB": scaled("peak_bytes", 2**30, ".2f"),
+    "peak GiB": runner.scaled("peak_bytes", 2**30, ".2f"),
     "memory": "memory:.3f",
     "loss 1, last": lambda e: f"{e['losses'][0]:.4f} {e['losses'][-1]:.4f}" if "losses" in e else "-",
     "less bf16's": "last_loss_less_bf16:+.4f",
@@ -251,16 +238,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks.command(report)
     report |= {"model": size._asdict(), "parameters": parameters, "batch": batch, "tokens": batch * length}
     report |= {"rounds": rounds, "steps": steps}
-    entries: list[Entry] = [{"subject": name} for name in arguments.subjects]
+    entries: list[runner.Entry] = [{"subject": name} for name in arguments.subjects]
     is_divided = False
     try:
         measure(entries, run, rounds, steps)
     except DividedError:
         is_divided = True
-    add_ratios(entries, {"memory": "peak_bytes"})
+    runner.add_ratios(entries, {"memory": "peak_bytes"})
     if ranks.is_first:
         title = f"Llama of {parameters / 1e6:.0f} M parameters, {batch * length} tokens, {report['device']}"
-        draw_entries(f"{title}; speed and memory: times bf16's", entries, _COLUMNS)
+        runner.draw_entries(f"{title}; speed and memory: times bf16's", entries, _COLUMNS)
         bench.record(subjects=entries)
     leave(ranks, is_divided=is_divided)
     return _status(entries)

@@ -16,12 +16,12 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.corpus import Corpus, read_corpus
 from benchmarks.models import Llama
@@ -42,43 +42,81 @@ TINY = {"layers": 2, "dim": 128, "hidden": 128, "heads": 2, "kv_heads": 2, "leng
 """All GEMMs of one size, 128^3 with two rows: the emulation compiles few kernels."""
 
 
-def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One run: losses of every step and on the held-out text."""
-    device = torch.device(arguments.device)
-    size, rows = (TINY, 2) if arguments.tiny else (FULL, 16)
-    torch.manual_seed(seed)
-    model = Llama(**size)
+class Batches(NamedTuple):
+    """How the text is cut."""
+
+    rows: int
+    length: int
+    held_out: int
+    """Batches of the held-out text."""
+
+
+def followed(
+    label: str,
+    seed: int,
+    corpus: Corpus,
+    arguments: argparse.Namespace,
+    batches: Batches,
+    one: Callable[[Tensor, float], Any],
+    evaluate: Callable[[Tensor], Any],
+) -> dict[str, Any]:
+    """Losses of every step and on the held-out text; batches and learning rates are those of all runs of the seed.
+
+    `one` takes a step on tokens at a learning rate, and gives the loss before it.
+    """
+    rows, length, count = batches
+    generator = torch.Generator().manual_seed(seed)
+    start = time.perf_counter()
+    losses = [
+        one(corpus.batch(generator, rows, length), arguments.lr * rate(step, arguments.steps))
+        for step in range(arguments.steps)
+    ]
+    curve = [float(loss) for loss in losses]
+    seconds = time.perf_counter() - start
+    training = mean(curve[-LAST:])
+    held_out = mean([float(evaluate(tokens)) for tokens in corpus.held_out_batches(count, rows, length)])
+    say(f"{label} seed {seed}: {training:.4f} training, {held_out:.4f} held out, {seconds:.1f} s")
+    return {"seconds": round(seconds, 2), "losses": curve, "training": training, "held_out": held_out}
+
+
+def of_torch(
+    name: str, model: nn.Module, device: torch.device
+) -> tuple[Callable[[Tensor, float], Tensor], Callable[[Tensor], Tensor]]:
+    """Converts a model for a run; the two functions that `followed` takes."""
     if name != BF16:
-        convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=_is_converted)
+        convert_to_float8_training(model, config=RECIPES[name], module_filter_fn=lambda _, fqn: fqn != HEAD)
         left = [fqn for fqn, module in model.named_modules() if type(module) is nn.Linear and fqn != HEAD]
         assert not left, f"{name}: {', '.join(left)} not converted; its loss would be bfloat16's"
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    generator = torch.Generator().manual_seed(seed)
-    losses: list[torch.Tensor] = []
-    start = time.perf_counter()
-    for step in range(arguments.steps):
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+
+    def one(tokens: Tensor, learning_rate: float) -> Tensor:
         for group in optimizer.param_groups:
-            group["lr"] = arguments.lr * rate(step, arguments.steps)
-        tokens = corpus.batch(generator, rows, size["length"]).to(device)
+            group["lr"] = learning_rate
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = model(tokens)
+            loss = model(tokens.to(device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.detach())
-    curve = [float(loss) for loss in losses]
-    seconds = time.perf_counter() - start
-    model.eval()
-    batches = corpus.held_out_batches(2 if arguments.tiny else 32, rows, size["length"])
-    with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16):
-        held_out = [float(model(tokens.to(device))) for tokens in batches]
-    run = {"name": name, "seed": seed, "seconds": round(seconds, 2), "losses": curve}
-    run |= {"training": mean(curve[-LAST:]), "held_out": mean(held_out)}
-    run["parameters"] = sum(p.numel() for p in model.parameters())
-    say(f"{name} seed {seed}: {run['training']:.4f} training, {run['held_out']:.4f} held out, {seconds:.1f} s")
-    return run
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(tokens: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            return model.eval()(tokens.to(device))
+
+    return one, evaluate
+
+
+def train(name: str, seed: int, corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One run."""
+    size, batches = (TINY, Batches(2, 64, 2)) if arguments.tiny else (FULL, Batches(16, 256, 32))
+    torch.manual_seed(seed)
+    model = Llama(**size)
+    calls = of_torch(name, model, torch.device(arguments.device))
+    run = {"name": name, "seed": seed, **followed(name, seed, corpus, arguments, batches, *calls)}
+    return run | {"parameters": sum(p.numel() for p in model.parameters())}
 
 
 def judge(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -184,10 +222,6 @@ def in_range(of: dict[str, Any]) -> list[str]:
     return [f"{of['loss']:.4f}", seeds, "yes" if of["in_range"] else "NO"]
 
 
-def _is_converted(module: nn.Module, fqn: str) -> bool:
-    return fqn != HEAD
-
-
 def rate(step: int, steps: int) -> float:
     """Linear rise, then a cosine down to a tenth."""
     rise = min(WARMUP, max(1, steps // 4))
@@ -201,11 +235,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _smooth(losses: Sequence[float], width: int = 10) -> list[float]:
-    found = []
-    for i in range(len(losses)):
-        window = losses[max(0, i - width + 1) : i + 1]
-        found.append(mean(window))
-    return found
+    return [mean(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
 
 
 if __name__ == "__main__":

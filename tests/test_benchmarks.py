@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import host, huggingface, linear, matmul, sizes, train, workloads
-from benchmarks.checkpointing import ATTENTION_OPS, BFLOAT16_OPS, checkpointed
+from benchmarks import host, huggingface, linear, matmul, runner, sizes, train, workloads
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.gemms import Shape
 from benchmarks.kernels import KINDS, Run, draw_exposure, exposure, kinds
 from benchmarks.models import TransformerBlock
-from benchmarks.subjects import SUBJECTS, converted
+from benchmarks.subjects import ATTENTION_OPS, BFLOAT16_OPS, SUBJECTS, checkpointed, converted
 from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
 from benchmarks.workloads import HIGH_PRECISION_GEMM
@@ -257,7 +256,7 @@ def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     stub = SimpleNamespace(LlamaConfig=dict, LlamaForCausalLM=Llama, __version__="stub")
     monkeypatch.setitem(sys.modules, "transformers", stub)
-    monkeypatch.setattr(huggingface, "package_version", lambda package: stub.__version__)  # another may be installed
+    monkeypatch.setattr(runner, "package_version", lambda package: stub.__version__)  # another may be installed
     out, subjects = tmp_path / "huggingface.json", "bf16 f8emu/tensorwise f8emu/delayed"
     given = f"--device cpu --tiny --mode eager --json {out} --subjects {subjects}".split()
     assert huggingface.main(given) == 0
