@@ -4,7 +4,6 @@ The witnesses are literals of the documents, a search for the nearest code in ex
 """
 
 import math
-import re
 import struct
 from collections.abc import Callable
 from fractions import Fraction
@@ -29,7 +28,6 @@ from f8emu.spec import (
     FLOAT16,
     FLOAT32,
     Format,
-    OperandError,
     Overflow,
     SpecError,
 )
@@ -473,15 +471,3 @@ def test_results_are_writable_and_apart() -> None:
     first = f8.decode(x)
     first[:] = 7
     assert f8.decode(x).tolist() == [0, 0, 0, 0]
-
-
-def test_other_dtypes_and_formats_are_refused() -> None:
-    for x in (np.zeros(3), np.zeros(3, np.uint8), np.zeros(3, np.float32), "code"):
-        with pytest.raises(OperandError, match=re.escape("decode: x must have dtype float8_e4m3fn")):
-            f8.decode(x)
-    for x in (np.zeros(3), 1.0, np.zeros(3, np.int32), np.zeros(3, ml_dtypes.float8_e5m2)):
-        with pytest.raises(OperandError, match=r"cast: x must have dtype float32, bfloat16, float16; got .*; convert"):
-            f8.cast(x, E4M3FN)
-    for format in ("float8_e8m0fnu", "bfloat16", "e4m3"):
-        with pytest.raises(SpecError, match=re.escape(format)):
-            f8.cast(np.zeros(2, np.float32), format)
