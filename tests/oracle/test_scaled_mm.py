@@ -116,7 +116,7 @@ ROWS: list[Row] = [
     *(("EPI-5: the scales first", blocks(0.5), blocks(1), [power(x)], [power(y)], pair, {}, f32(power(-50)))
         for pair in BLOCKWISE_PAIRS[1:] for x, y in ((-149, 100), (100, -149))),
     # 1 * 1 * 2 + 2 * 4 * 8 + 3 * 16 * 32, and a tail of 44 in a block of its own: + 5 * 64 * 128.
-    *(("EPI-5: every block meets its own scales", [*blocks(1, 2, 3), *[0.0] * 43, 5], [*blocks(1, 1, 1), *[0.0] * 43, 1],
+    *(("EPI-5: each block meets its own scales", [*blocks(1, 2, 3), *[0.0] * 43, 5], [*blocks(1, 1, 1), *[0.0] * 43, 1],
         [1, 4, 16, 64], [2, 8, 32, 128], pair, {}, f32(42562)) for pair in BLOCKWISE_PAIRS),
     ("EPI-5: 2^24 + 1 is a tie",
         blocks(1, 1, -1), blocks(1, 1, 1), [1] * 3, [1 << 24, 1, 1 << 24], VECTORS, {}, f32(0)),
