@@ -4,6 +4,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -87,19 +89,16 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plant(folder: Path, file: str, line: str) -> str | None:
-    """Appends the line, and gives the text that was there before."""
+@contextmanager
+def planted(folder: Path, file: str, line: str) -> Iterator[None]:
+    """With the line at the end of the file."""
     path = folder / file
     before = path.read_text() if path.exists() else None
     path.write_text(f"{before or ''}\n{line}\n")
-    return before
-
-
-def restore(folder: Path, file: str, before: str | None) -> None:
-    if before is None:
-        (folder / file).unlink()
-    else:
-        (folder / file).write_text(before)
+    try:
+        yield
+    finally:
+        path.unlink() if before is None else path.write_text(before)
 
 
 def lint_imports(folder: Path, *contracts: str) -> subprocess.CompletedProcess[str]:
@@ -128,11 +127,8 @@ def test_every_contract_is_kept(copy: Path) -> None:
     [(contract, file, line) for contract, plants in PLANTS.items() for file, line in plants],
 )
 def test_planted_violation_breaks_its_contract(copy: Path, contract: str, file: str, line: str) -> None:
-    before = plant(copy, file, line)
-    try:
+    with planted(copy, file, line):
         result = lint_imports(copy, contract)
-    finally:
-        restore(copy, file, before)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "0 kept, 1 broken" in result.stdout
 
@@ -154,10 +150,7 @@ def test_planted_import_breaks_the_rule(copy: Path, file: str, line: str, rule: 
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=TID", "--output-format=concise", file]
     clean = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
     assert clean.returncode == 0, clean.stdout + clean.stderr
-    before = plant(copy, file, line)
-    try:
-        planted = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
-    finally:
-        restore(copy, file, before)
-    assert planted.returncode == 1
-    assert f" {rule} " in planted.stdout
+    with planted(copy, file, line):
+        found = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1
+    assert f" {rule} " in found.stdout

@@ -80,33 +80,21 @@ SIGNATURES = {
     ),
     "update_delayed_state": "(state, amax, format, rule, delayed)",
 }
-# What torch adds and defaults otherwise. Names and order of the operands are the oracle's.
-OF_TORCH: dict[str, dict[str, object]] = {
-    "dequantize": {"out_dtype": "torch.float32"},
-    "initial_delayed_state": {"device": None},
-    "mm": {"engine": "auto", "out_dtype": "torch.bfloat16", "split_k": None},
-    "scaled_grouped_mm": {"engine": "auto", "out_dtype": "torch.bfloat16"},
-    "scaled_mm": {
-        "engine": "auto",
-        "granularity_a": None,
-        "granularity_b": None,
-        "out_dtype": None,
-        "split_k": None,
-    },
-}
-# The same of JAX.
-OF_JAX: dict[str, dict[str, object]] = {
-    "dequantize": {"out_dtype": "float32"},
-    "mm": {"engine": "auto", "split_k": None},
-    "scaled_grouped_mm": {"engine": "auto"},
-    "scaled_mm": {"engine": "auto", "granularity_a": None, "granularity_b": None, "split_k": None},
-}
-# The same of numpy.
 OF_NUMPY: dict[str, dict[str, object]] = {
     "dequantize": {"out_dtype": "float32"},
     "mm": {"split_k": None},
     "scaled_mm": {"granularity_a": None, "granularity_b": None, "split_k": None},
 }
+GEMMS = ("mm", "scaled_grouped_mm", "scaled_mm")
+OF_JAX = OF_NUMPY | {gemm: {"engine": "auto", **OF_NUMPY.get(gemm, {})} for gemm in GEMMS}
+OF_TORCH = {
+    "dequantize": {"out_dtype": "torch.float32"},
+    "initial_delayed_state": {"device": None},
+    "mm": OF_JAX["mm"] | {"out_dtype": "torch.bfloat16"},
+    "scaled_grouped_mm": OF_JAX["scaled_grouped_mm"] | {"out_dtype": "torch.bfloat16"},
+    "scaled_mm": OF_JAX["scaled_mm"] | {"out_dtype": None},
+}
+"""What the production paths add and default otherwise. Names and order of the operands are the oracle's."""
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

@@ -1,4 +1,4 @@
-"""The command line, called in this process."""
+"""The command line, called in this process, and few recorded GEMMs to give it."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import Any
 from typer.testing import CliRunner
 
 from f8emu import cli
+from f8emu.conformance import GoldenFile, read_golden, shipped_golden, write_golden
 
 
-def invoke(*arguments: str, **environment: str | None) -> tuple[int, str, str]:
+def invoke(*arguments: object, **environment: str | None) -> tuple[int, str, str]:
     """Exit status, standard output and standard error; any exception but the exit is raised."""
-    result = CliRunner().invoke(cli.build_app(), list(arguments), env=environment)
+    result = CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments], env=environment)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
@@ -20,3 +21,10 @@ def invoke(*arguments: str, **environment: str | None) -> tuple[int, str, str]:
 def stages_in(report: Path) -> dict[str, dict[str, Any]]:
     """Name -> stage of the first subject of a JSON report."""
     return {stage["stage"]: stage for stage in json.loads(report.read_text())["subjects"][0]["stages"]}
+
+
+def few_recorded(path: Path, *numbers: int) -> GoldenFile:
+    """A file of these cases of the shipped one."""
+    shipped = shipped_golden()
+    write_golden(path, [shipped.cases[number] for number in numbers], shipped.metadata)
+    return read_golden(path)

@@ -14,10 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import f8ref.numpy as f8ref
-from f8emu import cli
 from f8emu.capture import (
     Budget,
     CaptureError,
@@ -50,6 +48,7 @@ from f8emu.spec import (
     SpecError,
 )
 from f8emu.split_k.plan import CHIP
+from tests.conformance.command import invoke
 
 M, N, K = 40, 144, 272
 LIMIT = writer.RESERVED + 200_000
@@ -119,10 +118,16 @@ def gemm_record(
     return record, arrays
 
 
-def written(root: Path, recipe: Recipe, records: Records, limit: int | None = None, **changes: Any) -> Path:
-    made = StepWriter(root, header(recipe, **changes), Budget(limit))
+def unfinished(root: Path, records: Records, recipe: str = "rowwise", limit: int | None = None, **changes: Any) -> Any:
+    """The writer of a step whose process died."""
+    made = StepWriter(root, header(RECIPES[recipe], **changes), Budget(limit))
     for record, arrays in records:
         made.add(record, {name: stored(array) for name, array in arrays.items()})
+    return made
+
+
+def written(root: Path, records: Records, recipe: str = "rowwise", **changes: Any) -> Path:
+    made = unfinished(root, records, recipe, **changes)
     path = made.close()
     assert path is not None, made.fault
     return path
@@ -146,13 +151,6 @@ def layers() -> dict[str, Records]:
     return {name: layer(recipe) for name, recipe in RECIPES.items()}
 
 
-def invoke(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(cli.build_app(), [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 def again(path: Path) -> Replay:
     return replay(read_capture(path), oracle="f8ref.numpy")
 
@@ -162,7 +160,7 @@ def again(path: Path) -> Replay:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_replay_is_equal_under_every_recipe(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    written(tmp_path, RECIPES[name], layers[name])
+    written(tmp_path, layers[name], name)
     found = again(tmp_path)
     assert found.is_equal, [one.line() for one in found.findings]
     assert not found.not_replayed and not found.missing and not found.damaged
@@ -177,7 +175,7 @@ def test_tensors_may_come_after_their_casts(layers: dict[str, Records], tmp_path
     """As the callbacks of JAX may."""
     records = layers["blockwise"][:3]
     backwards = [(replace(record, order=2 - record.order), arrays) for record, arrays in records]
-    written(tmp_path, RECIPES["blockwise"], backwards)
+    written(tmp_path, backwards, "blockwise")
     found = again(tmp_path)
     assert found.is_equal and found.counts["codes"].parts == 2 and not found.not_replayed
 
@@ -198,7 +196,7 @@ def test_one_flipped_bit_is_named(
 ) -> None:
     """The first stage, its element, and the tensor that the operand was made of."""
     bit = 20 if part.endswith("scale") else 0
-    written(tmp_path, RECIPES[name], flipped(layers[name], "layers.0.w1", gemm, part, index, bit))
+    written(tmp_path, flipped(layers[name], "layers.0.w1", gemm, part, index, bit), name)
     found = again(tmp_path)
     first = found.findings[0]
     assert (first.step, first.place, first.part, first.tensor) == ("step 7", f"layers.0.w1 {gemm}", part, tensor)
@@ -218,7 +216,7 @@ def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> N
     arrays = {**arrays, "a.codes": codes, "a.scale": scales.scale, "product": product}
     for is_sharded in (True, False):
         path = tmp_path / str(is_sharded)
-        written(path, recipe, [*tensors, (replace(record, is_sharded=is_sharded), arrays)])
+        written(path, [*tensors, (replace(record, is_sharded=is_sharded), arrays)], "tensorwise")
         found = again(path)
         assert found.is_equal == is_sharded
         assert [one.part for one in found.findings] == ([] if is_sharded else ["a.scale"])
@@ -226,9 +224,8 @@ def test_the_scale_of_a_sharded_tensor_is_taken_as_captured(tmp_path: Path) -> N
 
 
 def test_without_tensors_the_pattern_names_the_operand(tmp_path: Path) -> None:
-    recipe = RECIPES["rowwise"]
-    gemms = [one for one in layer(recipe) if isinstance(one[0], GemmRecord)]
-    written(tmp_path, recipe, flipped(gemms, "layers.0.w1", "output", "b.codes", (9, 1), bit=6))
+    gemms = [one for one in layer(RECIPES["rowwise"]) if isinstance(one[0], GemmRecord)]
+    written(tmp_path, flipped(gemms, "layers.0.w1", "output", "b.codes", (9, 1), bit=6))
     found = again(tmp_path)
     assert [one.part for one in found.findings] == ["product"]
     assert "column 9" in found.findings[0].cause and "(weight)" in found.findings[0].cause
@@ -236,12 +233,11 @@ def test_without_tensors_the_pattern_names_the_operand(tmp_path: Path) -> None:
 
 
 def test_a_split_that_was_not_planned_is_named(tmp_path: Path) -> None:
-    recipe = RECIPES["tensorwise"]
     records = [
         (replace(record, split_k=1) if isinstance(record, GemmRecord) else record, arrays)
-        for record, arrays in layer(recipe, split_k={"output": 3})
+        for record, arrays in layer(RECIPES["tensorwise"], split_k={"output": 3})
     ]
-    written(tmp_path, recipe, records)
+    written(tmp_path, records, "tensorwise")
     found = again(tmp_path)
     assert [one.part for one in found.findings] == ["product"]
     assert "every bit equals split-K with S = " in found.findings[0].cause
@@ -249,7 +245,7 @@ def test_a_split_that_was_not_planned_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rowwise", "blockwise"])
 def test_a_sample_is_of_the_same_product(name: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    written(tmp_path, RECIPES[name], layers[name])
+    written(tmp_path, layers[name], name)
     found = replay(read_capture(tmp_path), oracle="f8ref.numpy", outputs=400)
     assert found.is_equal
     assert 0 < found.counts["product"].elements < found.outputs / 2
@@ -260,7 +256,7 @@ def test_a_sample_is_of_the_same_product(name: str, layers: dict[str, Records], 
 
 def test_the_safetensors_library_reads_the_files(layers: dict[str, Records], tmp_path: Path) -> None:
     safe_open = pytest.importorskip("safetensors").safe_open
-    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"])
+    path = written(tmp_path, layers["rowwise"])
     index = json.loads((path / "index.json").read_text())
     for (record, arrays), entry in zip(layers["rowwise"], index["records"], strict=True):
         blob = (path / entry["file"]).read_bytes()
@@ -276,7 +272,7 @@ def test_the_safetensors_library_reads_the_files(layers: dict[str, Records], tmp
 @pytest.mark.parametrize(("file", "part"), [("000001", "b.codes"), ("000002", "b.scale")])
 def test_a_file_changed_after_the_capture(file: str, part: str, layers: dict[str, Records], tmp_path: Path) -> None:
     """Its name, and what of the step its bits no longer fit to: the weight's codes, a scale."""
-    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"]) / f"{file}.safetensors"
+    path = written(tmp_path, layers["rowwise"]) / f"{file}.safetensors"
     blob = bytearray(path.read_bytes())
     blob[-1] ^= 1
     path.write_bytes(blob)
@@ -347,8 +343,8 @@ def renamed(old: bytes, new: bytes) -> Callable[[Path], None]:
     return edit
 
 
-def record_of(index: dict[str, Any]) -> dict[str, Any]:
-    return index["records"][2]
+def in_record(**changes: Any) -> Callable[[Path], None]:
+    return edited(lambda index: index["records"][2].update(changes))
 
 
 def a_link(path: Path) -> None:
@@ -357,11 +353,9 @@ def a_link(path: Path) -> None:
 
 
 def a_pipe(path: Path) -> None:
-    size = (path / "000002.safetensors").stat().st_size
     (path / "000002.safetensors").unlink()
     os.mkfifo(path / "000002.safetensors")
-    edited(lambda index: record_of(index).update(bytes=0))(path)
-    assert size
+    in_record(bytes=0)(path)
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -372,31 +366,28 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index huge": (lambda path: os.truncate(path / "index.json", 2**36), "an index of at most"),
     "index deep": (lambda path: (path / "index.json").write_text("[" * 200_000), "a JSON index"),
     "other version": (edited(lambda index: index.update(schema=2)), r"schema 1.* found 2; read it with .*, f8emu 1"),
-    "outside": (edited(lambda index: record_of(index).update(file="../../etc/passwd")), "a name like"),
+    "outside": (in_record(file="../../etc/passwd"), "a name like"),
     "link": (a_link, "cut short|symbolic|Too many"),
     "pipe": (a_pipe, "regular file"),
-    "sizes": (edited(lambda index: record_of(index).update(m=10**30)), "below 2\\^31"),
-    "shape": (edited(lambda index: record_of(index).update(m=41)), r"expected product bfloat16\[41, 144\]"),
-    "dtype": (edited(lambda index: record_of(index).update(a_format="int4")), "'a_format' must be one of"),
-    "kind": (edited(lambda index: record_of(index).update(kind="code")), "'kind' must be one of"),
-    "unknown key": (edited(lambda index: record_of(index).update(run="rm")), "unknown key 'run'"),
+    "sizes": (in_record(m=10**30), "below 2\\^31"),
+    "shape": (in_record(m=41), r"expected product bfloat16\[41, 144\]"),
+    "dtype": (in_record(a_format="int4"), "'a_format' must be one of"),
+    "kind": (in_record(kind="code"), "'kind' must be one of"),
+    "unknown key": (in_record(run="rm"), "unknown key 'run'"),
     "recipe": (edited(lambda index: index.update(recipes={"x": {"name": 1}})), "recipe"),
-    "same order": (edited(lambda index: record_of(index).update(order=0)), "an 'order' of its own"),
+    "same order": (in_record(order=0), "an 'order' of its own"),
     "huge tensor": (renamed(b"[40,272]", b"[9e9,27]"), "with a shape of sizes"),
     "other dtype": (renamed(b'"a.codes":{"dtype":"U8"', b'"a.codes":{"dtype":"I8"'), "of a dtype among"),
     "no records": (edited(lambda index: index.pop("records")), "'records' must be a list"),
-    "other recipe": (
-        edited(lambda index: record_of(index).update(a_format="float8_e5m2")),
-        "expected a_format 'float8_e",
-    ),
+    "other recipe": (in_record(a_format="float8_e5m2"), "expected a_format 'float8_e"),
     "hash": (edited(lambda index: index.update(recipes={"0" * 64: RECIPES["rowwise"].to_dict()})), "must be its hash"),
-    "slices": (edited(lambda index: record_of(index).update(split_k=0)), "'split_k' must be at least 1"),
+    "slices": (in_record(split_k=0), "'split_k' must be at least 1"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], tmp_path: Path) -> None:
-    path = written(tmp_path / "run", RECIPES["rowwise"], layers["rowwise"][:3])
+    path = written(tmp_path / "run", layers["rowwise"][:3])
     spoil, message = FAULTS[fault]
     spoil(path)
     with pytest.raises(CaptureError, match=message):
@@ -408,8 +399,8 @@ def test_faults_are_named_with_a_remedy(fault: str, layers: dict[str, Records], 
 
 def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp_path: Path) -> None:
     records = layers["rowwise"]
-    path = written(tmp_path / "run", RECIPES["rowwise"], records)
-    same = written(tmp_path / "same", RECIPES["rowwise"], records)
+    path = written(tmp_path / "run", records)
+    same = written(tmp_path / "same", records)
     FAULTS["cut short"][0](path)
     status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
     equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
@@ -420,7 +411,7 @@ def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp
 
 def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Records], tmp_path: Path) -> None:
     (record, arrays), *rest = (one for one in layers["rowwise"] if isinstance(one[0], GemmRecord))
-    written(tmp_path, RECIPES["rowwise"], [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
+    written(tmp_path, [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
     status, out, _ = invoke("replay", tmp_path, "--oracle", "f8ref.numpy")
     assert status == 2 and "product: this version of f8emu does not know the chip 'Rubin'" in out
     assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 product was not computed again; equal: "), out
@@ -432,7 +423,7 @@ def test_a_path_without_a_capture(layers: dict[str, Records], tmp_path: Path) ->
     with pytest.raises(CaptureError, match="No such file"):
         read_capture(tmp_path / "nowhere")
     for step in (7, 8):
-        path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"][:1], step=step)
+        path = written(tmp_path, layers["rowwise"][:1], step=step)
     (path / "index.json").unlink()
     with pytest.raises(CaptureError, match=r"step-00000008-rank-00000: expected the index[.]json of a"):
         read_capture(tmp_path)
@@ -478,7 +469,7 @@ def test_a_full_disk_costs_what_does_not_fit(
     room: int, small_disk: Callable[[int], None], layers: dict[str, Records], tmp_path: Path
 ) -> None:
     small_disk(writer.RESERVED + room)
-    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"])
+    path = written(tmp_path, layers["rowwise"])
     (step,) = read_capture(path)
     assert step.is_complete
     assert 0 < len(step.records) < 6 and len(step.records) + len(step.left_out) == 6
@@ -491,14 +482,12 @@ def test_a_disk_that_takes_nothing(
     small_disk: Callable[[int], None], layers: dict[str, Records], tmp_path: Path
 ) -> None:
     small_disk(0)
-    made = StepWriter(tmp_path, header(RECIPES["rowwise"]), Budget(None))
-    record, arrays = layers["rowwise"][0]
-    assert not made.add(record, {name: stored(array) for name, array in arrays.items()})
+    made = unfinished(tmp_path, layers["rowwise"][:1])
     assert made.close() is None and "No space left" in made.fault
 
 
 def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) -> None:
-    path = written(tmp_path, RECIPES["rowwise"], layers["rowwise"], limit=LIMIT)
+    path = written(tmp_path, layers["rowwise"], limit=LIMIT)
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) <= LIMIT
     (step,) = read_capture(path)
     assert step.left_out and all(f"limit_bytes={LIMIT} is reached" in one.reason for one in step.left_out)
@@ -542,7 +531,7 @@ def test_names_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_steps(tmp_path / "runs" / "one", None, count=1)
     assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "one"} <= set(synced)
     record = TensorRecord(order=1_000_000, layer="a", tensor="input", turn=1, dtype="float32")
-    path = written(tmp_path / "many", RECIPES["rowwise"], [(record, {"value": np.ones((1, 1), np.float32)})])
+    path = written(tmp_path / "many", [(record, {"value": np.ones((1, 1), np.float32)})])
     assert read_capture(path)[0].records[0].record == record
 
 
@@ -550,16 +539,15 @@ def test_names_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_diff_names_where_two_captures_part(layers: dict[str, Records], tmp_path: Path) -> None:
-    recipe = RECIPES["rowwise"]
-    a = written(tmp_path / "a", recipe, layers["rowwise"])
-    same = written(tmp_path / "same", recipe, layers["rowwise"], rank=3, step=9, world_size=4, device="NVIDIA H200")
+    a = written(tmp_path / "a", layers["rowwise"])
+    same = written(tmp_path / "same", layers["rowwise"], rank=3, step=9, world_size=4, device="NVIDIA H200")
     found = diff_captures(read_capture(a), read_capture(same))
     assert found.is_equal and found.stages == found.stages_equal == 3 + 3 * 5
     assert "device: cpu / NVIDIA H200" in found.context and "rank: 0 of 1 / 3 of 4" in found.context
 
     changed = flipped(layers["rowwise"], "layers.0.w1", "grad_input", "product", (4, 5), bit=3)
     changed = flipped(changed, "layers.0.w1", "grad_weight", "b.codes", (1, 1))
-    b = written(tmp_path / "b", recipe, changed)
+    b = written(tmp_path / "b", changed)
     found = diff_captures(read_capture(a), read_capture(b))
     first, second = found.divergences
     assert (first.place, first.part, first.elements_different) == ("layers.0.w1 grad_input", "product", 1)
@@ -569,63 +557,50 @@ def test_diff_names_where_two_captures_part(layers: dict[str, Records], tmp_path
 
 
 def test_diff_of_captures_that_hold_different_things(layers: dict[str, Records], tmp_path: Path) -> None:
-    recipe = RECIPES["rowwise"]
-    a = written(tmp_path / "a", recipe, layers["rowwise"][:4])
-    b = written(tmp_path / "b", recipe, layers["rowwise"][1:], step=8)
+    a = written(tmp_path / "a", layers["rowwise"][:4])
+    b = written(tmp_path / "b", layers["rowwise"][1:], step=8)
     found = diff_captures(read_capture(a), read_capture(b))
     assert not found.is_equal and not found.divergences
     assert found.only_a == ["step 7: layers.0.w1 input"] and len(found.only_b) == 2
-    written(tmp_path / "b", recipe, layers["rowwise"], step=9)
-    written(tmp_path / "a", recipe, layers["rowwise"], step=6)
+    written(tmp_path / "b", layers["rowwise"], step=9)
+    written(tmp_path / "a", layers["rowwise"], step=6)
     with pytest.raises(SpecError, match="no step of one capture is in the other"):
         diff_captures(read_capture(tmp_path / "a"), read_capture(tmp_path / "b"))
 
 
-def unfinished(root: Path, records: Records, **changes: Any) -> StepWriter:
-    """A step whose process died."""
-    made = StepWriter(root, header(RECIPES["rowwise"], **changes), Budget(None))
-    for record, arrays in records:
-        made.add(record, {name: stored(array) for name, array in arrays.items()})
-    return made
-
-
-def with_all(root: Path, records: Records, **changes: Any) -> Path:
-    return written(root, RECIPES["rowwise"], records, **changes)
-
-
 def with_copy(root: Path, records: Records) -> None:
-    with_all(root, records)
+    written(root, records)
     shutil.copytree(root / "step-00000007-rank-00000", root / "step-000000007-rank-00000")
 
 
 def with_empty(root: Path, records: Records) -> None:
     """A step of which not even the index was written."""
-    with_all(root, records)
+    written(root, records)
     (root / "step-00000008-rank-00000.partial").mkdir()
 
 
 MISSING: dict[str, tuple[Callable[[Path, Records], object], str]] = {
     "left out": (
-        lambda root, records: with_all(root, records, limit=LIMIT),
+        lambda root, records: written(root, records, limit=LIMIT),
         f"step 7: layers.0.w1 grad_input was left out: limit_bytes={LIMIT} is reached",
     ),
     "unfinished": (unfinished, "step 7 was never finished"),
     "finished and unfinished": (
-        lambda root, records: (with_all(root, records), unfinished(root, records)),
+        lambda root, records: (written(root, records), unfinished(root, records)),
         "step 7 appears twice",
     ),
     "two directories": (with_copy, "step 7 appears twice"),
     "no index": (with_empty, "step-00000008-rank-00000.partial was left out: it was begun, and has no index"),
     "one rank": (
-        lambda root, records: with_all(root, records, world_size=2),
+        lambda root, records: written(root, records, world_size=2),
         "step 7: 1 rank of 2 did not capture it",
     ),
     "one rank, two steps": (
-        lambda root, records: [with_all(root, records, step=step, world_size=3) for step in (7, 8)],
+        lambda root, records: [written(root, records, step=step, world_size=3) for step in (7, 8)],
         "step 8: 2 ranks of 3 did not capture it",
     ),
     "a record twice": (
-        lambda root, records: with_all(root, [*records, (replace(records[-1][0], order=99), records[-1][1])]),
+        lambda root, records: written(root, [*records, (replace(records[-1][0], order=99), records[-1][1])]),
         "layers.0.w1 output appears twice",
     ),
 }
@@ -641,7 +616,7 @@ def test_what_is_missing_is_counted_and_never_equal(
     records = layers["rowwise"] if kind == "left out" else layers["rowwise"][:3]
     for side in "ab":
         is_whole = side not in sides and kind != "one rank, two steps"  # or one side alone has step 8
-        (with_all if is_whole else make)(tmp_path / side, records)
+        (written if is_whole else make)(tmp_path / side, records)
     status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert status == 2 and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
     assert text in out.replace("\n", " ") and "alone has" not in out
@@ -651,7 +626,7 @@ def test_what_is_missing_is_counted_and_never_equal(
 
 
 def test_a_step_by_its_own_path_needs_no_other_ranks(layers: dict[str, Records], tmp_path: Path) -> None:
-    with_all(tmp_path, layers["rowwise"][:3], world_size=2)
+    written(tmp_path, layers["rowwise"][:3], world_size=2)
     step = tmp_path / "step-00000007-rank-00000"
     assert invoke("diff", step, step)[0] == invoke("replay", step, "--oracle", "f8ref.numpy")[0] == 0
     assert invoke("diff", step, tmp_path)[0] == 2
@@ -661,8 +636,8 @@ def test_the_finished_step_is_compared(layers: dict[str, Records], tmp_path: Pat
     """Beside an unfinished one of the same number that is equal; and what a limit kept out is named beside."""
     records = layers["rowwise"][:3]
     changed = flipped(records, "layers.0.w1", "output", "product", (1, 1))
-    with_all(tmp_path / "a", records)
-    with_all(tmp_path / "b", changed)
+    written(tmp_path / "a", records)
+    written(tmp_path / "b", changed)
     unfinished(tmp_path / "b", records)
     status, out, _ = invoke("diff", tmp_path / "a", tmp_path / "b")
     assert status == 1 and "NOT EQUAL, first at step 7: layers.0.w1 output product" in out
@@ -687,11 +662,10 @@ def test_ulps_are_neighbours(fmt: Format) -> None:
 
 
 def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
-    recipe = RECIPES["tensorwise"]
     output = layers["tensorwise"][:3]  # by a GPU, so judged by f8ref.jax
-    written(tmp_path / "a", recipe, output)
+    written(tmp_path / "a", output, "tensorwise")
     flipped_output = flipped(output, "layers.0.w1", "output", "a.codes", (3, 5))
-    written(tmp_path / "b", recipe, flipped_output)
+    written(tmp_path / "b", flipped_output, "tensorwise")
     status, out, _ = invoke("replay", tmp_path / "a", "--json", tmp_path / "out.json")
     assert status == 0 and out.splitlines()[-1].startswith(f"equal: every bit of {M * N} of {M * N} outputs"), out
     assert "f8ref.jax" in out
@@ -705,7 +679,7 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out.json").read_text())["divergences"][0]["part"] == "a.codes"
     assert invoke("diff", tmp_path / "a", tmp_path / "a")[0] == 0
     hostile = [(replace(record, layer="\x1b]0;w1\x07\n"), arrays) for record, arrays in flipped_output]
-    written(tmp_path / "c", recipe, hostile)
+    written(tmp_path / "c", hostile, "tensorwise")
     for arguments in (("replay", tmp_path / "c", "--oracle", "f8ref.numpy"), ("diff", tmp_path / "a", tmp_path / "c")):
         status, out, _ = invoke(*arguments)
         assert status == 1 and "\x1b" not in out and "\\x1b]0;w1\\x07\\n output" in out
@@ -714,8 +688,7 @@ def test_the_commands(layers: dict[str, Records], tmp_path: Path) -> None:
 def test_ctrl_c_keeps_what_was_found(
     layers: dict[str, Records], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = RECIPES["tensorwise"]
-    written(tmp_path, recipe, flipped(layers["tensorwise"], "layers.0.w1", "output", "a.codes", (3, 5)))
+    written(tmp_path, flipped(layers["tensorwise"], "layers.0.w1", "output", "a.codes", (3, 5)), "tensorwise")
 
     class Interrupted:
         def begin(self, subject: str, stage: str, cases: int) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import f8emu
-from f8emu.conformance import read_golden, shipped_golden, write_golden
+from f8emu.conformance import read_golden
 from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.subject import load_subject
 from f8emu.report import html, terminal, verify_json
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
-from tests.conformance.command import invoke
+from tests.conformance.command import few_recorded, invoke
 
 ROOT = Path(__file__).parents[2]
 BLOCK = """
@@ -38,20 +38,20 @@ def python(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> subproc
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
-def loaded_by(module: str, *packages: str) -> list[str]:
-    """Which of `packages` a fresh interpreter has loaded after importing `module`."""
-    code = f"\nimport {module}, json; print(json.dumps([p for p in {packages!r} if p in sys.modules]))"
-    return json.loads(python(code).stdout)
-
-
 MAIN = "\nfrom f8emu.cli import main; main()"
+ORACLE = load_subject("f8ref.numpy")
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, scaled_mm: Any) -> None:
+    """The oracle with another GEMM, as the subject `planted`."""
+    planted = replace(ORACLE, name="planted", verbs={**ORACLE.verbs, "scaled_mm": scaled_mm})
+    monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
 
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("golden") / "few.safetensors"
-    golden = shipped_golden()
-    write_golden(path, [golden.cases[i] for i in (0, 8, 40, 140)], golden.metadata)
+    few_recorded(path, 0, 8, 40, 140)
     return path
 
 
@@ -89,15 +89,12 @@ def test_verify_with_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = load_subject("f8ref.numpy")
-
     def off_by_one_bit(*args: Any, **options: Any) -> np.ndarray:
-        out = original.verbs["scaled_mm"](*args, **options).copy()
+        out = ORACLE.verbs["scaled_mm"](*args, **options).copy()
         out.view(f"u{out.dtype.itemsize}")[3, 5:9] ^= 1
         return out
 
-    planted = replace(original, name="planted", verbs={**original.verbs, "scaled_mm": off_by_one_bit})
-    monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
+    plant(monkeypatch, off_by_one_bit)
     report = tmp_path / "report.json"
     arguments = ("verify", "planted", "--golden", str(few), "--stage", "golden", "--no-diagnose", "--json", str(report))
     status, out, _ = invoke(*arguments)
@@ -111,11 +108,8 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
     assert " b[5]=<" in lines[0] and "scale_a=0x" in lines[0] and " => 0x" in lines[0]
     assert out.splitlines()[0].startswith("NOT EQUAL: planted (golden)")
     stage = json.loads(report.read_text())["subjects"][0]["stages"][0]
-    assert (stage["status"], stage["cases_equal"], stage["outputs_total"] - stage["outputs_equal"]) == (
-        "different",
-        0,
-        16,
-    )
+    assert (stage["status"], stage["cases_equal"]) == ("different", 0)
+    assert stage["outputs_total"] - stage["outputs_equal"] == 16
     assert stage["mismatches"][0]["index"] == [3, 5]
 
     status, out, _ = invoke(*arguments, "--errors", "2")
@@ -132,6 +126,7 @@ def test_mismatches_in_lines_and_json(few: Path, tmp_path: Path, monkeypatch: py
         (("verify", "--golden", "/no/such/file"), "cannot read /no/such/file"),
         (("verify", "--golden", __file__), "cut short, or foreign"),
         (("verify", "f8ref.numpy", "--json", "/no/such/place/out.json"), "cannot write /no/such/place/out.json"),
+        (("verify", "f8ref.numpy", "--html", "/no/such/place/out.html"), "cannot write /no/such/place/out.html"),
         (("verify", "f8ref.nump", "--json", "/tmp"), "cannot write /tmp: [Errno 21] Is a directory"),
         (("verify", "no.such.module:f"), "No module named 'no'"),
         (("verify", "--arrays", "cupy"), "cupy"),
@@ -154,8 +149,8 @@ def test_bad_usage_is_a_message_and_status_2(arguments: tuple[str, ...], message
 def test_recipes() -> None:
     status, out, _ = invoke("recipes")
     assert status == 0
-    assert all(recipe.name in out for recipe in RECIPES.values())
-    assert "all_axiswise" in out
+    assert all(recipe.name in out for recipe in RECIPES.values()) and "all_axiswise" in out
+    assert [recipe["name"] for recipe in json.loads(invoke("recipes", "--json")[1])] == list(RECIPES)
     assert invoke("recipes", "rowwise") == (0, recipe_by_name("rowwise").explain() + "\n", "")
     assert invoke("recipes", "all_axiswise")[1] == invoke("recipes", "rowwise")[1]
 
@@ -166,23 +161,26 @@ def test_recipe_text_is_what_f8emu_reads(name: str) -> None:
     assert recipe_from_json(invoke("recipes", name, "--json")[1]) == RECIPES[name]
 
 
-def test_all_recipes_as_json() -> None:
-    assert [recipe["name"] for recipe in json.loads(invoke("recipes", "--json")[1])] == list(RECIPES)
+@pytest.mark.parametrize(
+    ("module", "packages"),
+    [("f8emu.cli", "torch jax numpy typer rich"), ("f8emu.conformance", "torch jax typer rich")],
+)
+def test_importing_loads_nothing_heavy(module: str, packages: str) -> None:
+    code = f"\nimport {module}; print([p for p in {packages.split()!r} if p in sys.modules])"
+    assert python(code).stdout == "[]\n"
 
 
-def test_importing_the_command_line_loads_nothing_heavy() -> None:
-    assert loaded_by("f8emu.cli", "torch", "jax", "numpy", "typer", "rich") == []
+def test_what_the_base_installation_holds_is_enough(few: Path) -> None:
+    """Without torch, JAX and safetensors: commands that need one say so in a line, the others run.
 
-
-def test_conformance_loads_no_framework() -> None:
-    assert loaded_by("f8emu.conformance", "torch", "jax", "typer", "rich") == []
-
-
-def test_what_the_base_installation_holds_is_enough() -> None:
-    """Without torch, JAX and safetensors: commands that need one say so in a line, the others run."""
+    The recorded GEMMs need no second implementation; a layer's is the engine.
+    """
     blocked = ("torch", "jax", "safetensors")
-    for words in (("--version",), ("--help",), ("recipes",), ("verify", "--stage", "scales")):
-        assert python(MAIN, *words, blocked=blocked).returncode == 0, words
+    stages = ("--golden", str(few), "--stage", "scales", "--stage", "golden", "--stage", "layers")
+    for words in (("--version",), ("--help",), ("recipes",), ("verify", "f8ref.numpy", *stages)):
+        result = python(MAIN, *words, blocked=blocked)
+        assert result.returncode == 0, words
+    assert "4/4" in result.stdout and "36/36" in result.stdout and "not offered" not in result.stdout
     needing = {
         ("record", "/tmp/never.st"): "torch",
         ("fit", "f8emu.torch:scaled_mm"): "torch",
@@ -230,13 +228,10 @@ def test_the_report_is_opened_before_any_work(few: Path, tmp_path: Path, monkeyp
 def test_interrupted_runs_keep_their_finished_stages(
     few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = load_subject("f8ref.numpy")
-
     def interrupted(*args: Any, **options: Any) -> np.ndarray:
         raise KeyboardInterrupt
 
-    planted = replace(original, name="planted", verbs={**original.verbs, "scaled_mm": interrupted})
-    monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
+    plant(monkeypatch, interrupted)
     monkeypatch.setattr(stages, "CASTS", stages.CASTS[:1])
     report = tmp_path / "report.json"
     arguments = ("verify", "planted", "f8ref.numpy", "--golden", str(few), "--stage", "formats", "--stage", "golden")
@@ -249,9 +244,9 @@ def test_interrupted_runs_keep_their_finished_stages(
     assert [(s["name"], [(t["stage"], t["status"]) for t in s["stages"]]) for s in data["subjects"]] == [
         ("planted", [("formats", "equal")])
     ]
-    monkeypatch.setitem(subject.SUBJECTS, "planted", interrupted)
-    assert invoke("verify", "planted") == (130, "", "interrupted\n")
-    monkeypatch.setitem(subject.SUBJECTS, "planted", lambda: planted)
+    with monkeypatch.context() as patched:
+        patched.setitem(subject.SUBJECTS, "planted", interrupted)
+        assert invoke("verify", "planted") == (130, "", "interrupted\n")
     status, out, _ = invoke("verify", "planted", "--golden", str(few), "--stage", "golden")
     assert status == 130 and out.startswith("INTERRUPTED, nothing was compared; ") and "equal so far" not in out
 
@@ -292,15 +287,6 @@ def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypa
         assert "0 all equal" in words and "1 a difference" in words and "130 interrupted" in words
 
 
-def test_without_frameworks_numpy_is_still_verified(few: Path) -> None:
-    """The recorded GEMMs need no second implementation; a layer's is the engine."""
-    arguments = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden", "--stage", "layers")
-    result = python(MAIN, *arguments, blocked=("jax", "torch", "safetensors"))
-    assert result.returncode == 0, result.stderr
-    assert "4/4" in result.stdout
-    assert "36/36" in result.stdout and "not offered" not in result.stdout
-
-
 SHAPES = [
     {"m": 8, "n": 512, "k": 8192, "gemm": "tensorwise", "accumulation": "fast", "layout": "", "out_dtype": "float32"},
     {"m": 8, "n": 512, "k": 8256, "gemm": "bfloat16", "accumulation": "", "layout": "nn", "out_dtype": "bfloat16"},
@@ -332,7 +318,7 @@ def test_plan_and_record_plans_tell_bad_input(tmp_path: Path) -> None:
         ("[" * 100_000, "nested too deeply"),
     ):
         shapes.write_text(text)
-        for command in (("plan", "--shapes", str(shapes), "--json", str(out)), ("record", "x", "--plans", str(shapes))):
+        for command in (("plan", "--shapes", shapes, "--json", out), ("record", "x", "--plans", shapes)):
             status, printed, error = invoke(*command)
             assert (status, printed) == (2, "") and message in error and str(shapes) in error
     assert out.read_text() == "kept"

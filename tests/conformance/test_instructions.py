@@ -1,6 +1,5 @@
 """Recorded instructions: the public sample is what the profiles compute, a wrong rule is not; bad files are told."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -156,14 +155,8 @@ def test_damaged_and_huge_files(tmp_path: Path) -> None:
         file.truncate(instructions.LARGEST_FILE + 1)  # sparse: no disk is filled
     with pytest.raises(GoldenFileError, match="a file of at most 1073741824 bytes"):
         read_recordings(path)
-    os.mkfifo(tmp_path / "pipe")
-    for special in (str(tmp_path / "pipe"), "/dev/zero"):
-        with pytest.raises(GoldenFileError, match="not a regular file"):
-            read_recordings(special)
-    assert invoke("verify", "--recordings", str(tmp_path / "none"))[0] == 2
-    assert (
-        invoke("verify", "--chip", "L4=Ada")[0] == 2 and invoke("verify", "torch", "--recordings", str(SAMPLE))[0] == 2
-    )
+    for words in (("--recordings", tmp_path / "none"), ("--chip", "L4=Ada"), ("torch", "--recordings", SAMPLE)):
+        assert invoke("verify", *words)[0] == 2
 
 
 def test_an_instruction_that_a_profile_has_not(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance import load_subject, shipped_golden
 from f8emu.conformance.cases.gemm import NotOffered
 from f8emu.conformance.kernels.loaded import CONTRACT
 from f8emu.conformance.run import subject
 from f8emu.conformance.run.extra_gemms import kernel_cases
-from tests.conformance.command import invoke, stages_in
+from tests.conformance.command import few_recorded, invoke, stages_in
 
 KERNELS = '''
 import numpy as np
@@ -162,8 +162,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tensorwise, rowwise, with bias, split-K, sampled, blockwise, grouped, bfloat16."""
     path = tmp_path_factory.mktemp("golden") / "few.safetensors"
-    golden = shipped_golden()
-    write_golden(path, [golden.cases[i] for i in (0, 2, 8, 9, 120, 129, 156, 168, 171)], golden.metadata)
+    few_recorded(path, 0, 2, 8, 9, 120, 129, 156, 168, 171)
     return path
 
 
@@ -232,8 +231,7 @@ def test_recorded_gemms_put_to_a_kernel(
 def test_a_sample_of_a_larger_gemm_accuses_nobody(tmp_path: Path) -> None:
     """24 x 24 outputs of a GEMM of 4096 x 4096 x 14336, on a CPU asked as one of 24 x 24: the plan cuts that in 5."""
     pytest.importorskip("torch")
-    golden = shipped_golden()
-    write_golden(tmp_path / "g", [golden.cases[i] for i in (0, 8, 136)], golden.metadata)
+    few_recorded(tmp_path / "g", 0, 8, 136)
     status, stages, output = run(tmp_path / "g", tmp_path / "o", "f8emu.torch:scaled_mm", "--stage", "golden")
     assert status == 0, output
     assert (stages["golden"]["cases_equal"], stages["golden"]["own_splits"]) == (2, {"5": 1})
@@ -341,22 +339,3 @@ def test_first_call_of_a_kernel(command: str, name: str, arrays: str, text: str,
 def test_the_contract_is_shown() -> None:
     assert invoke("verify", "--contract") == (0, CONTRACT, "")
     assert max(map(len, CONTRACT.splitlines())) <= 80
-
-
-def test_kernel_in_the_current_directory(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "kernel_of_mine.py").write_text(KERNELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    status, _, output = run(few, tmp_path / "o", "kernel_of_mine:right", "--arrays", "numpy", "--stage", "golden")
-    assert status == 0, output
-
-
-def test_torch_on_a_cpu_is_not_the_hardware(few: Path, tmp_path: Path) -> None:
-    """torch's own CPU `_scaled_mm`, given as a kernel: other bits, and the suite says so."""
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("here it is the hardware")
-    status, stages, output = run(few, tmp_path / "o", "torch:_scaled_mm", "--stage", "golden")
-    assert status == 1
-    assert 0 < stages["golden"]["outputs_equal"] < stages["golden"]["outputs_total"]
-    assert f"torch {torch.__version__}, cpu" in output

@@ -15,7 +15,7 @@ import pytest
 
 from f8emu.cli.frame import BAD_USAGE, guarded
 from f8emu.conformance import Status, Subject, load_subject, shipped_golden, verify
-from f8emu.conformance.cases.golden import GoldenFile, read_golden, write_golden
+from f8emu.conformance.cases.golden import GoldenFile
 from f8emu.conformance.layers.layer import LayerCase, LayerMode
 from f8emu.conformance.layers.trace import planned_slices
 from f8emu.conformance.run import stages
@@ -26,6 +26,7 @@ from f8emu.conformance.run.result import StageResult, Tally, joined
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
+from tests.conformance.command import few_recorded
 
 
 @pytest.fixture(scope="module")
@@ -198,15 +199,14 @@ def test_every_subject_takes_and_gives_numpy(name: str) -> None:
     assert codes.view(np.uint8).tolist() == [[0x38, 0x80, 0x7F, 0x7E]]
 
 
-def test_processes_ask_the_same(golden: GoldenFile, tmp_path: Path) -> None:
+def test_processes_ask_the_same(tmp_path: Path) -> None:
     """Parts hold every stage of every subject once; workers give what one process gives, in its order."""
     parts = parts_of(list(stages.STAGES), list(SUBJECTS))
     asked = [(s, n) for part in parts if part.mode is None for s in part.stages for n in part.subjects]
     shared = [(part.stages, part.subjects, part.mode) for part in parts if part.mode is not None]
     assert shared == [(("layers",), ("f8emu.jax",), mode) for mode in (LayerMode.COMPILED, LayerMode.EAGER)]
     assert sorted([*asked, ("layers", "f8emu.jax")]) == sorted(product(stages.STAGES, SUBJECTS))
-    write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
-    few = read_golden(tmp_path / "few.safetensors")
+    few = few_recorded(tmp_path / "few.safetensors", 0, 1)
     subjects, chosen = [load_subject("f8ref.numpy")], ["golden", "live"]
     one, *others = (verify(subjects, stages=chosen, golden=few, processes=n).subjects[0].stages for n in (1, 2, 3))
     for several in others:
@@ -302,9 +302,8 @@ def test_own_splits_of_shares_are_joined() -> None:
         assert (found.status, found.cases_differing, found.outputs_differing) == (Status.DIFFERENT, 1, 1)
 
 
-def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path) -> None:
-    write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
-    few, ended = read_golden(tmp_path / "few.safetensors"), []
+def test_ctrl_c_keeps_what_processes_finished(tmp_path: Path) -> None:
+    few, ended = few_recorded(tmp_path / "few.safetensors", 0, 1), []
 
     def keep(subject: str, result: StageResult) -> None:
         ended.append(result.stage)
@@ -316,11 +315,10 @@ def test_ctrl_c_keeps_what_processes_finished(golden: GoldenFile, tmp_path: Path
 
 
 def test_a_worker_that_is_gone_is_told(
-    golden: GoldenFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Linux ends what takes too much memory. The third part has no worker left."""
-    write_golden(tmp_path / "few.safetensors", golden.cases[:2], golden.metadata)
-    few, start = read_golden(tmp_path / "few.safetensors"), subprocess.Popen
+    few, start = few_recorded(tmp_path / "few.safetensors", 0, 1), subprocess.Popen
     started: list[subprocess.Popen[bytes]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **rest: started.append(start(*args, **rest)) or started[-1])
 
