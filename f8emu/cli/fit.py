@@ -9,7 +9,11 @@ from f8emu.cli.frame import (
     BAD_USAGE,
     DIFFERENT,
     INTERRUPTED,
+    ISOLATE,
+    SECONDS,
     STATUSES,
+    TIMEOUT,
+    Arrays,
     console,
     find_modules_here,
     guarded,
@@ -17,7 +21,6 @@ from f8emu.cli.frame import (
     progress_bar,
     say,
 )
-from f8emu.cli.verify import ISOLATE, SECONDS, TIMEOUT, Arrays
 from f8emu.spec import SpecError
 
 if TYPE_CHECKING:

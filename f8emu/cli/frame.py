@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -35,6 +36,18 @@ STATUSES = (
 )
 _NARROWEST = 20
 """The narrowest output in columns; longer words are broken."""
+TIMEOUT = 120.0
+"""Seconds for one GEMM of an isolated kernel, which may compile it first."""
+ISOLATE = "Run kernels in a separate process, so that a crash or a hang fails only one case."
+SECONDS = f"Time limit for one GEMM, compilation included; implies --isolate, whose default is {TIMEOUT:g}."
+
+
+class Arrays(Enum):
+    """The framework whose arrays your own kernel takes."""
+
+    TORCH = "torch"
+    NUMPY = "numpy"
+    JAX = "jax"
 
 
 def guarded(command: Callable[..., int], *args: object) -> int:
@@ -141,8 +154,7 @@ def console() -> "Console":
 
 def show(page: "Page") -> None:
     """Text, tables and code of a page; what is pasted is not wrapped."""
-    from f8emu.report.page import Code
-    from f8emu.report.terminal import parts
+    from f8emu.report.page import Code, parts
 
     screen = console()
     for part in parts(page):

@@ -65,7 +65,7 @@ def _record(out: Path, seed: int | None, check: bool, plans: Path | None) -> int
 
 def _record_plans(out: Path, plans: Path) -> int:
     from f8emu.conformance.record.plans import record_plans
-    from f8emu.split_k.tables import gemms_from_json
+    from f8emu.split_k.plan import gemms_from_json
 
     gemms = [gemm for _, gemm in gemms_from_json(text_of("record", plans), str(plans))]
     recording = record_plans(out, gemms)
@@ -75,8 +75,7 @@ def _record_plans(out: Path, plans: Path) -> int:
 
 def _plan(shapes: Path, json_file: Path | None, plan_file: Path | None, chip: str) -> int:
     from f8emu.spec.chips import chip_by_name
-    from f8emu.split_k.plan import shipped_plan
-    from f8emu.split_k.tables import gemms_from_json, plan_from_json, with_splits
+    from f8emu.split_k.plan import gemms_from_json, plan_from_json, shipped_plan, with_splits
 
     with opened("plan", json_file) as out:
         items = gemms_from_json(text_of("plan", shapes), str(shapes))

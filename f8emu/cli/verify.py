@@ -1,37 +1,49 @@
-"""`f8emu verify`: prove that the bits agree."""
+"""`f8emu verify`: prove that the bits agree, and report it: the verdict, a page, files, the exit status."""
 
+import functools
 import os
 import time
-from contextlib import ExitStack
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from f8emu.cli.conclusion import Files, conclude, opened_files
-from f8emu.cli.frame import STATUSES, find_modules_here, guarded, progress_bar, say
+from f8emu.cli.frame import (
+    ISOLATE,
+    SECONDS,
+    STATUSES,
+    TIMEOUT,
+    Arrays,
+    Report,
+    command_line,
+    find_modules_here,
+    guarded,
+    opened,
+    progress_bar,
+    say,
+    show,
+    status_of,
+)
 from f8emu.spec import Evidence, MissingExtraError, SpecError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import typer
 
+    from f8emu.conformance.run.result import Result
     from f8emu.conformance.run.subject import Subject
 
 
-TIMEOUT = 120.0
-"""Seconds for one GEMM of an isolated kernel, which may compile it first."""
-ISOLATE = "Run kernels in a separate process, so that a crash or a hang fails only one case."
 JOBS = "Processes. By default one per core if a subject is on a GPU, 2 for a whole run on a CPU, 1 in other cases."
-SECONDS = f"Time limit for one GEMM, compilation included; implies --isolate, whose default is {TIMEOUT:g}."
 
 
-class Arrays(Enum):
-    """The framework whose arrays your own kernel takes."""
+class Files(NamedTuple):
+    """Where reports go; None: nowhere."""
 
-    TORCH = "torch"
-    NUMPY = "numpy"
-    JAX = "jax"
+    json: Path | None
+    html: Path | None
+
+
+Outputs = tuple[Report | None, Report | None]  # the same, opened
 
 
 def add_to(app: "typer.Typer") -> None:
@@ -149,7 +161,7 @@ def _verify(
     start = time.perf_counter()
     named = stages_by_name(chosen.stages)  # a misspelt name is told before anything is loaded
     is_whole = not (names or chosen.stages or chosen.cases)
-    with opened_files(files) as outputs, ExitStack() as stack:
+    with _opened_files(files) as outputs, ExitStack() as stack:
         recorded = shipped_golden() if golden is None else read_golden(golden)
         workers = None
         if is_whole and jobs is None and (os.cpu_count() or 1) > 1:
@@ -176,7 +188,7 @@ def _verify(
                 workers=workers,
             )
             result, diagnoses = diagnosed(result, subjects if diagnose and only is None else [], progress)
-        return conclude(
+        return _conclude(
             result,
             outputs,
             source=f"{recorded.path.name} {recorded.sha256[:12]}",
@@ -228,12 +240,11 @@ def _load(names: list[str], arrays: str, timeout: float | None) -> "tuple[dict[s
     return {name: loaded[name] for name in chosen if name in loaded and name not in not_run}, not_run
 
 
-def _verify_recordings(names: "Sequence[str]", path: Path, chips: "Sequence[str]", files: Files, errors: int) -> int:
-    """The exit status of the command; `chips` are `NAME=PROFILE`."""
+def _verify_recordings(names: Sequence[str], path: Path, chips: Sequence[str], files: Files, errors: int) -> int:
     from f8emu.conformance.record.instructions import SUBJECTS, instruction_subject, read_recordings, replay
 
     start = time.perf_counter()
-    with opened_files(files) as outputs:
+    with _opened_files(files) as outputs:
         file = read_recordings(path, dict(_named(chip) for chip in chips))
         subjects, not_run = [], {}
         for name in names or SUBJECTS:
@@ -246,7 +257,7 @@ def _verify_recordings(names: "Sequence[str]", path: Path, chips: "Sequence[str]
         with progress_bar() as progress:
             result = replay(subjects, file, errors=errors, progress=progress)
         source = f"{file.path.name} {file.sha256[:12]}"
-        status = conclude(result, outputs, source=source, start=start, errors=errors, not_run=not_run)
+        status = _conclude(result, outputs, source=source, start=start, errors=errors, not_run=not_run)
         for name, chip in dict((recording.chip_name, recording.chip) for recording in file.recordings).items():
             evidence = "" if chip.evidence is Evidence.LITERATURE else f" ({chip.evidence.value})"
             say(f"{name}: profile {chip}{evidence}")
@@ -258,3 +269,32 @@ def _named(chip: str) -> tuple[str, str]:
     if not (name and separator and profile):
         raise SpecError(f"verify --chip: expected NAME=PROFILE, such as L4=Ada; got {chip!r}")
     return name, profile
+
+
+@contextmanager
+def _opened_files(files: Files) -> Iterator[Outputs]:
+    """Both files, opened before any work; a SpecError says which cannot be written."""
+    with opened("verify", files.json) as out, opened("verify", files.html) as page:
+        yield out, page
+
+
+def _conclude(result: "Result", outputs: Outputs, *, source: str, start: float, **facts: Any) -> int:
+    """The exit status, after everything was printed and written; `source` names the recording.
+
+    Every output is written, even if another one fails. `facts` are fields of `report.verdict.Run`.
+    """
+    from f8emu.report import verdict, verify
+    from f8emu.report.html import render
+
+    seconds, (json, html) = time.perf_counter() - start, outputs
+    page = functools.cache(lambda: verify.page(result, run))
+    run = verdict.Run(command=command_line(), seconds=seconds, **facts)
+    say(f"{verdict.verdict(result)}; {source}; {seconds:.1f} s")
+    print()
+    with ExitStack() as afterwards:  # runs the last first, and each whatever became of the one before
+        if html is not None:
+            afterwards.callback(lambda: html.write(render(verify.COMMAND, page())))
+        if json is not None:
+            afterwards.callback(lambda: json.write_json(verdict.to_json(result, run)))
+        show(page())
+    return status_of(result)

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from typing import TextIO
 
-from f8emu.doctor import diagnosis, text
+from f8emu.doctor import diagnosis
 from f8emu.doctor.diagnosis import Device as Device
 from f8emu.doctor.diagnosis import Diagnosis as Diagnosis
 from f8emu.doctor.probes import Probe as Probe
@@ -21,5 +21,5 @@ def run(*, as_json: bool = False, stream: TextIO | None = None) -> int:
     if as_json:
         out.write(json.dumps(asdict(found), indent=1) + "\n")
     else:
-        text.write(found, out)
+        diagnosis.write(found, out)
     return 1 if found.faults else 0

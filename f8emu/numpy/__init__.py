@@ -12,15 +12,15 @@ not hold. `cast` takes any float64 and rounds it once.
 Importing this package loads numpy and ml_dtypes, and neither torch nor JAX.
 """
 
+from f8emu.numpy.cast import amax as amax
 from f8emu.numpy.cast import cast as cast
 from f8emu.numpy.cast import decode as decode
 from f8emu.numpy.cast import dequantize as dequantize
+from f8emu.numpy.cast import initial_delayed_state as initial_delayed_state
 from f8emu.numpy.cast import quantize as quantize
-from f8emu.numpy.linear import linear as linear
-from f8emu.numpy.scale import amax as amax
-from f8emu.numpy.scale import initial_delayed_state as initial_delayed_state
-from f8emu.numpy.scale import scale_from_amax as scale_from_amax
-from f8emu.numpy.scale import update_delayed_state as update_delayed_state
+from f8emu.numpy.cast import scale_from_amax as scale_from_amax
+from f8emu.numpy.cast import update_delayed_state as update_delayed_state
+from f8emu.numpy.scaled_mm import linear as linear
 from f8emu.numpy.scaled_mm import mm as mm
 from f8emu.numpy.scaled_mm import mma as mma
 from f8emu.numpy.scaled_mm import scaled_grouped_mm as scaled_grouped_mm

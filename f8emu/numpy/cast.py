@@ -1,4 +1,4 @@
-"""Conversions between high-precision values and float8 codes: decode, cast, quantize, dequantize."""
+"""From an array to its scales and codes, and back: amax, the scale rule, delayed scaling, cast, decode, quantize."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,7 +14,8 @@ from f8emu.numpy.dtypes import (
     typed,
 )
 from f8emu.spec.formats import FLOAT32, Overflow
-from f8emu.spec.scaling import Granularity
+from f8emu.spec.scaling import DelayedScaling, Granularity, ScaleRule
+from f8emu.spec.trace import DelayedState, Scales
 from f8ref import numpy as oracle
 from f8ref.numpy.cast import convert
 
@@ -118,3 +119,66 @@ def _to_odd(x: NDArray[np.float64]) -> NDArray[np.float32]:
     # 2. Odd where it was not exact; infinity and NaN are exact.
     is_inexact = (nearest.astype(np.float64) != x) & ~np.isnan(x)
     return (codes | is_inexact.astype(np.uint32)).view(np.float32)
+
+
+def amax(x: ArrayLike, granularity: Granularity | str = Granularity.TENSORWISE) -> NDArray[np.float32]:
+    """The largest magnitude of each group that shares a scale; a group with a NaN gives NaN, an empty one 0.
+
+    Shapes:
+        x [..., K], float32, bfloat16, float16, or values that float32 holds -> float32
+        `granularity.scale_shape(rows, K)`, where rows is the product of the leading dimensions.
+
+    Exactness: exact, a maximum does not round.
+
+    Raises:
+        OperandError: wrong dtype or rank, or values that float32 does not hold.
+        SpecError: unknown granularity.
+    """
+    values = typed("amax", "x", x)
+    return emulation.amax(values.reshape(rows_of("amax", "x", values)), granularity)
+
+
+def scale_from_amax(amax: ArrayLike, format: FormatLike, rule: ScaleRule = ScaleRule(), *, margin: int = 0) -> Scales:
+    """`inv_scale = float32(max * 2^-margin / max(amax, amax_floor))` and `scale = float32(1 / inv_scale)`.
+
+    With `rule.power_of_two`, inv_scale loses its fraction bits before scale is taken. amax 0 counts as the floor,
+    amax inf gives 0 and inf, amax NaN gives NaN and NaN.
+
+    Shapes:
+        amax float32 or values that float32 holds, any shape -> two float32 arrays of that shape.
+
+    Exactness: both quotients are correctly rounded.
+
+    Raises:
+        OperandError: wrong dtype.
+        SpecError: unknown format, or a margin out of range.
+    """
+    target = float8_format("scale_from_amax", format)
+    return emulation.scale_from_amax(typed("scale_from_amax", "amax", amax), target, rule, margin=margin)
+
+
+def initial_delayed_state(delayed: DelayedScaling) -> DelayedState:
+    """The state before the first step: a history of zeros, `inv_scale` 1, not initialised.
+
+    Shapes:
+        `amax_history` [history_length]; `inv_scale` and `initialized` [].
+    """
+    return oracle.initial_delayed_state(delayed)
+
+
+def update_delayed_state(
+    state: DelayedState, amax: ArrayLike, format: FormatLike, rule: ScaleRule, delayed: DelayedScaling
+) -> DelayedState:
+    """The state after a step in which the tensor's largest amax was `amax`; `DelayedScaling` defines it.
+
+    Shapes:
+        `amax` has one element; the state keeps its shapes.
+
+    Exactness: exact.
+
+    Raises:
+        OperandError: `amax` is not one number that float32 holds, or the history is not of the rule's length.
+        SpecError: unknown format.
+    """
+    target = float8_format("update_delayed_state", format)
+    return oracle.update_delayed_state(state, typed("update_delayed_state", "amax", amax), target, rule, delayed)

@@ -1,18 +1,18 @@
-"""What `f8emu verify` found: the verdict, and a page: why, an output of each case, what ran, how far, where."""
+"""What `f8emu verify` found, as a page: why, an output of each case, what ran, how far, where."""
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from f8emu.conformance.compare import counted
-from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_lines
+from f8emu.conformance.compare import Mismatch, counted
+from f8emu.conformance.diagnosis.report import diagnosis_lines
+from f8emu.conformance.diagnosis.search import Diagnosis
 from f8emu.conformance.run.breakdown import Breakdown, Tally, breakdowns
 from f8emu.conformance.run.result import Result, StageResult, Status, SubjectResult
-from f8emu.conformance.run.subject import SUBJECTS
 from f8emu.environment import devices, versions
 from f8emu.report.figures import map_plot, ulp_plot
 from f8emu.report.page import Block, Cell, Code, Facts, Page, Plots, Row, Section, Share, Table, Text, Tone
+from f8emu.report.verdict import Run, verdict
 from f8emu.untrusted import printable
 
 COMMAND = "f8emu verify"
@@ -25,55 +25,9 @@ _TONES: dict[Status, Tone] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The run of the command, beside its result."""
-
-    command: Sequence[str]
-    seconds: float
-    errors: int = 8
-    """The most cases of each subject of which an output is shown."""
-    not_run: Mapping[str, str] = field(default_factory=dict)
-    """Subjects that could not be loaded, and why."""
-    diagnoses: Diagnoses = field(default_factory=dict)
-    asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Subject -> the words of the command that name it, and the options that its cases depend on."""
-
-
-def verdict(result: Result) -> str:
-    """The first line."""
-    stages = [stage for subject in result.subjects for stage in subject.stages]
-    cases = sum(stage.cases_total for stage in stages)
-    outputs = sum(stage.outputs_equal for stage in stages)
-    if not result.has_difference and result.is_interrupted:
-        if not outputs:
-            return "INTERRUPTED, nothing was compared"
-        return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
-    # Cases under an S of their own are equal, but are not the chip's: they are counted apart.
-    if result.is_equal:
-        splits = [tally for stage in stages for tally in stage.own_splits.values()]
-        own = f"{sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
-        cases -= sum(tally.cases for tally in splits)
-        equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
-        skipped = sum(s.cases_not_offered for one in result.subjects if one.name not in SUBJECTS for s in one.stages)
-        return f"equal: {', and '.join(equal + [own] * bool(splits))}" + (
-            f"; {skipped} cases not offered" if skipped else ""
-        )
-    failed = []
-    for subject in result.subjects:
-        wrong = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
-        if not subject.is_equal:
-            failed.append(f"{subject.name} ({', '.join(wrong) or 'nothing ran'})")
-    found = "NOT EQUAL" if result.has_difference else "NOT VERIFIED"
-    return f"{'INTERRUPTED, ' if result.is_interrupted else ''}{found}: {'; '.join(failed)}"
-
-
 def page(result: Result, run: Run) -> Page:
     """The whole run."""
-    sections = [
-        Section(title=f"Diagnosis of {name}", blocks=[Text(points=list(diagnosis_lines({name: found})))])
-        for name, found in run.diagnoses.items()
-    ]
+    sections = [_diagnosis(name, found) for name, found in run.diagnoses.items()]
     sections += [_overview(result)] if len(result.subjects) > 1 else []
     sections += [_subject(subject, run.errors) for subject in result.subjects]
     if run.not_run:
@@ -106,7 +60,8 @@ def _subject(subject: SubjectResult, errors: int) -> Section:
     parts: list[Section] = []
     head, *lines = _mismatch_lines(subject, errors) or [""]
     if head:
-        parts.append(Section(title="One output of each case that differs", lead=head, blocks=[Text(points=lines)]))
+        shown: list[Block] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
+        parts.append(Section(title="One output of each case that differs", lead=head, blocks=shown))
     ran: list[Block] = [Text(points=list(_stage_lines(subject)), only="terminal"), _stages(subject)]
     parts.append(Section(title="What ran", lead=f"{subject.name}   engine: {subject.engine}", blocks=ran))
     parts += [_breakdown(breakdown, subject.name) for breakdown in breakdowns(subject.stages)]
@@ -128,7 +83,24 @@ def _subject(subject: SubjectResult, errors: int) -> Section:
     return Section(title=subject.name, sections=parts)
 
 
-# 1 One output of each case
+# 1 Why, and one output of each case
+
+
+def _diagnosis(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
+    """In words, and as a table: the share of the probe outputs that the chip's rules and the best explanation give."""
+    rows: list[Row] = []
+    for kind in kinds:
+        if kind.outputs_total:
+            best, total = kind.best, kind.outputs_total
+            tone: Tone = "good" if best is None else "" if best.is_complete else "warn"
+            said = Cell(text="follows the chip's rules" if best is None else best.sentence, tone=tone)
+            equal = kind.outputs_equal if best is None else best.outputs_equal
+            rows.append([kind.kind, said, Share(value=kind.outputs_equal / total), Share(value=equal / total)])
+    columns = ("kind of GEMM", "what it does", "by the chip's rules", "by this explanation")
+    caption = "Share of the outputs of small GEMMs whose every bit is explained"
+    table = Table(caption=caption, columns=columns, rows=rows, only="html")
+    lines = Text(points=list(diagnosis_lines({name: kinds})))
+    return Section(title=f"Diagnosis of {name}", blocks=[lines, table] if rows else [lines])
 
 
 def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
@@ -148,6 +120,21 @@ def _mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
     head = f"{subject.name}: {counted(cases, 'case differs', 'cases differ')}, {counted(wrong, 'output')}"
     head += "" if not shown else ":" if wrong == 1 else f"; one{of}:"
     return [head, *(mismatch.line() for mismatch in found[:errors])]
+
+
+def _mismatches(subject: SubjectResult, errors: int) -> Iterator[Table]:
+    """The same as a table, which a page has room for."""
+    found = [mismatch for stage in subject.stages for mismatch in stage.mismatches][:errors]
+    if found:
+        columns = ("case", "output", "expected", "found", "inputs (codes in hex)", "outputs of the case that differ")
+        caption = "In the order in which the suite runs"
+        yield Table(caption=caption, columns=columns, rows=list(map(_mismatch, found)), only="html")
+
+
+def _mismatch(one: Mismatch) -> Row:
+    codes = (", ".join(map(str, one.index)), one.expected, one.observed or one.error, one.inputs)
+    share = Share(value=one.differing / one.outputs) if one.outputs else ""
+    return [" ".join(filter(None, (one.case, one.part))), *(Cell(text=text, is_code=True) for text in codes), share]
 
 
 # 2 What ran

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from f8emu.spec.errors import OperandError, UnsupportedError
-from f8emu.spec.formats import FLOAT32, Format
+from f8emu.spec.formats import FLOAT32, Format, changed_fields
 from f8emu.spec.scaling import Granularity, granularity_by_name
-from f8emu.spec.short_repr import changed_fields
 
 
 class Evidence(Enum):

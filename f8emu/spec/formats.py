@@ -8,11 +8,11 @@ Microscaling Formats (MX) version 1.0, section 5.4.1 (E8M0); IEEE 754-2019, tabl
 al., "8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915 (FNUZ). Names are those of ml_dtypes.
 """
 
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
+from typing import Any
 
 from f8emu.spec.errors import SpecError, UnsupportedError
-from f8emu.spec.short_repr import changed_fields
 
 
 class Specials(Enum):
@@ -216,3 +216,21 @@ def output_format(call: str, out_dtype: Format | str) -> Format:
         known = ", ".join(f.name for f in HIGH_PRECISION)
         raise UnsupportedError(f"{call}: out_dtype must be one of {known}; got {found}; quantize the output instead")
     return found
+
+
+def changed_fields(data: Any) -> str:
+    """`Name(field=value)` of a dataclass: fields without a default, and those that differ from it; enums by name."""
+    shown = [
+        f"{field.name}={_value(getattr(data, field.name))}"
+        for field in fields(data)
+        if field.repr and getattr(data, field.name) != _default(field)
+    ]
+    return f"{type(data).__name__}({', '.join(shown)})"
+
+
+def _value(value: object) -> str:
+    return f"{type(value).__name__}.{value.name}" if isinstance(value, Enum) else repr(value)
+
+
+def _default(field: "Field[Any]") -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from f8emu.spec.errors import OperandError, SpecError
-from f8emu.spec.short_repr import changed_fields
+from f8emu.spec.formats import changed_fields
 
 TENSORS = ("input", "weight", "grad_output")
 """The tensors of a linear layer that are cast."""

@@ -7,20 +7,26 @@ and library one file, and a second one that is read when it is needed, with the 
 tn, nn or tt asks.
 """
 
+import base64
+import json
 import warnings
-from collections.abc import Iterable
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
+from itertools import accumulate, islice
+from typing import Any, cast
 
 from f8emu.spec.chip import Chip
 from f8emu.spec.chips import H100, HOPPER
-from f8emu.split_k.gemm import UNKNOWN, one_of
+from f8emu.spec.errors import SpecError
+from f8emu.split_k.gemm import BLOCKWISE_GEMMS, UNKNOWN, one_of
 from f8emu.split_k.gemm import PlannedGemm as PlannedGemm
 from f8emu.split_k.gemm import Source as Source
 from f8emu.split_k.gemm import Split as Split
-from f8emu.split_k.tables import plan_from_json
-from f8emu.split_k.trees import Plan
+from f8emu.split_k.trees import LEAF, PLAIN_FEATURES, Feature, FittedTree, Plan, Tree
 
 LIBRARY = "cuBLAS 13.1.0.3"
 CHIP = HOPPER.plan
@@ -75,3 +81,192 @@ def shipped_plan(chip: str = CHIP) -> Plan:
 @cache
 def _read(name: str) -> Plan:
     return plan_from_json((files("f8emu.split_k") / "data" / f"{name}.json").read_text(encoding="utf-8"), name)
+
+
+SCHEMA = 2
+_LONGEST = 1 << 22
+"""Bytes of a tree."""
+_REQUIRED = ("m", "n", "k", "gemm", "out_dtype")
+_OPTIONAL = ("accumulation", "layout", "a_dtype", "b_dtype")
+
+
+def gemms_from_json(text: str, name: str) -> list[tuple[dict[str, Any], PlannedGemm]]:
+    """Each object of a list with the GEMM that it describes.
+
+    `accumulation` is left out, "" or null for bfloat16 and may be for block scales, which have one only; `layout` for
+    float8, whose only one is tn.
+
+    Raises:
+        SpecError: no list of objects, an unknown or missing key, or an unknown value; the message has the index.
+    """
+    data = _parsed(text, name)
+    if not isinstance(data, list):
+        raise SpecError(f"{name}: expected a list of objects; got {_kind(data)}")
+    return [(item, _gemm(item, f"{name}: object {index}")) for index, item in enumerate(cast(list[Any], data))]
+
+
+def _gemm(data: Any, place: str) -> PlannedGemm:
+    if not isinstance(data, dict):
+        raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(data)}")
+    item = cast(dict[str, Any], data)
+    keys = (*_REQUIRED, *_OPTIONAL)
+    unknown = [key for key in item if key not in keys]
+    if unknown:
+        raise SpecError(f"{place}: unknown key {unknown[0]!r}; known keys are {', '.join(keys)}")
+    kind = item.get("gemm")
+    choice = "layout" if kind == "bfloat16" else "accumulation"
+    needed = _REQUIRED if kind in list(BLOCKWISE_GEMMS) else (*_REQUIRED, choice)
+    missing = [key for key in needed if item.get(key) in ("", None)]
+    if missing:
+        raise SpecError(f"{place}: missing key {missing[0]!r}; a {item.get('gemm')!s} GEMM needs {', '.join(needed)}")
+    try:
+        return PlannedGemm(**{key: value for key, value in item.items() if value not in ("", None)})
+    except SpecError as error:
+        raise SpecError(f"{place}: {error}") from None
+
+
+def with_splits(items: list[tuple[dict[str, Any], PlannedGemm]], splits: list[Split]) -> list[dict[str, Any]]:
+    """The objects as they were given, each with `split_k` and `source`."""
+    return [
+        {**item, "split_k": split.split_k, "source": split.source.value}
+        for (item, _), split in zip(items, splits, strict=True)
+    ]
+
+
+def plan_from_json(text: str, name: str) -> Plan:
+    """A plan file.
+
+    Raises:
+        SpecError: not such a file; the message says where.
+    """
+    data = _parsed(text, name)
+    try:
+        if data["schema"] != SCHEMA:
+            raise SpecError(
+                f"{name}: schema must be {SCHEMA}; got {data['schema']!r}; record it again, or read it with the f8emu "
+                "that wrote it"
+            )
+        return Plan(
+            library=str(data["library"]),
+            chip=str(data["chip"]),
+            torch=str(data.get("torch", "")),
+            recorded=dict(_recorded(data["recorded"])),
+            rules=dict(_rules(data, name)),
+            slice_bytes=None if data.get("slice_bytes") is None else _sizes([data["slice_bytes"]])[0],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise _damaged(name, error) from None
+
+
+def _damaged(name: str, error: Exception) -> SpecError:
+    return SpecError(
+        f"{name}: expected a plan file with schema, library, chip and recorded; {type(error).__name__}: {error}; "
+        "`f8emu record OUT --plans IN.json` writes one"
+    )
+
+
+def _rules(data: Mapping[str, Any], file: str) -> Iterator[tuple[str, FittedTree]]:
+    features = tuple(_feature(entry) for entry in data.get("features", []))
+    if len(features) > LEAF:
+        raise ValueError(f"at most {LEAF} features; got {len(features)}")
+    for name, rule in data.get("rules", {}).items():
+        slice_bytes, workspace_bytes = _sizes([data["slice_bytes"], rule["workspace_bytes"]])
+        codes, limits = (str(rule["tree"][part]) for part in ("codes", "limits"))
+        tree = cache(partial(_tree, codes, limits, len(features), file))
+        yield name, FittedTree(tree=tree, features=features, workspace_bytes=workspace_bytes, slice_bytes=slice_bytes)
+
+
+def _feature(entry: Any) -> Feature:
+    """A name, [n, m], or [n, m, "at least" or "at most", blocks]."""
+    feature = cast(Feature, entry if isinstance(entry, str) else tuple(entry))
+    if feature in PLAIN_FEATURES:
+        return feature
+    if isinstance(feature, str) or len(feature) not in (2, 4) or feature[2:3] not in ((), ("at least",), ("at most",)):
+        raise ValueError(f"unknown feature {entry!r}")
+    _sizes([*feature[:2], *feature[3:]])
+    return feature
+
+
+def _tree(codes: str, limits: str, features: int, file: str) -> Tree:
+    """Both texts are base64 of zlib. The limits lie feature by feature, three bytes each: first the lowest bytes of
+    all, then the middle, then the highest. In this order they compress best.
+    """
+    try:
+        nodes, planes = _unpacked(codes), _unpacked(limits)
+        to_come = bytes(accumulate(array("b", nodes.translate(_MORE_TO_COME)), initial=1))
+        is_whole = to_come.find(0) == len(nodes) > 0  # none is to come at the end, and not before
+        inner, third = nodes.translate(None, delete=bytes(range(LEAF, 256))), len(nodes) // 2
+        is_known = not nodes.translate(None, delete=bytes([*range(features), *range(LEAF + 1, 256)]))
+        if not (is_whole and is_known and len(planes) == 3 * third):
+            raise ValueError("a tree whose nodes do not fit together")
+    except (ValueError, zlib.error) as error:
+        raise _damaged(file, error) from None
+    bytes_of_limits = (planes[:third], planes[third : 2 * third], planes[2 * third :])
+    given = iter([low | middle << 8 | high << 16 for low, middle, high in zip(*bytes_of_limits, strict=True)])
+    by_feature = [iter(list(islice(given, inner.count(feature)))) for feature in range(features)]
+    return Tree(nodes, to_come[:-1], array("i", map(next, map(by_feature.__getitem__, inner))))
+
+
+_MORE_TO_COME = bytes([1] * LEAF + [255] * (256 - LEAF))
+"""How many more nodes follow a node, by its code, as a signed byte: +1 for an inner node, -1 for a leaf."""
+
+
+def _unpacked(text: str) -> bytes:
+    """A short text may stand for more bytes than there is memory."""
+    stream = zlib.decompressobj()
+    found = stream.decompress(base64.b64decode(text, validate=True), _LONGEST)
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"a tree that does not end, or has more than {_LONGEST} bytes")
+    return found
+
+
+def _recorded(blocks: Any) -> Iterator[tuple[tuple[str, int, int, int], int]]:
+    for block in blocks:
+        tables = [str(table) for table in block["tables"]]
+        for row in block["rows"]:
+            m, n, k, *slices = _integers(row)
+            if len(slices) != len(tables) or min(slices) < 0:
+                raise ValueError(f"row {row} must hold m, n, k and S of {len(tables)} tables")
+            # 0 stands for a table in which this shape was not recorded
+            yield from (((table, m, n, k), s) for table, s in zip(tables, slices, strict=True) if s)
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The text of a plan without rules, one recorded shape a line."""
+    tables = sorted({table for table, *_ in plan.recorded})
+    blocks: list[str] = []
+    for table in tables:
+        rows = sorted((m, n, k, s) for (of, m, n, k), s in plan.recorded.items() if of == table)
+        lines = ",\n".join(f"   {list(row)}" for row in rows)
+        blocks.append(f'  {{"tables": {json.dumps([table])}, "rows": [\n{lines}\n  ]}}')
+    head = {"schema": SCHEMA, "library": plan.library, "chip": plan.chip, "torch": plan.torch}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    return "\n".join(["{", *lines, ' "recorded": [', ",\n".join(blocks), " ]", "}", ""])
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise SpecError(f"{name}: nested too deeply to be read as JSON; a list of flat objects is expected") from None
+    except ValueError as error:
+        raise SpecError(f"{name}: not JSON: {error}") from None
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    found = _integers(values)
+    if min(found) < 1:
+        raise ValueError(f"expected positive sizes; got {found}")
+    return found
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not all(type(value) is int for value in values):
+        raise ValueError(f"expected integers; got {str(values)[:60]}")
+    return tuple(values)
+
+
+def _kind(data: object) -> str:
+    return "an object" if isinstance(data, dict) else "a list" if isinstance(data, list) else repr(data)[:60]

@@ -26,7 +26,7 @@ from f8emu.torch.conversion.report import ConversionEntry as ConversionEntry
 from f8emu.torch.conversion.report import ConversionReport as ConversionReport
 from f8emu.torch.conversion.report import OtherWeight as OtherWeight
 from f8emu.torch.conversion.report import Outcome as Outcome
-from f8emu.torch.conversion.small_layers import filter_small_layers as filter_small_layers
+from f8emu.torch.conversion.torchao import filter_small_layers as filter_small_layers
 from f8emu.torch.delayed.state import DelayedScalingError as DelayedScalingError
 from f8emu.torch.delayed.sync import DelayedScalingState as DelayedScalingState
 from f8emu.torch.delayed.sync import delayed_state_dict as delayed_state_dict

@@ -66,7 +66,7 @@ PLANTS: dict[str, list[tuple[str, str]]] = {
     ],
     "numpy-path": [
         ("f8emu/numpy/cast.py", "import jax.numpy as jnp"),
-        ("f8emu/numpy/scale.py", "from f8ref.jax import amax"),
+        ("f8emu/numpy/cast.py", "from f8ref.jax import amax"),
         ("f8emu/numpy/dtypes.py", "from f8emu import interop"),
     ],
     "interop": [("f8emu/interop/arrays.py", "import f8ref.jax")],

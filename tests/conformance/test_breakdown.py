@@ -25,9 +25,9 @@ from f8emu.conformance.run.breakdown import Tally, breakdowns, contrasts, percen
 from f8emu.conformance.run.check import MAX_CELLS, Case, answer, difference_map, run_case
 from f8emu.conformance.run.result import joined
 from f8emu.conformance.run.verify import Result
-from f8emu.report.terminal import parts
-from f8emu.report.verify import Run, page
-from f8emu.report.verify_json import to_json
+from f8emu.report.page import parts
+from f8emu.report.verdict import Run, to_json
+from f8emu.report.verify import page
 
 NOBODY = Subject(name="nobody", engine="none", verbs={})
 

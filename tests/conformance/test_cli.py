@@ -15,7 +15,8 @@ import f8emu
 from f8emu.conformance import read_golden
 from f8emu.conformance.run import stages, subject
 from f8emu.conformance.run.subject import load_subject
-from f8emu.report import html, terminal, verify_json
+from f8emu.report import html, verdict
+from f8emu.report import page as page_model
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
 from tests.conformance.command import few_recorded, invoke
 
@@ -272,7 +273,7 @@ def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypa
     report, page = tmp_path / "report.json", tmp_path / "page.html"
     monkeypatch.setattr(html, "render", lambda command, page: "the page")
     words = ("verify", "f8ref.numpy", "--golden", str(few), "--stage", "golden")
-    for module, name in ((html, "render"), (terminal, "parts"), (verify_json, "to_json")):
+    for module, name in ((html, "render"), (page_model, "parts"), (verdict, "to_json")):
         report.write_text("before")
         page.write_text("before")
         with monkeypatch.context() as patched:

@@ -11,8 +11,8 @@ import torch
 
 from f8emu import doctor
 from f8emu.doctor import diagnosis as measured
+from f8emu.doctor.diagnosis import next_steps
 from f8emu.doctor.probes import Probe, probe_torch
-from f8emu.doctor.text import next_steps
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from f8emu.report.figures import map_plot
 from f8emu.report.html import render
 from f8emu.report.page import Cell, Page, Section, Share, Table, Text
 from f8emu.report.svg import COLOURS, runs, ticks
-from f8emu.report.verify import COMMAND, Run
+from f8emu.report.verdict import Run
+from f8emu.report.verify import COMMAND
 from f8emu.report.verify import page as page_of
 from tests.conformance.command import few_recorded, invoke
 

@@ -9,8 +9,7 @@ import pytest
 from f8emu.conformance.record.cuda import Refused
 from f8emu.conformance.record.plans import COLUMNS, emulated, record_plans
 from f8emu.spec import SpecError
-from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, shipped_plan
-from f8emu.split_k.tables import plan_from_json
+from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, plan_from_json, shipped_plan
 
 # Of each: what rounds most away, bfloat16 outputs and promotion, must still show S.
 GEMMS = [

@@ -16,7 +16,7 @@ import pytest
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, Format
 from f8ref.jax import softfloat
 from f8ref.numpy.cast import convert
-from f8ref.numpy.float32 import fma
+from f8ref.numpy.scaled_mm import fma
 from tests.oracle.exactly import codes_of, dtype_of
 
 Codes = npt.NDArray[np.uint32]

@@ -15,7 +15,7 @@ import pytest
 
 from f8emu.spec import BFLOAT16, FLOAT16, FLOAT32, Format
 from f8ref.jax import scaled_mm
-from f8ref.jax.epilogue import finish
+from f8ref.jax.scaled_mm import finish
 
 F32 = npt.NDArray[np.float32]
 M, K, N = 24, 64, 48

@@ -19,8 +19,19 @@ from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.cases.golden import shipped_golden
 from f8emu.spec import H100, HOPPER, Chip, SpecError
 from f8emu.split_k import plan
-from f8emu.split_k.plan import CHIP, LIBRARY, PlannedGemm, Source, Split, shipped_plan, split_k
-from f8emu.split_k.tables import gemms_from_json, plan_from_json, plan_to_json, with_splits
+from f8emu.split_k.plan import (
+    CHIP,
+    LIBRARY,
+    PlannedGemm,
+    Source,
+    Split,
+    gemms_from_json,
+    plan_from_json,
+    plan_to_json,
+    shipped_plan,
+    split_k,
+    with_splits,
+)
 
 ROOT = Path(__file__).parents[2]
 PLAN = shipped_plan()

@@ -21,7 +21,7 @@ import f8emu
 import f8emu.torch as f8
 from f8emu.spec import RECIPES, ROWWISE, TENSORWISE, OperandError, ScaleRule, SpecError, UnsupportedError
 from f8emu.torch import Outcome
-from f8emu.torch.conversion import replacement
+from f8emu.torch.conversion import layers
 from tests.torch_path.states import through_file
 
 pytestmark = [  # of Dynamo's
@@ -344,7 +344,7 @@ def swapped(model: nn.Module) -> nn.Module:
 
 
 def test_a_library_that_replaces_float8_layers_is_named_once() -> None:
-    replacement._warn.cache_clear()
+    layers._warn.cache_clear()
     model: Any = f8.convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)), nn.ReLU()))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # none of these is another library's conversion

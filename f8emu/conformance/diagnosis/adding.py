@@ -15,7 +15,7 @@ from f8emu.spec import BFLOAT16, FLOAT16, HOPPER, AccumulationModel
 from f8ref.numpy.accumulate import Operand, chain, exponents_of, operand, power_of_two, side_by_side, to_last_place
 from f8ref.numpy.cast import convert
 from f8ref.numpy.codec import canonical_nan
-from f8ref.numpy.float32 import rounded_sum
+from f8ref.numpy.scaled_mm import rounded_sum
 
 _PRODUCTS = 1 << 17
 """Made at a time."""

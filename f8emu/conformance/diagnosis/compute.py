@@ -29,7 +29,7 @@ from f8emu.conformance.diagnosis.rules import BiasRule, Misplaced, Places, Round
 from f8emu.spec import BFLOAT16, FLOAT32, Format, format_by_name
 from f8ref.numpy.accumulate import Operand, side_by_side
 from f8ref.numpy.cast import convert
-from f8ref.numpy.float32 import fma
+from f8ref.numpy.scaled_mm import fma
 
 
 def compute(case: GemmCase, rules: Rules, *, at: Part | None = None, memory: Memory | None = None) -> np.ndarray:

@@ -21,8 +21,7 @@ from f8emu.conformance.record.cuda import CudaLauncher, Refused
 from f8emu.conformance.record.record import tracked
 from f8emu.spec import BFLOAT16, HOPPER, Granularity, SpecError, format_by_name
 from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm, Source
-from f8emu.split_k.plan import CHIP, PLANS, shipped_plan
-from f8emu.split_k.tables import plan_from_json, plan_to_json
+from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
 from f8emu.split_k.trees import Plan
 
 COLUMNS = 16

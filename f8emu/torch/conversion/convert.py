@@ -14,12 +14,18 @@ from torch import nn
 from f8emu.spec.chips import CHIPS
 from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.conversion.replacement import watch_replacements
+from f8emu.torch.conversion.layers import (
+    float8_subclass,
+    float_layer,
+    gather_as_float8,
+    hold_as_float8,
+    linear_class,
+    release,
+    require_sole_reader,
+    watch_replacements,
+)
 from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_layers, report_of, sharded_layers
-from f8emu.torch.conversion.small_layers import ModuleFilter
-from f8emu.torch.conversion.subclass import float8_subclass, float_layer, linear_class
-from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.conversion.weights import gather_as_float8, hold_as_float8, release, require_sole_reader
+from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe
 from f8emu.torch.delayed.update import UpdateGroup
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.gemm.engine import resolve_engine

@@ -11,8 +11,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 
 from f8emu.spec.recipe import Recipe
-from f8emu.torch.conversion.small_layers import ModuleFilter
-from f8emu.torch.conversion.subclass import surrounds_forward
+from f8emu.torch.conversion.layers import surrounds_forward
+from f8emu.torch.conversion.torchao import ModuleFilter
 from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
 from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 from f8emu.torch.layer.float8_linear import Float8Linear

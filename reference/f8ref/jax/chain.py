@@ -28,7 +28,8 @@ from f8ref.jax.accumulate import (
 )
 from f8ref.jax.codec import codes, is_finite, narrow_codes
 from f8ref.jax.general import general_step, rounded_sum
-from f8ref.jax.tiles import Index
+
+Index = jax.Array | int
 
 
 class Step(Enum):

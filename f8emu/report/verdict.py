@@ -1,14 +1,15 @@
-"""What `f8emu verify` found, as plain data."""
+"""What `f8emu verify` found, in one line and as plain data."""
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from f8emu.conformance.compare import Mismatch
-from f8emu.conformance.diagnosis.report import diagnosis_json
+from f8emu.conformance.diagnosis.report import Diagnoses, diagnosis_json
 from f8emu.conformance.run.breakdown import Breakdown, breakdowns
-from f8emu.conformance.run.result import Result, StageResult
+from f8emu.conformance.run.result import Result, StageResult, Status
+from f8emu.conformance.run.subject import SUBJECTS
 from f8emu.environment import devices, versions
-from f8emu.report.verify import Run
 
 SCHEMA = 1
 """Version of the JSON layout."""
@@ -16,6 +17,49 @@ _STAGE = (
     "cases_total cases_equal cases_not_offered own_splits outputs_total outputs_equal seconds reason first_differences"
 ).split()
 """Fields of a stage that its JSON has as they are, or nearly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The run of the command, beside its result."""
+
+    command: Sequence[str]
+    seconds: float
+    errors: int = 8
+    """The most cases of each subject of which an output is shown."""
+    not_run: Mapping[str, str] = field(default_factory=dict)
+    """Subjects that could not be loaded, and why."""
+    diagnoses: Diagnoses = field(default_factory=dict)
+    asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Subject -> the words of the command that name it, and the options that its cases depend on."""
+
+
+def verdict(result: Result) -> str:
+    """The first line."""
+    stages = [stage for subject in result.subjects for stage in subject.stages]
+    cases = sum(stage.cases_total for stage in stages)
+    outputs = sum(stage.outputs_equal for stage in stages)
+    if not result.has_difference and result.is_interrupted:
+        if not outputs:
+            return "INTERRUPTED, nothing was compared"
+        return f"INTERRUPTED: equal so far, every bit of {outputs} outputs in {cases} cases"
+    # Cases under an S of their own are equal, but are not the chip's: they are counted apart.
+    if result.is_equal:
+        splits = [tally for stage in stages for tally in stage.own_splits.values()]
+        own = f"{sum(t.outputs for t in splits)} in {sum(t.cases for t in splits)} under an S of its own"
+        cases -= sum(tally.cases for tally in splits)
+        equal = [f"every bit of {outputs} outputs in {cases} cases"] if cases else []
+        skipped = sum(s.cases_not_offered for one in result.subjects if one.name not in SUBJECTS for s in one.stages)
+        return f"equal: {', and '.join(equal + [own] * bool(splits))}" + (
+            f"; {skipped} cases not offered" if skipped else ""
+        )
+    failed = []
+    for subject in result.subjects:
+        wrong = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]
+        if not subject.is_equal:
+            failed.append(f"{subject.name} ({', '.join(wrong) or 'nothing ran'})")
+    found = "NOT EQUAL" if result.has_difference else "NOT VERIFIED"
+    return f"{'INTERRUPTED, ' if result.is_interrupted else ''}{found}: {'; '.join(failed)}"
 
 
 def to_json(result: Result, run: Run) -> dict[str, Any]:
