@@ -25,11 +25,7 @@ from f8emu.spec import BFLOAT16, E4M3FN, FLOAT16, FLOAT32, HOPPER, Format, Granu
 from tests.jax_path.layers import assert_same_bits
 
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
-PAIRS = {
-    "vector-vector": (VECTOR, VECTOR),
-    "vector-square": (VECTOR, SQUARE),
-    "square-vector": (SQUARE, VECTOR),
-}
+PAIRS = {"vector-vector": (VECTOR, VECTOR), "vector-square": (VECTOR, SQUARE), "square-vector": (SQUARE, VECTOR)}
 SMALL = Launch(rows=32, cols=64, parts=2, warps=4, stages=2, group=2, ahead=True)
 TALL = Launch(rows=256, cols=128, parts=2, warps=8, stages=3, group=8, ahead=False)
 TRITON = "@__gpu$xla.gpu.triton"

@@ -17,6 +17,7 @@ import f8ref.numpy as reference
 from f8emu.jax.fused import block_kernels, casts, choice, kernels, plain
 from f8emu.jax.fused.kernels import Launch
 from f8emu.spec import E4M3FN, E4M3FNUZ, E5M2, Granularity, ScaleRule, Scales
+from tests.oracle import exactly
 
 VECTORS, SQUARES = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 POWERS = ScaleRule(power_of_two=True)
@@ -26,12 +27,7 @@ TRITON = "@__gpu$xla.gpu.triton"
 
 def assert_same_bits(observed: Any, expected: Any) -> None:
     """Trees of arrays, equal as integers, in dtype and in shape."""
-    assert jax.tree.structure(observed) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(observed), jax.tree.leaves(expected), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        integer = np.dtype(f"uint{8 * x.dtype.itemsize}")
-        np.testing.assert_array_equal(x.view(integer), y.view(integer))
+    jax.tree.map(exactly.assert_same_bits, observed, expected)
 
 
 def drawn(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -20,12 +20,7 @@ import f8emu.jax as f8  # noqa: E402
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
 M, N, K = 37, 50, 300
-T, R, V, S = (
-    Granularity.TENSORWISE,
-    Granularity.ROWWISE,
-    Granularity.BLOCKWISE_1X128,
-    Granularity.BLOCKWISE_128X128,
-)
+T, R, V, S = (Granularity.TENSORWISE, Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 
 
 def codes(*shape: int, seed: int, dtype: str = "float8_e4m3fn") -> np.ndarray:

@@ -31,96 +31,42 @@ ENUMS = {
     "XLA_E5M2FNUZ": "XLA_FFI_DataType_F8E5M2FNUZ",
     "XLA_E4M3FNUZ": "XLA_FFI_DataType_F8E4M3FNUZ",
 }
-
-FIELDS = {
-    ("xla_version", "XLA_FFI_Api_Version"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "major": "major_version",
-        "minor": "minor_version",
-    },
-    ("xla_metadata", "XLA_FFI_Metadata"): {
-        "size": "struct_size",
-        "version": "api_version",
-        "traits": "traits",
-        "state_type": "state_type_id",
-    },
-    ("xla_metadata_query", "XLA_FFI_Metadata_Extension"): {
-        "base.size": "extension_base.struct_size",
-        "base.kind": "extension_base.type",
-        "base.next": "extension_base.next",
-        "answer": "metadata",
-    },
-    ("xla_buffer", "XLA_FFI_Buffer"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "dtype": "dtype",
-        "data": "data",
-        "rank": "rank",
-        "extents": "dims",
-    },
-    ("xla_values", "XLA_FFI_Args"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "count": "size",
-        "kinds": "types",
-        "items": "args",
-    },
-    ("xla_values", "XLA_FFI_Rets"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "count": "size",
-        "kinds": "types",
-        "items": "rets",
-    },
-    ("xla_name", "XLA_FFI_ByteSpan"): {"text": "ptr", "length": "len"},
-    ("xla_array", "XLA_FFI_Array"): {"dtype": "dtype", "count": "size", "data": "data"},
-    ("xla_attributes", "XLA_FFI_Attrs"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "count": "size",
-        "kinds": "types",
-        "names": "names",
-        "items": "attrs",
-    },
-    ("xla_new_error", "XLA_FFI_Error_Create_Args"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "message": "message",
-        "kind": "errc",
-    },
-    ("xla_old_error", "XLA_FFI_Error_Destroy_Args"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "error": "error",
-    },
-    ("xla_thread_count", "XLA_FFI_ThreadPool_NumThreads_Args"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "context": "ctx",
-        "threads": "num_threads",
-    },
-    ("xla_api", "XLA_FFI_Api"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "version": "api_version",
-        "internal": "internal_api",
-        "new_error": "XLA_FFI_Error_Create",
-        "free_error": "XLA_FFI_Error_Destroy",
-        "thread_count": "XLA_FFI_ThreadPool_NumThreads",
-    },
-    ("xla_call", "XLA_FFI_CallFrame"): {
-        "size": "struct_size",
-        "extensions": "extension_start",
-        "api": "api",
-        "context": "ctx",
-        "stage": "stage",
-        "operands": "args",
-        "results": "rets",
-        "attributes": "attrs",
-    },
+FIELDS: dict[str, str] = {
+    "xla_version XLA_FFI_Api_Version": (
+        "size struct_size, extensions extension_start, major major_version, minor minor_version"
+    ),
+    "xla_metadata XLA_FFI_Metadata": "size struct_size, version api_version, traits traits, state_type state_type_id",
+    "xla_metadata_query XLA_FFI_Metadata_Extension": (
+        "base.size extension_base.struct_size, base.kind extension_base.type, base.next extension_base.next, "
+        "answer metadata"
+    ),
+    "xla_buffer XLA_FFI_Buffer": (
+        "size struct_size, extensions extension_start, dtype dtype, data data, rank rank, extents dims"
+    ),
+    "xla_values XLA_FFI_Args": "size struct_size, extensions extension_start, count size, kinds types, items args",
+    "xla_values XLA_FFI_Rets": "size struct_size, extensions extension_start, count size, kinds types, items rets",
+    "xla_name XLA_FFI_ByteSpan": "text ptr, length len",
+    "xla_array XLA_FFI_Array": "dtype dtype, count size, data data",
+    "xla_attributes XLA_FFI_Attrs": (
+        "size struct_size, extensions extension_start, count size, kinds types, names names, items attrs"
+    ),
+    "xla_new_error XLA_FFI_Error_Create_Args": (
+        "size struct_size, extensions extension_start, message message, kind errc"
+    ),
+    "xla_old_error XLA_FFI_Error_Destroy_Args": "size struct_size, extensions extension_start, error error",
+    "xla_thread_count XLA_FFI_ThreadPool_NumThreads_Args": (
+        "size struct_size, extensions extension_start, context ctx, threads num_threads"
+    ),
+    "xla_api XLA_FFI_Api": (
+        "size struct_size, extensions extension_start, version api_version, internal internal_api, new_error "
+        "XLA_FFI_Error_Create, free_error XLA_FFI_Error_Destroy, thread_count XLA_FFI_ThreadPool_NumThreads"
+    ),
+    "xla_call XLA_FFI_CallFrame": (
+        "size struct_size, extensions extension_start, api api, context ctx, stage stage, operands args, results "
+        "rets, attributes attrs"
+    ),
 }
-"""(ours, XLA's): our field, XLA's."""
+"""Our type and XLA's: our field and XLA's, and so on."""
 MAY_GROW = {"xla_api", "xla_call"}
 """Read through pointers, and XLA appends to them."""
 
@@ -128,10 +74,11 @@ MAY_GROW = {"xla_api", "xla_call"}
 def assertions() -> list[str]:
     found = [f"({ours}) == (int){theirs}" for ours, theirs in ENUMS.items()]
     found.append("XLA_OLDEST_MINOR <= XLA_FFI_API_MINOR")
-    for (ours, theirs), fields in FIELDS.items():
+    for types, fields in FIELDS.items():
+        ours, theirs = types.split()
         comparison = "<=" if ours in MAY_GROW else "=="
         found.append(f"sizeof({ours}) {comparison} sizeof({theirs})")
-        for mine, name in fields.items():
+        for mine, name in map(str.split, fields.split(", ")):
             found.append(f"offsetof({ours}, {mine}) == offsetof({theirs}, {name})")
             found.append(f"sizeof((({ours} *)0)->{mine}) == sizeof((({theirs} *)0)->{name})")
     return found

@@ -3,8 +3,6 @@
 The witnesses are literals of the documents, a search for the nearest code in exact arithmetic, ml_dtypes and numpy.
 """
 
-import math
-import struct
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
@@ -29,7 +27,6 @@ from f8emu.spec import (
     FLOAT32,
     Format,
     Overflow,
-    SpecError,
 )
 from f8ref.exact import (
     NAN,
@@ -41,10 +38,8 @@ from f8ref.exact import (
     encode,
     exponent_of,
     finite,
-    float32,
     infinity,
     multiply,
-    round_to,
 )
 from tests.oracle.exactly import codes_of, dtype_of, typed
 
@@ -114,22 +109,6 @@ def test_decode_literals(format: Format, code: int, value: Fraction | int | Numb
         assert codes_of(f8.decode(typed(code, format))).item() == encode(number, FLOAT32)
 
 
-@pytest.mark.parametrize(("format", "exponent_bits", "bias"), [(E4M3FN, 4, 7), (E5M2, 5, 15)], ids=["E4M3FN", "E5M2"])
-def test_decode_every_float8_code_against_its_bit_string(format: Format, exponent_bits: int, bias: int) -> None:
-    """OFP8 section 5: `(-1)^S * 2^(E - bias) * 1.F`, and `(-1)^S * 2^(1 - bias) * 0.F` where E is 0."""
-    finite_codes = 0
-    for code in range(256):
-        text = f"{code:08b}"
-        sign, field, fraction = text[0], text[1 : 1 + exponent_bits], text[1 + exponent_bits :]
-        if "0" not in (field + fraction if format is E4M3FN else field):
-            continue  # NaN and infinities: the literals above
-        significand = int(("0" if int(field, 2) == 0 else "1") + fraction, 2)
-        magnitude = math.ldexp(significand, max(int(field, 2), 1) - bias - len(fraction))
-        assert decode(code, format) == Number(Kind.FINITE, sign == "1", Fraction(magnitude))
-        finite_codes += 1
-    assert finite_codes == (254 if format is E4M3FN else 248)
-
-
 @BACKENDS
 @pytest.mark.parametrize("format", [*FLOAT8, E8M0FNU, BFLOAT16, FLOAT16], ids=str)
 def test_decode_every_code_against_ml_dtypes(format: Format, backend: str) -> None:
@@ -145,17 +124,6 @@ def test_encode_is_the_inverse_of_decode(format: Format) -> None:
     for code in range(1 << format.bits):
         number = decode(code, format)
         assert encode(number, format) == (format.nan_code if number.is_nan else code)
-
-
-def test_nan_code_is_all_ones_or_the_sign_alone() -> None:
-    codes = {format: encode(NAN, format) for format in (*FLOAT8, FLOAT16, BFLOAT16, FLOAT32)}
-    of_float8 = {E4M3FN: 0x7F, E5M2: 0x7F, E4M3FNUZ: 0x80, E5M2FNUZ: 0x80}
-    assert codes == of_float8 | {FLOAT16: 0x7FFF, BFLOAT16: 0x7FFF, FLOAT32: 0x7FFFFFFF}
-
-
-def test_encode_refuses_a_scale_format() -> None:
-    with pytest.raises(SpecError, match="float8_e8m0fnu"):
-        encode(finite(1), E8M0FNU)
 
 
 def test_exponent_of() -> None:
@@ -209,10 +177,7 @@ ROUNDING: dict[Format, list[tuple[Fraction | int, int, str]]] = {
         (TINY, 0x00, "zero, which has no sign"),
         (61440 - TINY, 0x7F, "just below 57344 + 4096, the tie of 57344 and what would be 65536"),
     ],
-    FLOAT16: [
-        (2049, 0x6800, "tie of 2048 and 2050"),
-        (65520 - TINY, 0x7BFF, "just below the tie of 65504 and 65536"),
-    ],
+    FLOAT16: [(2049, 0x6800, "tie of 2048 and 2050"), (65520 - TINY, 0x7BFF, "just below the tie of 65504 and 65536")],
     BFLOAT16: [(257, 0x4380, "tie of 256 and 258"), (259, 0x4382, "tie of 258 and 260")],
     FLOAT32: [
         ((1 << 24) + 1, 0x4B800000, "tie of 2^24 and 2^24 + 2"),
@@ -301,7 +266,7 @@ def test_encode_of_drawn_float64_against_numpy(to_format: Format) -> None:
 
 
 def float32_operands() -> list[int]:
-    """Float32 codes: specials, edges, and random ones of close exponents."""
+    """Float32 codes: 18 specials and edges, and random ones of close exponents."""
     edges = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x3F800000, 0x3FFFFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
     draw = np.random.default_rng(7)
     near = draw.integers(0x3E000000, 0x41000000, 60).tolist()
@@ -312,10 +277,9 @@ def float32_operands() -> list[int]:
 @pytest.mark.parametrize("operation", ["add", "multiply"])
 def test_float32_arithmetic_against_numpy(operation: str) -> None:
     """An exact operation followed by the one rounding is IEEE arithmetic, signed zeros and subnormals included."""
-    codes = float32_operands()
-    x, y = (grid.ravel() for grid in np.meshgrid(np.array(codes, np.uint32), np.array(codes, np.uint32)))
-    keep = np.random.default_rng(3).permutation(len(x))[:12000]
-    x, y = x[keep], y[keep]
+    codes = np.array(float32_operands(), np.uint32)
+    edges, pairs = (np.stack(np.meshgrid(c, c)).reshape(2, -1) for c in (codes[:18], codes))
+    x, y = np.concatenate([edges, np.random.default_rng(3).permutation(pairs, axis=1)[:, :12000]], axis=1)
     with np.errstate(all="ignore"):
         exact = {"add": (add, np.add), "multiply": (multiply, np.multiply)}[operation]
         witness = exact[1](x.view(np.float32), y.view(np.float32))
@@ -324,38 +288,6 @@ def test_float32_arithmetic_against_numpy(operation: str) -> None:
     ):
         observed = encode(exact[0](decode(a, FLOAT32), decode(b, FLOAT32)), FLOAT32)
         assert observed == (0x7FFFFFFF if is_nan else expected), (operation, hex(a), hex(b))
-
-
-def test_signs_of_zero() -> None:
-    """IEEE 754-2019, 6.3."""
-    assert add(ZERO, MINUS_ZERO) == ZERO
-    assert add(MINUS_ZERO, MINUS_ZERO) == MINUS_ZERO
-    assert add(finite(-3), finite(3)) == ZERO
-    assert multiply(ZERO, finite(-2)) == MINUS_ZERO
-    assert multiply(MINUS_ZERO, finite(-2)) == ZERO
-    assert float32(finite(-TINY)) == MINUS_ZERO
-
-
-def test_infinities() -> None:
-    assert multiply(infinity(), ZERO) == NAN
-    assert multiply(infinity(), finite(-2)) == infinity(negative=True)
-    assert add(infinity(), infinity(negative=True)) == NAN
-    assert add(finite(5), infinity(negative=True)) == infinity(negative=True)
-    assert add(NAN, infinity()) == multiply(NAN, ZERO) == NAN
-
-
-def test_fused_multiply_add_is_one_rounding() -> None:
-    """(1 + 2^-23)^2 = 1 + 2^-22 + 2^-46, rounded 1 + 2^-22: taking that away leaves 2^-46 if fused, else 0."""
-    x = decode(0x3F800001, FLOAT32)
-    rounded = decode(0xBF800002, FLOAT32)
-    assert float32(add(multiply(x, x), rounded)).value == Fraction(1, 1 << 46)
-    assert float32(add(float32(multiply(x, x)), rounded)) == ZERO
-
-
-def test_round_to_agrees_with_the_machine_on_decimals() -> None:
-    for value in (0.1, 1e-40, 3.3e38, 2 / 3, 1e-12):
-        expected = struct.unpack("<f", struct.pack("<f", value))[0]
-        assert round_to(finite(Fraction(value)), FLOAT32).value == Fraction(expected)
 
 
 # ---- casts

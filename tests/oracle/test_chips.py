@@ -136,11 +136,7 @@ INSTRUCTIONS = [
     for instruction in chip.instructions
     if chip.name == "Hopper" or instruction not in CHIPS["Hopper"].instructions  # what it shares is tested there
 ]
-OF_JAX = {
-    ("Hopper", "float16", 8),
-    ("Blackwell tcgen05", "float32", 8),
-    ("CDNA3", "float32", 16),
-}
+OF_JAX = {("Hopper", "float16", 8), ("Blackwell tcgen05", "float32", 8), ("CDNA3", "float32", 16)}
 """(chip, output, bits of an operand): what the GEMMs below do not cover, since each is a program to compile."""
 
 

@@ -75,10 +75,7 @@ def test_operation_by_operation() -> None:
     b = float8_operand(unpacked_float8(jnp.asarray(np.asarray(B[:32, :3]).view(np.uint8), jnp.uint32), E4M3FN))
     total = jnp.asarray([[0.0, 0.75, -3.0], [1e-9, 7.0, -1e4]], jnp.float32)
     x, y = softfloat.bits(X[:2, :3]), softfloat.bits(jnp.broadcast_to(SCALE_A[:2], (2, 3)))
-    calls: list[Callable[[], Any]] = [
-        lambda: float8_step(HOPPER.float8, total, a, b),
-        lambda: softfloat.multiply(x, y),
-    ]
+    calls: list[Callable[[], Any]] = [lambda: float8_step(HOPPER.float8, total, a, b), lambda: softfloat.multiply(x, y)]
     compiled = [leaves(jax.jit(call)()) for call in calls]
     with jax.disable_jit():
         assert [leaves(call()) for call in calls] == compiled

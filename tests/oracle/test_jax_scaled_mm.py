@@ -98,27 +98,6 @@ def test_small_and_empty(m: int, n: int, k: int) -> None:
     assert np.array_equal(np.asarray(blockwise), product)
 
 
-def test_groups_are_transposed_rowwise_gemms_of_their_rows() -> None:
-    """[EPI-6] The scale of a row of a is multiplied first, as that of a column is in a rowwise GEMM [EPI-2]."""
-    rng = np.random.default_rng(66)
-    sizes = [5, 0, 17, 2]
-    total, k, n = sum(sizes) + 3, 96, 24
-    a, b = drawn(rng, (total, k)), drawn(rng, (len(sizes), k, n))
-    scale_a = jnp.asarray(rng.uniform(0.5, 2, total), jnp.float32)
-    scale_b = jnp.asarray(rng.uniform(0.5, 2, (len(sizes), n)), jnp.float32)
-    offs = jnp.asarray(np.cumsum(sizes), jnp.int32)
-    observed = np.asarray(scaled_grouped_mm(a, b, scale_a, scale_b, offs, out_dtype="float32"))
-    rowwise: Any = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE}
-    start = 0
-    for g, end in enumerate(np.cumsum(sizes).tolist()):
-        scales = np.asarray(scale_b)[g][:, None], np.asarray(scale_a)[None]
-        turned = np.asarray(b)[g].T, np.asarray(a).T
-        of_all_rows = scaled_mm(*turned, *scales, **rowwise, out_dtype="float32")  # pyright: ignore[reportArgumentType]
-        assert np.array_equal(np.asarray(of_all_rows).T[start:end].view(np.uint32), observed[start:end].view(np.uint32))
-        start = end
-    assert not observed[start:].any()
-
-
 def test_memory_of_the_compiled_program() -> None:
     """The operands unpacked, the accumulators, and a few times those of a tile."""
     scale = jax.ShapeDtypeStruct((1, 1), jnp.float32)

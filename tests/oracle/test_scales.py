@@ -12,16 +12,7 @@ from numpy.typing import NDArray
 
 import f8ref.numpy as f8
 from f8emu.conformance.run.oracle import exact_subject
-from f8emu.spec import (
-    E4M3FN,
-    E5M2,
-    AmaxHistoryReduction,
-    DelayedScaling,
-    DelayedState,
-    Format,
-    Granularity,
-    ScaleRule,
-)
+from f8emu.spec import E4M3FN, E5M2, AmaxHistoryReduction, DelayedScaling, DelayedState, Format, Granularity, ScaleRule
 from tests.oracle.exactly import assert_same_bits, codes_of, dtype_of, typed
 
 TENSORWISE, ROWWISE = Granularity.TENSORWISE, Granularity.ROWWISE

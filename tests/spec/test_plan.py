@@ -142,8 +142,7 @@ def blockwise_rows(kind: str) -> dict[tuple[int, int, int], int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "on_grid", "off_grid"),
-    [(BLOCKWISE[0], (397, 397), (480, 476)), (BLOCKWISE[1], (403, 403), (237, 237))],
+    ("kind", "on_grid", "off_grid"), [(BLOCKWISE[0], (397, 397), (480, 476)), (BLOCKWISE[1], (403, 403), (237, 237))]
 )
 def test_the_trees_of_block_scales_on_recorded_shapes(
     kind: str, on_grid: tuple[int, int], off_grid: tuple[int, int]

@@ -65,12 +65,7 @@ CASTS = {
         "grad_weight": ("1x128/e4m3fn", "1x128/e4m3fn"),
     },
 }
-ABBREVIATIONS = {
-    Granularity.TENSORWISE: "ten",
-    Granularity.ROWWISE: "axs",
-    VECTOR: "1x128",
-    SQUARE: "128x128",
-}
+ABBREVIATIONS = {Granularity.TENSORWISE: "ten", Granularity.ROWWISE: "axs", VECTOR: "1x128", SQUARE: "128x128"}
 # recipe -> fast accumulation of output, grad_input, grad_weight (torchao: output only); power-of-two scales.
 FAST_AND_POWER_OF_TWO = {
     "tensorwise": ((True, False, False), False),
@@ -192,14 +187,8 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], object], str]] = {
         "blockwise_1x128 x blockwise_128x128, blockwise_128x128 x blockwise_1x128; "
         "got tensorwise x blockwise_128x128; to use a tensorwise scale beside rowwise ones, repeat it for every row",
     ),
-    "rows beside blocks": (
-        lambda: Gemm(a=e4m3(VECTOR), b=e4m3(Granularity.ROWWISE)),
-        "got blockwise_1x128 x rowwise",
-    ),
-    "two squares": (
-        lambda: Gemm(a=e4m3(SQUARE), b=e4m3(SQUARE)),
-        "got blockwise_128x128 x blockwise_128x128",
-    ),
+    "rows beside blocks": (lambda: Gemm(a=e4m3(VECTOR), b=e4m3(Granularity.ROWWISE)), "got blockwise_1x128 x rowwise"),
+    "two squares": (lambda: Gemm(a=e4m3(SQUARE), b=e4m3(SQUARE)), "got blockwise_128x128 x blockwise_128x128"),
     "fast accumulation of blocks": (
         lambda: Gemm(a=e4m3(VECTOR), b=e4m3(SQUARE), use_fast_accum=True),
         "Gemm: Hopper has no fast accumulation beside block scales; pass use_fast_accum=False",
@@ -314,22 +303,6 @@ def test_recipes_are_immutable_values(name: str) -> None:
 
 
 EXPLANATIONS = {
-    "tensorwise": """\
-tensorwise  (7b2408b92d5b)
-scales: dynamic, from the amax of the tensor that is cast
-        inv_scale = max / max(amax, 1e-12)
-output [M, N] = cast(input [M, K]) @ cast(weight [N, K]^T), summed over K
-    a: float8_e4m3fn tensorwise
-    b: float8_e4m3fn tensorwise
-    fast accumulation: one chain
-grad_input [M, K] = cast(grad_output [M, N]) @ cast(weight [N, K]), summed over N
-    a: float8_e5m2 tensorwise
-    b: float8_e4m3fn tensorwise
-    accumulation promoted to float32 every 128
-grad_weight [N, K] = cast(grad_output [M, N]^T) @ cast(input [M, K]), summed over M
-    a: float8_e5m2 tensorwise
-    b: float8_e4m3fn tensorwise
-    accumulation promoted to float32 every 128""",
     "rowwise_with_gw_hp": """\
 rowwise_with_gw_hp  (27d6c3e1fb00)
 scales: dynamic, from the amax of the tensor that is cast
@@ -346,22 +319,6 @@ grad_weight [N, K] = cast(grad_output [M, N]^T) @ cast(input [M, K]), summed ove
     a: bfloat16
     b: bfloat16
     bfloat16 matmul, one chain""",
-    "blockwise": """\
-blockwise  (c0ec3af7adec)
-scales: dynamic, from the amax of the tensor that is cast
-        inv_scale = max / max(amax, 1e-12)
-output [M, N] = cast(input [M, K]) @ cast(weight [N, K]^T), summed over K
-    a: float8_e4m3fn blockwise_1x128
-    b: float8_e4m3fn blockwise_128x128
-    accumulation promoted to float32 every 128
-grad_input [M, K] = cast(grad_output [M, N]) @ cast(weight [N, K]), summed over N
-    a: float8_e4m3fn blockwise_1x128
-    b: float8_e4m3fn blockwise_128x128
-    accumulation promoted to float32 every 128
-grad_weight [N, K] = cast(grad_output [M, N]^T) @ cast(input [M, K]), summed over M
-    a: float8_e4m3fn blockwise_1x128
-    b: float8_e4m3fn blockwise_1x128
-    accumulation promoted to float32 every 128""",
 }
 
 

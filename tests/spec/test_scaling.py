@@ -20,12 +20,7 @@ from f8emu.spec import (
 )
 from f8emu.spec.scaling import scale_number
 
-T, R, V, S = (
-    Granularity.TENSORWISE,
-    Granularity.ROWWISE,
-    Granularity.BLOCKWISE_1X128,
-    Granularity.BLOCKWISE_128X128,
-)
+T, R, V, S = (Granularity.TENSORWISE, Granularity.ROWWISE, Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128)
 FLT_MAX = Fraction(FLOAT32.max)
 FLT_MIN = Fraction(FLOAT32.smallest_normal)
 

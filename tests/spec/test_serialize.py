@@ -106,8 +106,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         grad_input=draw(gemms(grad_output, weight, pairs)),
         grad_weight=draw(gemms(grad_output, input, pairs)),
         scale_rule=ScaleRule(
-            power_of_two=draw(st.booleans()),
-            amax_floor=draw(st.floats(MIN_AMAX_FLOOR, 1, exclude_max=True)),
+            power_of_two=draw(st.booleans()), amax_floor=draw(st.floats(MIN_AMAX_FLOOR, 1, exclude_max=True))
         ),
         delayed=delayed,
     )
@@ -239,10 +238,7 @@ def test_malformed_toml_names_the_place(old: str, new: str, text: str) -> None:
         ('{"a": 1, "name": "x", "name": "y"}', "recipe_from_json: not JSON: the key 'name' appears twice"),
         ("1" * 5000, "recipe_from_json: not JSON: Exceeds the limit"),
         ("[" * 100_000, "recipe_from_json: not JSON: maximum recursion depth exceeded"),
-        (
-            '{"name": "x", "output": 1, "grad_input": 1, "grad_weight": 1}',
-            "recipe: output must be a table; got 1",
-        ),
+        ('{"name": "x", "output": 1, "grad_input": 1, "grad_weight": 1}', "recipe: output must be a table; got 1"),
         ("{}", "missing ['name', 'output', 'grad_input', 'grad_weight']"),
     ],
 )
