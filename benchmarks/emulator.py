@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 import f8emu.torch
-from benchmarks.runner import Bench, Entry, option, say, turns_of
+from benchmarks.runner import Bench, Columns, Entry, draw_entries, option, scaled, turns_of
+from benchmarks.timing import synchronize
 from f8emu.native import gemm, library
 from f8emu.spec import E4M3FN, Granularity
 from f8emu.spec.gemm_call import GemmCall
@@ -43,15 +44,13 @@ def subjects(size: int, use_fast_accum: bool, device: torch.device) -> dict[str,
 
     def product() -> None:
         torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
 
     def of_torch() -> None:
         f8emu.torch.scaled_mm(
             a_8, b_8, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=use_fast_accum, engine="emulated"
         )
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
 
     calls: dict[str, Call] = {BASELINE: product, "f8emu.torch": of_torch}
     if device.type == "cpu":
@@ -110,18 +109,6 @@ def measure(size: int, use_fast_accum: bool, device: torch.device, rounds: int) 
     ]
 
 
-def line(figure: Entry) -> str:
-    """A figure as a row of the table, at once: a run takes minutes."""
-    return (
-        f"{figure['subject']:<24} {figure['size']:>6} {figure['use_fast_accum']!s:>6} {1e3 * figure['seconds']:>10.3f} "
-        f"{1e3 * figure['baseline_seconds']:>9.3f} {figure['ratio']:>7.2f} "
-        f"{figure['giga_multiply_adds_per_second']:>9.2f}"
-    )
-
-
-HEADER = f"{'emulator':<24} {'size':>6} {'fast':>6} {'ms':>10} {'mm ms':>9} {'ratio':>7} {'G ma/s':>9}"
-
-
 def cpu_name() -> str:
     """The processor's name, where the system tells it."""
     info = Path("/proc/cpuinfo")
@@ -136,6 +123,13 @@ BENCH = Bench(
     option("sizes", SIZES, "M = N = K, a multiple of 16"),
     *turns_of(20),
 )
+_COLUMNS: Columns = {
+    "fast": "use_fast_accum:",
+    "ms": scaled("seconds", 1e-3, ".3f"),
+    "mm ms": scaled("baseline_seconds", 1e-3, ".3f"),
+    "ratio": "ratio:.2f",
+    "G ma/s": "giga_multiply_adds_per_second:.2f",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,13 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "load_before": round(os.getloadavg()[0], 1),
     }
-    say(HEADER)
     figures: list[Entry] = []
     for size in run.arguments.sizes:
-        for use_fast_accum in (True, False):
-            found = measure(size, use_fast_accum, run.device, run.arguments.rounds)
-            figures += found
-            say("\n".join(map(line, found)))
+        found = [e for fast in (True, False) for e in measure(size, fast, run.device, run.arguments.rounds)]
+        draw_entries(f"emulated GEMMs, M = N = K = {size}", found, _COLUMNS)
+        figures += found
     run.record(figures=figures)
     return 0
 

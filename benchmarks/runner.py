@@ -47,14 +47,19 @@ class Option(NamedTuple):
 def option(name: str, default: Any, help: str = "", **settings: Any) -> Option:
     """`--name`, of the type of its default: a flag for False, a list for a tuple; a type has no default."""
     text = help if default in (None, False) or isinstance(default, type) else f"{help} (default {_shown(default)})"
+    of: dict[str, Any] = {"default": default, "type": type(default)}
     if default is False:
-        return Option(name, {"action": "store_true", "help": text.strip()})
-    if isinstance(default, type):
-        return Option(name, {"type": default, "help": text.strip()} | settings)
-    if isinstance(default, tuple):
-        settings = {"nargs": "+", "type": type((*default, *settings.get("choices", ()), "")[0]), **settings}
-        return Option(name, {"default": default, "help": text.strip()} | settings)
-    return Option(name, {"default": default, "type": type(default), "help": text.strip()} | settings)
+        of = {"action": "store_true"}
+    elif isinstance(default, type):
+        of = {"type": default}
+    elif isinstance(default, tuple):
+        of |= {"nargs": "+", "type": type((*default, *settings.get("choices", ()), "")[0])}
+    return Option(f"--{name}", {**of, "help": text.strip(), **settings})
+
+
+def operand(name: str, type: Callable[[str], Any], help: str = "", **settings: Any) -> Option:
+    """An argument without a name on the command line."""
+    return Option(name, {"type": type, "help": help, **settings})
 
 
 def _shown(default: Any) -> str:
@@ -82,7 +87,7 @@ class Bench:
         given = list(sys.argv[1:] if argv is None else argv)
         parser = argparse.ArgumentParser(prog=f"python -m {self.module}", description=self.summary)
         for name, settings in self.options:
-            parser.add_argument(f"--{name}", **settings)
+            parser.add_argument(name, **settings)
         own = given[: given.index("--")] if "--" in given else given
         arguments = parser.parse_args(own)
         torch.manual_seed(0)

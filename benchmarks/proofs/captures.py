@@ -7,7 +7,6 @@ Byte-level Llama blocks that read the README, some compiled; the third of four s
 has K = 6144 and 16 rows, where cuBLAS cuts K. Exit status 1 if a bit differs.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.models import TransformerBlock
-from benchmarks.runner import draw, facts, say, write_json
+from benchmarks.runner import DEVICE, Bench, draw, operand, option, say
 from f8emu.capture.read import read_capture
 from f8emu.capture.replay import KINDS, replay
 from f8emu.torch import capture, convert_to_float8_training
@@ -33,20 +32,19 @@ TEXT = Path(__file__).parents[2] / "README.md"
 class Case(NamedTuple):
     """One training run."""
 
-    name: str
     recipe: str
     compiled: bool = False
     size: dict[str, int] = SMALL
 
 
-CASES = (
-    Case("tensorwise", "tensorwise"),
-    Case("rowwise-compiled", "rowwise", compiled=True),
-    Case("delayed-compiled", "delayed", compiled=True),
-    Case("rowwise_with_gw_hp", "rowwise_with_gw_hp"),
-    Case("blockwise", "blockwise"),
-    Case("long-k", "tensorwise", compiled=True, size=LONG_K),
-)
+CASES = {
+    "tensorwise": Case("tensorwise"),
+    "rowwise-compiled": Case("rowwise", compiled=True),
+    "delayed-compiled": Case("delayed", compiled=True),
+    "rowwise_with_gw_hp": Case("rowwise_with_gw_hp"),
+    "blockwise": Case("blockwise"),
+    "long-k": Case("tensorwise", compiled=True, size=LONG_K),
+}
 
 
 def write(case: Case, folder: Path, device: torch.device) -> None:
@@ -78,23 +76,26 @@ def replayed(folder: Path) -> dict[str, Any]:
     return {"capture": folder.name, "is_equal": found.is_equal, "oracles": found.oracles, "stages": stages}
 
 
+BENCH = Bench(
+    "benchmarks.proofs.captures",
+    "A step of training captured on a GPU, and computed again elsewhere, every bit.",
+    operand("folder", Path),
+    option("write", False, "train and capture; otherwise replay what is there"),
+    option("cases", tuple(CASES), choices=CASES),
+    DEVICE,
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes captures or replays them; the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.captures")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--write", action="store_true", help="train and capture; otherwise replay what is there")
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(given)
-    cases = [case for case in CASES if not arguments.cases or case.name in arguments.cases]
-    if arguments.write:
-        for case in cases:
-            write(case, arguments.folder / case.name, torch.device(arguments.device))
-            say(f"{case.name}: step {STEP} captured")
+    run = BENCH.parse(argv, device="cpu")
+    folder, cases = run.arguments.folder, [name for name in CASES if name in run.arguments.cases]
+    if run.arguments.write:
+        for name in cases:
+            write(CASES[name], folder / name, torch.device(run.arguments.device))
+            say(f"{name}: step {STEP} captured")
         return 0
-    results = [replayed(arguments.folder / case.name) for case in cases]
+    results = [replayed(folder / name) for name in cases]
     columns = ("capture", *KINDS, "every bit")
     rows = [
         (
@@ -105,11 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for result in results
     ]
     draw("captured, and computed again here", columns, rows)
-    if arguments.json is not None:
-        header = read_capture(arguments.folder / cases[0].name)[0].header
-        captured = {"captured_on": header.device, "captured_with": dict(header.versions)}
-        report = facts("benchmarks.proofs.captures", given, torch.device("cpu"))
-        write_json(arguments.json, {**report, **captured, "captures": results})
+    header = read_capture(folder / cases[0])[0].header
+    run.record(captured_on=header.device, captured_with=dict(header.versions), captures=results)
     return int(not all(result["is_equal"] for result in results))
 
 

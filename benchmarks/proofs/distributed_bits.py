@@ -19,12 +19,10 @@ Every rank has other data, and each compares its part; the counts are those of a
 Exit status 1 if a number differs or a case fails.
 """
 
-import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import f8emu.torch as f8
 from benchmarks.ranks import DividedError, Ranks, join, leave, together
-from benchmarks.runner import draw, facts, say, write_json
+from benchmarks.runner import DEVICE, Bench, Entry, draw_entries, option, say
 from f8emu.torch.parallel.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
 RANKS = 2
@@ -285,28 +283,37 @@ def summed(counts: dict[str, tuple[int, int]], ranks: Ranks) -> dict[str, list[i
     return {part: row for part, row in zip(counts, total.tolist(), strict=True) if row[1]}
 
 
+BENCH = Bench(
+    "benchmarks.proofs.distributed_bits",
+    "Layers over two ranks and on one device, bit for bit.",
+    option("recipes", RECIPES, choices=RECIPES),
+    option("modes", MODES, choices=MODES),
+    option("tiny", False, "small layers: for tests"),
+    DEVICE,
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs on every rank; rank 0 prints and records. The exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(given)
+    bench = BENCH.parse(argv)
+    arguments, report = bench.arguments, bench.report
     ranks = join(arguments.device)
     if ranks.mesh.size() != RANKS:
         raise SystemExit(
             f"benchmarks.proofs.distributed_bits: {RANKS} ranks are expected, since the sum of more gradients depends "
             f"on their order; got {ranks.mesh.size()}; run it with torchrun --nproc-per-node {RANKS}"
         )
-    report = facts("benchmarks.proofs.distributed_bits", given, ranks.device)
     ranks.command(report)
-    entries: list[dict[str, Any]] = []
-    report |= {"steps": STEPS, "sizes": (TINY if arguments.tiny else FULL)._asdict(), "cases": entries}
+    sizes, entries = TINY if arguments.tiny else FULL, list[Entry]()
+    report |= {"steps": STEPS, "sizes": sizes._asdict(), "cases": entries}
     is_divided = False
     for recipe in arguments.recipes:
         for mode in arguments.modes:
-            setting = Setting(TINY if arguments.tiny else FULL, ranks.mesh, ranks.device, recipe, mode)
+            setting = Setting(sizes, ranks.mesh, ranks.device, recipe, mode)
             for name, call in cases(setting):
                 if is_divided:
                     break
-                entry: dict[str, Any] = {"recipe": recipe, "mode": mode, "case": name}
+                entry: Entry = {"recipe": recipe, "mode": mode, "case": name}
                 entries.append(entry)
                 start = time.perf_counter()
                 try:
@@ -321,38 +328,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_equal = all("failed" not in e and not any(wrong for wrong, _ in e["differing"].values()) for e in entries)
     if ranks.is_first:
         _draw(report)
-        if arguments.json:
-            write_json(arguments.json, report)
+        bench.record()
     leave(ranks, is_divided=is_divided)
     return int(not is_equal)
 
 
 def _draw(report: dict[str, Any]) -> None:
-    rows = []
-    for e in report["cases"]:
-        names = [e["recipe"], e["mode"], e["case"]]
-        if "failed" in e:
-            rows.append([*names, "FAILED"])
-            continue
-        found = [e["differing"].get(part) for part in PARTS]
-        rows.append([*names, *("-" if count is None else f"{count[0]} of {count[1]}" for count in found)])
-    draw(f"numbers that differ, {report['device']}", ("recipe", "mode", "case", *PARTS), rows)
-    for e in report["cases"]:
-        if "failed" in e:
-            say(f"{e['recipe']} {e['mode']} {e['case']}: {e['failed']}")
-    counts = [count for e in report["cases"] for count in e.get("differing", {}).values()]
+    def column(part: str) -> Callable[[Entry], str]:
+        return lambda e: "{} of {}".format(*e["differing"][part]) if part in e["differing"] else "-"
+
+    cases = report["cases"]
+    shown = [{**e, "case": f"{e['recipe']}, {e['case']}"} for e in cases]
+    draw_entries(f"numbers that differ, {report['device']}", shown, {part: column(part) for part in PARTS}, of="case")
+    counts = [count for e in cases for count in e.get("differing", {}).values()]
     wrong, total = sum(wrong for wrong, _ in counts), sum(total for _, total in counts)
-    say(f"{len(report['cases'])} cases, {wrong} of {total} numbers differ")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchrun -m benchmarks.proofs.distributed_bits")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--tiny", action="store_true", help="small layers: for tests")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="where to record")
-    return parser
+    say(f"{len(cases)} cases, {wrong} of {total} numbers differ")
 
 
 if __name__ == "__main__":

@@ -9,24 +9,21 @@ compiled programs. Where codes are gathered along K, bits must be equal; where p
 are counted. Exit status 1 if something that should be exact differs, or does not run.
 """
 
-import argparse
 import functools
 import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import f8emu.jax as f8
-from benchmarks.runner import facts, say, write_json
+from benchmarks.runner import Bench, say
 from f8emu.spec import recipe_by_name
 from tests.jax_path import sharded
 
@@ -37,18 +34,16 @@ BY_DATA, BY_MODEL = (2, 1), (1, 2)
 EVEN, BLOCKS = (96, 160, 64), (256, 256, 256)
 _COLLECTIVE = re.compile(r"= (\S.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _GEMM = re.compile(r'custom_call_target="(__cublas\S*|__cudnn\S*|triton\S*)"')
+BENCH = Bench("benchmarks.proofs.jax_sharding", "Layers of f8emu.jax on two GPUs, bit for bit.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints a line for each case, records, and gives the exit status."""
-    given = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.jax_sharding")
-    parser.add_argument("--json", type=Path, help="where to record")
-    arguments = parser.parse_args(given)
-    if len(jax.devices()) != 2:
-        parser.error(f"two devices are needed; JAX sees {len(jax.devices())}")
     is_gpu = jax.default_backend() == "gpu"
-    report = facts("benchmarks.proofs.jax_sharding", given, torch.device("cuda" if is_gpu else "cpu"))
+    run = BENCH.parse(argv, device="cuda" if is_gpu else "cpu")
+    if len(jax.devices()) != 2:
+        raise SystemExit(f"{BENCH.module}: two devices are needed; JAX sees {len(jax.devices())}")
+    report = run.report
     report |= {"device": f"{report['device']} x 2", "engine": f8.engine_of(), "cases": []}
     for name, case in {**_against_the_oracle(), **_against_one_device(is_gpu)}.items():
         entry = _run(name, case)
@@ -56,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{entry['verdict']:8}{name:58}{entry['seconds']:5.1f} s  {entry.get('differing', '')}")
         for line in (*entry.get("program", ()), entry.get("why", "")):
             say(f"{'':12}{line}") if line else None
-        if arguments.json:
-            write_json(arguments.json, report)
+        run.record()
     wrong = [entry["case"] for entry in report["cases"] if entry["verdict"] != "equal"]
     say(f"{len(report['cases'])} cases, {len(wrong)} wrong: {', '.join(wrong)}" if wrong else "all as they should be")
     return int(bool(wrong))

@@ -10,14 +10,13 @@ of a tensor's bytes. Inputs are drawn by numpy, so that they do not depend on a 
 Exit status 1 if a digest differs.
 """
 
-import argparse
 import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from rich.progress import track
 from torch import Tensor
 
 import f8emu.torch as f8
-from benchmarks.runner import facts, say, write_json
+from benchmarks.runner import DEVICE, Bench, operand, option, say, write_json
 from f8emu.spec import RECIPES
 
 RECORDED = Path(__file__).parents[1] / "results" / "recorded_layers-h200.json"
@@ -90,27 +89,31 @@ def differences(recorded: dict[str, list[str]], of: Sequence[Layer], device: tor
             yield f"{layer.name}: {', '.join(wrong)}"
 
 
+BENCH = Bench(
+    "benchmarks.proofs.recorded_layers",
+    "Layers on a GPU, recorded as digests, and the same layers emulated on a CPU.",
+    operand("file", Path, nargs="?", default=RECORDED),
+    option("record", False, "write the file; otherwise compare with it"),
+    option("rows", ROWS),
+    DEVICE,
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Records or checks; the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.proofs.recorded_layers")
-    parser.add_argument("file", type=Path, nargs="?", default=RECORDED)
-    parser.add_argument("--record", action="store_true", help="write the file; otherwise compare with it")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments = parser.parse_args(given)
-    device, wanted = torch.device(arguments.device), list(layers(arguments.rows))
-    if arguments.record:
-        report: dict[str, Any] = facts("benchmarks.proofs.recorded_layers", given, device)
-        report["layers"] = {layer.name: digests(layer, device) for layer in track(wanted, "layers")}
-        write_json(arguments.file, report)
-        say(f"{len(wanted)} layers recorded on {report['device']}")
+    run = BENCH.parse(argv)
+    file, wanted = run.arguments.file, list(layers(run.arguments.rows))
+    if run.arguments.record:
+        found = {layer.name: digests(layer, run.device) for layer in track(wanted, "layers")}
+        write_json(file, {**run.report, "layers": found})
+        say(f"{len(wanted)} layers recorded on {run.report['device']}")
         return 0
-    recorded = json.loads(arguments.file.read_text())
-    wrong = list(differences(recorded["layers"], list(track(wanted, "layers")), device))
+    recorded = json.loads(file.read_text())
+    wrong = list(differences(recorded["layers"], list(track(wanted, "layers")), run.device))
     for line in wrong:
         say(f"DIFFERENT {line}")
     say(f"{len(wanted) - len(wrong)} of {len(wanted)} layers equal to those of {recorded['device']}, every bit")
+    run.record(layers=len(wanted), different=wrong)
     return int(bool(wrong))
 
 

@@ -7,15 +7,14 @@ Asked are all recorded rows, and random shapes of each table; counted is how oft
 same.
 """
 
-import argparse
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-from benchmarks.runner import facts, write_json
+import torch
+
+from benchmarks.runner import Bench, option, say
 from f8emu.spec.chips import CHIPS, HOPPER
 from f8emu.spec.formats import E4M3FN, E5M2
 from f8emu.split_k.ask import WORKSPACE_BYTES, CublasLt, loaded_path, question
@@ -72,27 +71,27 @@ def compare(plan: Plan, split_k: Callable[[PlannedGemm], int], count: int) -> di
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--count", type=int, default=4000, help="random shapes of each table")
-    parser.add_argument("--describe", action="store_true", help="print one question of each table")
-    parser.add_argument("--chip", default=HOPPER.name, help="the profile whose plan is compared: Hopper, H100")
-    arguments = parser.parse_args()
-    if arguments.describe:
-        for table, kind in KINDS.items():
-            print(table, question(next(random_gemms(kind, 1))))
-        return
-    import torch
+BENCH = Bench(
+    "benchmarks.proofs.split_k",
+    "S as cuBLAS's own heuristic gives it, beside a shipped plan.",
+    option("count", 4000, "random shapes of each table"),
+    option("describe", False, "print one question of each table"),
+    option("chip", HOPPER.name, "the profile whose plan is compared", choices=("Hopper", "H100")),
+)
 
+
+def main() -> None:
+    run = BENCH.parse(None, device="cuda" if torch.cuda.is_available() else "cpu")
+    if run.arguments.describe:
+        for table, kind in KINDS.items():
+            say(f"{table} {question(next(random_gemms(kind, 1)))}")
+        return
     path = loaded_path()
     assert path, "torch has loaded no cublasLt"
-    library, plan = CublasLt(path), shipped_plan(CHIPS[arguments.chip].plan)
-    rows = compare(plan, lambda gemm: library.split_k(question(gemm)), arguments.count)
-    print(json.dumps(rows, indent=1))
-    if arguments.json:
-        told = facts("benchmarks.proofs.split_k", sys.argv[1:], torch.device("cuda"))
-        write_json(arguments.json, {**told, "cublasLt": library.version, "seed": SEED, "tables": rows})
+    library, plan = CublasLt(path), shipped_plan(CHIPS[run.arguments.chip].plan)
+    rows = compare(plan, lambda gemm: library.split_k(question(gemm)), run.arguments.count)
+    say(json.dumps(rows, indent=1))
+    run.record(cublasLt=library.version, seed=SEED, tables=rows)
 
 
 if __name__ == "__main__":
