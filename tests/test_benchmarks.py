@@ -11,17 +11,18 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import host, huggingface, linear, matmul, runner, sizes, train, workloads
+from benchmarks import huggingface, linear, matmul, runner, sizes, train, workloads
 from benchmarks.corpus import read_corpus
 from benchmarks.equality import CHECKPOINTED_PARTS, equal_to_torchao
 from benchmarks.gemms import Shape
 from benchmarks.kernels import KINDS, Run, draw_exposure, exposure, kinds
-from benchmarks.models import TransformerBlock
+from benchmarks.models import Llama
 from benchmarks.subjects import ATTENTION_OPS, BFLOAT16_OPS, SUBJECTS, checkpointed, converted
 from benchmarks.torchtitan import __main__ as titan
 from benchmarks.torchtitan import worker
@@ -72,10 +73,6 @@ def _checkpointing(report: dict[str, Any]) -> None:
         assert compared == {"subject": "f8emu/delayed", "numbers_differing": dict.fromkeys(CHECKPOINTED_PARTS, 0)}
 
 
-def _sizes(report: dict[str, Any]) -> None:
-    assert report["smallest"] == {"back to back": {"bf16": [64, 64 * 64], "f8emu/tensorwise": None}}
-
-
 def _host(report: dict[str, Any]) -> None:
     (measured,) = report["measured"]
     assert measured["mode"] == "eager", "CUDA graphs need a GPU"
@@ -89,6 +86,9 @@ def _casts(report: dict[str, Any]) -> None:
 
 def _matmul(report: dict[str, Any]) -> None:
     assert len(report["gemms"]) == len(matmul.SHAPES) * len(matmul.KINDS)
+    dim, hidden, kv_dim, gpus = 8192, 28672, 8 * 128, 8  # of Llama-2 70B
+    qkv, w13 = (dim + 2 * kv_dim) // gpus, 2 * hidden // gpus
+    assert list(matmul.SHAPES.values()) == [(dim, qkv), (dim // gpus, dim), (dim, w13), (hidden // gpus, dim)]
 
 
 def _training(report: dict[str, Any]) -> None:
@@ -106,7 +106,6 @@ SCRIPTS: dict[str, Callable[[dict[str, Any]], None]] = {
     f"linear {TINY} --workloads feed_forward --subjects bf16 f8emu/delayed --checkpointing none full selective": (
         _checkpointing
     ),
-    f"sizes {ONCE} --sizes 64 {OURS}": _sizes,
     f"host {HOST} eager graph --subjects bf16 torchao/tensorwise f8emu/tensorwise f8emu/delayed": _host,
     "casts --device cpu --rows 40 --cols 136 --dtypes bfloat16": _casts,
     "matmul --device cpu --tokens 128 --dim 128 --rounds 1": _matmul,
@@ -144,11 +143,6 @@ def test_a_script_runs_and_records(
     assert "\N{BOX DRAWINGS HEAVY VERTICAL}" in capsys.readouterr().out, "a table"
 
 
-def test_sizes_are_stopped_in_time(tmp_path: Path) -> None:
-    sizes.main(f"{ONCE} --sizes 64 --subjects bf16 --seconds 1e-9 --json {tmp_path / 'out'}".split())
-    assert not (tmp_path / "out").exists()
-
-
 def test_kinds_of_kernels() -> None:
     total = dict.fromkeys([*KINDS, "other"], 0.0) | {"attention": 2.0, "casts and amaxes": 3.0, "other": 4.0}
     names = ["fmha_reduce_head<true>(void", "triton_red_fused_abs_amax_mul_silu_view_8", "triton_poi_fused_add_view_9"]
@@ -180,21 +174,32 @@ def test_time_that_nothing_hides(capsys: pytest.CaptureFixture[str]) -> None:
     assert "collectives alone (exposed)" in capsys.readouterr().out
 
 
-def test_checkpointing_that_changes_gradients_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Altered(torch.nn.Module):
-        def __init__(self, model: torch.nn.Module) -> None:
-            super().__init__()
-            self.model = model
+@pytest.mark.parametrize(
+    ("command", "patched", "compared"),
+    [
+        (f"linear {LINEAR} f8emu/delayed --checkpointing full", "checkpointed", "equal_to_no_checkpointing"),
+        (f"host {HOST} compiled --subjects f8emu/delayed", "compiled", "compiled_against_eager"),
+    ],
+)
+def test_other_bits_fail(
+    command: str, patched: str, compared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer that is checkpointed or compiled: gradients alone, then outputs too."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.model(x) + x.detach().sum() - x.sum()
+    def altered(model: torch.nn.Module) -> Any:
+        return lambda x: model(x) * factor + gradient * (x - x.detach()).sum()
 
-    monkeypatch.setattr("benchmarks.equality.checkpointed", lambda subject, model, checkpointing: Altered(model))
-    out = tmp_path / "linear.json"
-    assert linear.main(f"{LINEAR} f8emu/tensorwise --json {out} --checkpointing full".split()) == 1
-    (entry,) = _report(out)["workloads"][0]["equal_to_no_checkpointing"]
-    assert entry["numbers_differing"]["grad_input"] > 0
-    assert entry["numbers_differing"]["grad_parameters"] == 0
+    monkeypatch.setattr("benchmarks.subjects.compiled", lambda subject, model: model)
+    monkeypatch.setattr(f"benchmarks.equality.{patched}", lambda subject, model, *_: altered(model))
+    script, *given = command.split()
+    out = tmp_path / "out.json"
+    for planted, same in (((1.0, 0.0), list(CHECKPOINTED_PARTS)), ((1.0, 1.0), ["output"]), ((2.0, 0.0), [])):
+        factor, gradient = planted
+        status = import_module(f"benchmarks.{script}").main([*given, "--json", str(out)])
+        assert status == (len(same) != len(CHECKPOINTED_PARTS))
+        (entry,) = next(node[compared] for node in _entries(_report(out)) if compared in node)
+        equal = [part for part, count in entry["numbers_differing"].items() if not count]
+        assert equal[: len(same)] == same, entry
 
 
 @pytest.mark.parametrize("subject", ["bf16", "f8emu/tensorwise"])
@@ -202,9 +207,7 @@ def test_selective_checkpointing_computes_nothing_dear_again(subject: str) -> No
     dear = {*(SAVED_OPS if subject.startswith("f8emu/") else BFLOAT16_OPS), *ATTENTION_OPS}
 
     class Counter(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
+        count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += func in dear
@@ -221,40 +224,18 @@ def test_selective_checkpointing_computes_nothing_dear_again(subject: str) -> No
     assert counts["none"] == counts["selective"] < counts["full"]
 
 
-def test_a_compiled_layer_with_other_bits_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted = 0.0
-    monkeypatch.setattr("benchmarks.subjects.compiled", lambda subject, model: model)
-    monkeypatch.setattr("benchmarks.equality.compiled", lambda subject, model: lambda x: model(x) * (1 + planted))
-    out = tmp_path / "host.json"
-    given = f"{HOST} compiled --subjects f8emu/delayed --json {out}".split()
-    assert host.main(given) == 0
-    planted = 1.0
-    assert host.main(given) == 1
-    (entry,) = _report(out)["compiled_against_eager"]
-    assert all(entry["numbers_differing"].values()), entry
-
-
 def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Llama(torch.nn.Module):
+    class Stub(torch.nn.Module):
         def __init__(self, config: dict[str, Any]) -> None:
             super().__init__()
-            dim, heads = config["hidden_size"], (config["num_attention_heads"], config["num_key_value_heads"])
-            self.model = torch.nn.Module()
-            self.model.embedding = torch.nn.Embedding(config["vocab_size"], dim)
-            self.model.layers = torch.nn.ModuleList(
-                TransformerBlock(dim, config["intermediate_size"], *heads, 64)
-                for _ in range(config["num_hidden_layers"])
-            )
-            self.lm_head = torch.nn.Linear(dim, config["vocab_size"])
+            keys = "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads".split()
+            names = ("layers", "dim", "hidden", "heads", "kv_heads")
+            self.model = Llama(**dict(zip(names, (config[key] for key in keys), strict=True)), length=64)
 
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
-            x = self.model.get_submodule("embedding")(input_ids)
-            for layer in self.model.get_submodule("layers").children():
-                x = layer(x)
-            logits = self.lm_head(x).flatten(0, 1).float()
-            return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits, labels.flatten()))
+            return SimpleNamespace(loss=self.model(torch.cat((input_ids, labels[:, :1]), 1)))
 
-    stub = SimpleNamespace(LlamaConfig=dict, LlamaForCausalLM=Llama, __version__="stub")
+    stub = SimpleNamespace(LlamaConfig=dict, LlamaForCausalLM=Stub, __version__="stub")
     monkeypatch.setitem(sys.modules, "transformers", stub)
     monkeypatch.setattr(runner, "package_version", lambda package: stub.__version__)  # another may be installed
     out, subjects = tmp_path / "huggingface.json", "bf16 f8emu/tensorwise f8emu/delayed"
@@ -275,21 +256,19 @@ def test_huggingface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    names = list[str]()
-    names += "throughput(tps) time_metrics/end_to_end(s) mfu(%) loss_metrics/global_avg_loss grad_norm".split()
-    names += "memory/max_active(GiB) memory/max_reserved(GiB) memory/num_alloc_retries".split()
+    names = "throughput(tps) time_metrics/end_to_end(s) mfu(%) loss_metrics/global_avg_loss grad_norm".split()
+    names += [f"memory/{name}" for name in ("max_active(GiB)", "max_reserved(GiB)", "num_alloc_retries")]
 
     def run(command: Sequence[str], log: Path, site: Path, limit: float) -> str | None:
         log.write_text("what it said\n")
         if "rowwise" in command:
             return "exit status 1"
-        config = tomllib.loads(Path(command[command.index("--job.config_file") + 1]).read_text())
-        assert config["model"]["name"] == "llama3_synthetic"
+        config, last, result = (command[command.index(f"--{o}") + 1] for o in ("job.config_file", "last", "result"))
+        assert tomllib.loads(Path(config).read_text())["model"]["name"] == "llama3_synthetic"
         speed = 3.0 if "f8emu" in command else 2.0
         steps: list[dict[str, float]] = [{name: speed * value for name in names} for value in (9.0, 1.0, 3.0)]
-        found = worker.summary(steps, last=int(command[command.index("--last") + 1]))
-        result = Path(command[command.index("--result") + 1])
-        result.write_text(json.dumps(found | {"device": "cpu", "versions": {"torchtitan": "0.2.2"}}))
+        found = worker.summary(steps, last=int(last))
+        Path(result).write_text(json.dumps(found | {"device": "cpu", "versions": {"torchtitan": "0.2.2"}}))
         return None
 
     monkeypatch.setattr(titan, "run", run)
@@ -304,10 +283,8 @@ def test_torchtitan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert ours["last_loss_less_bf16"] == 3.0
     assert ours["reserved_gib"] == [27.0, 3.0, 9.0]
     segments = [{"stream": s, "total_size": n << 30, "active_size": 1 << 30} for s, n in ((0, 2), (9, 4), (0, 3))]
-    assert worker.memory_by_stream(segments) == [
-        {"reserved_gib": 5.0, "active_gib": 2.0},
-        {"reserved_gib": 4.0, "active_gib": 1.0},
-    ]
+    streams = worker.memory_by_stream(segments)
+    assert [(stream["reserved_gib"], stream["active_gib"]) for stream in streams] == [(5.0, 2.0), (4.0, 1.0)]
     assert titan.main([*given, "f8emu/rowwise"]) == 1
     assert "what it said" in capsys.readouterr().out
     assert tomllib.loads(Path(titan.__file__).with_name("llama3_8b.toml").read_text())["model"]["flavor"] == "8B"
@@ -322,33 +299,26 @@ def test_torchtitan_is_stopped_in_time(tmp_path: Path) -> None:
     assert titan.run([sys.executable, "-c", "raise SystemExit(3)"], log, site, 60) == "exit status 3"
 
 
-def test_the_smallest_size_that_is_faster() -> None:
+def test_the_smallest_size_that_is_faster(tmp_path: Path) -> None:
     grid = {(k, n): 1.5 if min(k, n) > 1 and k * n >= 6 else 0.5 for k in (1, 2, 3, 9) for n in (1, 2, 3, 9)}
     assert sizes.smallest(grid) == (2, 6)
     assert sizes.smallest(grid | {(9, 9): 0.9}) is None
     assert sizes.smallest({(1, 1): 1.0}) == (1, 1)
+    out = tmp_path / "out"
+    given = f"{ONCE} --sizes 64 --json {out} {OURS}"
+    sizes.main([*given.split(), "--seconds", "1e-9"])
+    assert not out.exists(), "stopped in time"
+    assert sizes.main(given.split()) == 0
+    assert _report(out)["smallest"] == {"back to back": {"bf16": [64, 64 * 64], "f8emu/tensorwise": None}}
 
 
 def test_a_subject_that_fails_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr("benchmarks.subjects.convert_to_float8_training", lambda *args, **kwargs: fail())
+    monkeypatch.setattr("benchmarks.subjects.convert_to_float8_training", Mock(side_effect=RuntimeError("planted")))
     out = tmp_path / "linear.json"
     assert linear.main(f"{LINEAR} bf16 f8emu/tensorwise --json {out}".split()) == 1
     bf16, ours = _report(out)["workloads"][0]["subjects"]
     assert bf16["ms"] > 0
     assert ours["failed"] == "RuntimeError: planted"
-
-
-def test_the_matmul_shapes_are_those_of_llama_2_70b() -> None:
-    dim, hidden, kv_dim, gpus = 8192, 28672, 8 * 128, 8
-    assert matmul.SHAPES == {
-        "attn.wqkv": (dim, (dim + 2 * kv_dim) // gpus),
-        "attn.w0": (dim // gpus, dim),
-        "ffn.w13": (dim, 2 * hidden // gpus),
-        "ffn.w2": (hidden // gpus, dim),
-    }
 
 
 def test_training_in_flax_beside_torch(tmp_path: Path) -> None:
@@ -397,8 +367,7 @@ def test_the_corpus_is_split_by_files_and_the_same_each_time() -> None:
     assert corpus.description == again.description
     assert corpus.training.numel() > 8 * corpus.held_out.numel() / 2 > 0
     first, second = (c.batch(torch.Generator().manual_seed(0), 2, 16) for c in (corpus, again))
-    assert torch.equal(first, second)
-    assert first.shape == (2, 17)
+    assert torch.equal(first, second) and first.shape == (2, 17)
     assert len(corpus.held_out_batches(3, 2, 16)) == 3
 
 
@@ -415,23 +384,19 @@ def test_the_floor_counts_the_gemms_and_the_bytes() -> None:
     assert one.bytes_moved(DELAYED) == one.bytes_moved(BLOCKWISE) == size * (2 + 1 + 1)
     with_gw_hp = (m * k + m * n) * (2 + 2 + 1) + n * k * (2 + 2 + 1 + 1)
     assert one.bytes_moved(ROWWISE_WITH_GW_HP) == with_gw_hp
-
-
-def test_the_floor_of_a_block_casts_a_shared_input_once() -> None:
-    tokens, dim, hidden = 64, 128, 448
-    block = workloads.feed_forward(tokens, dim, hidden)
-    moved = 2 * tokens * (10 * dim + 8 * hidden)
+    block = workloads.feed_forward(m, k, n)
+    moved = 2 * m * (10 * k + 8 * n)
     assert block.bytes_moved(None) == moved
-    activations = tokens * (dim + hidden) + tokens * (2 * hidden + dim)
-    assert block.bytes_moved(TENSORWISE) == moved + 4 * activations + 6 * 3 * dim * hidden
+    activations = m * (k + n) + m * (2 * n + k)  # a shared input is cast once
+    assert block.bytes_moved(TENSORWISE) == moved + 4 * activations + 6 * 3 * k * n
 
 
 @pytest.mark.parametrize("builder", [workloads.feed_forward, workloads.transformer_block])
 def test_a_workload_describes_its_model(builder: Any) -> None:
     workload = builder(64, 128, 448)
-    layers = [m for m in workload.build().modules() if isinstance(m, torch.nn.Linear)]
-    described = [(layer.k, layer.n) for layer in workload.layers]
-    assert sorted(described) == sorted((layer.in_features, layer.out_features) for layer in layers)
+    layers = (m for m in workload.build().modules() if isinstance(m, torch.nn.Linear))
+    described = sorted((layer.k, layer.n) for layer in workload.layers)
+    assert described == sorted((layer.in_features, layer.out_features) for layer in layers)
 
 
 @pytest.mark.gpu
