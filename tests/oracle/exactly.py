@@ -84,25 +84,40 @@ def scaled_mm(
 
 
 def scaled_grouped_mm(
-    a: np.ndarray, b: np.ndarray, scale_a: np.ndarray, scale_b: np.ndarray, offs: np.ndarray, **options: Any
+    a: np.ndarray,
+    b: np.ndarray,
+    scale_a: np.ndarray,
+    scale_b: np.ndarray,
+    offs: np.ndarray,
+    *,
+    at: At = None,
+    **options: Any,
 ) -> np.ndarray:
-    rows: Any = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE, "is_grouped": True}
-    groups = [exact.group_of_row(m, offs.tolist()) for m in range(len(a))]
+    options |= {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE, "is_grouped": True}
+    rows, columns = at or (range(len(a)), range(b.shape[2]))
+    groups = [exact.group_of_row(m, offs.tolist()) for m in rows]
     found = [
-        scaled_mm(a[m : m + 1], b[g], scale_a[m : m + 1, None], scale_b[g][None], **rows, **options)
-        for m, g in enumerate(groups)
+        scaled_mm(a[m : m + 1], b[g], scale_a[m : m + 1, None], scale_b[g][None], at=((0,), columns), **options)
+        for m, g in zip(rows, groups, strict=True)
     ]
     return np.concatenate(found)
 
 
 def mm(
-    a: np.ndarray, b: np.ndarray, *, out_dtype: Format | str = BFLOAT16, split_k: int = 1, chip: Chip = HOPPER
+    a: np.ndarray,
+    b: np.ndarray,
+    *,
+    out_dtype: Format | str = BFLOAT16,
+    split_k: int = 1,
+    chip: Chip = HOPPER,
+    at: At = None,
 ) -> np.ndarray:
     out = format_by_name(str(out_dtype))
     options: Any = {"out_format": out, "split_k": split_k, "chip": chip}
-    columns = codes_of(b.T).tolist()
-    found = [[exact.mm_dot(row, column, **options) for column in columns] for row in codes_of(a).tolist()]
-    return typed(np.array(found, np.uint32).reshape(len(a), b.shape[1]), out)
+    rows, columns = at or (range(len(a)), range(b.shape[1]))
+    of_a, of_b = codes_of(a), codes_of(b.T)
+    found = [[exact.mm_dot(of_a[m].tolist(), of_b[n].tolist(), **options) for n in columns] for m in rows]
+    return typed(np.array(found, np.uint32).reshape(len(rows), len(columns)), out)
 
 
 EXACT = SimpleNamespace(scaled_mm=scaled_mm, scaled_grouped_mm=scaled_grouped_mm, mm=mm)
