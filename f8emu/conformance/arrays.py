@@ -36,7 +36,7 @@ class Framework:
     """The framework's own dtype of a format."""
 
 
-def numpy_arrays() -> Framework:
+def numpy_arrays(call: str) -> Framework:
     """numpy, as it is."""
     return Framework(
         name="numpy",
@@ -117,7 +117,7 @@ def torch_arrays(call: str) -> Framework:
 
 FRAMEWORKS: dict[str, Callable[[str], Framework]] = {
     "torch": torch_arrays,
-    "numpy": lambda call: numpy_arrays(),
+    "numpy": numpy_arrays,
     "jax": jax_arrays,
 }
 """Name -> framework; the argument is the call that an error names."""

@@ -77,13 +77,12 @@ def read_golden(path: str | Path) -> GoldenFile:
     except OSError as error:
         raise GoldenFileError(f"read_golden: cannot read {path}: {error.strerror}; {REMEDY}") from None
     tensors, metadata = decode_container(blob, str(path))
-    text = metadata.pop("cases", None)
-    if text is None:
+    if "cases" not in metadata:
         raise GoldenFileError(
             f"read_golden: {path} is a safetensors file, but its metadata has no 'cases': not a golden file; {REMEDY}"
         )
     try:
-        entries = json.loads(text)
+        entries = json.loads(metadata.pop("cases"))
     except (ValueError, RecursionError) as error:
         raise GoldenFileError(f"read_golden: {path}: metadata 'cases' is not JSON: {error}; {REMEDY}") from None
     if not isinstance(entries, list) or not entries:
@@ -110,7 +109,9 @@ def write_golden(path: str | Path, cases: Sequence[GoldenCase], metadata: Mappin
     entries = []
     for case in cases:
         gemm, sample = case.gemm, case.gemm.sample
-        roles = {"a": _untyped(gemm.a), "b": _untyped(gemm.b), "out": case.out, **store_scales(gemm)}
+        # float8 is stored as uint8 codes
+        a, b = (x.view(np.uint8) if x.dtype.itemsize == 1 else x for x in (gemm.a, gemm.b))
+        roles = {"a": a, "b": b, "out": case.out, **store_scales(gemm)}
         roles |= {role: x for role, x in (("bias", gemm.bias), ("offs", gemm.offs)) if x is not None}
         m, n = gemm.output_shape if sample is None else (sample.m, sample.n)
         entry: dict[str, object] = {
@@ -131,11 +132,6 @@ def write_golden(path: str | Path, cases: Sequence[GoldenCase], metadata: Mappin
             entry |= {"sampled_rows": list(sample.rows), "sampled_cols": list(sample.cols)}
         entries.append(entry)
     write_container(Path(path), tensors, {**metadata, "cases": json.dumps(entries)})
-
-
-def _untyped(array: np.ndarray) -> np.ndarray:
-    """float8 is stored as uint8 codes."""
-    return array.view(np.uint8) if array.dtype.itemsize == 1 else array
 
 
 class _Reader:
@@ -269,49 +265,37 @@ def load_scales(
     Stored: tensorwise [1]; rowwise [M, 1] and [1, N]; 1x128 [rows, K/128]; 128x128 [K/128 padded to 4, rows/128];
     grouped [M] and [G, N]. Only b's block scales have to be turned: the verbs see them through b's transpose.
     """
-    match mode:
-        case Mode.TENSORWISE:
-            pair = (Granularity.TENSORWISE, Granularity.TENSORWISE)
-            return tensor("scale_a", np.float32, (1,)), tensor("scale_b", np.float32, (1,)), pair
-        case Mode.ROWWISE:
-            pair = (Granularity.ROWWISE, Granularity.ROWWISE)
-            return tensor("scale_a", np.float32, (m, 1)), tensor("scale_b", np.float32, (1, n)), pair
-        case Mode.GROUPED_ROWWISE:
-            pair = (Granularity.ROWWISE, Granularity.ROWWISE)
-            return tensor("scale_a", np.float32, (m,)), tensor("scale_b", np.float32, (groups, n)), pair
-        case Mode.BLOCKWISE:
-            scale_a, granularity_a = _load_blocks(tensor, "scale_a", m, k)
-            scale_b, granularity_b = _load_blocks(tensor, "scale_b", n, k)
-            return scale_a, scale_b.T, (granularity_a, granularity_b)
-        case Mode.BF16:
-            raise AssertionError("a bfloat16 GEMM has no scales")
+    if mode is Mode.BLOCKWISE:
+        (scale_a, of_a), (scale_b, of_b) = (_load_blocks(tensor, *x, k) for x in (("scale_a", m), ("scale_b", n)))
+        return scale_a, scale_b.T, (of_a, of_b)
+    shape_a, shape_b, kind = {
+        Mode.TENSORWISE: ((1,), (1,), Granularity.TENSORWISE),
+        Mode.ROWWISE: ((m, 1), (1, n), Granularity.ROWWISE),
+        Mode.GROUPED_ROWWISE: ((m,), (groups, n), Granularity.ROWWISE),
+    }[mode]
+    return tensor("scale_a", np.float32, shape_a), tensor("scale_b", np.float32, shape_b), (kind, kind)
 
 
 def _load_blocks(tensor: TensorOf, role: str, rows: int, k: int) -> tuple[np.ndarray, Granularity]:
     """Scales [rows, K/128] or [rows/128, K/128]. The two stored shapes differ for all sizes that the library takes."""
     k_blocks = math.ceil(k / _BLOCK)
-    vectors = (rows, k_blocks)
     squares = (k_blocks + -k_blocks % _PADDED_TO, math.ceil(rows / _BLOCK))
-    stored = tensor(role, np.float32, vectors, squares)
-    if stored.shape == vectors:
+    stored = tensor(role, np.float32, (rows, k_blocks), squares)
+    if stored.shape == (rows, k_blocks):
         return stored, Granularity.BLOCKWISE_1X128
     return stored[:k_blocks].T, Granularity.BLOCKWISE_128X128
 
 
 def store_scales(gemm: GemmCase) -> dict[str, np.ndarray]:
     """The scales of a GEMM by role, as they are stored: what `load_scales` undoes."""
-    if gemm.scale_a is None or gemm.scale_b is None:
+    a, b = gemm.scale_a, gemm.scale_b
+    if a is None or b is None:
         return {}
-    match gemm.mode:
-        case Mode.TENSORWISE:
-            return {"scale_a": gemm.scale_a.reshape(1), "scale_b": gemm.scale_b.reshape(1)}
-        case Mode.BLOCKWISE:
-            return {
-                "scale_a": store_blocks(gemm.scale_a, gemm.granularity_a),
-                "scale_b": store_blocks(gemm.scale_b.T, gemm.granularity_b),
-            }
-        case Mode.ROWWISE | Mode.GROUPED_ROWWISE | Mode.BF16:
-            return {"scale_a": gemm.scale_a, "scale_b": gemm.scale_b}
+    if gemm.mode is Mode.TENSORWISE:
+        a, b = a.reshape(1), b.reshape(1)
+    elif gemm.mode is Mode.BLOCKWISE:
+        a, b = store_blocks(a, gemm.granularity_a), store_blocks(b.T, gemm.granularity_b)
+    return {"scale_a": a, "scale_b": b}
 
 
 def store_blocks(scale: np.ndarray, granularity: Granularity) -> np.ndarray:

@@ -46,7 +46,8 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if case.scale_a is not None and _needs_squares(kernel, (case.granularity_a, case.granularity_b)):
         case = replace(case, scale_a=np.repeat(case.scale_a[::_SIDE], _SIDE, axis=0)[: case.a.shape[0]])
         changes = [*changes, "a's scales in squares"]
-    if kernel.has_inverse_scales and case.scale_a is not None and case.scale_b is not None:
+    has_inverse = any(layout.is_inverse for pair in kernel.scales.values() for layout in pair)
+    if has_inverse and case.scale_a is not None and case.scale_b is not None:
         case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
         changes = [*changes, "scales powers of two"]
     if case.between:

@@ -212,10 +212,6 @@ class Kernel:
         """Whether an argument selects fast accumulation."""
         return Arg.USE_FAST_ACCUM in self.args or Arg.USE_SPLIT_ACCUMULATOR in self.args
 
-    @property
-    def has_inverse_scales(self) -> bool:
-        return any(layout.is_inverse for pair in self.scales.values() for layout in pair)
-
     def outline(self) -> "Kernel":
         """The declaration without its call: it decides which cases are run, and can be sent to another process."""
         call: dict[str, Any] = {"function": "", "arguments": self.args, "keywords": {}, "granularity_word": _value}

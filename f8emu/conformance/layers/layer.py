@@ -6,7 +6,7 @@ steps, passes or layers, the name of a part says which: `step 2 pass 1 layer 2 o
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from f8emu.conformance.cases.distributions import draw, dtype_of
 from f8emu.conformance.compare import abbreviated, hexadecimal
-from f8emu.spec import FLOAT32, GEMM_NAMES, OPERANDS, TRANSPOSED, Format, Granularity, Recipe
+from f8emu.spec import FLOAT32, GEMM_NAMES, OPERANDS, TRANSPOSED, Format, Recipe
 
 MAGNITUDES = (1.0, 4.0, 0.0, 2.0**-6)
 """Magnitudes of input and grad_output, by step. With the scales of earlier steps values saturate or become
@@ -164,10 +164,6 @@ class LayerCase:
             words.append(f"layer {place.layer}")
         return " ".join([*words, name])
 
-    def in_mode(self, mode: LayerMode) -> "LayerCase":
-        """The same layer, run otherwise."""
-        return replace(self, mode=mode)
-
 
 _PART = re.compile(r"(?:step (\d+) )?(?:pass (\d+) )?(?:layer (\d+) )?(.*)")
 
@@ -213,12 +209,19 @@ def describe_layer(case: LayerCase, part: str, index: tuple[int, ...]) -> str:
         *rows, column = index
         row = rows[0] if len(rows) == 1 else int(np.ravel_multi_index(rows, case.batch))
         bias = f" bias={hexadecimal(tensors['bias'][column])}" if name == "result" and case.with_bias else ""
-        return " ".join(_vector(tensors, gemm, side, i) for side, i in ((0, row), (1, column))) + bias
+        vectors = (
+            (_operand(tensors, gemm, side)[i], f"{OPERANDS[gemm][side]}[{i}]") for side, i in ((0, row), (1, column))
+        )
+        return " ".join(abbreviated(*vector) for vector in vectors) + bias
     side, field = "ab".index(field[0]), field[2:]
     operand, tensor = _operand(tensors, source, side), OPERANDS[source][side]
     if field == "codes":
         return f"{tensor}={hexadecimal(operand[index])}"
-    return abbreviated(_group(operand, _granularity(case.recipe, source, side), index), tensor)
+    # Of an amax or a scale: the elements that share it.
+    gemm = case.recipe.gemms[source]
+    blocks = zip(index, (gemm.a, gemm.b)[side].granularity.block, strict=True)
+    rows, columns = (slice(None) if n is None else slice(i * n, (i + 1) * n) for i, n in blocks)
+    return abbreviated(operand[rows, columns], tensor)
 
 
 _PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "grad_weight"}
@@ -228,21 +231,3 @@ _PRODUCTS = {"result": "output", "input.grad": "grad_input", "weight.grad": "gra
 def _operand(tensors: Mapping[str, np.ndarray], gemm: str, side: int) -> np.ndarray:
     tensor = tensors[OPERANDS[gemm][side]]
     return tensor.T if TRANSPOSED[gemm][side] else tensor
-
-
-def _vector(tensors: Mapping[str, np.ndarray], gemm: str, side: int, row: int) -> str:
-    return abbreviated(_operand(tensors, gemm, side)[row], f"{OPERANDS[gemm][side]}[{row}]")
-
-
-def _granularity(recipe: Recipe, gemm: str, side: int) -> Granularity:
-    of = recipe.gemms[gemm]
-    return (of.a, of.b)[side].granularity
-
-
-def _group(operand: np.ndarray, granularity: Granularity, index: tuple[int, ...]) -> np.ndarray:
-    """The elements that share a scale."""
-    rows, columns = (
-        slice(None) if block is None else slice(i * block, (i + 1) * block)
-        for i, block in zip(index, granularity.block, strict=True)
-    )
-    return operand[rows, columns]

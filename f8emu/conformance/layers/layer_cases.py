@@ -114,7 +114,7 @@ COMPILED: tuple[dict[str, Any], ...] = (
 @cache
 def layer_cases(*, full_size: bool = False) -> tuple[LayerCase, ...]:
     """All layers in all modes; on hardware (`full_size`) more of them compiled."""
-    found = [case.in_mode(mode) for case in _both() for mode in (LayerMode.TRACE, LayerMode.EAGER)]
+    found = [replace(case, mode=mode) for case in _both() for mode in (LayerMode.TRACE, LayerMode.EAGER)]
     found += [*_eager(), *_compiled()]
     return (*found, *_full_size()) if full_size else tuple(found)
 

@@ -85,9 +85,7 @@ def planned_slices(case: LayerCase, layer: int, slices_of: SplitK = planned) -> 
     """
     found: dict[str, int] = {}
     for name, sizes in case.gemm_sizes(layer).items():
-        gemm = case.recipe.gemms[name]
-        asked = of_layer(gemm, sizes, case.dtype.name, _LAYOUTS[name])
-        slices = slices_of(asked)
+        slices = slices_of(of_layer(case.recipe.gemms[name], sizes, case.dtype.name, _LAYOUTS[name]))
         if slices > 1:
             found[name] = slices
     return found
@@ -99,14 +97,10 @@ def _updated(case: LayerCase, verbs: Verbs, states: States, trace: LinearTrace) 
     found: dict[str, DelayedState] = {}
     for tensor, state in states.items():
         gemm, _, cast = next(found for found in recipe.casts(tensor) if found[2].format is not None)
-        amax = np.asarray(_operand_trace(trace, gemm, tensor).amax)
+        side = "ab"[OPERANDS[gemm].index(tensor)]
+        amax = np.asarray(getattr(getattr(trace, gemm), side).amax)
         found[tensor] = verbs["update_delayed_state"](state, amax, cast.format, recipe.scale_rule, recipe.delayed)
     return found
-
-
-def _operand_trace(trace: LinearTrace, gemm: str, tensor: str) -> OperandTrace:
-    """The operand of a GEMM that was made of a tensor."""
-    return (getattr(trace, gemm).a, getattr(trace, gemm).b)[OPERANDS[gemm].index(tensor)]
 
 
 def trace_parts(case: LayerCase, verbs: Verbs, slices_of: SplitK = planned) -> Parts:

@@ -12,7 +12,6 @@ low halves if bits are zero that are zero in these, and most are nowhere near th
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +101,11 @@ class RecordedInstruction:
         """Some of the cases."""
         return replace(self, a=self.a[cases], b=self.b[cases], c=self.c[cases], d=self.d[cases])
 
+    def describe(self, part: str, index: tuple[int, ...]) -> str:
+        """The operands of one case, as hex."""
+        a, b, c = (x[index[0]] for x in (self.a, self.b, self.c))
+        return f"{abbreviated(a, 'a')} {abbreviated(b, 'b')} c={hexadecimal(c)}"
+
     def run(self, subject: Subject) -> Parts:
         """What a subject's `mma` gives, in the form of `d`."""
         found = subject.verbs["mma"](self.a, self.b, self.c, chip=self.chip, out_dtype=self.out)
@@ -119,24 +123,13 @@ class RecordingsFile:
     metadata: dict[str, str]
     recordings: tuple[RecordedInstruction, ...]
 
-    @property
-    def stage(self) -> Stage:
-        """The stage of the suite that replays it."""
-        return Stage(
-            name="instructions",
-            title="recorded instructions",
-            needs=("mma",),
-            cases=lambda s, _: self._cases(s),
-            judge=None,
-        )
-
-    def _cases(self, subject: Subject) -> Iterator[Case]:
+    def cases(self, subject: Subject, golden: GoldenFile) -> Iterator[Case]:
+        """What is put to a subject of the stage that replays it."""
         for recording in self.recordings:
             if subject.name == "f8ref.exact":
                 recording = recording.part(slice(None, None, max(1, len(recording.d) // EXACT_CASES)))
-            yield Case(
-                id=recording.id, run=recording.run, recorded={"": recording.d}, describe=partial(_describe, recording)
-            )
+            one = {"run": recording.run, "describe": recording.describe}
+            yield Case(id=recording.id, recorded={"": recording.d}, **one)
 
 
 def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) -> RecordingsFile:
@@ -147,7 +140,12 @@ def read_recordings(path: str | Path, chips: Mapping[str, str] | None = None) ->
         SpecError: a name in `chips` that is no profile.
     """
     path = Path(path)
-    profiles = PROFILES | {name: _profile(name, profile) for name, profile in (chips or {}).items()}
+    profiles = dict(PROFILES)
+    for name, profile in (chips or {}).items():
+        if profile not in CHIPS:
+            known = ", ".join(CHIPS)
+            raise SpecError(f"verify --chip {name}={profile}: expected PROFILE to be one of {known}; got {profile!r}")
+        profiles[name] = CHIPS[profile]
     try:
         blob = read_regular(path, LARGEST_FILE)
     except OSError as error:
@@ -200,7 +198,8 @@ def replay(
     """Every recording put to every subject, each bit compared; f8ref.exact gets a sample of each."""
     chips = ", ".join(dict.fromkeys(recording.chip_name for recording in file.recordings))
     golden = GoldenFile(path=file.path, sha256=file.sha256, metadata={"device": chips, **file.metadata}, cases=())
-    return verify(subjects, only=[file.stage], golden=golden, errors=errors, progress=progress)
+    stage = Stage(name="instructions", title="recorded instructions", needs=("mma",), cases=file.cases, judge=None)
+    return verify(subjects, only=[stage], golden=golden, errors=errors, progress=progress)
 
 
 def _recordings(
@@ -266,13 +265,6 @@ def _are_low_halves(halves: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndar
     return 2 * int(np.count_nonzero(near)) < len(halves)
 
 
-def _profile(name: str, profile: str) -> Chip:
-    if profile not in CHIPS:
-        known = ", ".join(CHIPS)
-        raise SpecError(f"verify --chip {name}={profile}: expected PROFILE to be one of {known}; got {profile!r}")
-    return CHIPS[profile]
-
-
 def _exact_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_dtype: Format) -> np.ndarray:
     import f8ref.exact
 
@@ -283,12 +275,6 @@ def _exact_mma(a: np.ndarray, b: np.ndarray, c: np.ndarray, *, chip: Chip, out_d
     operands = (x.view(f"u{x.dtype.itemsize}").tolist() for x in (a, b, c))
     found = [f8ref.exact.mma(*case, **options) for case in zip(*operands, strict=True)]
     return np.array(found, code_dtype).view(dtype_of(out_dtype))
-
-
-def _describe(recording: RecordedInstruction, part: str, index: tuple[int, ...]) -> str:
-    (case,) = index
-    words = [abbreviated(recording.a[case], "a"), abbreviated(recording.b[case], "b")]
-    return " ".join([*words, f"c={hexadecimal(recording.c[case])}"])
 
 
 def _fault(path: Path, expected: str, observed: str) -> GoldenFileError:

@@ -7,6 +7,7 @@ from f8emu.conformance.cases.gemm import GemmCase, Mode
 from f8emu.conformance.compare import Mismatch, abbreviated, hexadecimal
 from f8emu.spec import Granularity
 
+_SCALES = ("scale_a", "scale_b")
 _LONGEST_K = 1024
 _COPIES = 16
 """How many copies of the column to multiply: torch takes N in multiples of 16."""
@@ -28,28 +29,21 @@ def describe_gemm(gemm: GemmCase, index: tuple[int, ...]) -> str:
     row, column = index
     b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
     words = [abbreviated(gemm.a[row], f"a[{row}]"), abbreviated(b[column], f"b[{column}]")]
-    for name, scale in (("scale_a", _scale_of_row(gemm, row)), ("scale_b", _scale_of_column(gemm, row, column))):
-        if scale is not None:
-            words.append(abbreviated(scale, name, shown=4))
+    if gemm.mode is not Mode.BF16:
+        words += [abbreviated(x, name, shown=4) for x, name in zip(_scales_of(gemm, row, column), _SCALES, strict=True)]
     if gemm.bias is not None:
         words.append(f"bias={hexadecimal(gemm.bias[column])}")
     return " ".join(words)
 
 
-def _scale_of_row(gemm: GemmCase, row: int) -> np.ndarray | None:
-    scale = gemm.scale_a
-    if scale is None or scale.size == 1:
-        return scale
-    return scale[row // (gemm.granularity_a.block[0] or 1)]
-
-
-def _scale_of_column(gemm: GemmCase, row: int, column: int) -> np.ndarray | None:
-    scale = gemm.scale_b
-    if scale is None or scale.size == 1:
-        return scale
+def _scales_of(gemm: GemmCase, row: int, column: int) -> tuple[np.ndarray, np.ndarray]:
+    """The scales of a row of a and of a column of b, each one or those of its blocks of K."""
+    a, b = gemm.scale_a, gemm.scale_b
+    assert a is not None and b is not None, "only a GEMM of bfloat16 has none"
     if gemm.offs is not None:
-        return scale[gemm.group_of(row), column]
-    return scale[:, column // (gemm.granularity_b.block[0] or 1)]
+        return a[row], b[gemm.group_of(row), column]
+    scale_a = a if a.size == 1 else a[row // (gemm.granularity_a.block[0] or 1)]
+    return scale_a, b if b.size == 1 else b[:, column // (gemm.granularity_b.block[0] or 1)]
 
 
 def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
@@ -60,17 +54,16 @@ def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
     """
     if gemm.mode is Mode.BF16 or gemm.k > _LONGEST_K or len(mismatch.index) != 2:
         return ""
-    assert gemm.scale_a is not None and gemm.scale_b is not None
+    # 1. The row, the column, and their scales; groups have rowwise ones.
     row, column = mismatch.index
-    b, scale_b, of_b = gemm.b, gemm.scale_b, gemm.granularity_b
+    b = gemm.b if gemm.offs is None else gemm.b[gemm.group_of(row)]
+    of_a, of_b = gemm.granularity_a, gemm.granularity_b
     if gemm.offs is not None:
-        group = gemm.group_of(row)
-        b, scale_b, of_b = b[group], scale_b[group][None], Granularity.ROWWISE
-    of_a = Granularity.ROWWISE if gemm.offs is not None else gemm.granularity_a
-    is_blockwise = of_a.is_blockwise
-    a_scale, a_shape = _scale(gemm.scale_a, of_a, row)
-    b_scale, b_shape = _scale(scale_b.T, of_b, column)
-    out = gemm.out_dtype
+        of_a = of_b = Granularity.ROWWISE
+    is_blockwise, out = of_a.is_blockwise, gemm.out_dtype
+    a_scale, b_scale = _scales_of(gemm, row, column)
+    a_shape, b_shape = ("" if of is Granularity.TENSORWISE else "1, -1" for of in (of_a, of_b))
+    # 2. The program, line by line.
     copies = 1 if of_b in (Granularity.TENSORWISE, Granularity.BLOCKWISE_128X128) else _COPIES
     turn = "" if of_b is Granularity.TENSORWISE else ".T"
     lines = [
@@ -96,14 +89,6 @@ def torch_snippet(gemm: GemmCase, mismatch: Mismatch) -> str:
         f"print(hex({shown}))",
     ]
     return "\n".join(lines)
-
-
-def _scale(scale: np.ndarray, granularity: Granularity, row: int) -> tuple[np.ndarray, str]:
-    """The scales of one row of an operand [R, K], and their shape."""
-    if granularity is Granularity.TENSORWISE:
-        return scale.reshape(1), ""
-    rows = granularity.block[0] or 1
-    return scale[row // rows], "1, -1"
 
 
 def _padded(codes: np.ndarray, is_blockwise: bool) -> np.ndarray:
@@ -134,32 +119,24 @@ _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
 
 def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
     """The traits of a GEMM. `inputs` says how it was recorded, if the case does not know its distribution."""
+    m, n = gemm.output_shape if gemm.sample is None else (gemm.sample.m, gemm.sample.n)
+    tail = f"whole steps (a multiple of {_STEP})" if gemm.k % _STEP == 0 else "a part of a step"
     return {
         "accumulation": "bf16 matmul" if gemm.mode is Mode.BF16 else "fast" if gemm.use_fast_accum else "promoted",
-        "scales": _scales(gemm),
+        "scales": f"{gemm.granularity_a.value} x {gemm.granularity_b.value}"
+        if gemm.mode is Mode.BLOCKWISE
+        else {Mode.BF16: "none", Mode.GROUPED_ROWWISE: "grouped rowwise"}.get(gemm.mode, gemm.mode.value),
         "operands": f"{gemm.a.dtype} x {gemm.b.dtype}",
         "output": gemm.out_dtype.name,
         "bias": "without bias" if gemm.bias is None else "with bias",
-        "M": _range_of(gemm.sample.m if gemm.sample else gemm.output_shape[0], _ROW_BOUNDS),
-        "N": _range_of(gemm.sample.n if gemm.sample else gemm.output_shape[1], _ROW_BOUNDS),
+        "M": _range_of(m, _ROW_BOUNDS),
+        "N": _range_of(n, _ROW_BOUNDS),
         "K": _range_of(gemm.k, _K_BOUNDS),
-        "tail of K": _tail(gemm.k),
+        "tail of K": tail if gemm.k % _PROMOTION else f"none (a multiple of {_PROMOTION})",
         "slices of K": str(gemm.split_k),
         "inputs": inputs or gemm.distribution or "other",
         "family": gemm.family.value,
     }
-
-
-def _scales(gemm: GemmCase) -> str:
-    match gemm.mode:
-        case Mode.BF16:
-            return "none"
-        case Mode.GROUPED_ROWWISE:
-            return "grouped rowwise"
-        case Mode.BLOCKWISE:
-            return f"{gemm.granularity_a.value} x {gemm.granularity_b.value}"
-        case Mode.TENSORWISE | Mode.ROWWISE:
-            return gemm.mode.value
 
 
 def _range_of(size: int, bounds: tuple[int, ...]) -> str:
@@ -169,12 +146,6 @@ def _range_of(size: int, bounds: tuple[int, ...]) -> str:
             return f"{first} to {last}" if first < last else str(last)
         first = last + 1
     return f"{first} and more"
-
-
-def _tail(k: int) -> str:
-    if k % _PROMOTION == 0:
-        return f"none (a multiple of {_PROMOTION})"
-    return f"whole steps (a multiple of {_STEP})" if k % _STEP == 0 else "a part of a step"
 
 
 def recorded_inputs(name: str, mode: Mode) -> str:

@@ -1,7 +1,8 @@
 """What a run found: of every stage of every subject how many cases are equal, and where the others differ."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -44,12 +45,7 @@ class Tally:
     outputs_differing: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
-            cases=self.cases + other.cases,
-            cases_differing=self.cases_differing + other.cases_differing,
-            outputs=self.outputs + other.outputs,
-            outputs_differing=self.outputs_differing + other.outputs_differing,
-        )
+        return Tally(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
     @property
     def share_of_cases(self) -> float:
@@ -196,27 +192,22 @@ def _of_case(about: StageResult, outcome: CaseResult) -> StageResult:
 
 def joined(results: Sequence[StageResult], errors: int) -> StageResult:
     """One stage of one subject, of which each result has a share of the cases."""
-    first_differences: dict[str, int] = {}
+    first_differences = Counter[str]()
     for result in results:
-        for part, count in result.first_differences.items():
-            first_differences[part] = first_differences.get(part, 0) + count
+        first_differences.update(result.first_differences)
+    sums = ("cases_total", "cases_equal", "cases_not_offered", "outputs_total", "outputs_equal", "seconds")
     traits = dict.fromkeys(trait for result in results for trait in result.tallies)
     dtypes = dict.fromkeys(dtype for result in results for dtype in result.ulps)
     examples = [result.example for result in results if result.example is not None]
     places = sorted((place for result in results for place in result.places), key=lambda place: -place.share)
     return replace(
         results[0],
-        cases_total=sum(result.cases_total for result in results),
-        cases_equal=sum(result.cases_equal for result in results),
-        cases_not_offered=sum(result.cases_not_offered for result in results),
+        **{name: sum(getattr(result, name) for result in results) for name in sums},
         own_splits=dict(sorted(_summed(result.own_splits for result in results).items())),
-        outputs_total=sum(result.outputs_total for result in results),
-        outputs_equal=sum(result.outputs_equal for result in results),
-        seconds=sum(result.seconds for result in results),
         reason=next((result.reason for result in results if result.reason), ""),
         mismatches=[mismatch for result in results for mismatch in result.mismatches][:errors],
         example=min(examples, key=lambda example: len(example.snippet), default=None),
-        first_differences=first_differences,
+        first_differences=dict(first_differences),
         tallies={trait: _summed(result.tallies.get(trait, {}) for result in results) for trait in traits},
         ulps={dtype: merged(result.ulps[dtype] for result in results if dtype in result.ulps) for dtype in dtypes},
         places=places[:_WORST],
