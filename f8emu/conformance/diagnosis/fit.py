@@ -8,10 +8,11 @@
    rules hold there, with more columns, and with a longer K?
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 from f8emu.conformance.diagnosis.addition_order import Order, aligned_fraction_bits, measure_order
 from f8emu.conformance.diagnosis.alterations import SUM_BITS, alterations
@@ -209,7 +210,7 @@ class _Parameter(NamedTuple):
 def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Parameter]:
     def named(name: str, probes: tuple[str, ...], *beginnings: str) -> _Parameter:
         found = [(one.name, one.change) for one in alterations() if one.name.startswith(beginnings)]
-        return _Parameter(name, probes, (("as the hardware", _same), *found))
+        return _Parameter(name, probes, (("as the hardware", _changed), *found))
 
     # These probes add exactly under any rule: an unknown way to add does not hide them.
     yield named("output", ("ties of the output", "scales ->"), "output cut", "output ties", "output through")
@@ -219,11 +220,18 @@ def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Parameter]:
         widths = dict.fromkeys((right.model.result_fraction_bits, aligned, *SUM_BITS))
         cut, nearest = Rounding.CUT, Rounding.NEAREST
         roundings = (cut, cut), (nearest, nearest), (cut, nearest), (nearest, cut)
-        options = tuple(_sum_of_a_step(width, *both) for both in roundings for width in widths)
+        options = tuple(
+            (
+                f"{width} fraction bits, terms {terms.value}, sums {sums.value}",
+                partial(_changed, model={"result_fraction_bits": width}, terms=terms, sums=sums),
+            )
+            for (terms, sums), width in product(roundings, widths)
+        )
         yield _Parameter("sum of a step", ("one step", "one chain", "middle"), options)
         if rules.model.promote_k is None:  # a promotion of each step looks like none to the order of adding
-            each_step = f"every step, {rules.model.step_k} of K", partial(_promoted, every=rules.model.step_k)
-            yield _Parameter("promotion of steps", ("one chain", "middle"), (("as measured", _same), each_step))
+            step = rules.model.step_k
+            each_step = f"every step, {step} of K", partial(_changed, model={"promote_k": step})
+            yield _Parameter("promotion of steps", ("one chain", "middle"), (("as measured", _changed), each_step))
     codes = ("every code", "middle", "mixed", "tail of K", "one chain")
     yield named("operands", codes, "operands", "subnormal operands", "output transposed", "formats")
     if kind.with_bias:
@@ -233,19 +241,9 @@ def _parameters(rules: Rules, right: Rules, kind: Kind) -> Iterator[_Parameter]:
     yield named("overflow", ("overflow",), "output saturates")
 
 
-def _same(rules: Rules) -> Rules:
-    return rules
-
-
-def _promoted(rules: Rules, *, every: int) -> Rules:
-    return replace(rules, model=replace(rules.model, promote_k=every))
-
-
-def _sum_of_a_step(width: int, terms: Rounding, sums: Rounding) -> Option:
-    def change(rules: Rules) -> Rules:
-        return replace(rules, terms=terms, sums=sums, model=replace(rules.model, result_fraction_bits=width))
-
-    return f"{width} fraction bits, terms {terms.value}, sums {sums.value}", change
+def _changed(rules: Rules, *, model: Mapping[str, Any] | None = None, **others: Any) -> Rules:
+    """Other fields of the rules, and of their model of accumulation."""
+    return replace(rules, model=replace(rules.model, **(model or {})), **others)
 
 
 def _of_probes(

@@ -220,7 +220,10 @@ class Search:
         # 3. The best with a second, and with a third.
         counted = self._counted_level(self.own, "one alteration, counted")
         singles = self._better(counted, self.own)
-        complete = sorted(self._complete(singles[:_SECOND], "two alterations"), key=self._plainness)
+        complete = sorted(  # the plainer one needs no late alteration
+            self._complete(singles[:_SECOND], "two alterations"),
+            key=lambda one: max(map(self.alterations.index, one.steps)),
+        )
         if complete or not is_thorough:
             return [*complete, *hinted, *counted]
         pairs: list[_Tried] = []
@@ -248,10 +251,6 @@ class Search:
     def _rank(self, tried: _Tried) -> tuple[int, int]:
         """Whole probes count first: each stands for one concern."""
         return sum(e == s for e, s in zip(tried.equal, self.sizes, strict=True)), tried.outputs_equal
-
-    def _plainness(self, tried: _Tried) -> int:
-        """The rank of a complete explanation: the plainer one needs no late alteration."""
-        return max(self.alterations.index(step) for step in tried.steps)
 
     def _complete(self, bases: list[_Tried], title: str) -> Iterator[_Tried]:
         """The attempts that explain every bit with one alteration more than a base has."""

@@ -154,29 +154,22 @@ def loaded(kernel: Kernel, arrays: str = "torch") -> LoadedKernel:
 # In its own process
 
 
-def isolated(name: str, arrays: str, timeout: float) -> LoadedKernel:
-    """The kernel of that name in its own process, started; `timeout` is in seconds for each GEMM.
+class IsolatedKernel:
+    """The parent's side of a kernel in its own process, started; `timeout` is in seconds for each GEMM.
 
     Raises:
-        SpecError: what loading it raised; it may crash or hang there too. Or a timeout that is not positive.
+        SpecError: what loading it raised; it may crash or hang there too.
     """
-    if not timeout > 0:
-        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
-    try:
-        return IsolatedKernel(name, arrays, timeout).loaded
-    except KernelFault as fault:
-        raise SpecError(f"f8emu verify {name}: while it was imported: {fault}") from None
-
-
-class IsolatedKernel:
-    """The parent's side."""
 
     def __init__(self, name: str, arrays: str, timeout: float) -> None:
         self._name, self._arrays, self._timeout = name, arrays, timeout
         self._worker: Worker | None = None
         self._hangs = self._ends = 0
         """The number of hangs in a row. A hang is an end too: the process is stopped."""
-        found = self._running()[1]
+        try:
+            found = self._running()[1]
+        except KernelFault as fault:
+            raise SpecError(f"f8emu verify {name}: while it was imported: {fault}") from None
         self.loaded = found._replace(verbs={verb: partial(self.run, verb) for verb in found.verbs})
 
     def run(self, verb: str, *args: Any, **options: Any) -> np.ndarray:

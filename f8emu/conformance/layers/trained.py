@@ -8,13 +8,14 @@ JAX: `dot_general` under a recipe. In a jitted layer a tap puts a callback into 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from f8emu.conformance.arrays import Framework
 from f8emu.conformance.layers.layer import LayerCase, Place
-from f8emu.conformance.layers.training import Executed, GemmTap, Training, engine_taps
+from f8emu.conformance.layers.training import Executed, GemmTap, Training
 from f8emu.spec import TENSORS
 
 if TYPE_CHECKING:
@@ -137,22 +138,25 @@ class JaxTraining(Training):
 class TorchTraining(Training):
     """Layers made by `convert_to_float8_training`, and how they are called."""
 
+    taps = tuple(  # what the operators of f8emu call
+        GemmTap(f"f8emu.torch.gemm.{engine}", verb, verb == "scaled_mm")
+        for engine, verb in product(("emulation", "hardware"), ("scaled_mm", "mm"))
+    )
+
     def __init__(self, case: LayerCase, framework: Framework) -> None:
         import torch
 
         from f8emu.torch import convert_to_float8_training
 
         super().__init__(case, framework)
-        self.taps = engine_taps("f8emu.torch")  # what the operators of f8emu call
         plain = [torch.nn.Linear(k, n, case.with_bias) for _, n, k in map(case.sizes, self.numbers)]
         model = torch.nn.ModuleList(plain).to(self.load(np.zeros(0, np.float32)).device)
         for layer in plain:
             layer.weight.data = layer.weight.data.to(framework.dtype(case.weight_dtype))
             layer.weight.requires_grad_("weight" in case.trained)
         self.model = convert_to_float8_training(model, config=case.recipe, pad=True)
-        layers = list(self.model.children())
-        self.layers: list[Any] = list(layers)
-        is_shared = case.layers > 1
+        self.layers: list[Any] = list(self.model.children())
+        layers, is_shared = list(self.layers), case.layers > 1
 
         def forward(x: "Tensor") -> list["Tensor"]:
             # As in a model: only the operands of an input that autograd computed are kept for another layer.

@@ -39,15 +39,6 @@ class GemmTap(NamedTuple):
     is_scaled: bool
 
 
-def engine_taps(package: str) -> tuple[GemmTap, ...]:
-    """Where the engines of `f8emu.torch` are entered."""
-    return tuple(
-        GemmTap(f"{package}.gemm.{engine}", verb, verb == "scaled_mm")
-        for engine in ("emulation", "hardware")
-        for verb in ("scaled_mm", "mm")
-    )
-
-
 class Executed(NamedTuple):
     """One GEMM as its engine got it, its operands seen as `[rows, summed dimension]`, zero-padded."""
 

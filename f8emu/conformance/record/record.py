@@ -99,7 +99,8 @@ def record(
     for case in tracked(planned, "recording", len(planned)):
         result = launch(case.gemm)
         if isinstance(result, Refused):
-            refused.append(_refusal(case, result))
+            entry = {"id": case.gemm.id, "name": case.name, "mode": case.gemm.mode.value}
+            refused.append({**entry, "gemm": _words(case.gemm), "reason": result.reason})
         else:
             golden.append(GoldenCase(name=case.name, gemm=case.gemm, out=result.out, kernels=result.kernels))
     if not golden:
@@ -132,18 +133,11 @@ def record(
     )
 
 
-def _refusal(case: PlannedCase, result: Refused) -> dict[str, str]:
-    gemm = case.gemm
+def _words(gemm: GemmCase) -> str:
     m, n = gemm.output_shape if gemm.sample is None else (gemm.sample.m, gemm.sample.n)
     dtypes = f"{gemm.a.dtype.name} x {gemm.b.dtype.name} -> {gemm.out_dtype}"
     chain = "" if gemm.mode is Mode.BF16 else f", use_fast_accum={gemm.use_fast_accum}"
-    return {
-        "id": gemm.id,
-        "name": case.name,
-        "mode": gemm.mode.value,
-        "gemm": f"{m} x {n} x {gemm.k}, {dtypes}{chain}",
-        "reason": result.reason,
-    }
+    return f"{m} x {n} x {gemm.k}, {dtypes}{chain}"
 
 
 def tracked(items: Iterable[_T], title: str, total: int) -> Iterable[_T]:

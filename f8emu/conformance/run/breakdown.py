@@ -77,23 +77,18 @@ def breakdowns(stages: Sequence[StageResult]) -> list[Breakdown]:
     for stage in stages:
         if stage.cases_total:
             groups.setdefault(tuple(stage.tallies), []).append(stage)
-    found = [_breakdown(group) for group in groups.values()]
-    return [breakdown for breakdown in found if breakdown.whole.cases_differing]
-
-
-def _breakdown(stages: Sequence[StageResult]) -> Breakdown:
-    whole = joined(stages, errors=0)
-    return Breakdown(
-        stages=tuple(stage.title for stage in stages),
-        whole=Tally(
-            cases=whole.cases_total,
-            cases_differing=whole.cases_differing,
-            outputs=whole.outputs_total,
-            outputs_differing=whole.outputs_differing,
-        ),
-        tallies=whole.tallies,
-        ulps=whole.ulps,
-    )
+    found: list[Breakdown] = []
+    for group in groups.values():
+        whole, titles = joined(group, errors=0), tuple(stage.title for stage in group)
+        if whole.cases_differing:
+            tally = Tally(
+                cases=whole.cases_total,
+                cases_differing=whole.cases_differing,
+                outputs=whole.outputs_total,
+                outputs_differing=whole.outputs_differing,
+            )
+            found.append(Breakdown(stages=titles, whole=tally, tallies=whole.tallies, ulps=whole.ulps))
+    return found
 
 
 def _ordered(values: Mapping[str, Tally]) -> dict[str, Tally]:

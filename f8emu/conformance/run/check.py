@@ -208,6 +208,7 @@ def answer(case: Case, judge: Subject | None) -> Parts | Exception:
 
 def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseResult:
     """The outcome of a case. An exception in the subject or in the judge is a failed case that names the error."""
+    # 1. What the subject gives.
     if isinstance(answers, Exception):  # a judge that fails is no reason to call anything equal
         return _failed(case, {}, f"the oracle raised {said_by(answers)}")
     try:
@@ -217,7 +218,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
     except Exception as error:  # a subject may raise anything; it is reported, and the next case runs
         return _failed(case, answers, f"raised {said_by(error)}")
 
-    # Every part is counted; the first that differs is explained, for what follows it follows from it.
+    # 2. Every part is counted; the first that differs is explained, for what follows it follows from it.
     total = sum(array.size for array in answers.values())
     wrong, first = 0, ""
     found: Mismatch | None = None
@@ -234,6 +235,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
         _add(ulps, expected, histogram)
         if found is not None or not (fault or histogram.total):
             continue
+        # 3. The first output that differs, in words, and the map of its part.
         first = part
         if fault or array is None:
             found = Mismatch(case=case.id, part=part, error=fault)
@@ -243,6 +245,7 @@ def run_case(case: Case, subject: Subject, answers: Parts | Exception) -> CaseRe
             found = replace(found, outputs=expected.size, differing=histogram.total)
             found = replace(found, snippet=case.snippet(found) if case.snippet else "")
             place = difference_map(case.id, part, array, expected)
+    # 4. [CHAIN-3] The S under which all of it would be right.
     return CaseResult(
         case=case.id,
         is_equal=found is None,

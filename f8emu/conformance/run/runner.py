@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -141,21 +142,16 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
     found = _tried(subject)
     if found.is_made:
         return replace(subject, first_call=found.first)
-    others = (other for other in FRAMEWORKS if other != arrays)
-    works = next((other for other in others if _works(subject, partial(load, arrays=other))), "")
-    remedy = f"it works with arrays of {works}: add --arrays {works}" if works else REMEDY
+    remedy = REMEDY
+    for works in FRAMEWORKS:
+        with suppress(F8Error):  # not installed, or not for this kernel
+            if works != arrays and (other := load(arrays=works)).engine != subject.engine and _tried(other).is_made:
+                remedy = f"it works with arrays of {works}: add --arrays {works}"
+                break
     raise SpecError(
         f"f8emu verify {subject.name}: expected an output from a first call ({subject.engine}); each of {found.tried} "
         f"kinds of GEMM failed, the first: {found.error}; {remedy}"
     )
-
-
-def _works(subject: Subject, load_other: Callable[[], Subject]) -> bool:
-    try:
-        other = load_other()
-    except F8Error:  # not installed, or not for this kernel
-        return False
-    return other.engine != subject.engine and _tried(other).is_made
 
 
 def _tried(subject: Subject) -> _Tried:

@@ -20,7 +20,7 @@ from f8emu.conformance.cases.tables import ALIGNED, is_aligned
 from f8emu.conformance.kernels.call import absent, question, rows_run
 from f8emu.conformance.kernels.kernel import Kernel
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.kernels.loaded import LoadedKernel, isolated, load_kernel, loaded
+from f8emu.conformance.kernels.loaded import IsolatedKernel, LoadedKernel, load_kernel, loaded
 from f8emu.conformance.kernels.loaded import scaled_mm_kernel as scaled_mm_kernel
 from f8emu.conformance.layers.layer import LayerCase
 from f8emu.conformance.layers.trace import SplitK, engine_linear, planned
@@ -147,9 +147,17 @@ def load_subject(name: str, *, arrays: str = "torch", timeout: float | None = No
             f"load_subject: unknown subject {name!r}; known subjects are {', '.join(SUBJECTS)}; a kernel of your own "
             "is package.module:function or path/to/file.py:function; f8emu verify --kernels lists the known ones"
         )
-    if timeout is not None:
-        return isolated_subject(name, arrays, timeout)
-    return kernel_subject(load_kernel(name), arrays)
+    if timeout is None:
+        return kernel_subject(load_kernel(name), arrays)
+    if not timeout > 0:
+        raise SpecError(f"verify: --timeout must be more than 0 seconds; got {timeout:g}; the default is 120")
+    try:
+        return _of_kernel(IsolatedKernel(name, arrays, timeout).loaded)
+    except SpecError as error:
+        if name not in KERNELS:
+            raise
+        # A known kernel whose package cannot be imported is not offered, and stops no other.
+        return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
 
 
 def kernel_subject(kernel: Kernel, arrays: str = "torch") -> Subject:
@@ -170,19 +178,6 @@ def _of_kernel(found: LoadedKernel) -> Subject:
         more_gemms=partial(kernel_cases, kernel),
         rows_run=partial(rows_run, kernel),
     )
-
-
-def isolated_subject(name: str, arrays: str, timeout: float) -> Subject:
-    """A kernel that runs in its own process; it raises as `isolated`.
-
-    A known kernel whose package cannot be imported is not offered, and stops no other.
-    """
-    try:
-        return _of_kernel(isolated(name, arrays, timeout))
-    except SpecError as error:
-        if name not in KERNELS or not timeout > 0:
-            raise
-        return Subject(name=name, engine=f"{name}, which cannot be loaded", verbs=absent(str(error)))
 
 
 def _f8ref_numpy() -> Subject:
