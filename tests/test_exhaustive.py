@@ -169,19 +169,18 @@ def test_the_script_on_a_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "every 1000001th, not all," in capsys.readouterr().out
 
 
-def test_the_script_refuses_a_fraction_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--fraction", "0"])
-    assert "above 0 and at most 1" in capsys.readouterr().err
-
-
-def test_the_script_names_a_missing_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fraction", "message"),
+    [("0", "above 0 and at most 1"), ("1e-6", "pip install 'f8emu[jax]', or leave it out with --backends")],
+)
+def test_what_the_script_refuses(
+    fraction: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A fraction of nothing, and packages that are not there."""
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(SystemExit):
-        main(["--fraction", "1e-6"])
-    assert "pip install 'f8emu[jax]', or leave it out with --backends" in capsys.readouterr().err
+        main(["--fraction", fraction])
+    assert message in capsys.readouterr().err
 
 
 def test_the_witness_is_what_it_says() -> None:

@@ -1,13 +1,19 @@
 """The command line, called in this process, and few recorded GEMMs to give it."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from typer.testing import CliRunner
 
 from f8emu import cli
 from f8emu.conformance import GoldenFile, read_golden, shipped_golden, write_golden
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'reference'}"}
+"""Of a process that imports what is here."""
 
 
 def invoke(*arguments: object, **environment: str | None) -> tuple[int, str, str]:
@@ -16,6 +22,15 @@ def invoke(*arguments: object, **environment: str | None) -> tuple[int, str, str
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that does nothing else."""
+
+    def call(*args: Any, **options: Any) -> NoReturn:
+        raise error
+
+    return call
 
 
 def stages_in(report: Path) -> dict[str, dict[str, Any]]:

@@ -28,6 +28,8 @@ from f8emu.conformance.run.verify import Result
 from f8emu.report.page import parts
 from f8emu.report.verdict import Run, to_json
 from f8emu.report.verify import page
+from tests.conformance.command import raising
+from tests.conformance.planted_gemm import never_promoting
 
 NOBODY = Subject(name="nobody", engine="none", verbs={})
 
@@ -129,11 +131,7 @@ def test_outcome_keeps_how_far_and_where() -> None:
     assert outcome.place is not None and outcome.place.part == "b"
     assert np.argwhere(outcome.place.differing).tolist() == [[1, 2], [1, 3]]
     assert outcome.mismatch is not None and outcome.mismatch.index == (1, 2) and outcome.traits == {"kind": "planted"}
-
-    def breaks(subject: Subject) -> dict[str, np.ndarray]:
-        raise MemoryError
-
-    failed = run_case(replace(case, run=breaks), NOBODY, answer(case, None))
+    failed = run_case(replace(case, run=raising(MemoryError())), NOBODY, answer(case, None))
     assert failed.ulps["float32"].labelled() == {NOT_COMPARED: 72} and failed.place is None
     equal = run_case(_case({"": ones}, {"": ones}), NOBODY, {"": ones})
     assert equal.is_equal and equal.ulps == {} and equal.place is None
@@ -145,15 +143,7 @@ def test_outcome_keeps_how_far_and_where() -> None:
 @pytest.fixture(scope="module")
 def planted() -> Result:
     """Never promotes, and has NaN in a corner: float16 outputs of large cases alone."""
-    right = load_subject("f8ref.numpy")
-
-    def scaled_mm(*operands: np.ndarray, **options: Any) -> np.ndarray:
-        out = right.verbs["scaled_mm"](*operands, **{**options, "use_fast_accum": True}).copy()
-        if out.dtype == np.float16 and out.shape[0] == 48:
-            out[:2, -3:] = np.nan
-        return out
-
-    subject = replace(right, name="planted", verbs={"scaled_mm": scaled_mm}, chooses_split_k=True)
+    subject = never_promoting(lambda out: out.dtype == np.float16 and out.shape[0] == 48)
     golden = replace(shipped_golden(), cases=shipped_golden().cases[:16])
     return verify([subject], stages=["formats", "golden", "gemms"], golden=golden)
 

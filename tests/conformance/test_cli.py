@@ -18,9 +18,8 @@ from f8emu.conformance.run.subject import load_subject
 from f8emu.report import html, verdict
 from f8emu.report import page as page_model
 from f8emu.spec import RECIPES, recipe_by_name, recipe_from_json, recipe_from_toml
-from tests.conformance.command import few_recorded, invoke
+from tests.conformance.command import ENVIRONMENT, few_recorded, invoke, raising
 
-ROOT = Path(__file__).parents[2]
 BLOCK = """
 import importlib.abc, sys
 class Blocker(importlib.abc.MetaPathFinder):
@@ -33,10 +32,8 @@ sys.meta_path.insert(0, Blocker())
 
 def python(code: str, *arguments: str, blocked: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter in which some packages are not installed."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'reference'}", "COLUMNS": "400"}
-    program = f"BLOCKED = {blocked!r}{BLOCK}{code}"
-    command = [sys.executable, "-c", program, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    command = [sys.executable, "-c", f"BLOCKED = {blocked!r}{BLOCK}{code}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**ENVIRONMENT, "COLUMNS": "400"})
 
 
 MAIN = "\nfrom f8emu.cli import main; main()"
@@ -229,9 +226,7 @@ def test_the_report_is_opened_before_any_work(few: Path, tmp_path: Path, monkeyp
 def test_interrupted_runs_keep_their_finished_stages(
     few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*args: Any, **options: Any) -> np.ndarray:
-        raise KeyboardInterrupt
-
+    interrupted = raising(KeyboardInterrupt())
     plant(monkeypatch, interrupted)
     monkeypatch.setattr(stages, "CASTS", stages.CASTS[:1])
     report = tmp_path / "report.json"
@@ -263,9 +258,7 @@ def test_sigterm_is_ctrl_c() -> None:
 
 
 def test_a_failure_of_f8emu_is_no_difference(few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **options: Any) -> Any:
-        raise AssertionError("an invariant")
-
+    fails = raising(AssertionError("an invariant"))
     monkeypatch.setitem(subject.SUBJECTS, "planted", fails)
     status, _, err = invoke("verify", "planted")
     assert status == 2 and "AssertionError: an invariant" in err

@@ -7,6 +7,7 @@ import pytest
 from f8emu.conformance.compare import abbreviated, different, mismatches, shape_fault
 from f8emu.conformance.run.check import Case, answer, run_case
 from f8emu.conformance.run.subject import NotOffered, Subject
+from tests.conformance.command import raising
 
 
 def f32(*values: float) -> np.ndarray:
@@ -104,20 +105,14 @@ def test_a_missing_part_or_a_wrong_dtype_is_a_difference() -> None:
 
 def test_exceptions_are_failures_and_not_offered_is_neither() -> None:
     expected = {"": np.zeros(4, np.float32)}
-
-    def fails(subject: Subject) -> dict[str, np.ndarray]:
-        raise ZeroDivisionError("oh\nsecond line")
-
-    outcome = run_case(Case(id="c", run=fails), NOBODY, expected)
+    fails = Case(id="c", run=raising(ZeroDivisionError("oh\nsecond line")))
+    outcome = run_case(fails, NOBODY, expected)
     assert (outcome.outputs_total, outcome.outputs_equal, outcome.is_equal) == (4, 0, False)
     assert outcome.mismatch is not None and outcome.mismatch.line() == "c => raised ZeroDivisionError: oh"
 
-    def refuses(subject: Subject) -> dict[str, np.ndarray]:
-        raise NotOffered("no such thing")
-
-    outcome = run_case(Case(id="c", run=refuses), NOBODY, expected)
+    outcome = run_case(Case(id="c", run=raising(NotOffered("no such thing"))), NOBODY, expected)
     assert (outcome.not_offered, outcome.outputs_total, outcome.is_equal) == ("no such thing", 0, False)
 
-    outcome = run_case(case(), NOBODY, answer(Case(id="c", run=fails), NOBODY))
+    outcome = run_case(case(), NOBODY, answer(fails, NOBODY))
     assert outcome.mismatch is not None and "the oracle raised ZeroDivisionError" in outcome.mismatch.line()
     assert not outcome.is_equal

@@ -12,7 +12,8 @@ import torch
 from f8emu import doctor
 from f8emu.doctor import diagnosis as measured
 from f8emu.doctor.diagnosis import next_steps
-from f8emu.doctor.probes import Probe, probe_torch
+from f8emu.doctor.probes import probe_torch
+from tests.conformance.command import raising
 
 
 @pytest.fixture(scope="module")
@@ -20,26 +21,22 @@ def diagnosis() -> doctor.Diagnosis:
     return measured.diagnose()
 
 
-def _probe(probes: list[Probe], start: str) -> Probe:
-    found = [probe for probe in probes if probe.name.startswith(start)]
-    assert len(found) == 1, start
-    return found[0]
+def told(**options: bool) -> tuple[int, str]:
+    """Exit status and text of the command."""
+    out = io.StringIO()
+    return doctor.run(stream=out, **options), out.getvalue()
 
 
 def test_both_libraries_are_probed_and_nothing_is_wrong_here(diagnosis: doctor.Diagnosis) -> None:
     assert {"torch cpu", "jax cpu"} <= {probe.subject for probe in diagnosis.probes}
-    assert diagnosis.problems == []
-    assert diagnosis.faults == []
-    assert all(probe.name and probe.observed and probe.expected and probe.f8emu for probe in diagnosis.probes)
+    assert diagnosis.problems == diagnosis.faults == []
     assert len({(probe.subject, probe.name) for probe in diagnosis.probes}) == len(diagnosis.probes)
-
-
-def test_agreement_is_what_the_columns_say(diagnosis: doctor.Diagnosis) -> None:
     for probe in diagnosis.probes:
-        if probe.expected == "0 wrong":
-            assert probe.agrees == probe.observed.startswith("0 of "), probe
-        else:
-            assert probe.agrees == (probe.observed == probe.expected), probe
+        assert probe.name and probe.observed and probe.expected and probe.f8emu
+        is_right = (
+            probe.observed.startswith("0 of ") if probe.expected == "0 wrong" else probe.observed == probe.expected
+        )
+        assert probe.agrees == is_right, probe
 
 
 def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
@@ -54,63 +51,45 @@ def test_engine_and_devices(diagnosis: doctor.Diagnosis) -> None:
 
 
 def test_a_probe_measures_and_a_fault_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = _probe(probe_torch("cpu"), "subnormal")
+    (before,) = (probe for probe in probe_torch("cpu") if probe.name.startswith("subnormal"))
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormals")
     try:
         flushed = probe_torch("cpu")
     finally:
         torch.set_flush_denormal(False)
-    after = _probe(flushed, "subnormal")
+    (after,) = (probe for probe in flushed if probe.name == before.name)
     assert before.agrees and not after.agrees
     monkeypatch.setattr(measured, "probe_torch", lambda device: flushed)
     monkeypatch.setattr(measured, "probe_jax", lambda platform: [])
-    out = io.StringIO()
-    assert doctor.run(stream=out) == 1
-    assert "FAULT torch cpu: subnormal" in out.getvalue()
+    status, text = told()
+    assert status == 1 and "FAULT torch cpu: subnormal" in text
 
 
 @pytest.mark.parametrize(("absent", "present"), [("torch", "jax"), ("jax", "torch")])
 def test_a_missing_library_is_reported(absent: str, present: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, f"probe_{present}", lambda device: [])
     monkeypatch.setitem(sys.modules, absent, None)  # as an import of what is not installed
-    out = io.StringIO()
-    assert doctor.run(stream=out) == 0
-    assert f"pip install 'f8emu[{absent}]'" in out.getvalue()
-    assert f"{present} cpu: " in out.getvalue()
+    status, text = told()
+    assert status == 0 and f"pip install 'f8emu[{absent}]'" in text and f"{present} cpu: " in text
 
 
 def test_a_probe_that_breaks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: str) -> list[Probe]:
-        raise RuntimeError("driver too old\nmore")
-
-    monkeypatch.setattr(measured, "probe_torch", broken)
+    monkeypatch.setattr(measured, "probe_torch", raising(RuntimeError("driver too old\nmore")))
     monkeypatch.setattr(measured, "probe_jax", lambda platform: [])
-    found = measured.diagnose()
-    assert "torch cpu: RuntimeError: driver too old" in found.problems
+    assert "torch cpu: RuntimeError: driver too old" in measured.diagnose().problems
 
 
-@pytest.fixture
-def quick(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> doctor.Diagnosis:
-    """The module's diagnosis, not made again."""
+def test_json_and_text_tell_every_probe(diagnosis: doctor.Diagnosis, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "diagnose", lambda: diagnosis)
-    return diagnosis
-
-
-def test_json(quick: doctor.Diagnosis) -> None:
-    out = io.StringIO()
-    assert doctor.run(as_json=True, stream=out) == 0
-    data = json.loads(out.getvalue())
+    status, text = told(as_json=True)
+    data = json.loads(text)
+    assert status == 0
     assert {"system", "versions", "devices", "engines", "probes", "problems", "seconds"} == set(data)
-    assert len(data["probes"]) == len(quick.probes)
+    assert len(data["probes"]) == len(diagnosis.probes)
     assert {"subject", "name", "observed", "expected", "agrees", "f8emu", "relied_on"} == set(data["probes"][0])
-
-
-def test_text_names_every_probe(quick: doctor.Diagnosis) -> None:
-    out = io.StringIO()
-    doctor.run(stream=out)
-    text = out.getvalue()
-    for probe in quick.probes:
+    _, text = told()
+    for probe in diagnosis.probes:
         assert probe.name in text
         assert probe.agrees or probe.f8emu in text
     assert "scaled_mm of torch tensors on cpu: emulated" in text

@@ -18,14 +18,14 @@ import pytest
 import f8ref.numpy as f8
 from f8emu.cli.process import run_supervised
 from f8emu.conformance import load_subject, shipped_golden, write_golden
+from f8emu.conformance.arrays import torch_arrays
 from f8emu.conformance.cases.gemm import Mode
 from f8emu.conformance.cases.tables import gemm_cases
 from f8emu.conformance.run.check import run_case
 from f8emu.conformance.run.stages import STAGES
 from f8emu.spec import Granularity
-from tests.conformance.command import few_recorded, invoke, stages_in
+from tests.conformance.command import ENVIRONMENT, few_recorded, invoke, stages_in
 
-ROOT = Path(__file__).parents[2]
 BEFORE = {  # name of a kernel -> what it does before it computes
     "leaves": "sys.exit(0)",
     "ends": "raise Ending",
@@ -170,11 +170,10 @@ def test_what_is_no_fault_of_a_kernel(name: str, folder: Path) -> None:
 
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'reference'}"}
     command = [sys.executable, "-m", "f8emu", *arguments]
     of_process = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=ENVIRONMENT)
     finally:
         signal.signal(signal.SIGINT, of_process)
 
@@ -288,27 +287,16 @@ def test_one_case_again(folder: Path) -> None:
 def test_the_program_computes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain torch, from a row and a column, for every kind of GEMM; on the hardware it would print the same."""
     torch = pytest.importorskip("torch")
-    right = load_subject("f8ref.numpy")
+    right, store = load_subject("f8ref.numpy"), torch_arrays("test").store
 
     def scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, **options: Any) -> Any:
-        def array(tensor: Any) -> np.ndarray:
-            if tensor.element_size() > 1:
-                return (
-                    tensor.view(torch.int16).numpy().view("bfloat16")
-                    if tensor.dtype == torch.bfloat16
-                    else tensor.numpy()
-                )
-            return tensor.view(torch.uint8).numpy().view(str(tensor.dtype).removeprefix("torch."))
-
         granularities = [
             kinds[tuple(tensor.shape)] if tensor.ndim else Granularity.TENSORWISE for tensor in (scale_a, scale_b)
         ]
         options["out_dtype"] = str(options["out_dtype"]).removeprefix("torch.")
-        options["bias"] = None if options["bias"] is None else array(options["bias"])
-        a, b, scale_a, scale_b = map(array, (a, b, scale_a, scale_b))
-        out = f8.scaled_mm(
-            a, b, scale_a, scale_b, granularity_a=granularities[0], granularity_b=granularities[1], **options
-        )
+        options["bias"] = None if options["bias"] is None else store(options["bias"])
+        pair = dict(zip(("granularity_a", "granularity_b"), granularities, strict=True))
+        out = f8.scaled_mm(*map(store, (a, b, scale_a, scale_b)), **pair, **options)
         return torch.from_numpy(out.view(f"i{out.itemsize}"))
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)

@@ -151,10 +151,7 @@ def test_sizes_at_which_rules_do_not_hold(
 
 def test_a_size_that_did_not_run_shows_nothing() -> None:
     """Refused by our own library, which is no failure, or padded to more rows."""
-
-    def refuses(*args: Any, **options: Any) -> np.ndarray:
-        raise OperandError("M must be a multiple of 4")
-
+    refuses = command.raising(OperandError("M must be a multiple of 4"))
     for takes_any_size in (False, True):
         subject = replace(subject_of(refuses), takes_any_size=takes_any_size)
         found = list(checks.at_sizes(subject, BY_NAME[FAST], rules_for(FAST), (1,)))
@@ -224,10 +221,7 @@ def test_probes_on_which_a_kernel_raises_are_left_out() -> None:
 
 
 def test_ctrl_c_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fitting, "on_random_gemms", interrupted)
+    monkeypatch.setattr(fitting, "on_random_gemms", command.raising(KeyboardInterrupt()))
     result = fit(planted(promote=64), kinds=[BY_NAME[PROMOTED], BY_NAME[FAST]])
     assert result.is_interrupted and [one.kind for one in result.kinds] == [PROMOTED]
     assert result.kinds[0].rules is not None and result.kinds[0].rules.model.promote_k == 64

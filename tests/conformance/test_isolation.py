@@ -25,6 +25,30 @@ from f8emu.conformance.run.subject import Subject
 from f8emu.spec import SpecError
 from tests.conformance.command import invoke, stages_in
 
+FAULTS: dict[int, tuple[str, type[Exception], str, bool]] = {
+    32: (
+        "print('about to abort', flush=True); os.abort()",
+        *(ProcessEnded, r"was ended by SIGABRT; File .*faulty_kernels.py.*in fault_32", True),
+    ),
+    48: ("time.sleep(600)", TimedOut, r"no output within 2 s; its process was stopped", True),
+    64: ("sys.exit(3)", ProcessEnded, r"faulty raised SystemExit\(3\), which ends a process", True),
+    80: (
+        "print('out of shared memory', file=sys.stderr); os._exit(77)",
+        *(ProcessEnded, r"its process exited with status 77; out of shared memory", True),
+    ),
+    96: ("ctypes.string_at(1)", ProcessEnded, r"its process was ended by SIGSEGV; File .*", True),
+    112: ("raise NotImplementedError('not this one')", NotOffered, r"not this one", False),
+    128: ("raise LibraryError('cutlass cannot initialize')", KernelFault, r"cutlass cannot initialize", False),
+    144: (
+        "ctypes.memset(out.ctypes.data + out.nbytes, 0, 64)",
+        *(WroteOutOfBounds, r"32 behind its end, the nearest 1 elements away", True),
+    ),
+    160: (
+        "a[2, 3] = 448",
+        *(ChangedInput, r"1 elements of the input a were changed, the first at \[2, 3\]: 0x.. became 0x7e", True),
+    ),
+}
+"""Rows -> what the kernel does, the error of its case, its text, and whether the process is another one then."""
 KERNELS = '''
 import ctypes, os, sys, time
 import numpy as np
@@ -43,42 +67,12 @@ def by_rows(a, b, scale_a, scale_b, *, bias, out_dtype, use_fast_accum):
     fault = FAULTS.get(len(a))
     if fault:
         fault(a, None)
-    out = f8.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=str(out_dtype), use_fast_accum=use_fast_accum)
-    return out
-
-def abort(a, out):
-    print("about to abort", flush=True)
-    os.abort()
-
-def hang(a, out):
-    time.sleep(600)
-
-def leave(a, out):
-    sys.exit(3)
-
-def complain(a, out):
-    print("out of shared memory", file=sys.stderr)
-    os._exit(77)
-
-def segfault(a, out):
-    ctypes.string_at(1)
-
-def refuse(a, out):
-    raise NotImplementedError("not this one")
+    return f8.scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=str(out_dtype), use_fast_accum=use_fast_accum)
 
 class LibraryError(Exception):
     pass
 
-def fail(a, out):
-    raise LibraryError("cutlass cannot initialize")
-
-def spill(a, out):
-    ctypes.memset(out.ctypes.data + out.nbytes, 0, 64)
-
-def trample(a, out):
-    a[2, 3] = 448
-
-FAULTS = dict(zip(range(32, 176, 16), (abort, hang, leave, complain, segfault, refuse, fail, spill, trample)))
+FAULTS = {}
 KERNEL = Kernel(
     name="faulty",
     function=gemm,
@@ -86,6 +80,7 @@ KERNEL = Kernel(
     scales=TENSORWISE_SCALARS,
     arrays="numpy",
 )
+
 def hangs(a, b, scale_a, scale_b, out):
     time.sleep(600)
 
@@ -97,7 +92,9 @@ HANGS = Kernel(
     granularity_word=lambda granularity: granularity,
     arrays="numpy",
 )
-'''
+''' + "".join(
+    f"\ndef fault_{rows}(a, out):\n    {line}\n\nFAULTS[{rows}] = fault_{rows}\n" for rows, (line, *_) in FAULTS.items()
+)
 NUMPY = load_subject("f8ref.numpy")
 
 
@@ -139,19 +136,8 @@ def equals_the_oracle(subject: Subject) -> bool:
 
 def test_every_fault_is_the_error_of_its_case(subject: Subject) -> None:
     assert subject.name == "faulty" and "faulty on numpy" in subject.engine
-    faults: tuple[tuple[int, type[Exception], str, bool], ...] = (
-        (32, ProcessEnded, r"its process was ended by SIGABRT; File .*faulty_kernels.py.*in abort", True),
-        (48, TimedOut, r"no output within 2 s; its process was stopped", True),
-        (64, ProcessEnded, r"faulty raised SystemExit\(3\), which ends a process", True),
-        (80, ProcessEnded, r"its process exited with status 77; out of shared memory", True),
-        (96, ProcessEnded, r"its process was ended by SIGSEGV; File .*", True),
-        (112, NotOffered, r"not this one", False),
-        (128, KernelFault, r"cutlass cannot initialize", False),
-        (144, WroteOutOfBounds, r"32 behind its end, the nearest 1 elements away", True),
-        (160, ChangedInput, r"1 elements of the input a were changed, the first at \[2, 3\]: 0x.. became 0x7e", True),
-    )
     first = process_id(subject)
-    for rows, error, text, ends_the_process in faults:
+    for rows, (_, error, text, ends_the_process) in FAULTS.items():
         with pytest.raises(error, match=text) as caught:
             subject.gemm(with_rows(rows))
         if rows == 128:

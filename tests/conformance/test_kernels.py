@@ -4,7 +4,6 @@ The stand-ins compute with the oracle, so equal bits mean that operands, scales 
 torch's own checks of a CUDA call are asked too, on fake tensors.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,9 +27,9 @@ from f8emu.conformance.kernels.call import question
 from f8emu.conformance.kernels.faults import LeftUnwritten, WroteOutOfBounds
 from f8emu.conformance.kernels.kernel import PADDED_ROWS_BY_K, ROWWISE_VECTORS, Accumulation, OperandLayout
 from f8emu.conformance.kernels.known import KERNELS
-from f8emu.conformance.run.extra_gemms import kernel_cases
 from f8emu.conformance.run.subject import kernel_subject
 from f8emu.spec import BFLOAT16, FLOAT32, Granularity, SpecError
+from tests.conformance.command import ENVIRONMENT, ROOT
 
 VECTOR, SQUARE = Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_128X128
 ROWWISE = Granularity.ROWWISE
@@ -262,6 +261,12 @@ def equal_and_offered(kernel: Kernel) -> tuple[int, int]:
     return equal, offered
 
 
+def answer(kernel: Kernel, case: GemmCase) -> np.ndarray:
+    """What it gives for the case, asked as it takes it."""
+    subject = kernel_subject(kernel)
+    return subject.gemm(subject.question(case))
+
+
 def rowwise_case(rows: int) -> GemmCase:
     return next(case for case in few_cases() if case.granularity_a is ROWWISE and case.a.shape[0] == rows)
 
@@ -303,16 +308,15 @@ def test_triton_kernel_in_its_interpreter() -> None:
     program = """
 import numpy as np, ml_dtypes, f8ref.numpy as f8
 from f8emu.conformance import load_subject
-from f8emu.spec import Granularity
+from f8emu.spec import FLOAT32, Granularity
 kernel, r = load_subject("triton.dot"), np.random.default_rng(1)
 for m, n, k in ((5, 7, 300), (65, 129, 256)):
     a, b = (r.integers(-2, 3, shape).astype(ml_dtypes.float8_e4m3fn) for shape in ((m, k), (n, k)))
     scales = r.uniform(0.1, 9, (m, 1)).astype(np.float32), r.uniform(0.1, 9, (1, n)).astype(np.float32)
     for fast in (True, False):
         options = {"granularity_a": Granularity.ROWWISE, "granularity_b": Granularity.ROWWISE,
-                   "out_dtype": "float32", "use_fast_accum": fast, "split_k": 1, "bias": None}
-        from f8emu.spec import FLOAT32
-        given = kernel.verbs["scaled_mm"](a, b.T, *scales, **{**options, "out_dtype": FLOAT32})
+                   "out_dtype": FLOAT32, "use_fast_accum": fast, "split_k": 1, "bias": None}
+        given = kernel.verbs["scaled_mm"](a, b.T, *scales, **options)
         expected = f8.scaled_mm(a, b.T, *scales, **options)
         print(given.view(np.uint32).tobytes() == expected.view(np.uint32).tobytes())
 print("nothing follows for the GPU" in kernel.engine)
@@ -323,20 +327,11 @@ def later():
 print(is_interpreted(later))
 """
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    places = os.pathsep.join((str(root), str(root / "reference")))
-    environment = {**os.environ, "PYTHONPATH": places, "TRITON_INTERPRET": "1"}
+    environment = {**ENVIRONMENT, "TRITON_INTERPRET": "1"}
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
     assert ran.stdout.split() == ["True"] * 7, ran.stderr[-2000:]
-    assert "TRITON_INTERPRET=1" in not_offered("triton.dot")
-
-
-def not_offered(name: str) -> str:
-    rowwise = next(case for case in few_cases() if case.granularity_a is ROWWISE)
-    subject = load_subject(name)
-    with pytest.raises(NotOffered) as caught:
-        subject.gemm(subject.question(rowwise))
-    return str(caught.value)
+    with pytest.raises(NotOffered, match="TRITON_INTERPRET=1"):
+        answer(KERNELS["triton.dot"], rowwise_case(5))
 
 
 # A declaration of one's own
@@ -382,31 +377,35 @@ def test_inverse_scales_are_asked_with_powers_of_two() -> None:
         kernel_subject(kernel).gemm(replace(asked, scale_a=case.scale_a))
 
 
+class Seen(Exception):
+    """The operands of a call."""
+
+
+def operands(case: GemmCase, **options: Any) -> tuple[Any, Any]:
+    """a and b as a kernel that is declared so gets them."""
+
+    def looks(a: Any, b: Any, scale: Any) -> Any:
+        raise Seen(a, b)
+
+    kernel = own(function=looks, arguments=(Arg.A, Arg.B, Arg.SCALE_A), multiples=(1, 1, 1), **options)
+    with pytest.raises(Seen) as caught:
+        answer(kernel, case)
+    return caught.value.args[0], caught.value.args[1]
+
+
 @pytest.mark.parametrize("k_first", [False, True])
 @pytest.mark.parametrize("k_contiguous", [False, True])
 @pytest.mark.parametrize("arrays", ["numpy", "torch", "jax"])
 def test_operand_layouts(arrays: str, k_first: bool, k_contiguous: bool) -> None:
     """Shapes and strides, for each framework's arrays; a dimension of one row too."""
-    seen: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = []
-
-    def looks(a: Any, b: Any, scale: Any) -> Any:
-        strides = None if arrays == "jax" else b.stride() if arrays == "torch" else b.strides
-        seen.append((tuple(b.shape), strides))
-        raise NotImplementedError("only looking")
-
-    layout = OperandLayout(k_first=k_first, k_contiguous=k_contiguous)
-    kernel = own(function=looks, arguments=(Arg.A, Arg.B, Arg.SCALE_A), arrays=arrays, b=layout, multiples=(1, 1, 1))
-    subject = kernel_subject(kernel)
+    case = rowwise_case(5)
     for rows in (5, 1):
-        case = rowwise_case(5)
-        case = replace(case, b=case.b[:rows], scale_b=case.scale_b[:, :rows], bias=None)  # type: ignore[index]
-        with pytest.raises(NotOffered, match="only looking"):
-            subject.gemm(subject.question(case))
-        k = case.k
-        shape = (k, rows) if k_first else (rows, k)
-        along_k, along_rows = (1, k) if k_contiguous else (rows, 1)
-        strides = None if arrays == "jax" else (along_k, along_rows) if k_first else (along_rows, along_k)
-        assert seen[-1] == (shape, strides)
+        few = replace(case, b=case.b[:rows], scale_b=case.scale_b[:, :rows], bias=None)  # type: ignore[index]
+        _, b = operands(few, arrays=arrays, b=OperandLayout(k_first=k_first, k_contiguous=k_contiguous))
+        assert tuple(b.shape) == ((case.k, rows) if k_first else (rows, case.k))
+        along_k, along_rows = (1, case.k) if k_contiguous else (rows, 1)
+        strides = (along_k, along_rows) if k_first else (along_rows, along_k)
+        assert arrays == "jax" or strides == (b.stride() if arrays == "torch" else b.strides)
 
 
 @pytest.mark.parametrize(
@@ -449,9 +448,8 @@ def test_writes_beside_the_output_are_found() -> None:
         (size + 6, 1, "1 behind its end, the nearest 7 elements away"),
         (-16, size + 96, "16 before its begin, the nearest 1 elements away; 80 behind its end"),
     ):
-        subject = kernel_subject(own(function=beside(offset, count)))
         with pytest.raises(WroteOutOfBounds, match=text):
-            subject.gemm(subject.question(case))
+            answer(own(function=beside(offset, count)), case)
 
 
 def test_reads_and_writes_beside_an_input_are_found() -> None:
@@ -465,49 +463,36 @@ def test_reads_and_writes_beside_an_input_are_found() -> None:
         (a, scale_a), (b, scale_b) = a, b
         own_rowwise((past_its_end(a, 416), scale_a), (past_its_end(b, 416), scale_b), out)
 
-    subject = kernel_subject(own(function=no_mask, multiples=(1, 1, 1)))
-    assert np.isnan(subject.gemm(subject.question(case))[-1]).all()
+    assert np.isnan(answer(own(function=no_mask, multiples=(1, 1, 1)), case)[-1]).all()
 
     def writes(a: Any, b: Any, out: np.ndarray) -> None:
         own_rowwise(a, b, out)
         past_its_end(b[0], 402)[-1, 401] = 0
 
-    subject = kernel_subject(own(function=writes, multiples=(1, 1, 1)))
     with pytest.raises(WroteOutOfBounds, match="outside the input b were written: 1 behind its end, the nearest 1 el"):
-        subject.gemm(subject.question(case))
+        answer(own(function=writes, multiples=(1, 1, 1)), case)
 
     def whole_rows(a: Any, b: Any, out: np.ndarray) -> None:
         own_rowwise(a, b, out)
         a[0][:2].base.view(np.uint8)[:] = 0
 
-    padded = own(function=whole_rows, a=PADDED_ROWS_BY_K, multiples=(1, 1, 1))
     placed = replace(case, placement=Placement(padding_a=16, offset_a=64))
     with pytest.raises(WroteOutOfBounds, match=r"outside the input a were written: .* 64 between its rows"):
-        kernel_subject(padded).gemm(kernel_subject(padded).question(placed))
+        answer(own(function=whole_rows, a=PADDED_ROWS_BY_K, multiples=(1, 1, 1)), placed)
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "torch"])
 def test_operands_lie_where_the_case_says(arrays: str) -> None:
     """Rows that are apart, at an offset from a boundary of 256 bytes; without a placement at the boundary."""
-    seen: list[tuple[int, int]] = []
-
-    def looks(a: Any, b: Any, scale: Any) -> Any:
-        is_torch = isinstance(a, torch.Tensor)
-        pitch, address = (a.stride(0), a.data_ptr()) if is_torch else (a.strides[0], a.ctypes.data)
-        seen.append((pitch, address % 256))
-        raise NotImplementedError("only looking")
-
-    options = {"arguments": (Arg.A, Arg.B, Arg.SCALE_A), "arrays": arrays, "a": PADDED_ROWS_BY_K}
-    subject = kernel_subject(own(function=looks, multiples=(1, 1, 1), **options))
     case = rowwise_case(5)
     for placement, expected in (
         (None, (case.k, 0)),
         (Placement(padding_a=16), (case.k + 16, 0)),
         (Placement(offset_a=16, offset_b=64), (case.k, 16)),
     ):
-        with pytest.raises(NotOffered, match="only looking"):
-            subject.gemm(subject.question(replace(case, placement=placement)))
-        assert seen[-1] == expected
+        a, _ = operands(replace(case, placement=placement), arrays=arrays, a=PADDED_ROWS_BY_K)
+        pitch, address = (a.stride(0), a.data_ptr()) if arrays == "torch" else (a.strides[0], a.ctypes.data)
+        assert (pitch, address % 256) == expected
 
 
 @pytest.mark.parametrize("arrays", ["numpy", "torch"])
@@ -519,22 +504,21 @@ def test_outputs_never_written_are_found(arrays: str, dtype: Any) -> None:
 
     case = rowwise_case(48)
     previous: Any = 0
-    subject = kernel_subject(own(function=lazy, arrays=arrays, out_dtypes=(dtype,)))
-    assert subject.gemm(subject.question(case)).shape == (48, 16)  # all written, and a NaN is no poison
+    kernel = own(function=lazy, arrays=arrays, out_dtypes=(dtype,))
+    assert answer(kernel, case).shape == (48, 16)  # all written, and a NaN is no poison
     previous = float("nan")
-    assert np.isnan(subject.gemm(subject.question(case))[3:, 5].astype(np.float32)).all()
+    assert np.isnan(answer(kernel, case)[3:, 5].astype(np.float32)).all()
 
     def idle(a: Any, b: Any, out: Any) -> None:
         out[:47] = 0
 
-    subject = kernel_subject(own(function=idle, arrays=arrays, out_dtypes=(dtype,)))
     with pytest.raises(LeftUnwritten, match=r"16 of 768 outputs were never written, the first at \[47, 0\]"):
-        subject.gemm(subject.question(case))
+        answer(replace(kernel, function=idle), case)
 
 
 def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten lines declare a kernel of block scales; every distribution of codes, and what a wrong scale would give."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     subject = load_subject("own_kernel:BLOCKWISE")
     drawn = [case for case in subject.more_gemms() if not case.id.startswith("probe ")]
     cases = [subject.question(case) for case in drawn if case.a.shape == (128, 128)]
@@ -545,12 +529,6 @@ def test_example_and_the_gemms_for_kernels_alone(monkeypatch: pytest.MonkeyPatch
         assert case.scale_a is not None
         turned = replace(case, scale_a=case.scale_a[::-1])
         assert different(subject.gemm(turned), expected).any() or "special" in case.id
-
-
-def test_each_gemm_for_kernels_alone_has_a_name_of_its_own() -> None:
-    """Answers of the oracle are kept by name: two GEMMs of one name were once judged by one answer."""
-    names = [case.id for case in kernel_cases(KERNELS["torch.nn.functional.scaled_mm"])]
-    assert len(names) == len(set(names)) > 100
 
 
 def test_grouped_gemms_for_kernels_alone() -> None:
@@ -584,13 +562,14 @@ def test_a_16_bit_output_hides_no_order_of_scales() -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             out[:] = (acc * (scale_a[:, None] * scale_b[None])).astype(out.dtype)  # not [EPI-2]
 
+    def wrong_probes(kernel: Kernel) -> list[str]:
+        subject = kernel_subject(kernel)
+        asked = [subject.question(case) for case in subject.more_gemms() if case.family is Family.PROBES]
+        assert len(asked) > 10
+        return [case.id for case in asked if different(subject.gemm(case), case.run(NUMPY.verbs)).any()]
+
     kernel = own(function=one_product, out_dtypes=(BFLOAT16,))
-    subject = kernel_subject(kernel)
     equal, offered = equal_and_offered(kernel)
     assert equal == offered > 3
-    asked = [subject.question(case) for case in subject.more_gemms() if case.family is Family.PROBES]
-    wrong = [case.id for case in asked if different(subject.gemm(case), case.run(NUMPY.verbs)).any()]
-    assert wrong and all("scales beside a tie" in name for name in wrong)
-    right = kernel_subject(own(out_dtypes=(FLOAT32,)))
-    asked = [right.question(case) for case in right.more_gemms() if case.family is Family.PROBES]
-    assert len(asked) > 10 and not any(different(right.gemm(case), case.run(NUMPY.verbs)).any() for case in asked)
+    wrong = wrong_probes(kernel)
+    assert wrong and all("scales beside a tie" in name for name in wrong) and not wrong_probes(own())

@@ -1,6 +1,7 @@
 """The suite tests itself where people train: bugs planted into f8emu.torch, each caught at the stage of layers.
 
-Each says which part of a layer must be the first that differs, so that a report leads to the mistake.
+Each says which part of a layer must be the first that differs, so that a report leads to the mistake. Without a bug
+the same cases are equal: tests/torch_path/test_layers.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -209,11 +210,3 @@ def test_a_bug_in_the_training_path_is_caught(name: str, monkeypatch: pytest.Mon
     line = list(mismatch_lines(result, 1))[1]
     assert line.startswith(f"{bug.recipe.name} ") and f" {bug.mode.value}: {bug.first}" in line
     assert "expected" in line
-
-
-def test_without_a_bug_the_same_cases_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it is the bug that the suite catches. The compiled ones are run in tests/torch_path/test_layers.py."""
-    shown = {chosen(bug) for bug in BUGS.values() if bug.mode is LayerMode.EAGER}
-    monkeypatch.setattr(stages, "layer_cases", lambda full_size: tuple(shown))
-    result = verify([load_subject("torch")], stages=["layers"])
-    assert result.is_equal, list(mismatch_lines(result, 5))

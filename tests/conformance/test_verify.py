@@ -26,7 +26,7 @@ from f8emu.conformance.run.result import StageResult, Tally, joined
 from f8emu.conformance.run.subject import SUBJECTS, NotOffered, without_split_k
 from f8emu.native import library
 from f8emu.spec import E4M3FN, FLOAT32, TENSORWISE, SpecError
-from tests.conformance.command import few_recorded
+from tests.conformance.command import few_recorded, raising
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +62,7 @@ def test_no_subject_judges_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_exception_fails_its_case_and_the_next_one_runs(numpy_subject: Subject, golden: GoldenFile) -> None:
-    def breaks(*args: Any, **kwargs: Any) -> np.ndarray:
-        raise MemoryError("no room")
-
-    subject = renamed(numpy_subject, scaled_grouped_mm=breaks)
+    subject = renamed(numpy_subject, scaled_grouped_mm=raising(MemoryError("no room")))
     result = verify([subject], stages=["golden"], golden=golden)
     stage = result.subjects[0].stages[0]
     assert not result.is_equal
@@ -90,11 +87,7 @@ def test_nothing_that_ran_is_no_pass(numpy_subject: Subject, golden: GoldenFile)
     assert {stage.status for stage in result.subjects[0].stages} == {Status.NOT_OFFERED}
     assert not result.is_equal
     assert not verify([], golden=golden).is_equal
-
-    def refuses(*args: Any, **kwargs: Any) -> np.ndarray:
-        raise NotOffered("not today")
-
-    refusing = replace(numpy_subject, name="refusing", verbs={"scaled_mm": refuses})
+    refusing = replace(numpy_subject, name="refusing", verbs={"scaled_mm": raising(NotOffered("not today"))})
     stage = verify([refusing], stages=["golden"], golden=golden).subjects[0].stages[0]
     assert (stage.status, stage.cases_not_offered) == (Status.NOT_OFFERED, 5)
 
@@ -114,10 +107,8 @@ def test_a_stage_without_cases_is_a_failure(
 def test_a_failing_oracle_is_a_failure(
     numpy_subject: Subject, golden: GoldenFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(*args: Any, **kwargs: Any) -> np.ndarray:
-        raise RuntimeError("oracle down")
-
-    broken = replace(numpy_subject, verbs={**numpy_subject.verbs, "decode": breaks})
+    fails = raising(RuntimeError("oracle down"))
+    broken = replace(numpy_subject, verbs={**numpy_subject.verbs, "decode": fails})
     formats = replace(stages.STAGES["formats"], judge=lambda name: broken)
     monkeypatch.setitem(stages.STAGES, "formats", formats)
     stage = verify([renamed(numpy_subject)], stages=["formats"], golden=golden).subjects[0].stages[0]
