@@ -23,9 +23,9 @@ Way = Callable[[Model, Update], Model | None]
 """Trains a model, and calls the update after each of its backward passes; gives another model if there is one."""
 
 
-def make(*sizes: int, recipe: Recipe = DELAYED, seed: int = 0) -> Model:
+def make(*sizes: int, recipe: Recipe = DELAYED, seed: int = 0, dtype: torch.dtype = BF16) -> Model:
     torch.manual_seed(seed)
-    first, *others = [nn.Linear(k, n, dtype=BF16) for k, n in itertools.pairwise(sizes or (32, 48, 16))]
+    first, *others = [nn.Linear(k, n, dtype=dtype) for k, n in itertools.pairwise(sizes or (32, 48, 16))]
     return f8.convert_to_float8_training(nn.Sequential(first, nn.ReLU(), *others), config=recipe)
 
 

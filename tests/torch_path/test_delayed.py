@@ -60,6 +60,8 @@ def test_fifty_steps_equal_the_oracle(
         tensors = {"input": draw(16, 32), "grad_output": draw(16, 16)}
         if step % 9 in (0, 4):
             tensors["input"].zero_()
+        if step % 9 in (2, 7):  # the values of the next steps vanish or saturate under such a scale
+            tensors["grad_output"] *= 2.0 ** (110 if step % 9 == 2 else -110)
         if step % 9 == 6:
             tensors["grad_output"][3, 2] = (float("inf"), float("nan"))[step % 2]
         x = tensors["input"].clone().requires_grad_()
@@ -137,20 +139,6 @@ def test_a_resumed_run_gives_the_bits_of_one_without_interruption(way: str) -> N
     assert_same(resumed, model)
 
 
-def test_the_state_of_a_model_inside_a_model() -> None:
-    outer = nn.ModuleDict({"inner": make(), "other": make(seed=1)})
-    train(outer["inner"], range(2))  # type: ignore[arg-type]
-    resumed = nn.ModuleDict({"inner": make(seed=2), "other": make(seed=3)})
-    resumed.load_state_dict(outer.state_dict())
-    assert_same(resumed, outer)
-    assert {key.rsplit(".", 1)[0] for key in f8.delayed_state_dict(outer)} == {
-        "inner.0",
-        "inner.2",
-        "other.0",
-        "other.2",
-    }
-
-
 def test_the_state_holds_the_counts_and_is_a_copy() -> None:
     model, resumed = make(), make(seed=1)
     model(0 * batch(0)).sum().backward()
@@ -185,15 +173,6 @@ def test_the_passes_of_one_backward_pass_keep_their_maximum() -> None:
         model(batch(step))
     for i, buffers in enumerate(buffers_of(model)):
         assert torch.equal(buffers.state()["amax"], torch.stack([amaxes[i] for amaxes in seen]).amax(0))
-
-
-def test_a_model_on_meta_takes_over_a_state() -> None:
-    model = make()
-    train(model, range(2))
-    with torch.device("meta"):
-        other = make()
-    other.load_state_dict(model.state_dict(), assign=True)
-    assert torch.equal(other(batch(2)), model(batch(2)))
 
 
 def test_infinities_are_counted_and_reported_by_name() -> None:

@@ -382,21 +382,6 @@ def test_a_pass_without_gradients_scales_by_its_own_amaxes(kind: str) -> None:
     assert error_of(model, outputs[0], x) < 0.08
 
 
-def test_the_teacher_of_a_student_is_left_alone() -> None:
-    """Two models beside each other: a backward pass updates those that take part in it."""
-    teacher, student, bystander = make(), make(), make()
-    plain(bystander, no_update)
-    before = state_of(bystander), state_of(teacher)
-    for step in range(STEPS):
-        with torch.no_grad():
-            wanted = teacher(batch(step))
-        (student(batch(step)) - 2 * wanted).float().square().sum().backward()
-        write_data(student)
-    assert updates_of(student) == [3 * [STEPS]] * 2
-    for one, old in zip((bystander, teacher), before, strict=True):
-        assert all(torch.equal(old[key], value) for key, value in state_of(one).items())
-
-
 @pytest.mark.parametrize("way", ["load", "deepcopy", "pickle"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_an_update_that_is_due_is_not_lost(way: str) -> None:

@@ -1,6 +1,7 @@
 """Float8FeedForward against three Float8Linear with silu: bit for bit. Its kernels: test_silu.py."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -174,16 +175,6 @@ def test_autocast_float32_weights_and_a_bias(fusions: list[int], assert_same_ste
     assert len(fusions) >= 4
 
 
-def test_checkpointing(fusions: list[int], assert_same_steps: Any) -> None:
-    pair = pair_of()
-
-    def run(block: nn.Module, x: Tensor) -> Tensor:
-        return block(x) if block is pair[1] else checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
-
-    assert_same_steps(pair, 21, 32, run=run)
-    assert len(fusions) == 4
-
-
 def test_what_is_kept() -> None:
     """gate, up and the input's codes; nothing of hidden."""
     block = pair_of()[0]
@@ -198,16 +189,20 @@ def test_what_is_kept() -> None:
     assert codes == [(32, 21)] * 2
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_gives_the_same_bits(backend: str, assert_same_steps: Any) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda block: functools.partial(checkpoint, block, use_reentrant=False),
+        functools.partial(torch.compile, fullgraph=True, backend="aot_eager"),
+        functools.partial(torch.compile, fullgraph=True, backend="inductor"),
+    ],
+    ids=["checkpointed", "aot_eager", "inductor"],
+)
+def test_other_ways_to_run_it(way: Any, assert_same_steps: Any) -> None:
     pair = pair_of()
     assert_same_steps(pair, 3, 7, 32, steps=1)
-    compiled = torch.compile(pair[0], fullgraph=True, backend=backend)
-
-    def run(block: nn.Module, x: Tensor) -> Tensor:
-        return compiled(x) if block is pair[0] else block(x)
-
-    assert_same_steps(pair, 3, 7, 32, run=run)
+    run = way(pair[0])
+    assert_same_steps(pair, 3, 7, 32, run=lambda block, x: run(x) if block is pair[0] else block(x))
 
 
 def test_state_dict_and_copies(assert_same_steps: Any) -> None:

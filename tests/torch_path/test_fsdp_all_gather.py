@@ -136,6 +136,7 @@ def compare(
     precomputes: bool = True,
     holds: bool = False,
     optimizer: Callable[..., Any] = AdamW,
+    prepare: Callable[[Any], None] = lambda model: None,
     before: Callable[[Any, int], None] = lambda model, step: None,
     **options: Any,
 ) -> None:
@@ -143,8 +144,12 @@ def compare(
 
     `holds`: weights stay gathered from one part of a step to the next.
     """
-    model = shard(make(recipe, True, **options)) if sharded is None else sharded
+    model = make(recipe, True, **options) if sharded is None else sharded
     reference = OneDevice(recipe, optimizer, **options)
+    for one in (model, reference.model):
+        prepare(one)
+    if sharded is None:
+        shard(model)
     steps = optimizer([x for x in model.parameters() if x.requires_grad], lr=1e-2)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(STEPS):
@@ -308,17 +313,12 @@ def scale_of_one_rank() -> None:
 
 def not_a_number(recipe: str) -> None:
     """In the weight of one rank: all ranks have what one device has."""
-    model, reference = make(recipe, True), OneDevice(recipe)
-    for one in (model, reference.model):
+
+    def plant(model: Any) -> None:
         with torch.no_grad():
-            one[0].w1.weight[70, 3] = float("nan")
-    shard(model)
-    rank = dist.get_rank()
-    expected = reference.outputs(0)
-    output = model(batch(0, rank))
-    output.square().mean().backward()
-    assert expected[0].isnan().any()
-    assert_same([output], expected, "output")
+            model[0].w1.weight[70, 3] = float("nan")
+
+    compare(recipe, prepare=plant)
 
 
 def what_was_precomputed_is_forgotten() -> None:

@@ -1,8 +1,9 @@
-"""Delayed scaling in other libraries: steps without a call have the bits of steps with one.
+"""Delayed scaling in other libraries: every step updates the scales, with the bits of a plain loop.
 
 That resumed runs have the bits of uninterrupted ones is what the examples show, which tests/test_examples.py runs.
 """
 
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import f8emu.torch as f8
 from f8emu.torch import Outcome
+from tests.torch_path import delayed
 from tests.torch_path.states import assert_same_state, assert_updated, state_of
 
 # What these libraries and torch say of themselves; warnings of f8emu stay errors.
@@ -24,14 +26,7 @@ pytestmark = [
 ]
 STEPS = 6
 HALF = 3
-sync = f8.sync_float8_amax_and_scale_history
-
-
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
-    f8.convert_to_float8_training(model, config="delayed")
-    return model
+make = functools.partial(delayed.make, dtype=torch.float32)
 
 
 def batches() -> list[Tensor]:
@@ -99,20 +94,11 @@ def trainer(model: nn.Module, directory: Path, **options: Any) -> Any:
 
 def test_hugging_face_trainer(tmp_path: Path) -> None:
     """With its default optimizer (fused AdamW) and its own checkpoints."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    model, twin, resumed, alone = Net(), Net(), Net(), Net()
+    model, resumed, alone = Net(), Net(), Net()
     trainer(model, tmp_path).train()
     assert_updated(model, STEPS)
-
-    class Explicit(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            sync(kwargs["model"])
-
-    explicit = trainer(twin, tmp_path / "twin")
-    explicit.add_callback(Explicit())
-    explicit.train()
-    assert_same_state(state_of(twin), state_of(model))
     # A checkpoint that was moved; with the callback nothing is said of it, and nothing is lost.
     half = str((tmp_path / f"checkpoint-{HALF}").rename(tmp_path / "elsewhere"))
     with warnings.catch_warnings():
@@ -155,9 +141,9 @@ def test_lightning() -> None:
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self, is_explicit: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.net, self.is_explicit = make(), is_explicit
+            self.net = make()
 
         def training_step(self, batch: Tensor, index: int) -> Tensor:
             return self.net(batch[0]).square().mean()
@@ -165,19 +151,13 @@ def test_lightning() -> None:
         def configure_optimizers(self) -> AdamW:
             return AdamW(self.parameters(), lr=0.01)
 
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.is_explicit:
-                sync(self)
-
-    models = [Module(False), Module(True)]
-    for model in models:
-        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", precision="bf16-mixed", **dict.fromkeys(quiet, False)
-        )
-        trainer.fit(model, DataLoader(batches(), batch_size=1))  # type: ignore[arg-type]
-    assert_updated(models[0], STEPS)
-    assert_same_state(*map(state_of, models))
+    model, twin = Module(), make()
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **dict.fromkeys(quiet, False))
+    trainer.fit(model, DataLoader(batches(), batch_size=1))  # type: ignore[arg-type]
+    train(twin)
+    assert_updated(model, STEPS)
+    assert_same_state(state_of(model.net), state_of(twin))
 
 
 def test_peft(tmp_path: Path) -> None:

@@ -113,31 +113,26 @@ GOOD_GROUPED: dict[str, Any] = {
     "scale_b": torch.ones(2, 16),
     "offs": torch.tensor([16, 32], dtype=torch.int32),
 }
-BAD_GROUPED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "2-d b": ({"b": zeros(16, 64).t()}, OperandError, "a b of two dimensions has no groups"),
-    "no groups": ({"b": GOOD_GROUPED["b"][:0]}, OperandError, "groups"),
-    "b row-major": ({"b": zeros(2 * 64, 16).view(2, 64, 16)}, OperandError, "b must be column-major"),
-    "strided scale": ({"scale_a": torch.ones(64)[::2]}, OperandError, "scales must be contiguous"),
-    "rows left over": ({"offs": torch.tensor([8, 16], dtype=torch.int32)}, OperandError, r"got \[8, 16\]"),
-    "ends that fall": ({"offs": torch.tensor([40, 32], dtype=torch.int32)}, OperandError, r"got \[40, 32\]"),
+GROUPED = f8.scaled_grouped_mm
+GOOD_MM = {"a": zeros(32, 64, BF16), "b": zeros(32, 64, BF16).t()}
+BAD_OTHERS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "2-d b": (GROUPED, {"b": zeros(16, 64).t()}, OperandError, "a b of two dimensions has no groups"),
+    "no groups": (GROUPED, {"b": GOOD_GROUPED["b"][:0]}, OperandError, "groups"),
+    "b row-major": (GROUPED, {"b": zeros(2 * 64, 16).view(2, 64, 16)}, OperandError, "b must be column-major"),
+    "strided scale": (GROUPED, {"scale_a": torch.ones(64)[::2]}, OperandError, "scales must be contiguous"),
+    "rows left over": (GROUPED, {"offs": torch.tensor([8, 16]).int()}, OperandError, r"got \[8, 16\]"),
+    "ends that fall": (GROUPED, {"offs": torch.tensor([40, 32]).int()}, OperandError, r"got \[40, 32\]"),
+    "mm, N": (f8.mm, {"b": zeros(64, 8, BF16)}, OperandError, "K and N must be multiples of 16; got K = 64, N = 8"),
+    "mm, out": (f8.mm, {"out_dtype": torch.float64}, UnsupportedError, "mm: out_dtype must be"),
+    "mm, None": (f8.mm, {"a": None}, OperandError, "mm: a must be a torch.Tensor; got NoneType"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_GROUPED)
-def test_scaled_grouped_mm_refuses(name) -> None:
-    changes, error, message = BAD_GROUPED[name]
+@pytest.mark.parametrize("name", BAD_OTHERS)
+def test_other_gemms_refuse(name) -> None:
+    verb, changes, error, message = BAD_OTHERS[name]
     with pytest.raises(error, match=message):
-        f8.scaled_grouped_mm(**(GOOD_GROUPED | changes))
-
-
-def test_mm_refuses() -> None:
-    a = zeros(32, 64, BF16)
-    with pytest.raises(OperandError, match=r"K and N must be multiples of 16; got K = 64, N = 8"):
-        f8.mm(a, zeros(64, 8, BF16))
-    with pytest.raises(UnsupportedError, match=r"mm: out_dtype must be"):
-        f8.mm(a, a.t(), out_dtype=torch.float64)
-    with pytest.raises(OperandError, match=r"mm: a must be a torch.Tensor; got NoneType"):
-        f8.mm(None, a)  # type: ignore[arg-type]
+        verb(**((GOOD_MM if verb is f8.mm else GOOD_GROUPED) | changes))
 
 
 def test_the_good_calls_are_good() -> None:

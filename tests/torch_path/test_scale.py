@@ -48,7 +48,7 @@ def test_scale_rules_equal_the_oracle(format, rule, margin, assert_same_bits) ->
 
 
 @pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 130), (256, 256), (257, 129), (128, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (1, 1), (3, 130), (256, 256), (257, 129), (128, 512)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_amax_equals_the_oracle(dtype, shape, granularity, to_numpy, assert_same_bits) -> None:
     """Each element has its own magnitude, and the largest of a group stands anywhere in it."""
@@ -61,23 +61,11 @@ def test_amax_equals_the_oracle(dtype, shape, granularity, to_numpy, assert_same
 
 @pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 7e-45], ids=str)
 def test_amax_hides_nothing(value, dtype, granularity, to_numpy, assert_same_bits) -> None:
     x = torch.zeros(130, 4100, dtype=dtype)
     x[129, 4099] = value
     assert_same_bits(f8.amax(x, granularity), reference.amax(to_numpy(x), granularity), nan_codes=True)
-
-
-def test_amax_of_subnormals_is_exact() -> None:
-    x = torch.tensor([[1, 5, 3]], dtype=torch.int32).view(torch.float32)
-    assert f8.amax(x).view(torch.int32).item() == 5
-
-
-@pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.value)
-@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0)], ids=str)
-def test_amax_of_nothing_is_zero(shape, granularity, assert_same_bits) -> None:
-    x = np.zeros(shape, np.float32)
-    assert_same_bits(f8.amax(torch.from_numpy(x), granularity), reference.amax(x, granularity))
 
 
 @pytest.mark.parametrize("reduction", AmaxHistoryReduction, ids=lambda r: r.value)
