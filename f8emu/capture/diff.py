@@ -171,6 +171,7 @@ def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
 
     if a.path.resolve() == b.path.resolve():
         yield f"{a.name} is the same on both sides: {a.path}"
+    # A key that only one side has is a difference too.
     of_a, of_b = shown(a.header), shown(b.header)
     for name in dict.fromkeys((*of_a, *of_b)):
         if of_a.get(name) != of_b.get(name):

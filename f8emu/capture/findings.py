@@ -35,6 +35,7 @@ def replay_page(found: Replay, errors: int) -> tuple[Page, str]:
 
 def replay_verdict(found: Replay) -> str:
     """The last line."""
+    # The worst that was found names the verdict; "equal" needs every product computed and nothing missing.
     count = found.counts["product"]
     gemms, judges = counted(found.gemms, "GEMM"), ", ".join(found.oracles)
     what = f"{count.elements} of {counted(found.outputs, 'output')} of {gemms}; judge: {judges}"

@@ -79,12 +79,14 @@ def _fit(
     from f8emu.conformance.run.runner import load_and_call
 
     start = time.perf_counter()
+    # 1. Bad usage is told before the kernel is loaded.
     known = {kind.name: kind for kind in KINDS}
     unknown = [name for name in kinds if name not in known]
     if unknown:
         raise SpecError(f"fit: unknown kind {unknown[0]!r}; known kinds are {', '.join(known)}")
     if ":" in kernel:
         find_modules_here()
+    # 2. The fit, its tables, and the JSON.
     with opened("fit", json_file) as out:
         subject = load_and_call(kernel, arrays=arrays, timeout=timeout)
         chosen = [known[name] for name in kinds] or KINDS
@@ -102,6 +104,7 @@ def _fit(
         if out is not None:
             data = diagnosis_report.fit_json(found, command=["f8emu", *sys.argv[1:]], seconds=seconds)
             out.write_json(data)
+    # 3. The status: confirmed rules that miss another size have one of their own.
     if found.is_interrupted:
         return INTERRUPTED
     if not found.kinds:

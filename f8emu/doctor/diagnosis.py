@@ -185,6 +185,7 @@ def next_steps(diagnosis: Diagnosis) -> Iterator[str]:
     """What this machine can do now, and what it lacks, in one to three lines."""
     if diagnosis.faults:
         yield "A FAULT above changes bits on this machine: undo what it names before you trust a result."
+    # By what is missing and what the GPU can do: each machine is told its own next command.
     missing = [name for name in ("torch", "jax") if diagnosis.versions.get(name) == "not installed"]
     on_hardware = any(engine.startswith("hardware") for engine in diagnosis.engines.values())
     if len(missing) == 2:

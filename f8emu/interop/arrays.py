@@ -105,6 +105,7 @@ def library_of(x: Any) -> str | None:
 
 
 def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
+    # An array of JAX needs no conversion, and a dtype that JAX would narrow has none.
     library = library_of(x)
     if library == "jax":
         return jax.numpy.array(x, copy=True) if copy else x
@@ -232,6 +233,7 @@ def _tensor_to_numpy(tensor: "torch.Tensor") -> "np.ndarray":
 
 def _mapped(call: str, x: Any, function: Callable[[Any], Any]) -> Any:
     """`function` of every array in the containers; None stays."""
+    # An array, before containers: a tensor is no sequence here.
     library = library_of(x)
     if library is not None:
         if _name(x) not in _DTYPES:

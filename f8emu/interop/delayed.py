@@ -46,10 +46,12 @@ def float8_states_from_delayed_state_dict(
     """
     call = "float8_states_from_delayed_state_dict"
     recipe, delayed = _delayed(call, recipe)
+    # 1. The fields of each layer.
     layers: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
         layer, _, name = key.rpartition(".")
         layers.setdefault(layer, {})[name] = to_numpy(value, copy=None)
+    # 2. A state for each, if its step is complete: an amax that no update has used would be lost.
     states: dict[str, Float8State] = {}
     for layer, values in layers.items():
         if set(values) != set(_FIELDS) or values["amax_history"].shape != (len(TENSORS), delayed.history_length):

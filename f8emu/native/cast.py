@@ -123,6 +123,7 @@ def run(
     found = library.library()
     assert found is not None, library.unavailable()
     # Lines are what lies in one piece.
+    # The engine reads lines, wherever the matrix has its stride of 1; blocks and scales turn with it.
     block_rows, block_k = granularity.block
     order = 1 if x.k_stride == 1 else -1
     call = _Cast(

@@ -90,6 +90,7 @@ def matrix(
     scale_strides: tuple[int, ...] = (0, 0),
 ) -> Matrix:
     """An operand [rows, K] with scales of `granularity.scale_shape(rows, K)`; one that all share has no stride."""
+    # A stride of 0 lets one scale serve all rows, or all of K.
     rows_per_scale = 128 if granularity is Granularity.BLOCKWISE_128X128 else 1
     per_row = 0 if granularity in (None, Granularity.TENSORWISE) else scale_strides[0]
     per_block = scale_strides[1] if granularity is not None and granularity.is_blockwise else 0

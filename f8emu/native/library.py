@@ -27,6 +27,7 @@ def path() -> str:
 
 @functools.cache
 def _load() -> _Found:
+    # 1. No file: named by the variable, not built in a checkout, or left out of an installation.
     file = path()
     if not os.path.isfile(file):
         if os.environ.get(VARIABLE):
@@ -38,6 +39,7 @@ def _load() -> _Found:
             "f8emu was installed without its engine, which no C compiler was found for; install gcc or clang, then run "
             f"{_REINSTALL}",
         )
+    # 2. A file of another machine does not load, and a damaged or older one lacks a function.
     try:
         library = ctypes.CDLL(file)
         library.f8_width_name.restype = ctypes.c_char_p

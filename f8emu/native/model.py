@@ -34,6 +34,7 @@ def fits(model: AccumulationModel) -> bool:
 
     Its panels hold whole steps, orders of K and promotions: steps of 8, 16 or 32, promotions of whole groups of 16.
     """
+    # A slice of K begins with a whole order, a promotion with a whole step and a group of 16.
     order, promote_k = len(model.order) or 1, model.promote_k or 32
     return (
         model.accumulator == FLOAT32

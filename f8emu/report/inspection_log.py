@@ -120,6 +120,8 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
                 if not line.endswith(b"\n") and len(line) < _LONGEST:
                     yield number, _CUT
                     return
+                # A crash cuts one line off, and the next run goes on behind it; a first line that is no JSON is
+                # another file.
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as error:

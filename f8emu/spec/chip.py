@@ -226,6 +226,7 @@ class Chip:
             SpecError: an unknown granularity.
             UnsupportedError: the chip does not take the given pair.
         """
+        # The pairs in the chip's order: the first whose shapes fit holds, as in `torch._scaled_mm`.
         m, n, k = sizes
         given_a, given_b = (g if g is None else granularity_by_name(call, g) for g in given)
         expected: list[str] = []

@@ -117,6 +117,7 @@ def scaled_grouped_mm_call(
         SpecError: an unknown `out_dtype`.
         UnsupportedError: formats that the chip has no GEMM for, or an `out_dtype` that no GEMM gives.
     """
+    # 1. Dtypes. 2. Shapes, which depend on each other: one message names all. 3. What the chip pairs.
     call, rows = "scaled_grouped_mm", Granularity.ROWWISE
     formats = (_format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats))
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
@@ -189,6 +190,7 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
             f"{call}: empty operands, M, N, K = {m}, {n}, {k}; skip the GEMM: its result is empty, or zeros if only K "
             "is 0"
         )
+    # Sizes first: they hold for every GEMM. A bias is refused last.
     multiple = chip.size_multiple
     if k % multiple or n % multiple:
         raise OperandError(

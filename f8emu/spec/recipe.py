@@ -81,6 +81,7 @@ class Recipe:
         return f"Recipe({self.label!r})"
 
     def __post_init__(self) -> None:
+        # 1. The chip has these GEMMs. 2. One float8 format a tensor. 3. Delayed scales are tensorwise.
         with_chip = chip_by_name(f"Recipe {self.name!r}", self.chip)
         for name, gemm in self.gemms.items():
             refusal = gemm.refusal(with_chip)

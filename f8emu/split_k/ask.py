@@ -85,11 +85,13 @@ class CublasLt:
 
     def split_k(self, asked: Question) -> int:
         """S of the one algorithm that the heuristic returns."""
+        # 1. The layouts of the three matrices.
         lt = self.lt
         desc, preference = self._described(asked.attributes, asked.workspace_bytes)
         b, a, out, result = (ctypes.create_string_buffer(size) for size in (64, 64, 64, 256))
         for place, kind, sizes in zip((b, a, out), asked.types, asked.layouts, strict=True):
             _checked("layout", lt.cublasLtMatrixLayoutInit_internal(place, 64, kind, *sizes))
+        # 2. The heuristic's one algorithm, as torch asks for it. 3. Its split of K.
         count, slices = c_int(), c_int32()
         found = lt.cublasLtMatmulAlgoGetHeuristic(
             self.handle, desc, b, a, out, out, preference, 1, result, byref(count)

@@ -105,6 +105,7 @@ class PlannedGemm:
 
         [PLAN-3] The output type of a bfloat16 GEMM makes no difference, nor does the accumulation of a float8 GEMM.
         """
+        # Names as in the plan files; a new distinction is a new table there.
         if self.is_blockwise:
             return self.gemm if self.out_dtype == "float32" else f"{self.gemm} {self.out_dtype}"
         if self.gemm != "bfloat16":

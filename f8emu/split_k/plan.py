@@ -141,6 +141,7 @@ def plan_from_json(text: str, name: str) -> Plan:
     """
     data = _parsed(text, name)
     try:
+        # The schema first: another layout may mean something else by the same key.
         if data["schema"] != SCHEMA:
             raise SpecError(
                 f"{name}: schema must be {SCHEMA}; got {data['schema']!r}; record it again, or read it with the f8emu "

@@ -63,11 +63,13 @@ class FittedTree:
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
+        # 1. [PLAN-2], [PLAN-4] The most slices: by the length of K, and by the workspace.
         by_k = _most_slices(gemm, self.slice_bytes)
         slices = min(by_k, _most_stored(gemm, self.workspace_bytes))
         if slices == 1:
             return 1
 
+        # 2. What the tree may ask.
         sizes = (gemm.rows, gemm.n, gemm.k)
         plain = (*sizes, gemm.rows * gemm.n, *map(_power_of_two, sizes), by_k, slices)
         plain_features = dict(zip(PLAIN_FEATURES, plain, strict=True))
@@ -81,6 +83,7 @@ class FittedTree:
                 return tiles
             return min(slices, -(-feature[3] // tiles) if feature[2] == "at least" else feature[3] // tiles)
 
+        # 3. Its answer; a tree was fitted to shapes, and may go beyond the bound.
         return min(self.tree().split_k(value), slices)
 
 

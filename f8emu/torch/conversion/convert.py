@@ -171,6 +171,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
         OperandError: a class derived from Float8Linear, which never was an nn.Linear; the model is unchanged.
         UnsupportedError: a sharded model; it is unchanged.
     """
+    # 1. Whether all of it is possible: nothing has changed before it is.
     layers = {fqn: layer for fqn, layer in linear_layers(module) if isinstance(layer, Float8Linear)}
     sharded = sharded_layers(module)
     new: dict[int, nn.Linear] = {}
@@ -188,6 +189,7 @@ def dequantize_float8_training(module: nn.Module) -> nn.Module:
             )
         if id(layer) not in new:
             new[id(layer)] = float_layer(layer, cls)
+    # 2. Weights in high precision, and the layers in the model.
     release(new.values())
     return replace_modules(module, new)
 

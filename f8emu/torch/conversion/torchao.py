@@ -82,6 +82,7 @@ def recipe_of_torchao(call: str, config: object) -> Recipe | None:
     Raises:
         SpecError: no named recipe does the same; the message has the expression or the argument to use instead.
     """
+    # By the names of its classes: torchao need not be installed.
     if isinstance(config, Enum) and type(config).__name__ == "Float8LinearRecipeName":
         return recipe_by_name(str(config.value))
     if type(config).__name__ != "Float8LinearConfig":

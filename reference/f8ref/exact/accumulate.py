@@ -73,6 +73,7 @@ def products_of(
     [CHIP-1] Where the model converts its operands, they are codes of that format. [CHIP-2] Where it has an order of its
     own, zeros pad K to whole orders: they take no part in anything.
     """
+    # 1. [CHIP-1] The conversion, which is exact. 2. [OP-2] The products. 3. [CHIP-2] The order of K.
     if model.operand is not None:
         a, b = _converted(a, a_format, model.operand), _converted(b, b_format, model.operand)
         a_format = b_format = model.operand
@@ -97,13 +98,15 @@ def tensor_core_step(accumulator: Number, products: Sequence[Product], model: Ac
     a subnormal accumulator has the exponent -126 in [ACC-2], and from 2^128 on the accumulator is infinite.
     """
     assert len(products) <= model.step_k, "[ACC-1]"
+    # 1. [SPEC-1] What is not finite decides the sum alone.
     special = _special_sum([accumulator, *(p.number for p in products)])
     if special is not None:
         return special
+    # 2. [CHIP-6] A chip that floors the products' sum apart from the accumulator.
     if model.floored is not None:
         groups = [products[k :: model.floored.interleaved] for k in range(model.floored.interleaved)]
         return _rounded(_floored_sum(accumulator, groups, model, model.floored), model)
-    # [ACC-2] The largest exponent of the terms that are not zero; the accumulator's is its own, as in its format.
+    # 3. [ACC-2] The largest exponent of the terms that are not zero; the accumulator's is its own, as in its format.
     terms = [(p.number, p.exponent) for p in products if not p.number.is_zero]
     if not accumulator.is_zero:
         terms.append((accumulator, _own_exponent(accumulator, model)))
@@ -124,8 +127,10 @@ def _floored_sum(
     accumulator: Number, groups: Sequence[Sequence[Product]], model: AccumulationModel, floored: FlooredSum
 ) -> Fraction:
     """[CHIP-6] Interleaved sums of products, floored to a unit and added; that and the accumulator floored."""
+    # 1. Each group is cut to its own largest exponent.
     sums = [_aligned_sum([(p.number, p.exponent) for p in group if not p.number.is_zero], model) for group in groups]
     exponents = [exponent for _, exponent in sums if exponent is not None]
+    # 2. The groups' sums are floored to the unit of the largest of these exponents, and added.
     total = Fraction(0)
     if exponents:
         unit = power_of_two(max(exponents) - model.aligned_fraction_bits)
@@ -134,6 +139,7 @@ def _floored_sum(
         exponents.append(_own_exponent(accumulator, model))
     if not exponents:
         return Fraction(0)
+    # 3. That sum is floored again, beside the accumulator, whose unit is its own.
     e_max = max(exponents)
     unit = power_of_two(e_max - floored.fraction_bits)
     total = total // unit * unit
@@ -152,6 +158,7 @@ def _rounded(total: Fraction, model: AccumulationModel) -> Number:
     """[ACC-5] The sum of a step normalised and cut, or [CHIP-4] rounded to nearest even; what is zero then is +0."""
     if total == 0:
         return ZERO
+    # 1. [CHIP-4] To nearest even. 2. [ACC-5] Or cut: below the smallest normal the last place keeps its weight.
     if model.rounding is Rounding.NEAREST_EVEN:
         nearest = round_to(finite(total), model.accumulator)
         return ZERO if nearest.is_zero else nearest
@@ -232,6 +239,7 @@ def k_slices(products: Sequence[Product], model: AccumulationModel, split_k: int
     if split_k < 1:
         raise SpecError(f"k_slices: split_k must be at least 1 (no split); got {split_k}")
     length = -(-len(products) // split_k)
+    # One slice is not rounded up: K need not be a multiple.
     if split_k > 1:
         length = -(-length // model.split_k_multiple) * model.split_k_multiple
     return list(_slices(products, max(length, 1)))

@@ -167,6 +167,7 @@ def scale_from_amax(amax: int, format: Format, rule: ScaleRule | None = None, *,
         # Rounding twice is the rule. With a float32 divisor it equals rounding once: a quotient of two 24-bit
         # significands is never so near to a midpoint of float32 that 53 bits cannot tell the side.
         inv_scale = encode(round_to(finite(quotient), _FLOAT64), FLOAT32)
+    # Clearing the fraction bits cuts to a power of two; infinity and 0 have none.
     if rule.power_of_two:
         inv_scale &= ~FLOAT32.fraction_mask
     return Scales(inv_scale=inv_scale, scale=_reciprocal(inv_scale))
@@ -186,11 +187,13 @@ def update_delayed_state(
 
     An amax that is 0, infinite or NaN enters the history as 0 and leaves the scale as it is.
     """
+    # 1. The history moves by one, whatever the amax is. 2. An unusable amax leaves the scale.
     number = decode(amax, FLOAT32)
     usable = not (number.is_nan or number.is_infinite or number.is_zero)
     history = ((amax if usable else 0), *state.amax_history)[: delayed.history_length]
     if not usable:
         return state._replace(amax_history=history)
+    # 3. The scale follows from the history.
     match delayed.reduction:
         case AmaxHistoryReduction.MAX:
             reference = max(history)  # the codes of non-negative floats have the order of their values

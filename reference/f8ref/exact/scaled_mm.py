@@ -50,6 +50,7 @@ def scaled_dot(
         SpecError: `split_k` below 1.
         UnsupportedError: formats, granularities or options that the chip does not pair.
     """
+    # 1. What the chip multiplies, and lengths that fit.
     formats = (a_format, b_format)
     blocks = -(-len(a_codes) // BLOCK_K) if granularity_a.is_blockwise else 1
     if not set(formats) <= set(chip.operand_formats):
@@ -66,6 +67,8 @@ def scaled_dot(
             f"scale(s) for each operand; got {len(scale_a)} and {len(scale_b)}"
         )
 
+    # 2. The accumulator [ACC-1..5], chained [CHAIN-1..3], then its scales; block scales belong inside the chain
+    # [EPI-5].
     scales_a = [decode(code, FLOAT32) for code in scale_a]
     scales_b = [decode(code, FLOAT32) for code in scale_b]
     if granularity_a.is_blockwise:
@@ -78,6 +81,7 @@ def scaled_dot(
         accumulator = accumulate_split(products_of(a_codes, b_codes, *formats, model), model, split_k)
         epilogue = tensorwise if granularity_a is Granularity.TENSORWISE else grouped if is_grouped else rowwise
         result = epilogue(accumulator, scales_a[0], scales_b[0])
+    # 3. The bias [EPI-3] and the one rounding [EPI-4].
     return output_code(result, None if bias is None else decode(bias, FLOAT32), out_format)
 
 
@@ -114,6 +118,7 @@ def blockwise(
     first = 0
     for part in k_slices(products, model, split_k):
         assert first % BLOCK_K == 0, "a slice holds whole blocks"
+        # The last block of K may be shorter, and has a scale of its own.
         blocks = slice(first // BLOCK_K, -(-(first + len(part)) // BLOCK_K))
         totals.append(block_total(part, scales_a[blocks], scales_b[blocks], model, both_vectors=both_vectors))
         first += len(part)
@@ -139,6 +144,7 @@ def block_total(
     total = ZERO
     for block, (scale_a, scale_b) in enumerate(zip(scales_a, scales_b, strict=True)):
         partial = chain(products[block * BLOCK_K : (block + 1) * BLOCK_K], model)
+        # The first product rounds to float32; the second one is the fma's, exact until the sum is rounded.
         if both_vectors:
             scaled = multiply(float32(multiply(partial, scale_a)), scale_b)
         else:

@@ -144,6 +144,7 @@ def multiply_add(chain: Chain, a: jax.Array, b: jax.Array, c: jax.Array) -> jax.
 
     Shapes: as `chained_sum`, c [TM, TN] float32 bit patterns, as the result.
     """
+    # c goes first into the steps, or to the promoted sums as their first total [CHIP-3].
     block_sum = _block_sum(chain, a, b)
     if chain.model.promote_k is None:
         total = lax.fori_loop(0, chain.blocks, block_sum, c)

@@ -45,6 +45,7 @@ def typed(code: jax.Array, format: Format) -> jax.Array:
 
 def float32_bits(code: jax.Array, format: Format) -> jax.Array:
     """Float32 bit pattern of the value of each code; NaN becomes 0x7fffffff."""
+    # 1. The fraction moves up, and the exponent gets float32's bias.
     sign = code >> (format.bits - 1) << 31
     magnitude = code & format.magnitude_mask
     shift = FLOAT32.fraction_bits - format.fraction_bits
@@ -56,6 +57,7 @@ def float32_bits(code: jax.Array, format: Format) -> jax.Array:
         normalised = (magnitude << (shift + zeros)) + ((rebias - zeros) << FLOAT32.fraction_bits)
         wide = jnp.where(magnitude <= format.fraction_mask, normalised, wide)
         wide = jnp.where(magnitude == 0, jnp.uint32(0), wide)
+    # 2. Infinity, and every NaN as one [SPEC-1].
     if format.infinity_code is not None:
         wide = jnp.where(magnitude == format.infinity_code, jnp.uint32(softfloat.INFINITY), wide)
     return jnp.where(is_nan(code, format), jnp.uint32(softfloat.NAN), sign | wide)

@@ -60,11 +60,13 @@ def blockwise_totals(
     m, n = a.shape[0], b.shape[1]
     if 0 in (m, n, chain.k):
         return jnp.zeros((m, n), jnp.uint32)
+    # 1. Operands in whole blocks, and a scale for every row and block.
     a = padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
     b = padded(operand(chain.step, b, chain.b_format), chain.padded_k, n)
     factor_a, factor_b = _of_rows(scale_a, pair[0], m), _of_rows(scale_b.T, pair[1], n).T
     is_vector_pair = pair == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
 
+    # 2. Tile by tile; each block's partial is fused into the total with its scales, in the order of its pair.
     def tile(m_0: Index, n_0: Index, rows: int, columns: int) -> jax.Array:
         f_a = window(factor_a, m_0, 0, rows, chain.blocks)
         f_b = window(factor_b, 0, n_0, chain.blocks, columns)
@@ -87,6 +89,7 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
 
     Shapes: typed codes a [M, K], b [G, K, N]; ends [G] -> [M, N] uint32.
     """
+    # 1. Operands padded once for all groups.
     groups, _, n = b.shape
     m = a.shape[0]
     if 0 in (m, n):
@@ -94,6 +97,7 @@ def grouped_accumulators(a: jax.Array, b: jax.Array, ends: jax.Array, chain: Cha
     a_codes = padded(operand(chain.step, a, chain.a_format), m, chain.padded_k)
     b_codes = operand(chain.step, b, chain.b_format)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+    # 2. A loop over groups, within it over the tiles of their rows, since their sizes are not static.
     rows, columns = tile_shape(m, n)
     across = -(-n // columns)
 
@@ -154,6 +158,7 @@ def tiled(m: int, n: int, tile: TileFunction) -> jax.Array:
 
     A last tile that would stick out starts earlier instead, and computes some of them again.
     """
+    # One tile needs no loop.
     rows, columns = tile_shape(m, n)
     if (rows, columns) == (m, n):
         return tile(0, 0, m, n)

@@ -25,6 +25,7 @@ def taken(
 
     Shapes: a [..., K], b [..., K, N] typed -> the same, K rounded up.
     """
+    # 1. [CHIP-1] The conversion, which is exact. 2. [CHIP-2] The order of K.
     if model.operand is not None:
         a, b = (_converted(x, format, model.operand) for x, format in zip((a, b), formats, strict=True))
         formats = (model.operand, model.operand)
@@ -53,6 +54,7 @@ def general_step(
 
     Shapes: a [TM, step_k], b [step_k, TN], integer significands; `fraction_bits` are those of a product.
     """
+    # 1. The accumulator's significand and exponent.
     magnitude = accumulator & 0x7FFFFFFF
     field = (magnitude >> FLOAT32.fraction_bits).astype(jnp.int32)
     own = jnp.maximum(field, 1) - FLOAT32.bias
@@ -64,6 +66,7 @@ def general_step(
     e_acc = jnp.where(magnitude == 0, 2 * ZERO_EXPONENT, limited)
     is_negative = accumulator >> 31 != 0
 
+    # 2. [ACC-2..4] Every term cut to one unit and added exactly; or [CHIP-6] floored in two steps.
     if model.floored is None:
         e_max = jnp.maximum(_largest(a, b, range(model.step_k)), e_acc)
         unit = e_max - model.aligned_fraction_bits
@@ -73,6 +76,7 @@ def general_step(
     else:
         signed = jnp.where(is_negative, -sig, sig)
         total, unit = _floored_total(model, model.floored, fraction_bits, a, b, signed, own, e_acc)
+    # 3. [ACC-5], [CHIP-4] Cut or rounded. An infinite accumulator stays.
     result = _rounded(model, total, unit)
     return jnp.where(magnitude == softfloat.INFINITY, accumulator, result)
 
@@ -99,6 +103,7 @@ def _floored_total(
     e_acc: jax.Array,
 ) -> tuple[Wide, jax.Array]:
     """[CHIP-6] The sum of the products and the accumulator, each floored to its own unit, and the smaller unit."""
+    # 1. Interleaved sums, each cut to its own largest exponent, floored to the largest of all and added.
     groups = [range(first, model.step_k, floored.interleaved) for first in range(floored.interleaved)]
     largest = [_largest(a, b, group) for group in groups]
     e_dot = largest[0]
@@ -109,6 +114,7 @@ def _floored_total(
         part = _int32_sum(fraction_bits, a, b, group, exponent - model.aligned_fraction_bits)
         dot = dot + (part >> jnp.minimum(e_dot - exponent, 31))  # an arithmetic shift rounds down
 
+    # 2. That sum floored beside the accumulator, and the accumulator to its own unit, unless it is beyond reach.
     e_max = jnp.maximum(e_dot, e_acc)
     finer = floored.fraction_bits - model.aligned_fraction_bits
     total = wide.floored(wide.shifted_left(wide.widened(dot), finer), e_max - e_dot)
@@ -130,6 +136,7 @@ def _largest(a: Operand, b: Operand, group: range) -> jax.Array:
 def _cut_sum(
     model: AccumulationModel, fraction_bits: int, a: Operand, b: Operand, group: range, unit: jax.Array
 ) -> Wide:
+    # Int32 holds the sum of so many terms; the sums of these are 64 bits wide.
     parts = [group[i : i + _INT32_TERMS] for i in range(0, len(group), _INT32_TERMS)]
     total = wide.widened(_int32_sum(fraction_bits, a, b, parts[0], unit))
     for part in parts[1:]:

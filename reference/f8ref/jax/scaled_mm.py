@@ -45,6 +45,7 @@ def scaled_mm(
         SpecError: an unknown granularity or output format, or a `split_k` below 1.
         UnsupportedError: formats, granularities, options or an output format that the chip has no GEMM for.
     """
+    # 1. What is refused: the same in every backend.
     gemm = scaled_mm_call(
         *_shaped(a, b, scale_a, scale_b),
         bias=None if bias is None else _shaped(bias)[0],
@@ -55,12 +56,14 @@ def scaled_mm(
         split_k=split_k,
         chip=chip,
     )
+    # 2. The operands as the steps take them [CHIP-1], [CHIP-2], and what is static about their sums.
     pair = gemm.granularities
     assert pair is not None, "a scaled_mm has scales"
     a, b, scale_a, scale_b = map(jnp.asarray, (a, b, scale_a, scale_b))
     addend = None if bias is None else jnp.asarray(bias)
     a, b, formats = taken(gemm.model, a, b, gemm.formats)
     chain = Chain(gemm.model, *formats, a.shape[1], split_k, scale_block_k=pair[0].block[1])
+    # 3. Accumulators and epilogue: of block scales within the chain [EPI-5], else [EPI-1] or [EPI-2] after it.
     if pair[0].is_blockwise:
         return finish(blockwise_totals(a, b, scale_a, scale_b, chain, pair), (), addend, gemm.out)
     is_tensorwise = pair[0] is Granularity.TENSORWISE
@@ -100,6 +103,7 @@ def scaled_grouped_mm(
     a, b, formats = taken(gemm.model, a, b, gemm.formats)
     chain = Chain(gemm.model, *formats, a.shape[1])
     totals = grouped_accumulators(a, b, offs, chain)
+    # The scale of b that meets a row is that of the row's group [EPI-6].
     row = jnp.arange(a.shape[0], dtype=offs.dtype)[:, None]
     group = jnp.sum(row >= offs[None, :], axis=1, dtype=offs.dtype)
     # Rows of no group have no scale either: 0 * 0.
@@ -182,6 +186,7 @@ def finish(
     Shapes: total [...] float32 bit patterns; float32 factors that broadcast to it; bias [N], total being [M, N], of any
     high precision dtype; result as total, typed.
     """
+    # On bit patterns: XLA may contract, reassociate and flush float32 operations.
     for factor in factors:
         total = softfloat.multiply(total, softfloat.bits(factor))
     if adds_zero:

@@ -38,6 +38,7 @@ def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
 
     Exactness: IEEE 754 binary32, subnormal operands and results included; every NaN result is 0x7fffffff.
     """
+    # 1. The product of the significands, rounded once.
     sign = _sign(a ^ b)
     exp_a, sig_a = _unpack(a)
     exp_b, sig_b = _unpack(b)
@@ -47,6 +48,7 @@ def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
     top = jnp.where(carry, high << 8 | low >> 16, high << 9 | low >> 15) | _flag((low & 0xFFFF) != 0)
     result = _round_pack(exp_a + exp_b + carry.astype(jnp.int32), top)
 
+    # 2. Infinities, zeros and NaN, which the unpacked numbers do not hold; infinity times 0 is NaN.
     mag_a, mag_b = _magnitude(a), _magnitude(b)
     result = jnp.where((mag_a == INFINITY) | (mag_b == INFINITY), jnp.uint32(INFINITY), result)
     is_zero = (mag_a == 0) | (mag_b == 0)

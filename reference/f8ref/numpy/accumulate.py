@@ -68,12 +68,14 @@ def operand(x: Array, format: Format, model: AccumulationModel) -> Operand:
     # A term is below 2^(fraction bits + 2) units, and step_k of them and the accumulator are added.
     fraction_bits = max(model.aligned_fraction_bits, model.floored.fraction_bits if model.floored else 0)
     assert fraction_bits + 2 + model.step_k.bit_length() <= 53, model
+    # 1. [CHIP-1] Converted, which is exact. 2. [CHIP-2] In the model's order of K, zeros at the end.
     if model.operand is not None:
         assert model.operand == FLOAT16, model
         x, format = decode_table(format)[codes_of(x, format)].astype(np.float16), model.operand
     if model.order:
         x = np.pad(x, ((0, 0), (0, -x.shape[1] % len(model.order))))
         x = x.reshape(len(x), -1, len(model.order))[:, :, list(model.order)].reshape(len(x), -1)
+    # 3. [OP-1] Values and raw exponents by tables, K first.
     codes = np.ascontiguousarray(codes_of(x, format).T)
     values = decode_table(format)[codes]
     return Operand(
@@ -155,6 +157,7 @@ def _floored_dot(
     product: Float64, exponent: Exponents, model: AccumulationModel, floored: FlooredSum
 ) -> tuple[Float64, Exponents]:
     """[CHIP-6] The products' sum, a multiple of `2^(e - aligned_fraction_bits)`, and e, their largest exponent."""
+    # 1. Interleaved sums, each cut to its own largest exponent.
     sums: list[Float64] = []
     largest: list[Exponents] = []
     for first in range(floored.interleaved):
@@ -163,6 +166,7 @@ def _floored_dot(
         to_units = power_of_two(model.aligned_fraction_bits - e)
         sums.append(cut(product[group] * to_units).sum(axis=0) / to_units)
         largest.append(e)
+    # 2. Each sum is floored to the unit of the largest exponent of all, and added.
     e_max = largest[0]
     for e in largest[1:]:
         e_max = np.maximum(e_max, e)
@@ -177,6 +181,7 @@ def _floored_total(
     dot: Float64, e_dot: Exponents, start: Float64, start_exponent: Exponents, floored: FlooredSum
 ) -> Float64:
     """[CHIP-6] The products' sum and the accumulator, each floored to its own unit."""
+    # 1. An accumulator beyond reach is dropped, unless it is not finite. 2. Both parts are floored, then added.
     e_max = np.maximum(e_dot, start_exponent)
     if floored.accumulator_reach is not None:
         start = np.where((start_exponent < e_max - floored.accumulator_reach) & np.isfinite(start), 0, start)
@@ -239,6 +244,7 @@ def accumulate(a: Operand, b: Operand, model: AccumulationModel, split_k: int = 
     with np.errstate(over="ignore", invalid="ignore"):
         for k in range(0, a.k, length):
             part = slice(k, k + length)
+            # Each slice starts from zero; its partials are promoted [CHAIN-2], then the slices are added in order.
             slice_total = np.zeros_like(total)
             for partial in partials(a.part(k=part), b.part(k=part), model):
                 slice_total = _sum(slice_total, partial, model.accumulator)

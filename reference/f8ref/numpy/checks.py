@@ -45,6 +45,7 @@ def checked_scaled_mm(
     given: dict[str, Any] = {"split_k": 1, **tensorwise, **options}
     call = scaled_mm_call(*map(_shaped, arrays), bias=None if addend is None else _shaped(addend), **given)
     a_MK, b_KN, factor_a, factor_b = arrays
+    # A tensorwise scale may have any shape of one element.
     if call.granularities == (Granularity.TENSORWISE, Granularity.TENSORWISE):
         factor_a, factor_b = factor_a.reshape(1, 1), factor_b.reshape(1, 1)
     values = None if addend is None else as_float32(addend, "scaled_mm: bias")

@@ -102,6 +102,7 @@ def traced(
     verbs: Verbs,
 ) -> LinearTrace:
     """`linear` that `verbs` compute."""
+    # 1. The tensors and the states of their scales.
     x, out_format = typed_array(input, HIGH_PRECISION, "linear: input")
     tensors = {"input": x, "weight": typed_array(weight, HIGH_PRECISION, "linear: weight")[0]}
     if grad_output is not None:
@@ -109,6 +110,7 @@ def traced(
     _check_shapes(tensors)
     states = _delayed_states(recipe, delayed_state, tensors)
 
+    # 2. A GEMM: each operand is cast along the dimension that this GEMM sums over, then multiplied.
     def gemm(name: str) -> GemmTrace:
         spec = recipe.gemms[name]
         a, b = (
@@ -117,6 +119,7 @@ def traced(
         )
         return GemmTrace(a, b, _product(a, b, spec, out_format, split_k.get(name, 1), chip, verbs))
 
+    # 3. The forward, the backward where it is asked for, and the bias.
     output = gemm("output")
     grad_input = grad_weight = None
     if grad_output is not None:
@@ -130,6 +133,7 @@ def _operand(
     """One operand, made of `tensor` and seen as [rows, summed dimension], through its cast."""
     if cast.format is None:
         return OperandTrace(None, None, None, convert(as_float32(x, "linear"), BFLOAT16))
+    # The amax is in the trace under delayed scaling too: the next steps need it.
     own_amax = verbs.amax(x, cast.granularity)
     delayed = recipe.delayed_scaling_of(tensor)
     if delayed is not None and state is not None and state.initialized:

@@ -102,6 +102,7 @@ def update_delayed_state(
     Raises:
         OperandError: `amax` is not one float32 number, or the history is not of the rule's length.
     """
+    # 1. One amax, and a history of the rule's length.
     newest, _ = typed_array(amax, (FLOAT32,), "update_delayed_state: amax")
     history, _ = typed_array(state.amax_history, (FLOAT32,), "update_delayed_state: amax_history")
     if newest.size != 1:
@@ -116,11 +117,13 @@ def update_delayed_state(
     newest = newest.reshape(())
     is_usable = bool(np.isfinite(newest) and newest > 0)
 
+    # 2. The history moves by one. An amax that is 0 or not finite enters as 0, and leaves the scale.
     entry = newest if is_usable else np.float32(0)
     history = np.concatenate([[entry], history[:-1]]).astype(np.float32)
     if not is_usable:
         return DelayedState(history, state.inv_scale, state.initialized)
 
+    # 3. The scale follows from the history.
     match delayed.reduction:
         case AmaxHistoryReduction.MAX:
             reference = history.max()

@@ -196,6 +196,7 @@ def _blockwise(
     """The float32 total of a blockwise GEMM [EPI-5], or the sum of those of the slices of K [CHAIN-3]."""
     both_vectors = call.granularities == (Granularity.BLOCKWISE_1X128, Granularity.BLOCKWISE_1X128)
     model, split_k = call.model, call.split_k or 1
+    # 1. [CHAIN-3] The length of a slice: whole blocks.
     multiple = model.split_k_multiple if split_k > 1 else _BLOCK_K
     length = max(-(-a.k // (split_k * multiple)), 1) * multiple
     # A 128x128 scale is that of each of its rows.
@@ -208,6 +209,7 @@ def _blockwise(
         part = slice(start, start + length)
         left, right = a.part(k=part, rows=rows), b.part(k=part, rows=columns)
         total = np.zeros((left.rows, right.rows), np.float32)
+        # 2. [EPI-5] One chain from zero for each block, fused into the slice's total.
         partials = (partial for chains in side_by_side(left, right, _BLOCK_K) for partial in chain(*chains, model))
         for block, partial in enumerate(partials, start // _BLOCK_K):
             factor_a, factor_b = scale_a_MB[rows, block, None], scale_b_NB[columns, block]
@@ -218,6 +220,7 @@ def _blockwise(
         return total
 
     def tile(rows: slice, columns: slice) -> NDArray[np.float32]:
+        # 3. [CHAIN-3] The totals of the slices, in order.
         total = slice_total(rows, columns, 0)  # not added to +0, which would turn -0 into +0
         for start in range(length, a.k, length):
             total = total + slice_total(rows, columns, start)
