@@ -10,14 +10,14 @@ import threading
 from typing import TYPE_CHECKING, Annotated
 
 from f8emu import __version__
-from f8emu.cli import captures, fit, recipes, record, verify
+from f8emu.cli import captures, fit, recipes, verify
 from f8emu.cli.frame import STATUSES
 from f8emu.cli.process import outlive_readers, run_supervised
 
 if TYPE_CHECKING:
     import typer
 
-_COMMANDS = (verify, fit, captures, recipes, record)
+_COMMANDS = (verify, fit, captures, recipes)
 """The commands, in the order of the help."""
 _WITH_KERNELS = (["verify"], ["fit"])
 """Commands that run other people's code, which may end the process."""

@@ -11,11 +11,10 @@ direction. Therefore all functions copy by default. Who shares must not write to
 that reads it is done, and must not let JAX use an array whose tensor was written.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from f8emu.interop.frameworks import jax_device, require_jax, require_torch
+from f8emu.interop.frameworks import jax_device, library_of, require_jax, require_torch
 from f8emu.spec.errors import OperandError
 
 if TYPE_CHECKING:
@@ -94,16 +93,6 @@ def to_numpy(x: Any, *, copy: bool | None = True) -> Any:
     return _mapped("to_numpy", x, lambda leaf: _array_to_numpy(leaf, copy))
 
 
-def library_of(x: Any) -> str | None:
-    """The library that an array belongs to: torch, jax or numpy; None if `x` is not an array. It imports no library."""
-    torch, jax, numpy = (sys.modules.get(name) for name in ("torch", "jax", "numpy"))
-    if torch is not None and isinstance(x, torch.Tensor):
-        return "torch"
-    if jax is not None and isinstance(x, jax.Array):
-        return "jax"
-    return "numpy" if numpy is not None and isinstance(x, numpy.ndarray | numpy.generic) else None
-
-
 def _array_to_jax(jax: Any, x: Any, copy: bool | None) -> Any:
     # An array of JAX needs no conversion, and a dtype that JAX would narrow has none.
     library = library_of(x)
@@ -159,21 +148,20 @@ def _array_to_torch(torch: Any, x: Any, device: Any, copy: bool | None) -> "torc
     library = library_of(x)
     if library == "torch":
         source = x.detach()
+    elif library == "numpy":
+        source = _numpy_to_torch(torch, x, copy)
     else:
-        source = _numpy_to_torch(torch, x, copy) if library == "numpy" else _jax_to_torch(torch, x, copy)
-    if copy is False and device is not None and not _is_on(torch, source, device):
-        raise _not_shared("to_torch", f"the array is on {source.device}, the tensor would be on {torch.device(device)}")
+        _require_values("to_torch", x)
+        x = _gathered("to_torch", x, copy) if len(x.devices()) > 1 else x
+        source = torch.from_dlpack(x.block_until_ready())
+    if copy is False and device is not None:
+        wanted, found = torch.device(device), source.device
+        if found.type != wanted.type or wanted.index not in (None, found.index):
+            raise _not_shared("to_torch", f"the array is on {found}, the tensor would be on {wanted}")
     placed = source if device is None else source.to(device)
     if copy and placed is source and library != "numpy":
         return placed.clone(memory_format=torch.contiguous_format)
     return placed if copy is False else placed.contiguous()
-
-
-def _jax_to_torch(torch: Any, array: Any, copy: bool | None) -> "torch.Tensor":
-    _require_values("to_torch", array)
-    if len(array.devices()) > 1:
-        array = _gathered("to_torch", array, copy)
-    return torch.from_dlpack(array.block_until_ready())
 
 
 def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torch.Tensor":
@@ -301,11 +289,6 @@ def _gathered(call: str, array: Any, copy: bool | None) -> Any:
     if copy is False:
         raise _not_shared(call, f"the array is spread over {len(array.devices())} devices")
     return jax.device_put(array, min(array.devices(), key=lambda device: device.id))
-
-
-def _is_on(torch: Any, tensor: "torch.Tensor", device: Any) -> bool:
-    wanted = torch.device(device)
-    return tensor.device.type == wanted.type and wanted.index in (None, tensor.device.index)
 
 
 def _name(x: Any) -> str:

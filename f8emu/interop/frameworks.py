@@ -25,7 +25,8 @@ def require_jax(call: str) -> Any:
         import jax
     except ModuleNotFoundError as error:
         raise MissingExtraError(call, "jax", "jax") from error
-    if _torch_sees_cuda():
+    torch = sys.modules.get("torch")  # not imported here: who has not loaded torch has no memory to lose to JAX
+    if torch is not None and torch.cuda.is_available():
         _start_without_preallocation()
     return jax
 
@@ -41,6 +42,16 @@ def require_torch(call: str) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtraError(call, "torch", "torch") from error
     return torch
+
+
+def library_of(x: Any) -> str | None:
+    """The library that an array belongs to: torch, jax or numpy; None if `x` is not an array. It imports no library."""
+    torch, jax, numpy = (sys.modules.get(name) for name in ("torch", "jax", "numpy"))
+    if torch is not None and isinstance(x, torch.Tensor):
+        return "torch"
+    if jax is not None and isinstance(x, jax.Array):
+        return "jax"
+    return "numpy" if numpy is not None and isinstance(x, numpy.ndarray | numpy.generic) else None
 
 
 def jax_device(device: "torch.device | str") -> Any:
@@ -64,11 +75,6 @@ def jax_device(device: "torch.device | str") -> Any:
             if candidate.local_hardware_id == index:
                 return candidate
     return jax.local_devices(backend="cpu")[0]
-
-
-def _torch_sees_cuda() -> bool:
-    torch = sys.modules.get("torch")  # not imported here: who has not loaded torch has no memory to lose to JAX
-    return torch is not None and torch.cuda.is_available()
 
 
 @functools.cache

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from f8emu.interop.arrays import library_of, to_jax, to_torch
-from f8emu.interop.frameworks import require_jax
+from f8emu.interop.arrays import to_jax, to_torch
+from f8emu.interop.frameworks import library_of, require_jax
 from f8emu.interop.rules import DEFAULT_RULES, ParameterRule, renamed
 from f8emu.spec.errors import OperandError
 

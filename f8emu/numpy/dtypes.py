@@ -85,7 +85,7 @@ def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array
         OperandError: a value that `format` does not hold.
     """
     array = array_of(call, name, x)
-    if not is_untyped(array):
+    if array.dtype != np.float64 and array.dtype.kind not in "iub":
         return array
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(dtype_of(format))
@@ -95,20 +95,12 @@ def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array
         differs = np.asarray(back.astype(object) != array.astype(object))
     if differs.any():
         first = array[tuple(np.argwhere(differs)[0])]
+        spelled = f"{'np' if hasattr(np, format.name) else 'ml_dtypes'}.{format.name}"
         raise OperandError(
             f"{call}: {name} is {array.dtype} and is taken as {format} where that is exact; {first!s} is no {format}; "
-            f"round it first, with np.asarray({name}, {_spelled(format)})"
+            f"round it first, with np.asarray({name}, {spelled})"
         )
     return converted
-
-
-def is_untyped(array: Array) -> bool:
-    """Whether an array has no format of its own."""
-    return array.dtype == np.float64 or array.dtype.kind in "iub"
-
-
-def _spelled(format: Format) -> str:
-    return f"{'np' if hasattr(np, format.name) else 'ml_dtypes'}.{format.name}"
 
 
 def rows_of(call: str, name: str, x: Array) -> tuple[int, int]:

@@ -221,15 +221,12 @@ def _breakdown(breakdown: Breakdown, name: str) -> Section:
         starts=frozenset(starts),
     )
     blocks: list[Block] = [table] if rows else []
-    blocks.append(Text(points=[*breakdown.sentences(), *_distances(breakdown, name)]))
+    # + is farther from zero than expected
+    found = [f"{name}: {breakdown.title}, {dtype}: {ulps.words()}" for dtype, ulps in breakdown.ulps.items()]
+    blocks.append(Text(points=[*breakdown.sentences(), *found]))
     if any(histogram.total > histogram.not_compared for histogram in breakdown.ulps.values()):
         blocks.append(ulp_plot(breakdown))
     return Section(title=f"What differs: {breakdown.title}", blocks=blocks)
-
-
-def _distances(breakdown: Breakdown, name: str) -> Iterator[str]:
-    for dtype, histogram in breakdown.ulps.items():  # + is farther from zero than expected
-        yield f"{name}: {breakdown.title}, {dtype}: {histogram.words()}"
 
 
 def _counted(tally: Tally) -> Row:

@@ -63,47 +63,30 @@ class FittedTree:
 
     def split_k(self, gemm: PlannedGemm) -> int:
         """S of a shape."""
-        # 1. [PLAN-2], [PLAN-4] The most slices: by the length of K, and by the workspace.
-        by_k = _most_slices(gemm, self.slice_bytes)
-        slices = min(by_k, _most_stored(gemm, self.workspace_bytes))
+        # 1. The most slices: of more than `slice_bytes` [PLAN-2], and with float32 results that fit the workspace
+        #    [PLAN-4]; one slice stores none.
+        sizes = rows, n, _ = gemm.rows, gemm.n, gemm.k
+        by_k = max(1, (gemm.bytes_of_k - 1) // self.slice_bytes)
+        slices = min(by_k, max(1, (self.workspace_bytes - 1) // (rows * n * 4)))
         if slices == 1:
             return 1
 
         # 2. What the tree may ask.
-        sizes = (gemm.rows, gemm.n, gemm.k)
-        plain = (*sizes, gemm.rows * gemm.n, *map(_power_of_two, sizes), by_k, slices)
+        powers = (min(size & -size, 128) for size in sizes)
+        plain = (*sizes, rows * n, *powers, by_k, slices)
         plain_features = dict(zip(PLAIN_FEATURES, plain, strict=True))
 
         def value(index: int) -> int:
             feature = self.features[index]
             if isinstance(feature, str):
                 return plain_features[feature]
-            tiles = _tiles(gemm, feature[:2])
+            tiles = -(-n // feature[0]) * -(-rows // feature[1])
             if len(feature) == 2:
                 return tiles
             return min(slices, -(-feature[3] // tiles) if feature[2] == "at least" else feature[3] // tiles)
 
         # 3. Its answer; a tree was fitted to shapes, and may go beyond the bound.
         return min(self.tree().split_k(value), slices)
-
-
-def _power_of_two(size: int) -> int:
-    """The largest one, up to 128, that divides a size."""
-    return min(size & -size, 128)
-
-
-def _most_slices(gemm: PlannedGemm, slice_bytes: int) -> int:
-    """[PLAN-2] How many slices of more than `slice_bytes` there are room for."""
-    return max(1, (gemm.bytes_of_k - 1) // slice_bytes)
-
-
-def _most_stored(gemm: PlannedGemm, workspace_bytes: int) -> int:
-    """How many slices have float32 results of less than `workspace_bytes`; one slice stores none."""
-    return max(1, (workspace_bytes - 1) // (gemm.rows * gemm.n * 4))
-
-
-def _tiles(gemm: PlannedGemm, tile: Sequence[int]) -> int:
-    return -(-gemm.n // tile[0]) * -(-gemm.rows // tile[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from f8emu.spec.errors import SpecError, UnsupportedError
-from f8emu.spec.formats import Format
 from f8emu.spec.recipe import (
     BLOCKWISE,
     DELAYED,
@@ -160,11 +159,7 @@ def _cast_text(cast: Cast) -> str:
     if cast.format is None:
         return "Cast(format=None)"
     own = "" if cast.granularity is Granularity.TENSORWISE else f", granularity=Granularity.{cast.granularity.name}"
-    return f"Cast(format={_format_text(cast.format)}{own})"
-
-
-def _format_text(format: Format) -> str:
-    return format.name.removeprefix("float8_").upper()
+    return f"Cast(format={cast.format.name.removeprefix('float8_').upper()}{own})"
 
 
 ModuleFilter = Callable[[nn.Module, str], bool]
