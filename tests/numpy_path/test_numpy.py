@@ -87,23 +87,6 @@ def test_the_bits_are_those_of_the_other_backends(library: str, use_fast_accum: 
     assert bits(f8.mm(x, y)) == bits(interop.to_numpy(other.mm(to(x), to(y))))
 
 
-@pytest.mark.parametrize("name", [name for name in f8emu.RECIPES if name != "delayed"])
-def test_a_layer_is_the_torch_layer_opened_up(name: str) -> None:
-    torch: Any = pytest.importorskip("torch")
-    f8torch: Any = pytest.importorskip("f8emu.torch")
-    x, weight, grad = values(128, 256), values(64, 256), values(128, 64)
-    layer = torch.nn.Linear(256, 64, bias=False)
-    layer.weight.data = torch.from_numpy(weight)
-    layer = f8torch.convert_to_float8_training(layer, config=name)
-    input = torch.from_numpy(x).requires_grad_()
-    output = layer(input)
-    output.backward(torch.from_numpy(grad))
-    trace = f8.linear(name, x, weight, grad)
-    assert bits(trace.result) == bits(output.detach().numpy())
-    assert trace.grad_input is not None and bits(trace.grad_input.product) == bits(input.grad.numpy())
-    assert trace.grad_weight is not None and bits(trace.grad_weight.product) == bits(layer.weight.grad.numpy())
-
-
 def test_a_layer_with_delayed_scales() -> None:
     recipe = f8emu.DELAYED
     assert recipe.delayed is not None

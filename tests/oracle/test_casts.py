@@ -362,9 +362,10 @@ def test_all_16_bit_inputs(source: Format, format: Format, overflow: Overflow, b
     assert_right(typed(np.arange(1 << 16), source), format, overflow, backend)
 
 
+@BACKENDS
 @FORMATS
 @POLICIES
-def test_float32_boundaries(format: Format, overflow: Overflow) -> None:
+def test_float32_boundaries(format: Format, overflow: Overflow, backend: str) -> None:
     """Each value of the format, each midpoint and each power of two with both neighbours; subnormals, infinity, NaN."""
     exact = magnitudes(format)
     values = [float(v) for v in exact]
@@ -376,7 +377,7 @@ def test_float32_boundaries(format: Format, overflow: Overflow) -> None:
     subnormals = np.array([*range(1, 1000), *range((1 << 23) - 1000, 1 << 23)], np.uint32).view(np.float32)
     specials = np.array([0x7F800000, 0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0x7FFFFFFF, 0x7F7FFFFF], np.uint32)
     x = np.concatenate([points, *neighbours, subnormals, specials.view(np.float32)])
-    assert_right(np.concatenate([x, -x]), format, overflow)
+    assert_right(np.concatenate([x, -x]), format, overflow, backend)
 
 
 @FORMATS

@@ -50,27 +50,19 @@ def operands(gemm: dict[str, Any]) -> Iterator[Operands]:
         yield Operands(a[rows], b[part], scale_a[rows], scale_b[part if pair[1] is VECTOR else [square]])
 
 
+def options_of(kind: str) -> dict[str, Any]:
+    pair = BLOCKWISE_GEMMS[kind]
+    return {"granularity_a": pair[0], "granularity_b": pair[1], "out_dtype": "float32"}
+
+
 def recorded(gemm: dict[str, Any]) -> np.ndarray:
     return np.array([[int(word, 16) for word in row] for row in gemm["outputs"]], np.uint32)
 
 
 def product(backend: Any, gemm: dict[str, Any], slices: int, chip: Chip = HOPPER) -> np.ndarray:
     """The recorded outputs as a backend computes them, their bits."""
-    pair = BLOCKWISE_GEMMS[gemm["gemm"]]
-    parts = [
-        backend.scaled_mm(
-            x.a,
-            x.b.T,
-            x.scale_a,
-            x.scale_b.T,
-            granularity_a=pair[0],
-            granularity_b=pair[1],
-            out_dtype="float32",
-            split_k=slices,
-            chip=chip,
-        )
-        for x in operands(gemm)
-    ]
+    options = {**options_of(gemm["gemm"]), "split_k": slices, "chip": chip}
+    parts = [backend.scaled_mm(x.a, x.b.T, x.scale_a, x.scale_b.T, **options) for x in operands(gemm)]
     return np.concatenate([np.asarray(part) for part in parts], axis=1).view(np.uint32)
 
 
@@ -107,17 +99,8 @@ def test_slices_found_by_bits_are_no_multiples_of_1024() -> None:
     scales = [np.ones(g.scale_shape(n, kind.k), np.float32) for g, n in zip(pair, (1, COLUMNS), strict=True)]
 
     def row(slices: int, multiple: int) -> np.ndarray:
-        return reference.scaled_mm(
-            a_K[None],
-            b_CK.T,
-            scales[0],
-            scales[1].T,
-            granularity_a=pair[0],
-            granularity_b=pair[1],
-            out_dtype=kind.out_dtype,
-            split_k=slices,
-            chip=replace(HOPPER, square_split_k_multiple=multiple),
-        )[0]
+        options = {"split_k": slices, "chip": replace(HOPPER, square_split_k_multiple=multiple)}
+        return reference.scaled_mm(a_K[None], b_CK.T, scales[0], scales[1].T, **options_of(kind.gemm), **options)[0]
 
     found = emulated(kind, a_K, b_CK, 3)
     assert np.array_equal(row(3, 512), found)
@@ -127,13 +110,13 @@ def test_slices_found_by_bits_are_no_multiples_of_1024() -> None:
 @pytest.mark.parametrize("gemm", [g for g in GEMMS if g["k"] == 8192], ids=name)
 def test_jax_and_exact(gemm: dict[str, Any]) -> None:
     backend = pytest.importorskip("f8ref.jax")
-    x, pair = next(operands(gemm)), BLOCKWISE_GEMMS[gemm["gemm"]]
+    x = next(operands(gemm))
     wanted = recorded(gemm)[:, : len(x.b)]
     operands_and_scales = x.a, x.b.T, x.scale_a, x.scale_b.T
-    kind: dict[str, Any] = {"granularity_a": pair[0], "granularity_b": pair[1], "split_k": gemm["split_k"]}
-    out = backend.scaled_mm(*operands_and_scales, out_dtype="float32", **kind)
+    options = {**options_of(gemm["gemm"]), "split_k": gemm["split_k"]}
+    out = backend.scaled_mm(*operands_and_scales, **options)
     assert np.array_equal(np.asarray(out).view(np.uint32), wanted)
-    one = exactly.scaled_mm(*operands_and_scales, out_dtype="float32", at=([2], [0]), **kind)
+    one = exactly.scaled_mm(*operands_and_scales, at=([2], [0]), **options)
     assert one.view(np.uint32).item() == wanted[2, 0]
 
 

@@ -146,10 +146,6 @@ def test_an_h100_adds_as_hopper_and_splits_by_a_plan_of_its_own() -> None:
     }
 
 
-def test_a_profile_is_named_in_signatures() -> None:
-    assert repr(HOPPER) == "Chip('Hopper', ...)"
-
-
 def test_instructions_of_the_public_recordings() -> None:
     """NUMERICS 11: steps, aligned bits, result bits, what is added when."""
     model = CHIPS["Ada"].instruction("test", (E5M2, E5M2), FLOAT32).model
