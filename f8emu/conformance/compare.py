@@ -162,6 +162,7 @@ def distances(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, n
     observed, expected = np.asarray(observed), np.asarray(expected)
     if expected.dtype.kind in "biu":
         return observed.astype(np.int64) - expected.astype(np.int64), np.zeros(expected.shape, np.bool_)
+    # Codes of one sign are in the order of magnitudes, so that indices of codes are indices of values.
     place = _places(expected)
     signs = np.where(place < 0, -1, 1)
     with np.errstate(invalid="ignore"):  # of signalling NaN

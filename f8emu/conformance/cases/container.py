@@ -53,6 +53,7 @@ def decode_container(
     Raises:
         GoldenFileError: not a safetensors file, or one cut short; it names `call` and `path` and ends in `remedy`.
     """
+    # 1. The header, whose length is checked before anything is read of it.
     source = _Source(call, path, remedy)
     if len(blob) < _LENGTH:
         raise _fault(source, f"at least {_LENGTH} bytes of header length", f"{len(blob)} bytes")
@@ -68,6 +69,7 @@ def decode_container(
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _fault(source, "metadata of strings", repr(metadata)[:80])
+    # 2. Tensors: each within the data, and together all of it. A file that is cut short or padded is refused.
     data = memoryview(blob)[_LENGTH + length :]
     tensors = {name: _tensor(name, entry, data, source) for name, entry in header.items()}
     needed = max((entry["data_offsets"][1] for entry in header.values()), default=0)

@@ -193,6 +193,7 @@ class GemmCase:
         In blockwise and grouped GEMMs neighbours matter, so those are not embedded.
         """
         assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BF16)
+        # Elsewhere scales are one and biases zero: noise among the codes is enough to show where it must not.
         rows, cols = list(sample.rows), list(sample.cols)
         scale_a, scale_b = self.scale_a, self.scale_b
         if self.mode is Mode.ROWWISE:

@@ -126,6 +126,7 @@ def _exact(a: Operand, b: Operand) -> np.ndarray:
 
 def _rounded_once(x: int, unit: int) -> np.float32:
     """`x * 2^unit`. Rounded to odd at 50 bits first: that is exact in float64, and float32 rounds it as it would x."""
+    # A sticky bit stands for all that is dropped. It is 26 places below the last of float32: it makes no tie.
     drop = max(abs(x).bit_length() - 50, 0)
     kept = abs(x) >> drop
     kept |= (kept << drop) != abs(x)

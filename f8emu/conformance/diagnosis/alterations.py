@@ -105,6 +105,7 @@ def _changed(rules: Rules, *, changed: Mapping[str, Any]) -> Rules:
     """The rules with other fields, or the same where these have no meaning."""
     if rules.scales.is_fused and (changed.get("promote_k") or 0) >= _BLOCK_K:  # no more than a block of scales
         return rules
+    # 1. Fields of the model, and those of the rules around it, as far as the adder has them.
     model = {name: value for name, value in changed.items() if name in _MODEL_FIELDS}
     others = {name: value for name, value in changed.items() if name not in _MODEL_FIELDS}
     if rules.adder is not Adder.TENSOR_CORE:  # steps, bits and their rounding are those of a tensor core
@@ -112,6 +113,7 @@ def _changed(rules: Rules, *, changed: Mapping[str, Any]) -> Rules:
         others = {name: value for name, value in others.items() if name not in ("terms", "sums")}
     if "result_fraction_bits" in model:  # a sum of a step is a float32 number
         model["result_fraction_bits"] = min(model["result_fraction_bits"], SUM_BITS[0])
+    # 2. Misreadings add up; what stands in one place is the last that was said of it.
     if "misreads" in others:
         others["misreads"] |= rules.misreads
     if "misplaced" in others:

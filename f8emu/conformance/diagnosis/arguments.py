@@ -98,15 +98,18 @@ def read_arguments(case: GemmCase, rules: Rules, at: Part | None) -> Arguments:
 def _scales(case: GemmCase, wrong: frozenset[Misreading]) -> list[np.ndarray]:
     """Both scales, [M, B] and [N, B]."""
     assert case.scale_a is not None and case.scale_b is not None
+    # 1. As they lie in memory: one taken for the other, or for another memory order.
     scales = [case.scale_a, case.scale_b.T]
     if Misreading.SCALES_SWAPPED in wrong and scales[0].shape == scales[1].shape:
         scales.reverse()
     if Misreading.SCALES_TRANSPOSED in wrong:  # a matrix whose memory is taken for that of the other order
         scales = [np.ravel(scale).reshape(scale.shape, order="F") for scale in scales]
+    # 2. Spread over rows. [EPI-5] A square of 128 has one for 128 rows.
     scales = [
         _spread(scales[0], case.granularity_a, len(case.a)),
         _spread(scales[1], case.granularity_b, len(case.b)),
     ]
+    # 3. Their values, as they are used.
     if Misreading.SCALES_FIRST_BLOCK in wrong:
         scales = [scale[:, :1].repeat(scale.shape[1], 1) for scale in scales]
     if Misreading.SCALES_INVERTED in wrong:

@@ -106,6 +106,7 @@ def observe_probes(subject: Subject, kind: Kind) -> ProbeOutputs | NoOutput:
     failures: list[NoOutput] = []
     refusals: list[NoOutput] = []
     lost_in_a_row = 0
+    # A probe counts in the first output type that gives one, or in all where every type shows something else.
     for probe in probes(kind, takes_any_size=subject.takes_any_size):
         for case in probe.cases():
             if subject.question(case).out_dtype != case.out_dtype:

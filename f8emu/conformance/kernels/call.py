@@ -35,12 +35,14 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if case.mode is Mode.BF16 or (case.mode is Mode.GROUPED_ROWWISE) != kernel.is_grouped:
         return case
     changes: list[str] = []
+    # 1. Output type and accumulation: those that the kernel has.
     if case.out_dtype not in kernel.out_dtypes:
         out_dtype = kernel.out_dtypes[0]
         bias = None if case.bias is None else case.bias.astype(dtype_of(out_dtype))
         case = replace(case, out_dtype=out_dtype, bias=bias)
     if case.mode is not Mode.BLOCKWISE and not kernel.chooses_accumulation:
         case = replace(case, use_fast_accum=kernel.accumulation is Accumulation.FAST)
+    # 2. [EPI-3] [EPI-5] Bias and scales. The name says what was changed: the case has other bits then.
     if case.bias is not None and not kernel.takes_bias:
         case, changes = replace(case, bias=None), [*changes, "no bias"]
     if case.scale_a is not None and _needs_squares(kernel, (case.granularity_a, case.granularity_b)):
@@ -50,6 +52,7 @@ def question(kernel: Kernel, case: GemmCase) -> GemmCase:
     if has_inverse and case.scale_a is not None and case.scale_b is not None:
         case = replace(case, scale_a=_power_of_two(case.scale_a), scale_b=_power_of_two(case.scale_b))
         changes = [*changes, "scales powers of two"]
+    # 3. The calls between, in the same form.
     if case.between:
         case = replace(case, between=tuple(question(kernel, one) for one in case.between))
     return replace(case, id=f"{case.id} ({', '.join(changes)})") if changes else case

@@ -203,6 +203,7 @@ def contained(
 
     def call(*args: object, **keywords: object) -> _T:
         thread, process = threading.get_ident(), os.getpid()
+        # 1. What the call may take with it: a fork, the streams, numpy's error state.
         is_outermost = thread not in _CALLS.running
         streams = sys.stdout, sys.stderr
         _CALLS.running.add(thread)
@@ -223,6 +224,7 @@ def contained(
             sys.stdout, sys.stderr = streams  # or the verdict is printed nowhere
             if is_outermost:
                 _CALLS.running.discard(thread)
+        # 2. A fork is told by the thread that made it, in the parent alone.
         if thread in _CALLS.forked:
             _CALLS.forked.discard(thread)
             raise Forked(f"{what} forked this process; start a separate program instead")

@@ -42,6 +42,7 @@ def function_of(kernel: Kernel, framework: Framework) -> Callable[..., Any]:
     if kernel.needs_gpu and not framework.on_gpu:
         install = f"; on a machine with one: {kernel.install}" if kernel.install else ""
         raise NotOffered(f"{kernel.name} needs a GPU, and {framework.name} has none here{install}")
+    # A package that is missing or broken is not offered where the declaration says how to install it: a run goes on.
     function = kernel.function
     if isinstance(function, str):
         try:
@@ -120,6 +121,7 @@ def _module_of_file(place: str) -> ModuleType:
         files = [os.path.join(os.path.dirname(place), one.name) for one in sorted(path.parent.glob("*.py"))]
         raise ImportError(f"there is no file {place}{_near(place, files)}")
     name = path.stem
+    # 1. A file that is imported already is not run again: its kernels may keep state.
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
@@ -128,6 +130,7 @@ def _module_of_file(place: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{place} is not a Python file")
+    # 2. It runs with its own directory first, as under `python FILE`.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     folder = str(path.parent)
     sys.path.insert(0, folder)
@@ -170,6 +173,7 @@ def is_interpreted(function: Callable[..., Any] | str) -> bool:
     interpreted; and where the function names Triton, which may load it when it is called, while Triton is told to
     interpret. `function` may be `package.module:function`, of a module that was imported.
     """
+    # 1. The function, what its module names, and the modules of those: where Triton's own part may be.
     found: Any = function
     if isinstance(function, str):
         place, _, names = function.rpartition(":")
@@ -180,6 +184,7 @@ def is_interpreted(function: Callable[..., Any] | str) -> bool:
     modules = {id(names): names for names in map(_namespace, beside)}
     if any(_is_made_so(value) for value in (found, *(x for names in modules.values() for x in list(names.values())))):
         return True
+    # 2. A function that loads Triton when it is called: what Triton is told then.
     triton = sys.modules.get("triton")
     is_told = os.environ.get("TRITON_INTERPRET", "").lower() in _TRUE
     is_told = is_told if triton is None else bool(triton.knobs.runtime.interpret)

@@ -115,7 +115,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
 def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
     # One row is compared, which does not depend on M, N and the layout: a list of many shapes has few of them.
     kind = replace(gemm, m=1, n=COLUMNS, layout="tn")
-    out = run.planned(gemm, *_operands(kind))
+    out = run.planned(gemm, *revealing_operands(kind))
     if isinstance(out, Refused):
         return out
     for split_k in _candidates(gemm, guess):
@@ -124,14 +124,9 @@ def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
     return Refused(reason="no split-K gives these bits")
 
 
-@lru_cache(maxsize=64)
-def _operands(kind: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
-    return revealing_operands(kind)
-
-
 @lru_cache(maxsize=4096)
 def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
-    return emulated(kind, *_operands(kind), split_k)
+    return emulated(kind, *revealing_operands(kind), split_k)
 
 
 def _candidates(gemm: PlannedGemm, first: int) -> Iterator[int]:
@@ -170,6 +165,7 @@ def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int)
     )[0]
 
 
+@lru_cache(maxsize=64)
 def revealing_operands(gemm: PlannedGemm) -> tuple[np.ndarray, np.ndarray]:
     """A row of a, [K], and `COLUMNS` columns of b, [C, K], whose dot products are zero but for what is rounded away."""
     rng = np.random.default_rng(_SEED)

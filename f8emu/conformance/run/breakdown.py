@@ -140,6 +140,7 @@ class Contrast:
 
 def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage: float = 0.5) -> list[Contrast]:
     """The sharpest contrast and those near to it, at most three; none where the shares are not `high` and `low`."""
+    # 1. Of each trait the sharpest contrast; traits that part the cases alike are told together.
     same: dict[tuple[tuple[int, int], tuple[int, int]], tuple[str, ...]] = {}
     for trait, values in counts.items():
         telling = [
@@ -153,6 +154,7 @@ def contrasts(counts: Counts, *, high: float = HIGH, low: float = LOW, coverage:
             sharpest = max(telling, key=lambda one: one.difference)
             key = sharpest.inside, sharpest.outside
             same[key] = (*same.get(key, ()), *sharpest.names)
+    # 2. The sharpest of all, and what is as good.
     merged = [Contrast(names=names, inside=inside, outside=outside) for (inside, outside), names in same.items()]
     merged.sort(key=lambda one: -one.difference)
     return [one for one in merged if one.difference >= merged[0].difference - _NEAR][:_VALUES]

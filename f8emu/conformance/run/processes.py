@@ -169,6 +169,7 @@ class Workers:
                 with suppress(OSError):  # a worker that is gone is met when it is listened to
                     connection.send((running[connection], str(golden.path), errors))
 
+        # 1. A part for every worker. 2. The next one for whoever is done, until none is left and all are back.
         for connection in self._connections:
             give(connection)
         shown: Any = None

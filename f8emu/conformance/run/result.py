@@ -196,6 +196,7 @@ def joined(results: Sequence[StageResult], errors: int) -> StageResult:
     for result in results:
         first_differences.update(result.first_differences)
     sums = ("cases_total", "cases_equal", "cases_not_offered", "outputs_total", "outputs_equal", "seconds")
+    # Traits and dtypes in the order in which they first appear: a report of shares reads as one of the whole.
     traits = dict.fromkeys(trait for result in results for trait in result.tallies)
     dtypes = dict.fromkeys(dtype for result in results for dtype in result.ulps)
     examples = [result.example for result in results if result.example is not None]

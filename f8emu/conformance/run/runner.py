@@ -155,6 +155,7 @@ def load_and_call(name: str, *, arrays: str, timeout: float | None) -> Subject:
 
 
 def _tried(subject: Subject) -> _Tried:
+    # One kind after the other: the first output ends it, and so does a fault, which the suite reports itself.
     error, tried = "", 0
     first: FirstCall | None = None
     for gemm in _kinds(subject):

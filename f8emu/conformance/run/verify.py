@@ -55,6 +55,7 @@ def stages_with(
 
         return replace(stage, cases=cases, is_whole=False)
 
+    # 1. Stages that have such a case, drawn no further than needed: the last ones take longest.
     names: list[str] = []
     found: list[Stage] = []
     unmatched = set(patterns)
@@ -66,6 +67,7 @@ def stages_with(
             found.append(only(stage))
         if set(patterns) <= set(names):  # what follows need not be drawn
             break
+    # 2. A pattern without a case is a mistake of the caller, never an empty run that passes.
     for pattern in patterns:
         if pattern in unmatched:
             near = [name for name in names if pattern in name] or get_close_matches(pattern, names, 1, 0.3)
