@@ -12,18 +12,17 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import runner
 from benchmarks.kernels import draw_kernels, kernels
 from benchmarks.measure import forget
 from benchmarks.subjects import MODES, SUBJECTS, compile_options, converted
-from benchmarks.timing import back_to_back, synchronize
+from benchmarks.timing import back_to_back, peak_bytes
 
 WARMUP = 4
 """Steps before the first figure; their losses are recorded."""
@@ -47,25 +46,6 @@ _TINY_CONFIG = _CONFIG | {
     "num_key_value_heads": 2,
     "vocab_size": 256,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """A model in training on one batch."""
-
-    subject: str
-    model: Any
-    optimizer: torch.optim.Optimizer
-    ids: Tensor
-    """int64 [batch, length], input and labels."""
-
-    def step(self) -> Tensor:
-        """Forward, backward, the optimizer; the loss before it."""
-        loss = self.model(input_ids=self.ids, labels=self.ids).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
 
 def _losses(entry: runner.Entry) -> str:
@@ -108,22 +88,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     ids = torch.randint(config["vocab_size"], shape, device=device)
     entries: list[runner.Entry] = [{"subject": name} for name in arguments.subjects]
-    ready: dict[str, Training] = {}
+    ready: dict[str, Callable[[], Tensor]] = {}
     for entry in entries:
         name = entry["subject"]
         with runner.attempt(entry):
             ready[name] = _ready(name, config, ids, arguments.mode, entry, arguments.recompute_casts)
         runner.say(f"{name}: {entry.get('absent') or entry.get('failed') or 'ready'}")
     times = runner.take_turns(
-        {name: lambda t=training: back_to_back(t.step, steps, device).ms for name, training in ready.items()}, rounds
+        {name: lambda s=step: back_to_back(s, steps, device).ms for name, step in ready.items()}, rounds
     )
     for entry in (e for e in entries if e["subject"] in ready):
-        training = ready[entry["subject"]]
-        entry |= runner.spread(times[training.subject])
+        step = ready[entry["subject"]]
+        entry |= runner.spread(times[entry["subject"]])
         entry["tokens_per_second"] = 1e3 * ids.numel() / entry["ms"]
-        entry["losses"].append(training.step().item())
-        if training.subject in arguments.kernels:
-            entry["kernels"] = kernels(training.step, device)
+        entry["losses"].append(step().item())
+        if entry["subject"] in arguments.kernels:
+            entry["kernels"] = kernels(step, device)
     runner.add_ratios(entries, {})
     runner.draw_entries("Hugging Face Llama, a training step", entries, _COLUMNS)
     for e in entries:
@@ -138,26 +118,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _ready(
     name: str, config: dict[str, Any], ids: Tensor, mode: str, entry: runner.Entry, recompute_casts: bool
-) -> Training:
-    """The subject after its warm-up; its peak memory is measured beside what others hold."""
-    device = ids.device
-    others = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    start = time.perf_counter()
-    training = _training(name, config, ids, mode, recompute_casts)
-    entry["losses"] = [training.step().item() for _ in range(WARMUP)]
+) -> Callable[[], Tensor]:
+    """The subject's step after its warm-up; its peak memory is measured beside what others hold."""
+    device, start = ids.device, time.perf_counter()
+    held = torch.cuda.memory_allocated if device.type == "cuda" else lambda _: 0
+    others = held(device)
+    step = _training(name, config, ids, mode, recompute_casts)
+    entry["losses"] = [step().item() for _ in range(WARMUP)]
     entry["warmup_s"] = round(time.perf_counter() - start, 2)
-    entry["peak_bytes"] = None
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        training.step()
-        synchronize(device)
-        entry["peak_bytes"] = torch.cuda.max_memory_allocated(device) - others
-    return training
+    own = held(device) - others
+    above = peak_bytes(step, device)
+    entry["peak_bytes"] = None if above is None else own + above
+    return step
 
 
-def _training(name: str, config: dict[str, Any], ids: Tensor, mode: str, recompute_casts: bool) -> Training:
-    """The same weights for every subject.
+def _training(name: str, config: dict[str, Any], ids: Tensor, mode: str, recompute_casts: bool) -> Callable[[], Tensor]:
+    """A step of training on one batch, which gives the loss before it; the same weights for every subject.
 
     Raises:
         AbsentError: the subject's library is not installed.
@@ -168,11 +144,17 @@ def _training(name: str, config: dict[str, Any], ids: Tensor, mode: str, recompu
         model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).to(torch.bfloat16)
     converted(name, model, left_out=("lm_head",), recompute_casts=recompute_casts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    if mode == "compiled":
-        for layer in model.model.layers:
-            assert isinstance(layer, nn.Module)
-            layer.compile(**compile_options(name))
-    return Training(subject=name, model=model, optimizer=optimizer, ids=ids)
+    for layer in model.model.layers if mode == "compiled" else ():
+        layer.compile(**compile_options(name))
+
+    def step() -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
 
 
 def _transformers() -> Any:

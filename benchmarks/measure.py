@@ -1,6 +1,7 @@
 """Time and peak memory of one workload, its subjects taking turns."""
 
 import gc
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from benchmarks.kernels import kernels
 from benchmarks.runner import Entry, add_ratios, attempt, spread, take_turns
 from benchmarks.subjects import Subject, make_subject, recipe_of
-from benchmarks.timing import back_to_back, captured, kept_bytes, median, peak_bytes
+from benchmarks.timing import back_to_back, captured, kept_bytes, peak_bytes
 from benchmarks.workloads import Floor, Workload
 
 WARMUP = 5
@@ -61,7 +62,7 @@ def measure(
 
     times = take_turns({label: lambda label=label: turn(label) for label in ready}, rounds)
     for label, (subject, entry, step) in ready.items():
-        entry |= spread(times[label]) | {"enqueue_ms": median(enqueue[label])}
+        entry |= spread(times[label]) | {"enqueue_ms": statistics.median(enqueue[label])}
         if not is_graph:
             entry["peak_bytes"] = peak_bytes(subject.step, device)
             subject.free()

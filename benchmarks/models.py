@@ -1,4 +1,4 @@
-"""The models that are timed and trained: a linear layer, Llama's feed-forward and transformer blocks, a small Llama."""
+"""The models that are timed and trained: Llama's feed-forward and transformer blocks, a small Llama."""
 
 import torch
 from torch import Tensor, nn
@@ -6,17 +6,6 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 
 ROPE_BASE = 500_000.0
 """Llama-3's."""
-
-
-class OneLinear(nn.Module):
-    """`x [..., dim] -> [..., hidden]`, below a module, since a module swap needs a parent."""
-
-    def __init__(self, dim: int, hidden: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)
 
 
 class FeedForward(nn.Module):

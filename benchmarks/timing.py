@@ -1,7 +1,6 @@
 """Time and memory of a step on a device: events on the GPU, a clock on the CPU."""
 
 import importlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -99,7 +98,3 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(count, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2e3 * count / alone(lambda: target.copy_(source), device)
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gemms import Shape, gemm_ms
-from benchmarks.models import FeedForward, OneLinear, TransformerBlock
+from benchmarks.models import FeedForward, TransformerBlock
 from benchmarks.timing import alone
 from f8emu.spec import HIGH_PRECISION_CAST, Gemm, Recipe
 
@@ -85,12 +85,14 @@ class Workload:
         return found
 
     def input(self, device: torch.device) -> Tensor:
-        shape = (self.tokens, self.dim) if self.attention is None else (1, self.tokens, self.dim)
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+        return self._drawn(self.dim, device)
 
     def grad_output(self, device: torch.device) -> Tensor:
-        shape = (self.tokens, self.out_dim) if self.attention is None else (1, self.tokens, self.out_dim)
-        return torch.randn(shape, device=device, dtype=torch.bfloat16) * 1e-3
+        return self._drawn(self.out_dim, device) * 1e-3
+
+    def _drawn(self, size: int, device: torch.device) -> Tensor:
+        shape = (self.tokens, size) if self.attention is None else (1, self.tokens, size)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
 
 
 def _cast_bytes(recipe: Recipe, tensor: str, size: int, is_produced: bool) -> int:
@@ -145,7 +147,7 @@ def linear(tokens: int, k: int, n: int) -> Workload:
     return Workload(
         name="linear",
         title=f"one linear layer, {k} -> {n}",
-        build=lambda: OneLinear(k, n),
+        build=lambda: nn.Sequential(nn.Linear(k, n, bias=False)),  # a module swap needs a parent
         tokens=tokens,
         dim=k,
         out_dim=n,
