@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import f8emu.torch as f8
+from benchmarks.models import FeedForward
 from f8emu.spec import (
     RECIPES,
     ROWWISE,
     ROWWISE_WITH_GW_HP,
     TENSORWISE,
     OperandError,
-    Recipe,
     SpecError,
     UnsupportedError,
 )
@@ -185,18 +185,10 @@ def test_a_buffer_that_is_filled_behind_torchs_back_is_cast_again(requires_grad:
     assert_same_bits(layer(x), layer(x.clone()))
 
 
-class FeedForward(nn.Module):
+def block_of(name: str) -> Any:
     """The block of the benchmarks, small."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(32, dtype=BF16)
-        self.w1, self.w3 = (layer_of(recipe, 48, 32, BF16, bias=False) for _ in range(2))
-        self.w2 = layer_of(recipe, 32, 48, BF16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.w2(nn.functional.silu(self.w1(h)) * self.w3(h))
+    torch.manual_seed(0)
+    return f8.convert_to_float8_training(FeedForward(32, 48).to(BF16), config=name)
 
 
 def checkpointed(block: nn.Module, mode: str) -> Any:
@@ -212,7 +204,7 @@ def checkpointed(block: nn.Module, mode: str) -> Any:
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_activation_checkpointing_gives_the_same_bits(name: str, mode: str, assert_same_bits: Any) -> None:
-    block, x = FeedForward(RECIPES[name]), draw(16, 32, seed=3, dtype=BF16)
+    block, x = block_of(name), draw(16, 32, seed=3, dtype=BF16)
 
     def run(mode: str, x: Tensor) -> tuple[list[Tensor], OpCounter]:
         mine, counter = copy.deepcopy(block), OpCounter()
@@ -307,7 +299,7 @@ class Float8Made(TorchDispatchMode):
 @pytest.mark.parametrize("name", RECIPES)
 def test_full_checkpointing_keeps_no_float8_copy(name: str) -> None:
     """However it would be kept: one copy of each input is alive after a forward pass, none where it is recomputed."""
-    block, x = FeedForward(RECIPES[name]), draw(16, 32, seed=3, dtype=BF16).requires_grad_()
+    block, x = block_of(name), draw(16, 32, seed=3, dtype=BF16).requires_grad_()
     inputs = 0 if RECIPES[name].grad_weight.is_high_precision else 3 if name == "delayed" else 2
     for mode, expected in (("none", inputs), ("full", 0)):
         with Float8Made() as float8:
