@@ -32,9 +32,9 @@ from f8emu.conformance.compare import abbreviated, different, hexadecimal
 from f8emu.conformance.layers.layer import LayerCase, LayerMode, describe_layer, layer_traits
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.conformance.layers.trace import SplitK, layer_parts, trace_parts
-from f8emu.conformance.run.check import Case, OwnSplit, Parts, Split, Traits
+from f8emu.conformance.run.check import Case, Parts, Split, Traits
 from f8emu.conformance.run.gemm_text import describe_gemm, gemm_traits, options_of, recorded_inputs, torch_snippet
-from f8emu.conformance.run.oracle import gemm_oracle, layer_oracle, value_oracle
+from f8emu.conformance.run.oracle import OwnSplit, gemm_oracle, layer_oracle, value_oracle
 from f8emu.conformance.run.subject import NotOffered, Subject
 from f8emu.spec import HIGH_PRECISION, HOPPER, DelayedScaling, Format, Granularity, ScaleRule
 
