@@ -59,6 +59,7 @@ def require_of_recipe(record: GemmRecord, recipe: Recipe) -> None:
     Raises:
         CaptureError: another format, granularity, accumulation or chip.
     """
+    # A record under another rule than its recipe's would be judged by the wrong one.
     gemm = recipe.gemms[record.gemm]
     expected = {
         "a_format": (gemm.a.format or BFLOAT16).name,
@@ -133,6 +134,7 @@ def _operand(
 
 def _inverses(scale: np.ndarray) -> Iterator[np.ndarray]:
     """Float32 arrays whose reciprocals are `scale`, or the nearest one where none is."""
+    # The captured scale is float32(1 / inv_scale): rounding may have made several inv_scales one scale.
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         nearest = np.float32(1) / scale
         yield nearest

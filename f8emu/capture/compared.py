@@ -39,6 +39,7 @@ class Finding:
 
 def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], CapturedStep], list[str]]:
     """(step, rank) -> step, a finished one rather than an unfinished one; and a line for each that is left over."""
+    # Finished steps come first in the order, and so keep their number.
     found: dict[tuple[int, int], CapturedStep] = {}
     left_over: list[CapturedStep] = []
     for step in sorted(steps, key=lambda step: not step.is_complete):
@@ -52,6 +53,7 @@ def numbered(steps: Iterable[CapturedStep]) -> tuple[dict[tuple[int, int], Captu
 
 def absent_ranks(steps: Iterable[CapturedStep]) -> list[str]:
     """A line for each step that some ranks did not capture; not of one that was given by its own path."""
+    # Of a step that any rank captured, all ranks are expected.
     ranks: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
     for header in (step.header for step in steps if not step.is_alone):

@@ -157,12 +157,14 @@ def _by_key(side: str, step: CapturedStep, found: CaptureDiff) -> dict[tuple[str
 
 def _is_excused(step: CapturedStep, one: CapturedRecord) -> bool:
     """Whether a step says itself why it has no such record."""
+    # A list of what was left out may end with "N more", which stands for any record.
     places = [left.place for left in step.left_out]
     is_told = any(one.record.place.startswith(place) or place.endswith(" more") for place in places)
     return is_told or not step.is_complete
 
 
 def _context(a: CapturedStep, b: CapturedStep) -> Iterator[str]:
+    # What may explain a difference: said first, and no difference in itself.
     def shown(header: StepHeader) -> dict[str, str]:
         names = ", ".join(sorted(recipe.label for recipe in header.recipes.values()))
         versions = {name: str(version) for name, version in header.versions.items() if version is not None}

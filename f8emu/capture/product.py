@@ -41,6 +41,7 @@ def sampled(record: GemmRecord, arrays: Arrays, outputs: int | None) -> Sampled:
     """
     if outputs is None or outputs >= record.m * record.n:
         return taken(record, arrays, np.arange(record.m), np.arange(record.n))
+    # Drawn by the record's number: a second replay judges the same outputs.
     generator = np.random.default_rng(record.order)
     count = min(record.m, math.isqrt(outputs))
     rows = _drawn(record.m, count, record.granularity_a, generator)
@@ -89,6 +90,7 @@ def product_of(record: GemmRecord, part: Sampled, judge: Subject, split_k: int) 
         NotOffered: a chip that this version does not know.
         F8Error: operands that the chip does not multiply.
     """
+    # 1. The chip and the output type that the record names.
     chip = CHIPS.get(record.chip)
     if chip is None:
         raise NotOffered(f"this version of f8emu does not know the chip {record.chip!r}")
@@ -97,6 +99,7 @@ def product_of(record: GemmRecord, part: Sampled, judge: Subject, split_k: int) 
         return np.zeros(part.product.shape, part.product.dtype)
     # Zeros along K add nothing, but the library slices the padded length [CHAIN-3].
     a, b = _padded(part.a), _padded(part.b)
+    # 2. In high precision no scales; else as the chip pairs them.
     if part.scale_a is None or part.scale_b is None:
         return judge.verbs["mm"](a, b.T, out_dtype=out_format, split_k=split_k, chip=chip)
     granularities = Granularity(record.granularity_a), Granularity(record.granularity_b)

@@ -136,6 +136,7 @@ def read_capture(path: str | Path) -> tuple[CapturedStep, ...]:
 
 
 def _step(path: Path) -> CapturedStep:
+    # 1. The index: header, list of records, what was left out.
     source = str(path / INDEX)
     index = _index(path / INDEX, source)
     try:
@@ -148,7 +149,7 @@ def _step(path: Path) -> CapturedStep:
         raise CaptureError(f"read_capture: {source}: {error}; {REMEDY}") from None
     is_complete = index["is_complete"] and not path.name.endswith(UNFINISHED)
     damaged: list[str] = []
-    # A finished step has what its index lists; of any other, each file that holds a whole record counts.
+    # 2. A finished step has what its index lists; of any other, each file that holds a whole record counts.
     if is_complete:
         records = [_entry(path, entry, f"{source}: record {i}") for i, entry in enumerate(entries)]
     else:
@@ -159,6 +160,7 @@ def _step(path: Path) -> CapturedStep:
                 records.append(_unlisted(path / name))
             except CaptureError as error:
                 damaged.append(str(error))
+    # 3. In the order in which they happened, which must tell them apart.
     records.sort(key=lambda one: one.record.order)
     if len({one.record.order for one in records}) != len(records):
         raise CaptureError(f"read_capture: {source}: expected an 'order' of its own in every record; {REMEDY}")
@@ -206,6 +208,7 @@ def _list(index: Mapping[str, Any], key: str) -> list[Any]:
 def _entry(path: Path, entry: object, source: str) -> CapturedRecord:
     if not isinstance(entry, dict):
         raise _fault(source, "an object", repr(entry)[:60])
+    # The name may not lead out of the directory, and the size is compared before the file is mapped.
     rest = dict(entry)
     name, size, digest = rest.pop("file", None), rest.pop("bytes", None), rest.pop("sha256", None)
     if not isinstance(name, str) or not FILE_NAME.fullmatch(name):

@@ -72,6 +72,7 @@ class _Record:
         Raises:
             SpecError: a key that is missing or unknown, or a value out of its range.
         """
+        # Strict: an index may come from anywhere, and a bool is no int here.
         kinds = get_type_hints(cls)
         names = {field.name for field in fields(cls)}  # pyright: ignore[reportArgumentType]
         if unknown := set(entry) - names - {"kind"}:

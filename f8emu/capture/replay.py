@@ -98,6 +98,7 @@ def replay(
         CaptureError: no GEMM could be read.
         MissingExtraError: the named oracle needs JAX, which is not installed.
     """
+    # 1. Bad arguments, and what the steps say of themselves: ranks and steps that are missing or there twice.
     if oracle is not None and oracle not in ORACLES:
         raise SpecError(f"replay: oracle must be one of {', '.join(ORACLES)}; got {oracle!r}")
     if outputs is not None and outputs < 1:
@@ -106,6 +107,7 @@ def replay(
     _, twice = numbered(steps)
     found.missing = twice + absent_ranks(steps)
     run = _Run(found, oracle, outputs, errors)
+    # 2. Step by step, record by record; a damaged record costs itself alone.
     try:
         for step in steps:
             if progress is not None:
@@ -175,6 +177,7 @@ class _Run:
 
     def product(self, step: CapturedStep, record: GemmRecord, arrays: Arrays) -> None:
         self.found.outputs += arrays["product"].size
+        # A product is judged by the captured operands, so that a wrong cast does not make it wrong too.
         part = sampled(record, arrays, self.outputs)
         judge = self.judge(record)
         try:
@@ -199,6 +202,7 @@ class _Run:
         wrong: np.ndarray,
         sample: Sampled | None = None,
     ) -> None:
+        # 1. The counts of the kind: scales, codes, products. 2. A finding, with its first mismatches.
         count = self.found.counts[part.rpartition(".")[2]]
         bad = int(np.count_nonzero(wrong))
         count.parts += 1

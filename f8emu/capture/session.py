@@ -86,6 +86,7 @@ class Session:
 
     def next(self, layer: str, what: str) -> dict[str, int]:
         """`order` and `turn` of the next record."""
+        # The number of records so far: records that are left out count too, so that two captures can be matched.
         order = sum(self._turns.values())
         turn = self._turns[layer, what] = self._turns.get((layer, what), 0) + 1
         return {"order": order, "turn": turn}
@@ -108,6 +109,7 @@ class Session:
 
     def end(self) -> None:
         """End the current step."""
+        # A ring goes on until it is written; listed steps end with the last of them.
         current, self._current = self._current, None
         self._turns = {}
         self.number += 1

@@ -141,6 +141,7 @@ class StepWriter:
 
     def _write_index(self, *, is_complete: bool) -> int:
         """Gives its bytes."""
+        # A list without end would not fit the room that was kept for the index.
         left_out = self.left_out[:_MOST_LISTED]
         if more := len(self.left_out) - len(left_out):
             left_out.append(LeftOut(place=f"{more} more", size=0, reason="not listed one by one"))
@@ -166,6 +167,7 @@ def size_of(arrays: Mapping[str, Stored]) -> int:
 
 def _container(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
     """A safetensors file in pieces, so that no array is copied."""
+    # 1. The header: dtype, shape and place of each array, padded so that the arrays are aligned.
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, array in arrays.items():
@@ -174,6 +176,7 @@ def _container(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> Ite
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED)
     yield struct.pack("<Q", len(text)) + text
+    # 2. The arrays, where they are.
     for array in arrays.values():
         yield array.data
 

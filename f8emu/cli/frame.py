@@ -78,6 +78,7 @@ class Outcome(Protocol):
 
 def status_of(found: Outcome) -> int:
     """The exit status of a run that was reported."""
+    # Ctrl-C has a status of its own, also where a difference was found before it.
     if found.is_interrupted:
         return INTERRUPTED
     return DIFFERENT if found.has_difference else 0 if found.is_equal else BAD_USAGE

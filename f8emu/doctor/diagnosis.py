@@ -125,6 +125,7 @@ def engine_of_torch(device: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an idle GPU, or of no engine: the text says it
         text = engine_of(device)
+    # The recipe's chip runs on the hardware; another GPU may do so under its own profile.
     own = [chip for chip in CHIPS.values() if is_device_of(chip, torch.device(device))]
     if HOPPER in own:
         return f"hardware, {text}"

@@ -201,6 +201,7 @@ def _scaled_mm(subject: str, device: "torch.device") -> list[Probe]:
     import torch
 
     emulates = "emulates it where there is no float8 hardware"
+    # Codes of finite numbers and both signs: a NaN would hide where the scales go.
     generator = np.random.default_rng(0)
     codes = generator.integers(0, 0x7F, (2, 16, 32), dtype=np.uint8) | generator.integers(
         0, 2, (2, 16, 32), dtype=np.uint8

@@ -168,6 +168,7 @@ def _numpy_to_torch(torch: Any, array: "np.ndarray", copy: bool | None) -> "torc
     """Copied into memory of torch's own, which is aligned for whoever shares it next."""
     import numpy as np
 
+    # torch takes writable memory whose strides are whole elements; float8 goes as integers of its width.
     array, dtype = np.asarray(array), getattr(torch, _name(array))
     is_shared = array.flags.writeable
     is_shared = is_shared and all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)

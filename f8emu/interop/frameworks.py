@@ -66,6 +66,7 @@ def jax_device(device: "torch.device | str") -> Any:
     jax = require_jax("interop.jax_device")
     place = torch.device(device)
     if place.type == "cuda":
+        # CUDA_VISIBLE_DEVICES is read by both libraries, so that the local number is the same GPU.
         index = torch.cuda.current_device() if place.index is None else place.index
         try:
             devices = jax.local_devices(backend="cuda")

@@ -125,6 +125,7 @@ def nested(call: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _filled(call: str, like: Any, arrays: Mapping[str, Any]) -> Any:
     """The tree `like` with these arrays as its leaves."""
     jax = require_jax(f"interop.{call}")
+    # Leaves that are no arrays (functions, sizes of an equinox module) stay as they are in `like`.
     leaves = list(_named_leaves(like))
     _require_same(call, {name: tuple(leaf.shape) for name, leaf in leaves if _is_parameter(leaf)}, arrays)
     filled = [arrays[name] if _is_parameter(leaf) else leaf for name, leaf in leaves]
@@ -152,6 +153,7 @@ def _keys(path: Sequence[Any]) -> Iterator[str]:
 
 
 def _require_same(call: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Any]) -> None:
+    # Names first: a shape is only compared where both sides have the parameter.
     missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
     if missing or unknown:
         raise OperandError(

@@ -39,6 +39,7 @@ class ParameterRule:
     """Sizes of axes in parentheses; one axis of each pair of parentheses may be left out."""
 
     def __post_init__(self) -> None:
+        # 1. Fields: a name must lead there and back. 2. Axes: the same on both sides, each once.
         fields = [sorted(_FIELD.findall(name)) for name in (self.torch, self.flax)]
         if fields[0] != fields[1]:
             raise SpecError(
@@ -90,6 +91,7 @@ class ParameterRule:
 
     def _split(self, group: tuple[str, ...], size: int) -> dict[str, int]:
         """The sizes of the axes in one pair of parentheses."""
+        # One axis of a group follows from the others.
         given = {axis: self.sizes[axis] for axis in group if axis in self.sizes}
         left = [axis for axis in group if axis not in given]
         known = math.prod(given.values())
@@ -107,6 +109,7 @@ def renamed(rules: Sequence[ParameterRule], name: str, ndim: int, *, to: str) ->
     Raises:
         OperandError: no rule fits, or the rules lead back to another name.
     """
+    # The first rule that fits the name and the number of axes holds.
     back = "torch" if to == "flax" else "flax"
     found, rule = next(_fitting(rules, name, ndim, to=to), (None, None))
     if found is None or rule is None:

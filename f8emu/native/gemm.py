@@ -102,6 +102,7 @@ def described(call: GemmCall, a: Matrix, b: Matrix, out: Output) -> Gemm:
 
     Shapes: a [M, K], b [N, K], out [M, N].
     """
+    # The order is that of the struct's fields.
     scaling = UNSCALED if call.granularities is None else scaling_of(call.granularities)
     return Gemm(
         *call.sizes,

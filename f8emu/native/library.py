@@ -84,6 +84,7 @@ def _warn_once(message: str) -> None:
 @functools.cache
 def width_numbers() -> dict[str, int]:
     """The widths that run on this machine, fastest first: name -> number in the library."""
+    # The library lists its widths, fastest first, and ends with a null; not all run on this processor.
     found, names = library(), list[str]()
     while found is not None and (name := found.f8_width_name(len(names))) is not None:
         names.append(name.decode())

@@ -49,6 +49,7 @@ def fits(model: AccumulationModel) -> bool:
 @functools.cache
 def model_of(model: AccumulationModel) -> Model:
     """The struct of a profile's model, whose order of K is at most 32 long."""
+    # 0 stands for None, but for the reach, of which 0 is a value.
     found = Model(
         step_k=model.step_k,
         aligned_fraction_bits=model.aligned_fraction_bits,

@@ -87,6 +87,7 @@ def typed(call: str, name: str, x: ArrayLike, format: Format = FLOAT32) -> Array
     array = array_of(call, name, x)
     if array.dtype != np.float64 and array.dtype.kind not in "iub":
         return array
+    # There and back: what comes back another number was not held; a NaN stays one.
     with np.errstate(over="ignore", invalid="ignore"):
         converted = array.astype(dtype_of(format))
     back = converted.astype(np.float64)

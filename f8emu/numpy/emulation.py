@@ -87,6 +87,7 @@ def scale_from_amax(amax: ArrayLike, format: Format | str, rule: ScaleRule = Sca
     inv_scale, scale = np.empty(values.shape, np.float32), np.empty(values.shape, np.float32)
     addresses = given.ctypes.data, inv_scale.ctypes.data, scale.ctypes.data
     caster.scales(*addresses, given.size, target, rule, margin=margin)
+    # The engine's NaN is any NaN; the oracle's is one.
     return Scales(canonical_nan(inv_scale), canonical_nan(scale))
 
 
@@ -126,6 +127,7 @@ def _cast(
     stages: int,
     width: str | None,
 ) -> None:
+    # The engine reads lines: one of the two strides must be 1.
     alive: list[Array] = []
     x = _readable(x, alive)
     if 1 not in _strides(x):

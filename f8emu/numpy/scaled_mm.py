@@ -177,6 +177,7 @@ def _planned(gemm: Gemm) -> Gemm:
     call = gemm.call
     if call.split_k is not None or 0 in call.sizes:
         return gemm
+    # [PLAN-3] As cuBLAS names layouts: its first operand is `b`.
     is_transposed = [x.strides[1] != x.itemsize and x.strides[0] == x.itemsize for x in (gemm.b_NK.T, gemm.a_MK)]
     asked = of_call(call, "".join("nt"[is_t] for is_t in is_transposed))
     return gemm._replace(call=replace(call, split_k=known_split_k("f8emu.numpy", asked, call.chip, stacklevel=5)))

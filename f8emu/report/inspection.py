@@ -40,6 +40,7 @@ _MOST_POINTS = 400
 
 def page(run: Run, worst: Sequence[Place], by: str, log: Path) -> Page:
     """The whole run."""
+    # The measure that sorts is shown, also where it is none of the usual ones.
     measures = _MEASURES if by in _MEASURES else (*_MEASURES, by)
     columns = ("layer", "GEMM", "operand", "cast", *("sqnr dB" if m == "sqnr" else m for m in measures), "at", "steps")
     table = Table(
@@ -167,6 +168,7 @@ def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[flo
 
 def _curve(place: Place, by: str) -> tuple[list[int], list[float]]:
     """The worst of each step that has a finite value."""
+    # Several ranks or calls may have the same step: the worst of them counts.
     found: dict[int, float] = {}
     choose = min if by in LOWER_IS_WORSE else max
     for step, value in zip(place.steps, place.curves[by], strict=True):

@@ -161,6 +161,7 @@ def _table(table: Table) -> "rich.table.Table":
     from rich.table import Table as Drawn
     from rich.text import Text as Words
 
+    # Cells are words, not markup: a name of a foreign kernel may have brackets and control characters.
     title = Words(printable(table.caption), style="bold")
     drawn = Drawn(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for i, name in enumerate(table.columns):

@@ -53,6 +53,7 @@ def verdict(result: Result) -> str:
         return f"equal: {', and '.join(equal + [own] * bool(splits))}" + (
             f"; {skipped} cases not offered" if skipped else ""
         )
+    # Else the subjects and stages to blame; a subject of which nothing ran proves nothing.
     failed = []
     for subject in result.subjects:
         wrong = [s.stage for s in subject.stages if s.status in (Status.DIFFERENT, Status.EMPTY)]

@@ -110,6 +110,7 @@ def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
 
 
 def _mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
+    # Of how many cases, of how many outputs, and how many of them are shown.
     found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
     if not found:
         return []
@@ -142,6 +143,7 @@ def _mismatch(one: Mismatch) -> Row:
 
 def _stage_lines(subject: SubjectResult) -> Iterator[str]:
     """The stages that differ one by one, those that are equal in one sentence, and who judged."""
+    # 1. Equal stages. 2. Others, one by one. 3. What was not offered, and who judged, by reason and judge.
     equal = [_counts(stage) for stage in subject.stages if stage.status is Status.EQUAL]
     if equal:
         yield f"  equal: {'; '.join(equal)}"

@@ -153,6 +153,7 @@ class Chip:
         """How operands with scales of granularities (a, b) are accumulated; None: bfloat16 operands."""
         if granularities is None:
             return self.bfloat16
+        # Block scales have one accumulation; with 128x128 scales its slices are longer [CHAIN-3].
         if not granularities[0].is_blockwise:
             return self.float8_fast if use_fast_accum else self.float8
         if Granularity.BLOCKWISE_128X128 not in granularities:

@@ -131,6 +131,7 @@ class Recipe:
     @property
     def content_hash(self) -> str:
         """SHA-256 of all fields but the name, in hex: two recipes with equal hashes give equal bits."""
+        # The text without the name: a renamed recipe gives the same bits.
         content = {k: v for k, v in self.to_dict().items() if k != "name"}
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

@@ -72,6 +72,7 @@ def _at(place: str) -> Generator[None, None, None]:
 
 
 def _typed(kind: type[_T], value: object, place: str) -> _T:
+    # TOML and JSON may write 1 for 1.0; a bool is an int of Python's, and no number here.
     is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
     if type(value) is not kind and not is_number:
         raise SpecError(f"recipe: {place} must be of type {kind.__name__}; got {value!r}")
@@ -95,6 +96,7 @@ def _table(
 ) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise SpecError(f"recipe: {place} must be a table; got {data!r}")
+    # A key too many is an error: a misspelt one would silently mean its default.
     table = dict(cast(dict[str, Any], data))
     missing = [key for key in required if key not in table]
     unknown = [key for key in table if key not in required + optional]

@@ -74,6 +74,7 @@ class PlannedGemm:
     """The dtypes of `a` and `b`, in a float8 GEMM only."""
 
     def __post_init__(self) -> None:
+        # Plans are read from files: every field is checked by name.
         for name in "mnk":
             size = getattr(self, name)
             if type(size) is not int or size < 1:
@@ -148,6 +149,7 @@ def planned_gemm(
         use_fast_accum: one chain [CHAIN-1]; of float8 operands only.
         layout: one of `LAYOUTS`; of bfloat16 operands only.
     """
+    # Operands are zero-padded before the library sees them.
     m, n, k = HOPPER.padded_sizes(*sizes)
     if granularities is None:
         return PlannedGemm(m=m, n=n, k=k, gemm="bfloat16", layout=layout, out_dtype=dtypes[0])

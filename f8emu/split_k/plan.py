@@ -109,6 +109,7 @@ def _gemm(data: Any, place: str) -> PlannedGemm:
     if not isinstance(data, dict):
         raise SpecError(f"{place}: expected an object with {', '.join(_REQUIRED)}; got {_kind(data)}")
     item = cast(dict[str, Any], data)
+    # Unknown keys, then missing ones, then values: a misspelt key is told as one.
     keys = (*_REQUIRED, *_OPTIONAL)
     unknown = [key for key in item if key not in keys]
     if unknown:

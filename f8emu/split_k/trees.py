@@ -107,6 +107,7 @@ class Plan:
 
     def split_k(self, gemm: PlannedGemm) -> Split:
         """S of a GEMM: looked up if it was recorded, else predicted."""
+        # What was measured holds, whatever the trees say.
         found = self.recorded.get((gemm.table, gemm.rows, gemm.n, gemm.k))
         return self.predicted(gemm) if found is None else Split(found, Source.RECORDED)
 

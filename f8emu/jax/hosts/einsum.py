@@ -37,10 +37,12 @@ def einsum(subscripts: str, input: Any, weight: Any, *, dot_general: Callable[..
             "state; close over it: lambda x, w, dimensions: delayed(x, w, state, dimensions)"
         )
     x, w, result = _names(subscripts, jnp.ndim(input), jnp.ndim(weight))
+    # 1. Axes by their roles: of both operands and the result, summed, or of one operand alone.
     batch = [name for name in result if name in x and name in w]
     summed = [name for name in x if name in w and name not in result]
     dimensions = [[names.index(name) for name in axes] for axes in (summed, batch) for names in (x, w)]
     product = dot_general(input, weight, (tuple(dimensions[:2]), tuple(dimensions[2:])))
+    # 2. `dot_general` gives batch, input, weight, in this order; the caller may want another.
     own = [[name for name in names if name not in (*batch, *summed)] for names in (x, w)]
     order = [*batch, *own[0], *own[1]]
     return jnp.transpose(product, [order.index(name) for name in result])

@@ -52,6 +52,7 @@ class Float8Linear(eqx.Module):
         Raises:
             OperandError, UnsupportedError: as for `f8emu.jax.dot_general`.
         """
+        # The leaves go into one primitive, so that a vmap over examples sees rows, not layers.
         state = None if self.state is None else overwrite_with_gradient(self.state, self.recipe)
         leaves, tree = jax.tree.flatten((x, self.weight, state))
         y = _bind(_Product(self.recipe, self.engine, tree), *leaves)
@@ -124,6 +125,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *leaves: Any, product: _Product, jaxpr
 
 
 def _batch(leaves: Any, axes: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> tuple[jax.Array, int]:
+    # Only x has an axis of examples: its rows are those of one layer, with one amax.
     x, *rest = leaves
     if all(axis is None for axis in axes[1:]):
         return _bind(product, jnp.moveaxis(x, axes[0], 0), *rest), 0
@@ -131,6 +133,7 @@ def _batch(leaves: Any, axes: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> 
 
 
 def _jvp(primals: Any, tangents: Any, *, product: _Product, jaxpr: ClosedJaxpr) -> tuple[jax.Array, jax.Array]:
+    # Leaves without a tangent stay constants.
     given = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
     def of_given(*changed: jax.Array) -> jax.Array:

@@ -109,6 +109,7 @@ def release(layers: Iterable[nn.Linear]) -> None:
 
 def _replace(layers: Iterable[_Layer], make: Callable[[_Layer], Tensor | None]) -> None:
     """Replace the weights by new ones, where `make` gives one; layers that share a weight go on sharing it."""
+    # By identity: a shared weight is replaced once.
     new: dict[int, nn.Parameter] = {}
     for layer in layers:
         weight = layer.weight
@@ -127,6 +128,7 @@ def require_sole_reader(call: str, recipe: Recipe, module: nn.Module, layers: Ma
     Raises:
         UnsupportedError: a weight that another module reads, or two layers with different scales.
     """
+    # 1. Layers that share a weight: one scale for both. 2. Every other reader of a weight.
     owner: dict[int, tuple[str, nn.Linear]] = {}
     for fqn, layer in layers.items():
         first, known = owner.setdefault(id(layer.weight), (fqn, layer))

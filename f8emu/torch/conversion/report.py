@@ -122,6 +122,7 @@ def report_of(
     sharded = sharded_layers(module)
 
     def outcome_of(fqn: str, layer: nn.Linear) -> tuple[Outcome, str]:
+        # The order is that of the remedies: what no setting changes comes first, sizes come last.
         is_sharded = id(layer) in sharded
         if isinstance(layer, Float8Linear):
             return Outcome.ALREADY, ""
@@ -162,6 +163,7 @@ def report_of(
 
 def _own_computation(layer: nn.Linear, subclasses: Collection[type[nn.Linear]]) -> str:
     """Why the layer does not compute what nn.Linear does; empty where it does."""
+    # From the weight to the class to the forward: each may replace what nn.Linear computes.
     kind, weight = type(layer), own_parameters(layer).get("weight")
     if weight is None or is_lazy(weight):
         return "its weight is not a parameter yet, or is computed in every call"

@@ -48,6 +48,7 @@ def unpacked_float8(code: jax.Array, format: Format) -> jax.Array:
     Bits 0 to 3 are the significand with its leading bit, in units of 2^-3; 4 to 10 the raw exponent plus 57, which is 0
     for a zero; 13 and 14 say NaN and not finite, both with the significand of a zero; 15 is the sign.
     """
+    # Fields of the common layout, from the lowest bit up.
     sig, exponent = _fields(code, format, _ZERO_FLOAT8)
     sig = sig << _FRACTION_BITS - format.fraction_bits
     exponent = (exponent + _EXPONENT_OFFSET).astype(jnp.uint32) << _FRACTION_BITS + 1
@@ -153,6 +154,7 @@ def special_terms(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def sign_values(code: jax.Array, format: Format) -> jax.Array:
     """Float32: NaN, +-inf, 0, or the sign of any other value."""
+    # The exponent bits alone tell what is not finite; any other value but zero becomes its sign.
     bits = float32_bits(code, format)
     magnitude = bits & softfloat.INFINITY
     one = jnp.where(bits << 1 == 0, jnp.uint32(0), jnp.uint32(softfloat.ONE) | (bits >> 31) << 31)

@@ -59,6 +59,7 @@ class Chain(NamedTuple):
     @property
     def step(self) -> Step:
         """What computes the steps: float32 or int32 where their terms fit it."""
+        # The fast steps cut and do not round, and their sums fit 24 or 32 bits; all else is general.
         model = self.model
         is_cut = model.rounding is Rounding.TOWARD_ZERO and model.floored is None
         is_float8 = self.a_format.bits == self.b_format.bits == 8
@@ -202,6 +203,7 @@ def _block(chain: Chain, x: jax.Array, i: jax.Array, axis: int) -> jax.Array:
 
 def _block_sum(chain: Chain, a: jax.Array, b: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """(block index, accumulator) -> the accumulator after all steps of the block."""
+    # A step at a time within a block: float8 from packed codes, others from a block that was taken apart.
     step_k = chain.model.step_k
     steps = chain.block_k // step_k
     if chain.step is Step.FLOAT8:
@@ -252,5 +254,6 @@ def _with_specials(chain: Chain, a: jax.Array, b: jax.Array, total: jax.Array) -
         special = jnp.where(magnitude > softfloat.INFINITY, jnp.uint32(softfloat.NAN), special)
         return jnp.where(magnitude >= softfloat.INFINITY, special, total)
 
+    # Most tiles have nothing special; the second product runs where one has.
     is_plain = jnp.all(is_finite(a, chain.a_format)) & jnp.all(is_finite(b, chain.b_format))
     return lax.cond(is_plain, lambda a, b, total: total, replaced, a, b, total)

@@ -137,6 +137,7 @@ def _round_pack(exp: jax.Array, top: jax.Array) -> jax.Array:
 
 def _pack(exp: jax.Array, sig: jax.Array) -> jax.Array:
     """Magnitude bits of `sig * 2^(max(exp, -126) - 23)`, `sig` <= 2^24: its hidden bit adds 1 to the exponent field."""
+    # The hidden bit of a normal number adds the one that is missing here; a carry beyond 254 is infinity.
     field = jnp.clip(exp + 126, 0, 254).astype(jnp.uint32)
     return jnp.minimum((field << 23) + sig, jnp.uint32(INFINITY))
 
@@ -160,6 +161,7 @@ def _unpack(code: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _product_24(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The product of two 24-bit numbers as two limbs of 24 bits, from four products of 12 bits."""
+    # Each partial product has 24 bits, and the sum of the two middle ones 25: all fit uint32.
     a_high, a_low, b_high, b_low = a >> 12, a & 0xFFF, b >> 12, b & 0xFFF
     middle = a_high * b_low + a_low * b_high
     low = a_low * b_low + ((middle & 0xFFF) << 12)

@@ -26,6 +26,7 @@ def widened(x: jax.Array) -> Wide:
 
 def plus(x: Wide, y: Wide) -> Wide:
     """The sum, which the caller knows to fit."""
+    # A carry shows as a sum below its term.
     low = x.low + y.low
     return Wide(x.high + y.high + (low < x.low).astype(jnp.int32), low)
 
@@ -49,6 +50,7 @@ def magnitude(x: Wide) -> tuple[jax.Array, jax.Array]:
     """The absolute value as two uint32, high and low."""
     is_negative = x.high < 0
     high, low = _unsigned(x.high), x.low
+    # Two's complement: not, plus one; the carry reaches the upper limb where the lower one is 0.
     negated_low = ~low + 1
     negated_high = ~high + (low == 0).astype(jnp.uint32)
     return jnp.where(is_negative, negated_high, high), jnp.where(is_negative, negated_low, low)

@@ -190,6 +190,7 @@ def _add_bias(product: Array, bias: ArrayLike | None, out_format: Format) -> Arr
             f"linear: bias must have shape {product.shape[1:]}, one value an output; got {addend.shape}; reshape it"
         )
     with np.errstate(over="ignore", invalid="ignore"):
+        # Two roundings, as torchao has them: the bias, then the sum.
         rounded = as_float32(convert(addend, out_format), "linear")
         return convert(as_float32(product, "linear") + rounded, out_format)
 
@@ -218,6 +219,7 @@ def _delayed_states(recipe: Recipe, delayed_state: DelayedStates | None, tensors
                 "leave it out"
             )
         return {}
+    # Of a tensor that no GEMM casts to float8, no state is needed.
     needed = {t for t in tensors if any(not cast.is_high_precision for _, _, cast in recipe.casts(t))}
     needed &= set(recipe.delayed.tensors)
     missing = sorted(needed - set(delayed_state or {}))

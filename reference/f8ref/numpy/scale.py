@@ -152,6 +152,7 @@ def expand_scale(scale: ArrayLike, granularity: Granularity, shape: tuple[int, .
     """
     factors = checked_scale(scale, granularity, shape, call)
     rows, k = shape
+    # One scale for all rows, or all of K, broadcasts; others are repeated over their block.
     block = granularity.block
     if block[0] not in (None, 1):
         factors = factors.repeat(block[0], axis=0)[:rows]
