@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import f8ref.numpy as reference
 from f8emu.native import library
@@ -53,6 +54,14 @@ def fresh_compiler() -> Iterator[None]:
     yield
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import dataclasses
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import f8emu
@@ -286,13 +285,6 @@ def test_a_changed_recipe_is_told_apart() -> None:
 
 
 # Other libraries
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_a_sharded_model_is_refused(one_rank: None) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import HashStore, destroy_process_group, init_process_group  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -320,18 +319,15 @@ def test_what_would_leave_the_master_behind_is_refused(optimizer: Any) -> None:
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in before if key.endswith("weight"))
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_groups_of_ranks() -> None:
     """DDP trains it; what shards it says what to do instead."""
-    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
-        model, alone = primary("delayed"), primary("delayed")
-        replica = DistributedDataParallel(model, init_sync=False)
-        step(replica, f8.MasterWeights(replica.parameters(), AdamW, lr=0.05), 0)
-        step(alone, f8.MasterWeights(alone.parameters(), AdamW, lr=0.05), 0)
-        assert_same_model(model, alone)
-        with pytest.raises(UnsupportedError, match="under DDP pass init_sync=False"):
-            DistributedDataParallel(primary("delayed"))
-        with pytest.raises(UnsupportedError, match="convert without float8_primary_weights"):
-            fully_shard(primary("tensorwise"))
-    finally:
-        destroy_process_group()
+    model, alone = primary("delayed"), primary("delayed")
+    replica = DistributedDataParallel(model, init_sync=False)
+    step(replica, f8.MasterWeights(replica.parameters(), AdamW, lr=0.05), 0)
+    step(alone, f8.MasterWeights(alone.parameters(), AdamW, lr=0.05), 0)
+    assert_same_model(model, alone)
+    with pytest.raises(UnsupportedError, match="under DDP pass init_sync=False"):
+        DistributedDataParallel(primary("delayed"))
+    with pytest.raises(UnsupportedError, match="convert without float8_primary_weights"):
+        fully_shard(primary("tensorwise"))

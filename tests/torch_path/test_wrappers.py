@@ -1,13 +1,11 @@
 """Models in wrappers, and layers that hold layers: names, checkpoints and conversion are those of the plain model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # pyright: ignore[reportMissingTypeStubs]
     checkpoint_wrapper,
     offload_wrapper,
@@ -20,6 +18,7 @@ from f8emu.torch.float8_layer import all_float8_layers
 from f8emu.torch.layer.float8_linear import Float8Linear
 
 pytestmark = [
+    pytest.mark.usefixtures("one_rank"),
     # Or asks a tensor between two graphs for its gradient.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
@@ -87,13 +86,6 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "FSDP1 of FSDP1": lambda model: Fsdp(in_parts(lambda layer: Fsdp(checkpoint_wrapper(layer)))(model)),
     "all": lambda model: compiled(DistributedDataParallel(compiled(in_parts(checkpoint_wrapper)(model)))),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
