@@ -58,15 +58,17 @@ def test_exact_steps_agree_with_ml_dtypes(fmt: Format, overflow: Overflow) -> No
 
 
 def test_exact_steps_by_hand() -> None:
-    starts, codes = exact_steps(E4M3FN, Overflow.SATURATE)
-    found = dict(zip(starts.tolist(), codes.tolist(), strict=True))
+    def steps(fmt: Format, overflow: Overflow) -> dict[int, int]:
+        starts, codes = exact_steps(fmt, overflow)
+        return dict(zip(starts.tolist(), codes.tolist(), strict=True))
+
+    found = steps(E4M3FN, Overflow.SATURATE)
     assert found[0] == 0
     assert found[0x3A800001] == 1, "beyond 2^-10, the tie between 0 and 2^-9, which goes to 0"
     assert found[0x3B400000] == 2, "3 * 2^-10, the tie between 1 and 2, goes to the even 2"
     assert found[0x43E80001] == E4M3FN.max_code, "beyond the tie 464: saturated"
     assert found[0x7F800001] == found[0xFF800001] == E4M3FN.nan_code
-    starts, codes = exact_steps(E5M2, Overflow.NONFINITE)
-    found = dict(zip(starts.tolist(), codes.tolist(), strict=True))
+    found = steps(E5M2, Overflow.NONFINITE)
     assert found[0x47700000] == 0x7C, "61440, the tie above the odd max_code, is infinity"
     assert found[0x80000000] == 0x80
 

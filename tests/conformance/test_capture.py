@@ -155,6 +155,11 @@ def again(path: Path) -> Replay:
     return replay(read_capture(path), oracle="f8ref.numpy")
 
 
+def replayed(path: Path) -> tuple[int, str]:
+    """Status and output of the command."""
+    return invoke("replay", path, "--oracle", "f8ref.numpy")[:2]
+
+
 # Replay
 
 
@@ -402,7 +407,7 @@ def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp
     path = written(tmp_path / "run", records)
     same = written(tmp_path / "same", records)
     FAULTS["cut short"][0](path)
-    status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
+    status, out = replayed(path)
     equal = f"equal: {(M + N) * K} of {(M + N) * K} of {(M + N) * K} outputs of 2 GEMMs"
     assert status == 1 and out.splitlines()[-1].startswith(f"DAMAGED: 1 file; {equal}"), out
     status, out, _ = invoke("diff", path, same)
@@ -412,7 +417,7 @@ def test_one_damaged_file_costs_its_record_alone(layers: dict[str, Records], tmp
 def test_a_product_that_is_not_computed_again_is_not_equal(layers: dict[str, Records], tmp_path: Path) -> None:
     (record, arrays), *rest = (one for one in layers["rowwise"] if isinstance(one[0], GemmRecord))
     written(tmp_path, [(replace(record, chip="Rubin", recipe="its own"), arrays), *rest[:1]])
-    status, out, _ = invoke("replay", tmp_path, "--oracle", "f8ref.numpy")
+    status, out = replayed(tmp_path)
     assert status == 2 and "product: this version of f8emu does not know the chip 'Rubin'" in out
     assert out.splitlines()[-1].startswith("NOT VERIFIED: 1 product was not computed again; equal: "), out
 
@@ -491,7 +496,7 @@ def test_a_limit_is_kept_and_told(layers: dict[str, Records], tmp_path: Path) ->
     assert sum(file.stat().st_size for file in path.glob("*.safetensors")) <= LIMIT
     (step,) = read_capture(path)
     assert step.left_out and all(f"limit_bytes={LIMIT} is reached" in one.reason for one in step.left_out)
-    status, out, _ = invoke("replay", path, "--oracle", "f8ref.numpy")
+    status, out = replayed(path)
     assert status == 2 and "missing (" in out and f"limit_bytes={LIMIT} is reached" in out
     things = "1 thing is" if len(step.left_out) == 1 else f"{len(step.left_out)} things are"
     assert out.splitlines()[-1].startswith(f"NOT VERIFIED: {things} missing; equal: "), out
@@ -621,14 +626,14 @@ def test_what_is_missing_is_counted_and_never_equal(
     assert status == 2 and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
     assert text in out.replace("\n", " ") and "alone has" not in out
     if kind != "a record twice":  # a replay looks at all that there is
-        status, out, _ = invoke("replay", tmp_path / sides[0], "--oracle", "f8ref.numpy")
+        status, out = replayed(tmp_path / sides[0])
         assert status == 2 and text in out and out.splitlines()[-1].startswith("NOT VERIFIED: "), out
 
 
 def test_a_step_by_its_own_path_needs_no_other_ranks(layers: dict[str, Records], tmp_path: Path) -> None:
     written(tmp_path, layers["rowwise"][:3], world_size=2)
     step = tmp_path / "step-00000007-rank-00000"
-    assert invoke("diff", step, step)[0] == invoke("replay", step, "--oracle", "f8ref.numpy")[0] == 0
+    assert invoke("diff", step, step)[0] == replayed(step)[0] == 0
     assert invoke("diff", step, tmp_path)[0] == 2
 
 
