@@ -149,6 +149,12 @@ def test_the_order_of_the_page(page: Path) -> None:
         "What differs: recorded GEMMs",
     ]
     assert text.index('id="verdict"') < text.index("<h2 ")
+    # What is wrong is told in tables, with bars: each case's output, and how much of each kind is explained.
+    for heads in (
+        ("expected", "found", "outputs of the case that differ"),
+        ("by the chip's rules", "by this explanation"),
+    ):
+        assert all(f">{name}</th>" in unescape(text) for name in heads)
     command = re.search(r"<pre [^>]*>(.*?)</pre>", text, re.DOTALL)
     assert command is not None and "f8emu verify " in command[1] and "torch._scaled_mm(" in command[1]
     equal = verify([load_subject("f8ref.numpy")], stages=["golden"], golden=replace(shipped_golden(), cases=()))
