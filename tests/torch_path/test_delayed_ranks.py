@@ -38,11 +38,15 @@ def batch(step: int) -> Tensor:
     return (torch.randn(16, 32, generator=generator) * LOUDER**rank).bfloat16()
 
 
-def train(model: nn.Module, optimizer: Optimizer, *, steps: range = range(STEPS)) -> list[Tensor]:
+def train(
+    model: nn.Module, optimizer: Optimizer, *, explicit: bool = False, steps: range = range(STEPS)
+) -> list[Tensor]:
     outputs: list[Tensor] = []
     for step in steps:
         output = model(batch(step))
         (output.float().square().mean() / LOUDER**2).backward()
+        if explicit:
+            sync(model)
         optimizer.step()
         optimizer.zero_grad()
         outputs.append(output.detach())
@@ -123,12 +127,16 @@ def no_group() -> None:
 
 
 def steps_follow(wrap: Callable[[nn.Module], nn.Module], kind: Callable[..., Optimizer]) -> None:
-    """Every step is one update; the same scales on both ranks."""
-    model = wrap(make())
-    train(model, kind(model.parameters(), lr=0.01))
-    ours, others = of_ranks(model)
-    assert_same_state(ours, others)
-    assert_updated(model, STEPS)
+    """Without a call, the bits of explicit calls; the same scales on both ranks, and an update a step."""
+    states: list[dict[str, Tensor]] = []
+    for explicit in (False, True):
+        model = wrap(make())
+        train(model, kind(model.parameters(), lr=0.01), explicit=explicit)
+        ours, others = of_ranks(model)
+        assert_same_state(ours, others)
+        assert_updated(model, STEPS)
+        states.append(state_of(model))
+    assert_same_state(*states)
 
 
 def shard(model: nn.Module) -> nn.Module:
