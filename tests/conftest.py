@@ -65,7 +65,7 @@ def assert_layers_equal(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Seque
     def check(subject: str, cases: Sequence[Any]) -> None:
         monkeypatch.setattr(stages, "layer_cases", lambda full_size: cases)
         result = verify([load_subject(subject)], stages=["layers"])
-        assert result.is_equal, list(mismatch_lines(result, 5))
+        assert result.is_equal, [mismatch_lines(subject, 5) for subject in result.subjects]
         assert result.subjects[0].stages[0].cases_total == len(cases)
 
     return check

@@ -9,10 +9,8 @@ from f8emu.capture.read import Arrays
 from f8emu.capture.record import GemmRecord
 from f8emu.conformance.compare import different
 from f8emu.conformance.run.subject import NotOffered, Subject
-from f8emu.spec import CHIPS, OPERANDS, Granularity, format_by_name
+from f8emu.spec import CHIPS, HOPPER, OPERANDS, Granularity, format_by_name
 
-_SIZE_MULTIPLE = 16
-"""Operands are zero-padded to it along K, and the slices of K are those of the padded length [CHAIN-3]."""
 _BLOCK = 128
 _MOST_SLICES = 16
 _SHORTEST_SLICE = 64
@@ -122,7 +120,8 @@ def product_of(record: GemmRecord, part: Sampled, judge: Subject, split_k: int) 
 
 
 def _padded(codes: np.ndarray) -> np.ndarray:
-    beyond = -codes.shape[1] % _SIZE_MULTIPLE
+    # The slices of K are those of the padded length [CHAIN-3].
+    beyond = -codes.shape[1] % HOPPER.size_multiple
     if not beyond:
         return np.ascontiguousarray(codes)
     return np.pad(codes.view(f"u{codes.itemsize}"), ((0, 0), (0, beyond))).view(codes.dtype)

@@ -58,7 +58,7 @@ def _status(stage: StageResult) -> Cell:
 
 def _subject(subject: SubjectResult, errors: int) -> Section:
     parts: list[Section] = []
-    head, *lines = _mismatch_lines(subject, errors) or [""]
+    head, *lines = mismatch_lines(subject, errors) or [""]
     if head:
         shown: list[Block] = [Text(points=lines, only="terminal"), *_mismatches(subject, errors)]
         parts.append(Section(title="One output of each case that differs", lead=head, blocks=shown))
@@ -103,13 +103,8 @@ def _diagnosis(name: str, kinds: tuple[Diagnosis, ...]) -> Section:
     return Section(title=f"Diagnosis of {name}", blocks=[lines, table] if rows else [lines])
 
 
-def mismatch_lines(result: Result, errors: int) -> Iterator[str]:
-    """One output of each case that differs, `errors` cases of each subject at the most, and how many there are."""
-    for subject in result.subjects:
-        yield from _mismatch_lines(subject, errors)
-
-
-def _mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
+def mismatch_lines(subject: SubjectResult, errors: int) -> list[str]:
+    """One output of each case that differs, of `errors` cases at the most, and how many there are."""
     # Of how many cases, of how many outputs, and how many of them are shown.
     found = [mismatch for stage in subject.stages for mismatch in stage.mismatches]
     if not found:

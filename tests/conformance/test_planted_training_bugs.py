@@ -207,6 +207,6 @@ def test_a_bug_in_the_training_path_is_caught(name: str, monkeypatch: pytest.Mon
     (stage,) = result.subjects[0].stages
     assert stage.status is Status.DIFFERENT
     assert list(stage.first_differences) == [bug.first]
-    line = list(mismatch_lines(result, 1))[1]
+    line = mismatch_lines(result.subjects[0], 1)[1]
     assert line.startswith(f"{bug.recipe.name} ") and f" {bug.mode.value}: {bug.first}" in line
     assert "expected" in line

@@ -27,7 +27,7 @@ from f8emu.torch.conversion.layers import (
 from f8emu.torch.conversion.report import ConversionReport, Outcome, linear_layers, report_of, sharded_layers
 from f8emu.torch.conversion.torchao import ModuleFilter, RecipeLike, resolve_recipe
 from f8emu.torch.delayed.update import UpdateGroup
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE
+from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm.engine import resolve_engine
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.torch_internals import replace_modules
@@ -231,7 +231,7 @@ def _check_report(report: ConversionReport) -> None:
     odd = [f"{e.fqn or 'the module'} {list(e.shape)}" for e in report.entries if e.outcome is Outcome.SIZE]
     if odd:
         raise OperandError(
-            f"{_CALL}: in_features and out_features must be multiples of {SIZE_MULTIPLE}; got [out, in] of "
+            f"{_CALL}: in_features and out_features must be multiples of {CHIP.size_multiple}; got [out, in] of "
             f"{', '.join(odd)}; leave these layers out with module_filter_fn, or pass pad=True, which zero-pads their "
             "GEMMs"
         )

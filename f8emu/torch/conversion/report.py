@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.conversion.layers import surrounds_forward
 from f8emu.torch.conversion.torchao import ModuleFilter
-from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE
+from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES
 from f8emu.torch.layer.float8_linear import Float8Linear
 from f8emu.torch.torch_internals import ConvNd, is_dtensor, named_modules, own_parameters
 
@@ -132,11 +131,11 @@ def report_of(
             return Outcome.FILTER, ""
         if is_sharded:
             return Outcome.SHARDED, "convert the model first, then shard it"
-        if pad or not (layer.in_features % SIZE_MULTIPLE or layer.out_features % SIZE_MULTIPLE):
+        if pad or not (layer.in_features % CHIP.size_multiple or layer.out_features % CHIP.size_multiple):
             return Outcome.CONVERTED, ""
         if any(part.lower().startswith("lora_") for part in fqn.split(".")):
-            return Outcome.ADAPTER, f"its rank is not a multiple of {SIZE_MULTIPLE}"
-        return Outcome.SIZE, f"not multiples of {SIZE_MULTIPLE}"
+            return Outcome.ADAPTER, f"its rank is not a multiple of {CHIP.size_multiple}"
+        return Outcome.SIZE, f"not multiples of {CHIP.size_multiple}"
 
     found: dict[int, tuple[Outcome, str]] = {}
     entries: list[ConversionEntry] = []

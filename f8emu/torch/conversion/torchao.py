@@ -25,7 +25,6 @@ from f8emu.spec.recipe import (
 )
 from f8emu.spec.scaling import Granularity, ScaleRule
 from f8emu.torch.dtypes import CHIP, float8_format
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE
 
 _GRANULARITIES = {"tensorwise": Granularity.TENSORWISE, "axiswise": Granularity.ROWWISE}
 _OPTIONS = {
@@ -223,7 +222,7 @@ def filter_small_layers(
         if not isinstance(module, nn.Linear):
             return True
         sizes = (module.in_features, module.out_features)
-        if not pad and any(size % SIZE_MULTIPLE for size in sizes):
+        if not pad and any(size % CHIP.size_multiple for size in sizes):
             return False
         return smallest is None or (min(sizes) >= smallest.features and sizes[0] * sizes[1] >= smallest.parameters)
 

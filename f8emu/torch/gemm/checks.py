@@ -23,13 +23,9 @@ from f8emu.spec.gemm_call import (
     scaled_mm_call,
 )
 from f8emu.spec.scaling import Granularity
-from f8emu.torch.dtypes import CHIP, HIGH_PRECISION_DTYPES, name_of
+from f8emu.torch.dtypes import HIGH_PRECISION_DTYPES, name_of
 from f8emu.torch.gemm.engine import Engine, resolve_engine
 
-SIZE_MULTIPLE = CHIP.size_multiple
-"""K and N must be multiples of this."""
-VECTOR_MULTIPLE = CHIP.vector_multiple
-"""With 1x128 scales of `a`, M must be a multiple of this."""
 Checked = tuple[GemmCall, Engine]
 
 

@@ -121,10 +121,8 @@ def run_mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
 def mm(a: Tensor, b: Tensor, *options: Any) -> Tensor:
     """`f8emu.torch.mm`; the options are those of `checked_mm`."""
     gemm, engine = checked_mm(a, b, *options)
-    out_dtype = options[0]
-    return seen_as_mm(
-        a, b, out_dtype, lambda: run_mm(a, b, out_dtype, engine.value, gemm.split_k, gemm.chip.name)
-    )  # fmt: skip
+    options = options[0], engine.value, gemm.split_k, gemm.chip.name
+    return seen_as_mm(a, b, options[0], lambda: run_mm(a, b, *options))
 
 
 @fake(run_scaled_mm)

@@ -34,7 +34,7 @@ from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.layers import surrounds_forward
 from f8emu.torch.conversion.torchao import ModuleFilter, filter_small_layers
 from f8emu.torch.delayed.sync import DelayedScalingState
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE
+from f8emu.torch.dtypes import CHIP
 from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 
 _AUTO_FILTER = "auto_filter_small_kn"
@@ -93,7 +93,7 @@ def _wanted(options: Options) -> ModuleFilter:
 
     def is_wanted(layer: nn.Module, fqn: str) -> bool:
         is_multiple = isinstance(layer, nn.Linear) and not any(
-            size % SIZE_MULTIPLE for size in (layer.in_features, layer.out_features)
+            size % CHIP.size_multiple for size in (layer.in_features, layer.out_features)
         )
         return is_multiple and not any(name in fqn for name in names)
 

@@ -8,7 +8,6 @@ from f8emu.spec.recipe import Gemm
 from f8emu.spec.scaling import Granularity
 from f8emu.torch.dtypes import CHIP
 from f8emu.torch.gemm import operators
-from f8emu.torch.gemm.checks import SIZE_MULTIPLE, VECTOR_MULTIPLE
 from f8emu.torch.layer.operands import Operand
 from f8emu.torch.library import is_known
 from f8emu.torch.scale import scale_of_rows
@@ -38,8 +37,8 @@ def gemm(
         return torch.zeros((m, n), dtype=dtype, device=a.codes.device)
     # 1. Pad K and N, and M where scales of rows of 128 are read as vectors [EPI-5].
     granularity_a, granularity_b = _granularities(spec)
-    pad_k, pad_n = _to_multiple(k, SIZE_MULTIPLE), _to_multiple(n, SIZE_MULTIPLE)
-    pad_m = _to_multiple(m, VECTOR_MULTIPLE) if granularity_a is Granularity.BLOCKWISE_1X128 else 0
+    pad_k, pad_n = _to_multiple(k, CHIP.size_multiple), _to_multiple(n, CHIP.size_multiple)
+    pad_m = _to_multiple(m, CHIP.vector_multiple) if granularity_a is Granularity.BLOCKWISE_1X128 else 0
     padded_a, padded_b = _padded(a.codes, pad_m, pad_k), _padded(b.codes, pad_n, pad_k)
     # 2. Multiply.
     if spec.a.format is None:
