@@ -12,7 +12,10 @@ import torch
 
 import f8emu.torch as f8
 import f8ref.numpy as reference
+from benchmarks import workloads
 from benchmarks.models import FeedForward
+from benchmarks.subjects import make_subject
+from benchmarks.timing import peak_bytes
 from f8emu.conformance.layers.layer import LayerMode
 from f8emu.conformance.layers.layer_cases import layer_cases
 from f8emu.spec import (
@@ -420,6 +423,22 @@ def test_reduced_overhead_gives_the_bits_of_eager(name, assert_same_bits) -> Non
         for found, wanted in zip(observed, expected, strict=True):
             assert_same_bits(found, wanted)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "delayed", "blockwise"])
+def test_a_compiled_block_holds_no_more_memory_than_bfloat16(name: str) -> None:
+    """What computes a cast's input runs before the results of the cast are allocated."""
+    device, workload = torch.device("cuda"), workloads.feed_forward(2048, 1024, 3584)
+    model = workload.build().to(device, torch.bfloat16)
+    peaks: list[int] = []
+    for subject in ("bf16", f"f8emu/{name}"):
+        step = make_subject(subject, "compiled", model, workload.input(device), workload.grad_output(device), "none")
+        for _ in range(3):
+            step.step()
+        step.free()
+        peaks.append(peak_bytes(step.step, device) or 0)
+        step.free()
+    assert 0 < peaks[1] <= 1.01 * peaks[0]
 
 
 def test_the_emulation_leaves_the_memory_of_the_gpu_to_torch() -> None:

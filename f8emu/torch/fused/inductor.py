@@ -97,11 +97,13 @@ def _lowered(overload: torch._ops.OpOverload, cast: Any) -> Callable[..., Any]:
             output if output.side is None or output.side in sides else Output((0, 0), output.dtype)
             for output in outputs
         ]
-        # 2. Their buffers, and the kernels that fill them.
+        # 2. The input, before the results: what computes it comes first, and the memory that it frees serves them.
+        x = ExternKernel.require_contiguous(x)
+        # 3. Their buffers, and the kernels that fill them.
         results = [_allocated(x, output) for output in outputs]
         out = [None if 0 in output.shape else result for output, result in zip(outputs, results, strict=True)]
         if any(result is not None for result in out):
-            cast.launch(_InductorLauncher(plans), out, ExternKernel.require_contiguous(x), *args)
+            cast.launch(_InductorLauncher(plans), out, x, *args)
         return results[0] if is_single else results
 
     return lowered
