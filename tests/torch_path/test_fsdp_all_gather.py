@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import f8emu.torch as f8
 from f8emu.spec import UnsupportedError, recipe_by_name
-from f8emu.torch.weights import gather_memory
-from f8emu.torch.weights import scales as weight_scales
+from f8emu.torch.weights import coded_weight
+from f8emu.torch.weights import codes as weight_codes
 from f8emu.torch.weights.sharded_weight import ShardedWeight
 from tests.torch_path.delayed import by_calls_alone
 from tests.torch_path.ranks import forked, join, run_cases
@@ -306,7 +306,7 @@ def traffic(recipe: str, part: float, *, checkpoints: bool = False, backend: str
 def scale_of_one_rank() -> None:
     """A planted bug: ranks that scale by their own rows are noticed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_scales, "reduce_amax", lambda amax, groups: amax)
+        patch.setattr(weight_codes, "reduce_amax", lambda amax, groups: amax)
         with pytest.raises(AssertionError):
             compare("tensorwise", precomputes=False)
 
@@ -418,11 +418,11 @@ def dies_in_a_step(rank: int, directory: Path) -> None:
 
 def test_the_first_gather_takes_memory_where_the_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """FSDP2 calls the first hook in the stream of its copies, whose memory no other stream could use again."""
-    monkeypatch.setattr(gather_memory, "all_gather", lambda out, own, group: out.copy_(own))
+    monkeypatch.setattr(coded_weight, "all_gather", lambda out, own, group: out.copy_(own))
     x = torch.randn(32, 48)
     recipe = recipe_by_name("rowwise")
     weight: Any = ShardedWeight(x, recipe)
-    weight.state.own = weight_scales.OwnRows(n=32)
+    weight.state.own = weight_codes.OwnRows(n=32)
     module = SimpleNamespace(delayed=None)
     (codes,), found = weight.fsdp_pre_all_gather(None, x.shape, x.stride(), module, None)
     assert weight.state.memory is None

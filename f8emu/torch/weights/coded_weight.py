@@ -1,19 +1,40 @@
 """A weight that consists of float8 codes: FSDP2 has gathered it so, or its layer holds it so (`Float8Weight`)."""
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from f8emu.spec.errors import UnsupportedError
+from f8emu.torch.collectives import all_gather, reduce_max
 from f8emu.torch.layer.operands import Operand
-from f8emu.torch.torch_internals import with_aliases, wrapper_of
+from f8emu.torch.torch_internals import (
+    base_of,
+    is_in_backward_pass,
+    keeping_version,
+    references,
+    top_saved_tensors_hooks,
+    with_aliases,
+    wrapper_of,
+)
 from f8emu.torch.weights.codes import WeightCodes
-from f8emu.torch.weights.gather_memory import GatherMemory, is_freed
 
+# What operators of autograd, modules, FSDP2 and initializations make of a weight that is no plain tensor. Each class of
+# weights answers some of these kinds in its `__torch_dispatch__`, or in `result_of`; all other operators need values.
 _aten = torch.ops.aten
 ALIASES = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default, _aten.view.default}
-"""Operators of autograd, modules and FSDP2 whose result is the weight itself, if its size stays."""
+PARTS = {_aten.slice.Tensor, _aten.split.Tensor}
+MOVES = {_aten._to_copy.default, _aten._pin_memory.default}
+COPIES = {_aten.clone.default}
+EMPTIES = {_aten.empty_like.default}
+NEW = {_aten.new_empty.default, _aten.new_full.default, _aten.new_ones.default, _aten.new_zeros.default}
+FILLED = {getattr(_aten, f"{name}_like").default for name in ("full", "ones", "rand", "randn", "zeros")}
+
+_OF_IDLE_OPERAND = (
+    3  # references to an operand that nothing else uses: `rows`, the weight, the argument of `references`
+)
 
 
 class CodedWeight(Tensor):
@@ -23,8 +44,12 @@ class CodedWeight(Tensor):
     row_scale: Tensor
     col_scale: Tensor
     master_amax: Tensor | None
-    memory: GatherMemory | None = None
-    """Where gathered codes lie, if the two operands have codes of their own."""
+    memory: "GatherMemory | None" = None  # where gathered codes lie, if the two operands have codes of their own
+    refusal = (
+        "the weight was gathered as float8 codes, with which only Float8Linear computes; read the sharded "
+        "weight (model.state_dict() outside of the forward and backward pass), or convert without "
+        "enable_fsdp_float8_all_gather"
+    )
 
     def __new__(cls, codes: WeightCodes, dtype: torch.dtype, *_: Any) -> Any:
         return wrapper_of(cls, codes.rows, dtype)
@@ -67,23 +92,122 @@ class CodedWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x = args[0] if args else None
-        if isinstance(x, CodedWeight) and func in ALIASES and (len(args) < 2 or tuple(args[1]) == tuple(x.shape)):
-            return with_aliases(func, args, kwargs or {}, x.alias())
-        return cls.computed(func, args, kwargs or {})
+        x, result = args[0] if args else None, None
+        if isinstance(x, CodedWeight):
+            if func in ALIASES and (len(args) < 2 or tuple(args[1]) == tuple(x.shape)):
+                return with_aliases(func, args, kwargs or {}, x.alias())
+            result = x.result_of(func, args, kwargs or {})
+        if result is None:
+            raise UnsupportedError(f"{func}: {cls.refusal}")
+        return result
 
-    @classmethod
-    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator that needs values."""
-        raise UnsupportedError(
-            f"{func}: the weight was gathered as float8 codes, with which only Float8Linear computes; read the sharded "
-            "weight (model.state_dict() outside of the forward and backward pass), or convert without "
-            "enable_fsdp_float8_all_gather"
-        )
+    def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator other than `ALIASES` makes of this weight, its first argument; None if it needs values."""
+        return None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         scale = f"scale {list(self.row_scale.shape)}"
         return f"{type(self).__name__}({list(self.shape)}, {self._rows.dtype}, {scale}, {self.dtype})"
+
+
+@dataclass(slots=True)
+class GatherMemory:
+    """The memory of a gathered weight whose operands have codes of their own: bytes, flat, with all ranks' padding."""
+
+    # By these rules, half of bfloat16's bytes travel in a pass:
+    # 1. FSDP2 gathers `rows` before a forward pass and `cols` before a backward pass. Each has a storage of its own,
+    #    since autograd saves tensors that refer to it; FSDP2's one buffer is laid into the storage that it is to fill.
+    #    After either pass FSDP2 frees both.
+    # 2. Before the first backward pass nobody knows whether FSDP2 will gather again: the first forward pass gathers
+    #    `cols` too, beside FSDP2.
+    # 3. A backward pass that recomputes `output` reads `rows` too. In eager code it recomputes what a checkpoint
+    #    surrounds: saved-tensor hooks are set when a layer reads `rows` in a forward pass. In compiled code it
+    #    recomputes what autograd has saved: something besides this module and the weight refers to the operand `rows`.
+    # 4. All ranks must gather the same. They vote once, before the first backward pass: if any rank needs `rows` then,
+    #    all gather `rows` in every backward pass.
+    # 5. A rank that needs `rows` later, although the vote was against it, keeps them from its forward pass.
+    # 6. A reader whom the last gather did not foresee has `rows` gathered at once, by all ranks.
+    cols: Tensor
+    rows: Tensor
+    buffer: Tensor  # FSDP2's; it lies in the storage of `rows` or `cols` while it is filled, and has none otherwise
+    operand: Tensor | None = None  # the view of `rows` that layers read, and that compiled code may save
+    gather_rows: Callable[[], None] | None = None  # fills `rows` if FSDP2 did not
+    is_in_checkpoint: bool = False  # whether a checkpoint surrounds a reader of `rows` in the current step
+    is_recomputed: bool | None = None  # the vote of rule 4; None before it
+    stream: Any = None  # the CUDA stream that computes with the weight
+
+    @classmethod
+    def adopt(cls, output: Tensor) -> "GatherMemory":
+        """What FSDP2 has gathered first, a view of its buffer, as `rows`, and memory for `cols`, still to be filled."""
+        # In the stream that computes with the weight, as FSDP2 hands it out. Memory of another stream would stay with
+        # that stream for good, and as much of it as the host is ahead of the device: a whole model's, at worst.
+        buffer = base_of(output)
+        memory = cls(cols=torch.empty_like(buffer), rows=buffer.detach(), buffer=buffer)
+        memory.end_gather()
+        return memory
+
+    def begin_forward(self) -> bool:
+        """FSDP2 will fill `rows`; whether `cols` must be filled too (rule 2)."""
+        self.is_in_checkpoint = False
+        self._lay_buffer_in(self.rows)
+        return self.is_recomputed is None
+
+    def begin_backward(self, group: Any) -> bool:
+        """FSDP2 will fill `cols`; whether `rows` must be filled too (rule 4)."""
+        self._lay_buffer_in(self.cols)
+        if self.is_recomputed is None:
+            vote = torch.full((1,), int(self._is_needed()), dtype=torch.int32, device=self.cols.device)
+            self.is_recomputed = bool(reduce_max(vote, (group,)).item())
+        return self.is_recomputed
+
+    def end_gather(self) -> None:
+        """FSDP2 has filled its buffer. It frees it after the pass, so from here on the buffer is nothing."""
+        if self.cols.is_cuda:
+            self.stream = torch.cuda.current_stream()
+        self._lay_buffer_in(self.cols.new_empty(0))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """What FSDP2 may free now, after a pass; it asks when it does (rule 5)."""
+        for codes in (self.cols, self.rows):
+            is_kept = codes is self.rows and self.is_recomputed is False and self._is_needed()
+            if not is_freed(codes) and not is_kept:
+                yield codes
+
+    def before_read(self, rows: Tensor) -> None:
+        """A layer, or compiled code, is going to read `rows` (rules 3 and 6)."""
+        # The last gather did not foresee a forward pass that follows a backward pass without resharding, or a
+        # reentrant checkpoint.
+        if not is_in_backward_pass() and top_saved_tensors_hooks(True) is not None:
+            self.is_in_checkpoint = True
+        if is_freed(rows) and self.gather_rows is not None:
+            self.gather_rows()
+
+    def _is_needed(self) -> bool:
+        # Whether this rank's backward pass reads `rows` (rule 3). A reference to the operand that is left for another
+        # reason does no harm: more is gathered than needed.
+        return self.is_in_checkpoint or (self.operand is not None and references(self.operand) > _OF_IDLE_OPERAND)
+
+    def gather(self, codes: Tensor, own: Tensor, group: Any) -> None:
+        """Gather `rows` or `cols` beside FSDP2, from those of this rank."""
+        storage = codes.untyped_storage()
+        if not storage.size() and self.stream is None:
+            storage.resize_(codes.numel())
+        elif not storage.size():
+            # From the memory of the stream that reads and frees it, as FSDP2's own: a kernel of that stream may still
+            # be reading what was there before.
+            with torch.cuda.stream(self.stream):
+                storage.resize_(codes.numel())
+            torch.cuda.current_stream().wait_stream(self.stream)
+        with keeping_version(codes):
+            all_gather(codes, own.view(-1), group)
+
+    def _lay_buffer_in(self, codes: Tensor) -> None:
+        self.buffer.data = codes  # set_() does not take a storage that is freed
+
+
+def is_freed(codes: Tensor) -> bool:
+    """Whether FSDP2 holds no memory for these codes."""
+    return codes.numel() > 0 and codes.untyped_storage().size() == 0
 
 
 def require_gathered(codes: Tensor) -> None:

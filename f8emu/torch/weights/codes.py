@@ -1,21 +1,29 @@
-"""The float8 codes of a weight: which recipes have weights of codes alone, and the casts of its two operands.
+"""A weight [N, K] as float8 codes: the scales of the whole of it, and the casts of any of its rows.
 
-`output` multiplies the weight, `grad_input` its transpose. The codes of both are rows of the weight: so the codes of a
-rank's rows are rows of the whole, and `transpose_codes` makes the operand of `grad_input` where it is multiplied. Under
-one scale both have the same codes.
+Exactness: amaxes, scales and codes are those of the whole weight on one device.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+# `output` multiplies the weight, `grad_input` its transpose. The codes of both are rows of the weight, so
+# those of a rank are rows of the whole; `transpose_codes` makes the operand of `grad_input` where it is multiplied.
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.spec.scaling import Granularity
+from f8emu.torch.collectives import reduce_amax
 from f8emu.torch.fused import operators as fused
 from f8emu.torch.fused.columns import cast_columns
 from f8emu.torch.layer.operands import Delayed, cast_delayed
+from f8emu.torch.torch_internals import foreach_copy, is_dtensor
+
+_ALIGNMENT = 4  # floats: the GEMMs take scales that lie at multiples of 16 bytes
 
 
 class WeightScales(NamedTuple):
@@ -23,30 +31,88 @@ class WeightScales(NamedTuple):
 
     row_amax: Tensor
     row_inv_scale: Tensor
-    row_scale: Tensor
-    """For the operand of `output`."""
+    row_scale: Tensor  # for the operand of `output`
     col_inv_scale: Tensor
-    col_scale: Tensor
-    """For the operand of `grad_input`."""
+    col_scale: Tensor  # for the operand of `grad_input`
 
 
 class WeightCodes(NamedTuple):
-    """A weight [N, K] as float8."""
+    """The operands of a weight: what a layer needs of it."""
 
-    rows: Tensor
-    """[N, K], the operand of `output`."""
-    row_scale: Tensor
-    """[1, 1] or [N, 1]."""
-    col_scale: Tensor
-    """[1, 1] or [K, 1]."""
-    cols: Tensor | None = None
-    """[N, K], the operand of `grad_input` before its transpose; None where it is `rows`."""
-    master_amax: Tensor | None = None
-    """[1, 1], of a weight that rests as float8 under delayed scaling: each call of the layer records it."""
+    rows: Tensor  # [N, K], the operand of `output`
+    row_scale: Tensor  # [1, 1] or [N, 1]
+    col_scale: Tensor  # [1, 1] or [K, 1]
+    cols: Tensor | None = None  # [N, K], the operand of `grad_input` before its transpose; None where it is `rows`
+    master_amax: Tensor | None = None  # [1, 1], under delayed scaling of a `Float8Weight`: each call records it
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "WeightCodes":
         """`function` of each tensor."""
         return WeightCodes(*[x if x is None else function(x) for x in self])  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRows:
+    """Which rows of a weight this rank holds, and who holds the others."""
+
+    n: int  # rows of the whole
+    ranks: int = 1
+    rank: int = 0
+    group: Any = None  # the process group of these ranks; None if there is one rank
+    others: tuple[tuple[Any, int], ...] = ()  # (process group, dimension) where tensor parallelism cut the whole before
+
+    @classmethod
+    def of(cls, mesh: Any, outer_size: torch.Size, module: Any, x: Tensor) -> "OwnRows":
+        """The rows `x`, as FSDP2 describes them to its hooks; UnsupportedError if they were sharded along K."""
+        if x.shape[1] != outer_size[1]:
+            raise UnsupportedError(
+                f"Float8Linear: with enable_fsdp_float8_all_gather a weight must be sharded along its rows, dimension "
+                f"0; got a shard {list(x.shape)} of {list(outer_size)}; leave shard_placement_fn at its default"
+            )
+        weight, others = module._parameters.get("weight"), []
+        if is_dtensor(weight):
+            names = weight.device_mesh.mesh_dim_names or ()
+            for i, placement in enumerate(weight.placements):
+                if placement.is_shard() and names[i : i + 1] != mesh.mesh_dim_names and len(names) > 1:
+                    others.append((weight.device_mesh.get_group(i), placement.dim))
+        place = {"ranks": mesh.size(), "rank": mesh.get_local_rank(), "group": mesh.get_group()}
+        return cls(n=outer_size[0], others=tuple(others), **place)
+
+    @property
+    def padded(self) -> int:
+        """The rows of every rank, padding included."""
+        return -(-self.n // self.ranks)
+
+    @property
+    def rows(self) -> slice:
+        """The rows of this rank."""
+        return slice(min(self.n, self.rank * self.padded), min(self.n, (self.rank + 1) * self.padded))
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """All groups that hold parts of the weight."""
+        return (*(() if self.group is None else (self.group,)), *(group for group, _ in self.others))
+
+    def pad(self, codes: Tensor) -> Tensor:
+        """The codes of this rank as bytes, zero-padded to the rows that every rank sends."""
+        codes = codes.view(torch.uint8)
+        missing = self.padded - codes.shape[0]
+        return pad(codes, (0, 0, 0, missing)) if missing else codes
+
+
+class LocalWeight(NamedTuple):
+    """A rank's rows of a weight."""
+
+    values: Tensor
+    recipe: Recipe
+    own: OwnRows
+
+
+class _Part(NamedTuple):
+    """Amaxes of one operand of a weight, [n, 1], of which a rank knows some."""
+
+    own: Tensor
+    n: int
+    begin: int = 0  # the first of the own
 
 
 def require_codes(call: str, recipe: Recipe, option: str) -> None:
@@ -77,6 +143,69 @@ def format_of(recipe: Recipe) -> str:
 def has_one_scale(recipe: Recipe) -> bool:
     """Whether both operands of a weight have the same codes."""
     return {recipe.output.b.granularity, recipe.grad_input.b.granularity} == {Granularity.TENSORWISE}
+
+
+@torch.no_grad()
+def global_scales(weights: Sequence[LocalWeight]) -> list[WeightScales]:
+    """The scales of whole weights: one all-reduce and one kernel for all of the same device, ranks and recipe."""
+    alike: dict[Any, list[int]] = {}
+    for i, (values, recipe, own) in enumerate(weights):
+        alike.setdefault((values.device, recipe, own.group), []).append(i)
+    found: dict[int, WeightScales] = {}
+    for (_, recipe, group), members in alike.items():
+        # 1. The amaxes of this rank's rows, each at its place among those of the whole weights, and zeros elsewhere.
+        #    Few launches copy them, for the hundreds of weights of a model.
+        parts = [part for i in members for part in _own_amaxes(weights[i])]
+        flat = weights[members[0]].values.new_zeros(sum(map(_size, parts)), dtype=torch.float32)
+        places = zip(flat.split([*map(_size, parts)]), parts, strict=True)
+        own_places = [place.narrow(0, part.begin, part.own.numel()) for place, part in places]
+        foreach_copy(own_places, [part.own.flatten() for part in parts])
+        # 2. The amaxes of the whole weights.
+        flat = reduce_amax(flat, () if group is None else (group,))
+        amaxes = _split(flat, parts)
+        for i, row, col in zip(members, amaxes[::2], amaxes[1::2], strict=True):
+            _reduce_over_others(weights[i].own, row, col)
+        # 3. Their scales.
+        rule = recipe.scale_rule
+        both = fused.scales(flat, format_of(recipe), rule.power_of_two, rule.amax_floor, 0)
+        inv_scales, scales = (_split(x, parts) for x in both)
+        for at, i in enumerate(members):
+            row, col = 2 * at, 2 * at + 1
+            found[i] = WeightScales(amaxes[row], inv_scales[row], scales[row], inv_scales[col], scales[col])
+    return [found[i] for i in range(len(weights))]
+
+
+def _size(part: _Part) -> int:
+    return part.n + -part.n % _ALIGNMENT
+
+
+def _split(flat: Tensor, parts: list[_Part]) -> list[Tensor]:
+    pieces = zip(flat.split([*map(_size, parts)]), parts, strict=True)
+    return [piece[: part.n].view(part.n, 1) for piece, part in pieces]
+
+
+def _own_amaxes(weight: LocalWeight) -> tuple[_Part, _Part]:
+    # For `output` and for `grad_input`.
+    x, recipe, own = weight
+    by_row = recipe.output.b.granularity is Granularity.ROWWISE
+    by_col = recipe.grad_input.b.granularity is Granularity.ROWWISE
+    of_rows = of_cols = None
+    if by_col:
+        of_rows, of_cols = fused.row_col_amax(x)
+    elif by_row:
+        of_rows = fused.row_amax(x)
+    of_all = None if by_row and by_col else fused.tensor_amax(x if of_rows is None else of_rows)
+    rows, cols = of_rows if by_row else of_all, of_cols if by_col else of_all
+    assert rows is not None and cols is not None, "each operand has scales of one kind or the other"
+    return _Part(rows, own.n, own.rows.start) if by_row else _Part(rows, 1), _Part(cols, cols.numel())
+
+
+def _reduce_over_others(own: OwnRows, row_amax: Tensor, col_amax: Tensor) -> None:
+    # In place. Tensor parallelism along N, dimension 0, has cut the columns; along K, the rows.
+    for group, dim in own.others:
+        for amax, cut in ((row_amax, 1), (col_amax, 0)):
+            if amax.numel() == 1 or cut == dim:
+                amax.copy_(reduce_amax(amax, (group,)))
 
 
 def cast_rows(x: Tensor, recipe: Recipe, scales: WeightScales, own: slice = slice(None)) -> Tensor:

@@ -1,8 +1,8 @@
 """A weight that its layer holds as float8 alone; its high-precision master belongs to the optimizer.
 
-The parameter of the layer is codes and scales, which `Float8Linear` multiplies without a cast. What they are cast from,
-the master, is on the host until `MasterWeights` takes it: on the device of the weight then, in float32. Every write to
-the weight, by an initialization, a state dict or a step, is a write to the master, from which the codes are cast again.
+The parameter of the layer is codes and scales, which `Float8Linear` multiplies without a cast. Their master is on the
+host until `MasterWeights` takes it: then in float32, on the device of the weight. Every write to the weight, by an
+initialization, a state dict or a step, is a write to the master, from which the codes are cast again.
 
 Exactness: codes and scales are those that a `Float8Linear` casts in its forward and backward pass from the master.
 """
@@ -21,19 +21,18 @@ from f8emu.torch.delayed.state import DelayedBuffers
 from f8emu.torch.fused.delayed import UNCALLED, UNSET
 from f8emu.torch.layer.operands import DelayedStates
 from f8emu.torch.torch_internals import no_torch_function
-from f8emu.torch.weights.coded_weight import CodedWeight
-from f8emu.torch.weights.codes import WeightCodes, WeightScales, cast_rows_delayed, cast_weight
-from f8emu.torch.weights.scales import LocalWeight, OwnRows, global_scales
+from f8emu.torch.weights.coded_weight import COPIES, EMPTIES, FILLED, NEW, CodedWeight
+from f8emu.torch.weights.codes import (
+    LocalWeight,
+    OwnRows,
+    WeightCodes,
+    WeightScales,
+    cast_rows_delayed,
+    cast_weight,
+    global_scales,
+)
 
 _aten = torch.ops.aten
-_LIKE = {
-    _aten.full_like.default,
-    _aten.ones_like.default,
-    _aten.rand_like.default,
-    _aten.randn_like.default,
-    _aten.zeros_like.default,
-}
-_NEW = {_aten.new_empty.default, _aten.new_full.default, _aten.new_ones.default, _aten.new_zeros.default}
 
 
 @dataclass(slots=True)
@@ -41,18 +40,22 @@ class MasterOf:
     """Where the codes of a weight come from; its aliases share it."""
 
     recipe: Recipe
-    delayed: DelayedBuffers | None
-    """The layer's."""
+    delayed: DelayedBuffers | None  # the layer's
     master: Tensor
-    is_taken: bool = False
-    """Whether an optimizer steps the master."""
+    is_taken: bool = False  # whether an optimizer steps the master
 
 
 class Float8Weight(CodedWeight):
     """[N, K] in the dtype of its gradient."""
 
-    origin: MasterOf | None
-    """The recipe and the master; None in compiled code, which reads only the codes."""
+    origin: MasterOf | None  # None in compiled code, which reads only the codes
+    refusal = (
+        "the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
+        "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
+        "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
+        "pass init_sync=False; to shard it (fully_shard, DTensor) or to merge adapters into it, convert without "
+        "float8_primary_weights"
+    )
 
     # Results are plain tensors: torch would make each a tensor of this class.
     __torch_function__ = no_torch_function
@@ -65,8 +68,8 @@ class Float8Weight(CodedWeight):
     def of(cls, value: Tensor, recipe: Recipe, delayed: DelayedBuffers | None) -> "Float8Weight":
         """The codes of `value` [N, K], and `value` on the host as their master."""
         value = value.detach()
-        master = value if value.is_meta else value.to("cpu")
-        return cls(_cast(value, recipe, delayed), value.dtype, MasterOf(recipe, delayed, master))
+        origin = MasterOf(recipe, delayed, value if value.is_meta else value.to("cpu"))
+        return cls(_cast(value, origin), value.dtype, origin)
 
     @property
     def master(self) -> Tensor:
@@ -116,9 +119,7 @@ class Float8Weight(CodedWeight):
                 "Float8Linear: with float8_primary_weights=True weights are cast outside of compiled code; compile the "
                 "model, and call the optimizer's step outside"
             )
-        origin = self._origin
-        x = origin.master.to(self.device)
-        new = _cast(x, origin.recipe, origin.delayed, by_own_amax=by_own_amax, scales=scales)
+        new = _cast(self.master.to(self.device), self._origin, by_own_amax=by_own_amax, scales=scales)
         for mine, found in zip(self.held, new, strict=True):
             if mine is not None and found is not None:
                 mine.copy_(found)
@@ -136,70 +137,56 @@ class Float8Weight(CodedWeight):
         """Give the master to an optimizer: float32 and on the device of the weight from now on."""
         origin = self._origin
         if not origin.is_taken:
-            origin.master = origin.master.to(self.device, torch.float32)
-            origin.is_taken = True
+            origin.master, origin.is_taken = origin.master.to(self.device, torch.float32), True
         return origin.master
 
     def alias(self) -> "Float8Weight":
         """The same weight as another tensor."""
         return Float8Weight(self.held, self.dtype, self.origin)
 
-    @classmethod
-    def computed(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operator: of copies and initializations only."""
-        x = args[0] if args else None
-        if isinstance(x, Float8Weight):
-            if func in _LIKE:
-                one = x.held.rows.new_empty((1, 1), dtype=x.dtype).expand(x.shape)
-                return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
-            if func in _NEW:
-                return func(x.held.rows.new_empty((0,), dtype=x.dtype), *args[1:], **kwargs)
-            if func is _aten._to_copy.default:
-                return x._moved(kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("non_blocking")))
-            if func is _aten.empty_like.default:
-                return x._emptied(kwargs.get("device"))
-            if func is _aten.clone.default:
-                return x._copied({})
-            if func is _aten.copy_.default or x._is_initialized_by(func):
-                return x._with_master(func, args[1:], kwargs)
-        raise UnsupportedError(
-            f"{func}: the weight holds only float8 codes (float8_primary_weights=True), and only Float8Linear computes "
-            "with them; step and decay it with MasterWeights(params, torch.optim.AdamW, ...); read weight.master, in "
-            "high precision, or weight.dequantize(); write with weight.copy_(values) or load_state_dict; under DDP "
-            "pass init_sync=False; to shard it (fully_shard, DTensor) or to merge adapters into it, convert without "
-            "float8_primary_weights"
-        )
+    def result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of copies and initializations; None for operators that need values."""
+        if func in FILLED:
+            one = self.held.rows.new_empty((1, 1), dtype=self.dtype).expand(self.shape)
+            return func(one, *args[1:], **{**kwargs, "memory_format": torch.contiguous_format})
+        if func in NEW:
+            return func(self.held.rows.new_empty((0,), dtype=self.dtype), *args[1:], **kwargs)
+        if func in COPIES:
+            return self._copied({})
+        if func in EMPTIES:
+            return self._emptied(kwargs.get("device") or self.device)
+        if func is _aten._to_copy.default:
+            return self._moved(kwargs.get("device") or self.device, kwargs.get("dtype") or self.dtype, kwargs)
+        if func is _aten.copy_.default or self._is_initialized_by(func):
+            return self._with_master(func, args[1:], kwargs)
+        return None
 
-    def _moved(self, device: torch.device | None, dtype: torch.dtype | None, non_blocking: bool) -> "Float8Weight":
-        """The weight after `to`. The master stays where it is, and is rounded to `dtype` unless an optimizer has it."""
-        origin, dtype = self._origin, dtype or self.dtype
-        device = device or self.device
+    def _moved(self, device: torch.device, dtype: torch.dtype, options: Any) -> "Float8Weight":
+        # The master stays where it is, and is rounded to `dtype` unless an optimizer has it.
+        origin = self._origin
         # A new dtype rounds the values, so that the codes are cast again: as those of a plain weight would be.
         if dtype != self.dtype and not origin.is_taken:
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(dtype))
-            return Float8Weight(_cast(origin.master.to(device), origin.recipe, origin.delayed), dtype, origin)
+            return Float8Weight(_cast(origin.master.to(device), origin), dtype, origin)
         if device.type == "meta":
             origin = MasterOf(origin.recipe, origin.delayed, origin.master.to(device))
-        return Float8Weight(self.held.map(lambda x: x.to(device, non_blocking=non_blocking)), dtype, origin)
+        is_async = bool(options.get("non_blocking"))
+        return Float8Weight(self.held.map(lambda x: x.to(device, non_blocking=is_async)), dtype, origin)
 
-    def _emptied(self, device: torch.device | None) -> "Float8Weight":
-        """A weight like this one with uninitialised codes, to be written to."""
-        device = device or self.device
+    def _emptied(self, device: torch.device) -> "Float8Weight":
         old = self._origin
         master = torch.empty_like(old.master, device="meta" if device.type == "meta" else "cpu")
         codes = self.held.map(lambda x: torch.empty_like(x, device=device))
         return Float8Weight(codes, self.dtype, MasterOf(old.recipe, old.delayed, master))
 
     def _is_initialized_by(self, func: Any) -> bool:
-        """Whether the operator belongs to an initialization: outside of autograd, before gradients and an optimizer.
-
-        A view may be written to later, unseen, so none is given away.
-        """
+        # Initializations run outside of autograd, before gradients and an optimizer. A view may be written to later,
+        # unseen, so none is given away.
         is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in func._schema.returns)
         return not (is_view or self._origin.is_taken or self.grad is not None or torch.is_grad_enabled())
 
     def _with_master(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Apply an operator to the master, where the weight is: random numbers are those of any weight there."""
+        # Apply an operator to the master, where the weight is: random numbers are those of any weight there.
         origin = self._origin
         args = [x.master if isinstance(x, Float8Weight) else x for x in args]
         if func is _aten.copy_.default and torch.promote_types(args[0].dtype, self.master.dtype) != self.master.dtype:
@@ -208,33 +195,31 @@ class Float8Weight(CodedWeight):
         out = func(value, *args, **kwargs)
         if not func._schema.is_mutable:
             return out
-        # Values that were written need not fit the scale of earlier passes.
         if value is not self.master:
             self.master.copy_(value)
-        self.refill(by_own_amax=True)
+        self.refill(by_own_amax=True)  # values that were written need not fit the scale of earlier passes
         return self
 
     def _copied(self, memo: dict[int, Any]) -> "Float8Weight":
         return Float8Weight(self.held.map(Tensor.clone), self.dtype, copy.deepcopy(self.origin, memo))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) in memo:
-            return memo[id(self)]
-        with torch.no_grad():
-            new = self._copied(memo)
-            new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
-        new.grad = copy.deepcopy(self.grad, memo)
-        memo[id(self)] = new
-        return new
+        if id(self) not in memo:
+            with torch.no_grad():
+                new = self._copied(memo)
+                new = nn.Parameter(new, self.requires_grad) if isinstance(self, nn.Parameter) else new
+            new.grad = copy.deepcopy(self.grad, memo)
+            memo[id(self)] = new
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes: torch pickles float8, but does not load it again outside of torch.save.
         codes = self.held.map(lambda x: x if x.dtype is torch.float32 else x.view(torch.uint8))
         kind = (isinstance(self, nn.Parameter), self.requires_grad)
-        return _rebuilt, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
+        return _unpickled, (codes, self.rows.dtype, self.dtype, self.origin, *kind)
 
 
-def _rebuilt(
+def _unpickled(
     codes: WeightCodes,
     format: torch.dtype,
     dtype: torch.dtype,
@@ -242,42 +227,33 @@ def _rebuilt(
     is_parameter: bool,
     requires_grad: bool,
 ) -> Tensor:
-    """What pickles call."""
     new = Float8Weight(codes.map(lambda x: x if x.dtype is torch.float32 else x.view(format)), dtype, origin)
     return nn.Parameter(new, requires_grad) if is_parameter else new
 
 
 @torch.no_grad()
-def _cast(
-    x: Tensor,
-    recipe: Recipe,
-    buffers: DelayedBuffers | None,
-    *,
-    by_own_amax: bool = False,
-    scales: WeightScales | None = None,
-) -> WeightCodes:
+def _cast(x: Tensor, origin: MasterOf, *, by_own_amax: bool = False, scales: WeightScales | None = None) -> WeightCodes:
     """The codes of `x` [N, K] under its own scales, or under the state of delayed scaling."""
-    x = x.contiguous()
+    x, buffers, delayed = x.contiguous(), origin.delayed, None
     if buffers is not None:
         buffers.follow(x.device)
-    delayed = None if buffers is None else buffers.of_tensors()[1]
+        delayed = buffers.of_tensors()[1]
     if delayed is None:
         if scales is None:
-            (scales,) = global_scales([LocalWeight(x, recipe, OwnRows(n=x.shape[0]))])
-        return cast_weight(x, recipe, scales)
+            (scales,) = global_scales([LocalWeight(x, origin.recipe, OwnRows(n=x.shape[0]))])
+        return cast_weight(x, origin.recipe, scales)
     # The layer's state is not written to: each call of the layer records this amax, as its cast would (`note_call`).
     amax = torch.full_like(delayed.amax, UNCALLED)
     inv_scale = torch.full_like(delayed.inv_scale, UNSET) if by_own_amax else delayed.inv_scale
-    state = delayed._replace(inv_scale=inv_scale, amax=amax)
-    rows, scale = cast_rows_delayed(x, recipe, state)
+    rows, scale = cast_rows_delayed(x, origin.recipe, delayed._replace(inv_scale=inv_scale, amax=amax))
     return WeightCodes(rows, scale, scale.clone(), master_amax=amax)
 
 
 def refill_all(weights: Sequence[Float8Weight]) -> None:
     """`refill` of many weights: the scales of all take one kernel."""
-    local = {id(x): LocalWeight(x.master.detach().to(x.device), x.recipe, OwnRows(n=x.shape[0])) for x in weights}
-    local = {key: x for key, x in local.items() if x.recipe.delayed_scaling_of("weight") is None}
-    scales = dict(zip(local, global_scales([*local.values()]), strict=True))
+    dynamic = [weight for weight in weights if weight.recipe.delayed_scaling_of("weight") is None]
+    local = [LocalWeight(x.master.detach().to(x.device), x.recipe, OwnRows(n=x.shape[0])) for x in dynamic]
+    scales = dict(zip(map(id, dynamic), global_scales(local), strict=True))
     for weight in weights:
         weight.refill(scales=scales.get(id(weight)))
 

@@ -1,5 +1,6 @@
 """An optimizer over the float32 masters of weights that their layers hold as float8."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -19,12 +20,8 @@ class MasterWeights(Optimizer):
     It holds a float32 master of every float8 weight and steps it with the gradient of the layer. After each step, and
     at no other time, it casts the masters into the codes of the layers: passes that accumulate gradients multiply the
     same codes. Other parameters are stepped as they are. Parameter groups, schedulers, GradScaler, closures, hooks and
-    state dict are those of `optimizer_class` over the parameters of the model.
-
-    The state dict holds what `optimizer_class` keeps for each parameter. The masters are in the state dict of the
-    model, under the keys of nn.Linear, so that a checkpoint has them once.
-
-    During a step every gradient that is not float32 is converted, all at once: 4 bytes an element on the device.
+    state dict are those of `optimizer_class` over the parameters of the model. The masters are in the state dict of the
+    model, under the keys of nn.Linear. A step converts all gradients that are not float32 at once: 4 bytes an element.
 
     Exactness: masters, codes and optimizer state equal those of `optimizer_class` and a `Float8Linear` whose weight is
     the master.
@@ -66,8 +63,7 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the masters and cast them. A closure sees the codes of the current masters."""
         # 1. Schedulers write to this optimizer's groups.
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key != "params"})
+        _copy_settings(self, self.inner)
         # 2. The step of the masters. Cast them even if it raises: some may have been stepped.
         self._take_gradients()
         try:
@@ -76,26 +72,21 @@ class MasterWeights(Optimizer):
             self._cast()
             for weight in self._weights():
                 weight.master.grad = None
-        # 3. The state under the parameters of the model, for state dicts.
         self._share_state()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """`Optimizer.load_state_dict`. The masters are loaded with the model."""
         self.inner.load_state_dict(state_dict)
-        for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            own.update({key: value for key, value in inner.items() if key != "params"})
+        _copy_settings(self.inner, self)
         self._share_state()
 
     def _with_casts(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, before it the casts of masters that have changed since its last call, after it the gradients."""
-        calls = 0
+        calls = itertools.count()
 
         def evaluate() -> Any:
-            nonlocal calls
-            if calls:
+            if next(calls):  # the masters have changed since the last call
                 self._cast()
-            calls += 1
             with torch.enable_grad():
                 loss = closure()
             self._take_gradients()
@@ -116,24 +107,27 @@ class MasterWeights(Optimizer):
                 weight.master.grad = None if weight.grad is None else weight.grad.to(weight.master)
 
     def _cast(self) -> None:
-        """Cast the masters that were stepped."""
         refill_all([weight for weight in self._weights() if weight.master.grad is not None])
 
     def _share_state(self) -> None:
-        """The state of each parameter is that of its master."""
-        of_masters = self.inner.state
+        # The state of each parameter is its master's: state dicts are those of the model's parameters.
         self.state.clear()
         for own, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             for mine, master in zip(own["params"], inner["params"], strict=True):
-                if master in of_masters:
-                    self.state[mine] = of_masters[master]
+                if master in self.inner.state:
+                    self.state[mine] = self.inner.state[master]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "inner": self.inner}
 
 
+def _copy_settings(source: Optimizer, target: Optimizer) -> None:
+    for its, own in zip(source.param_groups, target.param_groups, strict=True):
+        own.update({key: value for key, value in its.items() if key != "params"})
+
+
 def _listed(group: dict[str, Any]) -> dict[str, Any]:
-    """The group with a list of parameters, which may have been one, or an iterator."""
+    # The parameters may have been one, or an iterator.
     given: Any = group["params"]
     return {**group, "params": [given] if isinstance(given, Tensor) else list(given)}
 

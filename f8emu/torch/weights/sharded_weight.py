@@ -1,15 +1,7 @@
 """A weight that FSDP2 gathers as float8: high precision at rest, codes on the way.
 
 `fully_shard` keeps the rows of a weight spread over ranks, and asks a tensor with `fsdp_pre_all_gather` and
-`fsdp_post_all_gather` what to gather. Here every rank casts its rows under the scales of the whole weight:
-
-1. The amaxes of the whole weight: those of the rank's rows, then one all-reduce;
-   `precompute_float8_dynamic_scale_for_fsdp` does it for all weights of a model at once. Under delayed scaling the
-   scale is that of earlier passes.
-2. `fsdp_pre_all_gather`: the codes of the rank's rows, for `output`. If `grad_input` needs other codes (rowwise), the
-   backward pass gathers those instead, and both where it recomputes `output`.
-3. `fsdp_post_all_gather`: codes and scales as a `CodedWeight`, which `Float8Linear` multiplies without a cast. The
-   first time it gathers the codes for `grad_input` itself: whether FSDP2 will gather again is not known before.
+`fsdp_post_all_gather` what to gather. Here every rank casts its rows under the scales of the whole weight.
 
 Exactness: codes and scales are those of the whole weight on one device.
 """
@@ -24,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from f8emu.spec.errors import UnsupportedError
 from f8emu.spec.recipe import Recipe
 from f8emu.torch.fused.arguments import CODES
-from f8emu.torch.layer.operands import Delayed
 from f8emu.torch.parallel.sharding import Shards, global_delayed
 from f8emu.torch.torch_internals import (
     is_in_backward_pass,
@@ -33,53 +24,40 @@ from f8emu.torch.torch_internals import (
     with_known_signature,
     wrapper_of,
 )
-from f8emu.torch.weights.coded_weight import ALIASES, CodedWeight
+from f8emu.torch.weights.coded_weight import ALIASES, COPIES, EMPTIES, MOVES, NEW, PARTS, CodedWeight, GatherMemory
 from f8emu.torch.weights.codes import (
+    LocalWeight,
+    OwnRows,
     WeightCodes,
     WeightScales,
     cast_cols,
     cast_rows,
     cast_rows_delayed,
     format_of,
+    global_scales,
     has_one_scale,
 )
-from f8emu.torch.weights.gather_memory import GatherMemory
-from f8emu.torch.weights.scales import LocalWeight, OwnRows, global_scales, local_tensor
 
-_aten = torch.ops.aten
-_VIEWS = ALIASES | {
-    _aten.slice.Tensor,
-    _aten.split.Tensor,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
-}
-"""What FSDP2 and modules do to a parameter and still want a parameter of: the result has the values of the argument."""
-_NEW = {_aten.clone.default, _aten.empty_like.default, _aten.new_zeros.default, _aten.new_empty.default}
-"""The same, with values of their own."""
+_VIEWS = ALIASES | PARTS | MOVES  # weights with the values of the argument
+_OTHERS = COPIES | EMPTIES | NEW  # weights with values of their own
 
 
 @dataclass(slots=True)
 class GatherState:
-    """What is known of the values of a weight; views of it share it, and a write to any of them forgets it."""
+    """What is known of the values of a weight; views of it share it, and a write to any of them forgets the scales."""
 
-    precomputed: WeightScales | None = None
-    """The scales from `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes."""
-    of_forward: WeightScales | None = None
-    """The scales of the last forward pass, for the backward pass."""
-    memory: GatherMemory | None = None
-    """The memory of gathered codes, if those for `grad_input` are not those for `output`."""
-    own: OwnRows | None = None
-    """What FSDP2 described at the first gather."""
+    precomputed: WeightScales | None = None  # by `precompute_float8_dynamic_scale_for_fsdp`, until the weight changes
+    of_forward: WeightScales | None = None  # of the last forward pass, for the backward pass
+    memory: GatherMemory | None = None  # of gathered codes, if those for `grad_input` are not those for `output`
+    own: OwnRows | None = None  # what FSDP2 described at the first gather
 
 
 class Sent(NamedTuple):
     """From `fsdp_pre_all_gather` to `fsdp_post_all_gather`."""
 
-    n: int
-    """Rows of the whole weight, without padding."""
+    n: int  # rows of the whole weight, without padding
     row_scale: Tensor
-    col_scale: Tensor
-    """The same tensor where both operands have the same codes."""
+    col_scale: Tensor  # the same tensor where both operands have the same codes
 
 
 class ShardedWeight(Tensor):
@@ -107,7 +85,7 @@ class ShardedWeight(Tensor):
         out = func(*plain_args, **plain_kwargs)
         if is_write:
             return with_aliases(func, args, kwargs, out)
-        if func in _VIEWS or func in _NEW:
+        if func in _VIEWS or func in _OTHERS:
             first = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, ShardedWeight))
             state = first.state if func in _VIEWS else None
             out = tree_map_only(Tensor, lambda x: ShardedWeight(x, first.recipe, state), out)
@@ -138,14 +116,16 @@ class ShardedWeight(Tensor):
         if state.own is None:
             state.own = OwnRows.of(mesh, outer_size, module, x)
         own = state.own
-        # 1. Under delayed scaling the scale is known. An evaluated model scales by the amaxes of its weights.
-        delayed = delayed_state(module, x.device)
-        if delayed is not None and module.training:
+        # 1. Under delayed scaling the scale is that of earlier passes. An evaluated model has those of its weights.
+        if module.delayed is not None and module.training:
+            module.delayed.follow(x.device)
             groups = Shards(rows=own.groups, is_set=module.delayed.are_set()[1])
-            delayed = global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups)
-            codes, scale = cast_rows_delayed(x, recipe, delayed)
-            return (own.pad(codes),), Sent(own.n, scale, scale)
-        # 2. Otherwise the backward pass has the scales of the forward pass.
+            delayed = module.delayed.of_tensors()[1]
+            if delayed is not None:
+                delayed = global_delayed(x, recipe.output.b, recipe.scale_rule, delayed, groups)
+                codes, scale = cast_rows_delayed(x, recipe, delayed)
+                return (own.pad(codes),), Sent(own.n, scale, scale)
+        # 2. Otherwise those of the whole weight's amaxes; the backward pass has the scales of the forward pass.
         is_backward = is_in_backward_pass()
         scales = state.of_forward if is_backward else state.precomputed
         if scales is None:
@@ -154,39 +134,36 @@ class ShardedWeight(Tensor):
         # 3. One set of codes, or those of the pass that begins.
         memory = state.memory
         if has_one_scale(recipe):
-            return (self._own_rows(x),), Sent(own.n, scales.row_scale, scales.row_scale)
+            return (self._own_codes(x),), Sent(own.n, scales.row_scale, scales.row_scale)
         sent = Sent(own.n, scales.row_scale, scales.col_scale)
         if memory is not None and is_backward:
             if memory.begin_backward(own.group):
-                memory.gather(memory.rows, self._own_rows(x), own.group)
-            return (self._own_cols(x),), sent
+                memory.gather(memory.rows, self._own_codes(x), own.group)
+            return (self._own_codes(x, cols=True),), sent
         if memory is not None and memory.begin_forward():
-            memory.gather(memory.cols, self._own_cols(x), own.group)
-        return (self._own_rows(x),), sent
+            memory.gather(memory.cols, self._own_codes(x, cols=True), own.group)
+        return (self._own_codes(x),), sent
 
-    def _own_rows(self, x: Tensor) -> Tensor:
-        """The codes for `output` of this rank's rows `x`, padded."""
+    def _own_codes(self, x: Tensor, *, cols: bool = False) -> Tensor:
+        # This rank's rows `x`, padded: for `output`, or for `grad_input`.
         own, scales = self.state.own, self.state.of_forward
         assert own is not None and scales is not None, "fsdp_pre_all_gather"
-        return own.pad(cast_rows(x, self.recipe, scales, own.rows))
+        return own.pad(cast_cols(x, self.recipe, scales) if cols else cast_rows(x, self.recipe, scales, own.rows))
 
-    def _own_cols(self, x: Tensor) -> Tensor:
-        """The codes for `grad_input` of this rank's rows `x`, padded."""
-        own, scales = self.state.own, self.state.of_forward
-        assert own is not None and scales is not None, "fsdp_pre_all_gather"
-        return own.pad(cast_cols(x, self.recipe, scales))
-
-    def _gather_rows(self) -> None:
-        """Fills the codes for `output` after a pass that did not."""
+    def _gather(self, *, cols: bool) -> None:
+        """Fill the codes that FSDP2 did not gather."""
         own, memory = self.state.own, self.state.memory
-        assert own is not None and memory is not None, "they were gathered before"
+        assert own is not None and memory is not None, "fsdp_post_all_gather"
         if self.state.of_forward is None:
             raise UnsupportedError(
                 "Float8Linear: the weight was written to after FSDP2 had gathered it, and not gathered again; reshard "
                 "the module before the optimizer's step (set_reshard_after_backward(True), or reshard())"
             )
         x = self.plain.to(memory.rows.device)  # FSDP2 may keep shards on the host
-        memory.gather(memory.rows, self._own_rows(x), own.group)
+        memory.gather(memory.cols if cols else memory.rows, self._own_codes(x, cols=cols), own.group)
+
+    def _gather_rows(self) -> None:
+        self._gather(cols=False)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
@@ -216,23 +193,16 @@ class ShardedWeight(Tensor):
             return CodedWeight(WeightCodes(rows, sent.row_scale, sent.col_scale), param_dtype), ()
         # 3. Two: those for `grad_input` are gathered here, since FSDP2 has gathered the others.
         memory = self.state.memory = GatherMemory.adopt(codes)
-        own = self.state.own
-        assert own is not None, "fsdp_pre_all_gather"
-        x = self.plain.to(memory.cols.device)  # FSDP2 may keep shards on the host
-        memory.gather(memory.cols, self._own_cols(x), own.group)
+        self._gather(cols=True)
         rows, cols = (flat.view(codes.shape)[: sent.n].view(dtype) for flat in (memory.rows, memory.cols))
         weight = CodedWeight(WeightCodes(rows, sent.row_scale, sent.col_scale, cols), param_dtype)
         weight.memory, memory.operand, memory.gather_rows = memory, rows, self._gather_rows
         return weight, memory
 
 
-def delayed_state(module: Any, device: torch.device) -> Delayed | None:
-    """The state of the weight of a layer under delayed scaling."""
-    buffers = module.delayed
-    if buffers is None:
-        return None
-    buffers.follow(device)
-    return buffers.of_tensors()[1]
+def local_tensor(x: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; any other tensor is itself."""
+    return getattr(x, "_local_tensor", x)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[ShardedWeight]:
@@ -256,14 +226,10 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 
     Exactness: codes and scales are the same with and without it.
     """
-    states: list[GatherState] = []
-    weights: list[LocalWeight] = []
-    for parameter in model.parameters():  # each once
-        weight = local_tensor(parameter)
-        if not isinstance(weight, ShardedWeight) or weight.state.own is None:
-            continue
-        if weight.recipe.delayed_scaling_of("weight") is None:
-            states.append(weight.state)
-            weights.append(LocalWeight(weight.plain.detach(), weight.recipe, weight.state.own))
-    for state, scales in zip(states, global_scales(weights), strict=True):
-        state.precomputed = scales
+    found: list[tuple[ShardedWeight, LocalWeight]] = []
+    for weight in map(local_tensor, model.parameters()):  # each once
+        if isinstance(weight, ShardedWeight) and weight.state.own is not None:
+            if weight.recipe.delayed_scaling_of("weight") is None:
+                found.append((weight, LocalWeight(weight.plain.detach(), weight.recipe, weight.state.own)))
+    for (weight, _), scales in zip(found, global_scales([local for _, local in found]), strict=True):
+        weight.state.precomputed = scales
