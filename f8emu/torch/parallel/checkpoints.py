@@ -57,7 +57,7 @@ def export_safetensors(model: nn.Module, path: str | os.PathLike[str], *, dtype:
 
 
 def _repeated(state: Mapping[str, Any]) -> set[str]:
-    """The names of tensors that have an earlier name too. Rank 0 decides: its shards are never empty."""
+    # The names of tensors that have an earlier name too. Rank 0 decides: its shards are never empty.
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
         local = _plain(value.to_local() if isinstance(value, DTensor) else value)

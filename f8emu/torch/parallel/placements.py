@@ -23,8 +23,7 @@ from f8emu.spec.scaling import Granularity
 from f8emu.torch.parallel.sharding import Layout, Shards, Tokens
 from f8emu.torch.torch_internals import is_dtensor
 
-_BLOCK = 128
-"""Elements that share a scale along a dimension that a block of blockwise scaling spans."""
+_BLOCK = 128  # elements that share a scale along a dimension that a block of blockwise scaling spans
 
 
 class Kind(NamedTuple):
@@ -54,10 +53,8 @@ class LocalCall(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     layout: Layout
-    lead: tuple[int, ...]
-    """The leading dimensions of this rank's output."""
-    shape: tuple[int, ...]
-    """The shape of the whole output."""
+    lead: tuple[int, ...]  # the leading dimensions of this rank's output
+    shape: tuple[int, ...]  # of the whole output
     mesh: Any
     placements: tuple[Any, ...]
 
@@ -81,17 +78,10 @@ def local_call(
     reduce_to: Sequence[Any] | None,
     is_set: tuple[bool, bool, bool],
 ) -> LocalCall:
-    """This rank's part of `input @ weight^T + bias`, of which input and weight are DTensors.
+    """This rank's part of `input @ weight^T + bias`, of which input [..., K], weight [N, K] and bias are DTensors.
 
-    Args:
-        call: the caller, for errors.
-        input: [..., K].
-        weight: [N, K].
-        bias: [N], or None.
-        recipe: of the layer.
-        reduce_to: the placements of a sum of partial products; None leaves the sum to the caller, unless a bias has to
-            be added to it.
-        is_set: whether the scales of input, weight and grad_output are set, under delayed scaling.
+    `reduce_to` has the placements of a sum of partial products; None leaves the sum to the caller, unless a bias has to
+    be added to it. `is_set`: whether the scales of input, weight and grad_output are set, under delayed scaling.
 
     Raises:
         OperandError: a DTensor and a plain tensor, or two meshes; an input of another size.
@@ -102,8 +92,11 @@ def local_call(
 
     _require_one_mesh(call, input, weight)
     mesh, last = weight.device_mesh, input.ndim - 1
-    # 1. Local steps, and sums that nothing can replace.
-    wanted = [_usable(x, w, last) for x, w in zip(input.placements, weight.placements, strict=True)]
+    # 1. Local steps, and sums that nothing can replace: partial sums are added; of a replicated input each rank takes
+    #    its part of K.
+    wanted = [Replicate() if place.is_partial() else place for place in input.placements]
+    pairs = zip(wanted, weight.placements, strict=True)
+    wanted = [Shard(last) if x.is_replicate() and w.is_shard(1) else x for x, w in pairs]
     if wanted != list(input.placements):
         input = input.redistribute(placements=wanted)
     # 2. How each dimension of the mesh splits the layer.
@@ -130,13 +123,17 @@ def local_call(
         b = bias.to_local(grad_placements=b_grads)
     # 4. The output.
     lead = list(x.shape[:-1])
-    output: list[Any] = []
+    output: list[Any] = []  # Dynamo cannot trace list[Any]()
     for kind, own, place in zip(kinds, input.placements, to, strict=True):
         if kind == _GATHERED:
             lead[own.dim] = input.shape[own.dim]
         if kind == _SCATTERED and layout.scatter is not None:
             lead[place.dim % input.ndim] = layout.scatter.mine
-        output.append(_output_placement(kind, own, place, last))
+            output.append(Shard(place.dim % input.ndim))
+        elif kind.n:
+            output.append(Shard(last))
+        else:
+            output.append(own if kind == _TOKENS else Partial() if kind == _PARTIAL else Replicate())
     shape = (*input.shape[:-1], weight.shape[0])
     return LocalCall(x, w, b, layout, tuple(lead), shape, mesh, tuple(output))
 
@@ -150,6 +147,22 @@ def _require_one_mesh(call: str, input: Any, weight: Any) -> None:
             f"{call}: input and weight must be DTensors of the same mesh, or plain tensors; got {got}; give the layer "
             "a parallel style (torch.distributed.tensor.parallel.parallelize_module), or pass it input.to_local()"
         )
+
+
+def _kind(call: str, x: Any, w: Any, last: int) -> Kind:
+    if x.is_replicate() and w.is_replicate():
+        return _REPLICATED
+    if x.is_replicate() and w.is_shard(0):
+        return _COLUMNS
+    if x.is_shard() and x.dim != last and (w.is_replicate() or w.is_shard(0)):
+        return _TOKENS if w.is_replicate() else _GATHERED
+    if x.is_shard(last) and w.is_shard(1):
+        return _PARTIAL
+    raise UnsupportedError(
+        f"{call}: a weight sharded along N needs an input that is replicated or sharded along tokens, a weight sharded "
+        f"along K an input that is replicated or sharded along K, a replicated weight any but the latter; got an input "
+        f"with {x} and a weight with {w}; redistribute the input before, which gathers it in high precision"
+    )
 
 
 def _layout(
@@ -171,7 +184,7 @@ def _layout(
             raise UnsupportedError(f"{call}: tokens can be gathered along one dimension of a mesh; got {mesh}")
         require_gatherable(call, recipe)
         place = input.placements[i] if kind == _GATHERED else to[i]
-        tokens = _tokens(input.shape, place.dim % input.ndim, groups[i], mesh.size(i), mesh.get_local_rank(i))
+        tokens = Tokens.of(input.shape, place.dim % input.ndim, groups[i], mesh.size(i), mesh.get_local_rank(i))
         gather, scatter = (tokens, None) if kind == _GATHERED else (None, tokens)
 
     def over(of: Sequence[bool]) -> tuple[str, ...]:
@@ -186,18 +199,6 @@ def _layout(
         over([kind == _SUMMED for kind in kinds]),
         scatter,
     )
-
-
-def _output_placement(kind: Kind, of_input: Any, to: Any, last: int) -> Any:
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if kind.n:
-        return Shard(last)
-    if kind == _TOKENS:
-        return of_input
-    if kind == _SCATTERED:
-        return Shard(to.dim % (last + 1))
-    return Partial() if kind == _PARTIAL else Replicate()
 
 
 def require_gatherable(call: str, recipe: Recipe) -> None:
@@ -215,49 +216,15 @@ def require_gatherable(call: str, recipe: Recipe) -> None:
     )
 
 
-def _usable(x: Any, w: Any, last: int) -> Any:
-    """The placement that an input gets first: partial sums are added; of a replicated one each rank takes its K."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    if x.is_partial():
-        x = Replicate()
-    return Shard(last) if x.is_replicate() and w.is_shard(1) else x
-
-
-def _kind(call: str, x: Any, w: Any, last: int) -> Kind:
-    if x.is_replicate() and w.is_replicate():
-        return _REPLICATED
-    if x.is_replicate() and w.is_shard(0):
-        return _COLUMNS
-    if x.is_shard() and x.dim != last and (w.is_replicate() or w.is_shard(0)):
-        return _TOKENS if w.is_replicate() else _GATHERED
-    if x.is_shard(last) and w.is_shard(1):
-        return _PARTIAL
-    raise UnsupportedError(
-        f"{call}: a weight sharded along N needs an input that is replicated or sharded along tokens, a weight sharded "
-        f"along K an input that is replicated or sharded along K, a replicated weight any but the latter; got an input "
-        f"with {x} and a weight with {w}; redistribute the input before, which gathers it in high precision"
-    )
-
-
-def _tokens(shape: Sequence[int], dim: int, group: str, ranks: int, rank: int) -> Tokens:
-    before = after = 1
-    for i, size in enumerate(shape[:-1]):
-        before, after = before * (size if i < dim else 1), after * (size if i > dim else 1)
-    per_rank = -(-shape[dim] // ranks)
-    mine = max(0, min(per_rank, shape[dim] - rank * per_rank))
-    return Tokens(group, ranks, before, shape[dim], after, mine)
-
-
 def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, kinds: Sequence[Kind]) -> None:
     """Raise UnsupportedError if a block with one scale lies on several ranks."""
-    spans = [_spans_blocks(c) for c in (recipe.output.a, recipe.output.b, recipe.grad_weight.b, recipe.grad_weight.a)]
-    if not any(spans):
+    casts = (recipe.output.a, recipe.output.b, recipe.grad_weight.b, recipe.grad_weight.a)
+    if not any(_spans_blocks(cast) for cast in casts):
         return
     for i, kind in enumerate(kinds):
         ranks = weight.device_mesh.size(i)
         if kind == _TOKENS:
-            tokens = _tokens(input.shape, input.placements[i].dim, "", ranks, 0)
+            tokens = Tokens.of(input.shape, input.placements[i].dim, "", ranks, 0)
             name, run = "tokens", tokens.per_rank * tokens.after if tokens.before == 1 else 1
         elif kind == _COLUMNS:
             name, run = "out_features", -(-weight.shape[0] // ranks)
@@ -273,6 +240,6 @@ def _require_whole_blocks(call: str, recipe: Recipe, input: Any, weight: Any, ki
 
 
 def _spans_blocks(cast: Cast) -> bool:
-    return cast.format is not None and (
-        cast.granularity is Granularity.BLOCKWISE_1X128 or cast.granularity is Granularity.BLOCKWISE_128X128
-    )
+    # By identity: Dynamo 2.11 cannot trace Enum methods.
+    kind = None if cast.format is None else cast.granularity
+    return kind is Granularity.BLOCKWISE_1X128 or kind is Granularity.BLOCKWISE_128X128

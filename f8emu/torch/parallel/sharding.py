@@ -5,8 +5,7 @@ dimension is reduced over the ranks, as an integer, so that infinity and NaN cou
 outputs are thus slices of the output of a single device, bit for bit; row-parallel partial products have its codes.
 
 A matrix that is sharded along tokens, and of which the GEMMs need all, is cast on every rank and gathered as float8:
-one byte an element, and the scales where rows have their own. Its amaxes are reduced first, by bytes that do not
-depend on the number of tokens.
+one byte an element, and the scales where rows have their own.
 """
 
 from typing import Any, NamedTuple
@@ -35,18 +34,21 @@ from f8emu.torch.torch_internals import Function
 
 
 class Tokens(NamedTuple):
-    """How the tokens of an activation or gradient [before, size, after, features] are spread over the ranks of a group.
-
-    Every rank has `per_rank` of `size`; the last ones have fewer, or none.
-    """
+    """How a group shards the tokens of an activation or gradient [before, size, after, features], along `size`."""
 
     group: str
     ranks: int
     before: int
     size: int
     after: int
-    mine: int
-    """This rank's size along the sharded dimension."""
+    mine: int  # of `size`, on this rank: `per_rank`, but fewer on the last ranks, or none
+
+    @classmethod
+    def of(cls, shape: torch.Size, dim: int, group: str, ranks: int, rank: int) -> "Tokens":
+        """The tokens of a tensor of this shape, [..., features], that is sharded along `dim`."""
+        all_ranks = cls(group, ranks, shape[:dim].numel(), shape[dim], shape[dim + 1 : -1].numel(), 0)
+        mine = min(all_ranks.per_rank, all_ranks.size - rank * all_ranks.per_rank)
+        return all_ranks._replace(mine=max(0, mine))
 
     @property
     def per_rank(self) -> int:
@@ -64,10 +66,8 @@ class Shards(NamedTuple):
 
     rows: tuple[str, ...] = ()
     cols: tuple[str, ...] = ()
-    gather: Tokens | None = None
-    """How to gather the rows before the GEMMs; None if those need only this rank's."""
-    is_set: bool = True
-    """Whether the scale of delayed scaling is known to be set; if not, the first cast needs an amax of all ranks."""
+    gather: Tokens | None = None  # how to gather the rows before the GEMMs; None if those need only this rank's
+    is_set: bool = True  # whether the scale of delayed scaling is known to be set; if not, the first cast needs an amax
 
 
 class Layout(NamedTuple):
@@ -76,10 +76,8 @@ class Layout(NamedTuple):
     input: Shards = Shards()
     weight: Shards = Shards()
     grad_output: Shards = Shards()
-    sum_over: tuple[str, ...] = ()
-    """The groups over which partial outputs are added, each rank receiving all."""
-    scatter: Tokens | None = None
-    """The same, each rank receiving its tokens; `grad_output` is then gathered as float8."""
+    sum_over: tuple[str, ...] = ()  # the groups over which partial outputs are added, each rank receiving all
+    scatter: Tokens | None = None  # the same, each rank receiving its tokens; `grad_output` is then gathered as float8
 
     def output_rows(self, rows: int) -> int:
         """The rows of this rank's output, from those of its GEMM."""
@@ -116,11 +114,10 @@ def scatter_sum(x: Tensor, tokens: Tokens) -> Tensor:
 
 
 class Gathered(Function):
-    """The place of a gathered input [tokens.rows, K] in the autograd graph, without its values.
+    """The place of a gathered input [tokens.rows, K] in the autograd graph, without its values."""
 
-    Its gradient is added up over the ranks, in its dtype, and each gets that of its tokens. Layers that share an input
-    share this place, so that their gradients are added before they travel.
-    """
+    # Its gradient is added up over the ranks, in its dtype, and each gets that of its tokens. Layers that share an
+    # input share this place, so that their gradients are added before they travel.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tokens) -> Tensor:
@@ -132,7 +129,7 @@ class Gathered(Function):
         return scatter_sum(arrived(grads[0]), ctx.tokens), None
 
 
-def gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
+def _gather_rows(x: Tensor, tokens: Tokens) -> Tensor:
     """The rows [tokens.rows, C] of all ranks from those of each, in the order of the tokens."""
     # 1. As bytes, since gloo has no float8, padded to the rows of the first rank.
     width = x.shape[1] * x.element_size()
@@ -155,7 +152,6 @@ def find_sharded_source(
     source = find_source(x, rows, cols, is_stored=is_stored)
     # An amax of the tensor spans both dimensions, one of a row the ranks that share the row's columns. Both operands
     # share the amax of the tensor, and its reduction.
-    every = (*shards.rows, *shards.cols)
     of_tensor = None
     found: list[Tensor | None] = []
     for cast, amax, across in ((rows, source.rows, shards.cols), (cols, source.cols, shards.rows)):
@@ -165,9 +161,22 @@ def find_sharded_source(
             found.append(reduce_amax(amax, across))
         else:
             if of_tensor is None:
-                of_tensor = reduce_amax(amax.max().reshape(1, 1), every)
+                of_tensor = reduce_amax(amax.max().reshape(1, 1), (*shards.rows, *shards.cols))
             found.append(of_tensor)
     return ScaleSource(rows=found[0], cols=found[1])
+
+
+def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delayed, shards: Shards) -> Delayed:
+    """The state whose inv_scale is set: where it was not, by the amax of the whole matrix."""
+    name = format_name(cast)
+    every = (*shards.rows, *shards.cols)
+    if shards.is_set or name is None or not every:
+        return delayed
+    # The inv_scale below is another tensor, of which no owner is known: the state's own is told of the cast here.
+    note_cast(delayed.amax, delayed.inv_scale)
+    amax = reduce_amax(fused.tensor_amax(x), every)
+    own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)
+    return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, own))
 
 
 def cast_sharded(
@@ -184,65 +193,44 @@ def cast_sharded(
 
     Exactness: codes and scales are those of the whole matrix, or slices of them.
     """
-    x = arrived(x)
-    if shards.gather is not None:
-        return _cast_gather_operand(x, rows, cols, rule, delayed, shards, shards.gather)
-    if delayed is not None:
-        row, col, _ = cast_delayed(x, rows, cols, global_delayed(x, rows or cols, rule, delayed, shards), rule)
-        return row, col
-    return cast_both(x, rows, cols, find_sharded_source(x, rows, cols, shards), rule, recompute=recompute)
-
-
-def _cast_gather_operand(
-    x: Tensor,
-    rows: Cast | None,
-    cols: Cast | None,
-    rule: ScaleRule,
-    delayed: Delayed | None,
-    shards: Shards,
-    tokens: Tokens,
-) -> tuple[Operand | None, Operand | None]:
-    """`cast_sharded` with gathered codes, in the layout of `x`; with one scale, those of `x^T` are the same codes."""
-    kinds = [None if cast is None else cast.granularity for cast in (rows, cols)]
-    # 1. Casts of this rank's tokens, gathered: one for both operands, if they have the same scale.
-    if delayed is not None:
-        state = global_delayed(x, rows or cols, rule, delayed, shards)
-        own, _, _ = cast_delayed(x, rows or cols, None, state, rule)
-        assert own is not None, "it was requested"
-        row = col = _gather_operand(own, tokens, None)
-    else:
+    x, source = arrived(x), ScaleSource()
+    if delayed is None:
         source = find_sharded_source(x, rows, cols, shards)
-        own, _ = cast_both(x, rows, None, source, rule)
-        row = col = None if own is None else _gather_operand(own, tokens, kinds[0])
-        if cols is not None and (kinds[1] is Granularity.ROWWISE or kinds[0] is not kinds[1]):
-            assert source.cols is not None, "it was requested"
-            own = cast_cols_in_rows(x, cols, source.cols, rule)
-            col = Operand(gather_rows(own.codes, tokens), own.scale)  # of all tokens, on every rank
-    # 2. The GEMM reads the transpose of all tokens.
+    else:
+        delayed = global_delayed(x, rows or cols, rule, delayed, shards)
+    if shards.gather is not None:
+        return _cast_and_gather(x, rows, cols, rule, source if delayed is None else delayed, shards.gather)
+    if delayed is None:
+        return cast_both(x, rows, cols, source, rule, recompute=recompute)
+    row, col, _ = cast_delayed(x, rows, cols, delayed, rule)
+    return row, col
+
+
+def _cast_and_gather(
+    x: Tensor, rows: Cast | None, cols: Cast | None, rule: ScaleRule, scales: ScaleSource | Delayed, tokens: Tokens
+) -> tuple[Operand | None, Operand | None]:
+    # 1. Casts of this rank's tokens, gathered: one for both operands, if they have the same scale.
+    row_kind, col_kind = (None if cast is None else cast.granularity for cast in (rows, cols))
+    if isinstance(scales, Delayed):
+        own, _, _ = cast_delayed(x, rows or cols, None, scales, rule)
+        assert own is not None, "it was requested"
+        row = col = Operand(_gather_rows(own.codes, tokens), own.scale)
+    else:
+        row = col = None
+        own, _ = cast_both(x, rows, None, scales, rule)
+        if own is not None:
+            assert own.scale is not None, "high precision is not gathered"
+            scale = _gather_rows(own.scale, tokens) if row_kind is Granularity.ROWWISE else own.scale
+            row = col = Operand(_gather_rows(own.codes, tokens), scale)
+        if cols is not None and (col_kind is Granularity.ROWWISE or col_kind is not row_kind):
+            assert scales.cols is not None, "it was requested"
+            own = cast_cols_in_rows(x, cols, scales.cols, rule)
+            col = Operand(_gather_rows(own.codes, tokens), own.scale)  # a scale of all tokens is on every rank
+    # 2. The GEMM reads the transpose of all tokens; with one scale, its codes are those of `x`.
     if cols is not None:
         assert col is not None, "it was requested"
         col = Operand(transpose_codes(col.codes, col.codes), col.scale)
     return row if rows is not None else None, col if cols is not None else None
-
-
-def _gather_operand(own: Operand, tokens: Tokens, granularity: Granularity | None) -> Operand:
-    """The operand of all tokens from that of each rank's; a scale of all tokens is on every rank."""
-    assert own.scale is not None, "high precision is not gathered"
-    scale = gather_rows(own.scale, tokens) if granularity is Granularity.ROWWISE else own.scale
-    return Operand(gather_rows(own.codes, tokens), scale)
-
-
-def global_delayed(x: Tensor, cast: Cast | None, rule: ScaleRule, delayed: Delayed, shards: Shards) -> Delayed:
-    """The state whose inv_scale is set: where it was not, by the amax of the whole matrix."""
-    name = format_name(cast)
-    every = (*shards.rows, *shards.cols)
-    if shards.is_set or name is None or not every:
-        return delayed
-    # The inv_scale below is another tensor, of which no owner is known: the state's own is told of the cast here.
-    note_cast(delayed.amax, delayed.inv_scale)
-    amax = reduce_amax(fused.tensor_amax(x), every)
-    own, _ = fused.scales(amax, name, rule.power_of_two, rule.amax_floor, delayed.margin)
-    return delayed._replace(inv_scale=torch.where(delayed.inv_scale > UNSET, delayed.inv_scale, own))
 
 
 def cast_sharded_weight(
@@ -254,7 +242,7 @@ def cast_sharded_weight(
         operand, _ = cast_both(weight, rows, None, source, rule)
         source = ScaleSource(cols=source.cols)
     else:
-        state = global_delayed(weight, rows, rule, delayed, shards)
-        operand, _, source = cast_delayed(weight, rows, None, state, rule)
+        delayed = global_delayed(weight, rows, rule, delayed, shards)
+        operand, _, source = cast_delayed(weight, rows, None, delayed, rule)
     assert operand is not None, "it was requested"
     return operand, source

@@ -7,12 +7,10 @@
     })
 
 They replace the styles of torch.distributed.tensor.parallel, whose names they extend, on the layers of a converted
-model. The parameters are sharded in the same way. What differs is when activations travel: `Float8ColwiseParallel` and
-`PrepareFloat8ModuleInput` leave an input with each rank's tokens, and the layer casts it under the scales of all and
-gathers the codes; `Float8RowwiseParallel` has the layer itself add the partial outputs, so that the gradient comes to
-it with each rank's tokens and is gathered as float8 too. Sums over ranks stay in high precision.
-
-torch's own styles work with every recipe, and gather in high precision.
+model, and shard parameters in the same way. What differs is when activations travel: an input stays with each rank's
+tokens, and the layer casts it under the scales of all and gathers the codes; partial outputs are added by the layer
+itself, so that the gradient comes with each rank's tokens and is gathered as float8 too. Sums over ranks stay in high
+precision. torch's own styles work with every recipe, and gather in high precision.
 """
 
 from typing import Any
@@ -90,10 +88,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     tokens and has the shape of the whole.
 
     Args:
-        input_layouts: as for `PrepareModuleInput`.
-        desired_input_layouts: as for `PrepareModuleInput`; Replicate, or the layout that the input has.
-        input_kwarg_layouts: as for `PrepareModuleInput`.
-        desired_input_kwarg_layouts: as for `PrepareModuleInput`.
+        layouts: those of `PrepareModuleInput`; a desired one is Replicate, or the layout that the input has.
         use_local_output: must be False: a gathered input consists of codes and scales, not of one local tensor.
         float8_dtype: the format to which the layers cast their input; it is checked.
         fwd_config_submodule_fqn: the layer whose recipe is checked; None checks all float8 layers of the module.
@@ -106,21 +101,12 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     def __init__(
         self,
         *,
-        input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        desired_input_layouts: Placement | tuple[Placement | None, ...] | None = None,
-        input_kwarg_layouts: dict[str, Placement] | None = None,
-        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
         use_local_output: bool = False,
         float8_dtype: torch.dtype = torch.float8_e4m3fn,
         fwd_config_submodule_fqn: str | None = None,
+        **layouts: Any,
     ) -> None:
-        super().__init__(
-            input_layouts=input_layouts,
-            desired_input_layouts=desired_input_layouts,
-            input_kwarg_layouts=input_kwarg_layouts,
-            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
-            use_local_output=use_local_output,
-        )
+        super().__init__(use_local_output=use_local_output, **layouts)
         if use_local_output:
             raise UnsupportedError(
                 "PrepareFloat8ModuleInput: use_local_output must be False, since an input that is gathered as float8 "
@@ -129,10 +115,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
         self.float8_dtype = float8_dtype
         self.fwd_config_submodule_fqn = fwd_config_submodule_fqn
         pairs = list(zip(self.input_layouts or (), self.desired_input_layouts or (), strict=True))
-        pairs += [
-            (self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name])
-            for name in self.input_kwarg_layouts
-        ]
+        desired_kwargs = self.desired_input_kwarg_layouts
+        pairs += [(layout, desired_kwargs[name]) for name, layout in self.input_kwarg_layouts.items()]
         for layout, desired in pairs:
             if layout is not None and desired is not None and not (desired.is_replicate() or desired == layout):
                 raise UnsupportedError(
