@@ -28,11 +28,11 @@ from f8emu.torch.conversion.report import OtherWeight as OtherWeight
 from f8emu.torch.conversion.report import Outcome as Outcome
 from f8emu.torch.conversion.torchao import filter_small_layers as filter_small_layers
 from f8emu.torch.delayed.state import DelayedScalingError as DelayedScalingError
-from f8emu.torch.delayed.sync import DelayedScalingState as DelayedScalingState
-from f8emu.torch.delayed.sync import delayed_state_dict as delayed_state_dict
-from f8emu.torch.delayed.sync import load_delayed_state_dict as load_delayed_state_dict
-from f8emu.torch.delayed.sync import set_amax_reduction_group as set_amax_reduction_group
-from f8emu.torch.delayed.sync import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
+from f8emu.torch.delayed.update import DelayedScalingState as DelayedScalingState
+from f8emu.torch.delayed.update import delayed_state_dict as delayed_state_dict
+from f8emu.torch.delayed.update import load_delayed_state_dict as load_delayed_state_dict
+from f8emu.torch.delayed.update import set_amax_reduction_group as set_amax_reduction_group
+from f8emu.torch.delayed.update import sync_float8_amax_and_scale_history as sync_float8_amax_and_scale_history
 from f8emu.torch.delayed_state import initial_delayed_state as initial_delayed_state
 from f8emu.torch.delayed_state import update_delayed_state as update_delayed_state
 from f8emu.torch.gemm.engine import engine_of as engine_of

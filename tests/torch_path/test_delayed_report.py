@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import f8emu.torch as f8
 from f8emu.spec import DELAYED, Recipe, ScaleRule
-from f8emu.torch.delayed import report as delayed_report
+from f8emu.torch.delayed import state as delayed_state
 from f8emu.torch.delayed import update as delayed_update
-from f8emu.torch.delayed.report import Report, report_of
-from f8emu.torch.delayed.state import DelayedBuffers
+from f8emu.torch.delayed.state import DelayedBuffers, Report, report_of
 from f8emu.torch.fused.delayed import STATE
 from tests.torch_path.delayed import buffers_of
 
@@ -52,8 +51,8 @@ def told(model: nn.Sequential, infinite: int | None = None) -> list[str]:
 def reports(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Report]:
     """The reports, none at first; those of a GPU lie in the memory of the CPU."""
     found: dict[Any, Report] = {}
-    monkeypatch.setattr(delayed_report, "_reports", found)
-    monkeypatch.setattr(delayed_report, "Report", lambda layers, is_pinned: Report(layers, False))
+    monkeypatch.setattr(delayed_state, "_reports", found)
+    monkeypatch.setattr(delayed_state, "Report", lambda layers, is_pinned: Report(layers, False))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return found
 

@@ -1,9 +1,10 @@
-"""The state of delayed scaling of one layer.
+"""The state of delayed scaling of one layer, on its device, and what the host learns of it.
 
 Between two updates each tensor keeps the maximum of the amaxes of all its casts (gradient accumulation). The update
-(`delayed_update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
+(`delayed.update`) shifts the histories and sets the scales of the next passes, as `f8emu.spec.DelayedScaling` says.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
@@ -45,13 +46,11 @@ class HostNotes:
 
 
 class DelayedBuffers(nn.Module):
-    """The state of one layer.
+    """The state of one layer. Its tensors follow the layer from device to device and stay float32."""
 
-    A module, so that compilers know its tensors as static, but no submodule of its layer: neither DDP's broadcast of
-    buffers nor an average of weights may reach it. Its tensors follow the layer from device to device and stay float32.
-    They are in the metadata of the layer's state dict, so that the keys stay those of `nn.Linear`.
-    """
-
+    # A module, so that compilers know its tensors as static, but no submodule of its layer: neither DDP's broadcast of
+    # buffers nor an average of weights may reach it. The metadata of the layer's state dict holds its tensors, so that
+    # the keys stay those of nn.Linear.
     amax_history: Tensor  # [3, history_length], of TENSORS
     counts: Tensor  # [3, 3] int64: updates whose amax was not usable, a row for each of `COUNTS`, a column a tensor
     # [1, 1] each: separate tensors, since a cast updates one and compiled code reads them apart.
@@ -68,8 +67,7 @@ class DelayedBuffers(nn.Module):
         self.recipe = recipe
         self.formats = _formats(recipe)
         self.notes = HostNotes()
-        self.owner = 0
-        """The number of the group that updates the state (`delayed_update.UpdateGroup`)."""
+        self.owner = 0  # the number of the group that updates the state (`delayed.update.UpdateGroup`)
         shapes = {"amax_history": (3, recipe.delayed.history_length), "counts": (len(COUNTS), 3)}
         for name in STATE:  # in this order
             dtype = torch.int64 if name == "counts" else torch.float32
@@ -132,7 +130,7 @@ class DelayedBuffers(nn.Module):
         return self.state()["inv_scale"]
 
     def _begin_anew(self, is_set: Sequence[bool]) -> None:
-        """Forget what was known of the old values; `is_set` of TENSORS are known to be set."""
+        # Forget what was known of the old values; `is_set` of TENSORS are known to be set.
         _mark(self.inv_scales, is_set)
         self.notes.reported = set()
         self.notes.are_set = (False, False, False)
@@ -158,11 +156,7 @@ class DelayedBuffers(nn.Module):
         return dict(self.named_buffers())
 
     def load(self, call: str, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` returned.
-
-        Raises:
-            OperandError: the state of another recipe, or a missing or malformed entry.
-        """
+        """Load what `state` returned; OperandError for the state of another recipe, or a missing or malformed entry."""
         for name, mine in self.state().items():
             found = state.get(name)
             if found is None or found.shape != mine.shape or found.dtype is not mine.dtype:
@@ -185,7 +179,7 @@ class DelayedBuffers(nn.Module):
             owner.is_pending = True  # it was saved before the update after a backward pass
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move to another device, never to another dtype; reset if the values were not copied (`to_empty`)."""
+        # Move to another device, never to another dtype; reset if the values were not copied (`to_empty`).
         is_lost, known = False, [is_known_set(inv_scale) for inv_scale in self.inv_scales]
         for name, buffer in self._buffers.items():
             assert buffer is not None, "all are there"
@@ -213,21 +207,75 @@ def _mark(inv_scales: Sequence[Tensor], is_set: Sequence[bool]) -> None:
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`DelayedBuffers.state` of what `DelayedBuffers.tensors` returned."""
-    inv_scale = torch.cat([tensors[f"inv_scale_{tensor}"] for tensor in TENSORS]).flatten()
+    inv_scale = torch.cat([tensors[name] for name in INV_SCALES]).flatten()
     is_set = inv_scale > UNSET
     return {
         "amax_history": tensors["amax_history"],
         "inv_scale": torch.where(is_set, inv_scale, torch.ones_like(inv_scale)),
         "initialized": is_set,
         "counts": tensors["counts"],
-        "amax": torch.cat([tensors[f"amax_{tensor}"] for tensor in TENSORS]).flatten(),
+        "amax": torch.cat([tensors[name] for name in AMAXES]).flatten(),
     }
 
 
 def _formats(recipe: Recipe) -> str:
-    """The names of the three tensors' float8 formats, with commas; empty for one without delayed scales."""
+    # The names of the three tensors' float8 formats, with commas; empty for one without delayed scales.
     names = {
         tensor: {cast.format.name for _, _, cast in recipe.casts(tensor) if cast.format is not None}
         for tensor in recipe.delayed_tensors
     }
     return ",".join("".join(names.get(tensor, ())) for tensor in TENSORS)
+
+
+class Report:
+    """What the device tells the host of layers that are updated together: which scales are set, which amaxes were bad.
+
+    The kernel of a GPU writes to its memory, which is the host's. Each number is written at once and only grows, so an
+    update reads what has arrived, without waiting. A layer that is reset or loaded begins a new report.
+    """
+
+    def __init__(self, layers: Sequence[DelayedBuffers], is_pinned: bool) -> None:
+        with torch.inference_mode(False):  # also updates outside of it write to this
+            numbers = torch.zeros(len(layers), len(TENSORS), dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+        self.numbers = numbers  # [L, 3], as `fused.delayed.update_delayed` writes them
+        self._seen: list[list[int]] = []
+        self._reported = [buffers.notes.reported for buffers in layers]  # kept: a report is found by their identity
+
+    def read(self, layers: Sequence[DelayedBuffers]) -> None:
+        """Note what has arrived since the last call; warn of each tensor's first infinity, by the name of its layer."""
+        seen: list[list[int]] = to_list(self.numbers)
+        if seen == self._seen:
+            return
+        self._seen, names = seen, list[str]()
+        for layer, numbers in zip(layers, seen, strict=True):
+            for tensor, inv_scale, number in zip(TENSORS, layer.inv_scales, numbers, strict=True):
+                if number & 1:
+                    mark_set(inv_scale, True)
+                if number > 1 and tensor not in layer.notes.reported:
+                    layer.notes.reported.add(tensor)
+                    names.append(f"{tensor} of {layer.notes.name or 'a layer without a name'}")
+        if names:
+            warnings.warn(
+                f"f8emu.torch: under delayed scaling the amax was infinite or NaN for: {', '.join(names)}; the scale "
+                "stays as it was. Later ones are counted in the layer's delayed.counts, and not reported again",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+_reports: dict[tuple[torch.device, tuple[int, ...]], Report] = {}
+_MOST = 1024  # layers that are built one by one are updated together in ever other sets
+
+
+def report_of(layers: Sequence[DelayedBuffers], device: torch.device) -> Report | None:
+    """The report of these layers on a device; None if a CUDA graph is captured, while which none may be allocated."""
+    key = device, tuple([id(buffers.notes.reported) for buffers in layers])
+    if key not in _reports:
+        is_cuda = device.type == "cuda"
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        if len(_reports) >= _MOST:  # kernels may write to them still, of which torch does not know
+            torch.cuda.synchronize() if torch.cuda.is_available() else None
+            _reports.clear()
+        _reports[key] = Report(layers, is_cuda)
+    return _reports[key]

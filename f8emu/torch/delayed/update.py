@@ -1,4 +1,4 @@
-"""The update of delayed scaling: when it runs, and what it does to all layers of a model at once.
+"""The update of delayed scaling of all layers of a model at once, and its state for checkpoints.
 
 The end of every backward pass updates the scales of the models that took part in it. The first cast of a gradient asks
 autograd for a call at that end. Where autograd makes none (compiled autograd, a pass that raised an error), the next
@@ -8,18 +8,19 @@ forward pass: it changes nothing where nothing was cast.
 
 import itertools
 import threading
+import warnings
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from f8emu.spec.errors import OperandError
 from f8emu.spec.scaling import AmaxHistoryReduction
-from f8emu.torch.delayed.report import Report, report_of
-from f8emu.torch.delayed.state import DelayedBuffers, DelayedScalingError
+from f8emu.torch.delayed.state import DelayedBuffers, DelayedScalingError, Report, report_of
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.fused.delayed import amaxes_of, owners, update_delayed
 from f8emu.torch.torch_internals import (
@@ -27,17 +28,18 @@ from f8emu.torch.torch_internals import (
     call_at_end_of_backward,
     is_dtensor,
     is_in_backward_pass,
+    named_modules,
     own_buffers,
     own_parameters,
     to_list,
 )
+from f8emu.torch.weights.float8_weight import refill
 
 
 class UpdateGroup:
-    """Layers that are updated together: those that one call converted. A copy of a model has its own group.
+    """Layers that are updated together: those that one call converted. A copy of a model has its own group."""
 
-    Their casts tell it that they run (`fused.delayed.tell_owner`).
-    """
+    # Their casts tell it that they run (`fused.delayed.tell_owner`).
 
     def __init__(self, ranks: Any = None) -> None:
         self.ranks = ranks  # a process group over which amaxes are reduced; False for none; None chooses
@@ -76,7 +78,7 @@ class UpdateGroup:
         self._update_at_end()
 
     def _update_at_end(self) -> None:
-        """At the end of the outer pass, where reentrant checkpointing runs one within another."""
+        # At the end of the outer pass, where reentrant checkpointing runs one within another.
         if self.end != -1 or (number := backward_pass()) == -1:
             return
         self.end = number
@@ -97,10 +99,9 @@ class UpdateGroup:
 
 
 class _Groups(list[UpdateGroup]):
-    """Groups that are updated at once."""
+    """Groups that are updated at once, in an order which all ranks share."""
 
     def update(self) -> None:
-        """Update their layers, in an order which all ranks share."""
         for group in self:
             group.is_pending, group.end = False, -1
         groups = {group.number: group for group in self}
@@ -115,11 +116,9 @@ _numbers = itertools.count(1)
 
 @torch.no_grad()
 def update_states(layers: Sequence[Float8Layer]) -> None:
-    """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers.
-
-    Tensors and process groups are looked up anew: to make sure that nothing has changed takes as long.
-    """
-    # 1. Layers of one device, recipe and process groups are updated by one launch.
+    """Update layers with delayed scaling; all ranks of their process groups must call it with the same layers."""
+    # 1. Layers of one device, recipe and process groups are updated by one launch. Tensors and process groups are
+    #    looked up anew: to make sure that nothing has changed takes as long.
     alike: dict[tuple[Any, ...], list[DelayedBuffers]] = {}
     for layer, groups in zip(layers, _groups_of(layers), strict=True):
         buffers = layer.delayed
@@ -157,7 +156,7 @@ def _reduce_max(x: Tensor, group: Any) -> None:
 
 
 def _groups_of(layers: Sequence[Float8Layer]) -> list[tuple[Any, ...]]:
-    """For each layer the process groups whose ranks share its scales: chosen, of the weight's mesh, or all ranks."""
+    # For each layer those whose ranks share its scales: chosen, of the weight's mesh, or all ranks.
     is_distributed = dist.is_available() and dist.is_initialized()
     world = (dist.group.WORLD,) if is_distributed and dist.get_world_size() > 1 else ()
     found: list[tuple[Any, ...]] = []
@@ -178,7 +177,7 @@ def _groups_of(layers: Sequence[Float8Layer]) -> list[tuple[Any, ...]]:
 
 
 def _parameter_of(layer: Float8Layer) -> nn.Parameter | None:
-    """The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters."""
+    # The weight, or the first parameter that it is computed from; None where FSDP1 holds the parameters.
     own = own_parameters(layer).get("weight")
     return next((x for name, x in layer.named_parameters() if name != "bias"), None) if own is None else own
 
@@ -187,7 +186,7 @@ _checked: weakref.WeakKeyDictionary[Any, set[tuple[str, ...]]] = weakref.WeakKey
 
 
 def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.device) -> None:
-    """Once for the same names: all ranks of the group must have the same layers, or the all-reduce would mix them."""
+    # Once for the same names: all ranks of the group must have the same layers, or the all-reduce would mix them.
     known = _checked.setdefault(group, set())
     if names in known or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
@@ -203,3 +202,101 @@ def _require_same_layers(names: tuple[str, ...], group: Any, device: torch.devic
             "same layers with f8emu.torch.set_amax_reduction_group(model, group)"
         )
     known.add(names)
+
+
+def sync_float8_amax_and_scale_history(model: nn.Module, fp8_layers: Iterable[nn.Module] | None = None) -> None:
+    """Update the state of delayed scaling in all layers of `model` that were called since their last update.
+
+    A training loop needs no call: every backward pass ends with an update, after which this changes nothing, and
+    compiled code leaves it out. Call it before saving a state whose passes are replayed as CUDA graphs.
+
+    An amax that is zero or not finite leaves the scale unchanged, and is counted in the layer's `delayed.counts`. With
+    a process group, amaxes are the maximum over its ranks, in one all-reduce for all layers: over the group of
+    `set_amax_reduction_group`, else over the mesh of DTensor weights, else over all ranks. All of them must call this.
+
+    Exactness: every state equals that of `f8ref.numpy.update_delayed_state`.
+
+    Raises:
+        DelayedScalingError: the ranks of a group have different layers.
+    """
+    if torch.compiler.is_compiling():
+        return
+    parts = [model] if fp8_layers is None else fp8_layers
+    update_states([layer for part in parts for _, layer, _ in _layers(part)])
+
+
+def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
+    """Reduce the amaxes of delayed scaling over the ranks of `group`, a process group.
+
+    False reduces over no ranks. None restores the default: the mesh over which a layer's weight is a DTensor, or all
+    ranks. From now on the layers of `model` are updated together, apart from others that were converted with them.
+    """
+    chosen = UpdateGroup(group)
+    for _, layer, _ in _layers(model):
+        layer.update_with(chosen)
+
+
+def delayed_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state of all layers, "layer.field" -> tensor, for checkpoints that drop a state dict's metadata."""
+    return {
+        f"{prefix}{name}": value.detach().clone()
+        for prefix, _, buffers in _layers(model)
+        for name, value in buffers.state().items()
+    }
+
+
+def load_delayed_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what `delayed_state_dict` returned. Call it before or after `load_state_dict`, which resets a state in use.
+
+    Raises:
+        OperandError: missing or unknown keys (then no layer has changed), or the state of another recipe.
+    """
+    wanted = {f"{prefix}{name}" for prefix, _, buffers in _layers(model) for name in buffers.state()}
+    if wanted != set(state):
+        missing, unknown = sorted(wanted - set(state)), sorted(set(state) - wanted)
+        raise OperandError(
+            f"load_delayed_state_dict: the keys must be those of delayed_state_dict(model); missing {missing[:5]}, "
+            f"unknown {unknown[:5]}; load the state of the same model, converted in the same way"
+        )
+    for prefix, layer, buffers in _layers(model):
+        buffers.load("load_delayed_state_dict", {name: state[f"{prefix}{name}"] for name in buffers.state()})
+        buffers.notes.is_loaded = True
+        refill(layer.weight)
+
+
+class DelayedScalingState:
+    """A model's state of delayed scaling as an object, for checkpoints of DCP, accelerate and torchtitan."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        for _, _, buffers in _layers(model):
+            buffers.notes.has_own_entry = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """`delayed_state_dict(model)`."""
+        return dict(delayed_state_dict(self.model))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """`load_delayed_state_dict(model, state_dict)`."""
+        load_delayed_state_dict(self.model, state_dict)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Float8Layer, DelayedBuffers]]:
+    # Prefix of keys, layer and state of each layer that has one, once. The keys do not depend on what wraps it.
+    for name, module in named_modules(model):
+        if isinstance(module, Float8Layer) and module.delayed is not None:
+            yield name and f"{name}.", module, module.delayed
+
+
+def warn_of_lost_state() -> None:
+    """Warn that a layer was loaded without its state of delayed scaling."""
+    warnings.warn(
+        "Float8Linear: the state dict has no state of delayed scaling (it is in the metadata, which some checkpoint "
+        "formats drop), so scaling starts anew; save and load it with the checkpoint: Hugging Face "
+        "Trainer(..., callbacks=[f8emu.torch.integrations.huggingface.DelayedScalingCallback()]); "
+        "accelerator.register_for_checkpointing(f8emu.torch.DelayedScalingState(model)); "
+        'torch.distributed.checkpoint {..., "float8": f8emu.torch.DelayedScalingState(model)}; or '
+        "f8emu.torch.delayed_state_dict(model) and load_delayed_state_dict(model, state)",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -19,7 +19,7 @@ from transformers.trainer_callback import (
 )
 from transformers.training_args import TrainingArguments
 
-from f8emu.torch.delayed.sync import DelayedScalingState
+from f8emu.torch.delayed.update import DelayedScalingState
 
 
 class DelayedScalingCallback(TrainerCallback, ExportableState):

@@ -33,7 +33,7 @@ from torch import nn
 from f8emu.torch.conversion.convert import convert_to_float8_training
 from f8emu.torch.conversion.layers import surrounds_forward
 from f8emu.torch.conversion.torchao import ModuleFilter, filter_small_layers
-from f8emu.torch.delayed.sync import DelayedScalingState
+from f8emu.torch.delayed.update import DelayedScalingState
 from f8emu.torch.dtypes import CHIP
 from f8emu.torch.weights.sharded_weight import precompute_float8_dynamic_scale_for_fsdp
 

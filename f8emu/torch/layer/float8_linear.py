@@ -10,9 +10,8 @@ from f8emu.spec.errors import OperandError, UnsupportedError
 from f8emu.spec.recipe import TENSORWISE
 from f8emu.torch.bias import add_bias
 from f8emu.torch.conversion.torchao import RecipeLike, resolve_recipe
-from f8emu.torch.delayed.report import warn_of_lost_state
 from f8emu.torch.delayed.state import DelayedBuffers, stacked
-from f8emu.torch.delayed.update import UpdateGroup
+from f8emu.torch.delayed.update import UpdateGroup, warn_of_lost_state
 from f8emu.torch.dtypes import require_values
 from f8emu.torch.float8_layer import Float8Layer
 from f8emu.torch.gemm.engine import check_engine
