@@ -1,10 +1,10 @@
 """What a chip multiplies and how it adds, as data: the shape of a profile. `f8emu.spec.chips` holds the profiles.
 
-`reference/NUMERICS.md` states the rules by id. The algorithms are in `f8ref.exact`, `f8ref.numpy` and `f8ref.jax`, each
-written on its own. None of them names a chip: another chip is another instance.
+`reference/NUMERICS.md` states the rules by id. No algorithm names a chip: another chip is another instance.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -153,9 +153,9 @@ class Chip:
         """How operands with scales of granularities (a, b) are accumulated; None: bfloat16 operands."""
         if granularities is None:
             return self.bfloat16
-        # Block scales have one accumulation; with 128x128 scales its slices are longer [CHAIN-3].
         if not granularities[0].is_blockwise:
             return self.float8_fast if use_fast_accum else self.float8
+        # Block scales have one accumulation; with 128x128 scales its slices are longer [CHAIN-3].
         if Granularity.BLOCKWISE_128X128 not in granularities:
             return self.block_scaled
         return replace(self.block_scaled, split_k_multiple=self.square_split_k_multiple)
@@ -171,7 +171,7 @@ class Chip:
                 return instruction
         known = "; ".join(f"{_pairs(i.format_pairs)} -> {i.out}" for i in self.instructions)
         raise UnsupportedError(
-            f"{call}: the profile of {self} has the instructions {known or 'none'}; got {_pair(formats)} -> {out}; "
+            f"{call}: the profile of {self} has the instructions {known or 'none'}; got {_pairs([formats])} -> {out}; "
             "cast to one of these, or choose another chip"
         )
 
@@ -182,25 +182,22 @@ class Chip:
         *,
         use_fast_accum: bool = False,
     ) -> str | None:
-        """Why the chip has no such scaled GEMM of (a, b), and the remedy; None if it has one.
-
-        A call raises UnsupportedError with these words, a recipe SpecError.
-        """
+        """Why the chip has no such scaled GEMM of (a, b), and the remedy; None if it has one."""
+        pair, scales = _pairs([formats]), _pairs([granularities])
         if formats not in self.format_pairs:
-            return f"{self} multiplies {_pairs(self.format_pairs)}; got {_pair(formats)}; cast to one of these"
+            return f"{self} multiplies {_pairs(self.format_pairs)}; got {pair}; cast to one of these"
         if granularities not in self.granularity_pairs:
             return (
-                f"{self} takes scales {_pairs(self.granularity_pairs)}; got {_pair(granularities)}; "
+                f"{self} takes scales {_pairs(self.granularity_pairs)}; got {scales}; "
                 "to use a tensorwise scale beside rowwise ones, repeat it for every row"
             )
-        if granularities[0].is_blockwise:
-            if formats not in self.block_scaled_format_pairs:
-                return (
-                    f"{self} takes block scales of {_pairs(self.block_scaled_format_pairs)}; got "
-                    f"{_pair(formats)}; cast to one of these, or scale by row"
-                )
-            if use_fast_accum:
-                return f"{self} has no fast accumulation beside block scales; pass use_fast_accum=False"
+        if not granularities[0].is_blockwise:
+            return None
+        if formats not in self.block_scaled_format_pairs:
+            known = _pairs(self.block_scaled_format_pairs)
+            return f"{self} takes block scales of {known}; got {pair}; cast to one of these, or scale by row"
+        if use_fast_accum:
+            return f"{self} has no fast accumulation beside block scales; pass use_fast_accum=False"
         return None
 
     def padded_sizes(self, m: int, n: int, k: int) -> tuple[int, int, int]:
@@ -214,13 +211,9 @@ class Chip:
         shapes: tuple[tuple[int, ...], tuple[int, ...]],
         given: tuple[Granularity | str | None, Granularity | str | None],
     ) -> tuple[Granularity, Granularity]:
-        """The granularities of a scaled GEMM `[M, K] @ [K, N]`: the first pair that fits the shapes of the scales.
+        """The granularities of a scaled GEMM of M, N, K: the first pair that fits the shapes of its scales.
 
-        Args:
-            call: the name of the verb, for messages.
-            sizes: M, N and K.
-            shapes: the shapes of scale_a and scale_b; scale_b has the scales of b's transpose [N, K], transposed.
-            given: the granularities that the caller gives; None: any.
+        The scales of b are those of its transpose [N, K], transposed. `given` is what the caller gives; None: any.
 
         Raises:
             OperandError: no pair fits.
@@ -248,9 +241,5 @@ class Chip:
         )
 
 
-def _pairs(pairs: tuple[tuple[Format, Format] | tuple[Granularity, Granularity], ...]) -> str:
-    return ", ".join(map(_pair, pairs))
-
-
-def _pair(pair: tuple[Format, Format] | tuple[Granularity, Granularity]) -> str:
-    return " x ".join(x.name if isinstance(x, Format) else x.value for x in pair)
+def _pairs(pairs: Iterable[tuple[Format | Granularity, Format | Granularity]]) -> str:
+    return ", ".join(" x ".join(x.name if isinstance(x, Format) else x.value for x in pair) for pair in pairs)

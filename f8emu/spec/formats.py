@@ -1,14 +1,11 @@
-"""Number formats as data, and the overflow policy of a cast.
-
-A format describes how a bit pattern (`code`) maps to a real number (`value`). It holds numbers and names
-only: the algorithms that use them live in `f8ref` and in the production paths, each written on its own.
+"""Number formats as data: how a bit pattern (`code`) maps to a real number (`value`); and overflow in a cast.
 
 Sources: OCP 8-bit Floating Point Specification (OFP8) revision 1.0, tables 1 and 2 (E4M3, E5M2); OCP
 Microscaling Formats (MX) version 1.0, section 5.4.1 (E8M0); IEEE 754-2019, table 3.5 (binary16, binary32); Noune et
 al., "8-bit Numerical Formats for Deep Neural Networks", arXiv 2206.02915 (FNUZ). Names are those of ml_dtypes.
 """
 
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -183,11 +180,9 @@ def format_by_name(name: str) -> Format:
     Raises:
         SpecError: an unknown format; the message lists the known ones.
     """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        known = ", ".join(FORMATS)
-        raise SpecError(f"format_by_name: unknown format {name!r}; known formats are: {known}") from None
+    if name not in FORMATS:
+        raise SpecError(f"format_by_name: unknown format {name!r}; known formats are: {', '.join(FORMATS)}")
+    return FORMATS[name]
 
 
 def float8_format(call: str, format: Format | str) -> Format:
@@ -198,9 +193,8 @@ def float8_format(call: str, format: Format | str) -> Format:
     """
     found = format_by_name(format) if isinstance(format, str) else format
     if found not in FLOAT8:
-        known = ", ".join(f.name for f in FLOAT8)
         why = "; it holds scales: it has no sign and no zero" if found == E8M0FNU else ""
-        raise SpecError(f"{call}: format must be one of {known}; got {found}{why}")
+        raise SpecError(f"{call}: format must be one of {', '.join(map(str, FLOAT8))}; got {found}{why}")
     return found
 
 
@@ -213,24 +207,13 @@ def output_format(call: str, out_dtype: Format | str) -> Format:
     """
     found = format_by_name(out_dtype) if isinstance(out_dtype, str) else out_dtype
     if found not in HIGH_PRECISION:
-        known = ", ".join(f.name for f in HIGH_PRECISION)
+        known = ", ".join(map(str, HIGH_PRECISION))
         raise UnsupportedError(f"{call}: out_dtype must be one of {known}; got {found}; quantize the output instead")
     return found
 
 
 def changed_fields(data: Any) -> str:
-    """`Name(field=value)` of a dataclass: fields without a default, and those that differ from it; enums by name."""
-    shown = [
-        f"{field.name}={_value(getattr(data, field.name))}"
-        for field in fields(data)
-        if field.repr and getattr(data, field.name) != _default(field)
-    ]
+    """`Name(field=value)` of a dataclass, the fields that differ from their defaults; enums by name."""
+    values = [(field.name, getattr(data, field.name), field.default) for field in fields(data)]
+    shown = [f"{name}={x if isinstance(x, Enum) else repr(x)}" for name, x, default in values if x != default]
     return f"{type(data).__name__}({', '.join(shown)})"
-
-
-def _value(value: object) -> str:
-    return f"{type(value).__name__}.{value.name}" if isinstance(value, Enum) else repr(value)
-
-
-def _default(field: "Field[Any]") -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,4 +1,14 @@
-"""The GEMM of a recipe: the casts of its two operands, and the accumulation of the tensor core."""
+"""The three GEMMs of a linear layer, and one of them: the casts of its operands and how the tensor core adds.
+
+With `input` [M, K], `weight` [N, K] and `grad_output` [M, N] the layer computes
+
+- `output`      [M, N] = input [M, K]         @ weight [N, K]^T,         summed over K
+- `grad_input`  [M, K] = grad_output [M, N]   @ (weight^T [K, N])^T,     summed over N
+- `grad_weight` [N, K] = grad_output^T [N, M] @ (input^T [K, M])^T,      summed over M
+
+Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and each operand is cast along the
+dimension that its own GEMM sums over.
+"""
 
 from dataclasses import dataclass
 
@@ -7,6 +17,21 @@ from f8emu.spec.chips import CHIPS, HOPPER, OPERAND_FORMATS
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import Format
 from f8emu.spec.scaling import Granularity
+
+GEMM_NAMES = ("output", "grad_input", "grad_weight")
+"""The three GEMMs of a linear layer, in the order in which they run."""
+OPERANDS: dict[str, tuple[str, str]] = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
+"""GEMM -> the tensors that its operands a and b come from."""
+TRANSPOSED: dict[str, tuple[bool, bool]] = {
+    "output": (False, False),
+    "grad_input": (False, True),
+    "grad_weight": (True, True),
+}
+"""GEMM -> whether its operands a and b, seen as `[rows, summed dimension]`, are the transposes of their tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +60,8 @@ class Cast:
 
     def to_dict(self) -> dict[str, object]:
         """A plain dict."""
-        if self.format is None:
-            return {"format": str(self)}
-        return {"format": self.format.name, "granularity": self.granularity.value}
+        scale = {} if self.format is None else {"granularity": self.granularity.value}
+        return {"format": str(self.format or self), **scale}
 
     def __repr__(self) -> str:
         return f"Cast({self})"
@@ -65,10 +89,8 @@ class Gemm:
                 f"Gemm: both operands must be float8 or both high precision; got {a} and {b}. "
                 "No matrix unit multiplies the two kinds; set format=None for both, or for neither"
             )
-        if a.format is None or b.format is None:
-            if self.use_fast_accum:
-                raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
-            return
+        if a.is_high_precision and self.use_fast_accum:
+            raise SpecError("Gemm: use_fast_accum needs float8 operands; a high precision GEMM has no such mode")
         if all(self.refusal(chip) for chip in CHIPS.values()):
             raise SpecError(f"Gemm: {self.refusal(HOPPER)}")
 

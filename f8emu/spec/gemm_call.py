@@ -71,21 +71,19 @@ def scaled_mm_call(
     """
     # The order is the one in which a caller mends a call: dtypes, shapes, scales, then what the chip pairs.
     call = "scaled_mm"
-    formats = (_format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats))
-    m, n, k = sizes = _sizes(call, a, b)
+    formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
+    sizes = _sizes(call, a, b)
     _check_split_k(call, split_k)
-    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        _format(call, name, scale, (FLOAT32,))
-    pair = chip.granularities_of(call, (m, n, k), (scale_a.shape, scale_b.shape), (granularity_a, granularity_b))
-    refusal = chip.refusal(formats, pair, use_fast_accum=use_fast_accum)
-    if refusal is not None:
-        raise UnsupportedError(f"{call}: {refusal}")
+    _check_scales(call, scale_a, scale_b)
+    pair = chip.granularities_of(call, sizes, (scale_a.shape, scale_b.shape), (granularity_a, granularity_b))
+    _check_paired(call, chip, formats, pair, use_fast_accum)
     out = output_format(call, out_dtype)
     if bias is not None:
         _format(call, "bias", bias, HIGH_PRECISION)
-        if bias.shape != (n,):
+        if bias.shape != sizes[1:2]:
             raise OperandError(
-                f"{call}: bias must have shape [N] = [{n}], one value for each column of b; got {list(bias.shape)}"
+                f"{call}: bias must have shape [N] = [{sizes[1]}], one value for each column of b; "
+                f"got {list(bias.shape)}"
             )
     return GemmCall(
         call=call,
@@ -112,46 +110,40 @@ def scaled_grouped_mm_call(
 ) -> GemmCall:
     """A `scaled_grouped_mm` [EPI-6]; `check_group_ends` checks the values of `offs`.
 
-    Raises:
-        OperandError: a wrong dtype or shape.
-        SpecError: an unknown `out_dtype`.
-        UnsupportedError: formats that the chip has no GEMM for, or an `out_dtype` that no GEMM gives.
+    It raises as `scaled_mm_call`.
     """
-    # 1. Dtypes. 2. Shapes, which depend on each other: one message names all. 3. What the chip pairs.
-    call, rows = "scaled_grouped_mm", Granularity.ROWWISE
-    formats = (_format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats))
-    for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
-        _format(call, name, scale, (FLOAT32,))
+    # 1. Dtypes.
+    call, pair = "scaled_grouped_mm", (Granularity.ROWWISE, Granularity.ROWWISE)
+    formats = _format(call, "a", a, chip.operand_formats), _format(call, "b", b, chip.operand_formats)
+    _check_scales(call, scale_a, scale_b)
+    # 2. Shapes, which depend on each other: one message names all.
     found = [list(x.shape) for x in (a, b, scale_a, scale_b, offs)]
-    fits = [len(shape) for shape in found] == [2, 3, 1, 2, 1]
-    if fits:
-        (m, k), (groups, _, n) = found[0], found[1]
-        fits = found[1:] == [[groups, k, n], [m], [groups, n], [groups]]
-    if not fits:
+    groups, k, n = (found[1] + [-1] * 3)[:3]
+    m = a.shape[0] if a.shape else -1
+    if found != [[m, k], [groups, k, n], [m], [groups, n], [groups]]:
         raise OperandError(
             f"{call}: a, b, scale_a, scale_b and offs must be [total_M, K], [groups, K, N], [total_M], [groups, N] and "
             f"[groups]; got {', '.join(map(str, found))}; a b of two dimensions has no groups: that is scaled_mm"
         )
-    if not offs.shape[0]:
+    if not groups:
         raise OperandError(f"{call}: b has no groups; there is nothing to compute, skip the call")
     if offs.dtype != "int32":
         raise OperandError(
             f"{call}: offs must be int32, the end of each group's rows; got {offs.dtype}; take the cumulative sum of "
             "the groups' sizes as int32"
         )
-    refusal = chip.refusal(formats, (rows, rows), use_fast_accum=use_fast_accum)
-    if refusal is not None:
-        raise UnsupportedError(f"{call}: {refusal}")
+    # 3. What the chip pairs.
+    _check_paired(call, chip, formats, pair, use_fast_accum)
     return GemmCall(
         call=call,
-        sizes=(a.shape[0], b.shape[2], a.shape[1]),
+        sizes=(m, n, k),
         formats=formats,
-        granularities=(rows, rows),
+        granularities=pair,
         out=output_format(call, out_dtype),
         use_fast_accum=use_fast_accum,
         split_k=1,
         chip=chip,
-        groups=b.shape[0],
+        groups=groups,
     )
 
 
@@ -163,14 +155,8 @@ def mm_call(
     split_k: int | None = None,
     chip: Chip = HOPPER,
 ) -> GemmCall:
-    """The bfloat16 `mm` [BF16-1].
-
-    Raises:
-        OperandError: a wrong dtype or shape.
-        SpecError: an unknown `out_dtype`, or a `split_k` below 1.
-        UnsupportedError: an `out_dtype` that no GEMM gives.
-    """
-    formats = (_format("mm", "a", a, (BFLOAT16,)), _format("mm", "b", b, (BFLOAT16,)))
+    """The bfloat16 `mm` [BF16-1]; it raises as `scaled_mm_call`."""
+    formats = _format("mm", "a", a, (BFLOAT16,)), _format("mm", "b", b, (BFLOAT16,))
     sizes = _sizes("mm", a, b)
     _check_split_k("mm", split_k)
     out = output_format("mm", out_dtype)
@@ -178,19 +164,27 @@ def mm_call(
 
 
 def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
-    """What the GPU's library refuses besides: sizes that are not padded, and most biases.
+    """What the GPU's library refuses besides: sizes that are not padded, most biases, most formats of grouped GEMMs.
 
     Raises:
-        OperandError: an empty operand, or a size that is no multiple; a bias of another dtype than the output's.
-        UnsupportedError: a bias that the library does not add; a grouped GEMM of other formats.
+        OperandError: an empty operand, or a size that is no multiple; a bias of another dtype than the output's; a
+            grouped operand of another format than the library's.
+        UnsupportedError: a bias that the library does not add; a grouped output that is not bfloat16.
     """
     call, chip, (m, n, k) = gemm.call, gemm.chip, gemm.sizes
-    if m == 0 or n == 0 or k == 0:
+    # 1. Groups.
+    if gemm.groups:
+        for name, found, format in zip("ab", gemm.formats, chip.format_pairs[0], strict=True):
+            if found != format:
+                raise OperandError(f"{call}: {name} must be {format}; got {found}; quantize or cast it first")
+        if gemm.out != BFLOAT16:
+            raise UnsupportedError(f"{call}: out_dtype must be bfloat16; got {gemm.out}; convert the result")
+    # 2. Sizes, which hold for every GEMM.
+    if not (m and n and k):
         raise OperandError(
             f"{call}: empty operands, M, N, K = {m}, {n}, {k}; skip the GEMM: its result is empty, or zeros if only K "
             "is 0"
         )
-    # Sizes first: they hold for every GEMM. A bias is refused last.
     multiple = chip.size_multiple
     if k % multiple or n % multiple:
         raise OperandError(
@@ -203,6 +197,7 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
             f"{call}: with 1x128 scales of a, M must be a multiple of {chip.vector_multiple}; got {m}; pad a and "
             "scale_a"
         )
+    # 3. A bias.
     if bias is None:
         return
     if gemm.granularities[0].is_blockwise:
@@ -215,28 +210,13 @@ def check_library(gemm: GemmCall, bias: Shaped | None = None) -> None:
         raise OperandError(f"{call}: bias must be of out_dtype {gemm.out}; got {bias.dtype}; convert it")
 
 
-def check_library_groups(gemm: GemmCall) -> None:
-    """What the GPU's library refuses of a `scaled_grouped_mm` besides `check_library`.
-
-    Raises:
-        OperandError: another format than the library's.
-        UnsupportedError: another output than bfloat16.
-    """
-    format = gemm.chip.format_pairs[0][0]
-    for name, found in zip("ab", gemm.formats, strict=True):
-        if found != format:
-            raise OperandError(f"{gemm.call}: {name} must be {format}; got {found}; quantize or cast it first")
-    if gemm.out != BFLOAT16:
-        raise UnsupportedError(f"{gemm.call}: out_dtype must be bfloat16; got {gemm.out}; convert the result")
-
-
 def check_group_ends(ends: Sequence[int], rows: int) -> None:
     """Check that the groups of a `scaled_grouped_mm` end one after another, and the last with the last row of `a`.
 
     Raises:
         OperandError: they do not.
     """
-    if list(ends) != sorted(ends) or (ends and ends[0] < 0) or (ends[-1] if ends else 0) != rows:
+    if [0, *ends] != sorted([0, *ends]) or [0, *ends][-1] != rows:
         raise OperandError(
             f"scaled_grouped_mm: offs must rise to the {rows} rows of a; got {list(ends)}; give the end of each "
             "group's rows"
@@ -250,6 +230,19 @@ def _format(call: str, name: str, x: Shaped, allowed: tuple[Format, ...]) -> For
         remedy = "quantize or cast it first" if name in "ab" else "convert it first"
         raise OperandError(f"{call}: {name} must be {known}; got {x.dtype}; {remedy}")
     return found
+
+
+def _check_scales(call: str, scale_a: Shaped, scale_b: Shaped) -> None:
+    _format(call, "scale_a", scale_a, (FLOAT32,))
+    _format(call, "scale_b", scale_b, (FLOAT32,))
+
+
+def _check_paired(
+    call: str, chip: Chip, formats: tuple[Format, Format], pair: tuple[Granularity, Granularity], use_fast_accum: bool
+) -> None:
+    refusal = chip.refusal(formats, pair, use_fast_accum=use_fast_accum)
+    if refusal is not None:
+        raise UnsupportedError(f"{call}: {refusal}")
 
 
 def _sizes(call: str, a: Shaped, b: Shaped) -> tuple[int, int, int]:

@@ -1,57 +1,33 @@
-"""The training recipe of a linear layer: three GEMMs, two operands each.
+"""The training recipe of a linear layer: three GEMMs (`f8emu.spec.gemm`), the rule of their scales, and the chip.
 
-With `input` [M, K], `weight` [N, K] and `grad_output` [M, N] the layer computes
-
-- `output`      [M, N] = input [M, K]         @ weight [N, K]^T,         summed over K
-- `grad_input`  [M, K] = grad_output [M, N]   @ (weight^T [K, N])^T,     summed over N
-- `grad_weight` [N, K] = grad_output^T [N, M] @ (input^T [K, M])^T,      summed over M
-
-Each GEMM is `a @ b^T` of two operands seen as `[rows, summed dimension]`, and each operand is cast along the
-dimension that its own GEMM sums over. A bias is added to the rounded output, in the output's dtype, as torchao does.
-All three products have the dtype of `input`. An operand kept in high precision is bfloat16: the
-GEMM is then the hardware's bfloat16 matmul [BF16-1].
+A bias is added to the rounded output, in the output's dtype, as torchao does. All three products have the dtype of
+`input`. An operand kept in high precision is bfloat16: the GEMM is then the hardware's bfloat16 matmul [BF16-1].
 """
 
 import hashlib
 import json
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
+from f8emu.spec.chip import Chip
 from f8emu.spec.chips import CHIPS, HOPPER, chip_by_name
 from f8emu.spec.errors import SpecError
 from f8emu.spec.formats import E4M3FN, E5M2
+from f8emu.spec.gemm import GEMM_NAMES as GEMM_NAMES
 from f8emu.spec.gemm import HIGH_PRECISION_CAST as HIGH_PRECISION_CAST
+from f8emu.spec.gemm import OPERANDS as OPERANDS
+from f8emu.spec.gemm import TRANSPOSED as TRANSPOSED
 from f8emu.spec.gemm import Cast as Cast
 from f8emu.spec.gemm import Gemm as Gemm
 from f8emu.spec.scaling import TENSORS, DelayedScaling, Granularity, ScaleRule
 
 SCHEMA = 1
 """Version of the layout of recipes as text; raised when a recipe's text changes its meaning."""
-
-
-GEMM_NAMES = ("output", "grad_input", "grad_weight")
-"""The three GEMMs of a linear layer, in the order in which they run."""
-
-OPERANDS: dict[str, tuple[str, str]] = {
-    "output": ("input", "weight"),
-    "grad_input": ("grad_output", "weight"),
-    "grad_weight": ("grad_output", "input"),
-}
-"""GEMM -> the tensors that its operands a and b come from."""
-
-TRANSPOSED: dict[str, tuple[bool, bool]] = {
-    "output": (False, False),
-    "grad_input": (False, True),
-    "grad_weight": (True, True),
-}
-"""GEMM -> whether its operands a and b, seen as `[rows, summed dimension]`, are the transposes of their tensors."""
-
-_DIMENSIONS: dict[str, tuple[str, str, str, str]] = {
-    "output": ("[M, N]", "input [M, K]", "weight [N, K]^T", "K"),
-    "grad_input": ("[M, K]", "grad_output [M, N]", "weight [N, K]", "N"),
-    "grad_weight": ("[N, K]", "grad_output [M, N]^T", "input [M, K]", "M"),
+_EQUATIONS = {
+    "output": "[M, N] = cast(input [M, K]) @ cast(weight [N, K]^T), summed over K",
+    "grad_input": "[M, K] = cast(grad_output [M, N]) @ cast(weight [N, K]), summed over N",
+    "grad_weight": "[N, K] = cast(grad_output [M, N]^T) @ cast(input [M, K]), summed over M",
 }
 
 
@@ -81,30 +57,28 @@ class Recipe:
         return f"Recipe({self.label!r})"
 
     def __post_init__(self) -> None:
-        # 1. The chip has these GEMMs. 2. One float8 format a tensor. 3. Delayed scales are tensorwise.
-        with_chip = chip_by_name(f"Recipe {self.name!r}", self.chip)
+        # 1. The chip has these GEMMs.
+        call = f"Recipe {self.name!r}"
+        chip = chip_by_name(call, self.chip)
         for name, gemm in self.gemms.items():
-            refusal = gemm.refusal(with_chip)
+            refusal = gemm.refusal(chip)
             if refusal is not None:
-                raise SpecError(f"Recipe {self.name!r}: {name}: {refusal}; or choose another chip")
+                raise SpecError(f"{call}: {name}: {refusal}; or choose another chip")
+        # 2. A tensor has one float8 format.
         for tensor in TENSORS:
-            formats = {c.format for _, _, c in self.casts(tensor) if c.format is not None}
+            formats = {cast.format.name for _, _, cast in self.casts(tensor) if cast.format is not None}
             if len(formats) > 1:
-                names = " and ".join(sorted(f.name for f in formats))
+                names = " and ".join(sorted(formats))
                 raise SpecError(
-                    f"Recipe {self.name!r}: {tensor} is cast to {names}; "
-                    "one tensor has one float8 format in all its GEMMs"
+                    f"{call}: {tensor} is cast to {names}; one tensor has one float8 format in all its GEMMs"
                 )
-        if self.delayed is not None:
-            for gemm, operand, cast in self.casts():
-                if operand not in self.delayed.tensors:
-                    continue
-                if not cast.is_high_precision and cast.granularity is not Granularity.TENSORWISE:
-                    raise SpecError(
-                        f"Recipe {self.name!r}: delayed scaling keeps one amax a tensor, so every cast of one must be "
-                        f"tensorwise; {operand} of {gemm} is {cast.granularity.value}; leave {operand} out of "
-                        "delayed.tensors"
-                    )
+        # 3. Delayed scales are tensorwise; so is the granularity of what is not cast.
+        for gemm, tensor, cast in self.casts():
+            if self.delayed_scaling_of(tensor) is not None and cast.granularity is not Granularity.TENSORWISE:
+                raise SpecError(
+                    f"{call}: delayed scaling keeps one amax a tensor, so every cast of one must be tensorwise; "
+                    f"{tensor} of {gemm} is {cast.granularity.value}; leave {tensor} out of delayed.tensors"
+                )
 
     @property
     def gemms(self) -> dict[str, Gemm]:
@@ -144,11 +118,8 @@ class Recipe:
         return f"{self.name} ({self.content_hash[:12]}){on}"
 
     def to_dict(self) -> dict[str, object]:
-        """A plain dict of strings, numbers and booleans, the content of TOML and JSON, with every default written out.
-
-        A chip and tensors of delayed scaling that are the defaults are left out: so texts and hashes from before these
-        fields stay as they were.
-        """
+        """A plain dict of strings, numbers and booleans, as in TOML and JSON, with every default written out."""
+        # But for the default chip and tensors of delayed scaling: texts and hashes are older than these fields.
         data: dict[str, object] = {"schema": SCHEMA, "name": self.name}
         if self.chip != HOPPER.name:
             data["chip"] = self.chip
@@ -178,34 +149,32 @@ class Recipe:
 
     def explain(self) -> str:
         """The recipe in words and its three GEMMs as equations."""
-        lines = [f"{self.name}  ({self.content_hash[:12]})"]
-        chip = CHIPS[self.chip]
+        lines, chip, delayed = [f"{self.name}  ({self.content_hash[:12]})"], CHIPS[self.chip], self.delayed
         if chip != HOPPER:
             lines.append(f"chip: {chip.name}, {chip.evidence.value}")
-        if self.delayed is None:
+        if delayed is None:
             lines.append("scales: dynamic, from the amax of the tensor that is cast")
         else:
-            d = self.delayed
+            some = f", of {' and '.join(delayed.tensors)}; the others dynamic" if delayed.tensors != TENSORS else ""
             lines.append(
-                f"scales: delayed, from the {d.reduction.value} of the last {d.history_length} amaxes, "
-                f"margin {d.margin} (format max * 2^-{d.margin})"
-                + ("" if d.tensors == TENSORS else f", of {' and '.join(d.tensors)}; the others dynamic")
+                f"scales: delayed, from the {delayed.reduction.value} of the last {delayed.history_length} amaxes, "
+                f"margin {delayed.margin} (format max * 2^-{delayed.margin}){some}"
             )
-        rule = f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor!r})"
-        lines.append(rule + (", cut to a power of two" if self.scale_rule.power_of_two else ""))
+        power = ", cut to a power of two" if self.scale_rule.power_of_two else ""
+        lines.append(f"        inv_scale = max / max(amax, {self.scale_rule.amax_floor!r}){power}")
         for name, gemm in self.gemms.items():
-            shape, a, b, k = _DIMENSIONS[name]
-            lines.append(f"{name} {shape} = cast({a}) @ cast({b}), summed over {k}")
-            lines.append(f"    a: {gemm.a}")
-            lines.append(f"    b: {gemm.b}")
-            model = chip.float8_fast if gemm.use_fast_accum else chip.float8
-            if gemm.is_high_precision:
-                lines.append("    bfloat16 matmul, one chain")
-            elif model.promote_k is not None:
-                lines.append(f"    accumulation promoted to float32 every {model.promote_k}")
-            else:
-                lines.append("    fast accumulation: one chain" if gemm.use_fast_accum else "    one chain")
+            lines += [f"{name} {_EQUATIONS[name]}", f"    a: {gemm.a}", f"    b: {gemm.b}"]
+            lines.append(f"    {_accumulation(gemm, chip)}")
         return "\n".join(lines)
+
+
+def _accumulation(gemm: Gemm, chip: Chip) -> str:
+    if gemm.is_high_precision:
+        return "bfloat16 matmul, one chain"
+    promote_k = (chip.float8_fast if gemm.use_fast_accum else chip.float8).promote_k
+    if promote_k is not None:
+        return f"accumulation promoted to float32 every {promote_k}"
+    return "fast accumulation: one chain" if gemm.use_fast_accum else "one chain"
 
 
 def _toml_value(value: object) -> str:
@@ -216,48 +185,28 @@ def _toml_value(value: object) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _three_gemms(input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool) -> dict[str, Any]:
-    return {
-        "output": Gemm(a=input, b=weight, use_fast_accum=fast_output),
-        "grad_input": Gemm(a=grad_output, b=weight),
-        "grad_weight": Gemm(a=grad_output, b=input),
-    }
+def _alike(name: str, input: Cast, weight: Cast, grad_output: Cast, *, fast_output: bool = True) -> Recipe:
+    """A recipe that casts each tensor alike in both of its GEMMs."""
+    return Recipe(
+        name=name,
+        output=Gemm(a=input, b=weight, use_fast_accum=fast_output),
+        grad_input=Gemm(a=grad_output, b=weight),
+        grad_weight=Gemm(a=grad_output, b=input),
+    )
 
 
-_TENSOR_E4M3 = Cast(format=E4M3FN)
-_TENSOR_E5M2 = Cast(format=E5M2)
-_ROW_E4M3 = Cast(format=E4M3FN, granularity=Granularity.ROWWISE)
-_VECTOR_E4M3 = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_1X128)
-_SQUARE_E4M3 = Cast(format=E4M3FN, granularity=Granularity.BLOCKWISE_128X128)
-_POWER_OF_TWO = ScaleRule(power_of_two=True)
+_TENSOR, _ROW, _VECTOR, _SQUARE = (Cast(format=E4M3FN, granularity=granularity) for granularity in Granularity)
+_HIGH = Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST)
 
-TENSORWISE = Recipe(name="tensorwise", **_three_gemms(_TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2, fast_output=True))
+TENSORWISE = _alike("tensorwise", _TENSOR, _TENSOR, Cast(format=E5M2))
 """One scale per tensor, torchao's default. E4M3 forward, E5M2 gradients."""
-
-ROWWISE = Recipe(
-    name="rowwise",
-    **_three_gemms(_ROW_E4M3, _ROW_E4M3, _ROW_E4M3, fast_output=True),
-    scale_rule=_POWER_OF_TWO,
-)
+ROWWISE = replace(_alike("rowwise", _ROW, _ROW, _ROW), scale_rule=ScaleRule(power_of_two=True))
 """One power-of-two scale per row of each operand; E4M3 everywhere, as in torchao."""
-
-ROWWISE_WITH_GW_HP = Recipe(
-    name="rowwise_with_gw_hp",
-    output=Gemm(a=_ROW_E4M3, b=_ROW_E4M3, use_fast_accum=True),
-    grad_input=Gemm(a=_ROW_E4M3, b=_TENSOR_E4M3),
-    grad_weight=Gemm(a=HIGH_PRECISION_CAST, b=HIGH_PRECISION_CAST),
-    scale_rule=_POWER_OF_TWO,
-)
+ROWWISE_WITH_GW_HP = replace(ROWWISE, name="rowwise_with_gw_hp", grad_input=Gemm(a=_ROW, b=_TENSOR), grad_weight=_HIGH)
 """Rowwise, with `grad_weight` in high precision and a tensorwise weight in `grad_input`, as in torchao."""
-
-DELAYED = Recipe(
-    name="delayed",
-    **_three_gemms(_TENSOR_E4M3, _TENSOR_E4M3, _TENSOR_E5M2, fast_output=True),
-    delayed=DelayedScaling(),
-)
+DELAYED = replace(TENSORWISE, name="delayed", delayed=DelayedScaling())
 """One scale per tensor from the amax of earlier steps, as float8_experimental intended."""
-
-BLOCKWISE = Recipe(name="blockwise", **_three_gemms(_VECTOR_E4M3, _SQUARE_E4M3, _VECTOR_E4M3, fast_output=False))
+BLOCKWISE = _alike("blockwise", _VECTOR, _SQUARE, _VECTOR, fast_output=False)
 """1x128 blocks of activations and gradients, 128x128 blocks of weights; E4M3 everywhere."""
 
 RECIPES: dict[str, Recipe] = {r.name: r for r in (TENSORWISE, ROWWISE, ROWWISE_WITH_GW_HP, DELAYED, BLOCKWISE)}

@@ -1,6 +1,6 @@
 """How a tensor gets its scales: granularity, the scale rule, and the rule of delayed scaling.
 
-Glossary, used with this meaning everywhere in f8emu:
+Glossary:
 
 - `amax`: the largest magnitude of the elements that share one scale.
 - `inv_scale`: the float32 factor multiplied while quantising: `code = cast(value * inv_scale)`.
@@ -10,7 +10,7 @@ Glossary, used with this meaning everywhere in f8emu:
 An operand of a GEMM is seen as `[rows, K]`, K being the dimension that is summed over.
 """
 
-import math
+import struct
 from dataclasses import dataclass
 from enum import Enum
 
@@ -50,10 +50,7 @@ class Granularity(Enum):
     def scale_shape(self, rows: int, k: int) -> tuple[int, int]:
         """Shape of the scales of an operand `[rows, k]`."""
         block_rows, block_k = self.block
-        return (
-            1 if block_rows is None else -(-rows // block_rows),
-            1 if block_k is None else -(-k // block_k),
-        )
+        return 1 if block_rows is None else -(-rows // block_rows), 1 if block_k is None else -(-k // block_k)
 
 
 _BLOCKS: dict[Granularity, tuple[int | None, int | None]] = {
@@ -64,22 +61,17 @@ _BLOCKS: dict[Granularity, tuple[int | None, int | None]] = {
 }
 
 
-_GRANULARITIES: dict[str, Granularity] = {granularity.value: granularity for granularity in Granularity}
-
-
 def granularity_by_name(call: str, granularity: Granularity | str) -> Granularity:
     """The granularity that `call` scales at, given itself or by name.
 
     Raises:
         SpecError: an unknown granularity; the message lists the known ones.
     """
-    if isinstance(granularity, Granularity):
-        return granularity
-    found = _GRANULARITIES.get(granularity)
-    if found is None:
-        known = ", ".join(_GRANULARITIES)
-        raise SpecError(f"{call}: granularity must be one of {known}; got {granularity!r}")
-    return found
+    try:
+        return Granularity(granularity)
+    except ValueError:
+        known = ", ".join(one.value for one in Granularity)
+        raise SpecError(f"{call}: granularity must be one of {known}; got {granularity!r}") from None
 
 
 def scale_number(call: str, name: str, value: float) -> float:
@@ -88,15 +80,11 @@ def scale_number(call: str, name: str, value: float) -> float:
     Raises:
         OperandError: float32 does not hold it.
     """
-    is_special = value != value or abs(value) == math.inf
-    # Not beyond the largest, a float64 if it is an integer, 24 significant bits, none below those of a subnormal.
-    is_float32 = (
-        abs(value) < 2.0**128
-        and float(value) == value
-        and (math.frexp(value)[0] * 2**24) % 1 == 0
-        and (value * 2.0**149) % 1 == 0
-    )
-    if not (is_special or is_float32):
+    try:
+        (rounded,) = struct.unpack("f", struct.pack("f", value))
+    except (OverflowError, struct.error):  # the latter of an integer beyond float64
+        rounded = None
+    if rounded != value and value == value:
         raise OperandError(
             f"{call}: {name} must be float32; got {value!r}, which float32 does not hold; round it first, into a "
             "float32 array of one element"
@@ -155,9 +143,8 @@ class DelayedScaling:
     (float32, 1 at the start) and `initialized` (false at the start).
 
     - A cast uses the state's `inv_scale`. While `initialized` is false it uses its own amax, margin included.
-    - Between two updates the state keeps the maximum of the amaxes of all casts.
-    - An update takes that amax, for every tensor that was cast. `f8emu.torch` updates at the end of every backward
-      pass; in JAX the caller does.
+    - Between two updates the state keeps the maximum of the amaxes of all casts. An update takes it, for every tensor
+      that was cast. `f8emu.torch` updates at the end of every backward pass; in JAX the caller does.
     - The update shifts the history by one and drops the oldest entry. The new entry is `amax`, or 0 if amax is 0 or not
       finite.
     - If amax is positive and finite, `reference` is the history's maximum (`max`) or newest entry (`most_recent`),

@@ -1,26 +1,20 @@
 """Recipes from plain dicts, JSON and TOML; `Recipe` itself writes them.
 
-The text is strict: an unknown key, a missing key or a wrong type is an error that names its place. The layout is
-versioned by `schema`.
+The text is strict: an unknown key, a missing key or a wrong type is an error that names its place.
 """
 
 import json
 import tomllib
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import types
+from collections.abc import Callable
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
-from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast, get_args
 
 from f8emu.spec.errors import SpecError
-from f8emu.spec.formats import format_by_name
-from f8emu.spec.recipe import GEMM_NAMES, HIGH_PRECISION_CAST, SCHEMA, Cast, Gemm, Recipe
-from f8emu.spec.scaling import AmaxHistoryReduction, DelayedScaling, Granularity, ScaleRule
-
-_T = TypeVar("_T")
-_E = TypeVar("_E", bound=Enum)
-_Reader = Callable[[object, str], Any]
-"""A value and its place -> what it stands for."""
+from f8emu.spec.formats import Format, format_by_name
+from f8emu.spec.gemm import HIGH_PRECISION_CAST, Cast
+from f8emu.spec.recipe import SCHEMA, Recipe
 
 
 def recipe_from_json(text: str) -> Recipe:
@@ -37,11 +31,7 @@ def recipe_from_json(text: str) -> Recipe:
 
 
 def recipe_from_toml(text: str) -> Recipe:
-    """The recipe in a TOML text.
-
-    Raises:
-        SpecError: not TOML, or not a recipe; the message names the place.
-    """
+    """The recipe in a TOML text; it raises as `recipe_from_json`."""
     try:
         data = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -55,103 +45,69 @@ def recipe_from_dict(data: object) -> Recipe:
     Raises:
         SpecError: an unknown, missing or ill-typed key, or an impossible recipe; the message names the place.
     """
-    top = _table(data, "recipe", required=("name", *GEMM_NAMES), optional=tuple(_TOP)[:-1])
-    schema = _typed(int, top.pop("schema", SCHEMA), "schema")
+    table = _table(Recipe, data, "recipe", "schema")
+    schema = _read(int, table.pop("schema", SCHEMA), "schema")
     if schema != SCHEMA:
         raise SpecError(f"recipe: schema {schema} is unknown; this version of f8emu reads schema {SCHEMA}")
-    return Recipe(**{key: _TOP.get(key, _gemm)(value, key) for key, value in top.items()})
+    return Recipe(**_values(Recipe, table))
 
 
-@contextmanager
-def _at(place: str) -> Generator[None, None, None]:
-    """Names the place in the errors of the part that is built there."""
-    try:
-        yield
-    except SpecError as error:
-        raise SpecError(f"recipe: {place}: {error}") from None
-
-
-def _typed(kind: type[_T], value: object, place: str) -> _T:
+def _read(kind: Any, value: object, place: str) -> Any:
+    """`value` as a field of type `kind` holds it; a dataclass is read field by field."""
+    if isinstance(kind, types.UnionType):  # a part that may be left out
+        kind = get_args(kind)[0]
+    if kind is Format:
+        name = _read(str, value, place)
+        return None if name == str(HIGH_PRECISION_CAST) else _at(place, format_by_name, name)
+    if is_dataclass(kind):
+        return _part(kind, value, place)
+    if kind == tuple[str, ...]:
+        return tuple(_read(str, name, place) for name in _read(list, value, place))
+    if issubclass(kind, Enum):
+        try:
+            return kind(value)
+        except ValueError:
+            known = ", ".join(str(member.value) for member in kind)
+            raise SpecError(f"recipe: {place} must be one of {known}; got {value!r}") from None
     # TOML and JSON may write 1 for 1.0; a bool is an int of Python's, and no number here.
-    is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
-    if type(value) is not kind and not is_number:
+    if type(value) is not kind and not (kind is float and type(value) is int):
         raise SpecError(f"recipe: {place} must be of type {kind.__name__}; got {value!r}")
-    return value  # type: ignore[return-value]
+    return value
 
 
-def _enum(kind: type[_E], value: object, place: str) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(str(member.value) for member in kind)
-        raise SpecError(f"recipe: {place} must be one of {known}; got {value!r}") from None
+def _part(kind: Any, data: object, place: str) -> Any:
+    values = _values(kind, _table(kind, data, place), f"{place}.")
+    if kind is Cast and values["format"] is None and len(values) > 1:
+        raise SpecError(f"recipe: {place} is {HIGH_PRECISION_CAST} and has no granularity; remove the key")
+    return _at(place, kind, **values)
 
 
-def _names(value: object, place: str) -> tuple[str, ...]:
-    return tuple(_typed(str, name, place) for name in cast(list[object], _typed(list, value, place)))
-
-
-def _table(
-    data: object, place: str, *, required: tuple[str, ...] = (), optional: tuple[str, ...] = ()
-) -> dict[str, Any]:
+def _table(kind: Any, data: object, place: str, *others: str) -> dict[str, Any]:
+    """A table with the fields of a dataclass as keys, and `others`; those without a default must be there."""
     if not isinstance(data, dict):
         raise SpecError(f"recipe: {place} must be a table; got {data!r}")
     # A key too many is an error: a misspelt one would silently mean its default.
-    table = dict(cast(dict[str, Any], data))
-    missing = [key for key in required if key not in table]
-    unknown = [key for key in table if key not in required + optional]
+    table, known = dict(cast(dict[str, Any], data)), [*(field.name for field in fields(kind)), *others]
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in table]
+    unknown = [key for key in table if key not in known]
     if missing or unknown:
         found = f"missing {missing}" if missing else f"unknown {unknown}"
-        raise SpecError(f"recipe: {place} has keys {[*required, *optional]}; {found}")
+        raise SpecError(f"recipe: {place} has keys {known}; {found}")
     return table
 
 
-def _part(kind: Callable[..., Any], readers: dict[str, _Reader], required: tuple[str, ...] = ()) -> _Reader:
-    """Reads a table into a part of a recipe; keys that are not required have the part's defaults."""
-    optional = tuple(key for key in readers if key not in required)
-
-    def read(data: object, place: str) -> Any:
-        table = _table(data, place, required=required, optional=optional)
-        values = {key: reader(table[key], f"{place}.{key}") for key, reader in readers.items() if key in table}
-        with _at(place):
-            return kind(**values)
-
-    return read
+def _values(kind: Any, table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Field -> value, of those in the table."""
+    kinds: dict[str, Any] = {field.name: field.type for field in fields(kind)}
+    return {key: _read(kinds[key], value, prefix + key) for key, value in table.items()}
 
 
-def _cast(data: object, place: str) -> Cast:
-    table = _table(data, place, required=("format",), optional=("granularity",))
-    if table["format"] == str(HIGH_PRECISION_CAST):
-        if "granularity" in table:
-            raise SpecError(f"recipe: {place} is {HIGH_PRECISION_CAST} and has no granularity; remove the key")
-        return HIGH_PRECISION_CAST
-    return _FLOAT8_CAST(data, place)
-
-
-def _float8_cast(format: str, **granularity: Granularity) -> Cast:
-    return Cast(format=format_by_name(format), **granularity)
-
-
-_text: _Reader = partial(_typed, str)
-_integer: _Reader = partial(_typed, int)
-_boolean: _Reader = partial(_typed, bool)
-_FLOAT8_CAST = _part(_float8_cast, {"format": _text, "granularity": partial(_enum, Granularity)}, ("format",))
-_gemm = _part(Gemm, {"a": _cast, "b": _cast, "use_fast_accum": _boolean}, ("a", "b"))
-_TOP: dict[str, _Reader] = {
-    "schema": _integer,
-    "chip": _text,
-    "scale_rule": _part(ScaleRule, {"power_of_two": _boolean, "amax_floor": partial(_typed, float)}),
-    "delayed": _part(
-        DelayedScaling,
-        {
-            "history_length": _integer,
-            "reduction": partial(_enum, AmaxHistoryReduction),
-            "margin": _integer,
-            "tensors": _names,
-        },
-    ),
-    "name": _text,
-}
+def _at(place: str, build: Callable[..., Any], *args: Any, **values: Any) -> Any:
+    """What is built of these; an error gets the place."""
+    try:
+        return build(*args, **values)
+    except SpecError as error:
+        raise SpecError(f"recipe: {place}: {error}") from None
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

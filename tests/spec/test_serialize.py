@@ -203,7 +203,11 @@ MALFORMED: list[tuple[str, str, str]] = [
     ("= true", '= "true"', "recipe: output.use_fast_accum must be of type bool; got 'true'"),
     ('a = { format = "float8_e4m3fn", granularity = "tensorwise" }', 'a = "float8_e4m3fn"', "recipe: output.a must be"),
     ('format = "float8_e4m3fn", ', "", "recipe: output.a has keys ['format', 'granularity']; missing ['format']"),
-    ("float8_e4m3fn", "float8_e4m3", "recipe: output.a: format_by_name: unknown format 'float8_e4m3'; known formats a"),
+    (
+        "float8_e4m3fn",
+        "float8_e4m3",
+        "recipe: output.a.format: format_by_name: unknown format 'float8_e4m3'; known",
+    ),
     ('"float8_e4m3fn"', "8", "recipe: output.a.format must be of type str; got 8"),
     ("float8_e4m3fn", "float16", "recipe: output.a: Cast: format must be the Format float8_e4m3fn or"),
     ('"tensorwise"', '"axiswise"', "recipe: output.a.granularity must be one of tensorwise, rowwise, blockwise_1x128,"),
