@@ -5,6 +5,7 @@ Values are drawn with numpy and ml_dtypes: only which inputs a case has depends 
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,8 @@ from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
 from f8emu.spec import BFLOAT16, E4M3FN, FLOAT32, Format, Granularity
 
 _BLOCK = 128
+SAMPLED = 24
+"""Rows and columns that are checked of a full-size GEMM."""
 
 
 def rng(*key: object) -> np.random.Generator:
@@ -36,9 +39,12 @@ def draw(distribution: str, shape: tuple[int, int], fmt: Format, seed: object) -
 
 
 def draw_codes(distribution: str, shape: tuple[int, int], fmt: Format, seed: object) -> np.ndarray:
-    """Codes [rows, K] of a float8 format, typed."""
-    codes = CODES[distribution](shape, fmt, rng(distribution, shape, fmt.name, seed))
-    return codes.astype(np.uint8).view(dtype_of(fmt))
+    """Codes [rows, K] of a float8 format, typed; values are scaled so that the largest magnitude is the format's."""
+    r = rng(distribution, shape, fmt.name, seed)
+    if distribution in CODES:
+        return CODES[distribution](shape, fmt, r).astype(np.uint8).view(dtype_of(fmt))
+    values = VALUES[distribution](shape, r)
+    return (values * (fmt.max / abs(values).max())).astype(np.float32).astype(dtype_of(fmt))
 
 
 def _normal(shape: tuple[int, int], r: np.random.Generator) -> np.ndarray:
@@ -173,11 +179,17 @@ CODES: dict[str, Callable[[tuple[int, int], Format, np.random.Generator], np.nda
 # GEMMs
 
 
-def _scales(granularity: Granularity, rows: int, k: int, *key: object) -> np.ndarray:
+def drawn_scales(granularity: Granularity, rows: int, k: int, *key: object) -> np.ndarray:
     """Scales of any significand, another one in every group."""
     shape = granularity.scale_shape(rows, k)
     r = rng("scale", granularity.value, rows, k, *key)
     return (r.uniform(1, 2, shape) * np.exp2(r.integers(-9, 5, shape).astype(float))).astype(np.float32)
+
+
+def drawn_sample(m: int, n: int, r: np.random.Generator) -> Sample:
+    """`SAMPLED` rows and columns of a full-size GEMM."""
+    rows, cols = (tuple(sorted(r.choice(size, min(size, SAMPLED), replace=False).tolist())) for size in (m, n))
+    return Sample(m=m, n=n, rows=rows, cols=cols)
 
 
 def scaled_case(
@@ -189,29 +201,23 @@ def scaled_case(
     *,
     with_bias: bool = False,
     out_dtype: Format = FLOAT32,
-    use_fast_accum: bool = False,
-    split_k: int = 1,
-    sample: Sample | None = None,
-    family: Family = Family.CODES,
+    **fields: Any,
 ) -> GemmCase:
-    """A scaled GEMM with drawn codes and scales."""
+    """A scaled GEMM with drawn codes and scales; `fields` are those of a GemmCase."""
     m, n, k = shape
     return GemmCase(
         id=name,
         mode=Mode.BLOCKWISE if pair[0].is_blockwise else Mode(pair[0].value),
         a=draw_codes(distribution, (m, k), formats[0], name + "a"),
         b=draw_codes(distribution, (n, k), formats[1], name + "b"),
-        scale_a=_scales(pair[0], m, k, name, "a"),
-        scale_b=_scales(pair[1], n, k, name, "b").T,
+        scale_a=drawn_scales(pair[0], m, k, name, "a"),
+        scale_b=drawn_scales(pair[1], n, k, name, "b").T,
         granularity_a=pair[0],
         granularity_b=pair[1],
         bias=draw("normal", (1, n), out_dtype, name)[0] if with_bias else None,
         out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-        split_k=split_k,
-        sample=sample,
         distribution=distribution,
-        family=family,
+        **fields,
     )
 
 
@@ -221,37 +227,30 @@ def grouped_case(
     shape: tuple[int, int],
     distribution: str,
     r: np.random.Generator,
-    *,
-    use_fast_accum: bool,
+    formats: tuple[Format, Format] = (E4M3FN, E4M3FN),
+    **fields: Any,
 ) -> GemmCase:
     """A grouped GEMM [EPI-6] with drawn codes, and scales of `r`; `ends` are those of the rows, `shape` is N, K."""
     n, k = shape
-    b = draw_codes(distribution, (len(ends) * n, k), E4M3FN, name + "b")
+    b = draw_codes(distribution, (len(ends) * n, k), formats[1], name + "b")
     return GemmCase(
         id=name,
         mode=Mode.GROUPED_ROWWISE,
-        a=draw_codes(distribution, (ends[-1], k), E4M3FN, name + "a"),
+        a=draw_codes(distribution, (ends[-1], k), formats[0], name + "a"),
         b=b.reshape(len(ends), n, k),
         scale_a=r.uniform(0.1, 9, ends[-1]).astype(np.float32),
         scale_b=r.uniform(0.1, 9, (len(ends), n)).astype(np.float32),
         offs=np.array(ends, np.int32),
-        use_fast_accum=use_fast_accum,
         distribution=distribution,
         family=Family.GROUPS,
+        **fields,
     )
 
 
 def bfloat16_case(
-    name: str, shape: tuple[int, int, int], distribution: str, out_dtype: Format, *, split_k: int
+    name: str, shape: tuple[int, int, int], distribution: str, out_dtype: Format, **fields: Any
 ) -> GemmCase:
     """A bfloat16 GEMM [BF16-1] with drawn values."""
     m, n, k = shape
-    return GemmCase(
-        id=name,
-        mode=Mode.BF16,
-        a=draw(distribution, (m, k), BFLOAT16, name + "a"),
-        b=draw(distribution, (n, k), BFLOAT16, name + "b"),
-        out_dtype=out_dtype,
-        split_k=split_k,
-        distribution=distribution,
-    )
+    a, b = (draw(distribution, (rows, k), BFLOAT16, name + side) for rows, side in ((m, "a"), (n, "b")))
+    return GemmCase(id=name, mode=Mode.BF16, a=a, b=b, out_dtype=out_dtype, distribution=distribution, **fields)

@@ -74,9 +74,9 @@ class Placement:
     @property
     def text(self) -> str:
         """`a's rows 16 elements apart, b 64 bytes from a boundary`."""
-        paddings, offsets = {"a": self.padding_a, "b": self.padding_b}, {"a": self.offset_a, "b": self.offset_b}
-        words = [f"{name}'s rows {n} elements apart" for name, n in paddings.items() if n]
-        return ", ".join(words + [f"{name} {n} bytes from a boundary" for name, n in offsets.items() if n])
+        paddings, offsets = (("a", self.padding_a), ("b", self.padding_b)), (("a", self.offset_a), ("b", self.offset_b))
+        words = [f"{name}'s rows {n} elements apart" for name, n in paddings if n]
+        return ", ".join(words + [f"{name} {n} bytes from a boundary" for name, n in offsets if n])
 
 
 class Call(NamedTuple):
@@ -132,6 +132,11 @@ class GemmCase:
         return self.a.shape[0], self.b.shape[-2]
 
     @property
+    def full_size(self) -> tuple[int, int]:
+        """M and N of the GEMM that runs on hardware."""
+        return self.output_shape if self.sample is None else (self.sample.m, self.sample.n)
+
+    @property
     def verb(self) -> str:
         """The verb that computes this GEMM."""
         return {Mode.BF16: "mm", Mode.GROUPED_ROWWISE: "scaled_grouped_mm"}.get(self.mode, "scaled_mm")
@@ -144,24 +149,17 @@ class GemmCase:
 
     def call(self, *, is_placed: bool = False) -> Call:
         """The call that computes this GEMM; `is_placed`: the verb takes `placement`."""
-        options: dict[str, Any] = {"out_dtype": self.out_dtype}
-        match self.mode:
-            case Mode.BF16:
-                return Call(self.verb, (self.a, self.b.T), {**options, "split_k": self.split_k})
-            case Mode.GROUPED_ROWWISE:
-                arguments = self.a, self.b.swapaxes(1, 2), self.scale_a, self.scale_b, self.offs
-                return Call(self.verb, arguments, {**options, "use_fast_accum": self.use_fast_accum})
-            case Mode.TENSORWISE | Mode.ROWWISE | Mode.BLOCKWISE:
-                options |= {
-                    "granularity_a": self.granularity_a,
-                    "granularity_b": self.granularity_b,
-                    "bias": self.bias,
-                    "use_fast_accum": self.use_fast_accum,
-                    "split_k": self.split_k,
-                }
-                if is_placed and self.placement is not None:
-                    options["placement"] = self.placement
-                return Call(self.verb, (self.a, self.b.T, self.scale_a, self.scale_b), options)
+        operands, options = (self.a, self.b.swapaxes(-1, -2)), dict[str, Any](out_dtype=self.out_dtype)
+        if self.mode is Mode.BF16:
+            return Call(self.verb, operands, {**options, "split_k": self.split_k})
+        options["use_fast_accum"] = self.use_fast_accum
+        if self.mode is Mode.GROUPED_ROWWISE:
+            return Call(self.verb, (*operands, self.scale_a, self.scale_b, self.offs), options)
+        names = ("granularity_a", "granularity_b", "bias", "split_k")
+        options |= {name: getattr(self, name) for name in names}
+        if is_placed and self.placement is not None:
+            options["placement"] = self.placement
+        return Call(self.verb, (*operands, self.scale_a, self.scale_b), options)
 
     def run(self, verbs: Verbs, *, is_placed: bool = False) -> np.ndarray:
         """The output that `verbs` gives, [M, N]."""
@@ -195,23 +193,17 @@ class GemmCase:
         assert self.mode in (Mode.TENSORWISE, Mode.ROWWISE, Mode.BF16)
         # Elsewhere scales are one and biases zero: noise among the codes is enough to show where it must not.
         rows, cols = list(sample.rows), list(sample.cols)
-        scale_a, scale_b = self.scale_a, self.scale_b
+        whole: dict[str, np.ndarray] = {
+            "a": _scatter(self.a, _noise((sample.m, self.k), self.a.dtype), rows),
+            "b": _scatter(self.b, _noise((sample.n, self.k), self.b.dtype), cols),
+        }
         if self.mode is Mode.ROWWISE:
-            assert scale_a is not None and scale_b is not None
-            scale_a = _scatter(scale_a, np.ones((sample.m, 1), np.float32), rows)
-            scale_b = _scatter(scale_b.T, np.ones((sample.n, 1), np.float32), cols).T
-        bias = self.bias
-        if bias is not None:
-            bias = _scatter(bias, np.zeros(sample.n, bias.dtype), cols)
-        return replace(
-            self,
-            a=_scatter(self.a, _noise((sample.m, self.k), self.a.dtype), rows),
-            b=_scatter(self.b, _noise((sample.n, self.k), self.b.dtype), cols),
-            scale_a=scale_a,
-            scale_b=scale_b,
-            bias=bias,
-            sample=None,
-        )
+            assert self.scale_a is not None and self.scale_b is not None
+            whole["scale_a"] = _scatter(self.scale_a, np.ones((sample.m, 1), np.float32), rows)
+            whole["scale_b"] = _scatter(self.scale_b.T, np.ones((sample.n, 1), np.float32), cols).T
+        if self.bias is not None:
+            whole["bias"] = _scatter(self.bias, np.zeros(sample.n, self.bias.dtype), cols)
+        return replace(self, **whole, sample=None)
 
     def padded(self, multiple: int) -> tuple["GemmCase", Sample]:
         """This GEMM with M and N raised to a multiple, and where its own outputs are in the larger one."""

@@ -9,9 +9,18 @@ from itertools import product
 
 import numpy as np
 
-from f8emu.conformance.cases.distributions import bfloat16_case, draw, dtype_of, grouped_case, rng, scaled_case
+from f8emu.conformance.cases.distributions import (
+    SAMPLED,
+    bfloat16_case,
+    draw,
+    drawn_sample,
+    dtype_of,
+    grouped_case,
+    rng,
+    scaled_case,
+)
 from f8emu.conformance.cases.families import VALUE_SHAPES, value_cases
-from f8emu.conformance.cases.gemm import Family, GemmCase, Mode, Sample
+from f8emu.conformance.cases.gemm import Family, GemmCase, Mode
 from f8emu.spec import (
     BFLOAT16,
     E4M3FN,
@@ -165,8 +174,6 @@ LAYERS: dict[str, tuple[int, int]] = {
     "llama3-70b w2": (28672, 8192),
 }
 """Name -> (features in, features out)."""
-SAMPLED = 24
-"""Rows and columns that are checked of each."""
 
 
 def live_cases() -> Iterator[GemmCase]:
@@ -178,26 +185,19 @@ def live_cases() -> Iterator[GemmCase]:
         gemms = {"output": (TOKENS, n, k), "grad_input": (TOKENS, k, n), "grad_weight": (n, k, TOKENS)}
         table = product(gemms.items(), (Granularity.TENSORWISE, Granularity.ROWWISE), (True, False))
         for (gemm, shape), granularity, fast in table:
-            gradient = gemm != "output" and granularity is Granularity.TENSORWISE
+            is_gradient = gemm != "output" and granularity is Granularity.TENSORWISE
             name = f"{layer} {gemm} {'x'.join(map(str, shape))} {granularity.value} {'fast' if fast else 'promoted'}"
-            m, n_out, _ = shape
-            r = rng("sample", name)
-            sample = Sample(m=m, n=n_out, rows=_places(r, m), cols=_places(r, n_out))
             yield scaled_case(
                 name,
                 (granularity, granularity),
-                (E5M2 if gradient else E4M3FN, E4M3FN),
+                (E5M2 if is_gradient else E4M3FN, E4M3FN),
                 (SAMPLED, SAMPLED, shape[2]),
                 "normal",
                 out_dtype=BFLOAT16,
                 use_fast_accum=fast,
-                sample=sample,
+                sample=drawn_sample(*shape[:2], rng("sample", name)),
                 family=Family.LAYERS,
             )
-
-
-def _places(r: np.random.Generator, size: int) -> tuple[int, ...]:
-    return tuple(sorted(int(i) for i in r.choice(size, SAMPLED, replace=False)))
 
 
 CODE_DISTRIBUTIONS = ("bits", "normal", "same", "cancellation", "subnormals", "specials")

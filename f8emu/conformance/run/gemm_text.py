@@ -119,7 +119,7 @@ _RECORDED = {"special": "specials", "layer": "a layer of Llama-3"}
 
 def gemm_traits(gemm: GemmCase, inputs: str = "") -> dict[str, str]:
     """The traits of a GEMM. `inputs` says how it was recorded, if the case does not know its distribution."""
-    m, n = gemm.output_shape if gemm.sample is None else (gemm.sample.m, gemm.sample.n)
+    m, n = gemm.full_size
     tail = f"whole steps (a multiple of {_STEP})" if gemm.k % _STEP == 0 else "a part of a step"
     return {
         "accumulation": "bf16 matmul" if gemm.mode is Mode.BF16 else "fast" if gemm.use_fast_accum else "promoted",
