@@ -96,6 +96,13 @@ class PlannedGemm:
         return self.gemm in BLOCKWISE_GEMMS
 
     @property
+    def granularities(self) -> tuple[Granularity, Granularity] | None:
+        """The granularities of scale_a and scale_b; None is a bfloat16 GEMM."""
+        if self.gemm == "bfloat16":
+            return None
+        return BLOCKWISE_GEMMS.get(self.gemm) or (Granularity(self.gemm), Granularity(self.gemm))
+
+    @property
     def bytes_of_k(self) -> int:
         """The bytes of K in one row of an operand."""
         return self.k * (2 if self.gemm == "bfloat16" else 1)

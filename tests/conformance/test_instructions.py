@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from f8emu.conformance.cases.container import decode_container, encode_container
+from f8emu.conformance.cases.container import LARGEST_FILE, decode_container, encode_container
 from f8emu.conformance.record import instructions
 from f8emu.conformance.record.instructions import instruction_subject, read_recordings, replay
 from f8emu.spec import CHIPS, HOPPER, AccumulationModel, Chip, GoldenFileError, Instruction, Rounding, SpecError
@@ -22,8 +22,8 @@ def tensors() -> dict[str, np.ndarray]:
     return decode_container(SAMPLE.read_bytes(), str(SAMPLE))[0]
 
 
-def written(path: Path, changed: dict[str, np.ndarray]) -> Path:
-    path.write_bytes(encode_container(changed, {"what": "a test"}))
+def written(path: Path, changed: dict[str, np.ndarray], **metadata: str) -> Path:
+    path.write_bytes(encode_container(changed, {"what": "a test", **metadata}))
     return path
 
 
@@ -82,29 +82,17 @@ def test_the_low_half_of_float16_results_is_enough(tmp_path: Path) -> None:
     """As in a public collection of these recordings, whose float16 results lost their upper half."""
     kept = {k: v for k, v in tensors().items() if k.startswith("Ada.E4M3.") and not k.endswith(".d")}
     full = kept["Ada.E4M3.d_float16"].view(np.float16).astype(np.float32).view(np.uint32)
-    path = written(tmp_path / "low", kept | {"Ada.E4M3.d_float16": (full & 0xFFFF).astype(np.uint16)})
-    (recording,) = read_recordings(path).recordings
-    assert recording.keeps_low_half and "low half" in recording.id
-    assert replay([instruction_subject("f8ref.numpy")], read_recordings(path)).is_equal
-    broken = (full & 0xFFFF).astype(np.uint16) ^ np.uint16(0x2000)
-    path = written(tmp_path / "low", kept | {"Ada.E4M3.d_float16": broken})
-    assert replay([instruction_subject("f8ref.numpy")], read_recordings(path)).has_difference
-
-
-def test_codes_that_look_like_low_halves_are_codes(tmp_path: Path) -> None:
-    """2, -2 and 0, whose float16 codes have zeros where low halves have them. Metadata comes first."""
-    a, b = np.zeros((3, 32), np.uint8), np.zeros((3, 32), np.uint8)
-    a[:, 0], b[:, 0] = 0x38, (0x40, 0xC0, 0)
-    c = np.zeros(3, np.uint32)
-    d = np.array([0x4000, 0xC000, 0], np.uint16)
-    made = {f"Ada.E4M3.{role}": x for role, x in (("a", a), ("b", b), ("c", c), ("d_float16", d))}
-    path = tmp_path / "codes"
-    for metadata, is_low_half in (({}, False), ({"d_float16": "codes"}, False), ({"d_float16": "low halves"}, True)):
-        path.write_bytes(encode_container(made, metadata))
-        file = read_recordings(path)
-        assert file.recordings[0].keeps_low_half == is_low_half
-        assert replay([instruction_subject("f8ref.numpy")], file).is_equal == (not is_low_half)
-    path.write_bytes(encode_container(made, {"d_float16": "upper"}))
+    halves = (full & 0xFFFF).astype(np.uint16)
+    for said, d, is_right in (
+        ("low halves", halves, True),
+        ("low halves", halves ^ 0x2000, False),
+        ("codes", halves, False),
+    ):
+        path = written(tmp_path / "low", kept | {"Ada.E4M3.d_float16": d}, d_float16=said)
+        (recording,) = read_recordings(path).recordings
+        assert recording.keeps_low_half == ("low half" in recording.id) == (said == "low halves")
+        assert replay([instruction_subject("f8ref.numpy")], read_recordings(path)).is_equal == is_right
+    path = written(tmp_path / "low", kept, d_float16="upper")
     with pytest.raises(GoldenFileError, match="metadata 'd_float16' to be 'codes' or 'low halves'; found 'upper'"):
         read_recordings(path)
 
@@ -152,7 +140,7 @@ def test_damaged_and_huge_files(tmp_path: Path) -> None:
         with pytest.raises(GoldenFileError, match=r"^read_recordings: .*; give a file in the layout of"):
             read_recordings(path)
     with path.open("wb") as file:
-        file.truncate(instructions.LARGEST_FILE + 1)  # sparse: no disk is filled
+        file.truncate(LARGEST_FILE + 1)  # sparse: no disk is filled
     with pytest.raises(GoldenFileError, match="a file of at most 1073741824 bytes"):
         read_recordings(path)
     for words in (("--recordings", tmp_path / "none"), ("--chip", "L4=Ada"), ("torch", "--recordings", SAMPLE)):

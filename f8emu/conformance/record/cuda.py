@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,30 +11,26 @@ import numpy as np
 
 from f8emu.conformance.arrays import Framework, torch_arrays
 from f8emu.conformance.cases.gemm import GemmCase, Mode
-from f8emu.conformance.cases.golden import store_blocks, store_scales
+from f8emu.conformance.cases.golden import Kernels, store_blocks, store_scales
 from f8emu.environment import versions
 from f8emu.spec import Granularity, UnsupportedError
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm
+from f8emu.split_k.gemm import PlannedGemm
 
 if TYPE_CHECKING:
     import torch
-
-Kernels = tuple[tuple[str, tuple[int, ...]], ...]
 
 _ATTEMPTS = 3
 """The profiler has been seen to miss kernels right after its start."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Launched:
+class Launched(NamedTuple):
     """What a GEMM gave."""
 
     out: np.ndarray
     kernels: Kernels
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class Refused(NamedTuple):
     """Why the library did not run a GEMM."""
 
     reason: str
@@ -66,10 +61,9 @@ class CudaLauncher:
         """What the recorded bits belong to."""
         import torch
 
-        major, minor = torch.cuda.get_device_capability()
         return {
             "device": torch.cuda.get_device_name(),
-            "capability": f"{major}.{minor}",
+            "capability": "{}.{}".format(*torch.cuda.get_device_capability()),
             "driver": versions()["driver"] or "unknown",
             "cuda": torch.version.cuda or "unknown",
             "cublas": _first_version("nvidia-cublas", "nvidia-cublas-cu12"),
@@ -94,8 +88,8 @@ class CudaLauncher:
         if sample is not None:
             outputs = [out[np.ix_(sample.rows, sample.cols)] for out in outputs]
         if outputs[0].tobytes() != outputs[1].tobytes():
-            return Refused(reason="two runs gave different bits")
-        return Launched(out=outputs[1], kernels=kernels)
+            return Refused("two runs gave different bits")
+        return Launched(outputs[1], kernels)
 
     def planned(self, gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray) -> np.ndarray | Refused:
         """One row of `a @ b^T`, [C]: every row of a is `a_K`; the rows of `b_CK` repeat until b has N of them.
@@ -104,26 +98,24 @@ class CudaLauncher:
         """
         import torch
 
-        is_bfloat16 = gemm.gemm == "bfloat16"
-        a = _repeated(self.arrays.load(a_K)[None], gemm.m, transposed=is_bfloat16 and gemm.layout[1] == "t")
-        b = _repeated(self.arrays.load(b_CK), gemm.n, transposed=is_bfloat16 and gemm.layout[0] == "n").t()
-        mode, pair, scales = Mode.BF16, (Granularity.TENSORWISE, Granularity.TENSORWISE), None
-        if gemm.is_blockwise:
-            mode, pair = Mode.BLOCKWISE, BLOCKWISE_GEMMS[gemm.gemm]
-            scales = self._unit_scales(pair[0], gemm.m, gemm.k), self._unit_scales(pair[1], gemm.n, gemm.k)
-        elif not is_bfloat16:
-            mode, ones = Mode(gemm.gemm), torch.ones(max(gemm.m, gemm.n), device=a.device)
+        # 1. The operands. A float8 GEMM has layout tn alone: a row-major, b column-major.
+        a = _repeated(self.arrays.load(a_K)[None], gemm.m, transposed=gemm.layout[1] == "t")
+        b = _repeated(self.arrays.load(b_CK), gemm.n, transposed=gemm.layout[0] == "n").t()
+        # 2. Scales of 1 in the layouts of the library.
+        pair, ones, scales = gemm.granularities, torch.ones(max(gemm.m, gemm.n), device=a.device), None
+        if gemm.is_blockwise and pair:
+            sides = zip(pair, (gemm.m, gemm.n), strict=True)
+            blocks = [store_blocks(np.ones(kind.scale_shape(rows, gemm.k), np.float32), kind) for kind, rows in sides]
+            scales = tuple(_column_major(self.arrays.load(block)) for block in blocks)
+        elif gemm.gemm == "rowwise":
+            scales = (ones[: gemm.m, None], ones[None, : gemm.n])
+        elif pair:
             scales = (ones[0], ones[0])
-            if mode is Mode.ROWWISE:
-                scales = (ones[: gemm.m, None], ones[None, : gemm.n])
+        # 3. The call.
+        mode = Mode.BF16 if pair is None else Mode.BLOCKWISE if gemm.is_blockwise else Mode(gemm.gemm)
         out_dtype = getattr(torch, gemm.out_dtype)
         out = _tried(_Call(mode, a, b, out_dtype, scales, pair, use_fast_accum=gemm.accumulation == "fast"))
         return out if isinstance(out, Refused) else self.arrays.store(out[0, : len(b_CK)].contiguous())
-
-    def _unit_scales(self, granularity: Granularity, rows: int, k: int) -> "torch.Tensor":
-        """Block scales of 1 as the library takes them."""
-        ones = np.ones(granularity.scale_shape(rows, k), np.float32)
-        return _column_major(self.arrays.load(store_blocks(ones, granularity)))
 
 
 class _Call(NamedTuple):
@@ -133,8 +125,8 @@ class _Call(NamedTuple):
     a: "torch.Tensor"
     b: "torch.Tensor"
     out_dtype: "torch.dtype"
-    scales: "tuple[torch.Tensor, torch.Tensor] | None"
-    pair: tuple[Granularity, Granularity]
+    scales: "tuple[torch.Tensor, ...] | None"
+    pair: tuple[Granularity, Granularity] | None
     bias: "torch.Tensor | None" = None
     offs: "torch.Tensor | None" = None
     use_fast_accum: bool = False
@@ -142,12 +134,10 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, gemm: GemmCase, arrays: Framework) -> "_Call":
         """The call of a case, whose operands are loaded."""
-        stored = store_scales(gemm)
-        scales = None
-        if stored:
-            scales = arrays.load(stored["scale_a"]), arrays.load(stored["scale_b"])
+        bias, offs = (None if x is None else arrays.load(x) for x in (gemm.bias, gemm.offs))
+        scales = tuple(map(arrays.load, store_scales(gemm).values())) or None
         if scales and gemm.mode is Mode.BLOCKWISE:
-            scales = _column_major(scales[0]), _column_major(scales[1])
+            scales = tuple(map(_column_major, scales))
         return cls(
             gemm.mode,
             arrays.load(gemm.a),
@@ -155,8 +145,8 @@ class _Call(NamedTuple):
             arrays.dtype(gemm.out_dtype),
             scales,
             (gemm.granularity_a, gemm.granularity_b),
-            None if gemm.bias is None else arrays.load(gemm.bias),
-            None if gemm.offs is None else arrays.load(gemm.offs),
+            bias,
+            offs,
             gemm.use_fast_accum,
         )
 
@@ -173,11 +163,9 @@ class _Call(NamedTuple):
         if self.mode is Mode.BLOCKWISE:
             from torch.nn.functional import ScalingType, scaled_mm
 
-            kinds = {
-                Granularity.BLOCKWISE_1X128: ScalingType.BlockWise1x128,
-                Granularity.BLOCKWISE_128X128: ScalingType.BlockWise128x128,
-            }
-            kind_a, kind_b = (kinds[granularity] for granularity in self.pair)
+            square = Granularity.BLOCKWISE_128X128
+            of_block, of_square = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+            kind_a, kind_b = (of_square if granularity is square else of_block for granularity in self.pair or ())
             options |= {"bias": self.bias, "output_dtype": self.out_dtype}
             return scaled_mm(self.a, self.b, scale_a, kind_a, scale_b, kind_b, **options)
         options["out_dtype"] = self.out_dtype
@@ -197,7 +185,7 @@ def _tried(call: _Call) -> "torch.Tensor | Refused":
         raise
     except (RuntimeError, ValueError, NotImplementedError) as error:
         torch.cuda.synchronize()  # raises again if it is the device that failed, not the library that refused
-        return Refused(reason=str(error).strip().splitlines()[0])
+        return Refused(str(error).strip().splitlines()[0])
     return out
 
 
@@ -249,8 +237,7 @@ def _found() -> str:
 
     if not torch.cuda.is_available():
         return "no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()}, which has {major}.{minor}"
+    return "{}, which has {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
 
 
 def _first_version(*packages: str) -> str:

@@ -7,20 +7,20 @@ operands are made to show S: the magnitude changes from block to block, and the 
 so that what is left of a sum is what was cut and rounded away on the way.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from f8emu.conformance.cases.distributions import dtype_of
 from f8emu.conformance.compare import different
 from f8emu.conformance.record.cuda import CudaLauncher, Refused
-from f8emu.conformance.record.record import tracked
-from f8emu.spec import BFLOAT16, HOPPER, Granularity, SpecError, format_by_name
-from f8emu.split_k.gemm import BLOCKWISE_GEMMS, PlannedGemm, Source
+from f8emu.conformance.record.record import tracked, writable
+from f8emu.spec import BFLOAT16, HOPPER, SpecError, format_by_name
+from f8emu.split_k.gemm import PlannedGemm, Source
 from f8emu.split_k.plan import CHIP, PLANS, plan_from_json, plan_to_json, shipped_plan
 from f8emu.split_k.trees import Plan
 
@@ -41,8 +41,7 @@ class PlanRunner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecording:
+class PlanRecording(NamedTuple):
     """The outcome for the shapes that were requested."""
 
     path: Path
@@ -72,10 +71,8 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
         UnsupportedError: no CUDA GPU with float8.
         SpecError: the file cannot be written, or is that of another library or chip.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise SpecError(f"record: cannot write {path}: no directory {path.parent}; make it first")
     # 1. The plan of this library and chip, with what an earlier run recorded.
+    path = writable(path, SpecError)
     run = CudaLauncher() if runner is None else runner
     facts = run.metadata()
     plan = Plan(library=f"cuBLAS {facts['cublas']}", chip=facts["device"], torch=facts["torch"], recorded={})
@@ -92,14 +89,12 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
     # 2. S of each shape; what the shipped plan predicts for the same library is a test of its rules.
     recorded = dict(plan.recorded)
     not_found: dict[str, list[str]] = {}
-    guesses: list[bool] = []
-    found = 0
+    found, guesses = 0, list[bool]()
     for gemm in tracked(gemms, "recording", len(gemms)):
         guess = shipped.predicted(gemm)
         result = _split_k(gemm, run, guess.split_k)
         if isinstance(result, Refused):
-            shape = f"{gemm.m} x {gemm.n} x {gemm.k} {gemm.table}"
-            not_found.setdefault(result.reason, []).append(shape)
+            not_found.setdefault(result.reason, []).append(f"{gemm.m} x {gemm.n} x {gemm.k} {gemm.table}")
             continue
         found += 1
         if is_shipped and guess.source is Source.PREDICTED:
@@ -107,9 +102,7 @@ def record_plans(path: str | Path, gemms: Sequence[PlannedGemm], runner: PlanRun
         recorded[gemm.table, gemm.rows, gemm.n, gemm.k] = result
     plan = replace(plan, recorded=recorded)
     path.write_text(plan_to_json(plan), encoding="utf-8")
-    return PlanRecording(
-        path=path, plan=plan, found=found, predicted=len(guesses), predicted_right=sum(guesses), not_found=not_found
-    )
+    return PlanRecording(path, plan, found, len(guesses), sum(guesses), not_found)
 
 
 def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
@@ -118,10 +111,14 @@ def _split_k(gemm: PlannedGemm, run: PlanRunner, guess: int) -> int | Refused:
     out = run.planned(gemm, *revealing_operands(kind))
     if isinstance(out, Refused):
         return out
-    for split_k in _candidates(gemm, guess):
-        if not different(_row(kind, split_k), out).any():
+    # S that cut K differently, the likeliest first, then ascending.
+    multiple, lengths = HOPPER.accumulation(gemm.granularities).split_k_multiple, set[int]()
+    for split_k in (guess, *range(1, _MAX_SLICES + 1)):
+        length = -(-gemm.k // (split_k * multiple))
+        if length not in lengths and not different(_row(kind, split_k), out).any():
             return split_k
-    return Refused(reason="no split-K gives these bits")
+        lengths.add(length)
+    return Refused("no split-K gives these bits")
 
 
 @lru_cache(maxsize=4096)
@@ -129,29 +126,13 @@ def _row(kind: PlannedGemm, split_k: int) -> np.ndarray:
     return emulated(kind, *revealing_operands(kind), split_k)
 
 
-def _candidates(gemm: PlannedGemm, first: int) -> Iterator[int]:
-    """S that cut K differently, the likeliest first, then ascending."""
-    if gemm.is_blockwise:
-        multiple = HOPPER.accumulation(BLOCKWISE_GEMMS[gemm.gemm]).split_k_multiple
-    else:
-        multiple = (HOPPER.bfloat16 if gemm.gemm == "bfloat16" else HOPPER.float8).split_k_multiple
-    seen: set[int] = set()
-    for split_k in (first, *range(1, _MAX_SLICES + 1)):
-        length = -(-gemm.k // (split_k * multiple))
-        if length not in seen:
-            seen.add(length)
-            yield split_k
-
-
 def emulated(gemm: PlannedGemm, a_K: np.ndarray, b_CK: np.ndarray, split_k: int) -> np.ndarray:
     """What `f8ref.numpy` makes of one row, [C]."""
     import f8ref.numpy as oracle
 
-    out_dtype = format_by_name(gemm.out_dtype)
-    if gemm.gemm == "bfloat16":
+    out_dtype, pair = format_by_name(gemm.out_dtype), gemm.granularities
+    if pair is None:
         return oracle.mm(a_K[None], b_CK.T, out_dtype=out_dtype, split_k=split_k)[0]
-    kind = None if gemm.is_blockwise else Granularity(gemm.gemm)
-    pair = (kind, kind) if kind is not None else BLOCKWISE_GEMMS[gemm.gemm]
     return oracle.scaled_mm(
         a_K[None],
         b_CK.T,

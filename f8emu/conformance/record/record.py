@@ -6,9 +6,8 @@ that ran and their grids; what it refuses is stored in the metadata as `refused`
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from f8emu import __version__
 from f8emu.conformance.cases.gemm import GemmCase, Mode
@@ -19,7 +18,7 @@ from f8emu.conformance.record.cuda import CudaLauncher, Launched, Refused
 from f8emu.conformance.run.result import StageResult, Status
 from f8emu.conformance.run.subject import load_subject
 from f8emu.conformance.run.verify import verify as run_suite
-from f8emu.spec import GoldenFileError
+from f8emu.spec import F8Error, GoldenFileError
 
 _T = TypeVar("_T")
 
@@ -35,8 +34,7 @@ class Launcher(Protocol):
     def __call__(self, gemm: GemmCase) -> Launched | Refused: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenRecording:
+class GoldenRecording(NamedTuple):
     """What became of a recording."""
 
     path: Path
@@ -88,30 +86,25 @@ def record(
         UnsupportedError: no CUDA GPU with float8.
         GoldenFileError: the file cannot be written, or the library ran none of the cases.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise GoldenFileError(f"record: cannot write {path}: no directory {path.parent}; make it first")
     # 1. Every planned GEMM, run or refused.
+    path = writable(path, GoldenFileError)
     launch = CudaLauncher() if launcher is None else launcher
     planned = plan(seed) if cases is None else cases
     golden: list[GoldenCase] = []
     refused: list[dict[str, str]] = []
-    for case in tracked(planned, "recording", len(planned)):
-        result = launch(case.gemm)
-        if isinstance(result, Refused):
-            entry = {"id": case.gemm.id, "name": case.name, "mode": case.gemm.mode.value}
-            refused.append({**entry, "gemm": _words(case.gemm), "reason": result.reason})
+    for name, gemm in tracked(planned, "recording", len(planned)):
+        result = launch(gemm)
+        if isinstance(result, Launched):
+            golden.append(GoldenCase(name=name, gemm=gemm, out=result.out, kernels=result.kernels))
         else:
-            golden.append(GoldenCase(name=case.name, gemm=case.gemm, out=result.out, kernels=result.kernels))
+            entry = {"id": gemm.id, "name": name, "mode": gemm.mode.value}
+            refused.append({**entry, "gemm": _words(gemm), "reason": result.reason})
     if not golden:
+        reason = refused[0]["reason"] if refused else "-"
         raise GoldenFileError(
-            f"record: the library refused all {len(planned)} cases, first: {refused[0]['reason'] if refused else '-'}; "
-            "nothing is written"
+            f"record: the library refused all {len(planned)} cases, first: {reason}; nothing is written"
         )
     # 2. The file, which is read back before anyone trusts it.
-    by_reason: dict[str, list[str]] = {}
-    for entry in refused:
-        by_reason.setdefault(entry["reason"], []).append(f"{entry['id']} {entry['name']} ({entry['gemm']})")
     facts = launch.metadata()
     metadata = {**facts, "seed": str(seed), "f8emu": __version__, "refused": json.dumps(refused)}
     write_golden(path, golden, metadata)
@@ -123,21 +116,26 @@ def record(
     if verify:
         found = run_suite([load_subject("f8ref.numpy")], stages=["golden"], golden=stored, errors=len(golden))
         (verified,) = found.subjects[0].stages
-    return GoldenRecording(
-        path=path,
-        device=facts["device"],
-        cases=len(golden),
-        outputs=sum(case.out.size for case in golden),
-        refused=by_reason,
-        verified=verified,
-    )
+    by_reason: dict[str, list[str]] = {}
+    for entry in refused:
+        by_reason.setdefault(entry["reason"], []).append(f"{entry['id']} {entry['name']} ({entry['gemm']})")
+    outputs = sum(case.out.size for case in golden)
+    return GoldenRecording(path, facts["device"], len(golden), outputs, by_reason, verified)
 
 
 def _words(gemm: GemmCase) -> str:
-    m, n = gemm.output_shape if gemm.sample is None else (gemm.sample.m, gemm.sample.n)
+    m, n = gemm.full_size
     dtypes = f"{gemm.a.dtype.name} x {gemm.b.dtype.name} -> {gemm.out_dtype}"
     chain = "" if gemm.mode is Mode.BF16 else f", use_fast_accum={gemm.use_fast_accum}"
     return f"{m} x {n} x {gemm.k}, {dtypes}{chain}"
+
+
+def writable(path: str | Path, error: type[F8Error]) -> Path:
+    """A path to write to, whose directory is there; if not, the error says so."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise error(f"record: cannot write {path}: no directory {path.parent}; make it first")
+    return path
 
 
 def tracked(items: Iterable[_T], title: str, total: int) -> Iterable[_T]:
